@@ -1,6 +1,7 @@
-"""One JSON line on stderr per change of state: the log of the sidecar and of the operator.
+"""The log of the sidecar and of the operator: one JSON line on stderr for each change of state.
 
-Not for the trainer, whose log is the user's: the library says what it must with `logging` alone.
+The trainer does not use it, because the trainer's log is the user's. There the library logs only
+what it must, with plain `logging`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 
 
 class Journal:
-    """Writes to the logger `name`. `event` is a stable short name, `fields` become JSON members."""
+    """Writes to the logger `name`. `event`: a short, stable name. `fields`: become JSON members."""
 
     def __init__(self, name: str) -> None:
         self._log = logging.getLogger(name)
@@ -23,11 +24,12 @@ class Journal:
             self._log.log(level, event, extra={"fields": fields})
 
     def warn(self, event: str, **fields: object) -> None:
-        """`say`, for what somebody should look at."""
+        """As `say`, at level WARNING: for what a person should look at."""
         self.say(event, level=logging.WARNING, **fields)
 
     def crash(self, event: str, **fields: object) -> None:
-        """`say`, with the traceback of the exception that is being handled: a bug of ours."""
+        """As `say`, at level ERROR and with the traceback of the exception that is being handled:
+        for a bug in keepstep."""
         self._log.exception(event, extra={"fields": fields})
 
 
@@ -51,7 +53,8 @@ class _JsonLines(logging.Formatter):
 
 
 def configure(*, level: int = logging.INFO, **always: object) -> None:
-    """Send everything that this process logs to stderr as JSON lines; `always` stands in each."""
+    """Send everything that this process logs to stderr as JSON lines. `always`: members of each
+    line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines(always))
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -1,8 +1,8 @@
-"""Processes of a run: how they are started, watched and ended.
+"""Starts, watches and ends the processes of a run.
 
-Signals stay blocked in a supervisor and are taken one at a time, so its children are started with
-an empty mask. As the *subreaper* of what it starts, it inherits processes whose parent died, which
-is how `descendants` can find all of them.
+A supervisor keeps signals blocked and takes them one at a time, so it starts its children with an
+empty signal mask. It is the *subreaper* of the processes that it starts: it inherits those whose
+parent died. So `descendants` can find all of them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ def become_subreaper() -> None:
 def spawn_command(
     path: str, command: tuple[str, ...], environment: Mapping[str, str], *, own_group: bool
 ) -> int:
-    """Start `command` with our stdin, stdout and stderr and no signal blocked; returns its pid.
+    """Start `command` with this process's stdin, stdout and stderr and no blocked signals. Returns
+    its pid.
 
-    `own_group` False: it shares our process group, so that it may read from the terminal.
-    Raises OSError when the program cannot be executed.
+    `own_group` False: it shares this process's group, so that it may read from the terminal.
+    Raises OSError if the program cannot be executed.
     """
-    # Python ignores these two, and what is ignored stays so across exec
+    # Python ignores these two signals, and ignored signals stay ignored across exec
     defaults = [signal.SIGPIPE, signal.SIGXFSZ]
     if own_group:
         return os.posix_spawn(
@@ -47,13 +48,13 @@ def spawn_command(
 
 
 def shell_code(wait_status: int) -> int:
-    """Exit code as a shell gives it: 128 + n for death by signal n."""
+    """The exit code as a shell gives it: 128 + n for a death by signal n."""
     code = os.waitstatus_to_exitcode(wait_status)
     return 128 - code if code < 0 else code
 
 
 def reap() -> dict[int, int]:
-    """Shell codes of all children (inherited ones too) that have ended, by pid."""
+    """By pid, the shell codes of all children that have ended, including inherited ones."""
     ended: dict[int, int] = {}
     while True:
         try:
@@ -66,21 +67,22 @@ def reap() -> dict[int, int]:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal; a process that is gone already is none of our worries."""
+    """Send a signal. A process that is already gone is no error."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that is not our child, told from a later one with its pid by its start time."""
+    """A process that need not be a child of this one. Its start time tells it from a later process
+    with the same pid."""
 
     pid: int
     started: int
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
-        """The live process `pid`; None when there is none."""
+        """The live process `pid`, or None."""
         fields = stat(pid)
         return cls(pid, int(fields[19])) if fields is not None and _lives(fields) else None
 
@@ -90,15 +92,19 @@ class Process:
 
 
 def _lives(fields: Sequence[str]) -> bool:
-    """Not while only a parent is to hear of its end. A process whose first thread has ended looks
-    so, too (num_threads, field 20, tells): SIGKILL ends the others when they have given back their
-    memory, and until then it holds its files and has its children."""
+    """Whether the process with these `stat` fields is alive.
+
+    A zombie, which only waits for its parent, is not. A process whose first thread has ended is
+    also in state Z, but is alive while num_threads (field 20) is above 1: SIGKILL ends its other
+    threads only once they have given back their memory, and until then the process holds its files
+    and has its children.
+    """
     return fields[0] not in "ZX" or int(fields[17]) > 1
 
 
 def stat(pid: int | str) -> list[str] | None:
-    """Fields of /proc/PID/stat from the third on (proc(5)), as the second may hold anything; `self`
-    is this process. None for one that is gone or hidden."""
+    """The fields of /proc/PID/stat from the third on (proc(5)), because the second may contain any
+    text. `pid` "self": this process. None if the process is gone or hidden."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -106,7 +112,7 @@ def stat(pid: int | str) -> list[str] | None:
 
 
 def descendants(pid: int, *, spare: Iterable[int] = ()) -> tuple[Process, ...]:
-    """Live processes below `pid`, without those in `spare` and what is below them."""
+    """The live descendants of `pid`, without those in `spare` and the descendants of these."""
     children: dict[int, list[Process]] = {}
     for name in os.listdir("/proc"):
         fields = stat(int(name)) if name.isdigit() else None
@@ -125,9 +131,12 @@ def descendants(pid: int, *, spare: Iterable[int] = ()) -> tuple[Process, ...]:
 def end_all(
     find: Callable[[], tuple[Process, ...]], *, grace_s: float, hurry: threading.Event | None = None
 ) -> None:
-    """End what `find` finds, until that is nothing: SIGTERM once each, then SIGKILL, once `grace_s`
-    are over or `hurry` is set. It looks twice: a process may have begun behind the first look, and
-    its parent have ended before it."""
+    """End the processes that `find` returns, until it returns none.
+
+    Each gets SIGTERM once, then SIGKILL after `grace_s` seconds or when `hurry` is set. An empty
+    `find` is repeated once: a process may have started behind the first look, and its parent may
+    have ended before that look reached it.
+    """
     deadline = time.monotonic() + grace_s
     hurry = hurry or threading.Event()
     asked: set[Process] = set()
@@ -143,7 +152,8 @@ def end_all(
 
 
 def wait_gone(process: Process, *, timeout_s: float) -> bool:
-    """Wait until a process that is not our child is gone; False when it is still there."""
+    """Wait until a process is gone that need not be a child of this one. False: it is still there
+    after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while process.alive():
         if time.monotonic() >= deadline:

@@ -1,3 +1,4 @@
-"""The trainer's side of the sidecar: `http` and `session` (lease, reconnect) over the unix socket,
-`slot` (shared memory, mapped), `copying` (the bytes), `wakeups` (threads).
+"""How the trainer uses the sidecar: `http` and `session` (lease, reconnect) over the unix socket,
+`slot` (mapped shared memory), `copying` (copies of bytes), `wakeups` (of threads), `embedded`
+(starts the sidecar).
 """

@@ -1,9 +1,9 @@
-"""The copy: live tensors into a slot, and back.
+"""Copies live tensors into a slot, and back.
 
-On a CPU it is `memmove` without the GIL, which reaches the speed of a bare memcpy; several threads
-share it when the training thread waits for it. Whatever is not plain contiguous CPU memory goes
-through `Tensor.copy_`. A tensor without memory of its own has nothing to move: reading it would end
-the process, so it is an error here, whoever let it pass.
+On a CPU the copy is `memmove` without the GIL, as fast as a bare memcpy. Several threads share it
+when the training thread waits for it. Tensors that are not plain contiguous CPU memory are copied
+with `Tensor.copy_`. A tensor without memory of its own is an error here, because reading it would
+end the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from keepstep.errors import KeepstepError
 from keepstep.state.memory import has_memory
 
-# CDLL functions release the GIL; ctypes.memmove and mmap.madvise do not
+# CDLL functions release the GIL; ctypes.memmove and mmap.madvise do not.
 _memmove = ctypes.CDLL(None).memmove
 _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memmove.restype = ctypes.c_void_p
@@ -34,13 +34,14 @@ _POPULATE_WRITE = 23
 _LARGE_BYTES = 4 << 20
 
 PIECE_BYTES = 16 << 20
-"""Unit of work of one thread: long enough to amortise Python, short enough to balance."""
+"""A thread copies this many bytes at a time: enough to amortise Python, and few enough to balance
+the threads."""
 
 _PARALLEL_BYTES = 32 << 20
 
 
 class Move(NamedTuple):
-    """`bytes` of plain memory from one address to another."""
+    """A copy of `bytes` bytes of plain memory from address `source` to address `target`."""
 
     target: int
     source: int
@@ -49,7 +50,8 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One tensor into another of its shape and dtype (strided, or on another device)."""
+    """A copy of one tensor into another of the same shape and dtype (strided, or on another
+    device)."""
 
     target: Tensor
     source: Tensor
@@ -57,14 +59,14 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """What to copy: plain moves, and whatever needs torch."""
+    """What to copy: plain moves, and copies that need torch."""
 
     moves: Sequence[Move] = ()
     copies: Sequence[Copy] = ()
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's bytes, as they lie in memory, are its value in row-major order."""
+    """Whether the tensor's bytes in memory are its value in row-major order."""
     return (
         tensor.device.type == "cpu"
         and tensor.is_contiguous()
@@ -75,14 +77,14 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def move(target: int, source: int, size_bytes: int) -> None:
-    """One plain move, on this thread."""
+    """Do one plain move on this thread."""
     _memmove(target, source, size_bytes)
 
 
 def run(transfers: Transfers, *, threads: int = 1) -> None:
-    """Do them all, the plain moves on up to `threads` threads; returns when done.
+    """Do all transfers, the plain moves on up to `threads` threads. Returns when all are done.
 
-    Raises KeepstepError, before anything is copied, where there is no memory.
+    Raises KeepstepError, before anything is copied, if a tensor has lost its memory.
     """
     moves, copies = transfers.moves, transfers.copies
     _check(moves, copies)
@@ -105,13 +107,14 @@ def _check(moves: Sequence[Move], copies: Sequence[Copy]) -> None:
 
 
 def _can_copy(tensor: Tensor) -> bool:
-    # a subclass answers for itself, and of a zero tensor torch knows that it has no memory
+    # A subclass copies in its own way. A zero tensor has no memory, which torch handles itself.
     plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
     return not plain or tensor._is_zerotensor() or has_memory(tensor)
 
 
 def default_threads() -> int:
-    """Two threads nearly fill the memory bus of most machines; more only disturb others."""
+    """How many threads copy: at most 4. Two nearly fill the memory bus of most machines, and
+    many threads would only disturb other processes."""
     return min(4, len(os.sched_getaffinity(0)))
 
 
@@ -142,19 +145,20 @@ def _pieces(moves: Sequence[Move]) -> Iterable[Move]:
             yield Move(move.target + begin, move.source + begin, size)
 
 
-# --- page tables: paid for in one call, instead of fault by fault ------------------------------
+# --- page tables: filled in one call instead of fault by fault ---------------------------------
 
 
 def populate(address: int, size_bytes: int) -> None:
-    """Map pages that exist already: 524,288 faults of a 2 GiB slot cost a copy 0.7 s.
+    """Map pages that already exist. Without it, the 524,288 page faults of a 2 GiB slot cost a copy
+    0.7 s.
 
-    Kernels before 5.14 refuse, which costs only time.
+    Kernels before 5.14 refuse the call, which costs only time.
     """
     _madvise(address, size_bytes, _POPULATE_WRITE)
 
 
 def prefer_huge_pages(tensor: Tensor) -> None:
-    """Ask for huge pages under new CPU memory: first touch is several times cheaper with them."""
+    """Ask for huge pages under new CPU memory. They make the first touch several times cheaper."""
     storage = tensor.untyped_storage()
     if tensor.device.type != "cpu" or storage.nbytes() < _LARGE_BYTES:
         return

@@ -1,4 +1,4 @@
-"""`Checkpointer(dir=...)`: the sidecar of a script that nobody started with `keepstep run`."""
+"""`Checkpointer(dir=...)`: the sidecar of a script that was not started with `keepstep run`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class Keeper:
-    """Starts the sidecar of a script again when it has died, as `keepstep run` does: at once, then
-    less and less often. Never in the way of the thread that asks, nor of the training."""
+    """Restarts the sidecar of a script when it has died, as `keepstep run` does: at once, then less
+    and less often. It blocks neither the thread that asks nor the training."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        # a script may change both: another sidecar is to find the same run, and be the same
+        # The script may change its working directory and environment. A new sidecar must still find
+        # the same run and have the same settings.
         self._directory = os.path.abspath(directory)
         self._environment = dict(os.environ)
         self._lock = threading.Lock()
@@ -36,13 +37,15 @@ class Keeper:
         self._said = ""
 
     def revive(self) -> None:
-        """The sidecar does not answer: begin to start it, if that is due. Returns at once."""
+        """Called when the sidecar does not answer. If an attempt is due, start the sidecar in the
+        background. Returns at once."""
         if self._lock.locked() or time.monotonic() < self._tried_at + self._pause_s():
             return
         threading.Thread(target=self._revive, name="keepstep-revive", daemon=True).start()
 
     def _pause_s(self) -> float:
-        """None after the first death: the training may be waiting in its restore."""
+        """Seconds to wait between attempts. There is no pause after the first death, because the
+        training may be waiting in its restore."""
         return 0.0 if self._failures < 1 else min(_LONGEST_PAUSE_S, 0.25 * 2.0**self._failures)
 
     def _revive(self) -> None:
@@ -70,26 +73,30 @@ class Keeper:
             )
 
     def _say(self, text: str) -> None:
-        """Each trouble once."""
+        """Log a failure, but only once while it stays the same. '': it is over."""
         if text and text != self._said:
             log.warning("keepstep: %s; it is tried again, and training goes on", text)
         self._said = text
 
 
 def socket(directory: str | os.PathLike[str] | None) -> str:
-    """That of the sidecar which `keepstep run` or a pod has for this process; else of one that
-    keeps the run of this script below `directory`, or '' where None is asked for.
+    """Path of the sidecar's socket.
 
-    Every rank asks; the first one of a machine starts it, the others find it. The run is called as
-    the script's file, or notebook. Raises UsageError with what the command said.
+    If `keepstep run` or a pod provides a sidecar for this process, its socket is returned. Else a
+    sidecar that keeps this script's run below `directory` is started, or found if it already runs.
+    With `directory` None the result is then ''.
+
+    Every rank calls this: the first rank of a machine starts the sidecar, the others find it. The
+    run has the name of the script's file, or `notebook`. Raises UsageError with the message of the
+    command.
     """
     inherited = os.environ.get(SOCKET_ENV, "")
     return inherited if inherited or directory is None else _start(directory, os.environ)
 
 
 def keeper(directory: str | os.PathLike[str] | None) -> Keeper | None:
-    """Of the sidecar that `socket` started; None where another process looks after it: whoever
-    started it otherwise, or the first rank of this machine."""
+    """The keeper of the sidecar that `socket` started. None if another process looks after the
+    sidecar: one that started it in another way, or the first rank of this machine."""
     if directory is None or os.environ.get(SOCKET_ENV) or os.environ.get("LOCAL_RANK", "0") != "0":
         return None
     return Keeper(directory)
@@ -119,13 +126,14 @@ def _start(directory: str | os.PathLike[str], environment: Mapping[str, str]) ->
         raise UsageError(
             "dir= starts a sidecar, which is a package of its own: pip install 'keepstep[local]'"
         )
-    # click's own errors come behind lines of usage
+    # Errors of click itself follow lines of usage.
     said = re.split(r"^Error: ", done.stderr.strip(), maxsplit=1, flags=re.MULTILINE)[-1]
     raise UsageError(f"dir={os.fspath(directory)!r}: {said or f'exit code {done.returncode}'}")
 
 
 def _script() -> str:
-    """What names the run: the script's file, the package of `python -m PACKAGE`, or notebook."""
+    """The file name from which the run gets its name: the script's file, `PACKAGE.py` for
+    `python -m PACKAGE`, or `notebook.py`."""
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None) or "notebook.py"
     if os.path.basename(file) != "__main__.py":

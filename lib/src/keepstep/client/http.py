@@ -1,9 +1,9 @@
 """Calls to the sidecar: HTTP/1.1 + JSON over its unix socket, with the standard library only.
 
-A `Client` makes one call at a time on a kept connection. A `Lease` is one response that never
-ends: the kernel closes it when this process dies, however it dies, and that is how the sidecar
-learns of it. So a forked child must not keep the descriptor, or a data loader's worker would hold
-its dead parent's lease.
+A `Client` makes one call at a time on a connection that it keeps. A `Lease` is one response that
+never ends. The kernel closes it when this process dies in any way, and so the sidecar learns of the
+death. A forked child must not keep the descriptor: otherwise a data loader's worker would hold the
+lease of its dead parent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ERRORS: dict[str, type[SidecarError]] = {"protocol": ProtocolError, "no-memory"
 
 
 class UnixConnection(http.client.HTTPConnection):
-    """HTTP over the socket at `path`. Raises SidecarAbsent when nobody listens there."""
+    """HTTP over the unix socket at `path`. Raises SidecarAbsent if no sidecar listens there."""
 
     def __init__(self, path: str, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
@@ -47,7 +47,8 @@ class UnixConnection(http.client.HTTPConnection):
             ) from error
 
     def ask(self, route: str, message: Any) -> http.client.HTTPResponse:
-        """POST a message, or GET without one. Raises the problem that the answer tells of."""
+        """POST a message, or GET if there is none. Raises the problem that the answer reports, as a
+        SidecarError."""
         method, body = ("GET", None) if message is None else ("POST", to_json(message))
         self.request(method, route, body, {"Content-Type": "application/json"})
         response = self.getresponse()
@@ -56,7 +57,7 @@ class UnixConnection(http.client.HTTPConnection):
         return response
 
     def absent(self, error: Exception) -> SidecarAbsent:
-        """What a broken connection means."""
+        """The SidecarAbsent to raise for a connection that broke with `error`."""
         silent = isinstance(error, TimeoutError)
         kind = "did not answer in time" if silent else "went away"
         code = "silent" if silent else "absent"
@@ -84,8 +85,8 @@ class Client:
         """POST `message` to `route` and decode the answer.
 
         Raises SidecarAbsent, ProtocolError, NoMemoryError or SidecarError (with the problem's
-        code). A broken kept connection is opened once more, as the sidecar may have restarted:
-        every route is idempotent.
+        code). If a kept connection breaks, the call is repeated once on a new one, because the
+        sidecar may have restarted. Every route is idempotent.
         """
         while True:
             if self._ended:
@@ -107,15 +108,16 @@ class Client:
         return self.call(route, None, kind, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Close the connection; the next call opens another."""
+        """Close the connection. The next call opens a new one."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def end(self) -> None:
-        """No more calls, from whichever thread: the one that waits for an answer stops waiting."""
+        """Allow no more calls. May be called from any thread: a thread that waits for an answer
+        stops waiting."""
         self._ended = True
-        # looked at once: the thread that it belongs to may close it meanwhile
+        # Read once, because the thread that uses the connection may close it meanwhile.
         sock = getattr(self._connection, "sock", None)
         if sock is not None:
             with contextlib.suppress(OSError):
@@ -123,7 +125,8 @@ class Client:
 
 
 class Lease:
-    """Held for the life of this process; `lost` is set once the sidecar is gone."""
+    """The lease, held for the life of this process. `lost` is set once the sidecar is gone or the
+    lease was closed."""
 
     def __init__(
         self,
@@ -133,7 +136,7 @@ class Lease:
         *,
         timeout_s: float = 10.0,
     ) -> None:
-        """Ask for the lease. Raises as `Client.call` does; code `rank-taken` when another live
+        """Ask for the lease. Raises as `Client.call` does, with code `rank-taken` if another live
         trainer holds this rank."""
         self.lost = Gate()
         self._on_lost = on_lost
@@ -156,8 +159,8 @@ class Lease:
         _LEASES.discard(self)
         sock = self._connection.sock
         if sock is not None:
-            # shutdown, not close: the watching thread sits in a read of this descriptor
-            with contextlib.suppress(OSError):  # the sidecar was first
+            # shutdown, not close: the watching thread is reading from this descriptor.
+            with contextlib.suppress(OSError):  # the sidecar closed it first
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _watch(self) -> None:
@@ -177,7 +180,8 @@ def _forget_leases_in_child() -> None:
     for lease in list(_LEASES):
         sock = lease._connection.sock
         if sock is not None and (fd := sock.detach()) >= 0:
-            # detached: the number may soon be another file's, which the socket must not close
+            # Detached, because another file may soon have this number, and the socket object must
+            # not close that file.
             os.close(fd)
     _LEASES.clear()
 

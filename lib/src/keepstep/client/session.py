@@ -1,4 +1,4 @@
-"""A trainer's tie to the sidecar: the lease, and calls from whichever thread."""
+"""A trainer's session with the sidecar: the lease, and calls from any thread."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ _POLL_S = 30.0
 _LEASE_S = 10.0
 _SLACK_S = 0.5
 _UNSEEN_S = 30.0
-"""What lies where a trainer does not see it is made durable meanwhile."""
+"""The call takes long, because images in a directory that the trainer does not see are made durable
+before its answer."""
 _FAILED_S = 2.0
 _REASON = 300  # characters
 
 
 class Session:
-    """The lease of one rank. `changed` rings when it is lost. `archive`: the sidecar has one.
-    `keeper`: of a sidecar that nobody else starts again."""
+    """The lease of one rank. `changed` rings when the lease is lost. `archive`: the sidecar has an
+    archive. `keeper`: restarts the sidecar, if no other process does."""
 
     def __init__(
         self, path: str, *, rank: int, world: int, changed: Changes, keeper: Keeper | None = None
@@ -81,7 +82,7 @@ class Session:
         try:
             lease = Lease(self.path, request, self._changed.ring, timeout_s=timeout_s)
         except SidecarAbsent as error:
-            if self._keeper is not None and error.code == "absent":  # a slow one is not dead
+            if self._keeper is not None and error.code == "absent":  # "silent" is slow, not dead
                 self._keeper.revive()
             raise
         self.run, self.archive = lease.granted.run, lease.granted.archive
@@ -90,7 +91,8 @@ class Session:
         return lease.granted
 
     def _require_seen(self, granted: LeaseGranted) -> None:
-        """In a container that does not see the sidecar's huge pages nothing may be kept there."""
+        """Tell the sidecar if this container does not see the directory of its huge pages. Then no
+        image may be kept there."""
         directory = granted.huge_pages_dir
         if directory and not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
             with contextlib.suppress(SidecarError):  # asked again with the next lease
@@ -98,10 +100,13 @@ class Session:
                 self.call("/v1/unseen", request, dict, timeout_s=_UNSEEN_S)
 
     def connect(self, *, timeout_s: float) -> LeaseGranted:
-        """Get the lease, waiting for a sidecar that is just starting, or for a predecessor that
-        is just dying; for one that is there and does not come to answer, on a machine that has far
-        too much to do, as long as a restore may take. Raises SidecarAbsent or SidecarError when the
-        time is up."""
+        """Get the lease.
+
+        Waits up to `timeout_s` for a sidecar that is just starting, or for a predecessor of this
+        rank that is just dying. A sidecar that listens but does not answer, on an overloaded
+        machine, is given as long as a restore may take. Raises SidecarAbsent or SidecarError when
+        the time is up.
+        """
         began = time.monotonic()
         patience_s = dict.fromkeys(("absent", "rank-taken", "starting"), timeout_s)
         patience_s["silent"] = max(timeout_s, restore_timeout_s())
@@ -112,18 +117,19 @@ class Session:
             except SidecarError as error:
                 if time.monotonic() - began >= patience_s.get(error.code, 0.0):
                     raise
-            # there is nothing to wait on before the socket exists
+            # Before the socket exists, there is nothing to wait on.
             time.sleep(_PAUSE_S)
 
     def call(self, route: str, message: Any, kind: type[T], *, timeout_s: float) -> T:
-        """A call on a connection of its own. Raises as `Client.call`."""
+        """Make a call on a separate connection. Raises as `Client.call` does."""
         with contextlib.closing(Client(self.path)) as client:
             return client.call(route, message, kind, timeout_s=timeout_s)
 
     def wait(self, id: StepId, state: State, *, timeout_s: float) -> None:
-        """Return when the sidecar says that `id` is in `state`, persisting it now if need be.
+        """Return when the sidecar says that `id` is in `state`. The step is persisted now if
+        needed.
 
-        A sidecar that restarts in between is asked again. Raises NotDurableError.
+        A sidecar that restarts meanwhile is asked again. Raises NotDurableError.
         """
         deadline = time.monotonic() + timeout_s
         reason = "the sidecar is away"
@@ -153,22 +159,23 @@ class Session:
         return self.call("/v1/wait", request, Waited, timeout_s=timeout_s + _SLACK_S)
 
     def failed(self, id: StepId, reason: str) -> None:
-        """Say that the script itself failed when it had come to `id`; in `_FAILED_S`, or not."""
+        """Report that the script itself failed when it had reached step `id`. Gives up after
+        `_FAILED_S` seconds."""
         if self.connected:
             with contextlib.suppress(SidecarError):
                 request = FailedRequest(lease=self.lease, id=id, reason=reason[:_REASON])
                 self.call("/v1/failed", request, dict, timeout_s=_FAILED_S)
 
     def drop(self) -> None:
-        """Let the lease go, to take another."""
+        """Give up the lease, so that another can be taken."""
         lease = self._lease
         if lease is not None:
             lease.close()
             lease.lost.wait(1.0)
 
     def close(self, *, goodbye: bool, timeout_s: float = 2.0) -> None:
-        """Give the rank back. `goodbye`: this process writes into no slot any more."""
-        with self._ending:  # of two threads at once the second must not cut the goodbye off
+        """Give the rank back. `goodbye`: this process no longer writes into any slot."""
+        with self._ending:  # a second thread must not cut off the goodbye of the first
             if goodbye and self.connected:
                 with contextlib.suppress(SidecarError):
                     request = ReleaseRequest(lease=self.lease)
@@ -176,12 +183,13 @@ class Session:
             self.drop()
 
     def forget(self) -> None:
-        """In a forked child: the lease is the parent's."""
+        """Called in a forked child: forget the lease, which is the parent's."""
         self._lease, self._ending = None, threading.RLock()
 
 
 def _age_s() -> float:
-    """For how long this process has lived (proc(5): field 22 of stat, in ticks since the boot)."""
+    """For how many seconds this process has lived (proc(5): field 22 of stat, in ticks since the
+    boot)."""
     fields = processes.stat("self")
     if fields is None:
         return 0.0
@@ -190,7 +198,7 @@ def _age_s() -> float:
 
 
 def _ancestors() -> tuple[int, ...]:
-    """Processes that this one comes from, as far as they can be seen, nearest first."""
+    """Pids of the ancestors of this process, as far as they are visible, nearest first."""
     found: list[int] = []
     pid = os.getppid()
     while pid > 0 and len(found) < 32:
@@ -202,9 +210,10 @@ def _ancestors() -> tuple[int, ...]:
 
 
 def held_steps(path: str, *, timeout_s: float) -> set[int]:
-    """Steps that the sidecar at this socket knows to be whole: committed, or with the images of all
-    ranks in its reach. Waits until it has looked at its volumes. Raises SidecarError."""
-    from keepstep.wire.status import Status  # few ask, and every import would pay for it
+    """Numbers of the steps that the sidecar at this socket knows to be whole: steps that are
+    committed, or of which it knows an image of every rank. Waits until the sidecar has scanned its
+    volumes. Raises SidecarError."""
+    from keepstep.wire.status import Status  # rarely needed, and it would slow down every import
 
     deadline = time.monotonic() + timeout_s
     with contextlib.closing(Client(path)) as client:
@@ -222,8 +231,8 @@ RESTORE_S = 600.0
 
 
 def restore_timeout_s() -> float:
-    """Seconds for bringing one rank's image, or one window of others', as the environment of the
-    training process says. Raises UsageError."""
+    """How many seconds it may take to bring one rank's image, or one window of chunks of other
+    images: from the environment of the training process. Raises UsageError."""
     text = os.environ.get(RESTORE_TIMEOUT_ENV) or str(RESTORE_S)
     try:
         seconds = float(text)

@@ -1,8 +1,9 @@
 """A slot as the trainer sees it: the shared memory that *is* an image.
 
-The sidecar made the file, paid for its pages and wrote its header. The trainer maps it, writes
-tensors, extras and, last, the control page. For an accelerator the mapping is pinned once
-(`keepstep.save.accelerator`), so that copies into it run asynchronously at the bus's full speed.
+The sidecar makes the file, allocates its pages and writes the image's header. The trainer maps the
+file and writes tensors, extras and, last, the control page. For an accelerator, the mapping is
+pinned once (`keepstep.save.accelerator`), so that copies into it run asynchronously at the bus's
+full speed.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _ZERO_PAGE = bytes(PAGE_BYTES)
 
 
 class SlotMapping:
-    """Shared memory of one slot. Views into it keep the mapping alive."""
+    """The mapped shared memory of one slot. Views into it keep the mapping alive."""
 
     def __init__(self, path: str, layout: Layout | None = None) -> None:
-        """Map `path`; without `layout`, read it from the image.
+        """Map `path`. Without `layout`, the layout is read from the image.
 
-        Raises OSError when the file is gone, FormatError when it is not an image of that layout.
+        Raises OSError if the file is gone, FormatError if it is not an image of that layout.
         """
         self.path = path
         fd = os.open(path, os.O_RDWR)
@@ -43,7 +44,7 @@ class SlotMapping:
             os.close(fd)
         if self._mmap is None:
             raise FormatError("an empty file is no slot", path=path)
-        # a forked child is no trainer: it must neither write here nor keep the memory
+        # A forked child is not a trainer: it must neither write here nor keep the memory.
         self._mmap.madvise(mmap.MADV_DONTFORK)
         _MAPPED.add(self)
         self.memory = memoryview(self._mmap)
@@ -57,7 +58,8 @@ class SlotMapping:
         self._views: dict[str, Tensor] = {}
 
     def is_replaced(self) -> bool:
-        """Whether another file has its path now, as after the sidecar lost its memory."""
+        """Whether another file now has the slot's path, for instance after the sidecar lost its
+        memory."""
         try:
             status = os.stat(self.path)
         except OSError:
@@ -65,8 +67,8 @@ class SlotMapping:
         return (status.st_dev, status.st_ino) != self._file
 
     def populate(self) -> None:
-        """Map all pages, for writing. A slot that is only read needs none of it: the kernel maps
-        sixteen pages at a read fault, and one at a write fault."""
+        """Map all pages for writing. A slot that is only read does not need this: the kernel maps
+        sixteen pages at a read fault, but only one at a write fault."""
         copying.populate(self.address, self.layout.size_bytes)
 
     def view(self, entry: Entry) -> Tensor:
@@ -86,12 +88,12 @@ class SlotMapping:
         return self._views[name]
 
     def erase(self) -> None:
-        """Zero the control page: from here on, there is no image in this slot."""
+        """Zero the control page. From then on, the slot holds no image."""
         self.memory[self.layout.control_begin :] = _ZERO_PAGE
 
     def write_extras(self, extras: bytes) -> None:
-        """Write the non-tensor state and zeros to the end of its capacity. Raises ValueError for
-        more than that, before anything is written."""
+        """Write the extras, and zeros up to their capacity. Raises ValueError if they are larger
+        than that, before anything is written."""
         begin = self.layout.extras_begin
         left = self.layout.extras_capacity_bytes - len(extras)
         if left < 0:
@@ -100,16 +102,17 @@ class SlotMapping:
         ctypes.memset(self.address + begin + len(extras), 0, left)
 
     def seal(self, control: ControlPage) -> None:
-        """Write the control page: from here on, the image is complete."""
+        """Write the control page. From then on, the image is complete."""
         self.memory[self.layout.control_begin :] = control.to_bytes()
 
     def control(self) -> ControlPage:
-        """The seal. Raises TornError, VersionError or FormatError."""
+        """The control page, after a check of its seal. Raises TornError, VersionError or
+        FormatError."""
         return ControlPage.from_bytes(self.memory[self.layout.control_begin :])
 
 
 class Slot(NamedTuple):
-    """A slot that the sidecar granted to be filled, and its memory."""
+    """A slot that the sidecar granted for filling, and its mapped memory."""
 
     grant: SlotGranted
     mapping: SlotMapping
@@ -119,7 +122,8 @@ _MAPPED: weakref.WeakSet[SlotMapping] = weakref.WeakSet()
 
 
 def _keep_addresses_in_child() -> None:
-    """What was not forked must not be unmapped either: something else may lie there by now."""
+    """The mappings were not forked, so the child must not unmap their addresses: something else may
+    be there by now."""
     for mapping in list(_MAPPED):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping._mmap))
     _MAPPED.clear()

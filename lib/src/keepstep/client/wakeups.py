@@ -1,9 +1,9 @@
-"""How threads wait for each other here: without a lock that an exception could leave taken.
+"""How threads wait for each other, without a lock that an exception could leave taken.
 
-A signal handler may raise in the middle of anything that the training thread does (Ctrl-C, an
-alarm, a preemption notice). `threading.Condition` and `Event` are Python code: an exception inside
-leaves their lock taken, and the agent thread would stand still for ever. A `SimpleQueue` is C code
-that is made for that; here it only wakes, and what is waited for is a plain attribute.
+A signal handler may raise at any point of the training thread (Ctrl-C, an alarm, a preemption
+notice). `threading.Condition` and `Event` are Python code: an exception inside them may leave their
+lock taken, and the agent thread would wait for ever. `SimpleQueue` is C code that is safe against
+this. Here it only wakes threads; the condition itself is on plain attributes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from queue import Empty, SimpleQueue
 
 
 class Changes:
-    """Wakes whoever waits for a condition on plain attributes."""
+    """Wakes the threads that wait for a condition on plain attributes."""
 
     def __init__(self) -> None:
         self._waiting: set[SimpleQueue[None]] = set()
 
     def ring(self) -> None:
-        """Something changed: every waiter looks again."""
+        """Something changed: every waiting thread checks its condition again."""
         for bell in tuple(self._waiting):
             if bell.empty():
                 bell.put(None)
 
     def wait_for(self, condition: Callable[[], object], *, timeout_s: float | None) -> bool:
-        """Whether the condition became true in time; None waits for as long as it takes."""
+        """Wait until the condition is true, with `timeout_s` None for any length of time. Returns
+        whether it became true in time."""
         if condition():
             return True
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -47,7 +48,7 @@ class Changes:
 
 
 class Gate:
-    """Opens once, and stays open."""
+    """An event that is set once and stays set."""
 
     def __init__(self) -> None:
         self._open = False
@@ -61,5 +62,5 @@ class Gate:
         self._changes.ring()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it was opened in time."""
+        """Wait until the gate is set. Returns whether it was set in time."""
         return self._changes.wait_for(self.is_set, timeout_s=timeout_s)

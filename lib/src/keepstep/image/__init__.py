@@ -1,8 +1,8 @@
-"""The image: bytes of one rank's state that are a valid safetensors file (docs/format.md).
+"""The image: the bytes of one rank's state, as a valid safetensors file (docs/format.md).
 
-Pure: no torch, no I/O but the reading of files in `verify`. `layout` says where every byte is,
-`control` what an image is and that it is complete, `extras` holds what is no tensor, `verify`
-proves that bytes are what they were.
+Pure: no torch, and no I/O except that `verify` reads files. `layout` says where every byte is.
+`control` says what an image is and that it is complete. `extras` encodes values that are not
+tensors. `verify` proves that bytes did not change.
 """
 
 from keepstep.image.control import ControlPage as ControlPage

@@ -1,8 +1,8 @@
 """Small values of numpy and torch inside the extras: scalars, arrays, dtypes, sizes, devices.
 
-Neither library is imported to write: a value of theirs can only exist once they are. Big tensors
-and arrays belong into entries of the image of their own, these here are a data loader's or an RNG's
-state. Of a big array the extras hold the form, which a tensor does not have: `ArrayForm`.
+Encoding imports neither library: their values exist only if the program has imported them. Large
+tensors and arrays are separate entries of the image; the small ones here are the state of a data
+loader or an RNG. Of a large array, the extras hold what a tensor cannot express: `ArrayForm`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keepstep.errors import FormatError
 from keepstep.image import fields
 
 LARGE_BYTES = 64 << 10
-"""From here on an array is an entry of the image: moved as memory, verified in chunks."""
+"""An array of at least this size is an entry of the image: copied as memory, verified in chunks."""
 
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcSUMm]\d{1,6}(\[\d{0,6}[A-Za-z]{1,2}\])?")
 _IN_TORCH = re.compile(r"b1|[iu][1248]|f[248]|c8|c16")
@@ -29,8 +29,8 @@ _IN_TORCH = re.compile(r"b1|[iu][1248]|f[248]|c8|c16")
 
 @dataclass(frozen=True, slots=True)
 class ArrayForm:
-    """What makes an array of numpy of a tensor's bytes: `dtype` with its byte order, `shape`, and
-    whether they lie in Fortran's order."""
+    """What is needed to make a numpy array of a tensor's bytes: `dtype` with its byte order,
+    `shape`, and whether the bytes are in Fortran order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,7 +38,8 @@ class ArrayForm:
 
     @classmethod
     def of(cls, value: Any) -> ArrayForm | None:
-        """None for what is no array, or small, or has no plain bytes."""
+        """The form of an array; None if the value is not an array, is small, or has no plain
+        bytes."""
         numpy: Any = sys.modules.get("numpy")
         if numpy is None or type(value) is not numpy.ndarray or value.nbytes < LARGE_BYTES:
             return None
@@ -47,8 +48,11 @@ class ArrayForm:
         return cls(value.dtype.str, value.shape, _is_fortran(value))
 
     def take(self, array: Any) -> Any:
-        """A tensor over the array's memory (or over a copy, where that has gaps or is read-only):
-        of the same dtype where torch has it in this byte order, else of bytes."""
+        """A tensor over the array's memory, or over a copy if that memory has gaps or is read-only.
+
+        The tensor has the array's dtype if torch has this dtype in this byte order, else it is a
+        vector of bytes.
+        """
         torch: Any = sys.modules["torch"]
         numpy: Any = sys.modules["numpy"]
         plain = array.T if self.fortran else numpy.ascontiguousarray(array)
@@ -59,14 +63,14 @@ class ArrayForm:
         return torch.from_numpy(plain)
 
     def over(self, tensor: Any) -> Any:
-        """Inverse of `take`. Raises FormatError where the form does not fit."""
+        """Inverse of `take`. Raises FormatError if the form does not fit the tensor."""
         torch = importlib.import_module("torch")
         numpy = importlib.import_module("numpy")
         try:
-            flat = tensor.detach().view(-1).view(torch.uint8).numpy()  # its memory, filled later
+            flat = tensor.detach().view(-1).view(torch.uint8).numpy()  # shared memory, filled later
             array = flat.view(numpy.dtype(self.dtype))
             return array.reshape(self.shape[::-1]).T if self.fortran else array.reshape(self.shape)
-        except Exception as error:  # a hostile form meets numpy
+        except Exception as error:  # numpy may reject a hostile form in any way
             raise FormatError(f"the form of an array does not fit its tensor ({error})") from None
 
 
@@ -75,7 +79,7 @@ def _is_fortran(array: Any) -> bool:
 
 
 def encode(value: Any) -> dict[str, Any] | None:
-    """The tagged form of a value of numpy or torch; None when it has none."""
+    """The tagged form of a value of numpy or torch; None if it has none."""
     if type(value) is ArrayForm:
         return {"!array": [value.dtype, list(value.shape), "F" if value.fortran else "C"]}
     library = type(value).__module__.partition(".")[0]
@@ -91,7 +95,7 @@ def _from_numpy(value: Any) -> dict[str, Any] | None:
     scalar = isinstance(value, numpy.generic)
     if not scalar and type(value) is not numpy.ndarray:
         return None
-    array = numpy.asarray(value)  # an empty string's own dtype has no size, its array's has
+    array = numpy.asarray(value)  # the dtype of an empty string has no size, that of its array has
     if not _NUMPY_DTYPE.fullmatch(array.dtype.str):
         return None
     fortran = _is_fortran(array)
@@ -158,7 +162,7 @@ def _to_tensor(value: Any) -> Any:
 
 def _to_dtype(name: str) -> Any:
     torch = importlib.import_module("torch")
-    dtype = vars(torch).get(name)  # getattr would import some modules of torch by their names
+    dtype = vars(torch).get(name)  # getattr would import submodules of torch for some names
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name[:80]!r}")
     return dtype
@@ -177,4 +181,4 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!torch.Size": lambda sizes: importlib.import_module("torch").Size(fields.array(sizes, "size")),
     "!torch.device": lambda text: importlib.import_module("torch").device(text),
 }
-"""Inverse of `encode`, by tag. They raise whatever the libraries raise."""
+"""Inverse of `encode`, by tag. The builders raise whatever the libraries raise."""

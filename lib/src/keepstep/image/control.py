@@ -1,8 +1,9 @@
-"""The control page: the last 4096 bytes of an image, which say what it is, and that it is complete.
+"""The control page: the last 4096 bytes of an image, which say what it is and that it is complete.
 
-It is written last and zeroed before anything else of the image changes. So a page with a valid seal
-means that every byte before it was in place. In memory the trainer writes it without digests; the
-sidecar puts `root` and `sections` into what goes to disk, after the data was flushed.
+The control page is written last, and zeroed before any other byte of the image changes. So a page
+with a valid seal means that every byte before it was in place. In memory, the trainer writes it
+without digests. For the drive, the sidecar adds `root` and `sections` and writes the page after the
+data was flushed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import Epoch, EpochId, StepId
 
 _SEAL_BEGIN = PAGE_BYTES - 32
-"""JSON, padded with spaces, up to here; then the seal in hex: both can be read with `tail -c`."""
+"""Up to here, JSON padded with spaces; then the seal in hex. Both can be read with `tail -c`."""
 
 _ZERO_PAGE = bytes(PAGE_BYTES)
 
@@ -30,8 +31,9 @@ _ZERO_PAGE = bytes(PAGE_BYTES)
 class ControlPage:
     """What an image is. Times in unix seconds; digests in hex.
 
-    `layout`: the layout's id. `root`: digest of the digest table; `sections`: digest per section,
-    see `keepstep.image.verify.section_digests`. Both are None in an image that was only staged.
+    `layout`: the layout's id. `root`: the digest of the digest table. `sections`: a digest for each
+    section, see `keepstep.image.verify.section_digests`. Both are None in an image that was only
+    staged.
     """
 
     run: str
@@ -58,7 +60,7 @@ class ControlPage:
         extras_bytes: int,
         staged_at: float,
     ) -> ControlPage:
-        """Of an image of this layout, without digests."""
+        """The control page of a staged image of this layout, without digests."""
         return cls(
             run=run,
             layout=layout.id,
@@ -76,7 +78,8 @@ class ControlPage:
         return StepId(self.epoch.id, self.step)
 
     def to_bytes(self) -> bytes:
-        """A whole page. Raises FormatError when it does not fit (a run's name of kilobytes)."""
+        """The whole page. Raises FormatError if the content does not fit (a run's name of
+        kilobytes)."""
         parent = self.epoch.parent
         text = json.dumps(
             {
@@ -106,8 +109,8 @@ class ControlPage:
     def from_bytes(cls, buffer: bytes | memoryview) -> ControlPage:
         """Inverse of `to_bytes`.
 
-        Raises TornError without a valid seal, VersionError for a newer format, FormatError for a
-        page that was sealed by somebody who does not know the format.
+        Raises TornError without a valid seal; VersionError for a newer format; FormatError for a
+        page with a valid seal whose content is not of this format.
         """
         page = bytes(buffer[:PAGE_BYTES])
         if page == _ZERO_PAGE:
@@ -155,7 +158,7 @@ def _from_tree(tree: dict[str, Any]) -> ControlPage:
 
 
 def _run(value: object) -> str:
-    """It becomes a directory's name, and is printed."""
+    """The run's name, checked because it becomes the name of a directory and is printed."""
     text = fields.text(value, "run")
     if text in ("", ".", "..") or "/" in text or not text.isprintable():
         raise ValueError(f"{quoted(value)} is not the name of a run")

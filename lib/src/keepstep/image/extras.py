@@ -1,9 +1,9 @@
-"""Everything in a state that is no tensor, as JSON that gives back the same types.
+"""Everything in a state that is not a tensor, as JSON that gives back the same types.
 
-JSON holds what it can hold exactly; anything else is an object with one key that begins with `!`:
-`{"!tuple": [1, 2]}`. A dict that would look like that, or has keys that are no strings, is a list
-of pairs under `!dict`. So no text has two meanings, and reading runs no code: pickle is a tag too,
-and refused unless the caller trusts the file. Shared references become copies.
+Values that JSON can hold exactly are plain JSON. Any other value is an object with one key that
+begins with `!`: `{"!tuple": [1, 2]}`. A dict that would look like that, or whose keys are not all
+strings, is a list of pairs under `!dict`. So no text has two meanings. Reading runs no code: pickle
+is a tag, too, but is refused unless the caller trusts the file. Shared references become copies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from keepstep.image.fields import reason
 from keepstep.image.strictjson import is_text
 
 MAX_DEPTH = 100
-"""Nesting beyond this is taken for a tree that contains itself."""
+"""A tree that is nested deeper than this is assumed to contain itself."""
 
 _BIG = 1 << 63
 _MOST_ALIKE = 256
@@ -38,7 +38,7 @@ _FACTORIES = {
         *(list, tuple, dict, set, frozenset, Counter, OrderedDict, defaultdict, deque),
     )
 }
-"""What may make the values that a defaultdict lacks."""
+"""The allowed `default_factory` of a defaultdict, by name."""
 
 _SEQUENCES: dict[type, str] = {tuple: "!tuple", set: "!set", frozenset: "!frozenset"}
 _PATHS = {
@@ -53,7 +53,7 @@ _PATHS = {
 
 
 def encode(value: Any, *, trusted: bool = False) -> bytes:
-    """JSON of `value`; ASCII. `trusted`: pickle what nothing else holds.
+    """JSON of `value`, in ASCII. `trusted`: pickle values that cannot be encoded otherwise.
 
     Raises Unheld.
     """
@@ -62,22 +62,23 @@ def encode(value: Any, *, trusted: bool = False) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, *, trusted: bool = False) -> Any:
-    """Inverse of `encode`; arrays are new and writable.
+    """Inverse of `encode`. Arrays are new and writable.
 
-    Raises FormatError for what is damaged or hostile, and for pickles unless `trusted`.
+    Raises FormatError for damaged or hostile data, and for pickles unless `trusted`.
     """
     return strictjson.loads(data, what="extras", hook=_Decoder(trusted).build)
 
 
 def capacity_for(size_bytes: int) -> int:
-    """Room in a layout for extras of so many bytes: a growing list must not make a new layout at
-    every step, nor a large value a much larger image."""
+    """Bytes that a layout reserves for extras of `size_bytes`. They include room to grow, so that a
+    growing list does not need a new layout at every step. The room is limited, so that a large
+    value does not make the image much larger."""
     return max(_MIN_ROOM, size_bytes + min(3 * size_bytes, _MAX_SPARE))
 
 
 class Unheld(FormatError):
-    """Something cannot be encoded, and `why`. Its `place` in the tree (`['a'][0]`) is put together
-    on the way up."""
+    """A value cannot be encoded; `why` is the reason. `place`: where it is in the tree
+    (`['a'][0]`), put together on the way up."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -88,7 +89,7 @@ class Unheld(FormatError):
 
 
 class _Encoder:
-    """Exact types only: a subclass may mean more than its value."""
+    """Encodes values of exact types only, because a subclass may mean more than its value."""
 
     def __init__(self, trusted: bool) -> None:
         self._trusted = trusted
@@ -184,7 +185,7 @@ class _Encoder:
 
 
 class _Decoder:
-    """Builds objects innermost first, so what a tag holds is already decoded."""
+    """Builds objects from the innermost outwards, so the content of a tag is already decoded."""
 
     def __init__(self, trusted: bool) -> None:
         self._trusted = trusted
@@ -199,9 +200,9 @@ class _Decoder:
             raise FormatError("holds a pickle: pass trusted=True if you trust who wrote it")
         try:
             return _BUILDERS[tag](value)
-        except MemoryError:  # says nothing about the value
+        except MemoryError:  # no fault of the value
             raise
-        except Exception as error:  # a hostile value meets constructors of three libraries
+        except Exception as error:  # constructors of three libraries may reject a hostile value
             raise FormatError(f"not a {tag[1:]}: {reason(error)}") from None
 
 
@@ -241,8 +242,9 @@ def _members(value: Any) -> list[Any]:
 
 
 def _check_spread(keys: Iterable[Any]) -> None:
-    """Keys of one hash are compared with each other, in quadratic time: a hostile file has integers
-    that are equal modulo 2^61 - 1."""
+    """Raises ValueError if too many keys have the same hash. A dict compares such keys with each
+    other, which takes quadratic time. A hostile file may have many integers that are equal modulo
+    2^61 - 1."""
     alike = Counter(map(hash, keys))
     if alike and max(alike.values()) > _MOST_ALIKE:
         raise ValueError(f"more than {_MOST_ALIKE} keys have one hash")

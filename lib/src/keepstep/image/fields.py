@@ -1,4 +1,4 @@
-"""Values of parsed JSON that must have a type: each check returns it, or raises FormatError.
+"""Checks of values from parsed JSON: each check returns the value, or raises FormatError.
 
 `what` names the value in the message.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from keepstep.errors import FormatError, VersionError
 
 MAX_BYTES = 1 << 62
-"""No image is larger; so sums of what passed as a size stay small numbers."""
+"""No image is larger. So sums of values that passed as sizes stay small integers."""
 
 _MAX_DIMENSIONS = 64
 _FEW = 8
@@ -45,14 +45,14 @@ def integer(value: object, what: str, low: int, high: int) -> int:
 
 
 def time(value: object, what: str) -> float:
-    """Unix seconds."""
+    """A time in unix seconds."""
     if type(value) not in (int, float) or not 0 <= value < 1 << 62:  # type: ignore[operator]
         raise FormatError(f"{what}: {quoted(value)} is not a time")
     return float(value)  # type: ignore[arg-type]
 
 
 def digest(value: object, what: str) -> str:
-    """An xxh3_128 in lower-case hex."""
+    """An xxh3_128 digest in lower-case hex."""
     found = text(value, what)
     if len(found) != 32 or not set(found) <= _HEX:
         raise FormatError(f"{what}: {quoted(value)} is not a digest")
@@ -75,13 +75,14 @@ def sizes(value: object, name: str) -> tuple[int, ...]:
 
 @functools.cache
 def _numbers() -> tuple[int, ...]:
-    """One object for equal small numbers: a hostile header of nothing but dimensions takes little
-    memory."""
+    """Shared objects for small integers, so that a hostile header that consists only of dimensions
+    takes little memory."""
     return tuple(range(_SMALL))
 
 
 def version(value: object, newest: int) -> None:
-    """Raises VersionError when a newer keepstep wrote this, FormatError when nobody can have."""
+    """Raises VersionError if a newer keepstep wrote this, FormatError if `value` is not a possible
+    version."""
     if integer(value, "format_version", 1, 1 << 31) > newest:
         raise VersionError(
             f"format version {value}, but this keepstep reads only up to {newest}:"
@@ -90,7 +91,7 @@ def version(value: object, newest: int) -> None:
 
 
 def quoted(value: object) -> str:
-    """For messages: what a hostile file says, but not more than fits a line. Raises nothing."""
+    """A value of a possibly hostile file, shortened to one line for a message. Never raises."""
     try:
         shown = _SHORT.repr(value)
     except Exception:  # an integer of too many digits, a foreign object's own __repr__
@@ -99,10 +100,10 @@ def quoted(value: object) -> str:
 
 
 def reason(error: Exception) -> str:
-    """What an error says, in one line of some length. Raises nothing."""
+    """The text of an error, at most 200 characters. Never raises."""
     try:
         return str(error)[:200]
-    except Exception:  # it shows the hostile value that it is about
+    except Exception:  # its text may show the hostile value, whose own `__repr__` may raise
         return type(error).__name__
 
 

@@ -1,7 +1,7 @@
-"""The header's JSON: rendered by whoever makes a layout, and read back without believing any of it.
+"""The header's JSON: rendered for a new layout, and parsed without trusting any of it.
 
-Stock safetensors takes `__metadata__` as strings, so ours is JSON in a string there. Entries stand
-in the order of their bytes. See docs/format.md for each key.
+Stock safetensors allows only strings in `__metadata__`, so keepstep's metadata is JSON in a string
+there. Entries are in the order of their bytes. docs/format.md describes each key.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from keepstep.image.tensors import NATIVE_BYTES, OPAQUE_BYTES, Parameters, Secti
 FORMAT_VERSION = 1
 
 PAGE_BYTES = 4096
-"""Header, digest table and control page fill whole pages: O_DIRECT moves no less."""
+"""Header, digest table and control page fill whole pages, because O_DIRECT moves whole pages
+only."""
 
 HUGE_PAGE_BYTES = 2 << 20
-"""Large images fill whole ones, so that the memory of a slot may be made of them."""
+"""Large images fill whole huge pages, so that the memory of a slot may consist of huge pages."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Stock safetensors refuses longer ones."""
+"""Stock safetensors refuses longer headers."""
 
 _MAX_WORLD = 1 << 31
 _RESERVED_PREFIX = "keepstep."
@@ -45,9 +46,12 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a header says. `extras_bytes`, `digests_bytes`: regions after the tensors. `twins`:
-    ranks of the same world whose images have the very same boxes, ascending. `parameters`: by the
-    name of the optimizer's component."""
+    """The content of a header.
+
+    `extras_bytes`, `digests_bytes`: sizes of the regions after the tensors. `twins`: ranks of the
+    same world whose images have the very same boxes, ascending. `parameters`: the parameters of
+    each optimizer, by the name of its component.
+    """
 
     rank: int
     world: int
@@ -60,7 +64,7 @@ class Header:
     parameters: Mapping[str, Parameters] = field(default_factory=dict)
 
     def render(self) -> bytes:
-        """Length, JSON, and spaces up to a whole number of pages."""
+        """The header's bytes: length, JSON, and spaces up to a whole number of pages."""
         tree: dict[str, Any] = {"__metadata__": self._metadata()}
         at = 0
         for spec in (*self.specs, *self._reserved()):
@@ -76,8 +80,9 @@ class Header:
 
     @property
     def most_bytes(self) -> int:
-        """`render` gives no more: a name stands in it five times at most, a number takes 21
-        characters, and what is escaped as JSON in JSON in JSON grows sixteenfold."""
+        """An upper bound for the bytes that `render` gives. It counts each name up to five times
+        and 21 characters for each number. Text that is escaped as JSON in JSON in JSON grows at
+        most sixteenfold."""
         rows = [row for one in self.parameters.values() for row in one]
         texts = 4 * sum(len(one.name) for one in self.specs) + sum(map(len, self._texts()))
         numbers = sum(5 * len(one.shape) + len(one.unflattened or ()) + 10 for one in self.specs)
@@ -86,7 +91,7 @@ class Header:
 
     @property
     def is_ascii(self) -> bool:
-        """Whether no text in it needs more than ASCII."""
+        """Whether all text in the header is ASCII."""
         return all(map(str.isascii, self._texts()))
 
     def _texts(self) -> Iterator[str]:
@@ -123,12 +128,12 @@ class Header:
             "format": "pt",
             "DCP_VERSION": "1.0",
             "DCP_SHARDING_INFO": _dumps(boxes),
-            # ASCII, because stock readers refuse what Python strings may hold: lone surrogates.
+            # ASCII, because Python strings may hold lone surrogates, which stock readers refuse.
             "keepstep": json.dumps(ours, separators=(",", ":")),
         }
 
     def _hints(self) -> dict[str, Any]:
-        """What a reader can do without, and an older image does not say."""
+        """Keys that a reader can do without. Older images may lack them."""
         orders = {one.name: one.dim_order for one in self.specs if one.dim_order is not None}
         shapes = {one.name: one.unflattened for one in self.specs if one.unflattened is not None}
         hints = {
@@ -143,17 +148,19 @@ class Header:
 
 
 def reserved_names(rank: int) -> tuple[str, str, str]:
-    """Keys of the regions that close an image. The rank keeps those of two shards apart."""
+    """Names of the three regions at the end of an image. They contain the rank, so that the names
+    in two shards differ."""
     return f"keepstep.extras.{rank}", f"keepstep.digests.{rank}", f"keepstep.control.{rank}"
 
 
 def round_up(size: int) -> int:
-    """To whole pages."""
+    """`size` rounded up to whole pages."""
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
 def read_length(buffer: bytes | memoryview) -> int:
-    """Bytes of the whole header, by its first eight. Raises FormatError for a hostile one."""
+    """Bytes of the whole header, read from its first eight bytes. Raises FormatError for a length
+    that is too large or not a whole number of pages."""
     if len(buffer) < 8:
         raise FormatError(f"{len(buffer)} bytes cannot hold a header")
     length = 8 + int.from_bytes(buffer[:8], "little")
@@ -167,8 +174,8 @@ def read_length(buffer: bytes | memoryview) -> int:
 def parse(header: bytes) -> Header:
     """Inverse of `render`. Raises FormatError, and VersionError for a newer format.
 
-    Takes no more memory than eight times the header: each entry is checked as it is read, and kept
-    as a few small objects.
+    It takes at most eight times the header's size in memory: each entry is checked when it is read,
+    and kept as a few small objects.
     """
     if header[8:9] != b"{":
         raise FormatError("the header is not a JSON object")
@@ -196,14 +203,14 @@ def parse(header: bytes) -> Header:
 
 _Sizes = tuple[int, ...]
 _Raw = tuple[str, _Sizes, _Sizes]
-"""An entry as stock readers see it: dtype, shape, bytes."""
+"""An entry as stock readers see it: dtype, shape, `data_offsets`."""
 
 _DTYPES = {name: name for name in NATIVE_BYTES}
 _INNER = ("keepstep", "DCP_SHARDING_INFO")
 
 
 def _entries(header: bytes) -> tuple[dict[str, _Raw], dict[str, str]]:
-    """All entries in the order of their bytes, and of `__metadata__` the texts that are JSON."""
+    """All entries in the order of their bytes, and those texts of `__metadata__` that are JSON."""
     tree: dict[str, _Raw] = {}
     texts: dict[str, str] = {}
     reader = Reader(memoryview(header)[8:], what="header")
@@ -229,7 +236,7 @@ def _texts(reader: Reader) -> dict[str, str]:
     if missing := [key for key in _INNER if key not in texts]:
         raise FormatError(f"no {missing[0]} in __metadata__: this file was not written by keepstep")
     ours = Reader(texts["keepstep"], what="keepstep")
-    if next(ours.members(), None) == "format_version":  # before anything else is judged
+    if next(ours.members(), None) == "format_version":  # check it before anything else
         check_version(ours.value())
     return texts
 
@@ -248,7 +255,7 @@ def _raw(name: str, value: object) -> _Raw:
 
 
 def _boxes(text: str, tree: dict[str, _Raw]) -> dict[str, _Sizes]:
-    """`saved_offsets` of every entry."""
+    """By name, the `saved_offsets` of every entry."""
     boxes: dict[str, _Sizes] = {}
     zeros: dict[_Sizes, _Sizes] = {}
     reader = Reader(text, what="DCP_SHARDING_INFO")
@@ -265,7 +272,8 @@ def _boxes(text: str, tree: dict[str, _Raw]) -> dict[str, _Sizes]:
 
 
 def _ours(text: str, tree: dict[str, _Raw]) -> dict[str, Any]:
-    """What we know of the object `keepstep`; small but for what names tensors of the image."""
+    """The known keys of the object `keepstep`. All values are small, except for those that name
+    tensors of the image."""
     ours: dict[str, Any] = {}
     reader = Reader(text, what="keepstep")
     for key in reader.members():
@@ -313,7 +321,7 @@ def _parameters(reader: Reader) -> Parameters:
 
 _SECTIONS = {section.value: section for section in Section}
 _RUNS = {"sections": re.compile("|".join(_SECTIONS)), "devices": _DEVICE}
-"""What is said of each tensor, in the order of the tensors, run-length encoded."""
+"""Keys with one value for each tensor, in the order of the tensors, run-length encoded."""
 
 _SINGLE = ("format_version", "rank", "world", "twins")
 _BY_NAME = {
@@ -338,12 +346,13 @@ def _twins(value: object, *, rank: int, world: int) -> tuple[int, ...]:
 
 
 def check_version(version: object) -> None:
-    """Raises VersionError when a newer keepstep wrote this, FormatError when nobody can have."""
+    """Raises VersionError if a newer keepstep wrote this, FormatError if `version` is not a
+    possible version."""
     fields.version(version, FORMAT_VERSION)
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises FormatError for tensors' names that we reserve or stock readers refuse."""
+    """Raises FormatError for tensor names that keepstep reserves or stock readers refuse."""
     for name in names:
         if name == "__metadata__" or name.startswith(_RESERVED_PREFIX):
             raise FormatError(f"{quoted(name)}: this name is reserved")
@@ -418,7 +427,7 @@ def _opaque(
 
 
 def _box(name: str, shape: _Sizes, offsets: _Sizes, whole: _Sizes) -> tuple[_Sizes, _Sizes | None]:
-    """Offsets and global shape as `TensorSpec` has them: empty when the box is all there is."""
+    """Offsets and global shape as in `TensorSpec`: `(), None` if the box is the whole tensor."""
     if whole == shape and not any(offsets):
         return (), None
     if len(whole) != len(shape) or any(
@@ -429,7 +438,7 @@ def _box(name: str, shape: _Sizes, offsets: _Sizes, whole: _Sizes) -> tuple[_Siz
 
 
 def _check_place(spec: TensorSpec, offsets: _Sizes, at: int) -> int:
-    """The end of the tensor that must begin at `at`."""
+    """Check that the tensor's bytes begin at `at` and have its size. Returns where they end."""
     if at % spec.element_bytes:
         raise FormatError(f"{quoted(spec.name)}: its start does not suit {spec.dtype}")
     end = at + spec.size_bytes
@@ -451,7 +460,7 @@ def _aliases(value: object, names: set[str]) -> dict[str, str]:
 
 
 def _runs(values: Iterable[str | None]) -> list[list[Any]]:
-    """One value a tensor, in the order of the tensors, run-length encoded."""
+    """Run-length encoding of `values`: one for each tensor, in the order of the tensors."""
     runs: list[list[Any]] = []
     for value in values:
         if runs and runs[-1][0] == value:

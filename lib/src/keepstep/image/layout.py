@@ -1,12 +1,12 @@
 """Where every byte of an image is. A layout is its header: everything else is derived from it.
 
-The header holds no step and no digest, so it stays the same for as long as the tensors do; its
-digest is the layout's id. `Layout.build` renders a header and then reads it like anybody's, so what
-can be written can be read. `Layout.parse` believes nothing: the tensors must tile the data exactly,
-every start must suit its dtype, and the reserved regions must be where they belong. It allocates in
-proportion to the header's bytes, never to a number found in them.
+The header holds no step and no digest, so it stays the same as long as the tensors do. Its digest
+is the layout's id. `Layout.build` renders a header and then parses it like one from any file, so
+every header that can be written can be read. `Layout.parse` trusts nothing: the tensors must tile
+the data exactly, every start must suit its dtype, and the reserved regions must be in their places.
+It allocates in proportion to the header's bytes, never to a number found in them.
 
-The format in MUST and MAY: docs/format.md.
+docs/format.md specifies the format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from keepstep.image.tensors import Parameters, Section, TensorSpec
 from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
 
 LEAST_ON_HUGE_PAGES_BYTES = 64 << 20
-"""From here on an image fills whole huge pages, and grows by 3 % at most."""
+"""An image of at least this size is padded to whole huge pages. That adds at most 3 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class Layout:
 
     `aliases`: other names of tied tensors, each with the name that is stored. `skeleton`: the
     state's tree, opaque here. `entries`: the tensors in the order of their bytes, without the
-    reserved ones. `twins`: ranks whose images have the very same boxes (the same part of a
-    replica on another node), so that any of them can stand for this one. `parameters`: of each
-    optimizer, by its component's name; none in an image that does not say.
+    reserved regions. `twins`: ranks whose images have the very same boxes (the same part of a
+    replica on another node), so that any of them can stand for this one. `parameters`: the
+    parameters of each optimizer, by its component's name; empty if the image does not name them.
     """
 
     header: bytes = field(repr=False)
@@ -54,22 +54,22 @@ class Layout:
 
     @cached_property
     def alike(self) -> Ranks:
-        """The rank and its twins; nobody where it has none."""
+        """The rank and its twins; no ranks if it has no twins."""
         return Ranks.of((self.rank, *self.twins)) if self.twins else NOBODY
 
     @property
     def digests_begin(self) -> int:
-        """Where the digest table begins, and what it covers ends."""
+        """Where the digest table begins. The bytes that it covers end here."""
         return self.extras_begin + self.extras_capacity_bytes
 
     @property
     def control_begin(self) -> int:
-        """Where the last page begins."""
+        """Where the control page, the last page, begins."""
         return self.digests_begin + _table_bytes(self.digests_begin)
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole image, a multiple of `PAGE_BYTES`."""
+        """Bytes of the whole image, a multiple of `PAGE_BYTES`."""
         return self.control_begin + PAGE_BYTES
 
     @property
@@ -79,7 +79,8 @@ class Layout:
 
     @cached_property
     def section_extents(self) -> Mapping[Section, tuple[tuple[int, int], ...]]:
-        """Per section that has bytes: the longest runs `[begin, end)` of its tensors, ascending."""
+        """For each section that has bytes: the longest contiguous runs `[begin, end)` of its
+        tensors, ascending."""
         extents: dict[Section, list[tuple[int, int]]] = {}
         for entry in self.entries.values():
             runs = extents.setdefault(entry.spec.section, [])
@@ -92,14 +93,15 @@ class Layout:
 
     @classmethod
     def build(cls, tensors: Iterable[TensorSpec], **rest: Any) -> Layout:
-        """Place `tensors`; `rest`: see `header_of`. Raises FormatError like it, and for boxes
-        outside of their tensor, aliases that mean nothing, and more than a header can hold."""
+        """Place `tensors`; `rest`: see `header_of`. Raises FormatError as `header_of` does, and for
+        boxes outside their tensor, aliases of unknown tensors, and more than a header can hold."""
         return cls.parse(memoryview(_render(header_of(tensors, **rest))))
 
     @classmethod
     def check(cls, tensors: Iterable[TensorSpec], **rest: Any) -> None:
-        """Raises FormatError where `build` would for what was taken from a live state; in less
-        time, as it renders and reads back only what may be too long, or has odd characters."""
+        """Raises FormatError where `build` would, for tensors taken from a live state. It is faster
+        than `build`: it renders and parses a header only if that may be too long or is not
+        ASCII."""
         header = header_of(tensors, **rest)
         if header.most_bytes > MAX_HEADER_BYTES or not header.is_ascii:
             cls.parse(memoryview(_render(header)))
@@ -108,8 +110,8 @@ class Layout:
     def parse(cls, buffer: bytes | memoryview, *, size_bytes: int | None = None) -> Layout:
         """Read and check the header at the beginning of `buffer`.
 
-        `size_bytes`: the size of the file it comes from, when known. Raises FormatError, TornError
-        when the buffer or the file is shorter than it must be, VersionError for a newer format.
+        `size_bytes`: the size of the file that it comes from, if known. Raises FormatError;
+        TornError if the buffer or the file is too short; VersionError for a newer format.
         """
         length = headers.read_length(buffer)
         if length > len(buffer):
@@ -157,8 +159,12 @@ def header_of(
     twins: Iterable[int] = (),
     parameters: Mapping[str, Parameters] = MappingProxyType({}),
 ) -> Header:
-    """Of an image that holds `tensors`. The extras get at least the capacity asked for, up to whole
-    pages. Raises FormatError for names twice or reserved, and for unknown dtypes."""
+    """The header of an image that holds `tensors`.
+
+    The extras get at least the capacity asked for, rounded up so that tensors and extras together
+    fill whole pages. Raises FormatError for reserved names, for names that come twice, and for
+    unknown dtypes.
+    """
     specs = sorted(tensors, key=lambda one: (-one.element_bytes, one.section.value, one.name))
     _check_names(specs)
     tensor_bytes = sum(spec.size_bytes for spec in specs)
@@ -176,8 +182,8 @@ def header_of(
 
 
 def _render(header: Header) -> bytes:
-    """The table covers the header, in which its own size stands: grow it until both agree, and the
-    extras until a large image fills its last huge page."""
+    """Render the header. The digest table covers the header, which states the table's size, so the
+    table grows until both agree. The extras grow until a large image fills its last huge page."""
     tensor_bytes = sum(spec.size_bytes for spec in header.specs)
     while True:
         text = header.render()

@@ -1,7 +1,7 @@
-"""What a shard is, apart from its chunks: header, digest table and control page, checked together.
+"""The manifest of a shard: header, digest table and control page, checked together.
 
-The seal vouches for the control page, the page for the table, the table for every chunk. So whoever
-holds a `Manifest` can believe any chunk on its own, from whatever place it comes.
+The seal vouches for the control page, the page for the table, and the table for every chunk. So
+with a `Manifest` any chunk can be verified on its own, wherever it comes from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from keepstep.image.xxh3 import DIGEST_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Of one sealed shard. `closing`: digest table and control page as they lie there."""
+    """The manifest of one sealed shard. `closing`: digest table and control page, as the shard's
+    bytes."""
 
     layout: Layout
     control: ControlPage
@@ -44,8 +45,10 @@ class Manifest:
         shard: Shard | None = None,
         path: Path | str,
     ) -> Manifest:
-        """From a shard of `size_bytes`, in two or three reads. `run`, `shard`: what it must be,
-        where that is known. Raises ImageError and its kin, naming `path`, and what `read` raises.
+        """The manifest of a shard of `size_bytes`, in two or three reads.
+
+        `run`, `shard`: the shard that it must be, if known. Raises ImageError and its subclasses,
+        naming `path`, and whatever `read` raises.
         """
         try:
             layout = layout_from(read, size_bytes)
@@ -58,7 +61,7 @@ class Manifest:
     def parse(
         cls, data: bytes | memoryview, *, run: str, shard: Shard, path: Path | str
     ) -> Manifest:
-        """From header, table and page in a row (`to_bytes`). Raises ImageError naming `path`."""
+        """Inverse of `to_bytes`. Raises ImageError and its subclasses, naming `path`."""
         try:
             layout = Layout.parse(data)
             closing = bytes(data[len(layout.header) :])
@@ -117,13 +120,13 @@ class Manifest:
         return chunk_bounds(self.layout, chunk)
 
     def digest(self, chunk: int) -> bytes:
-        """Of the chunk, as the table has it."""
+        """The digest of a chunk, from the table."""
         return bytes(self.table[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
 
     def check(self, chunk: int, data: memoryview, *, path: Path | str | None = None) -> None:
-        """That these are the chunk's bytes. Raises DigestError naming `path`."""
+        """Check that `data` is this chunk. Raises DigestError, naming `path`."""
         check_chunk(self.layout, chunk, data, self.table, path=path)
 
     def to_bytes(self) -> bytes:
-        """Header, table and page in a row."""
+        """Header, digest table and control page, concatenated."""
         return self.layout.header + self.closing

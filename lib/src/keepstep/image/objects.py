@@ -1,8 +1,8 @@
 """Values of the standard library, and of the program's own enums and dataclasses, as plain data.
 
-A class is named in the extras and found again only among the modules that the program has imported
-itself: a file imports nothing. An enum gives the member of that name. A dataclass is made without
-its `__init__` and gets the fields that were saved; no code of it runs.
+The extras name a class. It is looked up only in modules that the program has imported itself,
+so a file can import nothing. For an enum, the member with the saved name is returned. A dataclass
+is created without its `__init__` and gets the saved fields; none of its code runs.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # who holds one of these has imported it; the others need not wait for it
+if TYPE_CHECKING:  # a program with such a value has imported the module; others need not
     import decimal
     import fractions
     import zoneinfo
 
 _MAX_FRACTION = 1 << 4096
-"""Beyond this, reducing a hostile fraction to its lowest terms takes time."""
+"""Reducing a hostile fraction of larger numbers to its lowest terms would take long."""
 
 
 class NotData(Exception):
-    """A value of a kind that could be data, but this one is not."""
+    """Values of this type can be plain data, but this value cannot."""
 
 
 def parts_of(value: Any) -> tuple[str, Any] | None:
-    """A tag, and simpler values that make up `value`; None where there is none. Raises NotData."""
+    """A tag, and simpler values from which `value` can be rebuilt; None for any other type. Raises
+    NotData."""
     kind = type(value)
     if kind in _PARTS:
         return f"!{kind.__name__.lower()}", _PARTS[kind](value)
@@ -73,14 +74,16 @@ _LATE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "Fraction": ("fractions", _fraction),
     "ZoneInfo": ("zoneinfo", _zone),
 }
-"""By the name of the class: its module, and its parts."""
+"""By the name of a class: its module, and the function that takes its parts. These modules are not
+imported for it."""
 
 
 # --- classes ------------------------------------------------------------------------------------
 
 
 def _find(module: str, name: str) -> type:
-    """The class of that name, if the program has it. No `getattr`: that may run code."""
+    """The class of that name, if the program has imported it; else raises ValueError. It does not
+    use `getattr`, which may run code."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
@@ -124,8 +127,8 @@ def _is_set(slot: Any, value: Any) -> bool:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether its fields are all there is to it: no base with memory of its own, no pickling of its
-    own, nothing to do when it goes away."""
+    """Whether an instance consists only of its fields: no base class has memory of its own
+    (`__new__`), and the class has no pickling of its own and no `__del__`."""
     methods = "__new__", "__reduce__", "__reduce_ex__"
     same = all(getattr(kind, name) is getattr(object, name) for name in methods)
     return same and not any("__del__" in vars(one) for one in kind.__mro__)
@@ -146,7 +149,8 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _few(parts: Any) -> list[Any]:
-    """A list, and no range of a million million, which a constructor would go through."""
+    """`parts`, which must be a list. A constructor would iterate over a decoded range of any
+    length."""
     if type(parts) is not list:
         raise TypeError("not a list")
     return parts
@@ -229,4 +233,4 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!decimal": _to_decimal,
     "!fraction": _to_fraction,
 }
-"""Inverse of `parts_of`, by tag. They raise whatever the constructors raise."""
+"""Inverse of `parts_of`, by tag. The builders raise whatever the constructors raise."""

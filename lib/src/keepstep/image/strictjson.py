@@ -1,11 +1,11 @@
-"""JSON from files that nobody vouches for: no duplicate keys, no NaN, and never a crash.
+"""JSON from untrusted files: no duplicate keys, no NaN, and never a crash.
 
-Two readers of one duplicate key may see two different images; so nobody may write one. Every way in
-which a text can be bad ends in FormatError, the too deeply nested and the too long number included.
+Duplicate keys are refused, because two readers could then see two different images. Every bad text
+ends in FormatError, including one that is nested too deeply or has a number that is too long.
 
-Python's objects take up to 40 times the bytes of their JSON (`[],[],[],...`). What may be large and
-is read by a sidecar is therefore read by a `Reader`, which holds one small value at a time: its
-caller keeps of each what it needs.
+Python objects take up to 40 times the bytes of their JSON (`[],[],[],...`). So a text that may be
+large and that a sidecar reads is read by a `Reader`. A `Reader` holds one small value at a time,
+and its caller keeps what it needs of each.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from keepstep.errors import FormatError
 Pairs = list[tuple[str, Any]]
 
 MAX_DEPTH = 5000
-"""Where somebody raised Python's recursion limit beyond this, deeper JSON would overflow the stack
-of the C code that parses it, and end the process."""
+"""The depth limit if Python's recursion limit was raised above this value. Deeper JSON would
+overflow the stack of the C code that parses it, which ends the process."""
 
 _SMALL = 4096
 _LARGE = 1 << 20
@@ -48,9 +48,9 @@ def loads(
     what: str,
     hook: Callable[[Pairs], Any] | None = None,
 ) -> Any:
-    """Parse UTF-8 JSON. `what` names the text in errors; `hook` builds objects, innermost first.
+    """Parse UTF-8 JSON. `what` names the text in errors. `hook` builds objects, innermost first.
 
-    Raises FormatError. Allocates at most 40 bytes for each of `data`.
+    Raises FormatError. Allocates at most 40 bytes for each byte of `data`.
     """
     try:
         text = data if isinstance(data, str) else str(data, "utf-8")
@@ -65,7 +65,7 @@ def loads(
 
 
 def unique(pairs: Pairs) -> dict[str, Any]:
-    """A dict of `pairs`. Raises FormatError at a key that comes twice."""
+    """A dict of `pairs`. Raises FormatError for a key that comes twice."""
     built = dict(pairs)
     if len(built) != len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
@@ -74,7 +74,8 @@ def unique(pairs: Pairs) -> dict[str, Any]:
 
 
 def is_text(value: str) -> bool:
-    """Whether JSON gives it back: two lone surrogates would be joined to one character."""
+    """Whether JSON gives this string back unchanged: it has no surrogates. JSON would join two lone
+    surrogates to one character."""
     return value.isascii() or _SURROGATE.search(value) is None
 
 
@@ -85,8 +86,8 @@ class Reader:
             values[key] = reader.value()
         reader.end()
 
-    Every method raises FormatError. A text has room for as many names and items as its length makes
-    plausible, so that what a caller keeps of each takes no more than some times the text.
+    Every method raises FormatError. The number of names and items is limited in proportion to the
+    length of the text. So what a caller keeps of each takes at most a few times the text's memory.
     """
 
     def __init__(self, data: bytes | bytearray | memoryview | str, *, what: str) -> None:
@@ -104,16 +105,17 @@ class Reader:
         self._large = _MOST_LARGE
 
     def members(self, known: Mapping[str, object] | None = None) -> Iterator[str]:
-        """Keys of the object that comes next. The caller reads the value of each in between.
+        """The keys of the object that comes next. After each key the caller must read its value.
 
-        `known`: where the caller puts them, so that they need not be remembered here as well.
+        `known`: a mapping into which the caller puts each key, so that this method need not
+        remember the keys to find duplicates.
         """
         text, seen = self._text, set[str]()
         goes_on = self._opens("{", "}")
         while goes_on:
             if match := _KEY.match(text, self._at):
                 key = match[1]
-            else:  # it has escapes, or is none
+            else:  # the key has escapes, or there is no key
                 key = self.string()
                 match = _COLON.match(text, self._at)
             if match is None:
@@ -127,7 +129,8 @@ class Reader:
             goes_on = self._goes_on("}")
 
     def items(self) -> Iterator[int]:
-        """Numbers of the items of the array that comes next; as `members`."""
+        """The indices of the items of the array that comes next. After each index the caller must
+        read the item."""
         number, goes_on = 0, self._opens("[", "]")
         while goes_on:
             yield number
@@ -139,14 +142,15 @@ class Reader:
         return self._text.startswith(mark, self._at)
 
     def value(self) -> Any:
-        """Whatever comes next, of at most a megabyte; and few that are not small."""
+        """The value that comes next, of at most `_LARGE` characters. At most `_MOST_LARGE` values
+        may be longer than `_SMALL`."""
         try:
             value, used = _SCAN(self._text[self._at : self._at + _SMALL], 0)
         except FormatError as error:
             self._refuse(error.reason)
         except (ValueError, StopIteration, RecursionError):
             used = _SMALL
-        if used == _SMALL:  # cut off, or no JSON
+        if used == _SMALL:  # the value was cut off, or is not JSON
             return self._large_value()
         self._at += used
         return value
@@ -171,7 +175,7 @@ class Reader:
         return value
 
     def skip(self) -> None:
-        """Pass over whatever comes next."""
+        """Skip the value that comes next."""
         if self.comes('"'):
             self.string()
         else:
@@ -188,12 +192,13 @@ class Reader:
         return str(value)
 
     def end(self) -> None:
-        """That nothing follows."""
+        """Check that nothing follows."""
         if _end(_SPACE.match(self._text, self._at)) != len(self._text):
             self._refuse("not JSON: something follows its end")
 
     def _opens(self, first: str, last: str) -> bool:
-        """Pass over the opening bracket. Whether anything is in it."""
+        """Skip the opening bracket, and the closing one if nothing is between. Returns whether
+        anything is."""
         if not self.comes(first):
             self._refuse("not a JSON object" if first == "{" else "not a JSON array")
         self._at = _end(_SPACE.match(self._text, self._at + 1))
@@ -203,7 +208,7 @@ class Reader:
         return True
 
     def _goes_on(self, last: str) -> bool:
-        """Pass over the comma, or the closing bracket `last`. Whether it was a comma."""
+        """Skip the comma, or the closing bracket `last`. Returns whether it was a comma."""
         match = _COMMA.match(self._text, self._at)
         if match is None or match[1] not in (",", last):
             self._refuse(f"not JSON: no ',' or '{last}' at character {self._at}")
@@ -218,7 +223,7 @@ class Reader:
 
 
 def _is_wide(text: str) -> bool:
-    """Whether a character, escaped or not, makes Python take four bytes for each."""
+    """Whether some character, escaped or not, makes Python use four bytes for every character."""
     return sys.getsizeof(text) > 3 * len(text) or _HIGH.search(text) is not None
 
 

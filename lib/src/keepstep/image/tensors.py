@@ -1,4 +1,4 @@
-"""What the image says about one tensor: its name, its true dtype, its box in the global tensor."""
+"""What an image says about one tensor: its name, its true dtype, its box in the global tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from keepstep.steps import Word
 
 
 class Section(Word):
-    """What a tensor is for. A section's digest tells whether that part of a run changes at all."""
+    """What a tensor is for. A section's digest shows whether that part of the state changes from
+    step to step."""
 
     PARAMS = "params"
     OPTIMIZER = "optimizer"
@@ -27,23 +28,27 @@ NATIVE_BYTES = {
 """Element sizes of the dtypes that stock safetensors and torch.distributed.checkpoint read."""
 
 OPAQUE_BYTES = {"C128": 16, "C32": 4, "F8_E8M0": 1, "F4_E2M1_X2": 1}
-"""Dtypes that one of them cannot hold: stored as U8, the element's bytes as a last dimension."""
+"""Element sizes of the dtypes that one of these two cannot read. Such a tensor is stored as U8,
+with the bytes of an element as a last dimension."""
 
 ELEMENT_BYTES = NATIVE_BYTES | OPAQUE_BYTES
 
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]
-"""Name and (global) shape of each parameter of an optimizer, in the order of their numbers."""
+"""Name and (global) shape of each parameter of an optimizer, in the order of the optimizer's
+parameter numbers."""
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of one rank: the box at `offsets` of the tensor `global_shape`, or all of it.
+    """A tensor of one rank: a box at `offsets` in a tensor of shape `global_shape`, or a whole
+    tensor (no `offsets`, `global_shape` None).
 
-    `dtype` is the true dtype in safetensors' spelling, see `ELEMENT_BYTES`. `dim_order`: the
-    dimensions as they lay in the trainer's memory, the outermost first; None for row-major, which
-    the image itself always is. `device`: where it lay, `cpu`, `cuda` (the process's own) or
-    `cuda:1`; None when the image does not say. `unflattened`: the shape that a vector has where it
-    is used, row by row; None for one that is used as it is.
+    `shape`: of the box. `dtype`: the true dtype in safetensors' spelling, see `ELEMENT_BYTES`.
+    `dim_order`: the order of the dimensions in the trainer's memory, outermost first; None for
+    row-major. In the image itself a tensor is always row-major. `device`: where the tensor was:
+    `cpu`, `cuda` (the process's own device) or `cuda:1`; None if the image does not say.
+    `unflattened`: for a vector, the shape with which it is used, in row-major order; None for a
+    tensor that is used as it is.
     """
 
     name: str
@@ -58,7 +63,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def element_bytes(self) -> int:
-        """Raises FormatError for a dtype that the image cannot hold."""
+        """Bytes of one element. Raises FormatError for a dtype that the image cannot hold."""
         try:
             return ELEMENT_BYTES[self.dtype]
         except KeyError:
@@ -81,7 +86,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def stored_offsets(self) -> tuple[int, ...]:
-        """The offsets that stock readers see: one a dimension, zeros for a whole tensor."""
+        """The offsets that stock readers see: one for each dimension, zeros for a whole tensor."""
         offsets = self.offsets or (0,) * len(self.shape)
         return (*offsets, 0) if self.dtype in OPAQUE_BYTES else offsets
 
@@ -89,6 +94,7 @@ class TensorSpec(NamedTuple):
 def local_name(name: str, rank: int) -> str:
     """The name to give a tensor that belongs to `rank` alone (an RNG state, a ragged buffer).
 
-    Readers of a step's directory take one name in two shards for one tensor, and join the boxes.
+    Tensors of one name in two shards would be taken for one tensor: readers of a step's directory
+    join their boxes.
     """
     return f"{name}@rank-{rank:05d}"

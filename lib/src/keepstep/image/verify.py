@@ -1,12 +1,12 @@
-"""Reads images, and proves that they are what they were.
+"""Reads images and proves that their bytes did not change.
 
 Every byte of a sealed shard is covered: the seal covers the control page, the page's `root` covers
-the digest table, the table covers every chunk before it, the header included. An image that was
-only staged has a seal and no digests: it lives in the memory that it was written to.
+the digest table, and the table covers every chunk before it, including the header. An image that
+was only staged has a seal but no digests, because it stays in the memory that it was written to.
 
-Nothing here holds the GIL for long or allocates with the size of the image: chunks are digested in
-place. Whoever reads or writes chunks uses the parts: `chunk_bounds`, `table_of`,
-`check_table`, `check_chunk`, `seal_for_disk`.
+No function here holds the GIL for long or allocates in proportion to the size of the image: chunks
+are digested in place. Code that reads or writes chunks uses `chunk_bounds`, `table_of`,
+`check_table`, `check_chunk` and `seal_for_disk`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
 from keepstep.steps import StepId
 
 _FIRST_BYTES = 64 << 10
-"""Most headers are shorter; the others take a second read."""
+"""Bytes of the first read. Most headers are shorter; longer ones need a second read."""
 
 Read = Callable[[int, int], bytes]
-"""The bytes `[begin, end)` of a shard, all of them."""
+"""Returns all bytes `[begin, end)` of a shard."""
 
 
 # --- reading -----------------------------------------------------------------------------------
@@ -36,13 +36,13 @@ Read = Callable[[int, int], bytes]
 def layout_from(read: Read, size_bytes: int) -> Layout:
     """The layout of a shard of `size_bytes`, in one read or two.
 
-    Raises TornError for a truncated shard, FormatError, VersionError, and what `read` raises.
+    Raises TornError for a truncated shard, FormatError, VersionError, and whatever `read` raises.
     """
     first = read(0, min(_FIRST_BYTES, size_bytes))
     if len(first) < 8:
         raise TornError(f"truncated: {len(first)} bytes cannot hold an image")
     length = read_length(first)
-    if length > size_bytes:  # a hostile length must not allocate more than the file has
+    if length > size_bytes:  # a hostile length must not allocate more than the file's size
         raise TornError(f"truncated: {size_bytes} bytes of a header of {length}")
     if length > len(first):
         first += read(len(first), length)
@@ -50,13 +50,13 @@ def layout_from(read: Read, size_bytes: int) -> Layout:
 
 
 def read_layout(fd: int) -> Layout:
-    """The layout of an open shard. Raises like `layout_from`, and OSError."""
+    """The layout of an open shard. Raises as `layout_from` does, and OSError."""
     return layout_from(lambda at, end: os.pread(fd, end - at, at), os.fstat(fd).st_size)
 
 
 def read_control(fd: int, layout: Layout) -> ControlPage:
-    """The control page of an open shard with this layout; checks its seal and that it belongs
-    there. Raises TornError, FormatError, ForeignError, VersionError, OSError."""
+    """The control page of an open shard with this layout, after a check of its seal and that it
+    belongs to this layout. Raises TornError, FormatError, ForeignError, VersionError, OSError."""
     control = ControlPage.from_bytes(os.pread(fd, PAGE_BYTES, layout.control_begin))
     check_control(control, layout)
     return control
@@ -72,18 +72,20 @@ def chunk_bounds(layout: Layout, chunk: int) -> tuple[int, int]:
 
 
 def table_of(layout: Layout, digests: Sequence[bytes]) -> bytes:
-    """The digest table: one digest a chunk, zeros up to whole pages. Raises UsageError for a digest
-    too few: such an image would be sealed and could never be verified."""
+    """The digest table: one digest for each chunk, then zeros up to whole pages. Raises UsageError
+    unless there is exactly one digest for each chunk, because such an image would be sealed but
+    could never be verified."""
     if [len(one) for one in digests] != [DIGEST_BYTES] * layout.chunk_count:
         raise UsageError(f"{len(digests)} digests, not one for each of {layout.chunk_count} chunks")
     return b"".join(digests).ljust(layout.control_begin - layout.digests_begin, b"\0")
 
 
 def section_digests(layout: Layout, view: memoryview, table: bytes) -> dict[str, str]:
-    """A digest (hex) per section that has bytes, nearly for free when the table is known.
+    """A digest (hex) for each section that has bytes. With a known table it costs almost nothing.
 
-    The xxh3_128 of 16-byte pieces in a row: for each extent of the section and each chunk that it
-    touches, the table's digest if the whole chunk lies in the extent, else the fragment's own.
+    It is the xxh3_128 of a row of 16-byte pieces, one for each chunk that each extent of the
+    section touches: the table's digest if the whole chunk lies in the extent, else the digest of
+    the fragment.
     """
     return {
         section.value: xxh3_128(b"".join(_pieces(layout, view, table, extents))).hex()
@@ -110,10 +112,10 @@ def seal_for_disk(
     *,
     digests: Sequence[bytes],
 ) -> tuple[bytes, bytes]:
-    """What replaces the digest table and the control page of a staged image in its shard.
+    """(digest table, control page) for the shard of a staged image, as bytes.
 
-    `digests`: of all chunks in order. The control page MUST be written after everything else was
-    flushed. `control.written_at` is the caller's to set.
+    `digests`: of all chunks, in order. The control page MUST be written after everything else was
+    flushed. The caller must set `control.written_at`.
     """
     table = table_of(layout, digests)
     sealed = replace(
@@ -137,9 +139,9 @@ def check_control(
     id: StepId | None = None,
     path: Path | str | None = None,
 ) -> None:
-    """That a control page belongs to this layout, and to `run` and `id` where they are given.
+    """Check that a control page belongs to this layout, and to `run` and `id` if they are given.
 
-    Raises ForeignError, and FormatError for extras longer than their region.
+    Raises ForeignError if not, and FormatError for extras longer than their region.
     """
     expected = [
         ("layout", control.layout, layout.id),
@@ -164,8 +166,8 @@ def check_table(
     *,
     path: Path | str | None = None,
 ) -> None:
-    """That `table` is the digest table that the control page vouches for. Raises DigestError, and
-    FormatError for bytes behind the digests."""
+    """Check that `table` is the digest table that the control page vouches for. Raises DigestError
+    if not, and FormatError for bytes after the last digest."""
     if control.root is None:
         raise DigestError("staged only: it has no digests to verify", path=path)
     if xxh3_128(table) != bytes.fromhex(control.root):
@@ -186,7 +188,7 @@ def check_chunk(
     *,
     path: Path | str | None = None,
 ) -> None:
-    """That the bytes of one chunk are the ones that were staged. Raises DigestError."""
+    """Check that the bytes of one chunk match their digest in the table. Raises DigestError."""
     if xxh3_128(data) == _digest_in(table, chunk):
         return
     begin, end = chunk_bounds(layout, chunk)
@@ -201,7 +203,8 @@ def check_chunk(
 
 
 def tensors_in_chunk(layout: Layout, chunk: int) -> tuple[str, ...]:
-    """Names of what has bytes in a chunk, the extras included, in the order of the bytes."""
+    """Names of the tensors (and of the extras) that have bytes in a chunk, in the order of the
+    bytes."""
     first, last = chunk_bounds(layout, chunk)
     extras = (reserved_names(layout.rank)[0], layout.extras_begin, layout.digests_begin)
     places = [(name, one.begin, one.end) for name, one in layout.entries.items()]

@@ -1,10 +1,10 @@
 """xxh3_128, the only digest of keepstep: of chunks, of headers (layout ids), of seals.
 
-It finds broken bytes; it is no defence against somebody who forges them. With `xxhash` installed it
-runs at memory speed and releases the GIL. The training image may not have it, and needs none: the
-trainer digests only a header and a control page, for which the pure Python below is quick enough
-(some megabytes a second). Chunks, and the few bytes of a section's digest, are digested by the
-sidecar, which always has `xxhash`; so the variants for short inputs are left out here.
+The digest finds damaged bytes. It does not protect against forged bytes. With `xxhash` installed it
+runs at memory speed and releases the GIL. The training container may lack `xxhash` and does not
+need it: the trainer digests only a header and a control page, for which the pure Python below is
+fast enough (some megabytes a second). The sidecar, which always has `xxhash`, digests chunks and
+the few bytes of a section's digest. So the variants for short inputs are left out here.
 
 Algorithm: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, seed 0.
 """
@@ -16,30 +16,30 @@ from collections.abc import Sequence
 
 try:
     from xxhash import xxh3_128_digest as _fast
-except ImportError:  # the training image has torch and the standard library only
+except ImportError:  # the training container may have only torch and the standard library
     _fast = None  # type: ignore[assignment]
 
 HAVE_FAST = _fast is not None
 
 CHUNK_BYTES = 8 << 20
-"""What one entry of an image's digest table covers, and what one write moves."""
+"""Bytes that one entry of an image's digest table covers, and that one write moves."""
 
 DIGEST_BYTES = 16
 
 LEAST_BYTES = 241
-"""What a trainer digests has at least so many."""
+"""Everything that a trainer digests has at least this many bytes."""
 
 Buffer = bytes | bytearray | memoryview
 
 
 def xxh3_128(data: Buffer) -> bytes:
-    """16 bytes, canonical (big endian). `data`: any contiguous buffer, read as bytes; of at least
-    `LEAST_BYTES` where there is no `xxhash`."""
+    """The digest of `data`: 16 bytes, canonical (big endian). `data`: any contiguous buffer, read
+    as bytes; without `xxhash`, of at least `LEAST_BYTES`."""
     return _fast(data) if _fast is not None else pure_xxh3_128(data)
 
 
 def pure_xxh3_128(data: Buffer) -> bytes:
-    """The same without `xxhash`, of more than 240 bytes. Raises ValueError for fewer."""
+    """`xxh3_128` without `xxhash`. Raises ValueError for fewer than `LEAST_BYTES`."""
     view = memoryview(data).cast("B")
     if len(view) < LEAST_BYTES:
         raise ValueError(f"{len(view)} bytes are too few for a digest without xxhash")

@@ -1,10 +1,11 @@
-"""What a sidecar tells the operator, and what it hears back: JSON over HTTPS, on Kubernetes only.
+"""What a sidecar reports to the operator, and the reply: JSON over HTTPS, on Kubernetes only.
 
-A report is level-triggered: it says what *is* there, so one that is lost or repeated changes
-nothing. It is whole, or, with an operator that says so, tells what has changed `since` the last one
-that was answered. It names no namespace, run or node rank: the operator takes those from its own
-record of the pod whose token came with it. A field may be added with a default; nothing may be
-removed or change its meaning (the sidecar is pinned per run, the operator is upgraded under it).
+A report is level-triggered: it says what *is* there, so a lost or repeated report changes nothing.
+It is whole; or, if the operator allows it, it has only the changes `since` the last report that was
+answered. It names no namespace, run or node rank: the operator takes these from its own record of
+the pod whose token came with the report. A field may be added with a default; no field may be
+removed or change its meaning, because the operator is upgraded while the sidecar's version is
+pinned for a run.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from keepstep.wire.status import RankCounters, TierProgress, VolumeUsage
 
 PATH = "/v1/reports"
 AUDIENCE = "reports.keepstep.dev"
-"""Of the projected service-account token that a sidecar shows."""
+"""Audience of the projected service-account token that a sidecar shows."""
 
 STILL_USED_EXIT = 3
-"""Exit status of a pod that was to remove a run's directories, and found that the run lived after
-the operator had taken it for gone."""
+"""Exit status of a pod that had to remove a run's directories, but found that the run was alive
+after the operator had taken it for gone."""
 
 
 _Image = TypeVar("_Image", bound="ReportedShard")
@@ -34,10 +35,10 @@ _Image = TypeVar("_Image", bound="ReportedShard")
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedShard:
-    """A `Shard` of the rank that it is reported under.
+    """A `Shard` of the rank under which it is reported.
 
-    `twin_runs`: the rank and its twins. `twins`: the twins as a list, for whoever does not say that
-    it reads runs, and where runs would be too many.
+    `twin_runs`: the rank and its twins. `twins`: the twins as a list, for an operator that does not
+    say that it reads runs, or if there would be too many runs.
     """
 
     id: StepId
@@ -81,7 +82,7 @@ class ReportedShard:
         )
 
     def with_list(self: _Image, rank: int) -> _Image:
-        """Told as `rank`'s to one who reads no runs."""
+        """This shard of `rank` with its twins as a list, for an operator that reads no runs."""
         if not self.twin_runs:
             return self
         return replace(self, twins=tuple(one for one in self.twin_runs if one != rank))
@@ -101,11 +102,15 @@ class ReportedShard:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedRank(RankCounters):
-    """`staged_at` in unix seconds. `peer`: copies kept here for another pod, of its ranks, so
-    such a rank is never `alive` here. `archive`: what the archive was seen to hold of it.
+    """What a report says of one rank.
 
-    A tier whose answer is None does not exist on this pod, or is not spoken of in this report. Of a
-    tier that `gone` names, only what came to it is listed, and there the steps that left it.
+    `staged_at`: unix seconds. `peer`: copies that this pod keeps of the images of another pod's
+    rank; such a rank is never `alive` here. `archive`: the rank's images that were seen in the
+    archive.
+
+    A tier whose answer is None does not exist on this pod, or this report does not cover it. If
+    `gone` names a tier, the report lists only the images that were added to it, and `gone` the
+    steps that were removed.
     """
 
     memory: tuple[ReportedShard, ...] = ()
@@ -120,7 +125,7 @@ class ReportedRank(RankCounters):
     gone: dict[Tier, tuple[StepId, ...]] = field(default_factory=dict)
 
     def with_lists(self) -> ReportedRank:
-        """Told to one who reads no runs."""
+        """This report with all twins as lists, for an operator that reads no runs."""
         listed = {
             str(tier): tuple(one.with_list(self.rank) for one in held)
             for tier, (held, _) in self.by_tier().items()
@@ -128,7 +133,7 @@ class ReportedRank(RankCounters):
         return replace(self, **listed)  # type: ignore[arg-type]
 
     def by_tier(self) -> dict[Tier, tuple[tuple[ReportedShard, ...], Answer | None]]:
-        """What it lists of each tier, and its answer."""
+        """By tier, the listed shards and the tier's answer."""
         return {
             Tier.MEMORY: (self.memory, self.memory_answer),
             Tier.LOCAL: (self.local, self.local_answer),
@@ -139,9 +144,10 @@ class ReportedRank(RankCounters):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedRestore:
-    """One restore that a rank finished: `epoch.parent` is the step, None for a start at step 0.
+    """One restore that a rank finished. `epoch.parent`: the restored step; None: a start at step 0.
 
-    `lost_steps`: steps that this rank had staged or reported beyond it. `at` unix seconds.
+    `lost_steps`: how many steps this rank had staged or reported beyond that step. `at`: unix
+    seconds.
     """
 
     rank: int
@@ -154,20 +160,20 @@ class ReportedRestore:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedVolume(VolumeUsage):
-    """`name`: the pod mounts it under that."""
+    """One volume of this pod. `name`: the name under which the pod mounts it."""
 
     name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedGoodput:
-    """What this pod's sidecar counts of the run (docs/goodput.md), up to now: all between `since`
-    and `until` (unix seconds, by this machine's clock), also of lives before its own.
+    """The goodput of the run that this pod's sidecar has counted so far (docs/goodput.md): from
+    `since` to `until` (unix seconds of this machine's clock), including earlier lives.
 
-    `id`: made when the history was begun that this is counted from. The same one goes on from what
-    was told before under it, also by an earlier pod whose volume this one has. `epoch`: the newest
-    life. `step`: its newest, -1 for none; `steps`: those that nothing went back over, which took
-    `productive_s`.
+    `id`: names the history from which this is counted; made when that history began. A report with
+    the same `id` continues earlier ones, also those of an earlier pod whose volume this pod has.
+    `epoch`: the newest epoch. `step`: its newest step, -1 for none. `steps`: how many steps no
+    restore went back over. They took `productive_s` seconds.
     """
 
     id: str
@@ -189,7 +195,7 @@ class ReportedGoodput:
 class Peer:
     """Another pod of the run. `address`: `host:port` of its sidecar, for mutual TLS.
 
-    `buddy`: send it the shards of this pod. Of all others only what is missing is fetched.
+    `buddy`: this pod sends its shards there. From other pods it only fetches what is missing.
     """
 
     node_rank: int
@@ -199,16 +205,18 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """POST /v1/reports. `sequence` grows with every report of one sidecar process; `sent_at` is the
-    sidecar's clock in unix seconds, and only ever shown, never compared with another clock.
+    """POST /v1/reports.
 
-    `library`: version of the library in the training image, '' while no trainer came. `pinned`:
-    what keeps slots from being swapped ("hugepages", "mlock"), or "no" and why nothing does.
-    `ready`: the volumes were scanned. `peer_address`: where other pods of the run find this one, ''
-    when it serves none. `since`: the sequence of the report that this one tells changes to, of
-    `epochs`, `ranks`, `restores` and `goodput`; 0: it is whole. `failures`: of the script's own,
-    all that are known here. `goodput`: None before the first restore. `peers_version`: of the list
-    of peers that is known here, '' for none; None: list them each time.
+    `sequence`: grows with every report of one sidecar process. `sent_at`: the sidecar's clock in
+    unix seconds; only shown, never compared with another clock. `since`: the sequence of the
+    earlier report to which this one has the changes (of `epochs`, `ranks`, `restores` and
+    `goodput`); 0: this report is whole. `ready`: the volumes were scanned. `library`: version of
+    the library in the training container; '' before the first trainer. `pinned`: what keeps slots
+    from being swapped ("hugepages", "mlock"), or "no" and the reason. `peer_address`: the address
+    at which other pods of the run reach this one; '' if it serves none. `failures`: all failures of
+    the script itself that are known here. `goodput`: None before the first restore.
+    `peers_version`: the version of the list of peers that this sidecar has; '': it has none; None:
+    list the peers each time.
     """
 
     sidecar: str
@@ -236,8 +244,8 @@ class Report:
     peers_version: str | None = None
 
     def as_reported(self, node_rank: int, *, ordered: int) -> Reported:
-        """The ledger's event. `ordered`: a number that grows over all sidecars of this pod's place
-        in the run (a restarted one begins its `sequence` anew)."""
+        """The ledger's event. `ordered`: a number that grows over all sidecars of this node rank,
+        because a restarted sidecar starts its `sequence` again."""
         return Reported(
             node_rank=node_rank,
             ranks={one.rank: _rank_report(one) for one in self.ranks},
@@ -248,33 +256,34 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportReply:
-    """What the operator knows of the whole run, and how often it wants to hear.
+    """What the operator knows of the whole run, and how often it wants reports.
 
-    `committed`: watermark by tier. `commits`: the steps on this pod's volumes that all ranks have:
-    it may hear of several at a time, and not all between two of them are whole. `plan`: the step
-    that a restart would restore, a hint to fetch and hash it now. `retire`: steps of which no local
-    copy is needed on this pod any more.
+    `interval_s`: the longest time between two reports. `least_gap_s`: the shortest.
+    `committed`: the watermark by tier. `commits`: the steps on this pod's volumes that all ranks
+    have. All are named, because several may be committed between two replies, and not every step
+    between two commits is one. `plan`: the step that a restart would restore; a hint to fetch and
+    hash it now. `retire`: steps of which this pod needs no local copy any more.
     `pinned`: steps that stay even when a volume is full.
     `peers`: the other pods of the run that serve, or that hold copies of this pod's shards.
-    `peers_version`: names this list by what it says; the version that the report named: it is the
-    same list, and not repeated. '': the list is whole.
-    `restore_from`: a person wants the next epoch to go on from this very step, so no newer one is a
-    candidate; of another run's archive where `restore_run` names one. None: nobody wants that.
-    `awaits`: shards of this pod's ranks that are being made reachable, '' when none are: a vote
-    waits for them a while, and does not say "nothing is there" meanwhile.
-    `all_peers`: every pod of the run has reported, so `peers` names all that serve; else a pod that
-    it does not name may hold something, too.
-    `authorities`: PEM of all by which the operator is to be known from now on, instead of those
-    known so far; '' where it does not say.
-    `leaving`: a pod of the run is being deleted, so its newest steps should become durable on all
-    pods now, and be archived, whatever the schedules say.
-    `interval_s`: the longest silence, `least_gap_s`: the shortest, between two reports.
-    `changes_since`: the sequence of the report up to which everything is known, so that the next
-    one may tell changes to it alone; with any other number than that of the report which this
-    answers, as 0, the next one has to be whole.
-    `archive`: a committed step that the archive gets in the stead of a due one that never was one.
-    `failures`: of the script's own, as all pods told: a pod that was made anew has no record.
-    `reads_runs`: of images it reads `twin_runs`; to one that does not say so, `twins` are listed.
+    `peers_version`: names the content of this list. If it is the version that the report named, the
+    list is unchanged and not repeated. '': the list is whole.
+    `restore_from`: a person wants the next epoch to go on from exactly this step, so no newer one
+    is a candidate; None: no such wish. `restore_run`: the run to whose archive that step belongs;
+    '': this run.
+    `awaits`: shards of this pod's ranks that are being made reachable; '': none. A vote waits for
+    them for a while, and does not answer NONE meanwhile.
+    `all_peers`: every pod of the run has reported, so `peers` names all that serve. Otherwise a pod
+    that is not named may hold images, too.
+    `authorities`: PEM of all authorities by which the operator is recognized from now on, replacing
+    those known so far; '': no change.
+    `leaving`: a pod of the run is being deleted, so the newest steps should become durable on all
+    pods and be archived now, whatever the schedules say.
+    `changes_since`: the sequence of the report up to which the operator knows everything. If it is
+    that of the report which this answers, the next report may have only the changes. With any
+    other number, like 0, the next report must be whole.
+    `archive`: a committed step to archive instead of a due step that was never committed.
+    `failures`: failures of the script itself, from all pods, because a new pod has no record.
+    `reads_runs`: this operator reads `twin_runs`. For one that does not say so, `twins` are listed.
     """
 
     interval_s: float = 30.0
@@ -309,9 +318,9 @@ def _rank_report(one: ReportedRank) -> RankReport:
 
 # --- certificates ----------------------------------------------------------------------------
 #
-# What other pods of its run know a sidecar by: JSON over HTTPS, with the token that reports carry.
-# The request names nobody: the operator takes namespace, run and node rank from its own record of
-# the pod, and signs only those.
+# A sidecar's certificate, by which other pods of its run recognize it: JSON over HTTPS, with the
+# token that reports carry. The request names no pod: the operator takes namespace, run and node
+# rank from its own record of the pod, and signs only these.
 
 
 CERTIFICATES_PATH = "/v1/certificates"
@@ -319,14 +328,16 @@ CERTIFICATES_PATH = "/v1/certificates"
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateRequest:
-    """`request`: PEM of a PKCS #10 request; only its public key counts."""
+    """POST /v1/certificates. `request`: PEM of a PKCS #10 request, of which only the public key is
+    used."""
 
     request: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class IssuedCertificate:
-    """PEM. `authorities`: all that sign, or have signed, for pods; trust no others."""
+    """The reply, in PEM. `authorities`: all authorities that sign, or have signed, for pods. Trust
+    no others."""
 
     certificate: str
     authorities: str

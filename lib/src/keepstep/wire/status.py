@@ -1,6 +1,7 @@
 """What the sidecar says of itself: the documents of GET /v1/status and GET /v1/history.
 
-Apart from `protocol`, because a trainer never reads it and would pay for it at every import.
+A module of its own beside `trainer`: few trainers read these documents, and every import of
+keepstep would pay for them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from keepstep.steps import Epoch, StepId, Tier
 
 @dataclass(frozen=True, kw_only=True)
 class SlotStatus:
-    """One slot of a rank. `state`: empty | assigned | sealed; `pinned` by the persister."""
+    """One slot of a rank. `state`: a `SlotState`, or "orphan". `pinned`: its image is being
+    read."""
 
     slot: str
     state: str
@@ -26,8 +28,8 @@ class SlotStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class RankCounters:
-    """One rank of this pod. `alive`: a trainer holds its lease now. Counters since the sidecar
-    started."""
+    """Counters of one rank of this pod, since the sidecar started. `alive`: a trainer holds the
+    rank's lease now."""
 
     rank: int
     world: int
@@ -41,8 +43,8 @@ class RankCounters:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus(RankCounters):
-    """One rank as the sidecar sees it. `waits`: why its vote on what to restore has to wait, ''
-    while there is none that waits. `restart`: its last one."""
+    """One rank as the sidecar sees it. `waits`: why its vote on what to restore must wait; '' if no
+    vote waits. `restart`: the last restart."""
 
     pid: int = 0
     durable: StepId | None = None
@@ -56,8 +58,8 @@ class RankStatus(RankCounters):
 
 @dataclass(frozen=True, kw_only=True)
 class VolumeUsage:
-    """One volume. `engine`: direct (O_DIRECT) or buffered, and why. `failed`: why it takes no
-    writes, '' when it does."""
+    """One volume. `engine`: direct (O_DIRECT), or buffered and why. `failed`: why the volume takes
+    no writes; '' if it does."""
 
     engine: str
     used_bytes: int
@@ -69,18 +71,18 @@ class VolumeUsage:
 
 @dataclass(frozen=True, kw_only=True)
 class VolumeStatus(VolumeUsage):
-    """`path`: the run's directory on it."""
+    """One volume of this machine. `path`: the run's directory on it."""
 
     path: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierProgress:
-    """How it goes with what is beyond this pod: `tier` peer or archive, `where` it is. Counters
-    since the sidecar started, in shards and bytes.
+    """The progress of a tier beyond this pod. `tier`: peer or archive. `where`: where it is.
+    Counters since the sidecar started, in shards and bytes.
 
-    `backlog`: shards that should be there and are not yet; `behind_s`: for how long the oldest of
-    them waits. `trouble`: the last error, '' when the last attempt went well.
+    `backlog`: shards that should be there and are not there yet. `behind_s`: for how many seconds
+    the oldest of them has waited. `trouble`: the last error; '' if the last attempt succeeded.
     """
 
     tier: Tier
@@ -95,8 +97,9 @@ class TierProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class TierStatus(TierProgress):
-    """How long sending took, and what was fetched from there. `shared_bytes`: of copies that this
-    machine keeps for others, what took no space again as its own shards have it."""
+    """As `TierProgress`, with the time that sending took and what was fetched from the tier.
+    `shared_bytes`: of the copies that this machine keeps for other pods, the bytes that take no
+    space of their own because this machine's own shards contain them."""
 
     sent_seconds: float = 0.0
     received_bytes: int = 0
@@ -106,8 +109,8 @@ class TierStatus(TierProgress):
 
 @dataclass(frozen=True, kw_only=True)
 class StepStatus:
-    """One step that is held somewhere. `path` is set once it is committed on local. `suspect`: a
-    restore goes further back; `proven`: see `keepstep.core.suspicion`."""
+    """One step that is held somewhere. `path`: set once the step is committed on local. `suspect`:
+    a restore passes it over. `suspect` and `proven`: see `keepstep.core.suspicion`."""
 
     id: StepId
     world: int
@@ -124,22 +127,22 @@ class StepStatus:
 
     @property
     def whole(self) -> bool:
-        """Whether every rank's image of it is known here."""
+        """Whether the step is committed, or an image of each of its ranks is known here."""
         known = {*self.memory_ranks, *self.local_ranks, *self.peer_ranks, *self.archive_ranks}
         return self.committed or len(known) == self.world
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """GET /v1/status: everything a person asks first. Times are unix seconds.
+    """GET /v1/status: everything that a person asks first. Times are unix seconds.
 
-    `locked`: what keeps slots from being swapped, or "no" and why nothing does. `hints`: what would
-    make the run faster. `reported_at`: when the operator last answered a report, None without one.
-    `evicted`: steps that were deleted because the volumes were full. `persist_interval`: what was
-    chosen from `persist_measured`, None where a person chose or it is too early; `persist_every` is
-    more where a drive does not keep up. `goodput`: over all lives of the run on this machine, None
-    before the first restore. `scanned`: it has looked at its volumes, so that `steps` are all that
-    lie there.
+    `locked`: what keeps slots from being swapped, or "no" and the reason. `hints`: what would make
+    the run faster. `reported_at`: when the operator last answered a report; None without an
+    operator. `evicted`: steps that were deleted because the volumes were full. `persist_interval`:
+    the interval chosen from `persist_measured`; None if a person chose it, or if it is too early.
+    `persist_every`: the interval in use, longer if a drive does not keep up. `goodput`: over all
+    lives of the run on this machine; None before the first restore. `scanned`: the sidecar has
+    scanned its volumes, so `steps` includes all steps that lie there.
     """
 
     run: str
@@ -177,12 +180,12 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """GET /v1/history?since=SEQ: what happened since, oldest first; without `since`, all that is
+    """GET /v1/history?since=SEQ: the events after SEQ, oldest first; without `since`, all that are
     still known.
 
-    `last`: the newest sequence, what to ask for next; less than `since` where the history was lost
-    and began anew. `oldest`: the first that is still known; what came between `since` and that one
-    is forgotten.
+    `last`: the sequence of the newest event, to be used as the next `since`. It is less than
+    `since` if the history was lost and started again. `oldest`: the sequence of the first event
+    that is still known. Events between `since` and `oldest` are forgotten.
     """
 
     run: str

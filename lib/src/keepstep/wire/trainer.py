@@ -1,11 +1,11 @@
-"""What trainer and sidecar say to each other: types of HTTP/1.1 + JSON over a unix socket.
+"""The messages between trainer and sidecar: types for HTTP/1.1 + JSON over a unix socket.
 
-The sidecar decodes them with msgspec (strictly), the library with `from_json` below, because the
-training image has the standard library only. Duties of each side: docs/protocol.md. A field may be
-added with a default; nothing may be removed or change its meaning within `PROTOCOL`.
+The sidecar decodes them with msgspec (strictly). The library decodes them with `from_json` below,
+because the training container may have only the standard library and torch. docs/protocol.md states
+the duties of each side. Within one protocol version a field may be added with a default; no field
+may be removed or change its meaning.
 
-`eq=False`: nobody compares most messages, and what a dataclass does not need is time that
-`import keepstep` does not take.
+Most messages are never compared. They have `eq=False`, so that `import keepstep` takes less time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
 
 SOCKET_ENV = "KEEPSTEP_SOCKET"
-"""Path of the sidecar's unix socket, in the training process's environment."""
+"""Environment variable of the training process: the path of the sidecar's unix socket."""
 
 RESTORE_TIMEOUT_ENV = "KEEPSTEP_RESTORE_TIMEOUT"
-"""Seconds that bringing one rank's image may take, in the training process's environment."""
+"""Environment variable of the training process: how many seconds it may take to bring one rank's
+image."""
 
 T = TypeVar("T")
 
@@ -38,13 +39,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LeaseRequest:
-    """POST /v1/lease. The response never ends: it *is* the lease, the kernel closes it at death.
+    """POST /v1/lease. The response never ends: the open response *is* the lease. The kernel closes
+    it when the process dies.
 
-    `holding`: slots (by name) that this live trainer is filling, so that a sidecar that was
-    restarted in between keeps them assigned. `attempt`: chance, constant for the trainer's life.
-    `local_world`: ranks on this machine (torchrun's LOCAL_WORLD_SIZE), 0: all of them.
-    `ancestors`: processes that this one was started by, to tell a trainer's subprocess from its
-    successor. `age_s`: for how long this process has lived.
+    `holding`: names of the slots that this live trainer is filling, so that a restarted sidecar
+    keeps them assigned. `attempt`: random, constant for the trainer's life. `local_world`: the
+    number of ranks on this machine (torchrun's LOCAL_WORLD_SIZE); 0: all ranks. `ancestors`: pids
+    of the processes that this one descends from, to tell a trainer's subprocess from its successor.
+    `age_s`: for how many seconds this process has lived.
     """
 
     rank: int
@@ -64,8 +66,9 @@ class LeaseRequest:
 class LeaseGranted:
     """First line of the lease stream (JSON lines; later lines are `{}` pings).
 
-    `held`: those of `LeaseRequest.holding` that are still this trainer's to fill. `archive`: steps
-    go to an archive, too. `huge_pages_dir`: where slots may be besides, '' for nowhere.
+    `held`: those slots of `LeaseRequest.holding` that the trainer may still fill. `archive`: steps
+    also go to an archive. `huge_pages_dir`: a second directory in which slots may be; '': there is
+    none.
     """
 
     lease: str
@@ -81,8 +84,8 @@ class LeaseGranted:
 
 @dataclass(frozen=True, kw_only=True)
 class UnseenRequest:
-    """POST /v1/unseen: this trainer cannot use `LeaseGranted.huge_pages_dir`, as in a container
-    that does not mount it. Answered when all that is there can be had from elsewhere."""
+    """POST /v1/unseen: this trainer cannot use `LeaseGranted.huge_pages_dir`, for instance because
+    its container does not mount it. Answered once every image in it is also available elsewhere."""
 
     lease: str
 
@@ -92,7 +95,8 @@ class UnseenRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayoutRequest:
-    """POST /v1/layout: this rank's images look like `header` (base64 of the header bytes)."""
+    """POST /v1/layout: this rank's images have the layout of `header` (base64 of the header
+    bytes)."""
 
     lease: str
     header: str
@@ -100,7 +104,8 @@ class LayoutRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayoutAccepted:
-    """`slots` images of `slot_bytes` each; fewer than asked for when memory is limited."""
+    """There are `slots` slots of `slot_bytes` bytes each. They are fewer than configured if memory
+    is limited."""
 
     layout: str
     slots: int
@@ -110,7 +115,7 @@ class LayoutAccepted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotRequest:
-    """POST /v1/slot: the next slot to fill. Waits up to `timeout_s`; at most one unsealed."""
+    """POST /v1/slot: the next slot to fill. Waits up to `timeout_s`. At most one is unsealed."""
 
     lease: str
     layout: str
@@ -119,7 +124,8 @@ class SlotRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotGranted:
-    """`slot` None: none became free in time. `path`: the slot's file, `generation`: its use."""
+    """`slot` None: no slot became free in time. `path`: the slot's file. `generation`: a number for
+    this use of the slot."""
 
     slot: str | None
     path: str = ""
@@ -130,7 +136,7 @@ class SlotGranted:
 class StagedRequest:
     """POST /v1/staged: the image in `slot` is complete and sealed. The reply has the next slot.
 
-    Times in seconds. `blocked_s`: what the training thread paid for this image.
+    Times in seconds. `blocked_s`: how long this image blocked the training thread.
     """
 
     lease: str
@@ -155,7 +161,7 @@ class DiscardRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SkippedRequest:
-    """POST /v1/skipped: `count` steps, the last of them `step`, could not be staged."""
+    """POST /v1/skipped: `count` steps could not be staged. `step`: the last of them."""
 
     lease: str
     step: int
@@ -165,7 +171,8 @@ class SkippedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class FailedRequest:
-    """POST /v1/failed: the script itself failed when it had come to `id`. Durable when answered."""
+    """POST /v1/failed: the script itself failed when it had reached step `id`. The failure is
+    recorded durably before the answer."""
 
     lease: str
     id: StepId
@@ -174,7 +181,7 @@ class FailedRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReleaseRequest:
-    """POST /v1/release: this trainer writes into no slot any more. Its process may live on."""
+    """POST /v1/release: this trainer no longer writes into any slot. Its process may live on."""
 
     lease: str
 
@@ -184,7 +191,8 @@ class ReleaseRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CandidatesRequest:
-    """POST /v1/candidates: what could this rank restore? Answers when the scan is done."""
+    """POST /v1/candidates: what this rank could restore. Answered when the scan of the volumes is
+    done and the rank may vote (`core.readiness`)."""
 
     lease: str
     timeout_s: float = 60.0
@@ -194,7 +202,7 @@ class CandidatesRequest:
 class OpenRequest:
     """POST /v1/restore: bring this step's image into a slot and verify it.
 
-    `bad`: path of a slot that an earlier answer named and that did not verify; '' for none.
+    `bad`: path of a slot that an earlier answer named and that failed its verification; '': none.
     """
 
     lease: str
@@ -205,7 +213,8 @@ class OpenRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Opened:
-    """The verified image: a slot's path, pinned until `RestoredRequest`. `tier` it came from."""
+    """The verified image is in this slot, which is pinned until `RestoredRequest`. `tier`: where
+    the image came from."""
 
     slot: str
     path: str
@@ -216,7 +225,7 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RestoredRequest:
-    """POST /v1/restored: all ranks agreed on `epoch`; its parent is what was restored, if any."""
+    """POST /v1/restored: all ranks agreed on `epoch`. Its parent is the restored step, if any."""
 
     lease: str
     epoch: Epoch
@@ -226,10 +235,11 @@ class RestoredRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SourcesRequest:
-    """POST /v1/sources: where are the images of this step, of all ranks that were there then?
+    """POST /v1/sources: where the images of all ranks that saved this step are.
 
-    What it names stays where it is until `RestoredRequest` or the end of the lease. `bad`: paths of
-    earlier answers that did not verify. `every`: also those whose twin is named.
+    The named images stay where they are until `RestoredRequest` or the end of the lease. `bad`:
+    paths of earlier answers that failed their verification. `every`: also name images whose twin is
+    named.
     """
 
     lease: str
@@ -240,10 +250,10 @@ class SourcesRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The sealed image of the saved rank `rank` (not one of the ranks that run now).
+    """The sealed image of `rank`, one of the ranks that saved the step (not of those that run now).
 
-    `path`: the slot's file if it lies in this machine's shared memory, to be mapped read-only;
-    '': ask for its chunks. `extras_bytes` as in its control page. `twins`: ranks whose images hold
+    `path`: the slot's file if the image is in this machine's shared memory, to be mapped read-only;
+    '': ask for its chunks. `extras_bytes`: as in its control page. `twins`: ranks whose images hold
     the very same boxes, see `Layout.twins`.
     """
 
@@ -257,9 +267,10 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """One source for each rank of `world` that has one; the missing ones have twins here.
+    """One source for each of the `world` ranks whose image is available. Ranks without a source
+    have a twin with one.
 
-    `left_out`: ranks that have one, of which it is not named, as a twin is.
+    `left_out`: ranks whose image is available but not named, because a twin's is.
     """
 
     id: StepId
@@ -279,15 +290,15 @@ class HeadersRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Headers:
-    """In the order of the request: base64 of zlib of each header's bytes."""
+    """The headers in the order of the request, each as base64 of its zlib-compressed bytes."""
 
     headers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WindowRequest:
-    """POST /v1/window: shared memory through which verified chunks come; one a lease, until
-    `RestoredRequest` or its end."""
+    """POST /v1/window: shared memory through which verified chunks come. A lease has at most one
+    window, until `RestoredRequest` or the end of the lease."""
 
     lease: str
     frames: int = 6
@@ -295,7 +306,8 @@ class WindowRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """A file in shared memory of `frames` frames of `frame_bytes`; a frame holds one chunk."""
+    """A file in shared memory with `frames` frames of `frame_bytes` bytes. A frame holds one
+    chunk."""
 
     path: str
     frames: int
@@ -313,7 +325,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRun:
-    """Chunks `first` to `end` (which is not one of them) of the saved rank `rank`."""
+    """Chunks `first` to `end` (exclusive) of the saved rank `rank`."""
 
     rank: int
     first: int
@@ -322,12 +334,12 @@ class ChunkRun:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunksRequest:
-    """POST /v1/chunks: bring these chunks into the window, verified. Requests may overlap in time,
-    as long as they use other frames.
+    """POST /v1/chunks: bring these chunks into the window, verified. Requests may overlap in time
+    if they use different frames.
 
-    `announced`: all that this rank will ask for of this step from now on, in the order of (saved
-    rank, chunk); what other ranks of the machine announced, too, is read once for all of them.
-    Empty: it will ask for nothing; None: what was announced still holds.
+    `announced`: all chunks of this step that this rank will ask for from now on, in the order of
+    (saved rank, chunk). Chunks that several ranks of the machine announced are read once for all of
+    them. Empty: the rank will ask for no chunks. None: the earlier announcement still holds.
     """
 
     lease: str
@@ -339,7 +351,7 @@ class ChunksRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """All of them are in their frames. `tier`: the farthest one that was read."""
+    """All requested chunks are in their frames. `tier`: the farthest tier that was read."""
 
     seconds: float = 0.0
     tier: Tier = Tier.MEMORY
@@ -350,9 +362,10 @@ class Chunks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WaitRequest:
-    """POST /v1/wait: until `id` itself is, or was, in `state`. `archived`: until the newest step
-    that the archive's schedule wants is there. `flush`: persist this step now even when the
-    schedule would not.
+    """POST /v1/wait: wait until step `id` itself is, or was, in `state`.
+
+    With state `archived`: wait until the newest step that the archive's schedule wants is in the
+    archive. `flush`: persist this step now, even if the schedule would not.
     """
 
     lease: str
@@ -364,8 +377,8 @@ class WaitRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Waited:
-    """`reached` False: the time ran out, `reason` says what is missing. `final`: it will be missing
-    for ever."""
+    """`reached` False: the state was not reached, and `reason` says what is missing. `final`: the
+    state will never be reached."""
 
     reached: bool
     reason: str = ""
@@ -374,14 +387,15 @@ class Waited:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlushRequest:
-    """POST /v1/flush: make the newest two common staged steps durable (SIGTERM, preStop)."""
+    """POST /v1/flush: make the newest two staged steps that all ranks have in common durable
+    (SIGTERM, preStop)."""
 
     timeout_s: float = 25.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Flushed:
-    """Steps that are durable on every local rank after the flush, newest last."""
+    """`steps`: those that are durable on all ranks of this machine after the flush, newest last."""
 
     steps: tuple[StepId, ...] = ()
     reason: str = ""
@@ -398,15 +412,15 @@ class StopRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnerRequest:
-    """POST /v1/owner: while the process `pid` (of the sidecar's machine) lives, the sidecar does
-    not end by itself, however long no trainer comes."""
+    """POST /v1/owner: while the process `pid` (on the sidecar's machine) lives, the sidecar does
+    not end by itself, no matter how long no trainer connects."""
 
     pid: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """Body of every response that is not 200. `code` is stable, `message` says what to do."""
+    """Body of every response that is not 200. `code` is stable; `message` says what to do."""
 
     code: str
     message: str
@@ -421,9 +435,9 @@ def to_json(value: Any) -> bytes:
 
 
 def from_json(kind: type[T], data: bytes | str) -> T:
-    """Decode a message; unknown fields are ignored (the peer may be newer).
+    """Decode a message. Unknown fields are ignored, because the peer may be newer.
 
-    Raises ProtocolError when the text is not JSON or does not have `kind`'s shape.
+    Raises ProtocolError if the text is not JSON or does not have the shape of `kind`.
     """
     try:
         return typing.cast(T, _build(kind, json.loads(data)))
@@ -433,7 +447,8 @@ def from_json(kind: type[T], data: bytes | str) -> T:
 
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    """Of a message's fields; to work them out takes longer than a small message."""
+    """Type hints of a message's fields. They are cached, because computing them takes longer than
+    decoding a small message."""
     return typing.get_type_hints(kind)
 
 
