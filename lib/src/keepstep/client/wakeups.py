@@ -26,7 +26,7 @@ class Changes:
                 bell.put(None)
 
     def wait_for(self, condition: Callable[[], object], *, timeout_s: float | None) -> bool:
-        """Wait until the condition is true, with `timeout_s` None for any length of time. Returns
+        """Wait until the condition is true, for at most `timeout_s` (None: for any time). Returns
         whether it became true in time."""
         if condition():
             return True

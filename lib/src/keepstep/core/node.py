@@ -209,7 +209,8 @@ class RunView:
 
     The operator names commits to publish and the step to fetch ahead of time, and allows deletion.
     A restore does not need it (the ranks' vote decides), nor does training. While it is silent, a
-    machine deletes only the steps between the last known commit and its own newest steps.
+    machine deletes only the steps between the last known commit and its own newest steps and, when
+    a volume is full, older steps.
 
     `managed`: an operator decides what is kept. `commit`: the newest commit heard of, in this or an
     earlier life of this sidecar.

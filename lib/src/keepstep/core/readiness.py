@@ -2,8 +2,8 @@
 
 If a rank votes too early, the run begins at step 0 or goes on from an old step, although another
 pod or the archive has a newer one. If it waits for ever, the training stops. So every wait has a
-deadline, and all deadlines are defined here. Pure: the caller asks again when something has
-changed, or at `Wait.until`.
+deadline, except the wait for the scan of the volumes. All deadlines are defined here. Pure: the
+caller asks again when something has changed, or at `Wait.until`.
 """
 
 from __future__ import annotations

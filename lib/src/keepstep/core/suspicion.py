@@ -111,8 +111,8 @@ class Doubt:
         """Those of `ids` to go on from.
 
         While none is suspect: all of them. Else the proven ones that are not suspect. If there are
-        none: the oldest that is not suspect; a run that is younger than `WITHIN` steps loses no
-        more than these by it. If all are suspect: all of them, because there is no better choice
+        none: the oldest that is not suspect. This costs a run that is younger than `WITHIN` steps
+        no more than those steps. If all are suspect: all of them, because there is no better choice
         and a run must be able to start.
         """
         sound = {id for id in ids if not self.is_suspect(id)}

@@ -67,7 +67,7 @@ class ArrayForm:
         torch = importlib.import_module("torch")
         numpy = importlib.import_module("numpy")
         try:
-            flat = tensor.detach().view(-1).view(torch.uint8).numpy()  # shared memory, filled later
+            flat = tensor.detach().view(-1).view(torch.uint8).numpy()  # no copy: filled later
             array = flat.view(numpy.dtype(self.dtype))
             return array.reshape(self.shape[::-1]).T if self.fortran else array.reshape(self.shape)
         except Exception as error:  # numpy may reject a hostile form in any way

@@ -22,12 +22,13 @@ def at_least(tier: Tier) -> tuple[Tier, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerConfig:
-    """`tiers`: the tiers of this run. Each must answer before the run may begin at step 0.
+    """What a ledger must know of its run.
 
-    `world`: how many ranks run now, None while unknown. `retention`: the policy of each durable
-    tier. From a tier without a policy nothing is ever deleted. `stale_after`: after so many
-    committed steps in a row with unchanged parameters on every rank, an alarm is raised (gradient
-    accumulation leaves some steps unchanged).
+    `tiers`: the tiers of the run. Each must answer before the run may begin at step 0. `world`: how
+    many ranks run now, None while unknown. `retention`: the policy of each durable tier. From a
+    tier without a policy nothing is ever deleted. `stale_after`: after so many committed steps in a
+    row with unchanged parameters on every rank, an alarm is raised (gradient accumulation leaves
+    the parameters of some steps unchanged).
     """
 
     tiers: tuple[Tier, ...] = (Tier.MEMORY, Tier.LOCAL)

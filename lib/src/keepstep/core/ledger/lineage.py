@@ -44,10 +44,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Lineage:
-    """`segments`: newest first. `lost_before`: steps of epochs older than this cannot be judged.
+    """The chain of epochs behind the newest one.
 
-    `fresh`: the newest epoch that began at step 0 beside older ones and was not acknowledged, if
-    any.
+    `segments`: newest first. `lost_before`: steps of epochs older than this cannot be judged.
+    `fresh`: the newest epoch that began at step 0 beside older ones and was not acknowledged; None
+    if there is none.
     """
 
     segments: tuple[Segment, ...] = ()

@@ -408,8 +408,8 @@ class Ledger:
                         yield Retire(tier, id, tuple(bits(ranks)))
 
     def _newest_of_this_life(self) -> StepId | None:
-        """The newest complete step, if it is of the newest epoch. The ranks that run now went on
-        from a step of an older epoch, so its world size does not matter."""
+        """The newest complete step, if it is of the newest epoch; else None. A step of an older
+        epoch may have any world size, because the ranks that run now have gone on from it."""
         newest = self.watermark(Tier.MEMORY)
         return newest if newest is not None and newest.epoch == self._lineage.current else None
 
