@@ -1,12 +1,13 @@
-"""`Checkpointer`: what a training script sees of keepstep.
+"""`Checkpointer`: the part of keepstep that a training script uses.
 
-Duties of the script: call `restore()` once, before the first step and on every rank (it is a
-collective when torch.distributed is up); call `save(step)` after `optimizer.step()`; call `close()`
-at the end. Everything else happens beside the training thread. Where a framework draws random
-numbers between the two: `restore(rng="later")`, and `restore_rng()` when the first batch is there.
+The script calls `restore()` once on every rank, before the first step; with torch.distributed
+initialized, this is a collective. It calls `save(step)` after `optimizer.step()`, and `close()` at
+the end. Everything else happens outside the training thread. If a framework draws random numbers
+between `restore()` and the first step, the script calls `restore(rng="later")` instead, and
+`restore_rng()` once it has the first batch.
 
-No error of ours reaches `save` unless `strict=True`; `restore`, `wait` and `close` always say the
-truth.
+`save` raises no error of keepstep unless `strict=True`. `restore`, `wait` and `close` always raise
+their errors.
 """
 
 from __future__ import annotations
@@ -58,12 +59,15 @@ _NO_RNG = (
     'restore(rng="later") was called, but restore_rng() was not before the first save(): random'
     " numbers are not those of an undisturbed run"
 )
-_STEPS = 10**18  # the name of a step has at most so many digits
+_STEPS = 10**18  # the name of a step has at most 18 digits
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What `restore` brought back. `seconds` counts from the call; `bytes` were copied."""
+    """What `restore` brought back.
+
+    `seconds`: time since `restore` was called. `bytes`: the bytes that this rank copied.
+    """
 
     step: int
     epoch: int
@@ -87,21 +91,26 @@ class Checkpointer:
         dir: str | os.PathLike[str] | None = None,
         **named: Any,
     ) -> None:
-        """Name what to keep: modules, optimizers, schedulers, plain dicts.
+        """Name the components to keep: modules, optimizers, schedulers, plain dicts.
 
-        In a dict, or as keywords, `Checkpointer(model=model, optimizer=optimizer)`, or both; a
-        component that is called as one of the options below goes into the dict.
-        `lazy`: copy parameters and optimizer state during the next forward and backward pass.
-        `strict`: let `save` raise. `rng`: keep the states of random generators. `trusted`: pickle
-        what JSON cannot hold, and unpickle it at restore (only for checkpoints you wrote).
-        `replicated`: what all ranks have alike (DistributedDataParallel, the replicas of a mesh) is
-        staged in parts, by the ranks of each node ("PerNode": every node has a whole copy), or by
-        all of them ("Spread": fewer bytes each, but the loss of a node loses its parts).
-        `dir`: where nobody has started a sidecar (`keepstep run`, a pod's), start one on this
-        machine that keeps the run below this directory, is started again when it dies, and ends
-        when no trainer was there for five minutes; its settings are those of `keepstep start`,
-        from the environment.
-        Raises UsageError for components that can be neither taken nor put back.
+        Pass them in a dict, or as keywords (`Checkpointer(model=model, optimizer=optimizer)`), or
+        both. A component that has the name of one of these options must be in the dict:
+
+        - `lazy`: copy parameters and optimizer state during the next forward and backward pass.
+        - `strict`: let `save` raise.
+        - `rng`: keep the states of the random generators.
+        - `trusted`: pickle values that JSON cannot hold, and unpickle them at restore. Use it only
+          for checkpoints that you wrote.
+        - `replicated`: how the ranks divide the staging of tensors that they hold alike
+          (DistributedDataParallel, the replicas of a mesh). With "PerNode", the ranks of each node
+          stage them in parts, so that every node has a whole copy. With "Spread", all ranks share
+          the parts: each stages fewer bytes, but the loss of a node loses its parts.
+        - `dir`: if no sidecar was started for this process (by `keepstep run`, or in its pod),
+          start one on this machine. It keeps the run below this directory, is started again when it
+          dies, and ends when it has had no trainer for five minutes. The environment holds its
+          settings, which are those of `keepstep start`.
+
+        Raises UsageError for components that keepstep cannot take or cannot put back.
         """
         if replicated not in ("PerNode", "Spread"):
             raise UsageError(f'replicated={replicated!r}: it is "PerNode" or "Spread"')
@@ -124,9 +133,9 @@ class Checkpointer:
         self._stage_every = 1
         self._last_step = self._off_grid = self._unhealthy = -1
         self._moved = self._hinted = False
-        # what `restore_rng` is to set: None before restore(rng="later"), {} once it is set
+        # what `restore_rng` will set: None before restore(rng="later"), {} once it is set
         self._rng_later: dict[str, Any] | None = None
-        # C code throughout, so that no exception comes between taking it and having it
+        # RLock is C code, so no exception can come between acquiring it and holding it
         self._turn = threading.RLock()
         self._saving = False
         self._stats = Stats()
@@ -137,7 +146,7 @@ class Checkpointer:
             keeper = embedded.keeper(dir)
             self._agent = Agent(self._socket, rank=self._rank, world=self._world, keeper=keeper)
             self._stats = self._agent.stats
-            # where nobody calls close(): at the end of the process, or of this object
+            # if close() is never called: at the end of the process, or of this object
             self._end = weakref.finalize(self, self._agent.end)
         else:
             log.warning(
@@ -161,32 +170,41 @@ class Checkpointer:
         return max(self.all_steps(), default=None)
 
     def all_steps(self) -> list[int]:
-        """Steps of this run that could be restored as far as this rank's sidecar knows, in order:
-        committed ones, and those of which it knows the images of all ranks, in shared memory too.
+        """The steps of this run that this rank's sidecar believes can be restored, ascending.
 
-        No collective, and only a look: steps come and go meanwhile, other ranks may see others,
-        and `restore` is what they agree by. Empty without a sidecar (KEEPSTEP_SOCKET is not set).
-        Waits until the sidecar has looked at its volumes. Raises SidecarAbsent, SidecarError.
+        These are the committed steps, and the steps of which the sidecar knows the images of all
+        ranks, including images in shared memory.
+
+        This is no collective. The answer is a snapshot: steps come and go, and other ranks may see
+        other steps. Only `restore` makes the ranks agree. The list is empty without a sidecar
+        (KEEPSTEP_SOCKET is not set). Waits until the sidecar has looked at its volumes. Raises
+        SidecarAbsent, SidecarError.
         """
         return sorted(held_steps(self._socket, timeout_s=_CONNECT_S)) if self._socket else []
 
     def restore(
         self, *, step: int | None = None, rng: Literal["now", "later"] = "now"
     ) -> Restored | None:
-        """Bring back the newest step that every rank holds, in place; None if there was none.
+        """Bring back the newest step that every rank can restore, in place; None if there was none.
 
-        `step`: go back to this one instead, one of `all_steps`. What came after it is dead from
-        then on: no later restore takes it. It is meant each time that the script comes here, so a
-        script that is started again goes back again; `keepstep run --restore-from` goes back once,
-        and counts before this. `rng="later"` leaves the random generators to `restore_rng`.
+        `step`: go back to this step, one of `all_steps`, instead. The steps after it are dead from
+        then on: no later restore takes them. The script goes back each time that it makes this
+        call, so also each time that it is started again. `keepstep run --restore-from` goes back
+        only once, and takes precedence over `step`. `rng="later"` leaves the random generators to
+        `restore_rng`.
 
-        A collective: every rank must call it. Starts a new epoch. Raises RestoreError (with
-        ranks, steps, tiers and what to do) when something is there but cannot be restored, also as
-        some ranks have no sidecar (where nothing is there, all train on and nothing is kept), and
-        SidecarAbsent when KEEPSTEP_SOCKET names a sidecar that does not answer: to start over in
-        silence would be to lose the run; and where `step` is not there, or not on every rank.
-        Raises UsageError, on every rank, for a component that cannot be kept on one of them; by
-        name, and whether there is anything to restore or not.
+        This is a collective: every rank must call it. It starts a new epoch. If there is nothing to
+        restore and some ranks have no sidecar, all ranks train on and nothing is kept.
+
+        Raises:
+
+        - RestoreError (it names ranks, steps, tiers and what to do) if there is something to
+          restore but it cannot be restored, for example because some ranks have no sidecar; also if
+          `step` does not exist, or not on every rank.
+        - SidecarAbsent if KEEPSTEP_SOCKET names a sidecar that does not answer. Starting over
+          silently would lose the run.
+        - UsageError, on every rank, if a component on any rank cannot be kept. It names the
+          component, and is raised whether or not there is anything to restore.
         """
         started = time.perf_counter()
         if self._epoch is not None:
@@ -237,13 +255,13 @@ class Checkpointer:
         )
 
     def restore_rng(self) -> bool:
-        """Set the random generators to where the restored step had left them; whether it did.
+        """Set the random generators to their state at the restored step; returns whether it did.
 
-        After `restore(rng="later")`, when whatever draws random numbers on the way to the first
-        batch (a loader's iterator, its sampler and workers) has done so. Only the first call sets
-        anything, so that it may stand in the loop; nor is there anything to set where no step was
-        restored, or one without the random states of this rank: then it returns False. Raises
-        UsageError where `restore(rng="later")` was not called.
+        Call it after `restore(rng="later")`, once everything that draws random numbers before the
+        first batch (a loader's iterator, its sampler and workers) has done so. Only the first call
+        sets the generators, so the call may stand inside the loop. It also returns False if no step
+        was restored, or if the step lacks the random states of this rank. Raises UsageError if
+        `restore(rng="later")` was not called.
         """
         if self._rng_later is None:
             raise UsageError(
@@ -255,7 +273,7 @@ class Checkpointer:
         return bool(state)
 
     def _hint(self) -> None:
-        """Name the adapter where a framework owns the loop: once, and from rank 0."""
+        """If a framework owns the loop, name its adapter: once, and only on rank 0."""
         ask = self._agent is not None and self._rank == 0 and not self._hinted
         if ask and (adapter := loops.adapter()):
             self._hinted = True
@@ -270,8 +288,10 @@ class Checkpointer:
         return self._agent.connect(timeout_s=_CONNECT_S)
 
     def _meet(self, gather: Gather) -> None:
-        """Agree on who has what: from here on, every rank knows what to stage. Raises UsageError,
-        on all ranks, where one of them has what cannot be kept."""
+        """Agree which rank has which tensors, so that every rank knows what to stage.
+
+        Raises UsageError, on all ranks, if one of them has something that cannot be kept.
+        """
         if self._world == 1:
             self._probed = self._probe()
         else:
@@ -285,8 +305,11 @@ class Checkpointer:
             )
 
     def _probe(self) -> Taken:
-        """All that is to be kept, laid out once: what cannot be kept is known before the first
-        step, and not in the log of a run that kept none. Raises UsageError."""
+        """Lay out the whole state once.
+
+        So the script learns what cannot be kept before the first step, and not from the log of a
+        run that kept nothing. Raises UsageError.
+        """
         taken = take(self._components)
         for leaf in taken.tensors:
             check_memory(leaf.tensor, leaf.name)
@@ -297,8 +320,9 @@ class Checkpointer:
         return taken
 
     def _take(self) -> Taken:
-        """While a rank alone restores, what it was probed with is all there is: nothing of a state
-        is replaced before every tensor is filled."""
+        """The taken state. While a single rank restores, this is the result of `_probe`: no part of
+        the state is replaced before every tensor is filled.
+        """
         return self._probed or take(self._components, self._topology)
 
     def _restoring(self, partial: PartialRestore, decision: Decision) -> Restore:
@@ -320,11 +344,13 @@ class Checkpointer:
     # --- save --------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
-        """Whether `save(step)` would stage it: a sidecar is there, not every step is staged
-        (`--stage-every`) and this is one of those that are, and it is newer than the last.
+        """Whether `save(step)` would stage the step.
 
-        For what is costly to bring together for a step. Call `save` for the others, too: it
-        returns at once, and `close` makes the very last one durable.
+        It would if there is a sidecar, `restore` was called, the step is newer than the last one,
+        and `--stage-every` does not leave it out.
+
+        Use it to skip data that is expensive to collect for a step. Still call `save` for the other
+        steps: it returns at once, and `close` makes the very last step durable.
         """
         number = _whole(step)
         if self._agent is None or self._epoch is None or number is None:
@@ -334,12 +360,15 @@ class Checkpointer:
     def save(self, step: int, *, healthy: bool = True) -> bool:
         """Keep this step. Returns at once; False if the step is not kept (the log says why).
 
-        Call it after `optimizer.step()`, in the thread that trains, on every rank, with steps
-        (whole numbers from 0) that only grow. True: it will be staged, or its loss is logged and
-        counted in `stats`. The last step again, if it is kept or on its way, is True and nothing
-        more: what is kept stays as it is. `healthy=False`, as for a loss or gradients that are
-        not finite: it is not kept, and held against the step that this life went on from, as an
-        error that ends the script is. After two such failures within 20 steps the next restore goes
+        Call it after `optimizer.step()`, in the thread that trains, on every rank. Steps are whole
+        numbers from 0, and each must be greater than the one before. True means that the step will
+        be staged, or that its loss is logged and counted in `stats`. Saving the last step again
+        returns True and does nothing if the step is kept or on its way: what is kept stays as it
+        is.
+
+        Pass `healthy=False` if, for example, the loss or the gradients are not finite. The step is
+        then not kept, and counts as a failure of the step that this life was restored from, like an
+        error that ends the script. After two such failures within 20 steps, the next restore goes
         further back.
         """
         agent = self._agent
@@ -363,18 +392,18 @@ class Checkpointer:
                 raise
             agent.skip(-1 if number is None else number, str(error) or type(error).__name__)
             return False
-        except BaseException as error:  # a signal handler's; only what is not on its way is lost
+        except BaseException as error:  # from a signal handler; a step on its way is not lost
             if number is not None and not agent.knows_of(number):
                 agent.skip(number, f"{type(error).__name__} inside save()")
             raise
         finally:
-            if torch.is_grad_enabled() is not grad:  # a signal struck just where no_grad() ends
+            if torch.is_grad_enabled() is not grad:  # a signal came just where no_grad() ends
                 torch.set_grad_enabled(grad)
             self._count_blocked(started)
             agent.stats.saves += 1
 
     def _has(self, agent: Agent, step: int) -> bool:
-        """Whether the step that came last is kept, or on its way."""
+        """Whether the last step is kept, or on its way."""
         parent = self._epoch.parent if self._epoch is not None else None
         pending = agent.pending
         return (
@@ -386,13 +415,16 @@ class Checkpointer:
     def _refuse_unhealthy(self, agent: Agent, step: int) -> bool:
         if self._epoch is None:
             raise UsageError("call restore() before the first save(): it agrees on the epoch")
-        self._unhealthy, self._moved = step, True  # nor is it what `close` stages for one before it
+        # `close` must not stage this state as an earlier step
+        self._unhealthy, self._moved = step, True
         agent.skip(step, "the script says that it is not healthy")
         self._tell_failure("save(healthy=False)")
         return False
 
     def _tell_failure(self, reason: str) -> None:
-        """The script itself failed. A sidecar that is away does not hear of it."""
+        """Tell the sidecar that the script itself failed. A sidecar that is away does not learn of
+        it.
+        """
         step = max(self._last_step, self._off_grid, self._unhealthy)
         if self._agent is not None and self._epoch is not None and step >= 0:
             self._agent.session.failed(StepId(self._epoch.id, step), reason)
@@ -405,7 +437,7 @@ class Checkpointer:
 
     def _save_alone(self, agent: Agent, step: int, started: float) -> bool:
         with self._turn:
-            # a flag alone may be stale, if an exception struck just where it is taken back
+            # the flag alone may be stale: an exception may come just where it is reset
             if self._saving and _is_running(Checkpointer._save):
                 raise UsageError(
                     "save() was called inside save(), by a signal handler: let the handler set a"
@@ -420,7 +452,7 @@ class Checkpointer:
     def _save(
         self, agent: Agent, step: int, started: float, *, patience_s: float | None = None
     ) -> bool:
-        """Any exception, at any line, costs this step only: see `Agent.heal`."""
+        """An exception at any line costs only this step; see `Agent.heal`."""
         agent.heal()
         if self._epoch is None:
             raise UsageError("call restore() before the first save(): it agrees on the epoch")
@@ -428,7 +460,7 @@ class Checkpointer:
             only_grow = "steps only grow within an epoch"
             if self._strict:
                 raise UsageError(f"step {step} comes after step {self._last_step}: {only_grow}")
-            # one reason for all of them, without their numbers: it is counted and logged by kind
+            # the reason has no step numbers, because reasons are counted and logged by kind
             agent.skip(step, f"a newer one, or itself, came before: {only_grow}")
             return False
         if self._snapshots is None:
@@ -464,7 +496,9 @@ class Checkpointer:
         return True
 
     def _snapshots_for(self, agent: Agent, taken: Taken, extras_bytes: int) -> Snapshots:
-        """The layout of this state; a new one when tensors came, went or changed their shape."""
+        """The snapshots for this state's layout. Builds a new layout when tensors were added or
+        removed, or changed their shape.
+        """
         snapshots = self._snapshots
         if snapshots is None or not snapshots.fits(taken, extras_bytes):
             layout = Layout.build(taken.specs, **self._layout_options(taken, extras_bytes))
@@ -473,7 +507,7 @@ class Checkpointer:
         return snapshots
 
     def _layout_options(self, taken: Taken, extras_bytes: int) -> dict[str, Any]:
-        """What a layout takes beside the tensors."""
+        """The arguments of a layout other than the tensors."""
         return {
             "rank": self._rank,
             "world": self._world,
@@ -491,7 +525,7 @@ class Checkpointer:
     def fence(self) -> None:
         """Return when no copy reads the live tensors any more.
 
-        Called for you before every optimizer step; `mutating()` is its public form.
+        keepstep calls this before every optimizer step; `mutating()` is its public form.
         """
         agent = self._agent
         if agent is None:
@@ -520,9 +554,9 @@ class Checkpointer:
     def wait(self, step: int, state: State | str = State.COMMITTED, timeout: float = 60.0) -> None:
         """Return when `step` itself is `staged`, `durable` or `committed`; `timeout` in seconds.
 
-        The step is persisted now even if the schedule would not. Raises NotDurableError with the
-        reason when the step is lost, or not there when the time is up, and UsageError for a step
-        that was never saved here (or longer ago than the last 10,000).
+        The step is persisted now, even if the schedule would not persist it. Raises NotDurableError
+        with the reason if the step is lost, or has not reached the state in time. Raises UsageError
+        for a step that was never saved here, or is older than the last 10,000 saved steps.
         """
         agent = self._agent
         if agent is None or self._epoch is None:
@@ -558,11 +592,13 @@ class Checkpointer:
     def close(self, timeout: float = 300.0) -> None:
         """Make the last step durable on every rank, then let go of the sidecar.
 
-        The last step is the last that `save` was called for, also where not every step is staged:
-        it is staged now, so call `close` with the state that it had. Where there is an archive,
-        the last step goes there, too, be it due or not. Raises NotDurableError that names the step
-        if that was not possible in `timeout` seconds; for a step that is not archived by then only
-        when `strict`, else that is logged. Safe to call twice.
+        The last step is the last one that `save` was called for. If `--stage-every` left it out, it
+        is staged now, so call `close` while the state is still the state of that step. If there is
+        an archive, the last step is uploaded even if it is not due.
+
+        Raises NotDurableError, which names the step, if the step is not durable within `timeout`
+        seconds. If it is only not archived by then, this is an error only with `strict`, and is
+        logged otherwise. Safe to call twice.
         """
         agent = self._agent
         if agent is None:
@@ -605,7 +641,9 @@ class Checkpointer:
             self._archive_last(agent, newest.control.id, max(0.1, deadline - time.monotonic()))
 
     def _stage_off_grid(self, agent: Agent, deadline: float) -> str:
-        """The last step, if it is one that was left out. Returns why that was not possible."""
+        """Stage the last step if `--stage-every` left it out. Returns why that was not possible, or
+        ''.
+        """
         step = self._off_grid
         if step <= self._last_step:
             return ""
@@ -667,14 +705,14 @@ class Checkpointer:
 
 
 def _joined(components: Mapping[str, Any] | None, named: Mapping[str, Any]) -> Mapping[str, Any]:
-    """One view of both: an entry that is replaced later is seen. Raises UsageError."""
+    """One view of both mappings; it shows later replacements of entries. Raises UsageError."""
     if components is None:
         return named
     if not named or not isinstance(components, Mapping):
         return components
     if twice := sorted(components.keys() & named.keys()):
         raise UsageError(f"{', '.join(twice)}: named in the dict and as a keyword")
-    # it only reads what it is given
+    # the Checkpointer only reads what it is given
     return ChainMap(dict(named), cast("MutableMapping[str, Any]", components))
 
 
@@ -695,7 +733,7 @@ _LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 @functools.cache
 def _hook_optimizers() -> None:
-    """The fence, before every optimizer step of this process."""
+    """Run the fence before every optimizer step of this process."""
 
     def before(*_: object) -> None:
         for checkpointer in list(_LIVE):
@@ -703,14 +741,14 @@ def _hook_optimizers() -> None:
                 checkpointer._agent.trains = threading.get_ident()
             checkpointer.fence()
 
-    # torch.compile traces an optimizer's step with its hooks, and the versions that a traced fence
-    # compares are others (`torch.compiler.disable` would import torch._dynamo here and now)
+    # torch.compile traces an optimizer's step together with its hooks, and a traced fence would
+    # compare other versions (`torch.compiler.disable` would import torch._dynamo at this point)
     register_optimizer_step_pre_hook(torch._disable_dynamo(before))  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _hook_failures() -> None:
-    """What ends the script is told, once a process."""
+    """Report an error that ends the script. Hooks once per process."""
 
     def tell(error: BaseException) -> None:
         for checkpointer in list(_LIVE):
@@ -724,7 +762,7 @@ def _named(error: BaseException | None) -> str:
 
 
 def _whole(step: object) -> int | None:
-    """A step as a number; None for what is none."""
+    """`step` as a number; None if it is not a valid step."""
     if isinstance(step, bool):
         return None
     try:
@@ -735,7 +773,7 @@ def _whole(step: object) -> int | None:
 
 
 def _is_running(function: Any) -> bool:
-    """Whether this thread is inside of it."""
+    """Whether this thread is inside `function`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
@@ -743,7 +781,9 @@ def _is_running(function: Any) -> bool:
 
 
 def _switch_off_in_child() -> None:
-    """A forked child is no trainer: it has its parent's objects, and neither agent nor lease."""
+    """Switch off in a forked child, which is no trainer: it has copies of its parent's objects, but
+    neither its agent nor its lease.
+    """
     for checkpointer in list(_LIVE):
         agent = checkpointer._agent
         if agent is not None and agent.closed:
@@ -753,5 +793,6 @@ def _switch_off_in_child() -> None:
             _LIVE.discard(checkpointer)
 
 
-# after the agent's own: imported first, called first
+# runs after the agent's hook: handlers run in the order of registration, and its module is imported
+# first
 os.register_at_fork(after_in_child=_switch_off_in_child)

@@ -1,3 +1,6 @@
-"""A save: `snapshot` copies at once what the forward pass may change, the `agent` thread copies the
-rest beside it, and `pending` says whether the tensors kept still meanwhile. `stats` counts.
+"""A save in three parts.
+
+`snapshot` immediately copies what the forward pass may change. The thread of `agent` copies the
+rest while training goes on. `pending` decides whether the tensors stayed unchanged during the copy.
+`stats` counts.
 """

@@ -1,13 +1,14 @@
-"""The one place where work on an accelerator is ordered: streams, events, memory pinned for it.
+"""The one place that orders work on an accelerator: streams, events, pinned memory.
 
-torch's generic interface serves all kinds (CUDA, ROCm, XPU and so on); what they do not have in
-common is `pin`. On each device one stream of its own copies, for all images of this process, so
-that copies into a slot run in the order in which they were queued. What must stay true, whatever
-the device does when (`tests/lib/test_accelerator.py` runs it on a simulated one):
+torch's generic interface serves all kinds of devices (CUDA, ROCm, XPU and so on), except for `pin`.
+Each device has one stream for all copies of this process's images, so copies into a slot run in the
+order in which they were queued. These invariants must hold whenever the device runs its work
+(`tests/lib/test_accelerator.py` checks them on a simulated device):
 
-- no copy begins before the computing stream came to the `save`, nor ends after `done`;
-- a slot is erased in stream order, before the first byte of it changes;
-- what changes a tensor waits for its copy: buffers by stream order, all else by the fence.
+- No copy begins before the computing stream reaches the `save`, and none ends after `done`.
+- A slot is erased in stream order, before its first byte changes.
+- Whatever changes a tensor waits for its copy: buffers by stream order, everything else by the
+  fence.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this proce
 
 
 class Accelerator:
-    """The accelerator that torch has, if any; nothing here initialises one."""
+    """The accelerator that torch has, if any. Nothing here initializes one."""
 
     def __init__(self) -> None:
         self._copying: dict[torch.device, torch.Stream] = {}
 
     def device_of(self, tensor: Tensor) -> torch.device | None:
-        """Where its bytes are; None for memory of the host."""
+        """The device that holds the tensor's bytes; None for host memory."""
         return None if tensor.is_cpu else tensor.device
 
     def current_device(self) -> int | None:
-        """The number of this thread's device; None where this process uses none."""
+        """The number of this thread's device; None if this process uses no accelerator."""
         kind = devices.kind_in_use()
         return int(devices.module(kind).current_device()) if kind else None
 
     def zeros(self, size_bytes: int, device: torch.device) -> Tensor:
-        """Bytes on a device, zero once its computing stream came here."""
+        """Bytes on a device; they are zero once its computing stream has reached this call."""
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
 
     def computing(self, device: torch.device) -> torch.Stream:
@@ -59,10 +60,12 @@ class Accelerator:
 
     @contextlib.contextmanager
     def on(self, stream: torch.Stream) -> Iterator[None]:
-        """What this thread queues in here on the stream's device goes to that stream."""
+        """While the context is open, what this thread queues on the stream's device goes to that
+        stream.
+        """
         mine = torch.accelerator.current_stream()
         computing = torch.accelerator.current_stream(stream.device)
-        torch.accelerator.set_stream(stream)  # makes its device the current one, too
+        torch.accelerator.set_stream(stream)  # also makes its device the current one
         try:
             yield
         finally:
@@ -70,45 +73,54 @@ class Accelerator:
             torch.accelerator.set_stream(mine)
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Queue copies from one device in the stream that is on: one call for all, as each costs
-        the training thread more than a small tensor does the bus. What is conjugated by a flag only
-        is first so in memory of the device: `copy_` would conjugate the target at once, before the
-        bytes came (pytorch#146286)."""
+        """Queue copies from one device in the current stream.
+
+        One call queues all copies, because a call costs the training thread more than a small
+        tensor costs the bus. A tensor that only a flag marks as conjugated must first be conjugated
+        in device memory: `copy_` would conjugate the target at once, before the bytes arrive
+        (pytorch#146286).
+        """
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
     def keep(self, tensor: Tensor, stream: torch.Stream) -> None:
-        """Its memory is not used again before the stream came here."""
+        """Keep the tensor's memory from being reused before the stream has reached this call."""
         tensor.record_stream(stream)
 
     def is_capturing(self) -> bool:
-        """Whether this thread records a graph: nothing that it queues runs now."""
+        """Whether this thread records a graph, so that nothing that it queues runs now."""
         kind = devices.kind_in_use()
         ask = getattr(devices.module(kind), "is_current_stream_capturing", None) if kind else None
         return ask is not None and bool(ask())
 
     def quiesce(self) -> None:
-        """Return when no copy that was queued so far runs any more."""
+        """Return when every copy that was queued so far has ended."""
         for stream in self._copying.values():
             stream.synchronize()
 
     def synchronize(self) -> None:
-        """Return when all that was queued on this thread's device is done."""
+        """Return when all work that was queued on this thread's device is done."""
         if devices.kind_in_use():
             torch.accelerator.synchronize()
 
     def erase(self, slot: SlotMapping) -> None:
-        """Erase a slot from the host, for copies that the host waits for: not before the device
-        came here, as the step in it may be the newest that all ranks have in common until then."""
+        """Erase a slot from the host, for copies that the host waits for.
+
+        The device must first finish its queued work: until then, the step in the slot may be the
+        newest one that all ranks have in common.
+        """
         self.synchronize()
         slot.erase()
 
     def pin(self, slot: SlotMapping, device: int | None = None) -> None:
-        """Pin a slot's memory, as long as it is mapped. Without success, and where torch has no
-        call for it (all but CUDA and ROCm), copies are slower, not wrong. `device`: whose thread
-        asks, where that is another one than it works with."""
+        """Pin a slot's memory for as long as it is mapped.
+
+        If pinning fails, or torch has no call for it (all but CUDA and ROCm), copies are slower but
+        correct. `device`: the device number to use, if the calling thread has no current device or
+        another one.
+        """
         if slot.registered or devices.kind_in_use() != "cuda":
             return
-        # a thread that has no current device of its own would take the first GPU
+        # a thread without a current device of its own would use the first GPU
         with torch.cuda.device(device):
             size = slot.layout.size_bytes
             error = int(torch.cuda.cudart().cudaHostRegister(slot.address, size, _PORTABLE))
@@ -122,7 +134,7 @@ class Accelerator:
 
 
 def _unpin(address: int) -> None:
-    # at interpreter exit the CUDA context may be gone already
+    # at interpreter exit, the CUDA context may already be gone
     with contextlib.suppress(RuntimeError):
         torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -131,5 +143,5 @@ _HERE = Accelerator()
 
 
 def here() -> Accelerator:
-    """This process's."""
+    """The accelerator of this process."""
     return _HERE

@@ -1,9 +1,10 @@
 """The agent thread of a trainer: keeps a slot at hand, copies, seals, and talks to the sidecar.
 
-Everything here happens beside the training thread. When the sidecar is gone the thread keeps
-trying to come back to it; until then `await_slot` says so at once and the step is skipped.
-Invariants: at most one image is unsealed, and no slot is asked for before the last one was
-reported. Whatever raises, and wherever: the step in question is counted and told, and the next
+All of this happens outside the training thread. When the sidecar is gone, the thread keeps trying
+to reconnect. Meanwhile `await_slot` fails at once, and the step is skipped.
+
+Invariants: at most one image is unsealed, and no slot is requested before the last one was
+reported. When anything raises, anywhere, the affected step is counted and reported, and the next
 `save` finds a state in which a step can be kept (`heal`).
 """
 
@@ -59,12 +60,13 @@ _EAGER_WITHIN = 100
 _DRAIN_S = 2.0
 _COPY_S = 60.0
 _ASK_AGAIN = ("starting", "stopping", "no-lease")
-"""Problems of a sidecar that comes or goes: the same is said again to the next one."""
+"""Error codes of a sidecar that is starting or stopping: the same request goes to the next one."""
 
 
 class Use(enum.Enum):
-    """Of the slot that the sidecar granted last: it waits at hand, the training thread fills it,
-    or its image is on its way."""
+    """What happens to the slot that the sidecar granted last: it waits at hand, the training thread
+    fills it, or its image is on its way.
+    """
 
     READY = "ready"
     TAKEN = "taken"
@@ -72,8 +74,11 @@ class Use(enum.Enum):
 
 
 class Held(NamedTuple):
-    """The slot that is ours to fill. One value, replaced in one step: an exception in the training
-    thread leaves it as it was before or as it is after."""
+    """The slot that this process may fill.
+
+    It is one value that is replaced in one step, so an exception in the training thread leaves
+    either the old value or the new one.
+    """
 
     use: Use
     slot: Slot
@@ -83,21 +88,21 @@ class Held(NamedTuple):
 class Agent:
     """Owns the lease, the layout, and the slot at hand or the image on its way.
 
-    `eager_next`: the last image was discarded, so the next is to be copied at once. `trains`: the
-    thread in which an optimizer was seen to step, if any.
+    `eager_next`: the last image was discarded, so the next one must be copied at once. `trains`:
+    the thread in which an optimizer was seen to step, if any.
     """
 
     def __init__(
         self, socket_path: str, *, rank: int, world: int, keeper: Keeper | None = None
     ) -> None:
-        """`keeper`: of a sidecar that nobody else starts again."""
+        """`keeper`: starts the sidecar again, if nothing else does."""
         self.stats = Stats()
         self.staged_step: Pending | None = None
         self.eager_next = False
         self.trains: int | None = None
         self._eager = False
         self._discarded_at: int | None = None
-        # `with` on it is C code: no exception comes between taking it and having it
+        # `with` on a Lock is C code, so no exception can come between acquiring it and holding it
         self._lock = threading.Lock()
         self._changed = Changes()
         self.session = Session(
@@ -124,10 +129,10 @@ class Agent:
     def connect(self, *, timeout_s: float) -> LeaseGranted:
         """Get the lease now; see `Session.connect`. Starts the agent thread.
 
-        Raises SidecarError `rank-taken` at once where this very process has the rank already.
+        Raises SidecarError `rank-taken` at once if this very process already holds the rank.
         """
         if self._is_second():
-            gc.collect()  # what an exception left behind may be a cycle
+            gc.collect()  # an exception may have left the other one behind in a cycle
         if self._is_second():
             raise SidecarError(
                 f"rank {self.session.rank} belongs to another Checkpointer (or keepstep.dcp"
@@ -155,7 +160,7 @@ class Agent:
 
     @property
     def closed(self) -> bool:
-        """Whether the rank was given back, or never was this process's."""
+        """Whether the rank was given back, or (in a forked child) never was this process's."""
         return self._closing
 
     @property
@@ -172,11 +177,11 @@ class Agent:
 
     @property
     def copies_eagerly(self) -> bool:
-        """Whether the next image is to be copied at once: tensors change where no fence is."""
+        """Whether the next image must be copied at once, because tensors change without a fence."""
         return self.eager_next or self._eager
 
     def use_layout(self, layout: Layout) -> None:
-        """From now on images look like this; slots for it are made in the background."""
+        """Use this layout for all images from now on; its slots are made in the background."""
         with self._lock:
             if self._layout is not None and self._layout.id == layout.id:
                 return
@@ -190,8 +195,12 @@ class Agent:
 
     def await_slot(self, *, timeout_s: float | None) -> Slot:
         """The slot at hand, as soon as there is one. Raises SlotUnavailable when the time is up, or
-        there can be none. None: for whoever can skip a step. That may wait a little, but does so
-        again only after a slot came: a slow sidecar costs one wait, not one a step."""
+        if there can be no slot.
+
+        `timeout_s=None` is for callers that can skip a step. Such a call may wait a little, but
+        then waits again only after a slot has come: a slow sidecar costs one wait in total, not one
+        per step.
+        """
         if timeout_s is None:
             timeout_s = self._patience_s() if self._patient and self.session.connected else 0.0
         self._changed.wait_for(self._knows, timeout_s=timeout_s)
@@ -214,18 +223,23 @@ class Agent:
         return at_hand or bool(self._refusal) or self._closing
 
     def _patience_s(self) -> float:
-        """Small slots are made in milliseconds, and worth a wait; large ones take seconds."""
+        """How long to wait for a slot, in seconds. Small slots are made in milliseconds and are
+        worth a wait; large ones take seconds.
+        """
         return 1.0 if self._layout is None or self._layout.size_bytes < _LARGE_BYTES else 0.1
 
     def submit(self, pending: Pending) -> None:
-        """Hand over an image: copied or not, the agent does the rest."""
+        """Hand over an image, copied or not. The agent does the rest."""
         with self._lock:
             self._held = Held(Use.SUBMITTED, pending.slot, pending)
         self._changed.ring()
 
     def put_back(self) -> None:
-        """The slot that was taken will not be submitted: whatever was written is no image. Copies
-        into it that were queued on an accelerator end first, as another image comes next."""
+        """Return the taken slot without submitting it: its contents are no image.
+
+        Copies into it that are queued on an accelerator must end first, because another image comes
+        next.
+        """
         accelerator.here().quiesce()
         with self._lock:
             taken = self.taken
@@ -235,8 +249,11 @@ class Agent:
         self._changed.ring()
 
     def heal(self) -> None:
-        """Before a save: put right what an exception left in the middle of an earlier one, be it
-        in the training thread (a signal handler may raise anywhere) or in the agent."""
+        """Called before a save: repair what an exception interrupted in an earlier save.
+
+        The exception may have come in the training thread (a signal handler may raise anywhere) or
+        in the agent.
+        """
         if self.taken is not None:
             self.put_back()
         self._ensure_thread()
@@ -249,7 +266,7 @@ class Agent:
         if (copied := pending.lazy_events) is not None:
             device = accelerator.here()
             if device.is_capturing():
-                return  # nothing runs now; docs: what a captured graph does at its replay
+                return  # nothing runs during a capture; the docs cover the graph's replay
             for place, event in copied.items():
                 device.computing(place).wait_event(event)
         elif not self._await_copy(pending, timeout_s):
@@ -261,7 +278,7 @@ class Agent:
     def _await_copy(self, pending: Pending, timeout_s: float) -> bool:
         if not pending.copied.is_set():
             self._ensure_thread()
-            self._changed.ring()  # an exception in `submit` may have kept it from the agent
+            self._changed.ring()  # an exception in `submit` may have come before its ring
         return pending.copied.wait(timeout_s)
 
     def drain(self, *, timeout_s: float) -> bool:
@@ -276,20 +293,21 @@ class Agent:
         return self._changed.wait_for(lambda: self.pending is None, timeout_s=left_s)
 
     def skip(self, step: int, reason: str) -> None:
-        """Count a step that could not be staged; the sidecar hears of it with the next call."""
+        """Count a step that could not be staged. The sidecar learns of it with the next call."""
         self.stats.skipped += 1
         self._note(step, reason)
         self.warn(reason, f"step {step} is not kept: {reason}")
         self._changed.ring()
 
     def knows_of(self, step: int) -> bool:
-        """Whether this step is on its way, or has come to its end."""
+        """Whether this step is on its way, or has an outcome."""
         pending = self.pending
         return step in self._outcomes or (pending is not None and pending.step == step)
 
     def outcome(self, step: int) -> str | None:
-        """'' for a step that was staged, why for one that was not, None for one that is on its way,
-        was never saved here, or longer ago than the last 10,000."""
+        """'' for a step that was staged, the reason for a step that was not staged. None for a step
+        that is on its way, was never saved here, or is older than the last 10,000.
+        """
         return self._outcomes.get(step)
 
     def _note(self, step: int, reason: str, *, tell: bool = True) -> None:
@@ -305,16 +323,17 @@ class Agent:
             del self._outcomes[next(iter(self._outcomes))]
 
     def warn(self, key: str, message: str, *, traceback: bool = False) -> None:
-        """Log a warning once per kind; repetitions are only counted."""
+        """Log a warning once per kind. Repetitions are not logged."""
         if key not in self._warned and len(self._warned) < _KINDS:
             self._warned.add(key)
             log.warning("keepstep: rank %d: %s", self.session.rank, message, exc_info=traceback)
 
     def close(self, *, timeout_s: float = 5.0) -> None:
-        """Give the lease back and end the thread; waits for that so long at most."""
+        """Give the lease back and end the thread; wait at most `timeout_s` for the thread."""
         deadline = time.monotonic() + timeout_s
         self._begin_closing()
-        # with an image on its way the agent thread may still write: then only our death counts
+        # the agent thread may still write an image: then only the end of this process ends the
+        # lease
         self.session.close(goodbye=self.pending is None, timeout_s=min(2.0, timeout_s))
         self._client.end()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -326,12 +345,15 @@ class Agent:
         self._changed.ring()
 
     def end(self) -> None:
-        """For the end of the process, or of whatever used it: stage what is on its way if that is
-        quick, then let go. The thread ends before the interpreter does, which would abort it in
-        the middle of a copy, and the process with it."""
+        """At the end of the process or of the Checkpointer: stage the image on its way if that is
+        quick, then let go.
+
+        The thread must end before the interpreter does. The interpreter would otherwise abort the
+        thread in the middle of a copy, and the process with it.
+        """
         if self._closing or self._thread is None:
             return
-        if self._thread is threading.current_thread():  # collected in its own thread
+        if self._thread is threading.current_thread():  # garbage-collected in the agent thread
             self._begin_closing()
             return
         try:
@@ -340,7 +362,9 @@ class Agent:
             self.close(timeout_s=_COPY_S)
 
     def disown(self) -> None:
-        """In a forked child: nothing here is this process's, and no lock can be trusted."""
+        """In a forked child: drop everything. Nothing here belongs to this process, and no lock can
+        be trusted.
+        """
         self._closing = True
         self._lock, self._thread = threading.Lock(), None
         self._held = None
@@ -351,7 +375,7 @@ class Agent:
 
     def _work(self) -> None:
         while not (self._closing and self.pending is None):
-            # until the sidecar is to be asked again; None while nothing stands in the way
+            # how long until the sidecar may be asked again; None if it may be asked now
             left_s = self._retry_at - time.monotonic()
             self._changed.wait_for(self._is_due, timeout_s=left_s if left_s > 0 else None)
             task = self._next()
@@ -361,15 +385,15 @@ class Agent:
                 task()
             except SidecarError as error:
                 self._failed(error)
-            except BaseException as error:  # whatever it is: without this thread nothing is kept
+            except BaseException as error:  # of any kind: without this thread nothing is kept
                 self._stumbled(task, error)
         if self._closing:
-            self.session.close(goodbye=True)  # nothing is on its way, see above
+            self.session.close(goodbye=True)  # the loop ended, so no image is on its way
             self._client.close()
 
     @property
     def _is_registered(self) -> bool:
-        """Whether the sidecar knows how images look now."""
+        """Whether the sidecar knows the current layout."""
         return self._registered is self._layout
 
     def _is_due(self) -> bool:
@@ -424,7 +448,7 @@ class Agent:
             self._keep(granted)
 
     def _clear(self, pending: Pending) -> None:
-        """No image is on its way any more."""
+        """Forget this image: none is on its way any more."""
         with self._lock:
             if self.pending is pending:
                 self._held = None
@@ -478,12 +502,16 @@ class Agent:
         return self._client.call("/v1/discard", request, SlotGranted)
 
     def _lose(self, pending: Pending, reason: str) -> None:
-        """An image that the sidecar will not hear of as such: its step is counted and told."""
+        """Give up an image of which the sidecar learns only as a skipped step; count and report the
+        step.
+        """
         pending.finish(Verdict.LOST, reason)
         self._count_lost(pending, "is lost", reason, tell=True)
 
     def _count_lost(self, pending: Pending, what: str, reason: str, *, tell: bool) -> bool:
-        """Whether it was not counted yet: a lost connection may bring us here again."""
+        """Count a lost image once. Returns whether it was not counted yet: after a lost connection,
+        the same image may be reported again.
+        """
         if pending.counted:
             return False
         pending.counted = True
@@ -493,8 +521,9 @@ class Agent:
         return True
 
     def _be_eager(self, pending: Pending) -> None:
-        """Copy the next image at once; all of them when this is no exception, as with an optimizer
-        that is none of torch's and so runs no hook."""
+        """Copy the next image at once. Copy all images at once if changed tensors are frequent, as
+        with an optimizer that is not one of torch's and so runs no hook.
+        """
         self.eager_next = True
         saves, before = self.stats.saves, self._discarded_at
         self._discarded_at = saves
@@ -524,7 +553,7 @@ class Agent:
             mapping = self._mapped(granted.path, layout)
         except (OSError, FormatError) as error:
             if not self._is_registered:
-                # granted for the layout before; the registration of the new one comes next
+                # granted for the previous layout; registration of the new layout comes next
                 log.debug("slot %s: %s", granted.path, error)
                 return
             raise SidecarError(f"slot {granted.path} cannot be mapped: {error}") from error
@@ -538,7 +567,9 @@ class Agent:
         self._changed.ring()
 
     def _mapped(self, path: str, layout: Layout) -> SlotMapping:
-        """The slot at `path`. A sidecar that lost its memory makes other files of the same name."""
+        """The mapping of the slot at `path`. A sidecar that lost its memory makes new files of the
+        same name, so a replaced file is mapped again.
+        """
         mapping = self._mappings.get(path)
         if mapping is not None and not mapping.is_replaced():
             return mapping
@@ -590,7 +621,9 @@ class Agent:
         self._patient = True
 
     def _drop_ready(self) -> None:
-        """The slot at hand is none any more; one that is being filled is its filler's to end."""
+        """Give up the slot at hand. A slot that is being filled is left to the thread that fills
+        it.
+        """
         if self._held is not None and self._held.use is Use.READY:
             self._held = None
 
@@ -601,10 +634,10 @@ class Agent:
         self._retry_at = time.monotonic() + pause_s
         if not absent:
             self.warn(error.code, str(error))
-            self.session.drop()  # whatever we disagree about: begin anew
+            self.session.drop()  # the sidecar and this agent disagree: begin anew
 
     def _stumbled(self, task: Callable[[], None], error: BaseException) -> None:
-        """An exception that nobody foresaw costs the step that it struck, and no other one."""
+        """Handle an unforeseen exception: it costs the step that it struck, and no other step."""
         self.warn(repr(error), f"the agent thread failed: {error!r}", traceback=True)
         pending = self.pending
         if pending is not None and task == self._report:
@@ -612,7 +645,7 @@ class Agent:
                 self._lose(pending, f"it could not be reported: {error!r}")
                 pending.slot.mapping.erase()
             self._clear(pending)
-        if self._failures:  # not only once: begin anew, and not too fast
+        if self._failures:  # repeated: begin anew, after a pause
             self._failed(SidecarError(str(error)))
         self._failures += 1
 
@@ -624,7 +657,7 @@ class Agent:
 
 
 _AGENTS: weakref.WeakSet[Agent] = weakref.WeakSet()
-"""Those that hold a rank of this process."""
+"""The agents of this process that hold a rank."""
 
 
 def _disown_in_child() -> None:

@@ -1,7 +1,7 @@
-"""Whose training loop this is: that of a framework for which keepstep has an adapter?
+"""Finds out whether a framework for which keepstep has an adapter owns the training loop.
 
-Asked by looking at the calls that are under way, which no framework needs to be imported for: a
-`Checkpointer` that restores or saves inside `Trainer.train()` is within a loop that it cannot see.
+It looks at the call stack, so no framework needs to be imported. A `Checkpointer` that restores or
+saves inside `Trainer.train()` is in a loop that it does not control.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ ADAPTERS = {
     "pytorch_lightning.trainer.trainer": "keepstep.integrations.lightning",
     "torchtitan.trainer": "keepstep.integrations.torchtitan",
 }
-"""By the module in which a framework's loop is."""
+"""The adapter for each module that contains a framework's loop."""
 
 
 def adapter() -> str:
-    """The adapter for the loop that this call comes from; empty where the loop is the script's own,
-    and where the adapter is imported: who does so uses it, or knows of it."""
+    """The adapter for the loop that makes this call.
+
+    Empty if the loop is the script's own, or if the adapter is already imported: then the script
+    uses it, or knows of it.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         found = ADAPTERS.get(frame.f_globals.get("__name__", ""), "")

@@ -1,14 +1,17 @@
 """One image on its way from live tensors into a slot.
 
-Life: made by the training thread at `save`; copied by the agent thread; *judged* once, when it is
-certain that nobody changed the tensors before they were copied; then sealed, or discarded.
+The training thread makes it at `save`, and the agent thread copies it. It is *judged* once, when it
+is certain whether the tensors stayed unchanged until they were copied. Then it is sealed, or
+discarded.
 
-Judging compares version counters, addresses and fingerprints with those at `save`. It must happen
-while the training thread is not inside an operation: an in-place kernel that still runs has not
-moved its version counter yet. That holds when the training thread judges itself (the fence), and
-also once it has been seen to execute Python after the copy was done: whatever ran at that moment
-has returned. The second way lets an image be sealed in the middle of the next forward pass, so a
-kill then loses only the step in flight.
+Judging compares version counters, addresses and fingerprints with those at `save`. The training
+thread must not be inside an operation at that moment, because an in-place kernel that still runs
+has not moved its version counter yet. There are two safe moments:
+
+- The training thread judges the image itself (the fence).
+- The training thread was seen to execute Python after the copy was done, so whatever ran when the
+  copy ended has returned. This allows an image to be sealed in the middle of the next forward pass,
+  and a kill then loses only the step in flight.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from keepstep.state.leaves import TensorLeaf
 
 
 class Verdict(enum.Enum):
-    """What became of an image."""
+    """The outcome of an image."""
 
     OPEN = "open"
     VALID = "valid"
@@ -74,9 +77,9 @@ class Guard:
 class Pending:
     """One image on its way; see the module.
 
-    `control`: what seals it. `transfers`: what is left to copy, worked out on the agent thread.
-    `done`: when each accelerator has copied what is queued on it; `late`: bytes for the slot that
-    must wait for that. `thread`: the one that trains.
+    `control`: the control page that seals it. `transfers`: builds the remaining copies; called on
+    the agent thread. `done`: per accelerator, the event after its queued copies. `late`: writes
+    into the slot that must wait for these events. `thread`: the thread that trains.
     """
 
     slot: Slot
@@ -104,13 +107,14 @@ class Pending:
 
     @property
     def lazy_events(self) -> dict[torch.device, torch.Event] | None:
-        """When accelerators have copied what an optimizer step changes; None where they have no
-        part."""
+        """Per accelerator, the event after the copies of tensors that an optimizer step changes.
+        None if no accelerator takes part, or if nothing was left to copy later.
+        """
         return self.done if self.done and self.guard is not None else None
 
     @property
     def can_be_reported(self) -> bool:
-        """Whether it is sealed, or known never to be."""
+        """Whether the image is sealed, or certain never to be."""
         done = self.copied.is_set() and self.judged.is_set()
         return done and (self.sealed or self.verdict is not Verdict.VALID)
 
@@ -118,8 +122,9 @@ class Pending:
         """Move the bytes (agent thread)."""
         started = time.perf_counter()
         if self.transfers is not None:
-            # Shared out even beside busy cores: compute on all of them is as late as its latest
-            # thread, so one whole core taken away costs twice what half of two costs.
+            # Spread over threads even if all cores are busy: a computation on all cores is as late
+            # as its latest thread, so taking one whole core costs twice as much as taking half of
+            # two.
             copying.run(self.transfers(), threads=copying.default_threads())
         for event in self.done.values():
             event.synchronize()
@@ -129,7 +134,9 @@ class Pending:
         self.copied.set()
 
     def judge(self) -> None:
-        """Decide, once, whether the tensors kept still. See the module for when this is sound."""
+        """Decide, once, whether the tensors stayed unchanged. See the module for when this is
+        sound.
+        """
         with self._lock:
             if self.verdict is Verdict.OPEN:
                 guard = self.guard
@@ -138,7 +145,7 @@ class Pending:
         self.judged.set()
 
     def judge_after_progress(self, give_up: Callable[[], bool]) -> None:
-        """Judge as soon as the training thread has been seen to go on (agent thread)."""
+        """Judge as soon as the training thread has been seen to make progress (agent thread)."""
         if self.guard is None:
             self.judge()
             return
@@ -160,7 +167,7 @@ class Pending:
         self.sealed = True
 
     def why_lost(self) -> str:
-        """In words, for the log and the sidecar's counters."""
+        """The reason of the loss as text, for the log and the sidecar's counters."""
         if self.verdict is Verdict.LOST:
             return self.reason or "it could not be copied"
         culprit = self.culprit if self.culprit not in ("", "?") else "a tensor"
@@ -170,7 +177,7 @@ class Pending:
         )
 
     def finish(self, verdict: Verdict, reason: str = "") -> None:
-        """The end of this image, whatever it was; lets go of all tensors."""
+        """End this image with any verdict, and let go of all tensors."""
         self.verdict, self.reason = verdict, reason or self.reason
         self.guard = None
         self.transfers, self.late = None, []
@@ -189,13 +196,14 @@ def _position(thread: int) -> tuple[tuple[int, int], ...]:
 
 # --- fingerprint -----------------------------------------------------------------------------
 #
-# Sees that a tensor changed although its version counter did not (`tensor.data.add_(1)`).
+# Detects that a tensor changed although its version counter did not (`tensor.data.add_(1)`).
 #
-# Copying lazily is safe only while nobody writes. In-place operations move the version counter
-# that autograd keeps; writes through `.data` do not. So a few elements of every tensor are
-# compared as well: the first, the last-but-few, at least 16 of each and one in every 256 KiB. Any
-# dense update changes them. A sparse write past the counter (through `.data`, numpy, another
-# process) between save and fence may hide; docs say to wrap such in `checkpointer.mutating()`.
+# Lazy copying is safe only while nothing writes to the tensors. In-place operations move autograd's
+# version counter, but writes through `.data` do not. So a few elements of every tensor are compared
+# as well: at regular strides from the first, at least 16 per tensor and at least one in every 256
+# KiB. Any dense update changes them. A sparse write that bypasses the counter (through `.data`,
+# numpy, another process) between save and fence may go unnoticed; the docs say to wrap such code in
+# `checkpointer.mutating()`.
 
 
 _SAMPLES = 16
@@ -207,7 +215,7 @@ class Fingerprint:
     """Sample positions of a set of dense tensors; `take` reads them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Prepare views; holds no copy. Tensors must be dense and non-overlapping."""
+        """Prepare the views; copies nothing. Tensors must be dense and non-overlapping."""
         device_of = accelerator.here().device_of
         groups: dict[tuple[torch.device | None, int], list[Tensor]] = {}
         for tensor in tensors:
@@ -225,5 +233,5 @@ class Fingerprint:
         self._groups = list(groups.values())
 
     def take(self) -> list[Tensor]:
-        """The samples now, one small tensor per device and element size."""
+        """The current samples: one small tensor per device and element size."""
         return [torch.cat(group) for group in self._groups]

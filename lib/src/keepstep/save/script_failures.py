@@ -1,7 +1,7 @@
-"""Which errors of a process are its script's own failures, and hearing of those that end it.
+"""Decides which errors are the script's own failures, and reports those that end the process.
 
-What others do to it is held against no step: a signal or an OOM kill raises nothing, and an error
-that tells of a lost peer, of the network or of keepstep itself is not the script's.
+Failures from outside count against no step: a signal or an OOM kill raises nothing, and an error
+about a lost peer, the network or keepstep itself is not the script's.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ _NOT_OWN: tuple[type[BaseException], ...] = (
     getattr(torch.distributed, "DistError", KeepstepError),
 )
 _OF_PEERS = ("gloo", "NCCL", "ProcessGroup", "closed by peer", "reset by peer")
-"""In what a collective raises as a bare RuntimeError when another rank is gone."""
+"""Marks in the bare RuntimeError that a collective raises when another rank is gone."""
 
 
 def is_own(error: BaseException | None) -> bool:
-    """Whether the script failed by itself: an `Exception`, and nothing that it came from or that
-    was being handled tells of others."""
+    """Whether the script itself failed.
+
+    True for an `Exception` if neither it nor any error in its chain (its causes, or errors that
+    were being handled) points to peers, the network or keepstep.
+    """
     return isinstance(error, Exception) and not any(map(_tells_of_others, _chain(error)))
 
 
@@ -46,8 +49,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def on_uncaught(tell: Callable[[BaseException], None]) -> None:
-    """Call `tell` with what ends this process uncaught and is the script's own. Whoever was to hear
-    of it still does, first; nothing that `tell` raises changes that."""
+    """Call `tell` with an uncaught error of the script that ends this process.
+
+    The previous excepthook still runs, and runs first. Errors that `tell` raises are ignored.
+    """
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:

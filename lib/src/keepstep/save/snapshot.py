@@ -1,8 +1,9 @@
-"""From a taken state to an image in a slot: what is copied now, what later, and under which guard.
+"""From a taken state to an image in a slot: what is copied now, what is copied later, and how later
+copies are guarded.
 
-Copied before `begin` returns: buffers, plain dict tensors, values, random states; whatever the
-forward pass or Python may change. Left for the agent thread if `lazy`: parameters and optimizer
-state, which only an optimizer step changes.
+Before `begin` returns, it copies what the forward pass or Python may change: buffers, tensors in
+plain dicts, values, random states. If `lazy`, it leaves parameters and optimizer state, which only
+an optimizer step changes, to the agent thread.
 """
 
 from __future__ import annotations
@@ -79,10 +80,10 @@ class Snapshots:
     ) -> None:
         """Queue all copies on side streams; the CPU waits for none of them.
 
-        The slot may still hold the newest step that all ranks have in common, until this step's
-        gradients were exchanged. That exchange is queued on a computing stream, so the slot is
-        erased in stream order too, by one device once all have come here; and bytes from the CPU
-        follow only when they are done.
+        Until the gradients of this step are exchanged, the slot may still hold the newest step that
+        all ranks have in common. The exchange is queued on a computing stream, so the slot must be
+        erased in stream order too: one device erases it once all devices have reached this point.
+        Bytes from the CPU are written only when the copies are done.
         """
         device, mapping = accelerator.here(), pending.slot.mapping
         pending.late.append(functools.partial(mapping.write_extras, extras))
@@ -96,7 +97,8 @@ class Snapshots:
             device.copying(place).wait_stream(first)
         for place in places:
             self._copy(mapping, place, urgent.get(place, []))
-            # the next forward pass changes buffers in the compute stream: it waits for these few
+            # the next forward pass changes buffers in the computing stream, which waits for these
+            # few copies
             device.computing(place).wait_stream(device.copying(place))
         for place in places:
             self._copy(mapping, place, patient.get(place, []))
@@ -105,8 +107,11 @@ class Snapshots:
     def _by_device(
         self, pending: Pending, leaves: list[TensorLeaf]
     ) -> dict[torch.device, list[TensorLeaf]]:
-        """Where to copy them from. Those in the host's memory are small (an optimizer's step
-        counters): they are cloned now, and written when the slot is erased."""
+        """The leaves by the device that holds them.
+
+        Leaves in host memory are small (an optimizer's step counters). They are cloned now, and
+        written once the slot is erased.
+        """
         found: dict[torch.device, list[TensorLeaf]] = {}
         for leaf in leaves:
             place = accelerator.here().device_of(leaf.tensor)
@@ -158,7 +163,9 @@ class Snapshots:
 
 
 def _may_wait(tensor: torch.Tensor) -> bool:
-    """Whether changes of this tensor can be seen afterwards: dense, in whatever order."""
+    """Whether later changes of this tensor can be detected: it must be dense, in any order of
+    dimensions.
+    """
     if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return False
     if tensor.is_contiguous():

@@ -1,4 +1,4 @@
-"""Counters of one trainer, and what they say in words."""
+"""Counters of one trainer, and a summary of them in words."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _OTHERS = "other reasons"
 
 @dataclass
 class Stats:
-    """Counters of one trainer. Seconds are sums unless they say `last`.
+    """Counters of one trainer. Seconds are sums, except those named `last`.
 
-    `saves`: steps that were to be kept. Once none is on its way, each of them was `staged`,
-    `skipped` (nothing was written) or `discarded` (its image was begun, and is lost); `reasons`
-    counts the last two.
+    `saves`: steps that `save` was to keep. Once no step is on its way, each of them was `staged`,
+    `skipped` (nothing was written) or `discarded` (its image was begun, and is lost). `reasons`
+    counts the reasons of skipped and discarded steps.
     """
 
     saves: int = 0
@@ -28,13 +28,15 @@ class Stats:
     reasons: dict[str, int] = field(default_factory=dict)
 
     def note(self, reason: str) -> str:
-        """Count a reason. Returns it as it is counted: there are only so many kinds."""
+        """Count a reason. Returns the name that it is counted under: the number of kinds is
+        limited.
+        """
         if reason not in self.reasons and len(self.reasons) >= _KINDS:
             reason = _OTHERS
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
         return reason
 
     def why_not(self) -> str:
-        """Why steps were not kept, for an error's text."""
+        """Why steps were not kept, as text for an error message."""
         reasons = [f"{count} x {reason}" for reason, count in self.reasons.items()]
         return "; ".join(reasons) or "nothing was saved"
