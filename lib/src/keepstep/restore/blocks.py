@@ -1,9 +1,9 @@
-"""Cuts the part of a saved box at the borders of a range of its image's bytes.
+"""Cuts the needed part of a saved box at the borders of a byte range of its image.
 
-A saved box lies in its image row by row, without gaps. Of the rows that a piece needs, those that
-lie wholly in the range make one block; a row that is cut by a border is taken apart in the same
-way, one dimension further in. So a range costs a few blocks per dimension, however many runs of
-bytes a column of a matrix has. Pure arithmetic.
+A saved box lies in its image row by row, without gaps. The needed rows that lie wholly in the range
+make one block. A row that a border cuts is divided in the same way, one dimension further in. So a
+range costs a few blocks per dimension, no matter how many separate runs of bytes a column of a
+matrix has. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from keepstep.restore.plan import Piece
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A saved sub-box that lies wholly in a range of bytes, and what is needed of it.
+    """A saved sub-box that lies wholly in a range of bytes, and the part of it that is needed.
 
-    It begins at byte `begin` of the image and has the shape `sizes`; needed is what begins at `low`
-    with `extent`. It belongs at `at` in the wanted box.
+    The sub-box begins at byte `begin` of the image and has the shape `sizes`. The needed part
+    begins at `low` and has the shape `extent`. It belongs at `at` in the wanted box.
     """
 
     begin: int
@@ -31,7 +31,7 @@ class Block:
 
 
 def blocks(piece: Piece, element_bytes: int, begin: int, end: int) -> Iterator[Block]:
-    """What of `piece` lies in the bytes `[begin, end)` of the image, in the order of the bytes.
+    """The blocks of `piece` in the bytes `[begin, end)` of the image, in byte order.
 
     Borders fall between elements: a tensor begins at a multiple of its element size.
     """
@@ -39,7 +39,7 @@ def blocks(piece: Piece, element_bytes: int, begin: int, end: int) -> Iterator[B
 
 
 def byte_range(piece: Piece, element_bytes: int) -> tuple[int, int]:
-    """The first needed byte, and the one behind the last."""
+    """The first needed byte, and the byte after the last needed one."""
     first, last, stride = piece.begin, piece.begin, element_bytes
     for size, low, extent in zip(
         reversed(piece.sizes), reversed(piece.low), reversed(piece.extent), strict=True
@@ -53,7 +53,7 @@ def byte_range(piece: Piece, element_bytes: int) -> tuple[int, int]:
 def _walk(
     piece: Piece, element_bytes: int, begin: int, end: int, depth: int, at_byte: int
 ) -> Iterator[Block]:
-    """Blocks of the sub-box `piece.sizes[depth:]` that begins at `at_byte`."""
+    """The blocks of the sub-box `piece.sizes[depth:]` that begins at `at_byte`."""
     if depth == len(piece.sizes):
         if begin <= at_byte < end:
             yield Block(at_byte, (), (), (), ())
@@ -83,7 +83,7 @@ def _walk(
 def _inside(
     piece: Piece, element_bytes: int, begin: int, end: int, depth: int, at_byte: int, row: int
 ) -> Iterator[Block]:
-    """Blocks of one row that a border cuts."""
+    """The blocks of one row that a border cuts."""
     step = math.prod(piece.sizes[depth + 1 :]) * element_bytes
     for one in _walk(piece, element_bytes, begin, end, depth + 1, at_byte + row * step):
         yield Block(

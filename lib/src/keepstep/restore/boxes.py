@@ -1,9 +1,9 @@
-"""Geometry of boxes, and the index of all that a step's images hold.
+"""Geometry of boxes, and an index of everything that a step's images hold.
 
 A box is `offsets` and `sizes` in a global tensor. The saved boxes of one name are the rows of one
-int64 matrix: rank, first byte in the rank's image, offsets, sizes. Millions of them stay a few
-hundred megabytes, and an intersection is a handful of vector operations. Pure; torch is used for
-its arithmetic only.
+int64 matrix: rank, first byte in the rank's image, offsets, sizes. So millions of boxes take only a
+few hundred megabytes, and an intersection is a handful of vector operations. Pure; torch is used
+only for its arithmetic.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ from keepstep.image import Layout
 from keepstep.steps import shard_name
 
 MAX_CELLS = 1 << 24
-"""Coverage is counted on the grid of all cuts; a step whose boxes need a finer one is refused."""
+"""Coverage is counted on the grid of all cuts. A step whose boxes need a finer grid is refused."""
 
 
 @dataclass(eq=False)
 class Saved:
-    """One saved tensor. `numbers`: those of `rows`, one after the other. `dtype` in safetensors'
-    spelling. `dim_order`, `device`: as the first rank that has it says, see `TensorSpec`.
+    """One saved tensor.
 
-    A value; not frozen, as there are many, and that takes three times as long to make."""
+    `numbers`: the elements of `rows`, one after the other. `dtype`: in the spelling of safetensors.
+    `dim_order`, `device`: as the first rank with this tensor gives them, see `TensorSpec`.
+
+    Treat it as a value. It is not frozen because there are many, and a frozen one takes three times
+    as long to make.
+    """
 
     name: str
     dtype: str
@@ -41,12 +45,14 @@ class Saved:
 
     @cached_property
     def rows(self) -> Tensor:
-        """See the module."""
+        """One row per saved box; the module describes the columns."""
         width = 2 + 2 * len(self.shape)
         return torch.frombuffer(self.numbers, dtype=torch.int64).view(-1, width)
 
     def only(self, box: Box) -> tuple[int, int] | None:
-        """Whose image holds it, and where in that, if there is one saved box, and that is `box`."""
+        """The rank whose image holds `box`, and the first byte there, if `box` is the only saved
+        box. Else None.
+        """
         numbers, dims = self.numbers, len(self.shape)
         if len(numbers) != 2 + 2 * dims or tuple(numbers[2:]) != (*box.offsets, *box.sizes):
             return None
@@ -54,32 +60,33 @@ class Saved:
 
     @property
     def ranks(self) -> Tensor:
-        """Whose image holds each box."""
+        """For each box, the rank whose image holds it."""
         return self.rows[:, 0]
 
     @property
     def begins(self) -> Tensor:
-        """Where in that image."""
+        """For each box, its first byte in that image."""
         return self.rows[:, 1]
 
     @property
     def offsets(self) -> Tensor:
-        """Of each box, a column a dimension."""
+        """The offsets of each box, one column per dimension."""
         return self.rows[:, 2 : 2 + len(self.shape)]
 
     @property
     def sizes(self) -> Tensor:
-        """Of each box, a column a dimension."""
+        """The sizes of each box, one column per dimension."""
         return self.rows[:, 2 + len(self.shape) :]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Index:
-    """What the images of a step hold. `absent`: saved ranks of which there is no image. `left_out`:
-    those of which there is one, but only a twin's was read.
+    """What the images of a step hold.
 
-    `aliases`: other names of tied tensors. `conflicts`: names that do not mean the same tensor in
-    all shards, with what they mean where.
+    `absent`: saved ranks without an image. `left_out`: saved ranks whose image exists but was not
+    read, because a twin's image was read instead. `aliases`: other names of tied tensors.
+    `conflicts`: names that do not mean the same tensor in all shards, with what they mean in which
+    shard.
     """
 
     world: int
@@ -90,12 +97,14 @@ class Index:
     conflicts: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, name: str) -> Saved | None:
-        """The tensor of that name, or the one it is tied to."""
+        """The tensor of that name, or the tensor that the name is tied to."""
         return self.tensors.get(self.aliases.get(name, name))
 
 
 class IndexBuilder:
-    """Takes one layout after the other, so that their objects need not live together."""
+    """Takes one layout after the other, so that their objects need not all be in memory
+    together.
+    """
 
     def __init__(self, world: int) -> None:
         self._world = world
@@ -105,8 +114,11 @@ class IndexBuilder:
         self._present: set[int] = set()
 
     def add(self, layout: Layout, tensor_of: Mapping[str, str] | None = None) -> None:
-        """The image of one saved rank. `tensor_of`: the tensor of each entry that is named
-        otherwise, as where one rank has several boxes of it."""
+        """Add the image of one saved rank.
+
+        `tensor_of`: the tensor of each entry that is not named after its tensor, for example where
+        one rank has several boxes of a tensor.
+        """
         self._present.add(layout.rank)
         self._aliases.update(layout.aliases)
         tensors, tensor_of = self._tensors, tensor_of or {}
@@ -126,7 +138,7 @@ class IndexBuilder:
                 self._conflict(saved, spec.dtype, shape, layout.rank)
 
     def build(self, left_out: tuple[int, ...] = ()) -> Index:
-        """The index; nothing may be added afterwards."""
+        """The index. Nothing may be added afterwards."""
         return Index(
             world=self._world,
             tensors=self._tensors,
@@ -160,8 +172,9 @@ class Box(NamedTuple):
 
 
 def intersect(saved: Saved, box: Box) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers of the rows that have elements in `box`, and the corners of what they share with it:
-    `[low, high)` in the global tensor."""
+    """The row numbers of saved boxes that share elements with `box`, and the corners of each shared
+    part: `[low, high)` in the global tensor.
+    """
     low = torch.tensor(box.offsets, dtype=torch.int64)
     high = low + torch.tensor(box.sizes, dtype=torch.int64)
     lows = torch.maximum(saved.offsets, low)
@@ -172,7 +185,7 @@ def intersect(saved: Saved, box: Box) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coverage:
-    """How often each cell of the grid of all cuts is held. `cuts`: ascending, per dimension."""
+    """How many boxes hold each cell of the grid of all cuts. `cuts`: ascending, per dimension."""
 
     cuts: tuple[Tensor, ...]
     counts: Tensor
@@ -193,7 +206,7 @@ class Coverage:
         return bool((self.counts == self.counts.flatten()[0]).all())
 
     def gaps(self) -> Iterator[Box]:
-        """Boxes of cells that nobody holds, as large as a greedy walk makes them."""
+        """Boxes of cells that no saved box holds, as large as a greedy walk makes them."""
         return self._boxes(self.counts == 0)
 
     def overlaps(self) -> Iterator[Box]:
@@ -225,9 +238,9 @@ def _grow(wanted: Tensor, corner: list[int]) -> list[int]:
 
 
 def cover(lows: Tensor, highs: Tensor, box: Box) -> Coverage | None:
-    """Count how often each part of `box` is held by the boxes `[lows, highs)` inside of it.
+    """Count how often each part of `box` is held by the boxes `[lows, highs)` inside it.
 
-    None when the boxes are cut so irregularly that the grid would have more than `MAX_CELLS`.
+    None if the boxes are cut so irregularly that the grid would have more than `MAX_CELLS`.
     """
     cuts = []
     for dim, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
@@ -243,7 +256,7 @@ def cover(lows: Tensor, highs: Tensor, box: Box) -> Coverage | None:
         tuple(torch.searchsorted(cut, edge[:, dim].contiguous()) for edge in (lows, highs))
         for dim, cut in enumerate(cuts)
     ]
-    # a box is the sum of its corners with alternating signs, summed up along every dimension
+    # a box is the cumulative sum, along every dimension, of its corners with alternating signs
     for corner in itertools.product((0, 1), repeat=len(shape)):
         sign = torch.full((len(lows),), (-1) ** sum(corner), dtype=torch.int32)
         edges_at = tuple(places[dim][side] for dim, side in enumerate(corner))

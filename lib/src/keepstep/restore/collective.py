@@ -1,8 +1,8 @@
 """The restore collective: all ranks agree on a step, on the epoch that begins, or on an error.
 
-One small `all_gather_object` a round; without torch.distributed the one rank votes alone. A rank
-that fails still votes, with its error: otherwise the others would wait for it forever. Every rank
-comes to the same decision by the same pure function (`core.vote.choose`).
+Each round is one small `all_gather_object`; without torch.distributed, the one rank votes alone. A
+rank that fails still votes, with its error: otherwise the others would wait for it forever. Every
+rank comes to the same decision with the same pure function (`core.vote.choose`).
 """
 
 from __future__ import annotations
@@ -44,18 +44,20 @@ _CANDIDATES_S = 600.0
 _RANKS_NAMED = 8
 
 Begin = Callable[[Decision], Restore]
-"""Makes this rank's way to the step of a decision."""
+"""Makes this rank's restore of the step that was decided on."""
 
 Connect = Callable[[], LeaseGranted]
 """Takes this rank's lease. Raises SidecarError."""
 
 Gather = Callable[[Any], list[Any]]
-"""Brings one value of every rank to all, in rank order."""
+"""Gathers one value of every rank on all ranks, in rank order."""
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """The epoch that begins. Its parent was restored, by `restoring`; None: there was nothing."""
+    """The epoch that begins. `restoring` restored its parent step; None if there was nothing to
+    restore.
+    """
 
     epoch: Epoch
     stage_every: int
@@ -63,21 +65,22 @@ class Agreed:
 
     @property
     def tier(self) -> Tier | None:
-        """Where this rank's bytes came from."""
+        """The tier from which this rank's bytes came."""
         return self.restoring.tier if self.restoring is not None else None
 
 
 @dataclass(frozen=True)
 class Unkept:
-    """Nothing was there to restore, and nothing can be kept. `reason`: which ranks have no sidecar,
-    '' where none has one."""
+    """There was nothing to restore, and nothing can be kept. `reason`: which ranks have no sidecar;
+    '' if no rank has one.
+    """
 
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a stage failed on a rank. `again`: another step may do."""
+    """Why a stage failed on a rank. `again`: whether another step may succeed."""
 
     text: str
     again: bool
@@ -85,9 +88,12 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Ballot:
-    """`said`: the rank's `Candidates`, packed: most ranks say the very same, which is read once.
-    `without`: the name of a machine without a sidecar, as admission did not answer when its pod was
-    made. `step`: what its script asks for."""
+    """The vote of one rank.
+
+    `said`: the rank's `Candidates`, packed. Most ranks send identical bytes, which are unpacked
+    once. `without`: the name of the machine if it has no sidecar, for example because admission did
+    not answer when the pod was created. `step`: the step that the script asks for.
+    """
 
     said: bytes | None
     nonce: str
@@ -97,12 +103,14 @@ class _Ballot:
 
 
 class Collective:
-    """One rank's part in the collective."""
+    """The part of one rank in the collective."""
 
     def __init__(
         self, session: Session | None, *, rank: int, world: int, step: int | None = None
     ) -> None:
-        """`step`: the one to go back to, None for the newest. `doing`: what takes its time."""
+        """`step`: the step to go back to; None for the newest. `doing`: what takes time at the
+        moment.
+        """
         self.doing = "waiting until all ranks have called it"
         self._session = session
         self._rank, self._world, self._step = rank, world, step
@@ -111,20 +119,20 @@ class Collective:
     def restore(
         self, connect: Connect, begin: Begin, *, meet: Callable[[Gather], None]
     ) -> Agreed | Unkept:
-        """Agree with all ranks on a step, and bring it back.
+        """Agree with all ranks on a step, and restore it.
 
-        A step that some rank cannot bring is left out, and all vote again. Ranks without a sidecar
-        keep no run from its beginning, only from going on. `meet` is called first,
-        where all ranks gather; it says what this rank has. Raises RestoreError and kin, on all
-        ranks if on any, so that none trains on alone.
+        A step that some rank cannot restore is left out, and all ranks vote again. If some ranks
+        have no sidecar, the run may begin unkept, but may not go on from a step. `meet` is called
+        once all ranks can gather, before the vote; it agrees on what each rank has. If any rank
+        fails, RestoreError or a related error is raised on all ranks, so that none trains on alone.
         """
         if self._world == 1 and self._session is not None:
-            # nobody to gather: what is here is laid out while the sidecar looks for what there is
+            # there is only this rank: it lays out its state while the sidecar looks for steps
             ballot = _beside(lambda: self._ballot(connect))
             try:
                 meet(self._gather)
             except Exception:
-                ballot.exception()  # whoever closes this one now knows whether it has the lease
+                ballot.exception()  # wait, so that closing finds the lease taken or not
                 raise
             ballots = [ballot.result()]
         else:
@@ -160,7 +168,7 @@ class Collective:
             if not failures:
                 return Agreed(epoch, self._stage_every, restoring)
             log.warning("keepstep: step %s is not used: %s", decision.id.step, "; ".join(failures))
-            # grows by one a round, on all ranks alike: `choose` raises when nothing is left
+            # grows by one each round, the same on all ranks: `choose` raises when no step is left
             excluded.add(decision.id)
 
     def _choose(
@@ -191,16 +199,17 @@ class Collective:
             )
 
     def _together(self, restoring: Restore) -> list[str]:
-        """Go through all stages, each once all ranks are through the one before.
+        """Go through all stages; each begins once all ranks have finished the one before.
 
-        Returns why another step must be tried. Raises, on all ranks, what no other step can mend.
+        Returns why another step must be tried. Raises, on all ranks, an error that no other step
+        can avoid.
         """
         values: list[Any] = [None] * self._world
         for stage in restoring.stages:
             error, failure, value = None, None, None
             try:
                 value = stage(values)
-            except Exception as caught:  # whatever it is, the other ranks are waiting
+            except Exception as caught:  # of any kind: the other ranks are waiting
                 error = caught
                 again = isinstance(caught, SidecarError | CoverageError)
                 failure = _Failure(f"rank {self._rank}: {caught}", again)
@@ -226,8 +235,8 @@ class Collective:
 
     def _ballot(self, connect: Connect) -> _Ballot:
         arrival = self._arrive(connect)
-        # whoever is asked what there is has then been joined by all: a sidecar that waits for its
-        # neighbours need not guess how long their trainers take to begin
+        # a sidecar is asked for its candidates only once all ranks have joined: so one that waits
+        # for its neighbours need not guess how long their trainers take to start
         everyone = not any(self._gather(arrival.error))
         return self._asked(arrival) if everyone else arrival
 
@@ -243,7 +252,7 @@ class Collective:
         return _Ballot(None, nonce, step=self._step)
 
     def _asked(self, arrival: _Ballot) -> _Ballot:
-        """With what this rank could restore."""
+        """The ballot with what this rank could restore."""
         if self._session is None:
             return arrival
         self.doing = "waiting until all ranks know what there is"
@@ -276,7 +285,7 @@ def _packed(said: Candidates) -> bytes:
 
 
 def _votes(ballots: list[_Ballot]) -> list[Candidates]:
-    """Of the ranks that have a sidecar."""
+    """The candidates of the ranks that have a sidecar."""
     texts = [ballot.said for ballot in ballots if ballot.said is not None]
     read: dict[bytes, Candidates] = {
         one: pickle.loads(zlib.decompress(one)) for one in dict.fromkeys(texts)
@@ -285,7 +294,9 @@ def _votes(ballots: list[_Ballot]) -> list[Candidates]:
 
 
 def _without(ballots: list[_Ballot]) -> str:
-    """Which ranks have no sidecar, and what to do; '' where each has one. The same on all ranks."""
+    """Which ranks have no sidecar, and what to do; '' if every rank has one. The same on
+    all ranks.
+    """
     named = [f"rank {rank} ({one.without})" for rank, one in enumerate(ballots) if one.without]
     if not named:
         return ""
@@ -297,19 +308,23 @@ def _without(ballots: list[_Ballot]) -> str:
 
 
 def ask_candidates(link: Session) -> Candidates:
-    """What a rank's sidecar can bring, once it has looked everywhere. Raises SidecarError."""
+    """What a rank's sidecar can bring, once it has looked at all tiers. Raises SidecarError."""
     request = CandidatesRequest(lease=link.lease, timeout_s=_CANDIDATES_S)
     return link.call("/v1/candidates", request, Candidates, timeout_s=_CANDIDATES_S + 10)
 
 
 def begin_epoch(link: Session, epoch: Epoch, tier: Tier | None, *, seconds: float = 0.0) -> None:
-    """Tell the sidecar which epoch begins, and where its parent came from. Raises SidecarError."""
+    """Tell the sidecar which epoch begins, and from which tier its parent step came. Raises
+    SidecarError.
+    """
     request = RestoredRequest(lease=link.lease, epoch=epoch, tier=tier, seconds=seconds)
     link.call("/v1/restored", request, dict, timeout_s=60.0)
 
 
 def _beside(work: Callable[[], T]) -> Future[T]:
-    """Begin `work` in a thread that keeps no process from ending, as at Ctrl-C."""
+    """Run `work` in a daemon thread, which does not keep the process from ending (at Ctrl-C, for
+    example).
+    """
     future: Future[T] = Future()
 
     def run() -> None:

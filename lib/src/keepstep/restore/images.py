@@ -1,9 +1,9 @@
-"""The images of a step, wherever they are: mapped read-only, or chunk by chunk through a window.
+"""The images of a step, on any tier: mapped read-only, or read chunk by chunk through a window.
 
 A mapped image is a slot in this machine's shared memory, which the sidecar keeps in place. All
-others come as verified chunks into the frames of one window: one thread asks for the next half of
-the frames while the caller copies from the other. So a rank needs the memory of one window, however
-large the images are.
+other images arrive as verified chunks in the frames of one window: one thread requests chunks for
+one half of the frames while the caller copies from the other half. So a rank needs only the memory
+of one window, however large the images are.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from keepstep.wire.trainer import (
 log = logging.getLogger("keepstep")
 
 FRAMES = 6
-"""48 MiB: the one buffer of a restore into another layout."""
+"""48 MiB: the only buffer of a restore into another layout."""
 
 _HEADERS_AT_ONCE = 64
 _CALL_S = 60.0
@@ -76,7 +76,7 @@ W = TypeVar("W", bound=Wanted)
 
 
 class StepImages(Protocol):
-    """The images of one step, wherever they are. `index`: what they hold, a box a row."""
+    """The images of one step, on any tier. `index`: what they hold, one box per row."""
 
     index: Index
 
@@ -88,17 +88,19 @@ class StepImages(Protocol):
         """The tree of a saved rank's state."""
 
     def extras(self, rank: int) -> bytes:
-        """The bytes of all that is no tensor in a saved rank's image."""
+        """The bytes of everything in a saved rank's image that is not a tensor."""
 
     def flat(self, rank: int) -> Tensor | None:
-        """The bytes of a mapped image; None for one that comes in chunks."""
+        """The bytes of a mapped image; None for an image that is read in chunks."""
 
     def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
-        """Each wanted chunk with its verified bytes, valid until the next one is asked for."""
+        """Each wanted chunk with its verified bytes, which stay valid until the next chunk is
+        requested.
+        """
 
 
 TensorsOf = Callable[[str], Mapping[str, str]]
-"""What a skeleton says of entries that are named otherwise than their tensor."""
+"""For a skeleton: the tensor of each entry that is not named after its tensor."""
 
 
 class _UnusableError(KeepstepError):
@@ -110,7 +112,7 @@ class _UnusableError(KeepstepError):
 
 
 class Images:
-    """The images of one step that were found. `index`: what they hold, a box a row."""
+    """The images of one step that were found. `index`: what they hold, one box per row."""
 
     def __init__(
         self,
@@ -120,11 +122,11 @@ class Images:
         tensors_of: TensorsOf = lambda _: {},
         own: SlotMapping | None = None,
     ) -> None:
-        """Map what can be mapped and read all headers. `timeout_s`: for one half of the window.
-        `own`: see `alone`.
+        """Map what can be mapped, and read all headers.
 
-        Raises CoverageError when there is no image at all, SidecarError, KeepstepError for a mapped
-        file that is not what it should be (`find` asks for another copy then).
+        `timeout_s`: for one half of the window. `own`: see `alone`. Raises CoverageError if there
+        is no image at all, SidecarError, and KeepstepError for a mapped file that is not the
+        expected image (`find` then asks for another copy).
         """
         if not found.sources:
             raise CoverageError(f"step {found.id}: no image of it was found by this rank's sidecar")
@@ -145,14 +147,14 @@ class Images:
             builder.add(layout, tensors_of(layout.skeleton))
             self._skeletons[layout.rank] = layout.skeleton
             self._extras_begin[layout.rank] = layout.extras_begin
-            # most ranks have the same: one object for all of them
+            # most ranks have equal parameters, so one object serves all of them
             last = last if last == layout.parameters else layout.parameters
             self._parameters[layout.rank] = last
         self.index: Index = builder.build(found.left_out)
 
     @classmethod
     def of_slot(cls, link: Session, slot: SlotMapping, control: ControlPage) -> Images:
-        """This rank's own image alone, in a slot that was checked."""
+        """Only this rank's own image, in a slot that was already checked."""
         layout = slot.layout
         source = Source(
             rank=layout.rank,
@@ -165,7 +167,7 @@ class Images:
 
     @property
     def alone(self) -> bool:
-        """Whether there is this rank's own image only, because it has all that is needed."""
+        """Whether there is only this rank's own image, because it has everything that is needed."""
         return self._own is not None
 
     @classmethod
@@ -178,10 +180,12 @@ class Images:
         *,
         every: bool = False,
     ) -> Images:
-        """Ask the sidecar where they are, which for thousands of ranks takes it minutes. One in
-        memory that does not verify is left out: it comes from the next place. `timeout_s`: for this
-        answer, and for one half of the window. `every`: of twins all. Raises CoverageError,
-        SidecarError."""
+        """Ask the sidecar where the images are; for thousands of ranks, the answer takes minutes.
+
+        An image in memory that does not verify is left out, and comes from the next tier.
+        `timeout_s`: for this answer, and for one half of the window. `every`: include all twins.
+        Raises CoverageError, SidecarError.
+        """
         bad: tuple[str, ...] = ()
         while True:
             request = SourcesRequest(lease=link.lease, id=id, bad=bad, every=every)
@@ -207,11 +211,13 @@ class Images:
         return near
 
     def flat(self, rank: int) -> Tensor | None:
-        """The bytes of a mapped image; None for one that comes in chunks."""
+        """The bytes of a mapped image; None for an image that is read in chunks."""
         return self._mapped.get(rank)
 
     def stand_in(self, rank: int) -> int:
-        """The saved rank whose values a running rank takes: its own, wherever it is there."""
+        """The saved rank whose values a running rank takes: its own number (modulo the saved world)
+        if that image was found, else a twin's, else the lowest rank that was found.
+        """
         rank %= self.index.world
         if rank in self.found:
             return rank
@@ -223,16 +229,18 @@ class Images:
         return self._skeletons[rank]
 
     def parameters(self, rank: int, optimizer: str) -> Parameters | None:
-        """Of an optimizer in a saved rank's image; None if that does not say."""
+        """The parameters of an optimizer, from a saved rank's image; None if the image does not
+        list them.
+        """
         return self._parameters[rank].get(optimizer)
 
     def all_parameters(self, optimizer: str) -> Parameters:
-        """Of an optimizer in all images, each distinct list once."""
+        """The parameters of an optimizer in all images; each distinct list appears once."""
         rows = {id(one): one for one in self._parameters.values()}
         return tuple(row for one in rows.values() for row in one.get(optimizer, ()))
 
     def extras(self, rank: int) -> bytes:
-        """The bytes of all that is no tensor in a saved rank's image."""
+        """The bytes of everything in a saved rank's image that is not a tensor."""
         begin, size = self._extras_begin[rank], self.found[rank].extras_bytes
         mapped = self.flat(rank)
         if mapped is not None:
@@ -246,22 +254,27 @@ class Images:
         return b"".join(parts)
 
     def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
-        """Each wanted chunk with its verified bytes, valid until the next one is asked for.
+        """Each wanted chunk with its verified bytes, which stay valid until the next chunk is
+        requested.
 
-        Raises SidecarError, `not-verified` for a chunk that is damaged everywhere.
+        Raises SidecarError, with the code `not-verified` for a chunk of which every copy is
+        damaged.
         """
         chunks = iter(wanted)
         for first in chunks:
             yield from self._reader().stream(chain((first,), chunks))
 
     def announce(self, runs: tuple[ChunkRun, ...]) -> None:
-        """Say what will be asked for, in this order: the sidecar reads what other ranks of the node
-        want, too, only once. Raises SidecarError."""
+        """Announce the chunks that will be requested, in this order.
+
+        The sidecar then reads chunks that several ranks of the node want only once. Raises
+        SidecarError.
+        """
         if runs:
             self._reader().announce(runs)
 
     def retract(self) -> None:
-        """Nothing will be asked for any more: nobody needs to wait for this rank."""
+        """Say that no more chunks will be requested, so that no other rank waits for this one."""
         if self._window is not None:
             with contextlib.suppress(KeepstepError):
                 self._window.announce(())
@@ -272,7 +285,7 @@ class Images:
         return self._window
 
     def close(self) -> None:
-        """Let go of the window and of what is mapped; nothing can be read any more."""
+        """Release the window and the mapped images. Nothing can be read afterwards."""
         self._mapped.clear()
         self._window = self._own = None
 
@@ -315,7 +328,9 @@ class Images:
 
 
 class WindowReader:
-    """Verified chunks through shared memory, half of the frames ahead of the reader."""
+    """Reads verified chunks through shared memory; half of the frames are filled ahead of the
+    reader.
+    """
 
     def __init__(
         self, link: Session, id: StepId, frames: int = FRAMES, *, timeout_s: float = CHUNKS_S
@@ -333,7 +348,7 @@ class WindowReader:
         self._link.call("/v1/chunks", request, Chunks, timeout_s=_CALL_S)
 
     def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
-        """See `Images.stream`. Leaves no request behind, also when the caller stops early."""
+        """See `Images.stream`. Leaves no request behind, even if the caller stops early."""
         chunks = iter(wanted)
         flying: deque[tuple[list[W], int, Future[None]]] = deque()
         with ThreadPoolExecutor(1, thread_name_prefix="keepstep-fetch") as pool:
@@ -342,7 +357,7 @@ class WindowReader:
                 first = side * self._half
                 flying.append((batch, first, pool.submit(self._fetch, batch, first)))
                 side = 1 - side
-                # the other half is free only once everything in it was read
+                # the other half is free only once everything in it has been read
                 if len(flying) == 2:
                     yield from self._arrived(*flying.popleft())
             while flying:
@@ -368,8 +383,10 @@ class WindowReader:
 
 
 def map_image(path: str) -> tuple[Tensor, memoryview]:
-    """A file's bytes, read-only; tensor and view keep the mapping alive. Raises OSError, and
-    FormatError for an empty file."""
+    """The bytes of a file, read-only, as a tensor and a view. Both keep the mapping alive.
+
+    Raises OSError, and FormatError for an empty file.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size

@@ -1,9 +1,9 @@
-"""What modules, optimizers, dicts and schedulers get from a step: the one way back.
+"""Loads a step into modules, optimizers, dicts and schedulers; every restore goes this way.
 
-Tensors come by name and box, from whatever images hold them: from this rank's own alone, where it
-fits (`alone`), else from those of all ranks that saved. Values (parameter groups, a scheduler's
-counters, plain dicts) come from the saved rank of the same number, or stand-ins of it. All is
-compared before anything is changed: a MismatchError lists all differences at once.
+Tensors are found by name and box, in whatever images hold them: only in this rank's own image, if
+it fits (`alone`), else in those of all ranks that saved. Values (parameter groups, a scheduler's
+counters, plain dicts) come from the saved rank of the same number, or from its stand-in. Everything
+is compared before anything is changed: one MismatchError lists all differences.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from keepstep.state.wrappers import is_zero, tree_of, unwrap
 class Loader:
     """One rank's share of a restore.
 
-    `plan` changes nothing; `unused` says what it left aside; `copy` fills tensors, and `finish`
-    hands each component its values. `rng`: the random states of the saved rank of the same number,
-    None when there is none.
+    `plan` changes nothing, `unused` gives the saved names that it has no place for, `copy` fills
+    tensors, and `finish` hands each component its values. `rng`: the random states of the saved
+    rank of the same number; None if there are none.
     """
 
     def __init__(
@@ -73,8 +73,9 @@ class Loader:
         trusted: bool = False,
         kept: Mapping[str, Any] | None = None,
     ) -> None:
-        """`reader`: see `plan.make`. `kept`: what is no tensor in this rank's own image, where that
-        was decoded already."""
+        """`reader`: see `plan.make`. `kept`: the decoded non-tensor part of this rank's own image,
+        if it was decoded already.
+        """
         self._components = components
         self._images = images
         self._rank, self._reader, self._trusted = rank, reader, trusted
@@ -92,8 +93,9 @@ class Loader:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank's own image is all there is: then it must hold what is here, and
-        nothing else."""
+        """Whether this rank's own image is the only one. It must then hold exactly what is here,
+        and nothing else.
+        """
         return self._images.alone
 
     def plan(self) -> None:
@@ -104,7 +106,7 @@ class Loader:
             self.rng = self._extras(own).get("rng")
         for name in sorted(trees.keys() - self._components.keys()):
             self.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
-        # modules first: what a dict has of them, too, must not keep their tensors from them
+        # modules first: a dict may hold the same tensors, and must not keep them from the modules
         for name in sorted(self._components, key=self._is_no_module):
             if name in trees:
                 component = unwrap(self._components[name])
@@ -122,29 +124,33 @@ class Loader:
             nearness=self._images.nearness,
             reader=self._reader,
         )
-        # before any rank begins to copy: all ranks of the node then know of each other
+        # announced before any rank begins to copy, so that the ranks of a node know of each other's
+        # chunks
         self._images.announce(transfer.chunk_runs(self._plan, self._targets, self._images))
 
     def _unused(self) -> list[str]:
-        """Names that a module here could hold and does not."""
+        """Saved names that a module here could hold and does not."""
         keyed = tuple(f"{name}." for name in self._components if not self._is_no_module(name))
         return sorted(one for one in self.names.unused if one.startswith(keyed))
 
     def unused(self) -> bytes:
-        """Names of which some rank must have a place, compressed; empty where this rank's own image
-        was compared with what it has."""
+        """The saved names that no component here uses, compressed. Some other rank must have a
+        place for each of them. Empty if this rank's own image was already compared with its state.
+        """
         if self.alone:
             return b""
         return zlib.compress("\n".join(self._unused()).encode("utf-8", "surrogatepass"))
 
     @property
     def targets(self) -> list[Tensor]:
-        """What `copy` fills."""
+        """The tensors that `copy` fills."""
         return self._targets
 
     def copy(self) -> int:
-        """Fill all tensors; returns the bytes. Raises SidecarError: then some of them are changed,
-        see `transfer.run`."""
+        """Fill all tensors; returns the bytes copied.
+
+        Raises SidecarError; some tensors have changed by then, see `transfer.run`.
+        """
         try:
             with torch.no_grad():
                 return transfer.run(self._plan, self._targets, self._images)
@@ -156,7 +162,8 @@ class Loader:
         """Hand each component its values."""
         for finish in self._finishers:
             finish()
-        # finishers hold what holds them: let go of window and slots now, not at some collection
+        # the finishers and this loader refer to each other: release window and slots now, not at
+        # some later garbage collection
         self._finishers.clear()
         self._images.close()
 
@@ -180,12 +187,14 @@ class Loader:
             self._wants.append(Want(saved.name, box, own=target.own))
 
     def kept(self, name: str, here: Target | None) -> Tensor | None:
-        """In place where the live tensor is like the saved one, else a new one instead of it."""
+        """The live tensor, to be filled in place, if it is like the saved one; else a new tensor to
+        replace it.
+        """
         if here is None:
             return self.fresh(name)
         saved = self.names.find(name, whole=here.whole)
         first, other = self._first(here, name, saved)
-        if saved is not None and first != name and other is saved:  # tied, and filled already
+        if saved is not None and first != name and other is saved:  # tied, and already planned
             return here.live
         if saved is not None and here.whole:
             dtype = DTYPE_OF[saved.dtype]
@@ -198,7 +207,9 @@ class Loader:
     def fresh(
         self, name: str, device: torch.device | None = None, *, like: Tensor | None = None
     ) -> Tensor | None:
-        """A new tensor, see `made`, for the saved one of that name; None when there is none."""
+        """A new tensor for the saved tensor of that name, see `made`; None if there is no such
+        saved tensor.
+        """
         saved = self.names.find(name)
         if saved is None:
             self.differ(f"{name}: named by the checkpoint's tree, but in none of its images")
@@ -213,8 +224,11 @@ class Loader:
         like: Tensor | None = None,
         own: bool = True,
     ) -> Tensor:
-        """A new tensor to be filled: with a box of the saved one where a DTensor `like` of its
-        shape is here, else with all of it. `own`: see `Want`."""
+        """A new tensor to be filled.
+
+        If `like` is a DTensor of the saved shape, the new tensor is placed like it and gets a box
+        of the saved tensor. Otherwise it gets the whole saved tensor. `own`: see `Want`.
+        """
         if like is not None and sharding.is_dtensor(like) and saved.shape == tuple(like.shape):
             sharing = sharding.sharing_of(like, saved.name)
             local = self._new(saved, tuple(sharding.local_of(like).shape), sharing.offsets, device)
@@ -234,7 +248,7 @@ class Loader:
         *,
         own: bool = False,
     ) -> Tensor:
-        """A new tensor for a box of a saved one."""
+        """A new tensor for a box of a saved tensor."""
         device = device_of(saved.device) if device is None else device
         tensor = empty(shape, saved.dim_order, dtype=DTYPE_OF[saved.dtype], device=device)
         copying.prefer_huge_pages(tensor)
@@ -243,12 +257,18 @@ class Loader:
         return tensor
 
     def _first(self, target: Target, name: str, saved: Saved | None) -> tuple[str, Saved | None]:
-        """What the live tensor gets already, under another of its names; else this."""
+        """The name and saved tensor under which this live tensor was first planned. If this is its
+        first use, it is planned under `name` with `saved`.
+        """
         return self._filled.setdefault(target.first, (name, saved))
 
     def _are_two(self, one: Saved, other: Saved | None) -> bool:
-        """Whether a rank that has both has not found them to be one, and they differ as far as can
-        be seen. Stages of a pipeline may each have a copy of a tied weight; those are equal."""
+        """Whether `one` and `other` are different tensors in the checkpoint.
+
+        They are if a rank that has both did not find them to be one tensor, and their bytes differ
+        as far as can be seen. Stages of a pipeline may each have a copy of a tied weight; these
+        copies are equal.
+        """
         if other is None or one.name == other.name:
             return False
         here, there = _spans(one), _spans(other)
@@ -261,7 +281,7 @@ class Loader:
         return flat is not None and torch.equal(flat[one], flat[other])
 
     def tree(self, rank: int, name: str) -> SavedTree | None:
-        """A component's tree in the image of a saved rank."""
+        """The tree of a component in the image of a saved rank; None if the image has none."""
         return self._trees_of(rank).get(name)
 
     # --- what is there, here and there ---------------------------------------------------------
@@ -276,10 +296,10 @@ class Loader:
         return self._trees[rank]
 
     def _extras(self, rank: int) -> Mapping[str, Any]:
-        """What is no tensor in the image of a saved rank."""
+        """Everything in the image of a saved rank that is not a tensor."""
         if rank not in self._kept:
             kept = extras.decode(self._images.extras(rank), trusted=self._trusted)
-            values_of(kept)  # or it is not made as ours are
+            values_of(kept)  # raises if keepstep did not make it
             self._kept[rank] = kept
         return self._kept[rank]
 
@@ -287,7 +307,7 @@ class Loader:
         return not isinstance(unwrap(self._components[name]), nn.Module)
 
     def _live(self) -> dict[str, Live]:
-        """What each component has now, by the keys that lead to it."""
+        """The live tensors of each component, by the keys that lead to them."""
         leaves = {leaf.name: leaf for leaf in self._taken.tensors if not leaf.fresh}
         aliases = self._taken.aliases
         live: dict[str, Live] = {}
@@ -317,7 +337,7 @@ class Loader:
         self, name: str, optimizer: torch.optim.Optimizer, saved: SavedTree, live: Live
     ) -> None:
         groups = group_numbers(saved.without_tensors())
-        if groups is None:  # a state_dict of its own making: only its load_state_dict knows
+        if groups is None:  # a custom state_dict: only its load_state_dict can read it
             tree = self._tree(saved, live)
             self.finish_with(lambda: optimizer.load_state_dict(tree))
         else:
@@ -336,7 +356,7 @@ class Loader:
                 continue
             if here.tensor.data_ptr() in own or not here.tensor.numel():
                 self._fill(here)
-            elif len(path) == 1:  # of a state_dict's own making: load_state_dict knows the way back
+            elif len(path) == 1:  # made by a custom state_dict: load_state_dict can put it back
                 copies[path[0]] = self._like(here.name, here)
             else:
                 keys.add(path[0])
@@ -349,14 +369,14 @@ class Loader:
 
         nodes = tuple((key, node) for key, node in saved.node[1] if key in keys - copies.keys())
         more = self.built(saved, ("d", nodes), tensor)
-        if nodes or copies:  # beside them what is filled by then: load_state_dict wants all
+        if nodes or copies:  # load_state_dict needs all keys, also of tensors filled in place
             self.finish_with(lambda: module.load_state_dict({**tree_of(module), **copies, **more}))
 
     def _like(self, name: str, here: Target) -> Tensor | None:
         return self.fresh(name, here.tensor.device, like=here.live)
 
     def _fill(self, here: Target) -> None:
-        """A tensor of a module, where it is."""
+        """Plan to fill a module's tensor in place."""
         saved = self.names.find(here.name, whole=here.whole)
         first, other = self._first(here, here.name, saved)
         if first == here.name:
@@ -365,7 +385,9 @@ class Loader:
             self.differ(f"{here.name}: one tensor with {first} here, but not in the checkpoint")
 
     def _tree(self, saved: SavedTree, live: Live) -> Any:
-        """A saved tree: tensors in place where there are some, else new ones."""
+        """A saved tree whose tensors are the live ones, filled in place, where possible, and new
+        ones otherwise.
+        """
         arrays = {base_of(name)[0] for name in arrays_of(saved.node)}
         return self.built(
             saved,
@@ -376,28 +398,30 @@ class Loader:
     def built(
         self, saved: SavedTree, node: Node, tensor: Callable[[Path, str], Tensor | None]
     ) -> Any:
-        """A part of a saved tree, over tensors that `copy` fills; `tensor` makes them."""
+        """A part of a saved tree over tensors that `copy` fills. `tensor` provides these
+        tensors.
+        """
         leaves = list(leaves_of(node))
         made = {
             leaf[1]: tensor(path, base_of(leaf[1])[0]) for path, leaf in leaves if leaf[0] == "t"
         }
         values = saved.values if len(made) < len(leaves) else []
-        return build(node, made.__getitem__, values.__getitem__)  # or it makes no sense
+        return build(node, made.__getitem__, values.__getitem__)  # raises if it makes no sense
 
     def finish_with(self, finish: Callable[[], None]) -> None:
-        """Do this once all tensors are filled."""
+        """Call `finish` once all tensors are filled."""
         self._finishers.append(finish)
 
 
 def _memory_of(module: nn.Module) -> Iterator[Tensor]:
-    """The plain tensors that its parameters and buffers lie in."""
+    """The plain tensors that hold the module's parameters and buffers."""
     for one in (*module.parameters(), *module.buffers()):
         for _, plain in plain_tensors(one, ""):
             yield sharding.local_of(plain) if sharding.is_dtensor(plain) else plain
 
 
 def _spans(saved: Saved) -> dict[int, slice]:
-    """The bytes of a saved tensor in the image of each rank that has any."""
+    """The bytes of a saved tensor in the image of each rank that holds any of it."""
     itemsize = DTYPE_OF[saved.dtype].itemsize
     sizes = (saved.sizes.prod(dim=1) * itemsize).tolist()
     rows = zip(saved.ranks.tolist(), saved.begins.tolist(), sizes, strict=True)
@@ -409,7 +433,9 @@ def _missing(name: str) -> str:
 
 
 def check_unused(everyone: Sequence[bytes]) -> None:
-    """Raises MismatchError for names that no rank has a place for; `everyone`: all `unused()`."""
+    """Raise MismatchError for names that no rank has a place for. `everyone`: `unused()` of all
+    ranks.
+    """
     left: set[str] | None = None
     for one in everyone:
         names = set(zlib.decompress(one).decode("utf-8", "surrogatepass").split("\n")) - {""}

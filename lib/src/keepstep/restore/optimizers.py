@@ -1,10 +1,10 @@
-"""Optimizer state of a step that others saved: found by the names of the parameters it belongs to.
+"""Optimizer state from a step that other ranks saved: found by the names of its parameters.
 
-Parameters are numbered differently on other ranks (pipeline stages, sharded optimizers), so state
-is stored under the parameter's own name: `optimizer.state.model.head.weight.exp_avg`. The tree of
-such a state, and what in it is no tensor, comes from the image whose values this rank takes, else
-from one that has it. State that is not there yet is made, placed as its parameter is. A parameter
-that no module here knows keeps its number as its name.
+Other ranks (pipeline stages, sharded optimizers) number their parameters differently, so state is
+stored under the parameter's own name: `optimizer.state.model.head.weight.exp_avg`. The tree of a
+parameter's state, and everything in it that is not a tensor, comes from the image whose values this
+rank takes, or else from an image that has it. State that does not exist yet is made, and placed
+like its parameter. A parameter that no module here has is named by its number.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Groups = Sequence[Sequence[int]]
 
 
 class OptimizerLoader:
-    """Plans one optimizer for a `Loader`."""
+    """Plans the restore of one optimizer for a `Loader`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class OptimizerLoader:
         *,
         movable: bool,
     ) -> None:
-        """`movable`: whether its groups may be brought into another order."""
+        """`movable`: whether the optimizer's groups may be reordered."""
         self._loader, self._images, self._name, self._optimizer = loader, images, name, optimizer
         self._movable = movable
         self._names = parameter_names(components)
@@ -63,8 +63,11 @@ class OptimizerLoader:
         self._found: set[int] = set()
 
     def plan(self, saved: SavedTree, groups: _Groups, live: Live, *, rank: int) -> None:
-        """Compare and plan; the loader notes the differences. `saved`: of saved rank `rank`, whose
-        values this one takes; `groups`: the numbers of the parameters in each."""
+        """Compare and plan; the loader notes the differences.
+
+        `saved`: the tree in the image of saved rank `rank`, whose values this rank takes. `groups`:
+        the numbers of the parameters in each group.
+        """
         told = self._told(rank, saved)
         numbers = live_numbers(self._parameters, groups, told, self._names)
         self._check_parameters(groups, told, numbers)
@@ -94,8 +97,9 @@ class OptimizerLoader:
     def _check_parameters(
         self, groups: _Groups, told: Mapping[int, SavedParameter], numbers: Mapping[int, int]
     ) -> None:
-        """Against what any of the images says: each may have only a part of the parameters. This
-        rank's own alone has all of them, and no others."""
+        """Compare the parameters with those that any image lists, because each image may have only
+        a part of them. This rank's own image alone must have all of them, and no others.
+        """
         shapes = dict(self._images.all_parameters(self._name))
         for at, parameter in enumerate(self._parameters):
             names = self._called.get(id(parameter), [str(at)])
@@ -118,11 +122,11 @@ class OptimizerLoader:
                 )
 
     def _order(self, groups: _Groups, numbers: Mapping[int, int]) -> list[int] | None:
-        """The live group of each saved one; None after a difference was noted."""
+        """The live group of each saved group; None after noting a difference."""
         sizes = [len(one) for one in groups]
         here = [len(one["params"]) for one in self._optimizer.param_groups]
         order = self._pairs(groups, here, numbers)
-        # by name, each rank may have a part of the parameters; by number it may not
+        # by name, each rank may have a part of the parameters; by number, it must have all
         if order is None or (sizes != [here[at] for at in order] and self._is_numbered()):
             self._loader.differ(
                 f"{self._name}: parameter groups of {sizes} parameters in the checkpoint,"
@@ -144,7 +148,7 @@ class OptimizerLoader:
             if len(found) > 1:
                 return None
             order.append(found.pop() if found else None)
-        # with no parameter in both, its place is all that is known of a group
+        # a group that shares no parameter with a live one can only be matched by its place
         left = (at for at in range(len(here)) if at not in order)
         pairs = [next(left, -1) if one is None else one for one in order]
         return pairs if sorted(pairs) == list(range(len(here))) else None
@@ -155,14 +159,16 @@ class OptimizerLoader:
         )
 
     def _stored(self) -> Iterator[str]:
-        """Names of saved state, from the parameter's name on."""
+        """The names of saved state, without the prefix before the parameter's name."""
         prefix = f"{self._name}.state."
         for name in sorted(self._loader.names.bases):
             if name.startswith(prefix):
                 yield name[len(prefix) :]
 
     def _members(self, group: int, position: Mapping[int, int]) -> list[Tensor]:
-        """A live group's parameters in the order of the checkpoint, as far as that is known."""
+        """The parameters of a live group in the order of the checkpoint, if that is known for all
+        of them; else in their live order.
+        """
         members = self._optimizer.param_groups[group]["params"]
         places = [position.get(self._at[id(one)]) for one in members]
         if any(one is None for one in places):
@@ -172,7 +178,7 @@ class OptimizerLoader:
     # --- state ---------------------------------------------------------------------------------
 
     def _state_of_others(self, live: Live) -> None:
-        """Of parameters whose state is not in the image whose values this rank takes."""
+        """Plan the state of parameters that have none in the image whose values this rank takes."""
         missing: dict[int, int] = {}
         for stored in self._stored():
             at = self._owner(stored)
@@ -189,7 +195,9 @@ class OptimizerLoader:
             self._from(rank, at, live)
 
     def _owner(self, stored: str) -> int | None:
-        """The live parameter that a stored name begins with: the longest such name."""
+        """The live parameter whose name is the longest prefix of a stored name; None if there is
+        none.
+        """
         key = stored
         while key:
             parameter = self._names.get(key)
@@ -212,7 +220,7 @@ class OptimizerLoader:
                 self._parameter(at, saved, node, live)
 
     def _parameter(self, at: int, saved: SavedTree, node: Node, live: Live) -> None:
-        """The state of one parameter, from its node in a saved tree."""
+        """Plan the state of one parameter, from its node in a saved tree."""
         parameter = self._parameters[at]
         sharded, home = sharding.is_dtensor(parameter), self._home(parameter)
 
@@ -222,7 +230,7 @@ class OptimizerLoader:
                 return self._loader.kept(name, here)
             found = self._loader.names.find(name)
             if found is None:
-                return self._loader.fresh(name)  # which says so
+                return self._loader.fresh(name)  # notes the difference
             if sharded and self._is_unplaced(name, found, parameter):
                 return None
             device = state_device(
@@ -231,7 +239,7 @@ class OptimizerLoader:
                 home=home,
                 counter=path == ("step",) and not is_capturable(self._optimizer, at),
             )
-            # replicas of what is not sharded are bit-equal: all ranks of a node take the same one
+            # replicas of unsharded state are bit-equal, so all ranks of a node take the same one
             like = parameter if sharded else None
             return self._loader.made(found, device, like=like, own=sharded)
 
@@ -239,7 +247,9 @@ class OptimizerLoader:
         self._state.append((at, True, self._loader.built(saved, node, tensor)))
 
     def _is_unplaced(self, name: str, saved: Saved, parameter: Tensor) -> bool:
-        """Whether nobody can tell what of this state belongs here; then it is a difference."""
+        """Whether it is unknown which part of this state belongs here. If so, a difference is
+        noted.
+        """
         if self._loader.alone or saved.shape in ((), tuple(parameter.shape)):
             return False
         self._loader.differ(
@@ -250,7 +260,7 @@ class OptimizerLoader:
         return True
 
     def _other(self, key: Any, saved: SavedTree, node: Node, live: Live) -> None:
-        """State that is of no parameter, under a key that the optimizer has chosen."""
+        """Plan state that belongs to no parameter, under a key that the optimizer chose."""
 
         def tensor(path: Path, name: str) -> Tensor | None:
             return self._loader.kept(name, live.get(("state", key, *path)))
@@ -258,7 +268,9 @@ class OptimizerLoader:
         self._state.append((key, False, self._loader.built(saved, node, tensor)))
 
     def _options(self, saved: SavedTree, node: Node, live: Live, order: Sequence[int]) -> Any:
-        """The groups of the checkpoint; a learning rate may be a tensor."""
+        """The parameter groups of the checkpoint. An option such as the learning rate may be a
+        tensor.
+        """
 
         def tensor(path: Path, name: str) -> Tensor | None:
             return self._loader.kept(name, live.get(("param_groups", order[path[0]], *path[1:])))
@@ -266,7 +278,7 @@ class OptimizerLoader:
         return self._loader.built(saved, node, tensor)
 
     def _home(self, parameter: Tensor) -> str | None:
-        """Where the parameter was when it was saved."""
+        """The device of the parameter when it was saved; None if that is unknown."""
         for name in self._called.get(id(parameter), ()):
             found = self._images.index.find(name)
             if found is not None:
@@ -296,12 +308,14 @@ class OptimizerLoader:
 
 
 def _is_number(stored: str) -> bool:
-    """Whether state is stored under its parameter's number."""
+    """Whether the state is stored under the number of its parameter."""
     return stored.partition(".")[0].isdigit()
 
 
 def _branches(saved: SavedTree, node: Node) -> Sequence[tuple[Any, Node]]:
-    """Keys and nodes of a dict. One without any tensor is a single value: its items become some."""
+    """Keys and nodes of a dict. A dict without any tensor is stored as a single value; its items
+    are then added to the values, and become value nodes.
+    """
     if node[0] == "v" and isinstance(value := saved.values[node[1]], dict):
         first = len(saved.values)
         saved.values.extend(value.values())

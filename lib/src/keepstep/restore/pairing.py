@@ -1,9 +1,9 @@
-"""An optimizer's parameters then and now: paired by their names, whatever their numbers are.
+"""Pairs an optimizer's saved parameters with the live ones: by name, whatever their numbers are.
 
-torch numbers the parameters of an optimizer in the order of its groups, and its state by those
-numbers. Groups that are built from a set, or added in another order, number them differently; so
-the names that the image tells decide, and shapes must agree. Parameters that no module of the
-`Checkpointer` has are known by their numbers only.
+torch numbers the parameters of an optimizer in the order of its groups, and keys the state by these
+numbers. Groups that are built from a set, or added in another order, give other numbers. So the
+names in the image decide, and shapes must agree. Parameters that belong to no module of the
+`Checkpointer` are known only by number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class SavedParameter:
-    """None: the image does not say."""
+    """A parameter as an image describes it. None: the image does not say."""
 
     name: str | None
     shape: tuple[int, ...] | None
@@ -39,9 +39,12 @@ class SavedParameter:
 def bring_in_order(
     optimizer: torch.optim.Optimizer, groups: Sequence[int], members: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Put the groups, and the parameters in them, into the order of the checkpoint: only so does
-    everything that goes by their numbers (a scheduler's rates, L-BFGS' flat vectors) mean the same.
-    `groups`: numbers of live ones in that order; `members`: of each."""
+    """Put the groups, and the parameters in them, into the order of the checkpoint.
+
+    Everything that goes by their numbers (a scheduler's rates, the flat vectors of L-BFGS) keeps
+    its meaning only in this order. `groups`: the numbers of the live groups, in the order of the
+    checkpoint. `members`: the parameters of each.
+    """
     live = list(optimizer.param_groups)
     for at, parameters in zip(groups, members, strict=True):
         live[at]["params"][:] = parameters
@@ -51,7 +54,7 @@ def bring_in_order(
 
 
 def is_capturable(optimizer: torch.optim.Optimizer, number: int) -> bool:
-    """Whether by convention the step counter of that parameter lies on its device."""
+    """Whether the step counter of that parameter lies, by convention, on the parameter's device."""
     for group in optimizer.param_groups:
         if number < len(group["params"]):
             return bool(group.get("capturable") or group.get("fused"))
@@ -60,8 +63,11 @@ def is_capturable(optimizer: torch.optim.Optimizer, number: int) -> bool:
 
 
 def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """`load_state_dict`, and then every value of the state as it was: torch casts what is nested to
-    the parameter's dtype, makes other strings of strings, and takes no arrays."""
+    """`load_state_dict`, and then every value of the state exactly as it was saved.
+
+    torch alone would cast nested values to the parameter's dtype, make other strings of strings,
+    and accept no arrays.
+    """
     kept = state.get("state", {})
     handed = {**state, "state": {key: _plain(one) for key, one in kept.items()}}
     with warnings.catch_warnings():
@@ -77,8 +83,9 @@ def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Non
 
 
 def group_numbers(tree: Any) -> list[list[int]] | None:
-    """The numbers of the parameters in each group of an optimizer's tree, from 0; None if it is
-    not made as torch makes them."""
+    """The numbers of the parameters in each group of an optimizer's tree, counted from 0. None if
+    the tree does not have torch's format.
+    """
     groups = tree.get("param_groups") if isinstance(tree, dict) else None
     if not isinstance(groups, list) or not isinstance(tree.get("state"), dict):
         return None
@@ -90,7 +97,7 @@ def group_numbers(tree: Any) -> list[list[int]] | None:
 
 
 def parameter_names(components: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Every name (component and name in the module) of every parameter of the modules."""
+    """All names (component name and name in the module) of all parameters of the modules."""
     return {
         f"{name}.{path}": parameter
         for name, component in components.items()
@@ -102,8 +109,11 @@ def parameter_names(components: Mapping[str, Any]) -> dict[str, Tensor]:
 def saved_parameters(
     component: str, node: Node, told: Parameters | None
 ) -> dict[int, SavedParameter]:
-    """By their numbers. `told`: what the image says; `node`: the optimizer's tree in it, from which
-    an older one tells the names of those that have a tensor."""
+    """The saved parameters by number.
+
+    `told`: what the image lists. `node`: the optimizer's tree in the image. An older image has no
+    list, so the tree gives the names of the parameters that have a tensor in their state.
+    """
     if told is not None:
         return {at: SavedParameter(*one) for at, one in enumerate(told)}
     return {
@@ -114,7 +124,9 @@ def saved_parameters(
 
 
 def _parameter_of(component: str, tensor: str, path: Path) -> str | None:
-    """The parameter after which a tensor of an optimizer's state is named; `path`: in its tree."""
+    """The parameter after which a tensor of an optimizer's state is named. `path`: of the tensor in
+    the optimizer's tree.
+    """
     name = base_of(tensor)[0].rstrip("~")
     begin, end = f"{component}.state.", "." + ".".join(map(str, path[2:]))
     if not name.startswith(begin) or not name.endswith(end):
@@ -125,8 +137,11 @@ def _parameter_of(component: str, tensor: str, path: Path) -> str | None:
 def state_device(
     saved: str | None, parameter: torch.device, *, home: str | None, counter: bool
 ) -> torch.device:
-    """Where new state belongs. `saved`, `home`: where the state and its parameter were, None for
-    unknown; `counter`: torch.optim's convention leaves it on the CPU."""
+    """The device for new state.
+
+    `saved`, `home`: the devices of the state and of its parameter at the save; None for unknown.
+    `counter`: whether it is a step counter, which torch.optim by convention leaves on the CPU.
+    """
     if saved is None or home is None:
         return _CPU if counter else parameter
     return parameter if saved.partition(":")[0] == home.partition(":")[0] else device_of(saved)
@@ -138,7 +153,7 @@ def live_numbers(
     saved: Mapping[int, SavedParameter],
     names: Mapping[str, Tensor],
 ) -> dict[int, int]:
-    """The live number of each saved one that has any."""
+    """The live number of each saved parameter that has one."""
     at = {id(one): number for number, one in enumerate(live)}
     numbers, unnamed = {}, []
     for number in (one for group in groups for one in group):
@@ -153,7 +168,7 @@ def live_numbers(
 
 
 def _plain(value: Any) -> Any:
-    """What torch's load_state_dict can cast."""
+    """A value in a form that torch's load_state_dict can cast."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if type(value) in (list, tuple):
@@ -162,7 +177,7 @@ def _plain(value: Any) -> Any:
 
 
 def _exact(kept: Any, loaded: Any) -> Any:
-    """`kept`, but where the optimizer made something of another kind of it."""
+    """`kept`, except where the optimizer turned it into a value of another kind."""
     if isinstance(kept, dict) and isinstance(loaded, dict):
         if type(kept) is not dict:
             return kept

@@ -1,13 +1,16 @@
-"""Which bytes of which image fill a rank's tensors: pure, and vectorised over the saved boxes.
+"""Decides which bytes of which image fill a rank's tensors. Pure, and vectorized over the saved
+boxes.
 
-Every wanted box is intersected with the saved boxes of its name. Equal saved boxes hold equally
-good values (twins, replicas): the nearest is taken, and among equally near ones each node begins
-its search elsewhere, so that the load is spread, and yet all ranks of a node read the same images.
-Boxes that overlap without being equal are refused unless every element is held equally often: then
-they are whole replicas that were cut differently on different nodes, and any will do. Where images
-are absent that cannot be told any more, and the overlap is taken for such a replica.
+Every wanted box is intersected with the saved boxes of its name. Equal saved boxes (of twins or
+replicas) hold equally good values, so the nearest is taken. Among equally near ones, each node
+begins its search at another rank. This spreads the load, and yet all ranks of a node read the same
+images.
 
-Nothing is copied here. A plan that exists covers every wanted element.
+Boxes that overlap without being equal are refused unless every element is held equally often. In
+that case they are whole replicas that different nodes cut differently, and any of them will do. If
+images are absent, this can no longer be checked, and the overlap is taken for such a replica.
+
+Nothing is copied here. Any plan that is returned covers every wanted element.
 """
 
 from __future__ import annotations
@@ -29,8 +32,11 @@ _RANKS_SHOWN = 8
 
 
 class Want(NamedTuple):
-    """A box to fill. `own`: the value of the same rank is better than an equal one of another, as
-    for buffers, which differ a little between replicas."""
+    """A box to fill.
+
+    `own`: prefer the value of the same rank to an equal box of another rank. This is for buffers,
+    which differ a little between replicas.
+    """
 
     name: str
     box: Box
@@ -39,10 +45,11 @@ class Want(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of one saved box and its place in a wanted one.
+    """A part of one saved box, and its place in a wanted box.
 
-    The saved box has `sizes` and begins at byte `begin` of the image of `rank`; the part begins at
-    `low` in it and has `extent`; in the wanted box number `want` it begins at `at`.
+    The saved box has the shape `sizes` and begins at byte `begin` of the image of `rank`. The part
+    begins at `low` in the saved box and has the shape `extent`. It belongs at `at` in the wanted
+    box number `want`.
     """
 
     rank: int
@@ -55,8 +62,10 @@ class Piece:
 
 
 class Whole(NamedTuple):
-    """A want that is one saved box of an image in memory: the simplest piece, and all of them where
-    a rank goes on from its own image."""
+    """A want that is exactly one saved box of an image in memory.
+
+    This is the simplest piece. If a rank goes on from its own image, all its pieces are like this.
+    """
 
     rank: int
     begin: int
@@ -65,9 +74,12 @@ class Whole(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All pieces: the `wholes`, and the rows of `columns`: rank, begin, want, then the four tuples
-    of `Piece`, padded in front to `dims`. Rows are sorted by rank and begin: the order of the
-    files, and the same on all ranks, so that those of a node can share what they read."""
+    """All pieces of a plan: the `wholes`, and the rows of `columns`.
+
+    A row has rank, begin, want, and then the four tuples of `Piece`, each padded in front to `dims`
+    numbers. Rows are sorted by rank and begin, which is the order of the files. This order is the
+    same on all ranks, so the ranks of a node can share what they read.
+    """
 
     wants: Sequence[Want]
     columns: Tensor
@@ -75,7 +87,7 @@ class Plan:
     wholes: Sequence[Whole] = ()
 
     def pieces(self) -> Iterator[Piece]:
-        """All of them."""
+        """All pieces."""
         for rank, begin, want in self.wholes:
             sizes = self.wants[want].box.sizes
             at = (0,) * len(sizes)
@@ -83,7 +95,7 @@ class Plan:
         yield from self.parts()
 
     def parts(self) -> Iterator[Piece]:
-        """The rows as objects, made as they are asked for."""
+        """The rows as objects, made on demand."""
         for rows in self.columns.split(4096):
             for row in rows.tolist():
                 yield self._piece(row)
@@ -105,10 +117,11 @@ def make(
     nearness: Sequence[int],
     reader: int | None = None,
 ) -> Plan:
-    """Plan for running rank `rank`. `nearness` per saved rank: lower is nearer, 0 in memory.
-    `reader`: the rank whose order among equal boxes every rank of this node takes; None: this one.
+    """The plan of running rank `rank`.
 
-    Raises CoverageError that names every box that nobody holds, held twice, or contradictory.
+    `nearness`: per saved rank; lower is nearer, 0 is in memory. `reader`: the rank whose order
+    among equal boxes all ranks of this node use; None for this rank. Raises CoverageError, which
+    names every box that no image holds, that overlaps another, or that has contradictory meanings.
     """
     planner = _Planner(index, rank, rank if reader is None else reader, nearness)
     for number, want in enumerate(wants):
@@ -143,7 +156,7 @@ class _Planner:
 
     @cached_property
     def _order(self) -> Tensor:
-        """Of each saved rank: the lowest is read."""
+        """For each saved rank, its priority: the lowest is read."""
         world = self._index.world
         turn = (torch.arange(world, dtype=torch.int64) - self._reader) % world
         return torch.tensor(self._nearness, dtype=torch.int64) * world + turn
@@ -190,7 +203,7 @@ class _Planner:
     def _check(
         self, saved: Saved, box: Box, hit: Tensor, lows: Tensor, highs: Tensor, keep: Tensor
     ) -> Tensor | None:
-        """Those of `keep` that are needed; None after a problem was noted."""
+        """Those of `keep` that are needed; None after noting a problem."""
         found = cover(lows[keep], highs[keep], box)
         if found is None:
             self._problems.append(f"{saved.name}: {len(keep)} boxes without any order")
@@ -218,7 +231,7 @@ class _Planner:
 
 
 def _distinct(saved: Saved, hit: Tensor, order: Tensor) -> Tensor:
-    """Of equal boxes the first in `order`; positions in `hit`, ascending in `order`."""
+    """Of equal boxes, the first in `order`. Returns positions in `hit`, ascending in `order`."""
     ordered = order.argsort(stable=True)
     if len(hit) < 2:
         return ordered
@@ -237,7 +250,7 @@ def _fills(lows: Tensor, highs: Tensor, box: Box) -> bool:
 
 
 def _needed(found: Coverage, lows: Tensor, highs: Tensor, keep: Tensor) -> Tensor:
-    """Of overlapping boxes so many, in their order, that everything is held."""
+    """As many of the overlapping boxes, in their order, as are needed to hold everything."""
     left = torch.ones_like(found.counts, dtype=torch.bool)
     chosen = []
     for one in keep.tolist():

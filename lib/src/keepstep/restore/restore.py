@@ -1,12 +1,15 @@
-"""One rank's way back to a step that all ranks chose, in stages that all of them go through.
+"""The stages in which one rank restores the step that all ranks chose; all ranks go through them
+together.
 
-A rank whose own image fits its live tensors goes on from that alone (*direct*). Any other assembles
-its state from the images of all ranks that saved the step: after a change of world size or of
-layout, where its own image holds only its part of a replica, or where its own image is lost and a
-twin's is not. Ranks may differ in that; what counts is that all come to
-the same step. Nothing is changed before every rank knows that it can get all that it needs, and
-no component gets its values before every rank has filled its tensors: what a failure in between
-leaves behind are tensors that the next attempt fills, or nobody can train on (`PartialRestore`).
+A rank whose own image fits its live tensors goes on from that image alone (*direct*). Any other
+rank assembles its state from the images of all ranks that saved the step. This is the case after a
+change of world size or of layout, if its own image holds only its part of a replica, or if its own
+image is lost and a twin's is not. Ranks may differ in this; what counts is that all come to the
+same step.
+
+Nothing is changed before every rank knows that it can get everything that it needs. No component
+gets its values before every rank has filled its tensors. So a failure in between leaves only
+tensors that the next attempt fills, or that cannot be trained on (`PartialRestore`).
 """
 
 from __future__ import annotations
@@ -46,14 +49,18 @@ from keepstep.wire.trainer import Opened, OpenRequest
 log = logging.getLogger("keepstep")
 
 _BAD_SLOTS = 3
-"""More than these, and the step is left out: a sidecar that hands out the same slot again."""
+"""After more bad slots than this, the step is left out: the sidecar hands out the same slot
+again.
+"""
 
 Stage = Callable[[Sequence[Any]], Any]
 
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """A plan is many small objects and no garbage: to look for some in between only takes time."""
+    """Turn off garbage collection: a plan is many small objects and no garbage, so a collection
+    only wastes time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -64,9 +71,12 @@ def _without_collections() -> Iterator[None]:
 
 
 class Restore:
-    """`stages` in this order, each with what all ranks returned from the one before. `tier` and
-    `bytes`: where the image came from (the farthest, of several) and what was copied. `rng`: the
-    random states of this rank, {} where the step has none."""
+    """One rank's restore of a step.
+
+    `stages` run in this order; each gets what all ranks returned from the stage before. `tier`:
+    where the image came from; of several images, the farthest tier. `bytes`: what was copied.
+    `rng`: the random states of this rank, {} if the step has none.
+    """
 
     def __init__(
         self,
@@ -83,9 +93,10 @@ class Restore:
         reader: int | None = None,
         timeout_s: float = RESTORE_S,
     ) -> None:
-        """`timeout_s`: for fetching this rank's image, or one window of others'. `partial`: what
-        earlier attempts have changed. `reader`: the first rank of this node. `rng_later`: whoever
-        calls sets the random generators, from `rng`."""
+        """`timeout_s`: for fetching this rank's image, or one window of other images. `partial`:
+        what earlier attempts have changed. `reader`: the first rank of this node. `rng_later`: the
+        caller sets the random generators, from `rng`.
+        """
         assert decision.id is not None, "there is something to restore"
         self.tier: Tier = decision.tiers[rank]
         self.bytes = 0
@@ -104,7 +115,7 @@ class Restore:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Each may raise; then no rank goes on to the next."""
+        """The stages. Each may raise; then no rank goes on to the next."""
         return self._open, self._plan, self._copy, self._finish
 
     def _open(self, _: Sequence[Any]) -> None:
@@ -132,8 +143,9 @@ class Restore:
                 bad = opened.path
 
     def release(self) -> None:
-        """Unmap the image: in a thread of its own, as the kernel takes as long for it as for a
-        tenth of the copy."""
+        """Unmap the image, in a thread of its own: unmapping takes the kernel about a tenth of the
+        time of the copy.
+        """
         held: list[object] = [self._slot, self._loader]
         self._slot = None
         del self._loader
@@ -147,8 +159,11 @@ class Restore:
 
     @_without_collections()
     def _map(self, path: str) -> None:
-        """Map a slot and read all that is no tensor. Raises ImageError or OSError when it is not
-        the image that it should be, MismatchError for one of `keepstep.dcp`."""
+        """Map a slot and read everything in it that is not a tensor.
+
+        Raises ImageError or OSError if it is not the expected image, MismatchError for an image of
+        `keepstep.dcp`.
+        """
         slot = SlotMapping(path)
         control = slot.control()
         check_control(control, slot.layout, id=self._id, path=path)
@@ -163,7 +178,7 @@ class Restore:
 
     @_without_collections()
     def _plan(self, _: Sequence[Any]) -> bytes:
-        """Returns the names that this rank has no place for."""
+        """Plan this rank's copies. Returns the saved names for which this rank has no place."""
         taken = self._take()
         slot = self._slot if self._slot is not None and fits(self._slot.layout, taken) else None
         images = self._all_images() if slot is None else self._own_image(slot)
@@ -172,7 +187,7 @@ class Restore:
         except CoverageError:
             if not images.index.left_out:
                 raise
-            # whether boxes contradict each other shows where all of them were read
+            # only with all images read is it certain whether boxes contradict each other
             self._plan_from(self._all_images(every=True), taken)
         self._partial.check(self._id, self._lasting(taken), self._loader.targets)
         return self._loader.unused()
@@ -192,8 +207,9 @@ class Restore:
         self._loader.plan()
 
     def _lasting(self, taken: Taken) -> Iterator[Tensor]:
-        """Tensors of modules. All else lives on only where it is filled: it gives way to what the
-        step holds."""
+        """The tensors of modules. All other tensors last only if they are filled; otherwise, what
+        the step holds replaces them.
+        """
         modules = {
             name for name, one in self._components.items() if isinstance(unwrap(one), nn.Module)
         }
@@ -211,7 +227,7 @@ class Restore:
         return images
 
     def _copy(self, unused: Sequence[Any]) -> None:
-        # a rank that went on from its own image has compared all names with it already
+        # a rank that goes on from its own image has already compared all names with it
         if all(unused):
             check_unused(unused)
         self._partial.begin(self._loader.targets)
@@ -233,10 +249,11 @@ class Restore:
 
 
 def fits(layout: Layout, taken: Taken) -> bool:
-    """Whether an image of this rank alone can fill the live tensors.
+    """Whether this rank's image alone can fill the live tensors.
 
-    Not where it holds only this rank's part of a replica. Differences that are no matter of layout
-    (another shape of the whole tensor, another dtype) are left to the comparison in `Loader`.
+    It cannot if it holds only this rank's part of a replica. Differences that do not concern the
+    layout (another shape of the whole tensor, another dtype) are left to the comparison in
+    `Loader`.
     """
     for leaf, spec in zip(taken.tensors, taken.specs, strict=True):
         entry = layout.entries.get(layout.aliases.get(spec.name, spec.name))
@@ -256,7 +273,9 @@ def fits(layout: Layout, taken: Taken) -> bool:
 
 
 def _may_be_made(saved: TensorSpec, known: Mapping[str, TensorLeaf]) -> bool:
-    """State that does not exist yet is made like its parameter; a box must be the parameter's."""
+    """Whether a saved tensor that is not live yet can be made. State is made like its parameter, so
+    its box must be the parameter's box.
+    """
     if saved.global_shape is None:
         return True
     parameter = known.get(saved.name.partition(".state.")[2].rpartition(".")[0])
@@ -268,19 +287,20 @@ def _may_be_made(saved: TensorSpec, known: Mapping[str, TensorLeaf]) -> bool:
 
 # --- tensors that an attempt has begun to fill -----------------------------------------------
 #
-# An attempt can fail half-way, on this rank or on another: a chunk that is damaged everywhere, a
-# sidecar that is gone. Then some tensors hold a mixture of what was there before and of a step
-# that is not used. The next attempt, at another step, must fill every one of them; and when there
-# is no next one, they are made useless, so that nobody trains on such a mixture, not even a
-# script that goes on after the error: every floating point number in them becomes NaN.
+# An attempt can fail half-way, on this rank or on another: every copy of a chunk may be damaged, or
+# a sidecar may be gone. Some tensors then hold a mixture of their old values and of a step that is
+# not used. The next attempt, at another step, must fill all of these tensors. If there is no next
+# attempt, every floating point number in them becomes NaN. So nobody can train on such a mixture,
+# not even a script that goes on after the error.
 
 
 _Place = tuple[torch.device, int, int]
 
 
 class PartialRestore:
-    """Of one rank, for the time of one `restore()`: whoever leaves it with an error leaves nothing
-    in the tensors to train on."""
+    """The tensors that one rank has begun to fill in one `restore()`. If the context ends with an
+    error, they are made useless, so that no script trains on them.
+    """
 
     def __init__(self) -> None:
         self._begun: dict[_Place, Tensor] = {}
@@ -298,12 +318,13 @@ class PartialRestore:
             self._spoil()
 
     def begin(self, targets: Iterable[Tensor]) -> None:
-        """These are being filled from now on."""
+        """Note that these tensors are being filled from now on."""
         self._begun.update({_place(one): one for one in targets if one.numel()})
 
     def check(self, id: StepId, live: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
-        """Raises RestoreError when step `id` would leave a live tensor as an earlier attempt at
-        another step has left it. `targets`: what it fills."""
+        """Raise RestoreError if step `id` would leave a live tensor in the state in which an
+        earlier attempt at another step left it. `targets`: the tensors that the step fills.
+        """
         if not self._begun:
             return
         stale = self._begun.keys() - {_place(one) for one in targets}
@@ -335,15 +356,15 @@ def _place(tensor: Tensor) -> _Place:
 
 # --- Checkpointer's images and keepstep.dcp's ------------------------------------------------
 #
-# Both make the same images, of other names and trees. The header's skeleton tells them apart: a
-# list of a `Checkpointer`, an object of a `dcp.save` (docs/format.md).
+# Both make the same kind of image, with other names and trees. The skeleton in the header tells
+# them apart: it is a list for a `Checkpointer`, and an object for `dcp.save` (docs/format.md).
 
 
 _DCP = '{"dcp"'
 
 
 def refuse_dcp(skeleton: str, id: StepId) -> None:
-    """Raises MismatchError for an image that a `Checkpointer` cannot restore."""
+    """Raise MismatchError for an image of `dcp.save`, which a `Checkpointer` cannot restore."""
     if skeleton.startswith(_DCP):
         raise MismatchError(
             f"step {id} was saved by dcp.save (keepstep.dcp.StorageWriter), which keepstep."

@@ -1,8 +1,9 @@
-"""What a running rank must fill: its live tensors as boxes, under the names that images use.
+"""The tensors that a running rank must fill: its live tensors as boxes, under the names that images
+use.
 
-Of a tensor that every rank has for itself, one is stored under the bare name and the others as
-`name@rank-00001`; which of those a rank takes is decided here, as other ranks may run now than did
-then.
+If every rank has a tensor of its own, one of them is stored under the bare name, and the others as
+`name@rank-00001`. This module decides which of them a rank takes, because other ranks may run now
+than at the save.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ _SHOWN = 20
 
 
 class Target(NamedTuple):
-    """A local tensor, and which box of the global tensor `shape` it is.
+    """A local tensor, and the box of the global tensor that it is. `shape`: of the global tensor.
 
-    `name`: that it would be saved under; `first`: the name of the first of those that are tied to
-    one tensor. `live`: what the user has, a DTensor perhaps; None for a new one. `own`: see `Want`.
+    `name`: the name that the tensor would be saved under. `first`: the first of the names that are
+    tied to one tensor. `live`: the user's tensor, perhaps a DTensor; None for a new tensor. `own`:
+    see `Want`.
     """
 
     name: str
@@ -43,13 +45,15 @@ class Target(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether all of the global tensor is here."""
+        """Whether the whole global tensor is here."""
         return self.tensor.shape == self.shape
 
 
 def target_of(leaf: TensorLeaf, name: str) -> Target:
-    """All of a leaf that lies here, also where this rank stages only a part of it; under `name`,
-    which is not the leaf's own where it is tied to another one."""
+    """The whole local part of a leaf, even if this rank stages only a part of it.
+
+    `name` differs from the leaf's own name if the tensor is tied to another one.
+    """
     first = base_of(leaf.name)[0]
     return Target(
         name=first if name == leaf.name else base_of(name)[0],
@@ -63,14 +67,15 @@ def target_of(leaf: TensorLeaf, name: str) -> Target:
 
 
 def base_of(name: str) -> tuple[str, int | None]:
-    """A stored name without its rank, and that rank if it has one."""
+    """A stored name without its rank, and the rank if the name has one."""
     match = _LOCAL.match(name) if _MARK in name else None
     return (match[1], int(match[2])) if match else (name, None)
 
 
 class Names:
-    """Finds the saved tensor that a live one continues. `rank`: the saved rank whose own values
-    this rank takes."""
+    """Finds the saved tensor that a live tensor continues. `rank`: the saved rank whose own values
+    this rank takes.
+    """
 
     def __init__(self, index: Index, rank: int) -> None:
         self._index = index
@@ -90,13 +95,16 @@ class Names:
 
     @property
     def unused(self) -> set[str]:
-        """Those of `bases` that nothing was found by."""
+        """Those of `bases` under which nothing was found."""
         left = {base_of(one)[0] for one in self._index.tensors.keys() - self._used}
         return left - {base_of(one)[0] for one in self._used} if left else left
 
     def find(self, name: str, *, whole: bool = True) -> Saved | None:
-        """`whole` False: only a box of it is wanted here and others by other ranks, which must all
-        come from the same rank's tensor."""
+        """The saved tensor for a live one; None if there is none.
+
+        `whole` is False if only a box of the tensor is wanted here and other ranks want other
+        boxes. All boxes must then come from the same rank's tensor.
+        """
         saved = self._own(name) if whole and self._locals else None
         saved = saved or self._index.find(name) or self._anybody(name)
         if saved is not None:
@@ -126,30 +134,33 @@ Path = tuple[Any, ...]
 
 
 Live = dict[Path, Target]
-"""A component's tensors by the keys that lead to them."""
+"""The tensors of a component, by the keys that lead to them."""
 
 
 class SavedTree:
-    """A component's tree in the image of one saved rank. `load`: all values of that image, asked
-    for when the first one is needed."""
+    """The tree of a component in the image of one saved rank. `load`: returns all values of that
+    image; called when the first value is needed.
+    """
 
     def __init__(self, node: Node, load: Callable[[], list[Any]]) -> None:
         self.node, self._load = node, load
 
     @cached_property
     def values(self) -> list[Any]:
-        """What the tree's value nodes number. Raises FormatError for a number that is none."""
+        """The values that the tree's value nodes number. Raises FormatError for a number without a
+        value.
+        """
         values = self._load()
         check_values(self.node, count=len(values))
         return values
 
     def without_tensors(self) -> Any:
-        """The tree with None for tensors."""
+        """The tree with None in place of tensors."""
         return build(self.node, lambda _: None, self.values.__getitem__)
 
 
 def raise_differences(differences: Sequence[str]) -> None:
-    """Raises MismatchError that lists them, if there are any."""
+    """Raise MismatchError with the list of differences, if there are any."""
     if not differences:
         return
     raise MismatchError(

@@ -1,7 +1,7 @@
-"""Moves the bytes of a plan: mapped images in one go, all others chunk by chunk.
+"""Moves the bytes of a plan: from mapped images in one go, from all others chunk by chunk.
 
-Every needed chunk is asked for once, in the order of the files. Rows that lie close together in
-both tensors are moved at the speed of memory; columns go through torch's strided copy.
+Every needed chunk is requested once, in the order of the files. Rows that are contiguous in both
+tensors move at the speed of memory; columns go through torch's strided copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOVES_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """All that is needed from one chunk: pairs of a wanted tensor's number and a block."""
+    """What is needed from one chunk: pairs of the number of a wanted tensor and a block."""
 
     rank: int
     chunk: int
@@ -39,10 +39,10 @@ def run(
     images: StepImages,
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> int:
-    """Fill `targets` (one for each want, of its box's shape); returns the bytes copied. `dtypes`:
-    of what was saved, where a target may have another one and gets the values.
+    """Fill `targets` (one per want, with the shape of its box); returns the bytes copied.
 
-    Raises SidecarError when a chunk cannot be had: then some tensors are changed, and the caller
+    `dtypes`: the saved dtypes, if a target may have another one and gets the values converted.
+    Raises SidecarError if a chunk cannot be had. Some tensors have changed by then, so the caller
     must restore another step, or stop.
     """
     dtypes = [one.dtype for one in targets] if dtypes is None else dtypes
@@ -59,13 +59,15 @@ def run(
 
 
 def _note_moves(targets: Iterable[Tensor]) -> None:
-    """memmove is no torch operation: whoever watches versions must see the change."""
+    """Increment the version counters, because memmove is no torch operation and leaves them
+    alone.
+    """
     for target in targets:
         torch.autograd.graph.increment_version(target)
 
 
 def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Load]:
-    """The chunks that hold `pieces`, which are in the order of the files, each once."""
+    """The chunks that hold `pieces`, each once. `pieces` come in the order of the files."""
     current: Load | None = None
     for piece in pieces:
         size = dtypes[piece.want].itemsize
@@ -84,7 +86,7 @@ def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Lo
 
 
 def chunk_runs(plan: Plan, targets: Sequence[Tensor], images: StepImages) -> tuple[ChunkRun, ...]:
-    """The chunks that `run` may ask for, in its order: no less, and hardly more."""
+    """The chunks that `run` may ask for, in its order: all of them, and hardly any other."""
     columns, dims = plan.columns, plan.dims
     if not len(columns):
         return ()
@@ -93,7 +95,7 @@ def chunk_runs(plan: Plan, targets: Sequence[Tensor], images: StepImages) -> tup
     first, last = columns[:, 1].clone(), columns[:, 1] + stride - 1
     sizes, low, extent, _ = columns[:, 3:].view(len(columns), 4, dims).unbind(1)
     for dim in reversed(range(dims)):
-        held = extent[:, dim] > 0  # padding has none
+        held = extent[:, dim] > 0  # 0 is padding
         first += torch.where(held, low[:, dim] * stride, 0)
         last += torch.where(held, (low[:, dim] + extent[:, dim] - 1) * stride, 0)
         stride = torch.where(held, stride * sizes[:, dim], stride)
@@ -121,7 +123,7 @@ def put(target: Tensor, source: Tensor) -> int:
 
 
 def view_of(flat: Tensor, dtype: torch.dtype, block: Block, origin: int) -> Tensor:
-    """What is needed of a block, in bytes that begin at byte `origin` of the image."""
+    """The needed part of a block, as a view of bytes that begin at byte `origin` of the image."""
     begin = block.begin - origin
     size = math.prod(block.sizes) * dtype.itemsize
     whole = flat[begin : begin + size].view(dtype).view(block.sizes)
@@ -147,7 +149,9 @@ def _narrow(tensor: Tensor, at: Sequence[int], extent: Sequence[int]) -> Tensor:
 def _wholes(
     plan: Plan, targets: Sequence[Tensor], images: StepImages, dtypes: Sequence[torch.dtype]
 ) -> int:
-    """By address, as far as memory is plain: a view of each costs more than many of the copies."""
+    """Copy the wholes. Plain memory is copied by address, because making a view often costs more
+    than the copy.
+    """
     total, moves, copies, moved = 0, [], [], []
     flats = {rank: images.flat(rank) for rank in {one.rank for one in plan.wholes}}
     addresses = {rank: 0 if flat is None else flat.data_ptr() for rank, flat in flats.items()}

@@ -1,4 +1,4 @@
-"""What a slow `restore` waits for, in the trainer's own log."""
+"""Tells in the trainer's own log what a slow `restore` waits for."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ EVERY_S = 30.0
 
 @contextlib.contextmanager
 def telling(path: str, doing: Callable[[], str], *, rank: int) -> Iterator[None]:
-    """Log what this rank waits for after 10 s, and every 30 s from there on.
+    """Log what this rank waits for after 10 s, and every 30 s from then on.
 
-    `path`: the sidecar's socket; it knows why a rank may not vote yet, and what it has fetched.
-    `doing`: what the collective is at, told by rank 0 alone, as it is the same for all.
+    `path`: the socket of the sidecar, which knows why a rank may not vote yet and what it has
+    fetched. `doing`: what the collective is doing. Only rank 0 logs it, because it is the same for
+    all ranks.
     """
     if not path:
         yield
@@ -47,7 +48,7 @@ def telling(path: str, doing: Callable[[], str], *, rank: int) -> Iterator[None]
 
 
 def _text(path: str, doing: str, rank: int) -> str:
-    from keepstep.wire.status import Status  # whoever does not wait does not pay for the import
+    from keepstep.wire.status import Status  # a fast restore does not pay for this import
 
     try:
         with contextlib.closing(Client(path)) as client:

@@ -1,8 +1,4 @@
-"""Accelerators as a state meets them: which can be kept, what they are called, their generators.
-
-torch's generic interface (`torch.accelerator`, the module of a device type) answers for all kinds;
-"cuda" is ROCm's name, too. How work on one is ordered is `keepstep.save.accelerator`'s.
-"""
+"""`torch.cuda`, `torch.xpu` and so on. Raises RuntimeError for a kind that torch does not know."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from keepstep.errors import UsageError
 
 
 def kind() -> str:
-    """The type of the accelerator that torch has here, "cuda" for example; "" where none is."""
+    """The type of the accelerator that torch has here, for example "cuda"; "" if there is none."""
     if not torch.accelerator.is_available():
         return ""
     device = torch.accelerator.current_accelerator()
@@ -28,13 +24,15 @@ def module(kind: str) -> Any:
 
 
 def kind_in_use() -> str:
-    """The same, once this process has used it: asking must not be what initialises a device."""
+    """Like `kind`, but "" until this process has used the accelerator: the query must not
+    initialize a device.
+    """
     found = kind()
     return found if found and module(found).is_initialized() else ""
 
 
 def check_device(device: torch.device, name: str) -> None:
-    """Raises UsageError that names a tensor on a device from which nothing can be kept."""
+    """Raise UsageError, naming the tensor, if it is on a device from which nothing can be kept."""
     if device.type != "cpu" and (why := _why_not(device.type)):
         raise UsageError(
             f"{name}: tensors on {device.type!r} cannot be kept: {why}; train on CUDA, ROCm or XPU,"
@@ -44,8 +42,11 @@ def check_device(device: torch.device, name: str) -> None:
 
 @functools.cache
 def _why_not(kind_of_tensor: str) -> str:
-    """Empty for an accelerator with what a copy beside the training needs: streams, events, and
-    host memory that can be pinned."""
+    """Why tensors of this kind cannot be kept.
+
+    Empty for an accelerator that has what concurrent copies need: streams, events, and host memory
+    that can be pinned.
+    """
     if kind_of_tensor == "mps":
         return "it has one stream, and no host memory that another process shares can be pinned"
     if kind_of_tensor != kind():
@@ -59,11 +60,13 @@ def _why_not(kind_of_tensor: str) -> str:
     return ""
 
 
-# --- names: what the header of an image says of where a tensor lay ---------------------------
+# --- names of devices in the header of an image ---------------------------------------------
 
 
 def device_name(device: torch.device) -> str:
-    """The process's own device has no number: that may be another one in the next life."""
+    """The name of a device. The process's current device gets no number, because the number may be
+    another one in the next life.
+    """
     own = device.type != "cpu" and device.type == kind()
     return (
         device.type
@@ -73,7 +76,9 @@ def device_name(device: torch.device) -> str:
 
 
 def device_of(name: str | None) -> torch.device:
-    """Inverse of `device_name`, as near as this machine comes; the CPU where nothing is known."""
+    """The inverse of `device_name`, as closely as this machine allows; the CPU if nothing
+    is known.
+    """
     here = kind()
     if name is None or not here or name.partition(":")[0] != here:
         return torch.device("cpu")
@@ -87,8 +92,11 @@ def device_of(name: str | None) -> torch.device:
 
 
 def generator_states() -> dict[str, list[bytes]]:
-    """By kind, of every device that this process sees: a model may lie on several, each with a
-    generator of its own. Empty where no accelerator is in use."""
+    """By kind, the generator states of every device that this process sees.
+
+    A model may lie on several devices, each with a generator of its own. Empty if no accelerator is
+    in use.
+    """
     if not (found := kind_in_use()):
         return {}
     devices = module(found)
@@ -97,7 +105,7 @@ def generator_states() -> dict[str, list[bytes]]:
 
 
 def set_generator(kind: str, state: torch.Tensor, at: int | None = None) -> None:
-    """Of one device; None: the current one."""
+    """Set the generator of device `at`; None means the current device."""
     if at is None:
         module(kind).set_rng_state(state)
     else:

@@ -34,7 +34,7 @@ DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
 
 
 def code_of(dtype: torch.dtype, *, name: str) -> str:
-    """The image's name of a dtype. Raises UsageError that names the tensor."""
+    """The name of a dtype in an image. Raises UsageError, naming the tensor, if there is none."""
     try:
         return CODE_OF[dtype]
     except KeyError:

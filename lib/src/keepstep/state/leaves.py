@@ -1,4 +1,4 @@
-"""What a state consists of once it is taken apart, see `keepstep.state.take`."""
+"""What a state consists of once it is taken apart; see `keepstep.state.take`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from keepstep.state.topology import Claim
 log = logging.getLogger("keepstep")
 
 MAX_DEPTH = 200
-"""Of a tree; deeper than any that a walk at save can have come back from."""
+"""The maximum depth of a tree. No walk at a save makes a deeper one."""
 
 Node = tuple[Any, ...]
 
@@ -32,14 +32,17 @@ _SHOWN = 20
 
 
 class TensorLeaf(NamedTuple):
-    """A live tensor. `lazy`: only an optimizer step changes it, so the copy may come later.
+    """A live tensor.
 
-    `tensor` is what this rank stages: the box at `offsets` of `global_shape` (None: all of it).
-    `whole` is what a restore must fill: all that lies here, the box at `whole_offsets`. `live` is
-    what the user has, a DTensor perhaps. `sharing` None: the tensor belongs to this rank alone;
-    `lenient`: but another rank's value does as well (buffers under DistributedDataParallel).
-    `fresh`: it cannot be filled where it is; a restore makes a new one, as of any value.
-    `unflattened`: see `TensorSpec`.
+    - `tensor`: what this rank stages, the box at `offsets` of `global_shape` (None: all of it).
+    - `lazy`: only an optimizer step changes the tensor, so the copy may come later.
+    - `whole`: what a restore must fill: the whole local part, the box at `whole_offsets`.
+    - `live`: the user's tensor, perhaps a DTensor.
+    - `sharing`: None if the tensor belongs to this rank alone.
+    - `lenient`: another rank's value does as well, although the tensor is this rank's own (buffers
+      under DistributedDataParallel).
+    - `fresh`: the tensor cannot be filled in place; a restore makes a new one, as for any value.
+    - `unflattened`: see `TensorSpec`.
     """
 
     name: str
@@ -59,9 +62,11 @@ class TensorLeaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Taken:
-    """All of a state at one moment; `tensors` alias the live ones. `claims`: what to agree on with
-    other ranks. `twins`: ranks whose images of this state hold the very same boxes. `parameters`:
-    of each optimizer, by its component's name."""
+    """The whole state at one moment; `tensors` alias the live ones.
+
+    `claims`: what to agree on with other ranks. `twins`: ranks whose images of this state hold the
+    very same boxes. `parameters`: the parameters of each optimizer, by the name of its component.
+    """
 
     tensors: tuple[TensorLeaf, ...]
     aliases: dict[str, str]
@@ -73,14 +78,16 @@ class Taken:
 
     @cached_property
     def by_path(self) -> dict[tuple[Any, ...], TensorLeaf]:
-        """The tensors, by the component and the keys in it that lead to them."""
+        """The tensors by path: the component, and the keys in it that lead to the tensor."""
         leaves = {leaf.name: leaf for leaf in self.tensors}
         leaves |= {alias: leaves[name] for alias, name in self.aliases.items()}
         return {path: leaves[leaf[1]] for path, leaf in leaves_of(self.skeleton) if leaf[0] == "t"}
 
     @cached_property
     def specs(self) -> list[TensorSpec]:
-        """What the layout needs to know of each tensor. Raises UsageError for odd dtypes."""
+        """What the layout needs to know of each tensor. Raises UsageError for dtypes that cannot be
+        kept.
+        """
         return [
             TensorSpec(
                 name=leaf.name,
@@ -120,8 +127,9 @@ class Taken:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether it is a subclass that keeps its values in other tensors, and says in which; but for
-    DTensor, which is kept as boxes."""
+    """Whether it is a subclass that keeps its values in other tensors and names them
+    (`__tensor_flatten__`). A DTensor does not count, because it is kept as boxes.
+    """
     kind = type(tensor)
     if kind is Tensor or kind is nn.Parameter or tensor.layout is not torch.strided:
         return False
@@ -129,7 +137,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def plain_tensors(tensor: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensor itself, or those that a wrapper keeps its values in; with their names."""
+    """The tensor itself, or the tensors in which a wrapper keeps its values; with their names."""
     if not is_wrapper(tensor):
         yield name, tensor
         return
@@ -138,8 +146,10 @@ def plain_tensors(tensor: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def parse(skeleton: str) -> dict[str, Node]:
-    """The trees of an image's components by their names, and nothing in them that is no node: who
-    walks them need not look again. Raises FormatError."""
+    """The trees of an image's components, by component name.
+
+    Every node is checked, so code that walks the trees need not check again. Raises FormatError.
+    """
     root = strictjson.loads(skeleton, what="the tree of this image")
     if not isinstance(root, list) or root[:1] != ["d"]:
         raise _senseless(root)
@@ -154,7 +164,7 @@ def parse(skeleton: str) -> dict[str, Node]:
 
 def _children(node: Any) -> list[Any]:
     match node:
-        case ["t", str()] | ["v", _]:  # a value's number is judged where it is known how many are
+        case ["t", str()] | ["v", _]:  # `check_values` checks the number of a value
             return []
         case ["x", int(), child]:
             return [child]
@@ -175,7 +185,9 @@ def _senseless(node: Any) -> FormatError:
 
 
 def check_values(node: Node, *, count: int) -> None:
-    """Every value that the tree names is there: known before anything is copied."""
+    """Check that every value that the tree names exists, before anything is copied. Raises
+    FormatError.
+    """
     for path, leaf in leaves_of(node):
         if leaf[0] == "v" and not (type(leaf[1]) is int and 0 <= leaf[1] < count):
             where = "/".join(map(str, path))
@@ -185,7 +197,7 @@ def check_values(node: Node, *, count: int) -> None:
 
 
 def values_of(kept: Any) -> list[Any]:
-    """The values of an image, of what its extras hold. Raises FormatError."""
+    """The values in the decoded extras of an image. Raises FormatError."""
     values = kept.get("values") if isinstance(kept, dict) else None
     if not isinstance(values, list):
         raise FormatError("the extras of this image hold no values")
@@ -193,10 +205,11 @@ def values_of(kept: Any) -> list[Any]:
 
 
 def dim_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dimensions as they lie in memory, the outermost first; None for row-major.
+    """The order of the dimensions in memory, the outermost first; None for row-major.
 
-    Of equal strides the dimension with more elements is the outer one: so `empty` gives back the
-    very strides, also of dimensions of one element, by which torch tells its memory formats apart.
+    Of dimensions with equal strides, the one with more elements is the outer one. So `empty`
+    reproduces exactly the same strides, even for dimensions of one element, by which torch tells
+    its memory formats apart.
     """
     strides = tensor.stride()
     if len(strides) < 2 or (len(strides) == 2 and strides[0] > strides[1]):
@@ -213,7 +226,7 @@ def empty(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """A new dense tensor whose dimensions lie in memory as `dim_order` said."""
+    """A new dense tensor whose dimensions lie in memory in the order that `dim_order` gave."""
     if order is None:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty_permuted(shape, order, dtype=dtype, device=device)
@@ -237,7 +250,7 @@ def leaves_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
 
 
 def arrays_of(node: Any) -> Iterator[str]:
-    """Names of the tensors that are bytes of arrays: no live tensor is one of those."""
+    """The names of tensors that hold the bytes of arrays. No live tensor is one of them."""
     if node[0] == "x" and node[2][0] == "t":
         yield node[2][1]
     elif node[0] == "x":
@@ -248,12 +261,14 @@ def arrays_of(node: Any) -> Iterator[str]:
 
 
 def is_extra(path: tuple[Any, ...]) -> bool:
-    """Whether a module made it in `get_extra_state`: of any kind, and of another each time."""
+    """Whether a module's `get_extra_state` made it. It may be of any kind, and of another kind each
+    time.
+    """
     return str(path[0]).rpartition(".")[2] == "_extra_state"
 
 
 def build(node: Any, tensor: Any, value: Any) -> Any:
-    """Put a tree together again: `tensor(name)` and `value(index)` make the leaves."""
+    """Build a tree again: `tensor(name)` and `value(index)` make the leaves."""
     kind = node[0]
     if kind == "t":
         return tensor(node[1])
@@ -268,7 +283,7 @@ def build(node: Any, tensor: Any, value: Any) -> Any:
 
 
 def _formed(form: Any, plain: Any) -> Any:
-    """What `plain` was: `form` says the kind, and is an empty one of it. None stays None."""
+    """`plain` in its original kind. `form` is an empty object of that kind. None stays None."""
     if plain is None:
         return None
     if type(form) is ArrayForm and isinstance(plain, Tensor):
@@ -285,10 +300,11 @@ def _formed(form: Any, plain: Any) -> Any:
 
 
 def put_back(name: str, live: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    """Make the component `live` what was saved: the same keys in the same order, nothing else.
+    """Make the component `live` equal to what was saved: the same keys in the same order, nothing
+    else.
 
-    Dicts, lists and deques that are there on both sides are refilled, so that whoever holds one
-    sees what was restored; anything else is replaced.
+    Dicts, lists and deques that exist on both sides are refilled, so that other references to them
+    see the restored content. Everything else is replaced.
     """
     dropped = [repr(key) for key in live if key not in saved]
     if dropped:
@@ -302,9 +318,10 @@ def put_back(name: str, live: dict[Any, Any], saved: dict[Any, Any]) -> None:
 
 
 def _refill(live: Any, saved: Any, used: dict[int, Any]) -> Any:
-    """What to put where `live` is: `live` itself with what `saved` holds, or `saved`.
+    """What belongs in the place of `live`: `live` itself, refilled from `saved`, or `saved`.
 
-    `used`: what was refilled before; a second place of it may need other content.
+    `used`: the objects that were already refilled. The same object in a second place may need other
+    content there.
     """
     if id(live) in used or not _same_kind(live, saved):
         return saved
@@ -312,7 +329,7 @@ def _refill(live: Any, saved: Any, used: dict[int, Any]) -> Any:
     if isinstance(live, dict):
         pairs = [(key, _refill(live.get(key), one, used)) for key, one in saved.items()]
         live.clear()
-        for key, one in pairs:  # not `update`: a Counter's counts the pairs
+        for key, one in pairs:  # not `update`: that of a Counter counts the pairs
             live[key] = one
     else:
         here = [*live, *[None] * (len(saved) - len(live))]
@@ -324,7 +341,7 @@ def _refill(live: Any, saved: Any, used: dict[int, Any]) -> Any:
 
 def _same_kind(live: Any, saved: Any) -> bool:
     if isinstance(live, dict):
-        # a plain one says nothing against the kind that the script has chosen
+        # a plain saved dict fits any kind of dict that the script has chosen
         return type(saved) is dict or (
             type(saved) is type(live)
             and getattr(saved, "default_factory", None) is getattr(live, "default_factory", None)

@@ -1,4 +1,4 @@
-"""Whether a tensor has bytes of its own to be copied."""
+"""Checks whether a tensor has memory of its own that can be copied."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from keepstep.errors import UsageError
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether all elements lie in memory of the tensor's own: not those of a wrapper around other
-    tensors, nor of a storage that was made smaller."""
+    """Whether all elements lie in memory of the tensor's own.
+
+    They do not for a wrapper around other tensors, or if the storage was made smaller.
+    """
     count = tensor.numel()
     if not count:
         return True
@@ -23,7 +25,9 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def check_memory(tensor: Tensor, name: str) -> None:
-    """Raises UsageError that names a tensor without memory: reading it would end the process."""
+    """Raise UsageError, naming the tensor, if it has no memory: reading it would end the
+    process.
+    """
     if not has_memory(tensor):
         raise UsageError(
             f"{name}: this tensor has no memory of its own for its {tensor.numel()} elements (a"

@@ -1,7 +1,7 @@
 """Random number generators whose state is part of a step: torch, accelerators, numpy, random.
 
-The state of a generator is what it is at `save`; restoring it makes dropout, shuffling and
-augmentation go on as if nothing had happened. numpy counts only if the program imported it.
+The state is captured at `save`. Restoring it makes dropout, shuffling and augmentation go on as if
+there had been no interruption. numpy is included only if the program imported it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from keepstep.state import devices
 log = logging.getLogger("keepstep")
 
 _HOST = ("torch", "random", "numpy")
-"""What a state holds beside the generators of accelerators, which have the name of their kind."""
+"""The keys of a state other than those of accelerators, which are the names of their kinds."""
 
 
 def capture() -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _apply_numpy(state: Any) -> None:
 
 def _apply_devices(kind: str, states: Any) -> None:
     count = devices.module(kind).device_count() if kind == devices.kind() else 0
-    if count and isinstance(states, bytes):  # kept before there was one for each GPU
+    if count and isinstance(states, bytes):  # an older image, with the state of one device
         devices.set_generator(kind, _byte_tensor(states))
         return
     if len(states) != count:

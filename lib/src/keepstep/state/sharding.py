@@ -1,8 +1,9 @@
-"""What a DTensor's placements say: which box of the global tensor lies here, and who has the same.
+"""Reads a DTensor's placements: which box of the global tensor is on this rank, and which ranks
+have the same box.
 
-Worked out here, and not by torch's own helpers: those assume that a strided shard (FSDP over tensor
-parallel) is cut from left to right, which names wrong rows where sizes do not divide. FSDP cuts
-what tensor parallelism left, so that is what we follow; a box that does not have the shape of the
+It does not use torch's own helpers. They assume that a strided shard (FSDP over tensor parallel) is
+cut from left to right, which gives wrong rows if the sizes do not divide evenly. FSDP cuts what
+tensor parallelism left, and this module does the same. A box that does not have the shape of the
 local tensor is refused.
 """
 
@@ -22,10 +23,11 @@ from keepstep.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """A tensor that several ranks make up together.
+    """A tensor that several ranks hold together.
 
-    `offsets`, `global_shape`: the box that this rank has. `replicas`: the ranks that have the very
-    same box, `members`: those that hold any of it; both ascending, with this rank.
+    `offsets`, `global_shape`: the box on this rank. `replicas`: the ranks that have the very same
+    box. `members`: the ranks that have any part of the tensor. Both are ascending and include this
+    rank.
     """
 
     offsets: tuple[int, ...]
@@ -35,15 +37,18 @@ class Sharing:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Without importing DTensor: who has none need not wait for it."""
+    """Whether it is a DTensor. Does not import DTensor, so a script without DTensors need not wait
+    for the import.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def local_of(tensor: Any) -> Tensor:
-    """The tensor that lies here; shares memory and version with the DTensor. Many times as fast
-    where no gradients are recorded."""
+    """The local tensor of a DTensor; it shares memory and version counter with the DTensor. The
+    call is many times as fast when gradients are not recorded, so it turns recording off.
+    """
     if torch.is_grad_enabled():
         with torch.no_grad():
             return local_of(tensor)
@@ -69,7 +74,7 @@ def sharing_of(tensor: Any, name: str) -> Sharing:
 
 
 def like(pattern: Any, local: Tensor) -> Tensor:
-    """A DTensor that is placed as `pattern` is, over `local`."""
+    """A DTensor over `local` that is placed like `pattern`."""
     from torch.distributed.tensor import DTensor
 
     made: Tensor = DTensor.from_local(
@@ -107,8 +112,9 @@ def _sharing(
 
 
 def chunk(size: int, parts: int, number: int) -> tuple[int, int]:
-    """Begin and length of one of `parts` pieces, as torch.chunk makes them: the last ones may be
-    short or empty."""
+    """Begin and length of piece `number` of `parts` pieces, cut as torch.chunk cuts them: the last
+    pieces may be short or empty.
+    """
     full = -(-size // parts)
     begin = min(number * full, size)
     return begin, min(full, size - begin)
@@ -121,7 +127,9 @@ class _Shard:
 
 
 def _kind(placement: Any) -> _Shard | None:
-    """None for Replicate. Raises ValueError for what has no box."""
+    """The shard of a placement; None for Replicate. Raises ValueError for a placement without a
+    box.
+    """
     if placement.is_replicate():
         return None
     if placement.is_partial():
@@ -134,9 +142,10 @@ def _kind(placement: Any) -> _Shard | None:
 
 
 def _order(kinds: Sequence[_Shard | None], dim: int, sizes: Sequence[int]) -> list[int]:
-    """The dimensions of the mesh that cut `dim`, in the order in which they do.
+    """The mesh dimensions that cut `dim`, in the order in which they cut.
 
-    A strided one cuts after those to its right, whose sizes its split factor multiplies.
+    A strided shard cuts after the mesh dimensions to its right; its split factor is the product of
+    their sizes.
     """
     order: list[int] = []
     deferred: list[int] = []

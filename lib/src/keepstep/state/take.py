@@ -1,16 +1,22 @@
-"""The state of a training script, taken apart: tensors with names, values, and the tree they form.
+"""Takes apart the state of a training script: named tensors, values, and the tree that they form.
 
 `take` walks what the user gave to `Checkpointer` (modules, optimizers, anything with `state_dict`,
-plain dicts) without copying a byte. A container without tensors is one value, however deep, so a
-growing list of losses never changes the layout.
+plain dicts) without copying a byte. A container without tensors is one value, however deep it is,
+so a growing list of losses never changes the layout.
 
-Tensors that other ranks have, too, are boxes of one global tensor: what a DTensor's placements say,
-or the same everywhere under DistributedDataParallel. Optimizer state is named after its parameter,
-as parameters are numbered differently on other ranks.
+Tensors that other ranks also have are boxes of one global tensor: as a DTensor's placements say, or
+the same everywhere under DistributedDataParallel. Optimizer state is named after its parameter,
+because other ranks number their parameters differently.
 
-The tree ("skeleton") is a nested tuple that JSON can hold: `("t", name)` a tensor, `("v", i)` the
-i-th value, `("d", ((key, node), ...))` a dict, `("l", (node, ...))` a list, `("u", ...)` a tuple;
-`("x", i, node)` what `node` is, in the form of the i-th value: an array, deque or another dict.
+The tree ("skeleton") is a nested tuple that JSON can hold:
+
+- `("t", name)`: a tensor
+- `("v", i)`: the i-th value
+- `("d", ((key, node), ...))`: a dict
+- `("l", (node, ...))`: a list
+- `("u", ...)`: a tuple
+- `("x", i, node)`: what `node` is, in the form of the i-th value: an array, a deque or another kind
+  of dict
 """
 
 from __future__ import annotations
@@ -29,9 +35,9 @@ from keepstep.state.wrappers import is_deepspeed
 
 
 def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same mapping, so that replacing an entry later is seen.
+    """Return the same mapping, so that a later replacement of an entry is seen.
 
-    Raises UsageError for what can be neither taken nor put back.
+    Raises UsageError for components that keepstep cannot take or cannot put back.
     """
     if not isinstance(state, Mapping) or not state:
         raise UsageError(
@@ -73,8 +79,10 @@ def take(components: Mapping[str, Any], topology: Topology = ALONE) -> Taken:
 
 
 def encode(taken: Taken, *, rng: Mapping[str, Any] | None, trusted: bool) -> bytes:
-    """The extras of an image: all of a state that is no tensor. Raises UsageError that names the
-    component and the keys of what cannot be held."""
+    """The extras of an image: everything in the state that is not a tensor.
+
+    Raises UsageError, naming the component and the keys, for a value that cannot be encoded.
+    """
     kept: dict[str, Any] = {"values": taken.values}
     if rng is not None:
         kept["rng"] = rng
@@ -95,8 +103,11 @@ def _named(taken: Taken, trusted: bool) -> str:
 
 
 def share(leaves: list[TensorLeaf], topology: Topology) -> tuple[TensorLeaf, ...]:
-    """Leave of what is replicated only this rank's part. Scalars are not worth a part: all ranks
-    stage them, so an image of one shard has all that its rank needs."""
+    """Reduce replicated tensors to the part that this rank stages.
+
+    All ranks stage scalars, which are not worth dividing. So an image of one shard has everything
+    that its rank needs.
+    """
     if topology.world == 1:
         return tuple(leaves)
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -111,8 +122,11 @@ def share(leaves: list[TensorLeaf], topology: Topology) -> tuple[TensorLeaf, ...
 
 
 def _cut(leaves: list[TensorLeaf], places: list[int], number: int, sharers: int) -> None:
-    """Replace the leaves at `places` by part `number` of `sharers`. The order on the line of bytes
-    is that of their names: ranks may number their parameters differently."""
+    """Replace the leaves at `places` by part `number` of `sharers`.
+
+    They are ordered by name on the line of bytes, because ranks may number their parameters
+    differently.
+    """
     places = sorted(places, key=lambda at: leaves[at].name)
     bulks = tuple(
         Bulk(tuple(leaves[at].whole.shape), leaves[at].whole.element_size()) for at in places

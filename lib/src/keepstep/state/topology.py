@@ -1,12 +1,15 @@
-"""Which ranks run where and what they have in common: agreed once, in `restore()`.
+"""Which ranks run on which node, and which tensors they have in common: agreed once, in
+`restore()`.
 
-Every rank claims the tensors that it has or will have, by name: as its own, or as one that several
-ranks (`members`) make up together. From all claims follows, without another word between them, the
-name under which each rank stores a tensor, and who stages which part of what is replicated.
+Every rank claims, by name, the tensors that it has or will have: as its own, or as a tensor that
+several ranks (`members`) hold together. The claims of all ranks determine, without further
+communication, under which name each rank stores a tensor, and which rank stages which part of a
+replicated tensor.
 
-A name belongs to the claim with the lowest rank; whoever has another tensor of that name stores it
-as `name@rank-00001`, so rank 0's buffers keep their bare names, and so do those of pipeline stages.
-What was not claimed (made after `restore`) carries its rank, for others may have made it too.
+A name belongs to the claim with the lowest rank. A rank that has another tensor of that name stores
+it as `name@rank-00001`. So rank 0's buffers keep their bare names, and so do the buffers of
+pipeline stages. A tensor that was not claimed (made after `restore`) carries its rank, because
+other ranks may have made one of that name too.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from keepstep.errors import RestoreError, UsageError
 from keepstep.image.xxh3 import LEAST_BYTES, xxh3_128
 
 Members = tuple[int, ...] | None
-"""The ranks that make up one tensor; None: each has one for itself."""
+"""The ranks that hold one tensor together; None: each rank has a tensor of its own."""
 
 Claim = tuple[str, Members]
 
@@ -32,8 +35,10 @@ _Declaration = tuple[tuple[Members, ...], tuple[tuple[str, int], ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """`nodes`: for each rank the number of its node. `spread`: replicas are shared by all ranks
-    that have them, not by those of each node. `holders`: who claims what."""
+    """`nodes`: for each rank, the number of its node. `spread`: replicas are divided among all
+    ranks that have them, and not among those of each node. `holders`: the ranks that make each
+    claim.
+    """
 
     rank: int = 0
     world: int = 1
@@ -48,7 +53,7 @@ class Topology:
         return self.nodes.index(self.nodes[self.rank])
 
     def owner(self, claim: Claim) -> int | None:
-        """The rank that a stored name must carry; None: the bare name is this rank's to use."""
+        """The rank that a stored name must carry; None if this rank may use the bare name."""
         name, members = claim
         mine = self.rank if members is None else members[0]
         if self.world == 1 or (members is not None and len(members) == self.world):
@@ -56,14 +61,15 @@ class Topology:
         return None if claim in self.holders and self.lowest[name] == mine else mine
 
     def sharers(self, replicas: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the ranks with the very same box, those that stage it together with this one."""
+        """Of the ranks with the very same box, those that stage it together with this rank."""
         if self.spread:
             return replicas
         return tuple(one for one in replicas if self.nodes[one] == self.nodes[self.rank])
 
     def twins(self, groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-        """Ranks of other nodes that stage the very same parts. `groups`: `replicas` of all that
-        this rank stages."""
+        """The ranks of other nodes that stage the very same parts. `groups`: the `replicas` of
+        everything that this rank stages.
+        """
         if self.spread:
             return ()
         distinct = set(groups)
@@ -74,7 +80,9 @@ class Topology:
         return tuple(one for one in sorted(common) if self.nodes[one] != self.nodes[self.rank])
 
     def _places(self, group: tuple[int, ...]) -> dict[int, tuple[int, int]]:
-        """Of each rank of the group: which of those of its node it is, and of how many."""
+        """For each rank of the group: its place among the ranks of its node in the group, and their
+        number.
+        """
         together: dict[int, list[int]] = {}
         for one in group:
             together.setdefault(self.nodes[one], []).append(one)
@@ -89,7 +97,7 @@ ALONE = Topology()
 
 
 def node_name(socket_path: str) -> str:
-    """Equal for ranks of one sidecar: they share one memory."""
+    """A name that is equal for ranks of one sidecar, which share one memory."""
     return f"{socket.gethostname()}:{os.path.realpath(socket_path)}"
 
 
@@ -102,11 +110,12 @@ def agree(
     node: str,
     spread: bool,
 ) -> Topology:
-    """A collective: what all ranks claim. `gather` brings one value of every rank to all.
+    """Agree on what all ranks claim; a collective. `gather` gathers one value of every rank on all
+    ranks.
 
-    Ranks with equal claims send them once, so this stays small for thousands of ranks. When
-    `claims` fails on a rank, its error is raised there, and on the others UsageError where it was
-    one, else RestoreError.
+    Ranks with equal claims send them once, so the exchange stays small for thousands of ranks. If
+    `claims` fails on a rank, that rank raises its error. The others raise UsageError if any such
+    error was one, else RestoreError.
     """
     declaration, failure = _declare(claims)
     text = repr(declaration).encode("utf-8", "surrogatepass")
@@ -140,7 +149,7 @@ def agree(
 def _declare(claims: Callable[[], Iterable[Claim]]) -> tuple[_Declaration, Exception | None]:
     try:
         return _declaration(claims()), None
-    except Exception as error:  # whatever it is, the other ranks are waiting
+    except Exception as error:  # of any kind: the other ranks are waiting
         return ((), ()), error
 
 
@@ -156,7 +165,11 @@ def _declaration(claims: Iterable[Claim]) -> _Declaration:
 def _holders(
     declared: Sequence[_Declaration], ranks: Sequence[Sequence[int]]
 ) -> dict[Claim, tuple[int, ...]]:
-    """`ranks`: of each declaration. Both are ordered by the first rank that made it."""
+    """The ranks that make each claim.
+
+    `ranks`: the ranks of each declaration. Both sequences are ordered by the first rank that made
+    the declaration.
+    """
     holders: dict[Claim, list[int]] = {}
     for (members, names), those in zip(declared, ranks, strict=True):
         for name, number in names:
@@ -174,10 +187,11 @@ def _lowest(holders: dict[Claim, tuple[int, ...]]) -> dict[str, int]:
 
 # --- parts of what is replicated -----------------------------------------------------------------
 #
-# Who stages which rows: pure, and the same answer on every rank. The tensors are laid end to end
-# on one line of bytes, which is cut into equal lengths; each cut is moved to the nearest row, or to
-# the nearer end of a tensor too small to be worth two headers. So the parts are disjoint, cover
-# everything, and differ from an equal share by at most one row (or one such small tensor).
+# Decides which rank stages which rows: pure, and the same answer on every rank. The tensors are
+# laid end to end on one line of bytes, which is cut into equal lengths. Each cut is moved to the
+# nearest row, or, in a tensor too small to be worth two headers, to its nearer end. So the parts
+# are disjoint, cover everything, and differ from an equal share by at most one row (or one such
+# small tensor).
 
 
 SMALL_BYTES = 4096
@@ -186,24 +200,26 @@ SMALL_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """A replicated tensor, as far as its bytes matter."""
+    """Shape and element size of a replicated tensor."""
 
     shape: tuple[int, ...]
     element_bytes: int
 
     @property
     def dim(self) -> int:
-        """The dimension that is cut: the first of more than one element, so rows are contiguous."""
+        """The dimension that is cut: the first with more than one element, so rows are
+        contiguous.
+        """
         return next((dim for dim, size in enumerate(self.shape) if size > 1), 0)
 
     @property
     def bytes(self) -> int:
-        """Of all of it."""
+        """The size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.element_bytes
 
     @property
     def row_bytes(self) -> int:
-        """What a cut is rounded to."""
+        """The unit in bytes to which a cut is rounded."""
         if self.bytes <= SMALL_BYTES:
             return max(1, self.bytes)
         return self.bytes // self.shape[self.dim]
@@ -211,7 +227,8 @@ class Bulk:
 
 @functools.lru_cache(maxsize=64)
 def cut(tensors: tuple[Bulk, ...], sharers: int) -> tuple[tuple[int, ...], ...]:
-    """For each tensor `sharers + 1` ascending rows along its `dim`: number i has [i] to [i + 1].
+    """For each tensor, `sharers + 1` ascending rows along its `dim`: sharer i has rows [i] to [i +
+    1].
 
     Every tensor needs at least one dimension.
     """
@@ -225,7 +242,9 @@ def cut(tensors: tuple[Bulk, ...], sharers: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _row(bulk: Bulk, place: int) -> int:
-    """The row nearest to a place in bytes from the tensor's beginning, which may lie outside."""
+    """The row nearest to a place. The place is in bytes from the beginning of the tensor, and may
+    lie outside the tensor.
+    """
     place = min(max(place, 0), bulk.bytes)
     row = (place + bulk.row_bytes // 2) // bulk.row_bytes
     return row if bulk.bytes > SMALL_BYTES else row * bulk.shape[bulk.dim]

@@ -1,8 +1,8 @@
-"""The walk over a training script's state: names, sections, and who else has each tensor.
+"""Walks the state of a training script: names, sections, and which ranks have each tensor.
 
-A parameter is known by its name in the module, and its optimizer state by that name. Module trees
-are asked for first: FSDP puts its sharded parameters back in place when its state is read, and only
-those are the ones that the optimizer knows.
+A parameter is known by its name in the module, and its optimizer state by that name. The trees of
+modules are read first: FSDP puts its sharded parameters back in place when its state is read, and
+the optimizer knows only these parameters.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ _FORMS = frozenset({OrderedDict, defaultdict, deque})
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """A parameter as its optimizer state sees it. `path`: what the names of its state begin with.
-    `members`: the ranks that have the parameter, too; None: this one alone."""
+    """A parameter as its optimizer state sees it.
+
+    `path`: the prefix of the names of its state. `members`: the ranks that have the parameter; None
+    if only this rank has it.
+    """
 
     path: str
     members: Members
@@ -48,7 +51,7 @@ _NOBODY = _Owner("", None, False)
 
 
 class Walker:
-    """One walk: collects leaves, and sees tensors that appear under several names."""
+    """One walk: collects leaves, and recognizes tensors that appear under several names."""
 
     def __init__(self, components: Mapping[str, Any], topology: Topology) -> None:
         self.tensors: list[TensorLeaf] = []
@@ -77,18 +80,18 @@ class Walker:
                 self._know(name, component)
 
     def component(self, name: str, component: Any) -> Node:
-        """Walk one of them; its branch of the tree."""
+        """Walk one component. Returns its branch of the tree."""
         inner = unwrap(component)
         self._inner, self._there = inner, None
         self._lazy = isinstance(inner, torch.optim.Optimizer)
         self._section = Section.OPTIMIZER if self._lazy else Section.REST
         self._module = isinstance(inner, nn.Module)
-        # what modules and optimizers make of their state is theirs to know
+        # modules and optimizers handle the forms of their own containers and arrays
         self._formed = not (self._module or self._lazy)
         self._lenient = replication_of(component) is not None
         self._owners = self._owners_of(name, inner) if self._lazy else {}
         tree = self._trees[name] if name in self._trees else _tree_of(name, component)
-        if isinstance(inner, dict):  # refilled where it is, whatever kind of dict that is
+        if isinstance(inner, dict):  # refilled in place, so its kind is not kept
             tree = dict(tree)
         with torch.no_grad():  # for `local_of`
             node = self._branch(tree, name)
@@ -117,7 +120,9 @@ class Walker:
                 self._pointers.add(_pointer(parameter, full))
 
     def _owners_of(self, name: str, optimizer: torch.optim.Optimizer) -> dict[str, _Owner]:
-        """By the path that the state of each parameter has in the optimizer's tree."""
+        """The owner of each parameter's state, by the path of that state in the optimizer's
+        tree.
+        """
         owners = {}
         named: list[tuple[str, tuple[int, ...]]] = []
         parameters = (one for group in optimizer.param_groups for one in group["params"])
@@ -156,7 +161,9 @@ class Walker:
         return ("x", self._value(form)[1], ("t", self._tensor(form.take(tree), path, fresh=True)))
 
     def _parts(self, tree: Any, path: str) -> Node:
-        """What a wrapper keeps its values in, copied at once: torch moves no version of them."""
+        """The tensors in which a wrapper keeps its values. They are copied at once, because torch
+        does not move their version counters.
+        """
         was, self._wrapped = self._wrapped, True
         if not was:
             self._check_parts(tree, path)
@@ -166,8 +173,10 @@ class Walker:
         return ("d", nodes)
 
     def _check_parts(self, tree: Any, path: str) -> None:
-        """A restore fills the parts, so they must be those that the module has."""
-        if self._there is None:  # once a walk: there may be many
+        """Check that the parts are those of the module itself, because a restore fills the
+        parts.
+        """
+        if self._there is None:  # once per component: there may be many
             tensors = (*self._inner.parameters(), *self._inner.buffers())
             plains = (plain for one in tensors for _, plain in plain_tensors(one, path))
             self._there = {_pointer(plain, path) for plain in plains}
@@ -179,7 +188,7 @@ class Walker:
                 )
 
     def _with_form(self, node: Node | None, tree: Any) -> Node | None:
-        """`node`, and what kind of container it was; a plain dict is none of its own."""
+        """`node` with the kind of its container; a plain dict is kept without one."""
         kind = type(tree)
         if node is None or kind not in _FORMS or not self._formed:
             return node
@@ -251,7 +260,7 @@ class Walker:
         carried = self._topology.owner(claim)
         name = path if carried is None else local_name(path, carried)
         pointer = local.data_ptr()
-        if not pointer or not local.is_cpu:  # else it is looked at where it is copied
+        if not pointer or not local.is_cpu:  # CPU tensors are checked when they are copied
             check_memory(local, path)
         if pointer:
             identity = (pointer, local.dtype, live.shape, local.shape, strides, fresh)
@@ -263,7 +272,7 @@ class Walker:
         return name
 
     def _check_expanded(self, path: str) -> None:
-        if self._module:  # is filled where it is
+        if self._module:  # a module's tensors are filled in place
             raise UsageError(
                 f"{path}: the elements of this expanded tensor share memory, so it cannot be filled"
                 " at a restore (nor by load_state_dict); make it with .clone()"
@@ -303,7 +312,7 @@ class Walker:
         )
 
     def _common(self, live: Tensor, local: Tensor, path: str) -> tuple[Sharing | None, Claim]:
-        """Who else has (a box of) this tensor, and the claim that its name rests on."""
+        """How this tensor is shared with other ranks, and the claim on which its name rests."""
         owner = self._owner
         if live is not local:
             sharing = sharding.sharing_of(live, path)
@@ -318,8 +327,9 @@ class Walker:
         return None, (path, None)
 
     def _beside(self, owner: _Owner, local: Tensor) -> tuple[Sharing | None, Claim]:
-        """State of a parameter that is the same everywhere: so is its state where several ranks
-        have any; a sharded optimizer has it on one rank only."""
+        """State of a parameter that is not sharded. If several ranks have such state, it is the
+        same on all of them. A sharded optimizer has it on one rank only.
+        """
         holders = self._topology.holders.get((owner.path, owner.members))
         if owner.members is None or holders is None:
             return None, (owner.path, None)
@@ -329,7 +339,7 @@ class Walker:
 
 
 def check_tensor(tensor: Tensor, name: str) -> None:
-    """Raises UsageError for tensors that have no plain bytes."""
+    """Raise UsageError for a tensor that has no plain bytes."""
     plain = type(tensor) is Tensor or type(tensor) is nn.Parameter
     if not plain:
         _check_subclass(tensor, name)
@@ -360,15 +370,16 @@ def _check_subclass(tensor: Tensor, name: str) -> None:
 
 
 def _is_large(value: Any) -> bool:
-    """Whether it is nothing for the extras. Of small tensors a growing deque may hold any number
-    without another layout."""
+    """Whether it is too large for the extras. A growing deque may hold any number of small tensors
+    without changing the layout.
+    """
     if isinstance(value, Tensor):
         return not value.is_cpu or value.nbytes >= LARGE_BYTES
     return ArrayForm.of(value) is not None
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether several elements are one in memory, as `Tensor.expand` makes them."""
+    """Whether several elements share one place in memory, as `Tensor.expand` makes them."""
     return tensor.numel() > 0 and any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -384,7 +395,7 @@ def _tree_of(name: str, component: Any) -> Any:
 
 
 def _same_on(ranks: Members, local: Tensor) -> Sharing | None:
-    """A tensor that all of `ranks` have whole."""
+    """The sharing of a tensor that each of `ranks` has whole; None if there is only one rank."""
     if ranks is None or len(ranks) == 1:
         return None
     shape = tuple(local.shape)

@@ -1,7 +1,7 @@
-"""What stands around the user's modules and optimizers: seen through, so that names do not change.
+"""Sees through what wraps the user's modules and optimizers, so that names do not change.
 
-`DistributedDataParallel` says something on the way: its parameters are the same on all ranks of its
-group. `ZeroRedundancyOptimizer` keeps each rank's part in an optimizer of its own.
+`DistributedDataParallel` adds a fact: its parameters are the same on all ranks of its group.
+`ZeroRedundancyOptimizer` keeps each rank's part in an optimizer of its own.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from keepstep.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Replication:
-    """The ranks on which a module's parameters are the same, but for those that are `ignored`."""
+    """The ranks on which a module's parameters are the same, except for those that are
+    `ignored`.
+    """
 
     ranks: tuple[int, ...]
     ignored: frozenset[str]
 
 
 class Replicated(nn.Module):
-    """Around a module whose parameters are the same on `ranks`, as who made them so knows: an
-    adapter. Takes no part in training."""
+    """Wraps a module whose parameters are the same on `ranks`. An adapter that knows this makes it.
+    It takes no part in training.
+    """
 
     def __init__(self, module: nn.Module, ranks: tuple[int, ...]) -> None:
         super().__init__()
@@ -35,8 +38,9 @@ class Replicated(nn.Module):
 
 
 class Flat(nn.Module):
-    """A module whose parameters are vectors, of which ranks have parts: an adapter's, of another
-    module. `shapes`: by their names, those that they have there."""
+    """A module whose parameters are vectors of which each rank has a part. An adapter makes it for
+    another module. `shapes`: the shapes that the parameters have in that module, by name.
+    """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -44,7 +48,8 @@ class Flat(nn.Module):
 
 
 def unwrap(component: Any) -> Any:
-    """The module inside DistributedDataParallel or torch.compile, a sharded optimizer's own part.
+    """The module inside DistributedDataParallel or torch.compile, or this rank's part of a sharded
+    optimizer.
 
     Raises UsageError for a ZeroRedundancyOptimizer that has no part yet.
     """
@@ -57,7 +62,9 @@ def unwrap(component: Any) -> Any:
 
 
 def replication_of(component: Any) -> Replication | None:
-    """What DistributedDataParallel around a module says; None without."""
+    """The replication of a module inside DistributedDataParallel or `Replicated`; None if there is
+    neither.
+    """
     while isinstance(component, nn.Module):
         if isinstance(component, Replicated):
             return Replication(component.ranks, frozenset())
@@ -70,15 +77,16 @@ def replication_of(component: Any) -> Replication | None:
 
 
 def after_loading(components: Mapping[str, Any]) -> None:
-    """Tell the wrappers what was put into what they wrap."""
+    """Update the wrappers after what they wrap was loaded."""
     for component in components.values():
         if is_zero(component):
             _copy_groups(component.optim, component)
 
 
 def is_deepspeed(component: Any) -> bool:
-    """Whether it is DeepSpeed's engine, or one of its optimizers that are none of torch's: both
-    have partitions, or copies, that nobody else knows of."""
+    """Whether it is DeepSpeed's engine, or one of its optimizers that are not torch optimizers.
+    Both have partitions or copies that only DeepSpeed knows.
+    """
     return any(
         kind.__module__.partition(".")[0] == "deepspeed"
         and kind.__name__ in ("DeepSpeedEngine", "DeepSpeedOptimizer")
@@ -87,7 +95,9 @@ def is_deepspeed(component: Any) -> bool:
 
 
 def is_zero(component: Any) -> bool:
-    """Whether it is a ZeroRedundancyOptimizer; nobody has one without importing its module."""
+    """Whether it is a ZeroRedundancyOptimizer. Imports nothing: without its module imported, there
+    is none.
+    """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(component, module.ZeroRedundancyOptimizer)
 
@@ -110,12 +120,12 @@ def _own_part(optimizer: Any) -> Any:
 
 
 def _copy_groups(source: Any, target: Any) -> None:
-    """Learning rates and the like, as `ZeroRedundancyOptimizer.step` itself copies them."""
+    """Copy options such as learning rates, as `ZeroRedundancyOptimizer.step` itself does."""
     for one, other in zip(source.param_groups, target.param_groups, strict=True):
         other.update({key: value for key, value in one.items() if key != "params"})
 
 
 def tree_of(component: Any) -> Any:
-    """What `component` says its state is; live tensors, not copies."""
+    """What `component` gives as its state: live tensors, not copies."""
     component = unwrap(component)
     return component if isinstance(component, dict) else component.state_dict()
