@@ -1,5 +1,5 @@
 """`torch.distributed.checkpoint` over keepstep: a storage writer and a storage reader for the stock
-`dcp.save`, `dcp.async_save` and `dcp.load`, in the place of FileSystemWriter and FileSystemReader.
+`dcp.save`, `dcp.async_save` and `dcp.load`, in place of FileSystemWriter and FileSystemReader.
 
     import torch.distributed.checkpoint as dcp
     import keepstep.dcp
@@ -7,27 +7,32 @@
     state = {"app": AppState(model, optimizer)}        # as for any other storage
     if keepstep.dcp.latest_step() is not None:
         reader = keepstep.dcp.StorageReader()
-        dcp.load(state, storage_reader=reader)          # reader.loaded_step: from where to go on
+        dcp.load(state, storage_reader=reader)          # go on from reader.loaded_step
     dcp.save(state, storage_writer=keepstep.dcp.StorageWriter("out/step-100"))
     future = dcp.async_save(state, storage_writer=keepstep.dcp.StorageWriter("out/step-200"),
                             process_group=gloo)         # dist.new_group(backend="gloo")
 
-A path names a step of the run: the number that its last part ends with. Nothing is written there.
+A path names a step of the run: the number at the end of the path's last part. Nothing is written at
+that path.
 
 Each rank's plan items become one image in a slot, and the sidecar does the rest, as for a
-`Checkpointer`; `dcp.save` returns when the step is committed. DCP's pickled `.metadata` is not
-written: what it would say stands in the images' headers. `StorageReader()` gets these, and the
-bytes, from the sidecar, wherever the step is; `StorageReader(directory)` needs none.
+`Checkpointer`. `dcp.save` returns when the step is committed. DCP's pickled `.metadata` is not
+written, because the headers of the images hold the same facts. `StorageReader()` gets headers and
+bytes from the sidecar, on whatever tier the step is; `StorageReader(directory)` needs no sidecar.
 
-What differs from a `Checkpointer`: the planner decides what is saved and by whom, nothing of it is
-fail-open (`dcp.save` raises), values that are no tensors are pickled and unpickled by DCP's planner
-(not by keepstep), and random states are kept only if they are in the state dict. Steps are retired
-by the run's retention, as all steps are: what must stay is pinned or archived. One process uses
-either these or a `Checkpointer`, as a rank has one lease.
+Differences to a `Checkpointer`:
+
+- The planner decides what is saved, and by which rank.
+- Errors are never hidden: `dcp.save` raises.
+- DCP's planner, not keepstep, pickles and unpickles values that are not tensors.
+- Random states are kept only if they are in the state dict.
+
+The run's retention retires steps, like all other steps: pin or archive what must stay. One process
+uses either keepstep.dcp or a `Checkpointer`, because a rank has one lease.
 """
 
 from keepstep.dcp.reader import StorageReader, latest_step
-from keepstep.dcp.reader import newest_step as newest_step  # the name that it had
+from keepstep.dcp.reader import newest_step as newest_step  # kept for scripts that use this name
 from keepstep.dcp.session import close
 from keepstep.dcp.writer import StorageWriter
 

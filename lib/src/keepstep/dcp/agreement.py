@@ -1,11 +1,12 @@
-"""What the ranks of a `dcp.save` or `dcp.load` agree on, by DCP's own exchange of plans.
+"""What the ranks of a `dcp.save` or `dcp.load` agree on, through DCP's own exchange of plans.
 
-Of a save, before they write: the step and the epoch.
+Before a save, the ranks agree on the step and the epoch.
 
-It travels with DCP's own plans: each rank puts a `Ballot` into its local plan, the coordinator
-answers with an `Agreed` in each rank's part of the global plan. So there is no collective of ours,
-and whatever group DCP was given (a process group, `no_dist=True`) is the world of the step: a
-storage writer is not told which one it is, and a vote of its own would meet the wrong ranks.
+The agreement travels with DCP's own plans: each rank puts a `Ballot` into its local plan, and the
+coordinator answers with an `Agreed` in each rank's part of the global plan. So keepstep needs no
+collective of its own, and the group that DCP was given (a process group, or `no_dist=True`) is the
+world of the step. DCP does not tell a storage writer its group, so a separate vote would meet the
+wrong ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Ballot:
-    """What one rank knows. `epoch`: the one it is in, if it saved before, in a `world` of so many;
-    `loaded`: the step that it goes on from; `highest_epoch`: the highest epoch number that its
-    sidecar ever saw."""
+    """What one rank knows before a save.
+
+    `epoch`: the epoch that the rank is in, if it saved before; `world`: the number of ranks of that
+    epoch. `loaded`: the step that it goes on from. `highest_epoch`: the highest epoch number that
+    its sidecar ever saw.
+    """
 
     step: int
     epoch: Epoch | None
@@ -38,7 +42,7 @@ class Ballot:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed:
-    """What one rank does: `rank` of `world` writes its image of `step` in `epoch`."""
+    """What one rank must do: as `rank` of `world`, write its image of `step` in `epoch`."""
 
     step: int
     epoch: Epoch
@@ -49,9 +53,10 @@ class Agreed:
 def agree(ballots: Sequence[Ballot], *, nonce: str) -> list[Agreed]:
     """Decide from the ballots of all ranks, in rank order. Pure.
 
-    The ranks of an epoch stay in it, else a new one begins, with the step that all of them loaded
-    as its parent: an epoch has one world, or a rank that saves alone would commit a step of the
-    others by itself. Raises UsageError when the ranks save, or loaded, different steps.
+    If all ranks are in one epoch of this world, they stay in it. Otherwise a new epoch begins,
+    whose parent is the step that all of them loaded. An epoch has one world: otherwise a rank that
+    saves alone would by itself commit a step of the other ranks. Raises UsageError if the ranks
+    save different steps, or loaded different steps.
     """
     step = _same([one.step for one in ballots], "save steps")
     loaded = _same([one.loaded for one in ballots], "loaded")
@@ -75,22 +80,24 @@ def _same(values: Sequence[T], what: str) -> T:
 
 # --- which step is loaded --------------------------------------------------------------------
 #
-# Which step the ranks of a `dcp.load` bring back: `keepstep.core.vote`, by DCP's own exchange.
+# Which step the ranks of a `dcp.load` load: `keepstep.core.vote` decides, through DCP's own
+# exchange.
 #
 # DCP plans before it exchanges anything. So each rank plans for the newest step that its own
-# sidecar can bring, and its ballot travels with that plan; the coordinator answers with the
-# newest step that all of them can bring, and a rank that planned for another one plans again. As
-# with a save there is no collective of ours, and whatever group DCP was given is the one that
+# sidecar can bring, and its ballot travels with that plan. The coordinator answers with the newest
+# step that all ranks can bring, and a rank that planned for another step plans again. As with a
+# save, keepstep needs no collective of its own, and the group that DCP was given is the group that
 # agrees.
 #
-# Only *offers* count: steps of which a sidecar can bring every byte of every rank. An image of
-# the rank's own is not enough, as DCP's planner keeps what ranks have alike in one of them.
+# Only *offers* count: steps of which a sidecar can bring every byte of every rank. The rank's own
+# image is not enough, because DCP's planner keeps replicated tensors in one of the ranks' images.
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadBallot:
-    """What one rank knows. `step`: the number that is asked for, None for the newest. `failed`:
-    steps that it could not read."""
+    """What one rank knows before a load. `step`: the number that is asked for; None for the newest.
+    `failed`: steps that the rank could not read.
+    """
 
     vote: Candidates
     step: int | None
@@ -98,11 +105,11 @@ class LoadBallot:
 
 
 def choose(ballots: Sequence[LoadBallot]) -> StepId | None:
-    """The newest step that all ranks can bring, from the ballots in rank order; None: nothing was
+    """The newest step that all ranks can bring, from the ballots in rank order; None if nothing was
     ever kept. Pure.
 
-    Raises UsageError when the ranks ask for different steps, RestoreError when something is there
-    but no step that all can bring.
+    Raises UsageError if the ranks ask for different steps, and RestoreError if there are steps, but
+    none that all ranks can bring.
     """
     for rank, one in enumerate(ballots):
         if one.step != ballots[0].step:
@@ -132,7 +139,7 @@ def _is_empty(ballot: LoadBallot) -> bool:
 
 
 def _nothing(rank: int, ballot: LoadBallot, votes: Sequence[Candidates]) -> RestoreError:
-    """Why this rank can bring nothing, while it must."""
+    """Why this rank has nothing to bring although a step must be loaded."""
     vote, which = ballot.vote, "" if ballot.step is None else f" {ballot.step}"
     others = sorted({one.id for each in votes for one in each.offers})
     said = f"; another rank can bring {others[-1]}" if others else ""

@@ -1,9 +1,9 @@
-"""What an image of a `dcp.save` says besides its tensors, and DCP's `Metadata` of a step.
+"""What an image of a `dcp.save` holds besides its tensors, and DCP's `Metadata` of a step.
 
-DCP's `Metadata` is rebuilt from the headers alone. Boxes, shapes and dtypes stand there anyway; the
-skeleton adds the names of the values that are no tensors (their bytes are in the extras), which
-entries are boxes of one tensor (`name@0`, `name@1`), and the planner's mapping from flat names to
-paths. All of it is constant while the keys of the state dict are.
+DCP's `Metadata` is rebuilt from the headers alone, which contain boxes, shapes and dtypes anyway.
+The skeleton adds three things: the names of the values that are not tensors (their bytes are in the
+extras), which entries are boxes of one tensor (`name@0`, `name@1`), and the planner's mapping from
+flat names to paths. All of it stays the same as long as the keys of the state dict do.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ Path = tuple[str | int, ...]
 
 
 class Contents:
-    """All that a step holds. `where`: for messages. `foreign`: a `Checkpointer` saved it, so there
-    are no values that DCP could load."""
+    """Everything that a step holds. `where`: for messages. `foreign`: a `Checkpointer` saved the
+    step, so it has no values that DCP could load.
+    """
 
     def __init__(self, images: StepImages, *, where: str, rank: int) -> None:
-        """Of equal boxes those of the nearest image are taken; among equally near ones each rank
-        begins elsewhere, so that the load is spread.
+        """Choose the boxes to read.
 
-        Raises FormatError, and CoverageError that names all boxes that are missing, overlap, or
-        contradict each other.
+        Of equal boxes, those of the nearest image are taken. Among equally near ones, each rank
+        begins its search at another rank, so that the load is spread. Raises FormatError, and
+        CoverageError, which names all boxes that are missing, overlap, or contradict each other.
         """
         self.where = where
         self._index: Index = images.index
@@ -77,14 +78,14 @@ class Contents:
         for piece in made.pieces():
             boxes[wants[piece.want].name][piece.at] = piece
         for name, one in saved.items():
-            if not boxes[name]:  # no element: any of its boxes is all of it
+            if not boxes[name]:  # no elements: any of its boxes is the whole tensor
                 holder, begin = one.rows[0, :2].tolist()
                 at, sizes = _whole(one).offsets, one.shape
                 boxes[name][at] = Piece(holder, begin, 0, sizes, at, sizes, at)
         return boxes
 
     def metadata(self) -> Metadata:
-        """For DCP's planners."""
+        """The `Metadata` for DCP's planners."""
         held: dict[str, STORAGE_TYPES] = {
             name: self._tensor_metadata(name, sorted(boxes)) for name, boxes in self._boxes.items()
         }
@@ -108,7 +109,9 @@ class Contents:
         )
 
     def dtype(self, index: MetadataIndex) -> torch.dtype:
-        """Of a saved tensor. Raises FormatError for one that this torch lacks."""
+        """The dtype of a saved tensor. Raises FormatError for a dtype that this torch does not
+        have.
+        """
         code = self._saved(index.fqn).dtype
         dtype: torch.dtype | None = DTYPE_OF.get(code)
         if dtype is None:
@@ -116,14 +119,14 @@ class Contents:
         return dtype
 
     def stored(self, index: MetadataIndex) -> Piece:
-        """The saved box that a read item means. Raises FormatError."""
+        """The saved box that a read item names. Raises FormatError."""
         box = self._boxes.get(index.fqn, {}).get(tuple(index.offset or ()))
         if box is None:
             raise FormatError(f"no box of {index.fqn} at {index.offset}", path=self.where)
         return box
 
     def holder(self, item: ReadItem) -> int:
-        """The saved rank whose image holds what a read item means. Raises FormatError."""
+        """The saved rank whose image holds what a read item names. Raises FormatError."""
         index = item.storage_index
         if item.type is not LoadItemType.BYTE_IO:
             return self.stored(index).rank
@@ -143,7 +146,7 @@ def _whole(saved: Saved) -> Box:
 
 
 def _merged_paths(trees: Iterable[Tree]) -> dict[str, Path] | None:
-    """As DefaultSavePlanner merges the mappings of all ranks: the first rank's counts."""
+    """Merge the mappings of all ranks as DefaultSavePlanner does: the first rank's entry counts."""
     given = [tree.paths for tree in trees if tree.paths is not None]
     merged: dict[str, Path] = {}
     for paths in reversed(given):
@@ -153,9 +156,13 @@ def _merged_paths(trees: Iterable[Tree]) -> dict[str, Path] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """`values`: names of what is no tensor. `boxes`: the tensor's name of each entry that has
-    another one. `paths`: where each flat name stands in the nested state dict, None if the planner
-    did not flatten it. `foreign`: a `Checkpointer` made the image; its tree is another one."""
+    """The tree of one rank's image of a `dcp.save`.
+
+    `values`: names of the values that are not tensors. `boxes`: for each entry that is not named
+    after its tensor, the name of the tensor. `paths`: the path of each flat name in the nested
+    state dict; None if the planner did not flatten it. `foreign`: a `Checkpointer` made the image,
+    which has another kind of tree.
+    """
 
     values: tuple[str, ...] = ()
     boxes: Mapping[str, str] = field(default_factory=dict)
@@ -163,7 +170,7 @@ class Tree:
     foreign: bool = False
 
     def render(self) -> str:
-        """For the header. Raises UsageError for a path that JSON would change."""
+        """The skeleton for the header. Raises UsageError for a path that JSON would change."""
         if self.paths is not None:
             _check_paths(self.paths)
         tree = {
@@ -176,7 +183,7 @@ class Tree:
 
     @classmethod
     def parse(cls, skeleton: str) -> Tree:
-        """Inverse of `render`; empty and `foreign` for an image of a `Checkpointer`.
+        """The inverse of `render`; empty and `foreign` for an image of a `Checkpointer`.
 
         Raises FormatError.
         """
@@ -195,9 +202,9 @@ class Tree:
 
 
 def paths_of(planner_data: Any) -> Mapping[str, Path] | None:
-    """The mapping that the stock planner leaves in a plan, None for none.
+    """The mapping that the stock planner leaves in a plan; None if there is none.
 
-    Raises UsageError for the data of another planner: it could only be pickled.
+    Raises UsageError for the data of another planner, which could only be pickled.
     """
     if planner_data is None:
         return None

@@ -1,9 +1,10 @@
-"""A committed step's directory, for `StorageReader(path)`: the exit door, which needs no sidecar.
+"""Reads the directory of a committed step for `StorageReader(path)`. This needs no sidecar, so
+steps can always be read without keepstep running.
 
-Stock DCP leaves rows silently untouched when a shard is missing, and joins whatever it finds. So
-this refuses a directory that is not exactly one step of one run by one world, and names the file.
-A shard's manifest vouches for each of its chunks, which are verified once, before anything is
-handed out. Files are mapped: nothing is held beside tensors.
+Stock DCP silently leaves rows untouched when a shard is missing, and joins whatever it finds. So
+this module refuses a directory that is not exactly one step of one run by one world, and names the
+offending file. A shard's manifest vouches for each of its chunks. Each chunk is verified once,
+before anything is handed out. Files are mapped, so no memory is needed besides the tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _THREADS = 4
 
 @dataclass(eq=False)
 class Shard:
-    """One rank's image at rest. Mapped when it is first read."""
+    """The image of one rank at rest. It is mapped when it is first read."""
 
     path: Path
     manifest: Manifest
@@ -44,8 +45,9 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path) -> Shard:
-        """Read header, digest table and seal. Raises ImageError, StorageError; each names the
-        file."""
+        """Read header, digest table and seal. Raises ImageError and StorageError, which name the
+        file.
+        """
         try:
             with path.open("rb") as file:
                 fd = file.fileno()
@@ -67,7 +69,7 @@ class Shard:
         return self.manifest.control
 
     def map(self) -> tuple[Tensor, memoryview]:
-        """Its bytes, to be read only. Raises StorageError."""
+        """The bytes of the file; do not write to them. Raises StorageError."""
         if self._mapped is None:
             try:
                 self._mapped = map_image(str(self.path))
@@ -76,25 +78,29 @@ class Shard:
         return self._mapped
 
     def unverified(self, begin: int, end: int) -> Iterator[int]:
-        """Numbers of the chunks that hold `[begin, end)` and were not verified yet."""
+        """The numbers of the chunks that hold `[begin, end)` and were not yet verified."""
         numbers = range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)) if begin < end else ()
         return (one for one in numbers if one not in self._verified)
 
     def verify(self, chunk: int) -> None:
-        """Digest one chunk. Raises DigestError that names its tensors and the file."""
+        """Check the digest of one chunk. Raises DigestError, which names its tensors and
+        the file.
+        """
         _, view = self.map()
         self.manifest.check(chunk, view[slice(*self.manifest.bounds(chunk))], path=self.path)
         self._verified.add(chunk)
 
 
 class Folder:
-    """One committed step: `StepImages` of its shards. Only what `verify` has seen is to be read."""
+    """One committed step, as the `StepImages` of its shards. Read only what `verify` has
+    verified.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read all headers and seals.
 
-        Raises RestoreError for a directory without a step or with an incomplete one, ImageError
-        for a file that is no shard, ForeignError for one of another step, epoch, run or world.
+        Raises RestoreError for a directory without a step or with an incomplete one, ImageError for
+        a file that is no shard, and ForeignError for a shard of another step, epoch, run or world.
         """
         self.path = path
         try:
@@ -120,11 +126,13 @@ class Folder:
 
     @property
     def nearness(self) -> list[int]:
-        """All are equally near."""
+        """All shards are equally near."""
         return [0] * len(self._shards)
 
     def verify(self, ranges: Iterable[tuple[int, int, int]]) -> None:
-        """Digest all chunks of these (rank, begin, end) that were not yet. Raises DigestError."""
+        """Check the digests of all chunks of these (rank, begin, end) that were not yet verified.
+        Raises DigestError.
+        """
         if not HAVE_FAST:
             log.warning("keepstep: without the xxhash package, verifying is very slow")
         wanted = {
@@ -142,12 +150,12 @@ class Folder:
         return self._shards[rank].layout.skeleton
 
     def extras_range(self, rank: int) -> tuple[int, int, int]:
-        """Where all is that is no tensor in a saved rank's image, for `verify`."""
+        """Where the extras lie in a saved rank's image, as (rank, begin, end) for `verify`."""
         begin = self._shards[rank].layout.extras_begin
         return rank, begin, begin + self._shards[rank].control.extras_bytes
 
     def extras(self, rank: int) -> bytes:
-        """The bytes of all that is no tensor in a saved rank's image."""
+        """The bytes of everything in a saved rank's image that is not a tensor."""
         _, begin, end = self.extras_range(rank)
         return bytes(self._shards[rank].map()[1][begin:end])
 
@@ -156,19 +164,20 @@ class Folder:
         return self._shards[rank].map()[0]
 
     def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
-        """Nothing comes in chunks."""
+        """Empty: all images are mapped, so nothing is read in chunks."""
         return iter(())
 
     def close(self) -> None:
-        """What is mapped is let go of with the last view of it."""
+        """Nothing to do: each mapping is released with the last view of it."""
 
 
 def is_directory(path: Path) -> bool:
-    """Whether this means a directory of shards, and not a step of the run by its number.
+    """Whether this path means a directory of shards, and not a step of the run by its number.
 
-    One that holds a checkpoint does, and a name that only keepstep gives, there or not: a mistake
-    in such a path must not bring another run's step. Others may lie where a script makes them for
-    a writer that would write there, with whatever it puts beside.
+    It does if the directory holds a checkpoint, or if only keepstep gives such a name, even if the
+    directory does not exist: a mistake in such a path must not load a step of another run. Any
+    other directory may be one that a script made for a writer that would write there, with other
+    files in it.
     """
     try:
         StepId.parse(path.name)

@@ -1,4 +1,4 @@
-"""One rank's save plan as an image: which entries, which values, and the copy into a slot."""
+"""Turns one rank's save plan into an image: its entries, its values, and the copy into a slot."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ from keepstep.image import Section, TensorSpec
 from keepstep.state.dtypes import DTYPE_OF, code_of
 
 _BATCH_BYTES = 256 << 20
-"""Resolving an item may allocate: so much is resolved and copied before the next is."""
+"""Resolving an item may allocate memory, so at most about this much is resolved before it is
+copied.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Items:
-    """`tensors` and `specs` go together, in the plan's order."""
+    """A save plan, taken apart. `tensors` and `specs` correspond one to one, in the plan's
+    order.
+    """
 
     tensors: tuple[WriteItem, ...]
     specs: tuple[TensorSpec, ...]
@@ -39,7 +43,7 @@ class Items:
 
     @classmethod
     def of(cls, plan: SavePlan) -> Items:
-        """Take a plan apart. Raises UsageError for what an image cannot hold."""
+        """Take a plan apart. Raises UsageError for an item that an image cannot hold."""
         tensors = tuple(one for one in plan.items if one.type is not WriteItemType.BYTE_IO)
         values = tuple(one for one in plan.items if one.type is WriteItemType.BYTE_IO)
         names = _entry_names(tensors)
@@ -56,7 +60,7 @@ class Items:
         return cls(tensors=tensors, specs=specs, values=values, tree=tree)
 
     def read_values(self, planner: SavePlanner) -> dict[str, bytes]:
-        """The bytes that DCP's planner makes of each value that is no tensor."""
+        """For each value that is not a tensor, the bytes that DCP's planner makes of it."""
         read = {}
         for item in self.values:
             stream: Any = planner.resolve_data(item)
@@ -64,11 +68,13 @@ class Items:
         return read
 
     def copy_into(self, slot: SlotMapping, planner: SavePlanner) -> None:
-        """Copy every tensor into its place. Raises UsageError for one that is not as planned."""
+        """Copy every tensor into its place in the slot. Raises UsageError for a tensor that is not
+        as planned.
+        """
         self.copy_resolved(slot, planner.resolve_data)
 
     def copy_resolved(self, slot: SlotMapping, resolve: Callable[[WriteItem], Any]) -> None:
-        """The same with tensors from elsewhere than a planner."""
+        """Like `copy_into`, with tensors from `resolve` instead of a planner."""
         moves: list[copying.Move] = []
         copies: list[copying.Copy] = []
         held: list[Tensor] = []
@@ -90,7 +96,9 @@ class Items:
         copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
 
     def resolved(self, planner: SavePlanner) -> Iterator[tuple[TensorSpec, Tensor]]:
-        """Every tensor as the planner gives it. Raises UsageError for one that was not planned."""
+        """Every tensor as the planner gives it. Raises UsageError for a tensor that is not as
+        planned.
+        """
         return self._resolved(planner.resolve_data)
 
     def _resolved(self, resolve: Callable[[WriteItem], Any]) -> Iterator[tuple[TensorSpec, Tensor]]:
@@ -105,7 +113,9 @@ class Items:
 
 
 def _entry_names(items: Sequence[WriteItem]) -> list[str]:
-    """The name itself, or `name@0`, `name@1` for several boxes of one tensor in this rank."""
+    """The name of each entry: the tensor's name, or `name@0`, `name@1` for several boxes of one
+    tensor in this rank.
+    """
     counts = Counter(one.index.fqn for one in items)
     used: Counter[str] = Counter()
     names = []

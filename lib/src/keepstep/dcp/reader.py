@@ -1,4 +1,4 @@
-"""The storage of `dcp.load`: a committed step, at whatever world size and layout, verified."""
+"""The storage of `dcp.load`: a committed step, verified, for any world size and layout."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ _LOST += " LoadPlan.storage_data; all ranks must load alike, and a planner keep 
 
 
 def latest_step() -> int | None:
-    """The step that `StorageReader()` would load, as this rank's sidecar knows it; None at the very
-    beginning of a run.
+    """The step that `StorageReader()` would load, as far as this rank's sidecar knows; None at the
+    very beginning of a run.
 
-    Raises RestoreError when steps were kept but cannot be found now: None always means that a start
-    at step 0 loses nothing. Waits until the sidecar has looked everywhere; no collective, so ranks
-    on several machines may see different steps, and `dcp.load` takes the newest that all have.
+    Raises RestoreError if steps were kept but cannot be found now. So None always means that a
+    start at step 0 loses nothing. Waits until the sidecar has looked at all tiers. This is no
+    collective, so ranks on several machines may see different steps; `dcp.load` takes the newest
+    step that all have.
     """
     session = _joined()
     found = choose([_ballot(session, None)])
     return None if found is None else found.step
 
 
-newest_step = latest_step  # its name before there was `Checkpointer.latest_step`
+newest_step = latest_step  # another name, kept for scripts that use it
 
 
 def _joined() -> sessions.Session:
@@ -66,20 +67,21 @@ def _ballot(session: sessions.Session, step: int | None) -> LoadBallot:
 class StorageReader(storage.StorageReader):
     """Loads a committed step.
 
-    With a `path` (or a `checkpoint_id`) that is a step's directory: that directory, whoever it
-    belongs to; no sidecar is needed, and nothing follows from it for the steps that are saved
-    later. Every chunk that any rank needs is verified *before* any rank loads anything. Without the
-    `xxhash` package that is very slow.
+    With a `path` (or a `checkpoint_id`) that is the directory of a step, it loads that directory,
+    no matter which run it belongs to. This needs no sidecar, and has no effect on steps that are
+    saved later. Every chunk that any rank needs is verified *before* any rank loads anything.
+    Without the `xxhash` package, this is very slow.
 
-    With any other path: the run's step of the number that its last part ends with, as
-    `StorageWriter(path)` saved it; so `step`.
+    With any other path, it loads the step of the run that the path names (the number at the end of
+    its last part), as `StorageWriter(path)` saved it. `step` names it likewise.
 
-    Without: the run's newest step that the sidecars of all ranks can bring, from memory, local
-    volumes, other pods or the archive. The ranks agree on it. What is not in memory is verified
-    chunk by chunk on its way; a step that cannot be read to the end raises on all ranks, tensors
-    may be changed in part then, and the next `dcp.load` takes another step.
+    With neither, it loads the run's newest step that the sidecars of all ranks can bring, from
+    memory, local volumes, other pods or the archive. The ranks agree on it. Bytes that are not in
+    memory are verified chunk by chunk as they arrive. A step that cannot be read completely raises
+    on all ranks; some tensors may have changed by then, and the next `dcp.load` takes another step.
+
     `KEEPSTEP_RESTORE_TIMEOUT` bounds each fetch, as for a `Checkpointer`. The next `dcp.save` goes
-    on from the loaded step in a new epoch: later steps of the old one are dead.
+    on from the loaded step in a new epoch: later steps of the old epoch are dead.
     """
 
     def __init__(
@@ -98,29 +100,31 @@ class StorageReader(storage.StorageReader):
 
     @property
     def loaded_step(self) -> int | None:
-        """The step that was loaded last, the same on all ranks; None before."""
+        """The step that was loaded last, the same on all ranks; None before the first load."""
         return None if self._loaded is None else self._loaded.step
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
-        """A load begins. Raises UsageError for an id that is no directory and names no step."""
+        """Begin a load. Raises UsageError for an id that is no directory and names no step."""
         self._opened = self._ballot = self._loaded = None
         if checkpoint_id is not None:
             self._name(checkpoint_id)
 
     def _name(self, path: str | os.PathLike[str] | int) -> None:
-        """What is to be loaded: a directory, or a step of the run."""
+        """Set what to load: a directory, or a step of the run."""
         self._path = self._step = None
         if not isinstance(path, int) and is_directory(Path(path)):
             self._path = Path(path)
         else:
             self._step = step_of(path)
 
-    # no **kwargs: DCP would call it a second time, for metadata of one rank, and hide the error
+    # no **kwargs: with them, DCP would call this a second time, for the metadata of one rank, and
+    # hide the error
     def read_metadata(self) -> Metadata:
-        """Read all headers of the step: of the newest that this rank's sidecar can bring.
+        """Read all headers of the step: of the directory, or of the newest step that this rank's
+        sidecar can bring.
 
-        Raises RestoreError (no such step, or incomplete), ImageError, CoverageError, SidecarError;
-        newer versions of torch wrap it in an AssertionError with its text.
+        Raises RestoreError (there is no such step, or it is incomplete), ImageError, CoverageError,
+        SidecarError. Newer versions of torch wrap these in an AssertionError with the same text.
         """
         if self._path is not None:
             self._opened = StepReader.open(Folder(self._path))
@@ -129,7 +133,9 @@ class StorageReader(storage.StorageReader):
         return self._opened.contents.metadata()
 
     def _newest(self, session: sessions.Session) -> StepReader:
-        """The newest step whose headers can be read; the others do not get this rank's vote."""
+        """The newest step whose headers can be read. Steps whose headers cannot be read do not get
+        this rank's vote.
+        """
         self._ballot = _ballot(session, self._step)
         why: Exception | None = None
         while True:
@@ -154,19 +160,21 @@ class StorageReader(storage.StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing to set up: `read_metadata` has read it."""
+        """Note whether this rank is the coordinator. `read_metadata` has already read the
+        metadata.
+        """
         self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Check all that this rank is going to read; put its ballot into its plan.
+        """Check everything that this rank will read, and put its ballot into its plan.
 
-        Raises DigestError: then nothing is loaded, on any rank.
+        Raises DigestError; then nothing is loaded on any rank.
         """
         self._step_at_hand.check(plan)
         return replace(plan, storage_data=self._ballot or self._step_at_hand.id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Decide on the step for all ranks (coordinator). Raises UsageError, RestoreError."""
+        """Decide on the step for all ranks (coordinator only). Raises UsageError, RestoreError."""
         if self._path is not None:
             _check_same(plans)
             return plans
@@ -179,7 +187,7 @@ class StorageReader(storage.StorageReader):
         return [replace(one, storage_data=id) for one in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Bring what was agreed on into the planner's tensors. Raises ImageError, RestoreError."""
+        """Load the agreed step into the planner's tensors. Raises ImageError, RestoreError."""
         opened = self._step_at_hand
         if self._path is None:
             self._read_agreed(opened, plan, planner)
@@ -212,7 +220,9 @@ class StorageReader(storage.StorageReader):
     def _again(
         self, session: sessions.Session, planned: StepReader, plan: LoadPlan, planner: LoadPlanner
     ) -> tuple[StepReader, LoadPlan]:
-        """The agreed step, and a plan for it: the one at hand if both steps look alike."""
+        """The agreed step, and a plan for it. The existing plan is used again if both steps look
+        alike.
+        """
         planned.close()
         id = plan.storage_data
         self._opened = opened = _reach(session, id)
@@ -245,7 +255,7 @@ class StorageReader(storage.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a directory, or names a step."""
+        """Whether the id is a directory of a step, or names a step."""
         return is_directory(Path(checkpoint_id)) or names_step(checkpoint_id)
 
 

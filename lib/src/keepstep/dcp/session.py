@@ -1,7 +1,7 @@
-"""This process's tie to its sidecar, shared by all writers and readers of `keepstep.dcp`.
+"""This process's connection to its sidecar, shared by all writers and readers of `keepstep.dcp`.
 
-A rank has one lease, and its images have one epoch between two loads, so there is one session a
-process. It ends at the process's exit, or with `close`.
+A rank has one lease, and its images have one epoch between two loads, so each process has one
+session. It ends when the process exits, or with `close`.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Session:
         self._loaded: tuple[StepId, Tier] | None = None
         self._last_step = -1
         self.failed: set[StepId] = set()
-        """Steps that a load could not read to the end, since the last one that did."""
+        """Steps that a load could not read completely, since the last load that succeeded."""
         self.last: object = None
         """What the writer remembers of the last save, as long as the lease lasts."""
         self.turn = threading.RLock()
         self.staged: object = None
-        """What an `async_save` filled and nobody writes yet; taken away by `claim`."""
+        """What an `async_save` staged and no save writes yet. `claim` takes it away."""
         self._staged_at: dict[tuple[int, int], weakref.ref[memoryview]] = {}
         self._saved: StepId | None = None
         self._layout: Layout | None = None
@@ -68,23 +68,26 @@ class Session:
         return self._agent is not None and self._epoch is not None
 
     def claim(self) -> object:
-        """Take `staged` away: the save's own thread and the next save never both have it."""
+        """Take `staged` away, so that the save's own thread and the next save never both
+        have it.
+        """
         staged, self.staged = self.staged, None
         return staged
 
     def note_staged(self, slot: SlotMapping) -> None:
-        """An `async_save` has filled this slot, and DCP has views of it."""
+        """Note that an `async_save` has filled this slot, so that DCP has views of it."""
         self._staged_at[slot.address, slot.layout.size_bytes] = weakref.ref(slot.memory)
 
     def staged_ranges(self) -> list[tuple[int, int]]:
-        """Addresses and sizes of all slots that an `async_save` ever filled, as long as they are
-        mapped: afterwards other tensors may lie there."""
+        """Addresses and sizes of all slots that an `async_save` ever filled and that are still
+        mapped. Once a slot is unmapped, other tensors may lie at its addresses.
+        """
         mapped = {at: memory for at, memory in self._staged_at.items() if memory() is not None}
         self._staged_at = mapped
         return list(mapped)
 
     def holds(self, taken: Slot) -> bool:
-        """Whether this slot is still the one that was taken and neither staged nor put back."""
+        """Whether this slot is still the taken one, and neither staged nor put back."""
         return self._agent is not None and self._agent.taken is taken
 
     @property
@@ -95,7 +98,7 @@ class Session:
         return self._agent
 
     def meet(self, rank: int, world: int) -> None:
-        """`join`, unless there is a lease already: an agreement knows better than a guess."""
+        """`join`, unless there is already a lease: an agreed place is better than a guessed one."""
         if self._agent is None:
             self.join(rank, world)
 
@@ -109,9 +112,10 @@ class Session:
         self._agent, self._place = agent, (rank, world)
 
     def leave(self) -> None:
-        """Give the lease back; whoever takes it again goes on from what was loaded or saved last.
+        """Give the lease back. The next save or load goes on from the step that was last loaded or
+        saved.
 
-        All ranks must do so, or none: they go on from one step.
+        Either all ranks must do this, or none, because they go on from one step.
         """
         if self._saved is not None:
             self._loaded = (self._saved, Tier.LOCAL)
@@ -131,12 +135,13 @@ class Session:
     # --- what there is -----------------------------------------------------------------------
 
     def candidates(self) -> Candidates:
-        """What this rank's sidecar holds; waits until it has looked at its volumes."""
+        """What this rank's sidecar holds. Waits until the sidecar has looked at its volumes."""
         return ask_candidates(self.agent.session)
 
     def resume(self, id: StepId, tier: Tier) -> None:
-        """This step was loaded, from `tier`, as the run's own: the next save begins an epoch that
-        follows it."""
+        """Note that this step was loaded from `tier` as the run's own step: the next save begins an
+        epoch that follows it.
+        """
         self._loaded = (id, tier)
         self.failed.clear()
         self._end_epoch()
@@ -144,7 +149,9 @@ class Session:
     # --- saving ------------------------------------------------------------------------------
 
     def ballot(self, step: int) -> Ballot:
-        """What this rank says before a save. Raises UsageError for a step that cannot come."""
+        """The ballot of this rank before a save. Raises UsageError for a step that does not
+        grow.
+        """
         if self._epoch is not None and step <= self._last_step:
             raise UsageError(
                 f"step {step} comes after step {self._last_step}: steps only grow; to go back,"
@@ -158,9 +165,10 @@ class Session:
         )
 
     def again(self, step: int, *, world: int) -> list[Agreed]:
-        """What `agree` would say to ranks that are all in this epoch. Raises UsageError if none is.
+        """The answer that `agree` would give to ranks that are all in this epoch. Raises UsageError
+        if there is no epoch of this world.
 
-        For plans that a planner took from its cache: the ballots are not in them.
+        Needed for plans that a planner took from its cache, because they contain no ballots.
         """
         if self._epoch is None or self._place is None or self._place[1] != world:
             raise UsageError(
@@ -171,7 +179,9 @@ class Session:
         return [Agreed(step=step, epoch=epoch, rank=one, world=world) for one in range(world)]
 
     def begin(self, agreed: Agreed) -> None:
-        """Be the rank that was agreed on, and in that epoch. Raises SidecarError, UsageError."""
+        """Become the rank that was agreed on, in the agreed epoch. Raises SidecarError,
+        UsageError.
+        """
         if agreed.epoch.id in self._over:
             raise UsageError(
                 f"epoch {agreed.epoch.id} ended with a load: this plan is an old one that the"
@@ -187,7 +197,8 @@ class Session:
         self._last_step = agreed.epoch.parent.step if agreed.epoch.parent else -1
 
     def slot(self, specs: Sequence[TensorSpec], skeleton: str, extras_bytes: int) -> Slot:
-        """A slot for an image of these tensors. Waits for it; raises SlotUnavailable if none comes.
+        """A slot for an image of these tensors. Waits for it; raises SlotUnavailable if none comes
+        in time.
 
         Hand it back with `stage`, or with `agent.put_back`.
         """
@@ -245,7 +256,7 @@ class Session:
         self._saved = id
 
     def await_commit(self, id: StepId) -> None:
-        """Return when the step is committed, and visible to readers. Raises NotDurableError."""
+        """Return when the step is committed and visible to readers. Raises NotDurableError."""
         self.agent.session.wait(id, State.COMMITTED, timeout_s=_DURABLE_S)
 
 
@@ -253,7 +264,7 @@ _SESSION: Session | None = None
 
 
 def session() -> Session:
-    """The session of this process. Raises UsageError when no sidecar is named."""
+    """The session of this process. Raises UsageError if KEEPSTEP_SOCKET names no sidecar."""
     global _SESSION
     socket_path = os.environ.get(SOCKET_ENV, "")
     if not socket_path:
@@ -269,10 +280,11 @@ def session() -> Session:
 
 
 def close() -> None:
-    """Give this rank's lease back. The next save or load takes another, and a new epoch begins that
-    follows the last step of this one.
+    """Give this rank's lease back.
 
-    Called at the process's exit; before that only whoever passes the rank on needs it.
+    The next save or load takes a new lease, and a new epoch begins that follows the last step of
+    this one. keepstep calls this when the process exits. A script needs it only to pass the rank on
+    earlier.
     """
     if _SESSION is not None:
         _SESSION.leave()
@@ -292,7 +304,7 @@ _STEP = re.compile(r"^(?:.*[^0-9])?([0-9]{1,18})$")
 def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
     """The number that an id is or ends with: `1200`, `"1200"`, `"out/step-1200/"`.
 
-    Raises UsageError for an id without one.
+    Raises UsageError for an id without a number.
     """
     text = ""
     if isinstance(checkpoint_id, str | os.PathLike):
@@ -308,7 +320,7 @@ def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
 
 
 def names_step(checkpoint_id: object) -> bool:
-    """Whether `step_of` finds one."""
+    """Whether `step_of` finds a step in it."""
     try:
         step_of(checkpoint_id)  # type: ignore[arg-type]
     except UsageError:
@@ -320,15 +332,16 @@ def names_step(checkpoint_id: object) -> bool:
 
 
 def group_place(*, is_coordinator: bool, rank: int | None) -> tuple[int, int]:
-    """This process's rank and world as far as a storage plugin can know them before the plans of
-    all ranks are seen: DCP tells the rank in its group (since torch 2.7), and nothing of its size.
+    """This process's rank and world, as far as a storage plugin can know them before it sees the
+    plans of all ranks. DCP tells the rank in its group (since torch 2.7), but not the size of the
+    group.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0, 1
     own, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if rank is None:
         rank = 0 if is_coordinator else own
-    # a coordinator that is not rank 0 of the job: `no_dist`, or a group of its own
+    # a coordinator that is not rank 0 of the job has `no_dist`, or a group of its own
     return (0, 1) if is_coordinator and own != 0 else (rank, world)
 
 
@@ -336,11 +349,11 @@ _EXECUTOR, _SAVER = "concurrent.futures.thread", "torch.distributed.checkpoint.s
 
 
 def warn_of_shared_group() -> None:
-    """Say it before a `dcp.async_save` hangs: its thread exchanges plans on the gloo group on which
-    the model trains.
+    """Warn before a `dcp.async_save` hangs because its thread exchanges plans on the gloo group on
+    which the model trains.
 
-    Called within the save, in its thread. DCP tells a storage nothing of its group, so that is
-    looked up where DCP itself has it: in the frame of its `save`.
+    This runs within the save, in its thread. DCP does not tell a storage its group, so the group is
+    looked up in the frame of DCP's own `save`.
     """
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return

@@ -1,9 +1,9 @@
 """`async_save` without a second copy of the state: tensors go straight into the slot.
 
-DCP stages before it plans. But the plan of a state dict that looks like the last one is the last
-plan, so its tensors are copied to their places in a slot at once, and DCP gets a state dict of
-views of that slot. When its plan comes, `Staged.check` proves that every planned tensor is such a
-view: nothing else may get into the image, because the live tensors change meanwhile. A state dict
+DCP stages before it plans. But if a state dict looks like the last one, its plan is the last plan.
+So its tensors are copied at once to their places in a slot, and DCP gets a state dict of views of
+that slot. When DCP's plan comes, `Staged.check` proves that every planned tensor is such a view.
+Nothing else may get into the image, because the live tensors change in the meantime. A state dict
 that looks different is staged in the trainer's own memory (`BlockingAsyncStager`).
 """
 
@@ -31,8 +31,9 @@ from keepstep.state.dtypes import DTYPE_OF
 
 @dataclass(frozen=True, kw_only=True)
 class LastSave:
-    """What the next state dict must look like. `names`: all that this rank offered to the plan;
-    `items`: what of it became this rank's to write."""
+    """What the next state dict must look like. `names`: everything that this rank offered to the
+    plan. `items`: the part of it that this rank had to write.
+    """
 
     names: frozenset[str]
     items: Items
@@ -41,21 +42,26 @@ class LastSave:
 
 @dataclass(kw_only=True, eq=False)
 class Staged:
-    """A slot that holds the tensors of `items`, not sealed yet. `flat`: its bytes; the tensors that
-    DCP got share its storage, which no other save's do, also where the slot is the same."""
+    """A slot that holds the tensors of `items` and is not yet sealed.
+
+    `flat`: its bytes. The tensors that DCP got share its storage. The tensors of other saves do
+    not, even if the slot is the same.
+    """
 
     taken: Slot
     items: Items
     flat: Tensor
 
     def is_for(self, items: Items, planner: SavePlanner) -> bool:
-        """Whether what is planned here was staged by this very `stage`."""
+        """Whether the planned tensors were staged by this very `stage`."""
         mine = self.flat.untyped_storage()._cdata
         planned = [tensor for _, tensor in items.resolved(planner) if tensor.numel()]
         return not planned or any(one.untyped_storage()._cdata == mine for one in planned)
 
     def check(self, items: Items, planner: SavePlanner, *, extras_bytes: int) -> None:
-        """That this plan is the one that was staged. Raises KeepstepError: the step is lost."""
+        """Check that this plan is the one that was staged. Raises KeepstepError, and the step is
+        lost.
+        """
         slot = self.taken.mapping
         fits = (items.specs, items.tree) == (self.items.specs, self.items.tree)
         if not fits or extras_bytes > slot.layout.extras_capacity_bytes:
@@ -67,7 +73,9 @@ class Staged:
 
 
 def refuse_stale(session: Session, items: Items, planner: SavePlanner) -> None:
-    """Raise KeepstepError for views of a slot that was taken back: whatever is in it now."""
+    """Raise KeepstepError for views of a slot that was taken back, because its contents may have
+    changed.
+    """
     mapped = session.staged_ranges()
     if not mapped:
         return

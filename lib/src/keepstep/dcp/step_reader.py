@@ -1,8 +1,9 @@
-"""One step, brought into what DCP's load planner wants of it.
+"""Reads one step into what DCP's load planner wants of it.
 
-The images come from the sidecar (`restore.images`: mapped where they are in memory, else in
-verified chunks through one window, so that a rank holds one window beside its tensors at whatever
-world size), or from a directory (`path_reader`). Bytes are moved as in any other restore.
+The images come from the sidecar (`restore.images`) or from a directory (`path_reader`). From the
+sidecar, an image is mapped if it is in memory, and is otherwise read in verified chunks through one
+window. So at any world size, a rank needs only the memory of one window besides its tensors. Bytes
+are moved as in any other restore.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class StepReader:
     @classmethod
     def reach(cls, link: Session, id: StepId, *, timeout_s: float) -> StepReader:
         """Find the images through the sidecar, and read their headers. `timeout_s`: for one window
-        of chunks. Raises SidecarError, ImageError, CoverageError."""
+        of chunks. Raises SidecarError, ImageError, CoverageError.
+        """
         images = Images.find(
             link, id, timeout_s, lambda skeleton: Tree.parse(skeleton).boxes, every=True
         )
@@ -47,12 +49,13 @@ class StepReader:
 
     @classmethod
     def open(cls, folder: Folder) -> StepReader:
-        """Raises CoverageError."""
+        """Read the step from a directory. Raises CoverageError."""
         return cls(folder, folder.id, where=str(folder.path), rank=0)
 
     def check(self, plan: LoadPlan) -> None:
-        """See that everything in the plan is there, and digest what comes from a directory: what
-        comes from a sidecar is verified on its way. Raises FormatError, DigestError."""
+        """Check that everything in the plan exists, and verify what comes from a directory. What
+        comes from a sidecar is verified as it arrives. Raises FormatError, DigestError.
+        """
         tensors, values = _split(plan)
         moves, dtypes = self._moves(tensors)
         holders = {self.contents.holder(one) for one in values}
@@ -65,8 +68,9 @@ class StepReader:
     def load(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Fill the planner's tensors, and hand it its values.
 
-        Raises SidecarError when a chunk cannot be had: some tensors are changed then. MismatchError
-        for a tensor that is not as planned, ImageError, before any is changed.
+        Raises SidecarError if a chunk cannot be had; some tensors have changed by then. Raises
+        MismatchError for a tensor that is not as planned, and ImageError, before any tensor is
+        changed.
         """
         self.check(plan)  # a global plan may have added something
         tensors, values = _split(plan)
@@ -86,7 +90,7 @@ class StepReader:
             planner.load_bytes(item, io.BytesIO(value))
 
     def tier(self, plan: LoadPlan) -> Tier:
-        """The farthest that this plan reads from."""
+        """The farthest tier from which this plan reads."""
         if isinstance(self._images, Folder):
             return Tier.LOCAL
         found = self._images.found
@@ -94,11 +98,11 @@ class StepReader:
         return max(tiers, key=NEAREST_FIRST.index, default=Tier.MEMORY)
 
     def close(self) -> None:
-        """Let go of the window and of what is mapped."""
+        """Release the window and the mapped images."""
         self._images.close()
 
     def _moves(self, items: Sequence[ReadItem]) -> tuple[Plan, list[torch.dtype]]:
-        """DCP's plan in the terms of `restore.plan`: a want for each item, filled by one piece."""
+        """DCP's plan as a plan of `restore.plan`: one want for each item, filled by one piece."""
         wants, rows = [], []
         dims = max((len(one.lengths) for one in items), default=0)
         for number, item in enumerate(items):
@@ -129,6 +133,6 @@ class StepReader:
 
 
 def _split(plan: LoadPlan) -> tuple[list[ReadItem], list[ReadItem]]:
-    """What is a tensor, and what is not."""
+    """The items that are tensors, and the items that are not."""
     values = [one for one in plan.items if one.type is LoadItemType.BYTE_IO]
     return [one for one in plan.items if one.type is not LoadItemType.BYTE_IO], values

@@ -29,7 +29,9 @@ _LOST = "the planner loses SavePlan.storage_data: a planner must keep what is in
 
 
 class _Save(threading.local):
-    """What belongs to one save: DCP runs each in one thread, and those of a writer may overlap."""
+    """The state of one save. DCP runs each save in one thread, and the saves of one writer may
+    overlap.
+    """
 
     def __init__(self, step: int | None, path: str | os.PathLike[str] | int | None) -> None:
         self.step = step if path is None else step_of(path)
@@ -41,20 +43,22 @@ class _Save(threading.local):
 class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
     """Saves a step through the sidecar that `KEEPSTEP_SOCKET` names.
 
-    The step is `step`, or the number that the last part of `path`, or of DCP's `checkpoint_id`, is
-    or ends with; nothing is written at that path. Steps only grow, as
-    with a `Checkpointer`; after a `dcp.load` through `StorageReader()` they go on from the loaded
-    step, in a new epoch. A process that never loaded begins an epoch without a parent: what was
-    there before is neither continued nor deleted.
+    The step is `step`, or the number that the last part of `path` (or of DCP's `checkpoint_id`) is
+    or ends with. Nothing is written at that path. As with a `Checkpointer`, each step must be
+    greater than the one before. After a `dcp.load` through `StorageReader()`, steps go on from the
+    loaded step, in a new epoch. A process that never loaded begins an epoch without a parent: steps
+    that existed before are neither continued nor deleted.
 
     `dcp.save` returns when the step is committed: durable on every rank. `dcp.async_save` blocks
-    for the copy into the slot (the first time, and when the state dict looks different than the
-    last time, for a copy in the trainer's memory), and its future ends with the commit.
-    `AsyncCheckpointerType.PROCESS` is refused: the lease of a rank, and its epoch, belong to the
-    training process, and the sidecar is the other process already. So is `use_collectives=False`,
-    because without the plans of all ranks nobody can agree on an epoch.
+    only for the copy into the slot, and its future completes with the commit. The first time, and
+    whenever the state dict looks different than the last time, it instead blocks for a copy in the
+    trainer's memory.
 
-    Values that are no tensors are kept as the bytes that the planner makes of them (pickled by
+    `AsyncCheckpointerType.PROCESS` is refused: the rank's lease and its epoch belong to the
+    training process, and the sidecar already is the other process. `use_collectives=False` is
+    refused too, because without the plans of all ranks nothing can decide on an epoch.
+
+    Values that are not tensors are kept as the bytes that the planner makes of them (pickled by
     `torch.save`). Planner data other than DefaultSavePlanner's mapping is refused.
     """
 
@@ -69,12 +73,12 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         self._names: frozenset[str] = frozenset()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
-        """A save begins. Raises UsageError for a checkpoint id without a step."""
+        """Begin a save. Raises UsageError for a checkpoint id without a step."""
         if checkpoint_id is not None:
             self._save.checkpoint_id, self._save.step = checkpoint_id, step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Note this process's place. Raises UsageError for `use_collectives=False`."""
+        """Note this process's place in its group. Raises UsageError for `use_collectives=False`."""
         if not kwargs.get("use_collectives", True):
             raise UsageError(
                 "use_collectives=False cannot be kept: the ranks must agree on the epoch of the"
@@ -98,10 +102,10 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         return replace(plan, storage_data=session.ballot(save.step))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Decide on step and epoch for all ranks (coordinator). Raises UsageError."""
+        """Decide on step and epoch for all ranks (coordinator only). Raises UsageError."""
         ballots = [one.storage_data for one in plans]
         if not all(getattr(one, "usable", True) for one in plans):
-            # the planner cached plans, and with them their answers: the epoch is still that one
+            # the planner cached its plans, and the answers with them: the epoch has not changed
             agreed = sessions.session().again(self._save.step or 0, world=len(plans))
         elif all(isinstance(one, Ballot) for one in ballots):
             agreed = agree(ballots, nonce=os.urandom(4).hex())
@@ -119,7 +123,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
             raise UsageError(_LOST)
         save.agreed = agreed = replace(plan.storage_data, step=save.step)
         session = sessions.session()
-        with session.turn:  # the next save stages when this one is durable, not into its slot
+        with session.turn:  # the next save stages once this one is durable, never into its slot
             session.begin(agreed)
             items = Items.of(plan)
             data = extras.encode({"dcp": items.read_values(planner)})
@@ -129,7 +133,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         return _done(_results(items, data))
 
     def _filled(self, items: Items, planner: SavePlanner, extras_bytes: int) -> Slot:
-        """A slot with all tensors: the one that `stage` filled, or another."""
+        """A slot with all tensors: the one that `stage` filled, or another one, filled now."""
         session = sessions.session()
         staged, taken = session.staged, None
         try:
@@ -139,7 +143,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
                 staged.check(items, planner, extras_bytes=extras_bytes)
                 return taken
             refuse_stale(session, items, planner)
-            self._drop_staged()  # of a save that failed, or that this one overtakes
+            self._drop_staged()  # it is from a save that failed, or that this one overtakes
             taken = session.slot(items.specs, items.tree.render(), extras_bytes)
             accelerator.here().erase(taken.mapping)
             items.copy_into(taken.mapping, planner)
@@ -151,7 +155,9 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         return taken
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Called by `dcp.async_save` in the training thread: copy what may change right after."""
+        """Called by `dcp.async_save` in the training thread: copy what may change right after the
+        call.
+        """
         session = sessions.session()
         with session.turn:
             self._drop_staged()
@@ -163,28 +169,28 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         return BlockingAsyncStager.stage(self, state_dict)
 
     def _drop_staged(self) -> None:
-        """Give the slot of a save back that failed before it was written."""
+        """Give back the slot of a save that failed, or was overtaken, before it was written."""
         session = sessions.session()
         staged = session.claim()
         if isinstance(staged, Staged) and session.holds(staged.taken):
             session.agent.put_back()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Return when the step is committed (coordinator). Raises NotDurableError."""
+        """Return when the step is committed (coordinator only). Raises NotDurableError."""
         agreed = self._save.agreed
         if agreed is None:
             raise UsageError("finish() comes after write_data(), in its thread")
         sessions.session().await_commit(StepId(agreed.epoch.id, agreed.step))
 
     def storage_meta(self) -> StorageMeta | None:
-        """The checkpoint's id, for planners that want it."""
+        """The id of the checkpoint, for planners that want it."""
         save = self._save
         checkpoint_id = save.checkpoint_id if save.checkpoint_id is not None else save.step
         return StorageMeta(checkpoint_id=None if checkpoint_id is None else str(checkpoint_id))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a step."""
+        """Whether the id names a step."""
         return names_step(checkpoint_id)
 
     def __reduce__(self) -> NoReturn:
@@ -195,7 +201,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
 
 
 def _results(items: Items, extras_bytes: bytes) -> list[WriteResult]:
-    """What DCP wants to see of each item; nothing of ours reads it."""
+    """What DCP wants to see of each item. keepstep does not read it."""
     indices: list[tuple[MetadataIndex, int]] = [
         (item.index, spec.size_bytes) for item, spec in zip(items.tensors, items.specs, strict=True)
     ]

@@ -49,8 +49,8 @@ from keepstep.wire.trainer import Opened, OpenRequest
 log = logging.getLogger("keepstep")
 
 _BAD_SLOTS = 3
-"""After more bad slots than this, the step is left out: the sidecar hands out the same slot
-again.
+"""After more bad slots than this, the step is left out: the sidecar must be handing out the same
+slot again.
 """
 
 Stage = Callable[[Sequence[Any]], Any]
