@@ -1,8 +1,8 @@
-"""keepstep in frameworks that own the training loop: one module each, imported by who uses it.
+"""keepstep in frameworks that own the training loop: one module each, imported only by its users.
 
-Nothing else in keepstep imports them, or a framework. They stand on what the frameworks call
-private, which moves: each is for a range of versions that its tests ran with, and says so outside
-of it.
+No other part of keepstep imports these modules, or a framework. They rely on private parts of the
+frameworks, which change. So each module supports the range of versions that its tests ran with, and
+refuses other versions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keepstep.errors import UsageError
 
 
 def require(package: str, version: str, *, at_least: str, below: str) -> None:
-    """Raises UsageError for a version that was never tested."""
+    """Raise UsageError for a version that was never tested."""
     if not _numbers(at_least) <= _numbers(version) < _numbers(below):
         raise UsageError(
             f"{package} {version} was never tested with this keepstep: it takes {package}"
@@ -27,13 +27,13 @@ def require(package: str, version: str, *, at_least: str, below: str) -> None:
 
 
 def require_accelerate() -> None:
-    """Raises UsageError for a version of accelerate that was never tested."""
+    """Raise UsageError for a version of accelerate that was never tested."""
     version = importlib.metadata.version("accelerate")
     require("accelerate", version, at_least="1.15", below="1.16")
 
 
 def require_torch(optimizer: object) -> None:
-    """Raises UsageError for an optimizer that is none of torch's."""
+    """Raise UsageError for an optimizer that is not a torch optimizer."""
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
             f"keepstep cannot name the state of a {type(optimizer).__name__}: it is no"
@@ -42,8 +42,11 @@ def require_torch(optimizer: object) -> None:
 
 
 def any_rank(mine: bool) -> bool:
-    """Whether it is so on one of them: one machine may know of a step that another has not heard of
-    yet, and all ranks must decide alike. A collective, where there are several."""
+    """Whether `mine` is true on any rank.
+
+    One machine may know of a step that another has not heard of yet, and all ranks must decide
+    alike. A collective if there are several ranks.
+    """
     if not (distributed.is_available() and distributed.is_initialized()):
         return mine
     said: list[Any] = [None] * distributed.get_world_size()
@@ -52,5 +55,7 @@ def any_rank(mine: bool) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release: a candidate of it counts as it, having what it has."""
+    """Major and minor number of the release. A release candidate counts as its release, because it
+    has the same features.
+    """
     return tuple(int(one) for one in re.findall(r"\d+", version)[:2])

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: every step is kept, with what its ranks have divided among them.
+"""DeepSpeed's engine: every step is kept, including the state that its ranks have divided.
 
     checkpointer = keepstep.Checkpointer(components(engine), batches=batches)
 
@@ -7,11 +7,13 @@ and in the loop, after `engine.step()`:
     if stepped(engine):
         checkpointer.save(engine.global_steps)
 
-What must stay true: every tensor is the one that DeepSpeed trains with, nothing is copied on the
-way to a save, and a restore fills it where it lies, as the model's parameters are views of flat
-buffers. What all ranks have alike is said to be so. What they divide is kept as boxes of vectors,
-one for a group of parameters (ZeRO-1 and 2) or for each of them (ZeRO-3), so that another world
-finds its own.
+These rules must hold:
+
+- Every tensor is the one that DeepSpeed trains with: nothing is copied on the way to a save.
+- A restore fills tensors in place, because the model's parameters are views of flat buffers.
+- What all ranks have alike is declared as replicated.
+- What the ranks divide is kept as boxes of vectors, so that another world finds its own parts: one
+  vector for each group of parameters (ZeRO-1 and 2), or for each parameter (ZeRO-3).
 """
 
 from __future__ import annotations
@@ -44,19 +46,21 @@ _OPTIMIZERS = (
     "FP16_Optimizer",
     "FP16_UnfusedOptimizer",
 )
-"""DeepSpeed's own that were looked at; others derive from these and move state elsewhere."""
+"""DeepSpeed's own optimizers that were examined. Others derive from these and keep state
+elsewhere.
+"""
 
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What a loss scaler changes; all else in it is configuration."""
+"""What a loss scaler changes; everything else in it is configuration."""
 
 
 def components(engine: Any) -> dict[str, Any]:
-    """What is kept of an engine, for `Checkpointer`: `model`, `optimizer`, `engine`, and where
-    there are some, `master` (weights in full precision, which under ZeRO-3 are those of `model`)
-    and `scheduler`.
+    """The components of an engine, for `Checkpointer`: `model`, `optimizer`, `engine`, and, if the
+    engine has them, `master` and `scheduler`.
 
-    Call it right after `deepspeed.initialize()`. Raises UsageError for what was never tried, or
-    cannot be followed.
+    `master` are the weights in full precision; under ZeRO-3, these are in `model`. Call this right
+    after `deepspeed.initialize()`. Raises UsageError for engines that were never tested, or that
+    keepstep does not support.
     """
     _refuse(engine)
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
@@ -86,8 +90,9 @@ def _nothing() -> None: ...
 
 
 def stepped(engine: Any) -> bool:
-    """Whether the last `engine.step()` was the optimizer's, and did not only accumulate: a moment
-    at which there are no gradients, so that a step can be kept."""
+    """Whether the last `engine.step()` was an optimizer step, and not only an accumulation of
+    gradients. Then there are no gradients, so a step can be kept.
+    """
     set_by_script = engine._is_gradient_accumulation_boundary
     if set_by_script is not None:
         return bool(set_by_script)
@@ -97,8 +102,9 @@ def stepped(engine: Any) -> bool:
 
 
 class _Tensors(nn.Module):
-    """Tensors of an optimizer as a module's parameters, themselves and not copies: so they are
-    copied late, filled where they are, and their optimizer state is named after them."""
+    """Presents tensors of an optimizer as a module's parameters, without copying them. So they are
+    copied late, filled in place, and their optimizer state is named after them.
+    """
 
     def __init__(self, named: dict[str, Tensor]) -> None:
         super().__init__()
@@ -106,10 +112,10 @@ class _Tensors(nn.Module):
 
 
 class _Part:
-    """What this rank has of a vector: `vector`, in `flat` from `begin` on.
+    """This rank's part of a vector: `vector`, which lies in `flat` from `begin` on.
 
-    `shape`: of all of it. The ranks of `mesh` divide it by its first dimension as torch.chunk does,
-    so it is a DTensor, sharded by that.
+    `shape`: of the whole vector. The ranks of `mesh` divide its first dimension as torch.chunk
+    does, so `vector` is a DTensor sharded by that dimension.
     """
 
     def __init__(self, flat: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, begin: int = 0):
@@ -124,16 +130,20 @@ class _Part:
         )
 
     def within(self, flat: Tensor) -> Tensor:
-        """The same part of a tensor like `flat`; not a copy. Padding behind the vector, which is
-        zero in every world, is left out."""
+        """The same part of a tensor like `flat`, not copied. Padding behind the vector is left out;
+        it is zero in every world.
+        """
         rows, *rest = self._shape
         _, here = sharding.chunk(rows, self._mesh.size(), self._mesh.get_rank())
         size = here * math.prod(rest)
         return flat.detach()[self._begin : self._begin + size].view(here, *rest)
 
     def view(self, flat: Tensor, key: str) -> Tensor:
-        """As `vector` of a tensor like `flat`, made once: making a DTensor takes longer than all
-        else that a save does with it, and an optimizer fills its state where it is."""
+        """A DTensor like `vector`, over a tensor like `flat`.
+
+        It is made once, because an optimizer fills its state in place, and making a DTensor takes
+        longer than everything else that a save does with it.
+        """
         of, pointer, view = self._views.get(key, (None, 0, flat))
         if of is not flat or pointer != flat.data_ptr():
             view = self._of(flat)
@@ -146,8 +156,10 @@ def _mesh(engine: Any, like: Tensor) -> DeviceMesh:
 
 
 def _parts_of_groups(engine: Any) -> list[_Part]:
-    """Of ZeRO-1 and 2, which make one vector of each group of parameters, pad it to a multiple of
-    `2 * world` and cut it into equal parts; so as rows of two elements torch.chunk cuts it, too."""
+    """The parts of ZeRO-1 and 2. They make one vector of each group of parameters, pad it to a
+    multiple of `2 * world` and cut it into equal parts. torch.chunk cuts it in the same way if it
+    has rows of two elements.
+    """
     flats = [group["params"][0] for group in engine.optimizer.optimizer.param_groups]
     mesh = _mesh(engine, flats[0])
     sizes = _flat_sizes(engine.optimizer)
@@ -155,8 +167,10 @@ def _parts_of_groups(engine: Any) -> list[_Part]:
 
 
 def _parts_of_parameters(engine: Any) -> dict[Tensor, _Part]:
-    """Of ZeRO-3, which pads each parameter to a multiple of `world` and cuts it into equal parts.
-    Masters of several lie in one tensor, how many is a setting; what has none is not trained."""
+    """The parts of ZeRO-3, which pads each parameter to a multiple of `world` and cuts it into
+    equal parts. The masters of several parameters lie in one tensor (a setting says how many). A
+    parameter without a master is not trained.
+    """
     zero = engine.optimizer
     flats = zero.fp32_partitioned_groups_flat
     mesh, parts = _mesh(engine, flats[0]), {}
@@ -169,13 +183,15 @@ def _parts_of_parameters(engine: Any) -> dict[Tensor, _Part]:
 
 
 class _Model(Flat):
-    """The module under ZeRO-3, which has its parameters only while it computes with them: this
-    rank's part of each, in full precision where it is trained, and buffers."""
+    """The module under ZeRO-3, which has its whole parameters only while it computes with them.
+    This module has this rank's part of each parameter, in full precision if it is trained, and the
+    buffers.
+    """
 
     def __init__(self, module: nn.Module, parts: dict[Tensor, _Part]) -> None:
         named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
         super().__init__({name: tuple(one.ds_shape) for name, one in named.items()})
-        self._of = [module]  # in a list, so that it is none of this module's own
+        self._of = [module]  # in a list, so that it does not become a submodule
         vectors = {name: parts[one].vector for name, one in named.items()}
         self._parameters.update(vectors)  # type: ignore[arg-type]  # as in _Tensors
 
@@ -186,14 +202,15 @@ class _Model(Flat):
         return {**self._of[0].state_dict(), **self._parameters}
 
     def load_state_dict(self, state_dict: Any, *_: Any, **__: Any) -> Any:
-        """What is no tensor: `_extra_state`; all else is filled where it is."""
+        """Load what is not a tensor, namely `_extra_state`. Everything else is filled in place."""
         rest = {name: one for name, one in state_dict.items() if name not in self._parameters}
         return self._of[0].load_state_dict(rest, strict=False)
 
 
 class _Partitions(torch.optim.Optimizer):
-    """The optimizer within ZeRO, with its flat tensors as what they are: this rank's parts of
-    vectors, which another world divides otherwise."""
+    """The optimizer inside ZeRO, with its flat tensors presented as this rank's parts of vectors,
+    which another world divides otherwise.
+    """
 
     def __init__(self, inner: torch.optim.Optimizer, groups: list[list[_Part]]) -> None:
         self._inner = inner
@@ -213,7 +230,7 @@ class _Partitions(torch.optim.Optimizer):
         return super().state_dict()
 
     def settle(self) -> None:
-        """Give the optimizer within what this one was given by a restore."""
+        """Hand the optimizer inside what a restore gave to this one."""
         _copy_options(self, self._inner)
         for part in self._parts:
             state = self._inner.state[part.flat]
@@ -230,7 +247,7 @@ class _Partitions(torch.optim.Optimizer):
 
 
 def _flat_sizes(zero: Any) -> list[int]:
-    """Elements of each group's flat vector, without the padding behind the last parameter."""
+    """The elements of each group's flat vector, without the padding behind the last parameter."""
     if hasattr(zero, "bf16_groups"):
         return [sum(one.numel() for one in group) for group in zero.bf16_groups]
     ends = zip(zero.round_robin_bit16_offsets, zero.round_robin_bit16_meta, strict=True)
@@ -243,10 +260,10 @@ def _copy_options(source: Any, target: Any) -> None:
 
 
 class _Counters:
-    """What an engine counts, and its loss scale."""
+    """The counters of an engine, and its loss scale."""
 
     def __init__(self, engine: Any, then: Callable[[], None]) -> None:
-        """`then`: after a restore, when all else is in place."""
+        """`then`: called after a restore, once everything else is in place."""
         self._engine, self._then = engine, then
         optimizer = engine.optimizer
         self._scaler = getattr(optimizer, "loss_scaler", None) or getattr(
@@ -282,7 +299,8 @@ class _Counters:
             )
         for name in ("global_steps", "global_samples", "skipped_steps"):
             setattr(engine, name, state[name])
-        # another world may accumulate otherwise, and a step begins where this divides
+        # another world may accumulate over another number of batches; a step begins at its
+        # multiples
         engine.micro_steps = (
             state["micro_steps"] // state["accumulation"] * engine.gradient_accumulation_steps()
         )
@@ -293,7 +311,7 @@ class _Counters:
 
 @torch.no_grad()
 def _spread(zero: Any, partitions: _Partitions) -> None:
-    """The weights that ZeRO-3 trains with, from their masters, as at the end of its step."""
+    """Update the weights that ZeRO-3 trains with from their masters, as at the end of its step."""
     partitions.settle()
     zero._partition_all_parameters()
     for number in range(len(zero.fp16_groups)):
@@ -306,9 +324,9 @@ def _spread(zero: Any, partitions: _Partitions) -> None:
 
 
 def _by_number(zero: Any, parts: list[_Part]) -> dict[str, Tensor]:
-    """Masters of ZeRO-1 and 2, one a group."""
+    """The masters of ZeRO-1 and 2, one per group, named by number."""
     order = ""
-    if getattr(zero, "round_robin_gradients", False):  # of a world's own
+    if getattr(zero, "round_robin_gradients", False):  # the order depends on the world size
         order = f".round_robin_of_{distributed.get_world_size()}"
     return {f"zero.group.{at}{order}": one.vector for at, one in enumerate(parts)}
 
@@ -322,7 +340,7 @@ def _by_group(zero: Any, parts: dict[Tensor, _Part]) -> list[list[_Part]]:
 
 
 def _groups(engine: Any) -> list[list[Any]]:
-    """The model's parameters as the optimizer has them, in its order."""
+    """The model's parameters in the order and groups of the optimizer."""
     optimizer = engine.optimizer
     for name in ("round_robin_bit16_groups", "fp16_groups", "bf16_groups"):
         if hasattr(optimizer, name):
@@ -331,8 +349,9 @@ def _groups(engine: Any) -> list[list[Any]]:
 
 
 def _by_parameter(engine: Any) -> dict[str, Tensor]:
-    """Masters of an optimizer that divides nothing. Numbers come first: DeepSpeed goes by them, so
-    another order is another model."""
+    """The masters of an optimizer that divides nothing. Names begin with numbers, because DeepSpeed
+    goes by numbers, so another order is another model.
+    """
     named = {}
     for number, group in enumerate(engine.optimizer.optimizer.param_groups):
         masters, models = group["params"], _groups(engine)[number]
@@ -345,9 +364,10 @@ def _by_parameter(engine: Any) -> dict[str, Tensor]:
 
 
 def _digest(engine: Any) -> str:
-    """Equal where flat tensors hold the same parameters in the same places, or what has a name has
-    the same shape."""
-    three = engine.zero_optimization_stage() == 3  # which has all that it keeps by name
+    """A digest of the parameters. It is equal if flat tensors hold the same parameters in the same
+    places, or, for state kept by name, if each name has the same shape.
+    """
+    three = engine.zero_optimization_stage() == 3  # ZeRO-3 keeps everything by name
     groups = [list(engine.module.parameters())] if three else _groups(engine)
     named = [
         [
@@ -393,7 +413,7 @@ def _refuse(engine: Any) -> None:
 
 
 def _unsupported(engine: Any) -> Iterator[tuple[str, str]]:
-    """What of it this engine has, with what to do."""
+    """What this engine uses that keepstep does not support, each with what to do."""
     ranks = distributed.get_world_size(engine.seq_data_parallel_group)
     if ranks != distributed.get_world_size() or engine.mp_world_size > 1:
         yield "tensor, expert or pipeline parallelism", "use data parallelism over all ranks"

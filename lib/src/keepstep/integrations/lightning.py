@@ -1,15 +1,18 @@
-"""Lightning's Trainer: every step is kept, a killed `fit` goes on.
+"""Lightning's Trainer: every step is kept, and a killed `fit` goes on.
 
     Trainer(callbacks=[KeepstepCallback()])
 
-for `lightning` as for `pytorch_lightning`. Hooks of callbacks are not enough: what has to come back
-exists only between the last hook before training and the first one in it, an epoch that is gone on
-with has no hook at its beginning, and a step is validated and logged after the last hook of its
-batch. So methods of the trainer's loops are followed, for the time of one `fit`.
+It works with `lightning` and with `pytorch_lightning`. Callback hooks are not enough. What must be
+restored exists only between the last hook before training and the first hook in it. A resumed epoch
+has no hook at its beginning. A step is validated and logged after the last hook of its batch. So
+the callback wraps methods of the trainer's loops for the time of one `fit`.
 
-What must stay true: a step is kept when Lightning is through with it, log and validation included;
-the last of an epoch when the epoch is over. Its loops are told to go on only while they get ready
-to: what they leave out for a checkpoint of their own, that may be of any moment, is done here.
+These rules must hold:
+
+- A step is kept once Lightning is done with it, including log and validation. The last step of an
+  epoch is kept once the epoch is over.
+- The loops are told that they resume only while they get ready. Lightning's own checkpoints may be
+  of any moment, so its loops then leave some things out; this module does these things.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ log = logging.getLogger("keepstep")
 
 
 def _package() -> Any:
-    """`lightning.pytorch` or `pytorch_lightning`: which of the two a trainer is of is seen by its
-    own modules, and a callback of one serves the other."""
+    """`lightning.pytorch` or `pytorch_lightning`, whichever is installed. A callback of one package
+    works in a trainer of the other; the trainer's own modules show which package it is from.
+    """
     for name in ("lightning.pytorch", "pytorch_lightning"):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             return importlib.import_module(name)
@@ -79,16 +83,16 @@ _META = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
     *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
 )
-"""Of what was logged; the rest are functions."""
+"""The values in the metadata of what was logged; its other fields are functions."""
 
 _SCAN_S = 30.0
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch"
 
 
 class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a checker without it: Any
-    """`Trainer(callbacks=[KeepstepCallback()])`; `options`: of `Checkpointer`.
+    """`Trainer(callbacks=[KeepstepCallback()])`. `options`: the options of `Checkpointer`.
 
-    `checkpointer`: from the beginning of training on, for `stats`, `wait` and `mutating`.
+    `checkpointer`: set from the beginning of training on, for `stats`, `wait` and `mutating`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -98,8 +102,11 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
         self._fit: _Fit | None = None
 
     def keepstep_components(self, trainer: Any) -> dict[str, Any]:
-        """What is kept, by name, once all is prepared; override it to add what else the next step
-        depends on. Raises UsageError for an optimizer that is none of torch's."""
+        """The components to keep, by name, once everything is prepared.
+
+        Override it to add anything else that the next step depends on. Raises UsageError for an
+        optimizer that is not a torch optimizer.
+        """
         components: dict[str, Any] = {"model": trainer.strategy.model}
         for at, optimizer in enumerate(trainer.strategy.optimizers):
             require_torch(optimizer)
@@ -110,11 +117,13 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
         others = {"scaler": scaler, "datamodule": trainer.datamodule}
         return components | {name: one for name, one in others.items() if one is not None}
 
-    # --- Lightning's own, in the order in which it calls them ----------------------------------
+    # --- Lightning's hooks, in the order in which it calls them ----------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Begins to follow a `fit`; others, and those of a tuner, are left alone. Raises UsageError
-        for what cannot be followed, and for a second training."""
+        """Begin to follow a `fit`. Other stages, and the `fit` of a tuner, are left alone.
+
+        Raises UsageError for features that keepstep cannot follow, and for a second training.
+        """
         if stage != "fit" or trainer.fast_dev_run or any(map(_tunes, trainer.callbacks)):
             return
         _require(_package_of(trainer))
@@ -129,12 +138,14 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
         self._fit.follow(_held(socket_path))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The last step is made durable while the model is where it was."""
+        """Make the last step durable while the model is still where it was trained."""
         if self._fit is not None:
             self._fit.end()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """`on_train_end` is not called where nothing was left to train."""
+        """Make the last step durable if nothing was left to train: Lightning then does not call
+        `on_train_end`.
+        """
         if stage == "fit" and self._fit is not None:
             self._fit.end()
 
@@ -151,11 +162,11 @@ class _Fit:
     at: Restored | None = None
     last: int = 0
     left_alone: Any = None
-    """A checkpoint of Lightning's that was asked for while the run holds a step."""
+    """A Lightning checkpoint that was asked for while the run holds a step."""
     before_iterator: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """How it was when the loaders' iterators were made."""
+    """The state of the generators when the loaders' iterators were made."""
     metrics: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
-    """Those of torchmetrics in the module."""
+    """The torchmetrics in the module."""
     undo: list[tuple[Any, str]] = dataclasses.field(default_factory=list)
 
     # --- what is followed ----------------------------------------------------------------------
@@ -193,7 +204,7 @@ class _Fit:
         def begin_batches(original: Callable[..., Any], fetcher: Any) -> Any:
             if self._resumes:
                 self._leave_out(fetcher)
-                # nothing is left of a checkpoint from here on: see the module
+                # the loops must not know of a checkpoint from here on: see the module
                 _restarting(loop, False)
                 original(fetcher)
                 self._checkpointer.restore_rng()
@@ -213,7 +224,8 @@ class _Fit:
 
         def end_step(original: Callable[..., Any], fetcher: Any) -> Any:
             original(fetcher)
-            # what ends the epoch is kept when it is over: its log and hooks are still to come
+            # the epoch's last step is kept once the epoch is over: its log and hooks are still to
+            # come
             if not epoch.done:
                 self._keep()
 
@@ -237,7 +249,7 @@ class _Fit:
             self.undo.append((owner, name))
 
     def end(self) -> None:
-        """The last step is made durable; the trainer is as it was."""
+        """Make the last step durable, and undo the wrapping of the trainer's methods."""
         if not self.undo:
             return
         for owner, name in self.undo:
@@ -247,7 +259,7 @@ class _Fit:
             if self.at is not None:
                 self._checkpointer.restore_rng()
             else:
-                self._note()  # where not every step is staged, the last one is only now
+                self._note()  # with --stage-every, `close` may stage the last step only now
             self._checkpointer.close()
 
     # --- going on ------------------------------------------------------------------------------
@@ -259,7 +271,7 @@ class _Fit:
 
     @property
     def _resumes(self) -> bool:
-        """Until the first batch of this life."""
+        """Whether this life resumes and has not reached its first batch."""
         return self.at is not None
 
     @property
@@ -290,7 +302,7 @@ class _Fit:
         loop.load_state_dict(self.kept["loops"])
         self.last = self.trainer.global_step
         if not self.kept["begun"]:
-            # an epoch is to begin: as any does, with a new iterator
+            # an epoch begins next: it begins like any other, with a new iterator
             _restarting(loop, False)
             loop._resuming_from_checkpoint = False
         loop.epoch_loop.val_loop._restarting = True  # no sanity check
@@ -300,7 +312,7 @@ class _Fit:
                 callback.load_state_dict(copy.deepcopy(state))
 
     def _go_on(self) -> None:
-        """Behind what Lightning does at the start of each `fit`."""
+        """Runs after Lightning's own work at the start of each `fit`."""
         loop, kept = self.trainer.fit_loop, self.kept
         loop._last_train_dl_reload_epoch = kept["reloaded"]
         self._take_up_log()
@@ -315,7 +327,7 @@ class _Fit:
             loaders.set_own_generators(kept["generators"], self._loaders)
 
     def _leave_out(self, fetcher: Any) -> None:
-        """What was done of the epoch, as it was begun."""
+        """Begin the epoch as it was begun, and leave out the batches that were done."""
         begun, done = self.kept["begun"], self.trainer.fit_loop.epoch_loop.batch_progress
         batches = done.current.ready
         if self._own_states():
@@ -333,11 +345,12 @@ class _Fit:
             rng.apply(begun["first"])
             for sampler in samplers:
                 sampler.skip()
-        fetcher.fetched = 0  # Lightning adds what was done
+        fetcher.fetched = 0  # Lightning adds the batches that were done
 
     def _own_states(self) -> bool:
-        """Whether the loaders say themselves where they are. One whose length is not known does
-        not: Lightning fetches a batch ahead of those."""
+        """Whether all loaders keep their own position. A loader of unknown length does not count:
+        Lightning fetches a batch ahead from such loaders.
+        """
         return all(
             hasattr(one, "state_dict") and not loaders.by_index(one) and _has_length(one)
             for one in self._loaders
@@ -365,7 +378,7 @@ class _Fit:
         self._checkpointer.save(step)
 
     def _note(self) -> None:
-        """Write into `kept` what Lightning has now. Nothing here waits for a GPU."""
+        """Write Lightning's current state into `kept`. Nothing here waits for a GPU."""
         trainer = self.trainer
         connector = trainer._logger_connector
         states = ((one.state_key, one.state_dict()) for one in trainer.callbacks)
@@ -400,12 +413,14 @@ class _Fit:
         for key, one in kept["results"].items():
             results[key] = _made(one, self.trainer)
         if kept["begun"]:
-            # the next batch is not the first: what the epoch adds up is not begun anew
+            # the next batch is not the epoch's first: the sums over the epoch must not begin anew
             connector._first_loop_iter = True
 
 
 def _logged(results: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What `self.log` adds up over an epoch. Metrics of torchmetrics keep it themselves."""
+    """What `self.log` accumulates over an epoch. The metrics of torchmetrics keep this
+    themselves.
+    """
     for key, one in results.items():
         if one.is_tensor and one.meta.on_epoch:
             yield (
@@ -424,7 +439,7 @@ def _logged(results: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _made(one: dict[str, Any], trainer: Any) -> Any:
-    """What `_logged` was told of, anew."""
+    """A new object from what `_logged` returned for it."""
     kinds = sys.modules[f"{_package_of(trainer)}.trainer.connectors.logger_connector.result"]
     meta = kinds._Metadata(**one["meta"], reduce_fx=one["reduce"])
     meta.sync = kinds._Sync(
@@ -439,7 +454,7 @@ def _made(one: dict[str, Any], trainer: Any) -> Any:
 
 
 def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
-    """Metrics of torchmetrics in a module, which are in its `state_dict` only when asked."""
+    """The torchmetrics in a module. They are in its `state_dict` only when asked for."""
     for name, one in module.named_modules():
         if hasattr(one, "metric_state"):
             yield name, one
@@ -462,7 +477,9 @@ def _nothing_yet(loop: Any) -> dict[str, Any]:
 
 
 def _restarting(loop: Any, value: bool) -> None:
-    """Of a loop and those in it, past the setter, which has a mind of its own."""
+    """Set `_restarting` on a loop and all loops in it. The public setter would do more than
+    that.
+    """
     loop._restarting = value
     for name, one in vars(loop).items():
         if name != "trainer" and hasattr(one, "_restarting"):
@@ -485,13 +502,13 @@ def _kinds(one: Any) -> set[str]:
 
 
 def _tunes(callback: Any) -> bool:
-    """What `Tuner` puts there: it trains for a while, and sets all back."""
+    """Whether `Tuner` added this callback: it trains for a while, and then resets everything."""
     finders = {"LearningRateFinder", "BatchSizeFinder"}
     return bool(finders & _kinds(callback)) and bool(getattr(callback, "_early_exit", False))
 
 
 def _refuse(trainer: Any) -> None:
-    """Raises UsageError for what was never tried, or cannot be followed."""
+    """Raise UsageError for what was never tested, or cannot be followed."""
     for one in (trainer.strategy, *trainer.callbacks):
         for name in _kinds(one) & _REFUSED.keys():
             raise UsageError(_REFUSED[name])

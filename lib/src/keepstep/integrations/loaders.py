@@ -1,11 +1,13 @@
-"""An epoch of a loader begins again as it began, and leaves out what was done.
+"""Resumes an epoch of a loader: it begins again as it began, and leaves out the batches that were
+done.
 
-What its order depends on is drawn as it begins, from the random generators of the process and from
-those that loaders and samplers have of their own: with workers when the iterator is made, without
-them the sampler's part when the first batch is asked for. So what a resumed epoch needs is the
-state of all of these before its iterator was made, and of the process's before its first batch.
+The order of an epoch is drawn as it begins, from the random generators of the process and from
+those that loaders and samplers have of their own. With workers, it is drawn when the iterator is
+made. Without workers, the sampler's part is drawn when the first batch is requested. So a resumed
+epoch needs the state of all these generators before its iterator was made, and the state of the
+process's generators before its first batch.
 
-For a loop of one's own, on torch alone or a framework that wraps its loaders: `Batches`.
+`Batches` is for custom loops, with torch alone or with a framework that wraps its loaders.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ log = logging.getLogger("keepstep")
 
 
 class Batches:
-    """What is left of each epoch of a loader; a component, to be named to the `Checkpointer`.
+    """The remaining batches of each epoch of a loader. It is a component: pass it to the
+    `Checkpointer`.
 
-    `epoch`: the one that `left` gives the rest of. A loader that wraps another, as those of
-    accelerate and Fabric do, goes in as it is. An epoch of it that was begun already is dropped.
-    Raises UsageError for a version of accelerate that was never tested, and for its DeepSpeed,
-    Megatron-LM and FSDP1.
+    `epoch`: the epoch whose remaining batches `left` yields. Pass a wrapped loader (of accelerate
+    or Fabric) as it is. If it has already begun an epoch, that epoch is dropped. Raises UsageError
+    for a version of accelerate that was never tested, and for accelerate's DeepSpeed, Megatron-LM
+    and FSDP1.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -46,11 +49,12 @@ class Batches:
         inner = getattr(loader, "base_dataloader", None) or getattr(loader, "_dataloader", None)
         self._base = loader if inner is None else inner
         self._fetches_ahead = hasattr(loader, "base_dataloader")
-        # of accelerate's `dispatch_batches` rank 0 reads for all, several at a time
+        # with accelerate's `dispatch_batches`, rank 0 reads for all ranks, several batches at a
+        # time
         dispatched = type(loader).__name__ == "DataLoaderDispatcher"
         self._by_index = by_index(self._base) and not dispatched
         if getattr(self._base, "_initial_iter_for_state_dict", False):
-            # accelerate began it in prepare(), before anything could be restored
+            # accelerate began this epoch in prepare(), before anything could be restored
             self._base.load_state_dict({})
         self._done, self._begun = 0, dict[str, Any]()
         self._resumes = False
@@ -66,9 +70,12 @@ class Batches:
         self._resumes = bool(self._begun)
 
     def left(self, checkpointer: Checkpointer) -> Iterator[Any]:
-        """The batches of this epoch that were not done. Sets the random states that
-        `checkpointer.restore(rng="later")` left, where they belong; raises UsageError where that
-        was not called. A `break` ends no epoch: the next `left` begins the same one anew."""
+        """The batches of this epoch that were not done yet.
+
+        Sets, at the right moment, the random states that `checkpointer.restore(rng="later")` left;
+        raises UsageError if that was not called. A `break` does not end the epoch: the next `left`
+        begins the same epoch again.
+        """
         if self._fetches_ahead and checkpointer.epoch is not None:
             tell_of_draws(self._base)
         for name in ("iteration", "_num_iter_calls"):  # accelerate's, Fabric's
@@ -93,7 +100,7 @@ class Batches:
         before = rng.capture()
 
         def settle() -> None:
-            if not restore_rng():  # the Batches of another loader has done so
+            if not restore_rng():  # the Batches of another loader has set the states
                 rng.apply(before)
 
         if not self._by_index:
@@ -103,7 +110,8 @@ class Batches:
                 next(batches, None)
             settle()
             return batches
-        # without workers the first batch may draw as it is read, but not what was read ahead
+        # without workers, the states are set before the first batch is read, which may draw from
+        # them; a batch that is fetched ahead must not draw from them
         reads = self._base.num_workers == 0 and not self._fetches_ahead
         with behind([self._base], self._done, self._begun) as (sampler,):
             sampler.then = settle if reads else None
@@ -115,7 +123,9 @@ class Batches:
 
 
 def _refuse_plugins() -> None:
-    """Raises UsageError for what accelerate may divide a model by and nobody has tried."""
+    """Raise UsageError for plugins by which accelerate may divide a model and which were never
+    tested.
+    """
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState()
@@ -131,9 +141,11 @@ def _refuse_plugins() -> None:
 
 
 def tell_of_draws(loader: Any) -> None:
-    """For a loader of which a batch is fetched ahead: it is said, once, where the batches of its
-    next epoch draw from the generators of the process, as nobody can give those their states back.
-    Workers draw from their own."""
+    """Warn, once, if a loader fetches a batch ahead and the batches of its next epoch draw from the
+    generators of the process.
+
+    Their states cannot be restored for such a batch. Workers draw from generators of their own.
+    """
     if not isinstance(loader, DataLoader) or loader.num_workers:
         return
     if not isinstance(loader.collate_fn, _Watched):
@@ -141,8 +153,11 @@ def tell_of_draws(loader: Any) -> None:
 
 
 class _Watched:
-    """A collator that looks whether the second batch draws: behind the first one samplers have
-    drawn their seeds, and nothing is trained yet."""
+    """A collator that checks whether the second batch draws.
+
+    When the first batch is collated, samplers have already drawn their seeds, and nothing was
+    trained yet.
+    """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
@@ -164,13 +179,14 @@ class _Watched:
 
 
 def by_index(loader: Any) -> bool:
-    """Whether batches can be left out without being read."""
+    """Whether batches can be left out without reading them."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def capture(loaders: list[Any]) -> dict[str, Any]:
-    """How an epoch of these loaders is to begin: states of all generators that their order may come
-    from, and whether their iterators are new ones."""
+    """How an epoch of these loaders will begin: the states of all generators that may determine its
+    order, and whether the iterators are new.
+    """
     return {
         "process": rng.capture(),
         "own": own_generators(loaders),
@@ -179,25 +195,26 @@ def capture(loaders: list[Any]) -> dict[str, Any]:
 
 
 def apply(state: dict[str, Any], loaders: list[Any]) -> None:
-    """Set the generators to what `capture` had."""
+    """Set the generators to the states in `capture`'s result."""
     rng.apply(state["process"])
     set_own_generators(state["own"], loaders)
 
 
 def own_generators(loaders: list[Any]) -> list[bytes]:
-    """States of the generators that loaders and their samplers have of their own."""
+    """The states of the generators that loaders and their samplers have of their own."""
     return [bytes(one.get_state().tolist()) for one in _generators(loaders)]
 
 
 def set_own_generators(states: list[bytes], loaders: list[Any]) -> None:
-    """Set what `own_generators` had."""
+    """Set the states that `own_generators` returned."""
     for state, generator in zip(states, _generators(loaders), strict=False):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def _generators(loaders: list[Any]) -> list[torch.Generator]:
     found: dict[int, torch.Generator] = {}
-    # a batch sampler has a sampler, or wraps another one, as accelerate's for many ranks does
+    # a batch sampler has a sampler, or wraps another batch sampler, as accelerate's does for many
+    # ranks
     places, seen = list(loaders), set[int]()
     for place in places:
         if id(place) in seen:
@@ -212,7 +229,9 @@ def _generators(loaders: list[Any]) -> list[torch.Generator]:
 
 
 def is_fresh(loader: Any) -> bool:
-    """Whether its next iterator is a new one: with `persistent_workers` only the first is."""
+    """Whether the loader's next iterator is a new one. With `persistent_workers`, only the first is
+    new.
+    """
     return not _lasts(loader) or getattr(loader, "_iterator", None) is None
 
 
@@ -221,8 +240,9 @@ def _lasts(loader: Any) -> bool:
 
 
 def begin_workers(loader: Any) -> None:
-    """Those that last, if there are none yet: so that the next epoch draws no seed for them, as it
-    is none's first. Leaves all generators where they are."""
+    """Start persistent workers if there are none yet, so that the next epoch draws no seed for
+    them: it is not their first epoch. Leaves all generators as they are.
+    """
     if _lasts(loader) and is_fresh(loader):
         before = capture([loader])
         iter(loader)
@@ -231,8 +251,9 @@ def begin_workers(loader: Any) -> None:
 
 @contextlib.contextmanager
 def seeded_aside(loader: Any) -> Iterator[None]:
-    """Within, seeds of workers of this loader, and of copies of it, are drawn from a generator that
-    nobody else has."""
+    """In this context, the seeds of workers of this loader, and of its copies, are drawn from a
+    separate generator.
+    """
     own, loader.generator = loader.generator, torch.Generator()
     try:
         yield
@@ -242,8 +263,9 @@ def seeded_aside(loader: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def behind(loaders: list[Any], batches: int, begun: dict[str, Any]) -> Iterator[list[_Behind]]:
-    """The iterators that are made in here begin as `begun`, what `capture` had, and leave out the
-    first `batches`, once they draw. For loaders that are `by_index`."""
+    """In this context, new iterators of these loaders begin as `begun` (from `capture`) says, and
+    leave out the first `batches` once they draw. For loaders that are `by_index`.
+    """
     for loader, anew in zip(loaders, begun["fresh"], strict=True):
         if anew and not is_fresh(loader):
             loader._iterator = None
@@ -256,7 +278,7 @@ def behind(loaders: list[Any], batches: int, begun: dict[str, Any]) -> Iterator[
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = _Behind(getattr(loader, name), batches)
         samplers.append(sampler)
-        # past DataLoader.__setattr__, which forbids it for good reasons that are none here
+        # bypass DataLoader.__setattr__, which forbids this for reasons that do not apply here
         put_back.append((loader, name, vars(loader)[name]))
         vars(loader)[name] = sampler
         if not is_fresh(loader):
@@ -269,13 +291,13 @@ def behind(loaders: list[Any], batches: int, begun: dict[str, Any]) -> Iterator[
 
 
 class _Behind:
-    """A sampler, and its iterator, whose first pass begins behind what is left out."""
+    """A sampler, and its iterator, whose first pass begins behind the batches that are left out."""
 
     def __init__(self, sampler: Any, left_out: int) -> None:
         self._sampler, self._left_out = sampler, left_out
         self._rest: Iterator[Any] = iter(())
         self.then: Callable[[], Any] | None = None
-        """Called once, when what is left out is."""
+        """Called once, when the batches to leave out were left out."""
 
     def __len__(self) -> int:
         return len(self._sampler)

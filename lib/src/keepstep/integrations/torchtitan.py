@@ -1,13 +1,16 @@
-"""torchtitan's Trainer: every step is kept, a killed run goes on.
+"""torchtitan's Trainer: every step is kept, and a killed run goes on.
 
     from keepstep.integrations.torchtitan import KeepstepCheckpointManager
 
     checkpoint=KeepstepCheckpointManager.Config(enable=True)    # for CheckpointManager.Config
 
-What must stay true: a step of the run wins over all else that torchtitan could load; where there is
-none, what torchtitan's own manager would load is loaded by it. Random states are set when the
-loader's iterator is there, which draws from them. The last step is for others to read, too:
-torchtitan's own manager writes it, as its options say.
+These rules must hold:
+
+- A step of the run takes precedence over everything else that torchtitan could load. If the run has
+  no step, torchtitan's own manager loads what it would load without keepstep.
+- Random states are set once the loader's iterator exists, because making it draws from them.
+- torchtitan's own manager also writes the last step, as its options say, so that other programs can
+  read it.
 """
 
 from __future__ import annotations
@@ -36,15 +39,18 @@ require("torchtitan", importlib.metadata.version("torchtitan"), at_least="0.3", 
 
 
 class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to a checker: Any
-    """See the module. `checkpointer`: of keepstep, for `stats`, `wait` and `mutating`."""
+    """See the module. `checkpointer`: keepstep's Checkpointer, for `stats`, `wait` and
+    `mutating`.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
-        """As torchtitan's own. `load_step`, `exclude_from_loading`, `initial_load_*` are for where
-        the run holds no step; `last_save_*` and `folder` for what the last step is written as."""
+        """Like torchtitan's own. `load_step`, `exclude_from_loading` and `initial_load_*` apply
+        only if the run holds no step; `last_save_*` and `folder` say how the last step is written.
+        """
 
         interval: int = 1
-        """Steps from one that keepstep keeps to the next."""
+        """The number of steps from one step that keepstep keeps to the next."""
 
     def __init__(self, config: Config, **given: Any) -> None:
         if config.enable and config.async_mode != "disabled":
@@ -90,26 +96,30 @@ class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to 
         return kept
 
     def _close(self) -> None:
-        # after an error nobody waits for what the other ranks will not do any more
+        # after an error, do not wait for work that the other ranks will no longer do
         if sys.exc_info()[0] is None and hasattr(self, "checkpointer"):
             self.checkpointer.close()
         super()._close()
 
     def __del__(self) -> None:
-        """As torchtitan's, which calls `close()`: an error may be what ends this process."""
+        """Like torchtitan's own, which calls `close()`, but without closing keepstep's
+        Checkpointer: an error may be what ends this process.
+        """
         if getattr(self, "enable", False):
             super()._close()
 
 
 def _spread(components: dict[str, Any], name: str, parts: list[Any]) -> None:
-    """Each part of a model, or optimizer, by itself: keepstep looks into modules and optimizers."""
+    """Make each part of a model or optimizer a component of its own, because keepstep looks into
+    modules and optimizers.
+    """
     del components[name]
     for number, part in enumerate(parts):
         components[name if len(parts) == 1 else f"{name}-{number}"] = part
 
 
 def _after_iter(loader: Any, checkpointer: Checkpointer) -> None:
-    """Set the random states when the trainer has this loader's iterator."""
+    """Set the random states once the trainer has made this loader's iterator."""
     kind = type(loader)
 
     class Resumed(kind):  # type: ignore[misc, valid-type]

@@ -1,14 +1,16 @@
-"""Hugging Face's Trainer, and what derives from it: every step is kept, a killed run goes on.
+"""Hugging Face's Trainer and its subclasses: every step is kept, and a killed run goes on.
 
     trainer = keepstep.integrations.transformers.attach(Trainer(...))
 
-or `class MyTrainer(KeepstepTrainerMixin, Seq2SeqTrainer)`. Callbacks cannot do this: Trainer
-decides where to begin before the model is wrapped, and hands that on as arguments; what it logs,
-evaluates and adds up comes after the last callback of a step.
+or `class MyTrainer(KeepstepTrainerMixin, Seq2SeqTrainer)`. Callbacks cannot do this. Trainer
+decides where to begin before it wraps the model, and passes that on as arguments. It logs,
+evaluates and adds up after the last callback of a step.
 
-What must stay true: a step is kept when Trainer is through with it, log, evaluation and its own
-checkpoint included; the last of an epoch when the epoch is over. Random states are set where
-Trainer would set them, behind the batches that are left out.
+These rules must hold:
+
+- A step is kept once Trainer is done with it, including log, evaluation and its own checkpoint. The
+  last step of an epoch is kept once the epoch is over.
+- Random states are set where Trainer would set them: after the batches that are left out.
 """
 
 from __future__ import annotations
@@ -57,18 +59,21 @@ _PROGRESS = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""Of TrainerState; all else in it follows from the arguments, or is of this process."""
+"""The progress in TrainerState. Everything else in it follows from the arguments, or belongs to
+this process.
+"""
 
 _RESUMED = "keepstep"
-"""In the place of the checkpoint's directory, for Trainer's epoch."""
+"""Stands for the directory of a checkpoint in Trainer's epoch."""
 
 _SCAN_S = 30.0
 
 
 def attach(trainer: T, **options: Any) -> T:
-    """The same trainer, every step of whose `train()` is kept; `options`: of `Checkpointer`.
+    """The same trainer, changed so that every step of its `train()` is kept. `options`: the options
+    of `Checkpointer`.
 
-    Raises UsageError for one that is attached already.
+    Raises UsageError for a trainer that is already attached.
     """
     if isinstance(trainer, KeepstepTrainerMixin):
         raise UsageError("this trainer is attached already, or has KeepstepTrainerMixin")
@@ -93,7 +98,7 @@ class _Training:
     prepared: Any = None
     at: Restored | None = None
     left_alone: Any = None
-    """A checkpoint of Trainer's that was asked for while the run holds a step."""
+    """A Trainer checkpoint that was asked for while the run holds a step."""
     taken_up: bool = False
     epoch_over: bool = False
     updates_per_epoch: int = 0
@@ -110,8 +115,8 @@ class _Training:
 class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker without transformers: Any
     """`class MyTrainer(KeepstepTrainerMixin, Trainer)`; see the module.
 
-    `keepstep_options`: for `Checkpointer`. `checkpointer`: while and after `train()`, for
-    `stats`, `wait` and `mutating`.
+    `keepstep_options`: the options of `Checkpointer`. `checkpointer`: set during and after
+    `train()`, for `stats`, `wait` and `mutating`.
     """
 
     keepstep_options: dict[str, Any] = {}  # noqa: RUF012
@@ -119,23 +124,27 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
 
     @property
     def checkpointer(self) -> Checkpointer | None:
-        """That of the last `train()`."""
+        """The Checkpointer of the last `train()`."""
         return self._keepstep.checkpointer if self._keepstep is not None else None
 
     def keepstep_components(self) -> dict[str, Any]:
-        """What is kept, by name, once all is prepared; override it to add what else the next step
-        depends on. Raises UsageError for an optimizer that is none of torch's."""
+        """The components to keep, by name, once everything is prepared.
+
+        Override it to add anything else that the next step depends on. Raises UsageError for an
+        optimizer that is not a torch optimizer.
+        """
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # in AcceleratedOptimizer
         require_torch(optimizer)
         components = {"model": self.model_wrapped, "optimizer": optimizer}
         others = {"scheduler": self.lr_scheduler, "scaler": self.accelerator.scaler}
         return components | {name: one for name, one in others.items() if one is not None}
 
-    # --- Trainer's own, in the order in which it calls them ------------------------------------
+    # --- Trainer's methods, in the order in which it calls them ----------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        """As Trainer's, going on from the run's newest step. `resume_from_checkpoint` counts only
-        where the run holds no step."""
+        """Like Trainer's, but goes on from the run's newest step. `resume_from_checkpoint` counts
+        only if the run holds no step.
+        """
         _refuse(self)
         socket_path = embedded.socket(self.keepstep_options.get("dir"))
         if socket_path and self._keepstep is not None:
@@ -166,7 +175,9 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         resume_from_checkpoint: Any,
         trial: Any,
     ) -> tuple[int, int]:
-        """Where to begin: known once all that is restored exists, so that comes first."""
+        """Where to begin. Everything that is restored must exist by then, so it is prepared and
+        restored first.
+        """
         if trial is not None:
             raise UsageError("keepstep keeps one training, and no search of hyperparameters")
         begin: tuple[int, int] = super()._init_training_state(
@@ -202,7 +213,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
 
     def _evaluate(self, *args: Any, **options: Any) -> Any:
         if self._now.at is not None and not self._now.taken_up:
-            return None  # `eval_on_start`: this training started long ago
+            return None  # `eval_on_start`: this training already started in an earlier life
         return super()._evaluate(*args, **options)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -233,7 +244,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
             resume_from_checkpoint = _RESUMED
             loaders.set_own_generators(kept.get("own", []), [loader])
         if first and skipped and training.at is not None:
-            # samplers and workers draw their seeds as they did when this epoch began
+            # samplers and workers draw the seeds that they drew when this epoch began
             rng.apply(kept["epoch_rng"])
             if not kept.get("fresh", True):
                 seeding = loaders.seeded_aside(loader)
@@ -277,13 +288,15 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
             or self.state.global_step - training.kept["begun_at"] >= training.updates_per_epoch
             or control.should_epoch_stop
         )
-        # what ends the epoch is kept when it is over: its log and evaluation are still to come
+        # the epoch's last step is kept once the epoch is over: its log and evaluation are still to
+        # come
         if not (training.epoch_over or control.should_training_stop):
             self._keep()
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
-        """The last step is made durable before `load_best_model_at_end` changes the weights; where
-        it is not, that is raised once Trainer is through."""
+        """Make the last step durable before `load_best_model_at_end` changes the weights. If that
+        fails, the error is raised once Trainer is done.
+        """
         self._take_up_sums()
         self._load_rng_state(_RESUMED if self._now.at is not None else None)
         self._note()
@@ -311,7 +324,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
             checkpointer.save(step)
 
     def _note(self) -> None:
-        """Write into `kept` what Trainer has now. Nothing here waits for a GPU."""
+        """Write Trainer's current state into `kept`. Nothing here waits for a GPU."""
         training, state = self._now, self.state
         self._note_log()
         training.kept.update(
@@ -328,8 +341,11 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         )
 
     def _note_log(self) -> None:
-        """Only what is new, and as bytes of a tensor, which a save copies: text it would write as
-        JSON, all of it for each step, and of a long log that is more than the rest of a save."""
+        """Add the new entries of the log to `kept`, as bytes of a tensor, which a save copies.
+
+        A save would write text as JSON, the whole log at each step. For a long log, that takes
+        longer than the rest of a save.
+        """
         training, entries = self._now, self.state.log_history
         if len(entries) < training.logged:
             training.kept["log"].zero_()
@@ -340,15 +356,16 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
             training.logged, training.logged_bytes = len(entries), training.logged_bytes + len(new)
 
     def _stateful_callbacks(self) -> list[Any]:
-        """Trainer takes them up only when asked, and makes them anew: here they stay who they are,
-        with the arguments of the script."""
+        """The callbacks that have a state. Trainer restores them only on request, and makes new
+        objects. Here the same objects stay, with the script's arguments.
+        """
         return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
 
     def _take_up_state(self) -> None:
         training, kept = self._now, self._now.kept
         for name, value in kept["state"].items():
             setattr(self.state, name, value)
-        if isinstance(kept["log"], str):  # as earlier versions kept it
+        if isinstance(kept["log"], str):  # a step of an earlier version
             kept["log"] = _appended(torch.zeros(0, dtype=torch.uint8), 0, kept["log"])
         self.state.log_history = _entries(kept["log"])
         training.logged = len(self.state.log_history)
@@ -365,7 +382,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         training.seconds_before = kept["seconds"]
 
     def _take_up_sums(self) -> None:
-        """What Trainer begins anew in each `train()`, once it has."""
+        """Restore the sums that Trainer resets in each `train()`, once it has reset them."""
         training, kept = self._now, self._now.kept
         if training.at is not None and not training.taken_up:
             self._tr_loss += kept["loss"]
@@ -376,12 +393,14 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
 
 
 def _torchs(loader: Any) -> Any:
-    """The loader of torch's within one of accelerate's."""
+    """The torch loader inside a loader of accelerate."""
     return getattr(loader, "base_dataloader", loader)
 
 
 def _nothing_yet(device: Any) -> dict[str, Any]:
-    """`_Training.kept` before the first step: the tensors' place is in the layout from then on."""
+    """`_Training.kept` before the first step. It already has the tensors, so that the layout has a
+    place for them from the start.
+    """
     return {
         "epoch": 0,
         "begun_at": 0,
@@ -403,17 +422,19 @@ def _nothing_yet(device: Any) -> dict[str, Any]:
 
 
 def _appended(log: torch.Tensor, size_bytes: int, text: str) -> torch.Tensor:
-    """`log`, whose first `size_bytes` are lines of text, ASCII, with zeros behind, and `text`."""
+    """Append `text` to `log`, whose first `size_bytes` are lines of ASCII text, followed by
+    zeros.
+    """
     end = size_bytes + len(text)
     if end > log.numel():
-        # a tensor of another shape costs a layout, so there is room for many lines
+        # a tensor of another shape costs a new layout, so there is room for many lines
         log = torch.cat((log[:size_bytes], log.new_zeros(extras.capacity_for(end) - size_bytes)))
     log[size_bytes:end] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return log
 
 
 def _entries(log: torch.Tensor) -> list[Any]:
-    """What `_appended` was given, line by line."""
+    """The entries that were given to `_appended`, one per line."""
     return [json.loads(line) for line in log.numpy().tobytes().rstrip(b"\0").splitlines()]
 
 
@@ -422,13 +443,13 @@ def _name(callback: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy or torch in the log."""
+    """A number of numpy or torch in the log, as a plain value."""
     item: Callable[[], Any] | None = getattr(value, "item", None)
     return item() if item is not None else str(value)
 
 
 def _refuse(trainer: Any) -> None:
-    """Raises UsageError for what was never tried, or cannot be followed."""
+    """Raise UsageError for what was never tested, or cannot be followed."""
     kind: Any = type(trainer)
     beneath: Any = super(KeepstepTrainerMixin, trainer)
     for name, own in {
