@@ -1,13 +1,14 @@
-"""A step as a directory that Hugging Face's libraries load: safetensors files and their index.
+"""Writes a step as a directory that Hugging Face's libraries load: safetensors files and their
+index.
 
-Whatever world and layout saved it, boxes are put together as in a restore: one plan over all
-images, whose chunks are read once each, in the order of the files, and copied (converted, where
-that is asked for) into mappings of the new files. So it takes the memory of a few chunks, however
-large the step is. Bytes come from a `Read`, which gives verified chunks only.
+Boxes from any world and layout are put together as in a restore: one plan over all images. The
+chunks of the plan are read once each, in the order of the files, and copied into mappings of the
+new files (and converted, if that is asked for). So an export takes the memory of a few chunks,
+however large the step is. Bytes come from a `Read`, which gives only verified chunks.
 
-The directory grows under a hidden name and is renamed when it is whole and on the medium: what has
-its name is complete. Space is allocated first, as a disk that is full under a mapping would end the
-process.
+The directory grows under a hidden name, and is renamed when it is complete and on the medium. So a
+directory that has its final name is complete. Space is allocated first, because a disk that fills
+up under a mapping would end the process.
 """
 
 from __future__ import annotations
@@ -44,18 +45,19 @@ from keepstep.state.leaves import Node, parse
 from keepstep.steps import StepId
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""What floating point numbers can be converted to, by the names of the command."""
+"""The dtypes that floating point numbers can be converted to, by their names in the command."""
 
 Read = Callable[[int, int, memoryview], None]
 """`read(rank, chunk, into)` fills the beginning of a buffer of CHUNK_BYTES with a verified chunk of
-the image of a saved rank. Called from several threads. Raises StorageError, ImageError."""
+the image of a saved rank. Called from several threads. Raises StorageError, ImageError.
+"""
 
 _BUFFERS = 6
 _COMPARED, _COMPARED_BYTES = 1024, 16 << 20
-"""Pairs and bytes at a time, of tensors that ranks have for themselves."""
+"""How many pairs and bytes are compared at a time, of tensors that each rank has for itself."""
 
 _KEPT_CHUNKS = 8
-"""After so many, pages of the new files that were written to leave this process."""
+"""After this many chunks, the written pages of the new files are dropped from this process."""
 
 _INDEX = "model.safetensors.index.json"
 _OWN_NAME = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
@@ -63,10 +65,13 @@ _OWN_NAME = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """`tied`: other names of a tensor that is written once, with the name that it has there.
-    `left_out`: what is no tensor. `own`: tensors that ranks, or groups of them, have each for
-    themselves, and with other values: those of the lowest rank were taken. `found`: it had been
-    exported before."""
+    """The result of an export.
+
+    `tied`: other names of a tensor that is written once, with the name under which it is written.
+    `left_out`: what is not a tensor. `own`: tensors that each rank, or each group of ranks, has for
+    itself with other values; the lowest rank's values were taken. `found`: the directory already
+    held this export.
+    """
 
     path: Path
     files: tuple[str, ...]
@@ -80,9 +85,13 @@ class Exported:
 
 @dataclass
 class _Component:
-    """`names`: of each tensor, as the user's object has it, the name that is stored; `own`: the
-    stored names of others that have that name for ranks of their own. `shapes`: by stored names,
-    those of vectors in the user's object."""
+    """One component of the step, as the images describe it.
+
+    `names`: for the name of each tensor in the user's object, the stored name. `own`: for such a
+    name, the stored names of the other tensors that further ranks have under it. `shapes`: by
+    stored name, the shapes that flat vectors have in the user's object. `values`: names of what is
+    not a tensor. `trained`: whether it has parameters.
+    """
 
     names: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -92,7 +101,7 @@ class _Component:
 
 
 class Export:
-    """One component of a step, on its way into a directory."""
+    """Exports one component of a step into a directory."""
 
     def __init__(
         self,
@@ -105,13 +114,13 @@ class Export:
         shard_bytes: int,
         lowest_rank: bool = False,
     ) -> None:
-        """`layouts`: of all saved ranks, ascending. `only`: the component; None: the one with
-        parameters, or the one named `model`. `shard_bytes`: of a file, unless one tensor has more.
-        `lowest_rank`: of tensors that ranks have for themselves, the lowest rank's are taken, also
-        where the others' are not alike.
+        """`layouts`: of all saved ranks, ascending. `only`: the component to export; None for the
+        only one with parameters, or the one named `model`. `shard_bytes`: the maximum size of a
+        file, unless a single tensor is larger. `lowest_rank`: of tensors that each rank has for
+        itself, take the lowest rank's even if the values of other ranks differ.
 
-        Raises UsageError for a component that is not there or a dtype that safetensors lacks,
-        FormatError, CoverageError when the images do not make up the component's tensors.
+        Raises UsageError for a component that does not exist or a dtype that safetensors lacks, and
+        FormatError or CoverageError if the images do not make up the component's tensors.
         """
         components: dict[str, _Component] = {}
         index = None
@@ -133,17 +142,18 @@ class Export:
 
     @property
     def total_bytes(self) -> int:
-        """What will be read, in whole chunks."""
+        """The bytes that will be read, in whole chunks."""
         saved = [torch.empty(0, dtype=one) for one in self._read_dtypes]
         runs = transfer.chunk_runs(self._plan, saved, _Images(self.index))
         return sum(one.end - one.first for one in runs) * CHUNK_BYTES
 
     def write(self, target: Path, read: Read, on_bytes: Callable[[int], None]) -> Exported:
-        """Into `target`, which is made; one that holds this very export already is left as it is.
+        """Write into `target`, which is created. A directory that already holds this very export is
+        left as it is.
 
-        Raises UsageError for one that holds anything else and for values that are not alike where
-        one rank's were to stand for all, StorageError when the disk is full or fails, and what
-        `read` raises: nothing is left then.
+        Raises UsageError for a directory that holds anything else, and for values that differ where
+        one rank's were to stand for all. Raises StorageError if the disk is full or fails, and
+        whatever `read` raises. After an error, nothing is left.
         """
         target = Path(os.path.realpath(target))
         files = _named(self._files, self._about)
@@ -180,10 +190,10 @@ class Export:
         if len(files) > 1:
             _write_text(growing / _INDEX, _index_of(files))
 
-    # --- what ranks have for themselves --------------------------------------------------------
+    # --- tensors that each rank has for itself ---------------------------------------------------
 
     def _differing(self, read: Read) -> tuple[str, ...]:
-        """Names of which ranks have tensors of their own that are not alike, bit by bit."""
+        """The names under which ranks have tensors of their own that are not bitwise equal."""
         found: set[str] = set()
         images = _Images(self.index, read)
         for batch in _batches(self._pairs(found)):
@@ -206,8 +216,11 @@ class Export:
         return tuple(sorted(found))
 
     def _pairs(self, found: set[str]) -> Iterator[_Pair]:
-        """What is to be compared. A name that is `found` to differ is looked at no more; one
-        whose other tensor has another shape is put there."""
+        """The pairs to compare.
+
+        A name that is already in `found` (known to differ) is skipped. A name whose other tensor
+        has another shape or dtype is added to `found`.
+        """
         for name, others in self._of.own.items():
             taken = self.index.find(self._of.names[name])
             for other in map(self.index.find, others):
@@ -224,7 +237,9 @@ class Export:
     # --- what to write -------------------------------------------------------------------------
 
     def _distinct(self) -> tuple[dict[str, Saved], dict[str, str]]:
-        """Tensors by name, each once; and of its other names, the first one."""
+        """Every tensor once, by its first name; and for each other name of a tensor, the
+        first one.
+        """
         saved: dict[str, Saved] = {}
         first: dict[str, str] = {}
         tied: dict[str, str] = {}
@@ -273,7 +288,7 @@ class Export:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A part of two tensors that have one name."""
+    """The same box of two tensors that have one name."""
 
     name: str
     taken: Saved
@@ -283,7 +298,9 @@ class _Pair:
 
 
 def _batches(pairs: Iterator[_Pair]) -> Iterator[list[_Pair]]:
-    """As many as are compared at a time: a rank may have thousands that are small."""
+    """The pairs in batches that are compared at a time: a rank may have thousands of small
+    tensors.
+    """
     batch: list[_Pair] = []
     size = 0
     for one in pairs:
@@ -297,7 +314,7 @@ def _batches(pairs: Iterator[_Pair]) -> Iterator[list[_Pair]]:
 
 
 def _bands(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Boxes of at most so many elements that make up the whole, in order."""
+    """Boxes of at most `most` elements that make up the whole tensor, in order."""
     if math.prod(shape) <= most:
         yield Box((0,) * len(shape), shape)
         return
@@ -321,7 +338,7 @@ def _not_one(names: tuple[str, ...], id: StepId) -> str:
 
 
 def _collect(components: dict[str, _Component], layout: Layout) -> None:
-    """What one rank's image has of each component."""
+    """Add what one rank's image has of each component."""
     for component, name, stored in _leaves(layout):
         one = components.setdefault(component, _Component())
         if stored is None:
@@ -339,13 +356,15 @@ def _collect(components: dict[str, _Component], layout: Layout) -> None:
 
 
 def _bare(name: str) -> str:
-    """Without the rank that a name carries where others have another tensor of that name."""
+    """The name without the rank that it carries if other ranks have another tensor of that name."""
     bare, _, rank = name.rpartition("@rank-")
     return bare if bare and rank.isdecimal() and name == local_name(bare, int(rank)) else name
 
 
 def _leaves(layout: Layout) -> Iterator[tuple[str, str, str | None]]:
-    """Component, name in it, and the name that is stored; None for what is no tensor."""
+    """For each leaf: its component, its name in the component, and the stored name of the tensor;
+    None if it is not a tensor.
+    """
     tree = Tree.parse(layout.skeleton)
     if not tree.foreign:
         paths = tree.paths or {}
@@ -362,7 +381,9 @@ def _leaves(layout: Layout) -> Iterator[tuple[str, str, str | None]]:
 
 
 def _of_node(node: Node, path: str) -> Iterator[tuple[str, str | None]]:
-    """Tensors below a node by path and name, and values. An array's bytes are no tensor's."""
+    """The leaves below a node: their paths, with the stored name of a tensor, or None for a value.
+    The bytes of an array count as a value.
+    """
     kind = node[0]
     if kind == "t":
         yield path, node[1]
@@ -417,7 +438,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _File:
-    """A file of safetensors: `header`, and behind it the entries without gaps."""
+    """A safetensors file: `header`, followed by the entries without gaps."""
 
     name: str
     header: bytes
@@ -428,7 +449,7 @@ class _File:
         return len(self.header) + sum(one.size_bytes for one in self.entries)
 
     def views(self, mapping: mmap.mmap) -> Iterator[tuple[_Entry, Tensor]]:
-        """A tensor over the bytes of each entry."""
+        """For each entry, a tensor over its bytes in the mapping."""
         flat, at = torch.frombuffer(mapping, dtype=torch.uint8), len(self.header)
         for one in self.entries:
             yield one, flat[at : at + one.size_bytes].view(one.dtype).view(one.shape)
@@ -436,7 +457,9 @@ class _File:
 
 
 def _divided(entries: list[_Entry], shard_bytes: int) -> list[list[_Entry]]:
-    """In the order of the names that the user's object has, as Hugging Face's own writer does."""
+    """The entries, divided among files in the order of names in the user's object, as Hugging
+    Face's own writer does.
+    """
     files: list[list[_Entry]] = [[]]
     for one in entries:
         if files[-1] and sum(e.size_bytes for e in files[-1]) + one.size_bytes > shard_bytes:
@@ -456,7 +479,7 @@ def _named(divided: list[list[_Entry]], about: Mapping[str, str]) -> list[_File]
 
 
 def _file(name: str, entries: list[_Entry], about: Mapping[str, str]) -> _File:
-    # the widest first, so that each begins at a multiple of its element's size
+    # the widest dtypes first, so that each entry begins at a multiple of its element size
     placed = tuple(sorted(entries, key=lambda one: (-one.dtype.itemsize, one.name)))
     # transformers refuses files that do not say which library wrote them
     if any(one.name == "__metadata__" for one in placed):
@@ -485,8 +508,10 @@ def _index_of(files: list[_File]) -> str:
 
 
 def _holds(target: Path, files: list[_File]) -> bool:
-    """Whether it is this very export, as its headers tell. Raises UsageError for anything else,
-    but for an empty directory or none."""
+    """Whether the directory holds this very export, judging by its headers.
+
+    False for an empty directory, or none. Raises UsageError for anything else.
+    """
     try:
         there = set(os.listdir(target))
     except FileNotFoundError:
@@ -514,7 +539,9 @@ def _is(path: Path, expected: _File) -> bool:
 
 @contextlib.contextmanager
 def _directory(growing: Path) -> Iterator[None]:
-    """Made anew, for one process at a time; it is gone afterwards, unless it was renamed."""
+    """Create the directory anew, for one process at a time. If the block raises, the directory is
+    removed.
+    """
     growing.mkdir(parents=True, exist_ok=True)
     fd = os.open(growing, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -535,7 +562,9 @@ def _directory(growing: Path) -> Iterator[None]:
 
 
 def _empty(growing: Path) -> None:
-    """Of what an export that was killed has left. Raises UsageError for a stranger's."""
+    """Remove what a killed export has left. Raises UsageError for a directory or files that are not
+    from an export of this user.
+    """
     if growing.stat().st_uid != os.geteuid():
         raise UsageError(f"{growing} belongs to somebody else: move it away")
     for name in os.listdir(growing):
@@ -546,7 +575,7 @@ def _empty(growing: Path) -> None:
 
 @contextlib.contextmanager
 def _mapping(path: Path, file: _File) -> Iterator[mmap.mmap]:
-    """The new file, with all its blocks; on the medium afterwards."""
+    """Create the file with all its blocks, and map it. It is on the medium when the block ends."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         os.posix_fallocate(fd, 0, file.size_bytes)
@@ -568,7 +597,7 @@ def _write_text(path: Path, text: str) -> None:
 
 def _publish(growing: Path, target: Path) -> None:
     _sync(growing)
-    os.rename(growing, target)  # from now on it is whole for whoever looks
+    os.rename(growing, target)  # from now on, readers see a complete directory
     _sync(target.parent)
 
 
@@ -599,8 +628,10 @@ def _unread(rank: int, chunk: int, into: memoryview) -> None:
 
 @dataclass(eq=False)
 class _Images:
-    """`StepImages`: chunks as `read` brings them, some ahead of the one that is copied from.
-    `written`: files whose pages are the kernel's to write back, and need not stay in this process.
+    """`StepImages` whose chunks come from `read`, some of them ahead of the chunk that is copied.
+
+    `written`: mapped files. The kernel writes back their pages, which need not stay in this
+    process.
     """
 
     index: Index
@@ -610,7 +641,7 @@ class _Images:
 
     @property
     def nearness(self) -> list[int]:
-        """All are equally near, and none is mapped."""
+        """All images are equally near, and none is mapped."""
         return [1] * self.index.world
 
     def skeleton(self, rank: int) -> str:
@@ -620,7 +651,7 @@ class _Images:
         raise NotImplementedError
 
     def flat(self, rank: int) -> Tensor | None:
-        """Everything comes in chunks."""
+        """None: everything is read in chunks."""
         return None
 
     def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:

@@ -1,8 +1,8 @@
 """`python -m keepstep.warm -- COMMAND`: the entry point of a training container.
 
-The container outlives its trainer, so a restart waits for no back-off of the kubelet and pays for
-no imports. What this process cannot help with it hands over: it ends with the command's exit code,
-and the kubelet's rules hold.
+The container outlives its trainer, so a restart needs neither the kubelet's back-off nor imports.
+If restarts do not help, this process ends with the command's exit code, and the kubelet's rules
+apply.
 """
 
 from __future__ import annotations
@@ -58,19 +58,23 @@ def _count(text: str) -> int:
 
 
 def say(text: str) -> None:
-    """One line on stderr; stdout is the command's."""
+    """Print one line on stderr; stdout belongs to the command."""
     print(f"keepstep: {text}", file=sys.stderr, flush=True)
 
 
 class Lives:
-    """One command, started again while its lives finish steps."""
+    """Runs one command, and starts it again as long as its lives finish steps."""
 
     def __init__(self, path: str, command: Sequence[str], modules: Sequence[str]) -> None:
         self._starter = Starter(path, command, modules, say)
         self._stopped = False
 
     def run(self, fruitless: int) -> int:
-        """Returns the exit code for this process. Raises OSError when there is no such command."""
+        """Run the command. Returns the exit code for this process. Raises OSError if there is no
+        such command.
+
+        `fruitless`: end after this many lives in a row that finish no step.
+        """
         processes.become_subreaper()
         signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)
         code, failed, before = 0, 0, _staged()
@@ -80,9 +84,10 @@ class Lives:
             if code == 0 or self._stopped:
                 break
             after = _staged()
-            if signal.sigpending() & _STOP:  # it came between two lives
+            if signal.sigpending() & _STOP:  # a stop signal came between two lives
                 break
-            # a sidecar that is away, or forgets, finishes no step
+            # a sidecar that is away or has restarted reports no new step, so the life counts as
+            # failed
             failed = 0 if after - before else failed + 1
             before |= after
             say(
@@ -98,8 +103,8 @@ class Lives:
         return code
 
     def _live(self) -> int:
-        """One life; its exit code."""
-        # the first one is cold, and waits for no server
+        """Run one life; returns its exit code."""
+        # the first life is cold: it does not wait for a server
         pid = self._starter.spawn(os.environ, own_group=True)
         while True:
             information = signal.sigtimedwait(_TAKEN, _GRACE_S)
@@ -111,14 +116,18 @@ class Lives:
                 return code
 
     def _end_leftovers(self) -> None:
-        """Workers of a killed torchrun would hold their ranks against their successors."""
+        """End the workers of a killed torchrun: they would keep their ranks from their
+        successors.
+        """
         processes.end_all(
             lambda: processes.descendants(os.getpid(), spare=self._starter.pids), grace_s=_GRACE_S
         )
 
 
 def _staged() -> frozenset[StepId]:
-    """The newest step of each rank of this pod, as its sidecar says; nothing without one."""
+    """The newest step of each rank of this pod, according to its sidecar; empty without a
+    sidecar.
+    """
     path = os.environ.get(SOCKET_ENV, "")
     try:
         status = Client(path).get("/v1/status", Status)
@@ -128,7 +137,9 @@ def _staged() -> frozenset[StepId]:
 
 
 def main() -> int:
-    """The exit code: the command's, 128 + n when signal n ended it, 126 and 127 as of a shell."""
+    """Run the command line. Returns the exit code: the command's, 128 + n if signal n ended it, or
+    126 or 127 as a shell does.
+    """
     asked = _arguments(sys.argv[1:])
     path = shutil.which(asked.command[0])
     if path is None:

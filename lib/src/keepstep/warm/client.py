@@ -1,4 +1,6 @@
-"""Starts a fork server, and asks it for processes. Imports no torch: `keepstep run` uses it."""
+"""Starts a fork server, and asks it for processes. Does not import torch, because `keepstep run`
+uses it.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,20 @@ from keepstep.processes import Process, send, spawn_command, wait_gone
 from keepstep.warm.command import interpreter, parse
 
 READY_S: Final = 120.0
-"""Imports from a slow network drive; who waits for them waits no longer."""
+"""Imports from a slow network drive take long. A caller that waits for them gives up after this
+time.
+"""
 
 _ANSWER_S: Final = 10.0
 LARGEST_BYTES: Final = 1 << 20
-"""Of a request: arguments and environment."""
+"""The maximum size of a request: arguments and environment."""
 GO: Final = b"go"
 
 
 class ColdStart(KeepstepError):
-    """A process cannot be started warm; the message says why. `for_good`: nor will any later."""
+    """A process cannot be started warm; the message says why. `for_good`: later processes cannot
+    either.
+    """
 
     def __init__(self, message: str, *, for_good: bool = False) -> None:
         super().__init__(message)
@@ -35,7 +41,7 @@ class ColdStart(KeepstepError):
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """The two ends of a connection to a server, neither inherited by exec."""
+    """The two ends of a connection to a server. Exec inherits neither."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for one in (ours, theirs):
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_BYTES)
@@ -47,7 +53,7 @@ def _ignored(number: int) -> bool:
 
 
 class ForkServer:
-    """A connection to a fork server, which ends when it is closed. `pid`: the server's."""
+    """A connection to a fork server; closing it ends the server. `pid`: of the server."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.pid = pid
@@ -60,7 +66,7 @@ class ForkServer:
     def start(
         cls, interpreter: str, environment: Mapping[str, str], modules: Sequence[str] = ()
     ) -> ForkServer:
-        """Start one that imports torch and `modules`; it is not ready yet. Raises OSError."""
+        """Start a server that imports torch and `modules`; it is not ready yet. Raises OSError."""
         ours, theirs = pair()
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
@@ -73,19 +79,21 @@ class ForkServer:
         return cls(ours, pid)
 
     def wait_ready(self, timeout_s: float = READY_S) -> None:
-        """Until it has imported everything. Raises ColdStart with what is in the way."""
+        """Wait until the server has imported everything. Raises ColdStart with the reason if it has
+        not.
+        """
         if self.ready:
             return
         if self._refused:
             raise ColdStart(self._refused, for_good=True)
-        poll = select.poll()  # select(2) knows no descriptor above 1023
+        poll = select.poll()  # select(2) takes no descriptor above 1023
         poll.register(self._connection, select.POLLIN)
         if not poll.poll(timeout_s * 1000):
             raise ColdStart("the fork server is still importing")
         try:
             self._answer()
         except ColdStart as error:
-            # what it could not import, or died of, the next one could not either
+            # a later server could not import this either, or would die of it as well
             self._refused = str(error)
             self.close()
             raise ColdStart(self._refused, for_good=True) from None
@@ -100,9 +108,11 @@ class ForkServer:
         own_session: bool = False,
         files: Sequence[int] = (0, 1, 2),
     ) -> int:
-        """Start `argv` in this directory with `files` as its stdin, stdout and stderr; returns the
-        pid of a child of ours: we have to be a subreaper. Raises ColdStart, after which nothing was
-        started."""
+        """Start `argv` in this directory, with `files` as its stdin, stdout and stderr.
+
+        Returns the pid. The new process is a child of this one, which must be a subreaper. Raises
+        ColdStart; then nothing was started.
+        """
         if self.closed and not self._refused:
             raise ColdStart("the fork server has died")
         self.wait_ready(0)
@@ -125,7 +135,7 @@ class ForkServer:
         try:
             self._connection.sendmsg([request], descriptors)
             pid = int(self._answer()["pid"])
-            self._connection.send(GO)  # only now does it run what is the caller's
+            self._connection.send(GO)  # only now does it run the caller's program
         except OSError as error:
             self.close()
             raise ColdStart(f"the fork server has died ({error.strerror})") from error
@@ -136,7 +146,7 @@ class ForkServer:
             self._connection.settimeout(_ANSWER_S)
             data = self._connection.recv(LARGEST_BYTES)
         except TimeoutError:
-            # its process, if there is one, waits for a word that does not come, and ends
+            # a process that it may have forked waits for GO, which does not come, and ends
             self.close()
             raise ColdStart("the fork server does not answer") from None
         except OSError as error:
@@ -155,7 +165,7 @@ class ForkServer:
         return self._connection.fileno() < 0
 
     def close(self) -> None:
-        """End the server, also one that still imports; what it has started goes on."""
+        """End the server, even one that still imports. The processes that it started go on."""
         self.ready = False
         self._connection.close()
         if self._process is not None and self._process.alive():
@@ -164,10 +174,11 @@ class ForkServer:
 
 
 class Starter:
-    """Starts one command again and again, warm where that can be; `say` is told where it cannot.
+    """Starts one command again and again, warm if possible. `say` is told why a start is cold.
 
-    `path`: the program's file; `command`: its words; `modules`: what else to import for it. A
-    server that has died, or whose imports have changed on disk, is replaced for the next start.
+    `path`: the program's file. `command`: its words. `modules`: further modules to import for it. A
+    server that has died, or whose imported files have changed on disk, is replaced for the next
+    start.
     """
 
     def __init__(
@@ -182,11 +193,11 @@ class Starter:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Processes that are not the command's."""
+        """Processes that do not belong to the command."""
         return () if self._server is None else (self._server.pid,)
 
     def prepare(self, environment: Mapping[str, str]) -> None:
-        """Have a server for the next start, if there can be one."""
+        """Start a server for the next start, if the command can be started warm."""
         if self._cold_for_good or (self._server is not None and not self._server.closed):
             return
         if None in (sys.stdin, sys.stdout, sys.stderr):
@@ -203,14 +214,15 @@ class Starter:
             self._cold(f"{found}: {error.strerror}")
 
     def wait(self) -> None:
-        """Until the server can be asked, or there is none to wait for."""
+        """Wait until the server can be asked, or there is none to wait for."""
         if self._server is not None:
-            with contextlib.suppress(ColdStart):  # the next start says why
+            with contextlib.suppress(ColdStart):  # the next start reports the reason
                 self._server.wait_ready()
 
     def spawn(self, environment: Mapping[str, str], *, own_group: bool) -> int:
-        """Start the command; returns the pid of a child of ours, a subreaper. Raises OSError where
-        exec would fail."""
+        """Start the command. Returns the pid of a child of this process, which must be a subreaper.
+        Raises OSError if exec would fail.
+        """
         if self._server is not None:
             try:
                 return self._server.spawn(self._argv, environment, own_group=own_group)
@@ -219,7 +231,7 @@ class Starter:
                     self._cold(str(error))
                 else:
                     self._say(f"a cold start this time: {error}")
-                    if self._server.ready:  # stale: not for this start, nor for a later one
+                    if self._server.ready:  # stale: no use for later starts either
                         self._server.close()
         pid = spawn_command(self._argv[0], self._command, environment, own_group=own_group)
         self.prepare(environment)

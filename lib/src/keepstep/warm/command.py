@@ -1,4 +1,4 @@
-"""Which command lines can be started warm, and by which interpreter."""
+"""Decides which command lines can be started warm, and by which interpreter."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _LATE: Final = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|OMP_NUM_THREADS"
     r"|(TORCHELASTIC|TORCH_NCCL|NCCL|KEEPSTEP)_\w+"
 )
-"""Variables that torchrun gives each worker. None is read by an import, or what was read is set
-again after the fork; of any other one nobody knows, so a difference means a cold start."""
+"""Variables that torchrun gives each worker. No import reads them, or what was read is set again
+after the fork. Imports may have read any other variable, so a difference in one means a cold start.
+"""
 
 
 @dataclass(frozen=True)
 class Python:
-    """A command line of Python: `what` is a script's path or a module's name."""
+    """A command line of Python. `what`: the path of a script, or the name of a module."""
 
     kind: Literal["script", "module"]
     what: str
@@ -37,7 +38,7 @@ class Python:
 
 
 def parse(argv: Sequence[str]) -> Python | None:
-    """What a command line asks of Python; None where only exec will do."""
+    """What a command line asks of Python; None if only exec can run it."""
     words = list(argv[1:])
     if os.path.basename(argv[0]) == "torchrun":
         return Python("module", TORCHRUN, tuple(words))
@@ -53,7 +54,9 @@ def parse(argv: Sequence[str]) -> Python | None:
 
 
 def interpreter(path: str) -> str | None:
-    """The Python that runs the program file `path`: itself, or what its first line names."""
+    """The Python that runs the program file `path`: the file itself, or the one that its first line
+    names. None if there is none.
+    """
     if _PYTHON.fullmatch(os.path.basename(path)):
         return path
     try:
@@ -67,6 +70,6 @@ def interpreter(path: str) -> str | None:
 
 
 def late_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Names of variables that differ and that an import may have read."""
+    """The names of variables that differ and that an import may have read."""
     changed = {name for name, _ in before.items() ^ now.items()}
     return sorted(name for name in changed if not _LATE.fullmatch(name))

@@ -1,4 +1,4 @@
-"""The new process: what exec and the interpreter would have done for a command line."""
+"""The new process: does what exec and the interpreter would have done for a command line."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ _THREADS: Final = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is to become; `ignored`: signals that who asks for it ignores (`nohup`);
-    `files`: descriptors of its stdin, stdout and stderr."""
+    """What a process must become.
+
+    `ignored`: signals that the requesting process ignores (`nohup`). `files`: the descriptors of
+    stdin, stdout and stderr.
+    """
 
     argv: list[str]
     environment: dict[str, str]
@@ -46,7 +49,9 @@ class Job:
 
 
 class Unwind(BaseException):
-    """In a process that was forked below other frames: leaves them for the top."""
+    """Raised in a process that was forked below other frames, to leave these frames for the top
+    level.
+    """
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -57,7 +62,7 @@ class Unwind(BaseException):
 
 
 def become(job: Job) -> None:
-    """Files, directory, environment, signals, group and names of a process made by exec."""
+    """Set what exec would set: files, directory, environment, signals, process group and names."""
     if job.session:
         os.setsid()
     elif job.group:
@@ -74,9 +79,9 @@ def become(job: Job) -> None:
     if os.environ.get(_THREADS) != threads:
         _set_threads()
     faults = faulthandler.is_enabled()
-    faulthandler.disable()  # else it takes its handlers for installed below
+    faulthandler.disable()  # otherwise it would think its handlers are still installed below
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        # those that C libraries keep for themselves cannot be set
+        # signals that C libraries reserve cannot be set
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_IGN if number in job.ignored else signal.SIG_DFL)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python's own start does
@@ -86,13 +91,14 @@ def become(job: Job) -> None:
     if faults:
         faulthandler.enable(file=2)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    with contextlib.suppress(OSError, AttributeError, ValueError):  # for ps and pgrep, no more
+    with contextlib.suppress(OSError, AttributeError, ValueError):  # only ps and pgrep need it
         _retitle(job.argv, job.environment)
 
 
 def _set_threads() -> None:
-    """OMP_NUM_THREADS was read before torchrun set it; MKL's and OpenBLAS's own variables count
-    more."""
+    """Set the number of threads again, because OMP_NUM_THREADS was read before torchrun set it.
+    MKL's and OpenBLAS's own variables take precedence.
+    """
     import torch
 
     asked = os.environ.get(_THREADS, "").partition(",")[0]
@@ -104,7 +110,7 @@ def _set_threads() -> None:
 
 
 def _set_blas_threads(threads: int) -> None:
-    """numpy's OpenBLAS reads OMP_NUM_THREADS when it is loaded."""
+    """Set the threads of numpy's OpenBLAS, which reads OMP_NUM_THREADS when it is loaded."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(None, 5)[-1]
         if "openblas" in path and ".so" in path:
@@ -117,8 +123,9 @@ def _set_blas_threads(threads: int) -> None:
 
 
 def _retitle(argv: Sequence[str], environment: Mapping[str, str]) -> None:
-    """/proc/PID/cmdline, environ and comm as after exec (prctl(2), PR_SET_MM_MAP; proc(5) numbers
-    the fields of stat). Raises OSError where the kernel does not have it."""
+    """Set /proc/PID/cmdline, environ and comm as exec would (prctl(2), PR_SET_MM_MAP; proc(5)
+    numbers the fields of stat). Raises OSError if the kernel does not support this.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_NAME, os.path.basename(argv[0]).encode()[:15], 0, 0, 0)
     words = b"".join(os.fsencode(word) + b"\0" for word in argv)
@@ -167,7 +174,7 @@ def _retitle(argv: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def run(job: Job) -> None:
-    """Be the interpreter of `job`'s command line, to its end."""
+    """Run `job`'s command line as the interpreter would, to its end."""
     python = parse(job.argv)
     assert python is not None, "the server refuses other ones"
     _begin(python)
@@ -203,12 +210,12 @@ def run(job: Job) -> None:
         reason = f"[Errno {error.errno}] {error.strerror}"
         print(f"{sys.executable}: can't open file {path!r}: {reason}", file=sys.stderr)
         raise SystemExit(2) from None
-    # without this file's own `from __future__ import annotations`
+    # dont_inherit: without the `from __future__ import annotations` of this file
     exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
 
 
 def _begin(python: Python) -> None:
-    """What Python and torch set up at their start, and no two lives may share."""
+    """Set up what Python and torch set up at their start, and what two lives must not share."""
     unbuffered = python.unbuffered or bool(os.environ.get("PYTHONUNBUFFERED"))
     for stream, lines in ((sys.stdout, os.isatty(1)), (sys.stderr, True)):
         stream.reconfigure(  # type: ignore[union-attr]
@@ -216,15 +223,18 @@ def _begin(python: Python) -> None:
         )
     import torch
 
-    torch.default_generator.seed()  # of chance in each process, unless the script seeds it
+    torch.default_generator.seed()  # random in each process, unless the script seeds it
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     importlib.invalidate_caches()
 
 
 def end(code: int) -> NoReturn:
-    """As the interpreter ends, but for the 0.2 to 0.35 s of taking apart what torch imported.
-    `code`: of the exit, or minus the number of the signal to die of."""
+    """End as the interpreter does, except for taking apart what torch imported, which takes 0.2 to
+    0.35 s.
+
+    `code`: the exit code, or minus the number of the signal to die of.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -1,9 +1,9 @@
-"""A new life must not join the rendezvous of the last one.
+"""Keeps a new life from joining the rendezvous of the last one.
 
-Where each rank is a container of its own, rank 0's process sees the death of another one some
+If each rank is a container of its own, rank 0's process notices the death of another rank some
 seconds late, and its store answers until it ends. A rank that is back within half a second would
-find the old store, join what is dying there, and wait for it as long as torch's timeout: half an
-hour. A cold start is too slow to meet it.
+find the old store, join the dying rendezvous, and wait there for torch's timeout, half an hour. A
+cold start is too slow to meet the old store.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _ANSWER_S = 2.0
 
 
 def await_new_store(environment: Mapping[str, str] = os.environ) -> None:
-    """Return when `MASTER_ADDR` has no store, or one in which nobody has met yet.
+    """Return when there is no store at `MASTER_ADDR`, or one in which no ranks have met yet.
 
-    For torch's `env://`, and not for rank 0, whose the store is, nor for torchrun's workers, whose
-    agent keeps it from life to life.
+    This is for torch's `env://`. It does nothing for rank 0, which has the store itself, and for
+    torchrun's workers, whose agent keeps the store from life to life. After 30 s, it logs a warning
+    and returns.
     """
     address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
     rank = environment.get("RANK", "0")
@@ -46,10 +47,11 @@ def await_new_store(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _was_used(address: str, port: int) -> bool:
-    """Whether ranks have met in the store there. One that waits for them has a single key, the
-    number of those that came."""
+    """Whether ranks have met in the store there. A store that still waits for them has a single
+    key: the number of ranks that came.
+    """
     try:
-        # without torch, which tries again and says so when nobody listens
+        # a plain connection first, because torch retries and logs if nothing listens
         socket.create_connection((address, port), timeout=_ANSWER_S).close()
     except OSError:
         return False
@@ -59,5 +61,5 @@ def _was_used(address: str, port: int) -> bool:
     try:
         store = TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False)
         return store.num_keys() > 1
-    except RuntimeError:  # it ended meanwhile, or is no store
+    except RuntimeError:  # the store has ended meanwhile, or it is not a store
         return False

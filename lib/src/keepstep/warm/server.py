@@ -1,11 +1,12 @@
-"""The fork server: torch imported, nothing run, one thread.
+"""The fork server: it has imported torch, run nothing else, and has one thread.
 
     python -m keepstep.warm.server FD [MODULE...]
 
-FD is its end of the connection that `client.ForkServer` has; it ends when the other end does. A
-request is one message, JSON and three descriptors; the answer {"pid": n}, or {"cold": reason}. The
-process is forked twice and so becomes a child of the nearest subreaper above the server, which
-reaps it as any other. It runs nothing before the client has said that it knows the pid.
+FD is the server's end of the connection that `client.ForkServer` holds; the server ends when the
+other end is closed. A request is one message, JSON and three descriptors. The answer is {"pid": n},
+or {"cold": reason}. The process is forked twice, so it becomes a child of the nearest subreaper
+above the server, which reaps it like any other child. It runs nothing before the client has
+confirmed that it knows the pid.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from keepstep.warm.client import GO, LARGEST_BYTES
 from keepstep.warm.command import late_differences, parse
 from keepstep.warm.process import Job, Unwind
 
-# torch._dynamo: the first optimizer of a process imports it, which takes longer than torch itself
+# torch._dynamo: a process's first optimizer imports it, which takes longer than importing torch
 _MODULES: Final = (
     "torch",
     "torch._dynamo",
@@ -47,14 +48,14 @@ _IGNORED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class RefusedError(Exception):
-    """Nothing can be forked from this process; the message says why."""
+    """This process must not be forked; the message says why."""
 
 
 Stamps = dict[str, tuple[int, int, int] | None]
 
 
 def stamps() -> Stamps:
-    """Files of what has been imported, and what they were."""
+    """The files of all imported modules, with their time, size and inode."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     return {path: _stamp(path) for path in files if isinstance(path, str)}
 
@@ -68,17 +69,18 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 
 def _ended(path: str) -> bool:
-    """Whether a program wrote this module for itself, and it is gone: torch 2.6 imports one from a
-    temporary directory, which the end of the first forked process removes."""
+    """Whether a program wrote this module for itself, and the file is gone. torch 2.6 imports a
+    module from a temporary directory, which is removed when the first forked process ends.
+    """
     temporary = os.path.join(os.path.realpath(tempfile.gettempdir()), "")
     return os.path.realpath(path).startswith(temporary) and not os.path.exists(path)
 
 
 def preload(modules: list[str]) -> None:
-    """Import everything. Raises RefusedError where a fork of the result would be a broken one."""
+    """Import everything. Raises RefusedError if a fork of the result would be broken."""
     if getattr(sys.flags, "safe_path", False):
         raise RefusedError("PYTHONSAFEPATH is set")
-    here = sys.path.pop(0)  # a script elsewhere finds nothing here, so our modules must not
+    here = sys.path.pop(0)  # a script elsewhere finds nothing here, so _MODULES must not either
     _import(_MODULES)
     sys.path.insert(0, here)
     _import(modules)
@@ -116,9 +118,10 @@ def _other_threads() -> list[str]:
 
 
 def serve(connection: socket.socket, environment: Mapping[str, str], known: Stamps) -> Job:
-    """Fork for whoever asks. Returns in each new process, with what it is to be; in this one never.
+    """Fork for each request. Returns in each new process, with its job; never returns in the
+    server.
 
-    `environment`: what the imports may have read. `known`: files of what was imported.
+    `environment`: what the imports may have read. `known`: the files of the imported modules.
     """
     set_by_imports = {key: one for key, one in os.environ.items() if key not in environment}
     while True:
@@ -160,7 +163,7 @@ def _in_the_way(job: Job, environment: Mapping[str, str], known: Stamps) -> str:
 
 
 def _fork(connection: socket.socket, job: Job, set_by_imports: Mapping[str, str]) -> Job | None:
-    """The job in the new process, None in the server."""
+    """The job in the new process; None in the server."""
     said, say = os.pipe()
     wait, go = os.pipe()
     try:
@@ -176,14 +179,14 @@ def _fork(connection: socket.socket, job: Job, set_by_imports: Mapping[str, str]
         return _begin(connection, job, set_by_imports, (said, say, wait, go))
     os.close(say)
     os.close(wait)
-    os.waitpid(middle, 0)  # from here on the new process is the subreaper's child
+    os.waitpid(middle, 0)  # from here on, the new process is the subreaper's child
     with open(said, "rb") as reading:
         answer = reading.read(4096).decode(errors="replace")
     with open(go, "wb", buffering=0) as told:
         if not answer.isdigit():
             _send(connection, {"cold": answer or "the new process has died"})
         elif _send(connection, {"pid": int(answer)}):
-            with contextlib.suppress(OSError):  # the client has gone, or somebody killed it already
+            with contextlib.suppress(OSError):  # the client is gone, or the process was killed
                 told.write(connection.recv(len(GO)))
     return None
 
@@ -222,8 +225,8 @@ def _send(connection: socket.socket, answer: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """The server; in the processes that it starts, those."""
-    for number in _IGNORED:  # the terminal's are for the others of its group
+    """Run the server. In each process that it starts, run that process's job."""
+    for number in _IGNORED:  # the terminal's signals are for the rest of the process group
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
@@ -241,7 +244,7 @@ def _run() -> None:
     try:
         try:
             main()
-        except Unwind as unwind:  # a worker, forked below the frames of its torchrun
+        except Unwind as unwind:  # forked below the frames of a torchrun: a worker of it
             job = unwind.job
         else:
             return
@@ -251,7 +254,7 @@ def _run() -> None:
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_globals.get("__package__") == __package__:
-            trace = trace.tb_next  # ours, which the script's user does not know
+            trace = trace.tb_next  # a frame of keepstep.warm, which the user does not know
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         if isinstance(error, KeyboardInterrupt):
             process.end(-signal.SIGINT)

@@ -1,7 +1,8 @@
 """torchrun as a process of a fork server: its workers come from a server of its own.
 
-The agent forks that server while it has one thread, and takes the place of `subprocess.Popen` in
-torch's elastic agent (an internal of torch: where it is not what we know, workers start cold).
+The agent forks that server while it still has one thread. keepstep then replaces `subprocess.Popen`
+in torch's elastic agent. That is an internal of torch: if it is not the expected one, workers start
+cold.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from keepstep.warm.server import serve, stamps
 
 
 def run() -> NoReturn:
-    """Be torchrun, to its end."""
+    """Run torchrun to its end."""
     _replace_popen(_fork_server())
     from torch.distributed import run as torchrun
 
@@ -43,12 +44,14 @@ def run() -> NoReturn:
 
 
 def _fork_server() -> ForkServer:
-    """A server below this process, which becomes the parent of what it starts."""
+    """Fork a server below this process. This process becomes the parent of what the server
+    starts.
+    """
     ours, theirs = pair()
     pid = os.fork()
     if pid == 0:
         ours.close()
-        os.setsid()  # the agent's signals are not for it
+        os.setsid()  # keeps the agent's signals from the server
         raise process.Unwind(serve(theirs, dict(os.environ), stamps()))
     theirs.close()
     become_subreaper()
@@ -77,15 +80,15 @@ def _replace_popen(server: ForkServer) -> None:
 
 
 def hasten_rendezvous(*, alone: bool) -> None:
-    """Leave out what a rendezvous can go without, a third of a second of a restart.
+    """Skip what a rendezvous does not need, a third of a second of a restart.
 
-    For events that nobody records it looks up the names of its methods with `inspect.stack`, which
-    goes through all modules. `alone`: of one node, which need not wait a random part of 0.3 s so
-    that not all nodes join at once.
+    For events that nothing records, torch looks up the names of its methods with `inspect.stack`,
+    which goes through all modules. `alone`: whether there is only one node. Then it need not wait a
+    random part of 0.3 s, which keeps several nodes from joining at the same moment.
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous as rendezvous
 
-    # internals of torch: one that is not there any more is not needed any more
+    # these are internals of torch; one that no longer exists need not be replaced
     if hasattr(rendezvous, "get_method_name"):
 
         def method_name(depth: int = 2) -> str:
@@ -103,7 +106,7 @@ def hasten_rendezvous(*, alone: bool) -> None:
 
 
 class Worker:
-    """What torch's agent uses of `subprocess.Popen`. Raises ColdStart."""
+    """The part of `subprocess.Popen` that torch's agent uses. Raises ColdStart."""
 
     def __init__(
         self,
