@@ -1,10 +1,14 @@
-"""The page in a browser: what `keepstep ui` and the page of a cluster have alike.
+"""The page in a browser: the code that `keepstep ui` and the page of a cluster share.
 
-Who may look (`access`), reading while somebody looks (`board`), HTML of sections (`pages`), routes
-and changes (`server`), templates, styles, the script. What is shown is passed in: sidecar and
-operator each have runs of their own, and sections of their own. It changes nothing: there are GET
-routes only.
+- `access`: who may read the page
+- `board`: reads the runs while a viewer is connected
+- `pages`: HTML of the sections
+- `server`: routes, and the stream of changes
+- templates, styles and the script
 
-Not part of `import keepstep`, and none of it is for a trainer: it needs aiohttp and jinja2, which
-the sidecar and the operator bring.
+Sidecar and operator pass in what is shown: each has runs and sections of its own. The page changes
+nothing: it has only GET routes.
+
+`import keepstep` does not include it, and a trainer does not need it. It uses aiohttp and jinja2,
+which the sidecar and the operator bring.
 """

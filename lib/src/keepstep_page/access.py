@@ -1,16 +1,19 @@
-"""Who may read the page: the one who was given its URL, from a browser on this machine.
+"""Decides who may read the page: the user who was given its URL, in a browser on this machine.
 
-Other users of the machine reach the port, and so do pages of other sites, through the browser of
-the one who looks. So a token that cannot be guessed is asked for; it comes in the URL once, and is
-a cookie from then on, that no script reads. A request that says that it comes from a page of
-another origin is refused, and so is a name that an attacker's DNS leads to 127.0.0.1, by its Host
-header. Nothing but GET is answered, no other origin is ever allowed to read, and the page runs no
-script and shows no style that does not come from here.
+Other users of the machine can reach the port. So can pages of other sites, through the user's
+browser. These measures keep them out:
 
-What remains: a cookie is of a host, whatever the port. The browser does not send it to other sites,
-but it does to any other server on 127.0.0.1 that its user opens, and whoever runs that one can read
-the page with it until this process ends. Its name has the port, so that several of these processes
-do not take each other's.
+- A token that cannot be guessed is required. It comes in the URL once. From then on it is a cookie,
+  which no script can read.
+- A request that says that it comes from a page of another origin is refused.
+- A request for a name that an attacker's DNS resolves to 127.0.0.1 is refused by its Host header.
+- Only GET is answered, and no other origin is ever allowed to read.
+- The page runs only its own scripts, and uses only its own styles.
+
+One risk remains: a cookie belongs to a host, whatever the port. The browser does not send it to
+other sites, but sends it to any other server on 127.0.0.1 that its user opens. Whoever runs that
+server can read the page with it until this process ends. The name of the cookie contains the port,
+so that several of these processes do not overwrite each other's cookie.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 HOST: Final = "127.0.0.1"
 _NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
-"""Hosts that the page goes by: `ssh -L` may have another port in front, never another name."""
+"""The host names under which the page answers. `ssh -L` may change the port, but never the name."""
 
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
@@ -41,22 +44,26 @@ _WELCOME: Final = (
     '<link rel="icon" href="/static/icon.svg">'
     '<meta http-equiv="refresh" content="0; url=/"><p><a href="/">keepstep</a></p></html>'
 )
-"""Not a redirect: one that another site's link began would not carry the cookie."""
+"""This page is not a redirect, because a redirect after a link on another site would not carry the
+cookie.
+"""
 
 
 class Access:
-    """One token, made anew for each process. `command`: the one that printed the URL."""
+    """The access to one page by one token, which is new for each process. `command`: the command
+    that printed the URL.
+    """
 
     def __init__(self, command: str) -> None:
         self._token = secrets.token_urlsafe(32)
         self._command = command
 
     def url(self, port: int) -> str:
-        """What is printed for the person who may look."""
+        """The URL that is printed for the user who may read the page."""
         return f"http://{HOST}:{port}/?token={self._token}"
 
     def middleware(self) -> Middleware:
-        """Goes before every route; puts headers on every answer."""
+        """Checks every request before its route runs."""
 
         @web.middleware
         async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -76,7 +83,9 @@ class Access:
         return None
 
     def _entry(self, request: web.Request) -> web.Response | None:
-        """None for who is known; the cookie for who brings the token; else a refusal."""
+        """None for a request with the cookie; a page that sets the cookie for a request with the
+        token; else a refusal.
+        """
         cookie = _cookie_name(request)
         if self._is_token(request.cookies.get(cookie, "")):
             return None
@@ -92,7 +101,7 @@ class Access:
 
 
 def only_get(request: web.Request) -> web.Response | None:
-    """The refusal of whatever else is asked."""
+    """The refusal of a request that is not GET; None for GET."""
     if request.method == "GET":
         return None
     text = "this page is read, nothing else: only GET is answered\n"
@@ -100,7 +109,9 @@ def only_get(request: web.Request) -> web.Response | None:
 
 
 async def sign(_: web.Request, response: web.StreamResponse) -> None:
-    """Headers of whatever is answered, of the routes' own errors too; see `on_response_prepare`."""
+    """Put the headers on every answer, including errors of the routes; see
+    `on_response_prepare`.
+    """
     response.headers.update(_HEADERS)
     response.headers.pop("Server", None)
 
@@ -113,7 +124,9 @@ def _host_of(request: web.Request) -> str:
 
 
 def _cookie_name(request: web.Request) -> str:
-    """Cookies know no ports: two of these processes on one machine must not share a name."""
+    """The name of the cookie, with the port of this server. Cookies ignore ports, and two of these
+    processes on one machine must not share a name.
+    """
     transport = request.transport
     name = None if transport is None else transport.get_extra_info("sockname")
     return f"keepstep-ui-{name[1] if name else 0}"

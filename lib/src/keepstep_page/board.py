@@ -1,7 +1,7 @@
-"""What all viewers look at: runs are read once a while, by one reader, while somebody looks.
+"""What all viewers look at: one reader reads the runs periodically, as long as there is a viewer.
 
-A run that is slow to answer (a sidecar that hangs, a volume over a network) keeps only itself
-waiting: it is asked again when it has answered.
+A run that is slow to answer (a sidecar that hangs, a volume over a network) delays only itself: it
+is read again once it has answered.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from keepstep.errors import KeepstepError
 from keepstep_page.pages import V
 
 EVERY_S: Final = 1.0
-"""Between two reads of a run. With its own time, and that of the page, a change is seen within
-2 s."""
+"""The pause between two reads of a run. With the time of the read and of the page, a change is seen
+within 2 s.
+"""
 
 _log = logging.getLogger("keepstep.ui")
 
 
 class Board(Generic[V]):
-    """`names`: which runs there are; `read`: one of them; `failed`: what is shown of a run by name
-    and by why it cannot be read."""
+    """The runs as they were read last.
+
+    `names`: lists the runs. `read`: reads one run. `failed`: makes the view of a run that cannot be
+    read, from its name and the reason.
+    """
 
     def __init__(
         self,
@@ -49,7 +53,7 @@ class Board(Generic[V]):
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[None]:
-        """Somebody looks, for as long as this is open."""
+        """A viewer, for as long as this context is open."""
         self._viewers += 1
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keep(), name="read runs")
@@ -62,8 +66,9 @@ class Board(Generic[V]):
                 self._keeping = None
 
     async def after(self, count: int, *, timeout_s: float) -> bool:
-        """Wait until there were more than `count` changes; False when `timeout_s` have passed
-        without."""
+        """Wait until there were more than `count` changes; False if there were none within
+        `timeout_s`.
+        """
         async with self._changed:
             wait = self._changed.wait_for(lambda: self.changes != count)
             with contextlib.suppress(asyncio.TimeoutError):
@@ -71,19 +76,20 @@ class Board(Generic[V]):
         return self.changes != count
 
     async def _keep(self) -> None:
-        """Read for as long as somebody looks."""
+        """Read the runs until cancelled, when there is no viewer any more."""
         while True:
             try:
                 await self._list()
-            except (OSError, KeepstepError) as error:  # what is away for a moment
+            except (OSError, KeepstepError) as error:  # may be away for only a moment
                 _log.warning("the runs cannot be listed: %s", error)
             for name in self._listed:
                 self._begin(name)
             await asyncio.sleep(self._every_s)
 
     async def fresh(self, *, timeout_s: float = 3.0) -> tuple[V, ...]:
-        """All runs, none seen longer ago than a viewer would have it; those that do not answer in
-        `timeout_s` as they were. Raises what listing them raises."""
+        """All runs, each as recent as a viewer would see it. Runs that do not answer within
+        `timeout_s` are returned as they were read last. Raises what listing the runs raises.
+        """
         await self._list()
         stale = [one for one in self._listed if self._age_s(one) > self._every_s]
         if begun := [self._begin(name) for name in stale]:
@@ -91,17 +97,17 @@ class Board(Generic[V]):
         return self.all()
 
     def all(self) -> tuple[V, ...]:
-        """As they were seen last, by name."""
+        """All runs as they were read last, in the order of their list."""
         return tuple(self.view(name) for name in self._listed)
 
     def view(self, name: str) -> V:
-        """One of them. Raises KeyError where there is no such run."""
+        """One run as it was read last. Raises KeyError if there is no such run."""
         if name not in self._listed:
             raise KeyError(name)
         return self.views.get(name) or self._failed(name, "it has not answered yet")
 
     def gone(self, name: str) -> V:
-        """One that was there."""
+        """The view of a run that no longer exists."""
         return self._failed(name, "it is not there any more")
 
     def _age_s(self, name: str) -> float:
@@ -121,7 +127,7 @@ class Board(Generic[V]):
             self._changed.notify_all()
 
     def _begin(self, name: str) -> asyncio.Task[None]:
-        """A read of the run, or the one that is under way."""
+        """Begin to read the run, or return the read that is under way."""
         if (reading := self._reading.get(name)) is None:
             reading = asyncio.create_task(self._look(name), name=f"read {name}")
             self._reading[name] = reading

@@ -1,4 +1,4 @@
-"""Showing a page to the one who asked for it on a command line."""
+"""Shows a page to the user who asked for it on a command line."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ async def show(
     browser: bool,
     echo: Callable[..., None],
 ) -> None:
-    """Serve until SIGINT or SIGTERM; `serving` yields the URL, `what` is there. `browser`: start
-    one, where there is a display. `echo`: as `click.echo`."""
+    """Serve until SIGINT or SIGTERM.
+
+    `serving` yields the URL. `what`: what is at the URL. `browser`: open a browser if there is a
+    display. `echo`: like `click.echo`.
+    """
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -33,14 +36,19 @@ async def show(
 
 
 def _has_display() -> bool:
-    """Without one, what opens is a browser of text, in the terminal that has the URL."""
+    """Whether there is a display. Without one, the browser that opens would be a text browser, in
+    the terminal that shows the URL.
+    """
     return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 @contextlib.contextmanager
 def opened(url: str) -> Iterator[None]:
-    """The page in a browser, led there by a file that is this user's alone: everybody sees the
-    words of a browser's command line, and the URL lets one in."""
+    """Open the page in a browser.
+
+    The browser gets a file that only this user can read, and the file leads to the URL. The URL
+    grants access, and every user can see the command line of a browser.
+    """
     with tempfile.NamedTemporaryFile("w", prefix="keepstep-ui-", suffix=".html") as file:
         file.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">')
         file.flush()

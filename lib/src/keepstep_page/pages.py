@@ -1,7 +1,7 @@
-"""HTML of the page, from jinja2 templates that escape whatever they are given.
+"""HTML of the page, from jinja2 templates that escape everything they are given.
 
-A page is made of sections, and a viewer is sent those that differ from what it shows: so nothing is
-worked out in the browser, and a browser without scripts shows the same, once.
+A page consists of sections, and a viewer is sent the sections that differ from what it shows. So
+the browser computes nothing, and a browser without scripts shows the same page, but only once.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ _HERE: Final = Path(__file__).parent
 STATIC: Final = _HERE / "static"
 
 Charts = dict[str, dict[str, Any]]
-"""Lines by chart and name, as page.js draws them."""
+"""The lines to draw, by chart and name, in the form that page.js needs."""
 
 
 class View(Protocol):
-    """What every page shows of a run; its own sections show more."""
+    """What every page shows of a run. The sections of sidecar and operator show more."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def state(self) -> str:
-        """In a word, which has a colour: training | waiting | stopped | unreadable."""
+        """The state in one word, which has a color: training | waiting | stopped | unreadable."""
         ...
 
     @property
     def state_text(self) -> str:
-        """In a sentence, without anything that changes at every step: it is read out loud."""
+        """The state in one sentence. It contains nothing that changes at every step, because screen
+        readers read it out loud.
+        """
         ...
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What somebody should look at."""
+        """Problems that need attention."""
         ...
 
     @property
     def error(self) -> str:
-        """Why nothing of it could be read."""
+        """Why nothing of the run could be read."""
         ...
 
 
@@ -53,11 +55,11 @@ V = TypeVar("V", bound=View)
 
 
 class Pages(Generic[V]):
-    """Of runs in one place, `place` by name.
+    """Pages of the runs in one place. `place`: the name of the place.
 
-    `templates`: the directory with `sections/runs.html` and one for each of `titles`, which are the
-    sections of a run in order. `labels`: what a reader of the screen is told of the chart in that
-    section. `text` makes text of unknown origin fit to be shown.
+    `templates`: a directory with `sections/runs.html` and a template for each of `titles`.
+    `titles`: the sections of a run, in order. `labels`: for the chart of a section, the text for
+    screen readers. `text` makes text of unknown origin safe to show.
     """
 
     templates: ClassVar[Path]
@@ -77,18 +79,18 @@ class Pages(Generic[V]):
             undefined=StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
-            # what is escaped already is markup, no text of somebody's
+            # text that is already escaped is markup of keepstep, not text of unknown origin
             finalize=lambda value: text(value) if type(value) is str else value,
         )
         self._templates.globals |= {"version": __version__, "place": place}
         self._templates.filters |= {"iso": _iso, **filters}
 
     def known(self, view: V) -> dict[str, Any]:
-        """What the templates of a run's sections are given beside `run`."""
+        """What the templates of a run's sections get, besides `run`."""
         raise NotImplementedError
 
     def charts(self, view: V) -> Charts:
-        """Of a run."""
+        """The charts of a run."""
         raise NotImplementedError
 
     def index(self, views: Sequence[V]) -> str:
@@ -96,7 +98,7 @@ class Pages(Generic[V]):
         return self.render("index.html", sections=self.index_sections(views))
 
     def index_sections(self, views: Sequence[V]) -> dict[str, str]:
-        """What of it changes, by the id of its element."""
+        """The changing parts of the page of all runs, by the id of their element."""
         return {"runs": self.render("sections/runs.html", runs=views)}
 
     def run(self, view: V) -> str:
@@ -110,13 +112,13 @@ class Pages(Generic[V]):
         )
 
     def run_sections(self, view: V) -> dict[str, str]:
-        """What of it changes, by the id of its element."""
+        """The changing parts of the page of one run, by the id of their element."""
         known = {"run": view, **self.known(view)}
         names = ("state", "problems", *self.titles)
         return {name: self.render(f"sections/{name}.html", **known) for name in names}
 
     def missing(self, name: str) -> str:
-        """There is no such run."""
+        """The page that says that there is no such run."""
         return self.render("missing.html", name=name)
 
     def render(self, template: str, **known: Any) -> str:
@@ -124,5 +126,5 @@ class Pages(Generic[V]):
 
 
 def _iso(unix_s: float) -> str:
-    """To the second, in UTC."""
+    """The time to the second, in UTC."""
     return datetime.fromtimestamp(unix_s, timezone.utc).isoformat(sep=" ", timespec="seconds")

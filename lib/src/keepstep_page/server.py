@@ -1,6 +1,6 @@
-"""The routes of the page, and how a browser that shows it hears of changes.
+"""The routes of the page, and the stream by which a browser learns of changes.
 
-A viewer keeps one response open (server-sent events), on which the sections come that have changed.
+A viewer keeps one response open (server-sent events), on which the changed sections are sent.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from keepstep_page.pages import STATIC, Charts, Pages, V
 
 T = TypeVar("T")
 _Shown = tuple[dict[str, str], Charts]
-"""Sections of a page as HTML, and its charts."""
+"""The sections of a page as HTML, and its charts."""
 
 STATIC_ROUTE: Final = "/static"
 
 _STILL_THERE_S: Final = 15.0
-"""A comment so often: a viewer that went without a word is noticed when it cannot be written to."""
+"""How often a comment is sent: a viewer that has left silently is noticed when a write to
+it fails.
+"""
 
 _AT_ONCE: Final = 64
-"""Pages that a viewer may have open; a tab that is left open costs a descriptor each."""
+"""How many pages a viewer may have open; each open tab costs a descriptor."""
 
 
 class Site(Generic[V]):
-    """Runs of one place, and how they are shown: worked out once for all who look."""
+    """The runs of one place, and their pages. A page is rendered once for all viewers."""
 
     def __init__(self, board: Board[V], pages: Pages[V]) -> None:
         self.board, self.pages = board, pages
@@ -72,9 +74,12 @@ def application(
     who: Callable[[web.Request], str] = _anybody,
     still: Callable[[web.Request], Awaitable[bool]] = _always,
 ) -> web.Application:
-    """All routes, behind `middleware`; `sign` puts headers on every answer. `who` asks, where
-    several people may: their open pages are counted apart. `still`: whether who keeps a page open
-    may go on looking; asked before anything more is sent."""
+    """All routes, behind `middleware`.
+
+    `sign` puts headers on every answer. `who`: the user of a request, if several may read; their
+    open pages are counted separately. `still`: whether the user of an open page may still read it;
+    checked before anything more is sent.
+    """
     app = web.Application(middlewares=[middleware])
     app.on_response_prepare.append(sign)
     routes = _Routes(site_of, who, still)
@@ -88,9 +93,10 @@ def application(
 
 @contextlib.asynccontextmanager
 async def on_loopback(app: web.Application, port: int) -> AsyncIterator[int]:
-    """Serve on 127.0.0.1 alone; yields the port, `port` 0: a free one. Raises UsageError where it
-    cannot be had."""
-    # a viewer's response never ends by itself: it is cancelled; tokens may be long
+    """Serve only on 127.0.0.1; yields the port. `port` 0 means a free port. Raises UsageError if
+    the port cannot be had.
+    """
+    # a viewer's response never ends by itself, so it is cancelled; tokens in headers may be long
     runner = web.AppRunner(
         app,
         access_log=None,
@@ -149,7 +155,7 @@ class _Routes:
     async def _send(
         self, request: web.Request, site: Site[Any], shown: Callable[[], _Shown]
     ) -> web.StreamResponse:
-        """Whatever differs from what this viewer was sent, until it goes."""
+        """Send whatever differs from what this viewer was sent before, until the viewer leaves."""
         who, board = self._who(request), site.board
         if self._open[who] >= _AT_ONCE:
             return web.Response(status=503, text="too many pages are open: close some\n")
