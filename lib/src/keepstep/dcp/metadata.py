@@ -64,7 +64,7 @@ class Contents:
         self._boxes = self._chosen(rank, images.nearness)
 
     def _chosen(self, rank: int, nearness: list[int]) -> dict[str, dict[Path, Piece]]:
-        """Per tensor, by offsets: the saved boxes that make it up."""
+        """For each tensor, the saved boxes that make it up, by their offsets."""
         named = {one: self._index.find(one) for one in (*self._index.tensors, *self._index.aliases)}
         saved = {name: one for name, one in named.items() if one is not None}
         wants = [Want(name, _whole(one)) for name, one in saved.items()]

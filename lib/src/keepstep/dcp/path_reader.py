@@ -1,5 +1,5 @@
-"""Reads the directory of a committed step for `StorageReader(path)`. This needs no sidecar, so
-steps can always be read without keepstep running.
+"""Reads the directory of a committed step for `StorageReader(path)`. This is the way out of
+keepstep: it needs no sidecar.
 
 Stock DCP silently leaves rows untouched when a shard is missing, and joins whatever it finds. So
 this module refuses a directory that is not exactly one step of one run by one world, and names the

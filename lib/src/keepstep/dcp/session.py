@@ -132,7 +132,7 @@ class Session:
             self._over.add(self._epoch.id)
         self._epoch = self._saved = None
 
-    # --- what there is -----------------------------------------------------------------------
+    # --- looking and loading -----------------------------------------------------------------
 
     def candidates(self) -> Candidates:
         """What this rank's sidecar holds. Waits until the sidecar has looked at its volumes."""

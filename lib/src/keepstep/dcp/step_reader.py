@@ -31,7 +31,7 @@ class StepReader:
     """One step, for one load of one rank."""
 
     def __init__(self, images: Images | Folder, id: StepId, *, where: str, rank: int) -> None:
-        """Raises FormatError, CoverageError: see `Contents`."""
+        """Choose the boxes to read. Raises FormatError, CoverageError: see `Contents`."""
         self.id = id
         self.contents = Contents(images, where=where, rank=rank)
         self._images = images

@@ -379,7 +379,7 @@ def _digest(engine: Any) -> str:
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- checks of the engine ------------------------------------------------------------------------
 
 
 def _refuse(engine: Any) -> None:

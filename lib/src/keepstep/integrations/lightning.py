@@ -77,7 +77,7 @@ _REFUSED = {
     "BatchSizeFinder": "BatchSizeFinder trains within a training, which keepstep cannot follow:"
     " call Tuner(trainer).scale_batch_size() in a process of its own",
 }
-"""By the name of a strategy or a callback, for both packages."""
+"""What is refused and why, by the name of a strategy or a callback; for both packages."""
 
 _META = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
@@ -169,7 +169,7 @@ class _Fit:
     """The torchmetrics in the module."""
     undo: list[tuple[Any, str]] = dataclasses.field(default_factory=list)
 
-    # --- what is followed ----------------------------------------------------------------------
+    # --- wrapping the trainer's methods --------------------------------------------------------
 
     def follow(self, held: set[int]) -> None:
         loop, epoch = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
@@ -366,7 +366,7 @@ class _Fit:
     def _capture(self) -> dict[str, Any]:
         return loaders.capture(self._loaders)
 
-    # --- what is kept beside model and optimizer -----------------------------------------------
+    # --- state beside model and optimizer ------------------------------------------------------
 
     def _keep(self) -> None:
         step = self.trainer.global_step

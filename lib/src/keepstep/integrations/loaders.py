@@ -291,7 +291,7 @@ def behind(loaders: list[Any], batches: int, begun: dict[str, Any]) -> Iterator[
 
 
 class _Behind:
-    """A sampler, and its iterator, whose first pass begins behind the batches that are left out."""
+    """A sampler, and its iterator, whose first pass begins after the batches that are left out."""
 
     def __init__(self, sampler: Any, left_out: int) -> None:
         self._sampler, self._left_out = sampler, left_out

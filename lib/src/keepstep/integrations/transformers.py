@@ -308,7 +308,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
             output = super()._finalize_training(trial, num_train_samples, start_time)
         return output
 
-    # --- what is kept beside model and optimizer -----------------------------------------------
+    # --- state beside model and optimizer ------------------------------------------------------
 
     @property
     def _now(self) -> _Training:

@@ -123,8 +123,9 @@ class Collective:
 
         A step that some rank cannot restore is left out, and all ranks vote again. If some ranks
         have no sidecar, the run may begin unkept, but may not go on from a step. `meet` is called
-        once all ranks can gather, before the vote; it agrees on what each rank has. If any rank
-        fails, RestoreError or a related error is raised on all ranks, so that none trains on alone.
+        before the step is chosen, once all ranks can gather; it agrees on what each rank has. If
+        any rank fails, RestoreError or a related error is raised on all ranks, so that none trains
+        on alone.
         """
         if self._world == 1 and self._session is not None:
             # there is only this rank: it lays out its state while the sidecar looks for steps

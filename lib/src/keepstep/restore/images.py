@@ -104,7 +104,7 @@ TensorsOf = Callable[[str], Mapping[str, str]]
 
 
 class _UnusableError(KeepstepError):
-    """A file that the sidecar named is not the image that it should be."""
+    """A file that the sidecar named is not the expected image."""
 
     def __init__(self, path: str, why: Exception) -> None:
         super().__init__(f"{path}: {why}")
@@ -182,9 +182,9 @@ class Images:
     ) -> Images:
         """Ask the sidecar where the images are; for thousands of ranks, the answer takes minutes.
 
-        An image in memory that does not verify is left out, and comes from the next tier.
-        `timeout_s`: for this answer, and for one half of the window. `every`: include all twins.
-        Raises CoverageError, SidecarError.
+        If an image in memory does not verify, its next copy is used instead. `timeout_s`: for this
+        answer, and for one half of the window. `every`: include all twins. Raises CoverageError,
+        SidecarError.
         """
         bad: tuple[str, ...] = ()
         while True:

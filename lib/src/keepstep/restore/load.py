@@ -265,9 +265,9 @@ class Loader:
     def _are_two(self, one: Saved, other: Saved | None) -> bool:
         """Whether `one` and `other` are different tensors in the checkpoint.
 
-        They are if a rank that has both did not find them to be one tensor, and their bytes differ
-        as far as can be seen. Stages of a pipeline may each have a copy of a tied weight; these
-        copies are equal.
+        They are different if a rank that has both did not find them to be one tensor, and their
+        bytes differ as far as can be seen. Stages of a pipeline may each have a copy of a tied
+        weight; these copies are equal.
         """
         if other is None or one.name == other.name:
             return False
@@ -284,7 +284,7 @@ class Loader:
         """The tree of a component in the image of a saved rank; None if the image has none."""
         return self._trees_of(rank).get(name)
 
-    # --- what is there, here and there ---------------------------------------------------------
+    # --- live and saved trees ------------------------------------------------------------------
 
     def _trees_of(self, rank: int) -> dict[str, SavedTree]:
         if rank not in self._trees:

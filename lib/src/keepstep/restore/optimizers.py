@@ -88,7 +88,7 @@ class OptimizerLoader:
         options = self._options(saved, branches["param_groups"], live, order)
         self._loader.finish_with(lambda: self._finish(options, order, members))
 
-    # --- who is who ----------------------------------------------------------------------------
+    # --- pairing of parameters and groups ------------------------------------------------------
 
     def _told(self, rank: int, saved: SavedTree) -> dict[int, SavedParameter]:
         told = self._images.parameters(rank, self._name)

@@ -121,12 +121,12 @@ class Names:
 
 
 def describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """For messages."""
+    """Shape and dtype as text, for messages."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def describe_saved(saved: Saved) -> str:
-    """For messages."""
+    """Shape and dtype of a saved tensor as text, for messages."""
     return describe(saved.shape, DTYPE_OF[saved.dtype])
 
 

@@ -76,9 +76,9 @@ class Accelerator:
         """Queue copies from one device in the current stream.
 
         One call queues all copies, because a call costs the training thread more than a small
-        tensor costs the bus. A tensor that only a flag marks as conjugated must first be conjugated
-        in device memory: `copy_` would conjugate the target at once, before the bytes arrive
-        (pytorch#146286).
+        tensor costs the bus. This call first conjugates, in device memory, a tensor that only a
+        flag marks as conjugated. `copy_` would conjugate the target at once, before the bytes
+        arrive (pytorch#146286).
         """
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 

@@ -50,7 +50,9 @@ class Snapshots:
         epoch: Epoch,
         lazy: bool,
     ) -> Pending:
-        """Erase the slot, write what must be written now, and say what is left to copy."""
+        """Erase the slot and copy what must be copied now. The image that is returned knows what is
+        left to copy.
+        """
         mapping = slot.mapping
         assert mapping.layout.id == self.layout.id, "a slot of another layout"
         later = [leaf for leaf in taken.tensors if lazy and leaf.lazy and _may_wait(leaf.tensor)]

@@ -1,4 +1,8 @@
-"""`torch.cuda`, `torch.xpu` and so on. Raises RuntimeError for a kind that torch does not know."""
+"""Accelerators that hold a state: which can be kept, their names, and their generators.
+
+torch's generic interface (`torch.accelerator`, the module of a device type) serves all kinds of
+devices; ROCm is called "cuda", too. `keepstep.save.accelerator` orders the work on them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ def kind() -> str:
 
 
 def module(kind: str) -> Any:
-    """`torch.cuda`, `torch.xpu` and so on. Raises RuntimeError for what torch does not know."""
+    """`torch.cuda`, `torch.xpu` and so on. Raises RuntimeError for a kind unknown to torch."""
     return torch.get_device_module(kind)
 
 

@@ -185,7 +185,7 @@ def _lowest(holders: dict[Claim, tuple[int, ...]]) -> dict[str, int]:
     return lowest
 
 
-# --- parts of what is replicated -----------------------------------------------------------------
+# --- parts of replicated tensors -----------------------------------------------------------------
 #
 # Decides which rank stages which rows: pure, and the same answer on every rank. The tensors are
 # laid end to end on one line of bytes, which is cut into equal lengths. Each cut is moved to the

@@ -97,7 +97,7 @@ class Walker:
             node = self._branch(tree, name)
         return self._value(tree) if node is None else node
 
-    # --- who is who ----------------------------------------------------------------------------
+    # --- parameters and their owners -----------------------------------------------------------
 
     def _know(self, name: str, component: Any) -> None:
         self._trees[name] = _tree_of(name, component)
@@ -370,8 +370,8 @@ def _check_subclass(tensor: Tensor, name: str) -> None:
 
 
 def _is_large(value: Any) -> bool:
-    """Whether it is too large for the extras. A growing deque may hold any number of small tensors
-    without changing the layout.
+    """Whether the value does not belong in the extras: a large tensor, a tensor on a device, or a
+    large array. A growing deque may hold any number of small tensors without changing the layout.
     """
     if isinstance(value, Tensor):
         return not value.is_cpu or value.nbytes >= LARGE_BYTES

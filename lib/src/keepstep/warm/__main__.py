@@ -86,8 +86,7 @@ class Lives:
             after = _staged()
             if signal.sigpending() & _STOP:  # a stop signal came between two lives
                 break
-            # a sidecar that is away or has restarted reports no new step, so the life counts as
-            # failed
+            # a sidecar that is away, or has forgotten its steps, reports no new step
             failed = 0 if after - before else failed + 1
             before |= after
             say(
