@@ -134,8 +134,9 @@ class Loader:
         return sorted(one for one in self.names.unused if one.startswith(keyed))
 
     def unused(self) -> bytes:
-        """The saved names that no component here uses, compressed. Some other rank must have a
-        place for each of them. Empty if this rank's own image was already compared with its state.
+        """The saved names that a module here could hold and does not, compressed. Some other rank
+        must have a place for each of them. Empty if this rank's own image was already compared with
+        its state.
         """
         if self.alone:
             return b""

@@ -200,8 +200,8 @@ def _position(thread: int) -> tuple[tuple[int, int], ...]:
 #
 # Lazy copying is safe only while nothing writes to the tensors. In-place operations move autograd's
 # version counter, but writes through `.data` do not. So a few elements of every tensor are compared
-# as well: at regular strides from the first, at least 16 per tensor and at least one in every 256
-# KiB. Any dense update changes them. A sparse write that bypasses the counter (through `.data`,
+# as well: at regular strides from the first, at least 16 per tensor (all of a smaller one) and one
+# in every 256 KiB. Any dense update changes them. A sparse write past the counter (through `.data`,
 # numpy, another process) between save and fence may go unnoticed; the docs say to wrap such code in
 # `checkpointer.mutating()`.
 
