@@ -267,7 +267,7 @@ class Images:
     def announce(self, runs: tuple[ChunkRun, ...]) -> None:
         """Announce the chunks that will be requested, in this order.
 
-        The sidecar then reads chunks that several ranks of the node want only once. Raises
+        The sidecar then reads a chunk only once, even if several ranks of the node want it. Raises
         SidecarError.
         """
         if runs:

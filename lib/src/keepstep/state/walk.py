@@ -260,7 +260,7 @@ class Walker:
         carried = self._topology.owner(claim)
         name = path if carried is None else local_name(path, carried)
         pointer = local.data_ptr()
-        if not pointer or not local.is_cpu:  # CPU tensors are checked when they are copied
+        if not pointer or not local.is_cpu:  # other CPU tensors are checked when copied
             check_memory(local, path)
         if pointer:
             identity = (pointer, local.dtype, live.shape, local.shape, strides, fresh)
@@ -395,7 +395,9 @@ def _tree_of(name: str, component: Any) -> Any:
 
 
 def _same_on(ranks: Members, local: Tensor) -> Sharing | None:
-    """The sharing of a tensor that each of `ranks` has whole; None if there is only one rank."""
+    """The sharing of a tensor that each of `ranks` has whole. None if `ranks` is None or a single
+    rank.
+    """
     if ranks is None or len(ranks) == 1:
         return None
     shape = tuple(local.shape)
