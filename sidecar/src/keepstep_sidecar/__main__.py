@@ -1,6 +1,6 @@
-"""`keepstep-sidecar`: what serves is `app` and `relay`; the rest asks it or prepares it.
+"""`keepstep-sidecar`: `app` and `relay` serve; the other commands query or prepare a sidecar.
 
-The servers are imported only where they serve: a probe runs once a second, and a pod waits for it.
+Only the commands that serve import the servers: a probe runs once a second, and a pod waits for it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _OLDER = {
     "--serve": ("relay",),
     "--clean": ("clean",),
 }
-"""Flags that pods of older operators have where there is a command now."""
+"""Flags of older operators' pods, and the commands that replace them."""
 
 
 class _Program(Group):
-    """Without a command it serves: pods are configured by their environment alone."""
+    """Runs `serve` when no command is given: pods are configured by their environment alone."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or args[0] not in (*self.commands, "--help", "--version"):
@@ -133,8 +133,8 @@ def probe(values: dict[str, Any], timeout_s: float, healthy: bool, started: bool
             raise
         text = f"cannot tell whether the sidecar has started: {error!r}"
     if started:
-        # a hook that fails has the kubelet end the sidecar, and no trainer begins before that one
-        # has started: so whatever is wrong is said, and never in the way of the training
+        # If the start hook fails, the kubelet ends the sidecar, and no trainer starts before the
+        # sidecar has. So an error is printed here but never keeps the training from starting.
         click.echo(f"{text or 'the sidecar answers'}; training begins", err=True)
     elif found is None or (healthy and found):
         raise SidecarError(text, code="absent")
@@ -150,7 +150,7 @@ def _socket(values: dict[str, Any]) -> Path:
 
 
 def _answer(path: Path, timeout_s: float) -> str | None:
-    """As `calls.health`, but a sidecar may still start: a pod asks early."""
+    """Like `calls.health`, but retries until the timeout: the sidecar may still be starting."""
     deadline = time.monotonic() + timeout_s
     while (found := calls.health(path)) is None and time.monotonic() < deadline:
         time.sleep(_PROBE_EVERY_S)
@@ -205,7 +205,7 @@ def relay(values: dict[str, Any], directories: tuple[Path, ...]) -> None:
     Example:
       keepstep-sidecar relay --run gpt --peer-listen :9465 --report-url https://... /nvme0/gpt/1
     """
-    # no slots, so no memory; what it serves from are the directories
+    # A relay has no slots, so it needs no memory. It serves from the directories.
     config = _config({**values, "memory_dir": Path("/"), "volumes": directories})
     if config.peers is None or config.reporting is None:
         raise click.UsageError("Missing options '--peer-listen' and '--report-url'.")

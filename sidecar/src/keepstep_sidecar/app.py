@@ -1,4 +1,4 @@
-"""The process that serves: claims its directories, listens, ends cleanly."""
+"""The sidecar as a server: it claims its directories, listens, and shuts down cleanly."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 _MOST_READS = 32
-"""Images and groups of chunks that are read at a time, from wherever."""
+"""How many images and groups of chunks are read at the same time, from all sources together."""
 
 _UMASK = 0o007
-"""Trainers of the same group may connect and fill slots; nobody else may look."""
+"""Trainers of the same group may connect and fill slots; other users have no access."""
 
 
 def serve(config: Config) -> None:
-    """Serve until the end. Raises KeepstepError when it cannot begin."""
+    """Serve until the sidecar ends. Raises KeepstepError when it cannot start."""
     log.configure(config.run)
     os.umask(_UMASK)
     connections.raise_descriptor_limit()
@@ -68,9 +68,10 @@ def serve(config: Config) -> None:
 
 
 def _open_volumes(config: Config) -> VolumeSet:
-    """All of them, or StorageError: a run that silently lacks a volume may lack its steps, too.
+    """Open all volumes. Raises StorageError if one cannot be opened and there is no operator.
 
-    With an operator to tell it is not silent, and training does not wait for a better volume.
+    A run that silently lacks a volume may also lack the steps on it. With an operator the missing
+    volume is reported, and training does not wait until the volume works.
     """
     return VolumeSet(
         [_open_volume(directory, config) for directory in config.volumes],
@@ -88,7 +89,7 @@ def _open_volume(directory: Path, config: Config) -> Volume:
             capacity_bytes=config.capacity_bytes,
             verify=config.verify,
         )
-    except (StorageError, ImageError) as error:  # also a record that is damaged, or another run's
+    except (StorageError, ImageError) as error:  # also a damaged record, or another run's
         if config.reporting is None:
             raise
         warn("volume not writable", path=str(root), reason=str(error))
@@ -112,7 +113,8 @@ async def _serve(config: Config, claim: Claim) -> None:
 
 
 def _history(file: HistoryFile) -> History:
-    """With what is known from before, if it can be summed up: nothing hangs on it."""
+    """The history of earlier sidecars; a new one if it cannot be summed up. Nothing depends on
+    it."""
     try:
         return History(*file.read(now=time.time()), id=file.id)
     except (ArithmeticError, ValueError, TypeError) as error:
@@ -121,7 +123,7 @@ def _history(file: HistoryFile) -> History:
 
 
 def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Reporter | None]:
-    """All parts, in the order in which an image passes them; nothing is set afterwards."""
+    """Build all parts, in the order in which an image passes them. No part is replaced later."""
     drives = len(volumes.volumes)
     names, readers = _threads("names", 1), _threads("read", _MOST_READS)
     writers = [_threads(f"write-{number}", 1) for number in range(drives)]
@@ -247,7 +249,10 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
 
 
 def _milestones(config: Config) -> frozenset[int]:
-    """Where nobody chose which steps become durable: those that are to be archived, or kept."""
+    """Steps at multiples of these become durable anyway, because they are archived or kept.
+
+    Empty where a person chose which steps become durable.
+    """
     if config.persist_every is not None:
         return frozenset()
     archived = config.archive and config.archive.base(config.persist_base)
@@ -255,7 +260,7 @@ def _milestones(config: Config) -> frozenset[int]:
 
 
 def _pacing(config: Config) -> Pacing | None:
-    """None: a person chose every how many steps one is persisted."""
+    """How often a step is persisted; None where a person set a fixed interval."""
     if config.persist_every is not None:
         return None
     return Pacing(
@@ -270,10 +275,10 @@ def _threads(name: str, count: int) -> ThreadPoolExecutor:
 
 
 def _trust(reporting: Reporting | None) -> ssl.SSLContext | None:
-    """Of the operator, where there is one that can be trusted."""
+    """The operator's TLS context; None without an operator or without a usable certificate."""
     try:
         return None if reporting is None else reporting.trust()
-    except UsageError as error:  # training does not wait for a better certificate
+    except UsageError as error:  # training does not wait for a usable certificate
         warn("no reports", reason=str(error))
         return None
 
@@ -284,7 +289,7 @@ def _remote_tiers(
     *,
     epochs: Callable[[], tuple[Epoch, ...]],
 ) -> list[RemoteTier]:
-    """What is configured beyond this machine; nothing of it is even imported without."""
+    """The configured remote tiers. Their modules are imported only when they are configured."""
     remote_tiers: list[RemoteTier] = []
     if config.archive is not None:
         from keepstep_sidecar.tiers.archive import tier

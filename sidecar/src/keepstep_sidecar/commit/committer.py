@@ -1,14 +1,15 @@
-"""Executes what `core.node` decides: writes, publishes, retires; and tells it what happens.
+"""Executes what `core.node` decides (writes, publishes, retires) and tells the node what happens.
 
-Its duties as a host (docs/ledger.md): list what is there whenever that changes, record an epoch
-durably before the ledger hears of it, do what the node says. A commit is a property of storage:
-nothing here makes one, `publish` only shows it to stock readers. In a run that spans several pods
-no node sees a complete step; what it then knows of commits comes from the operator (`run_view`).
+Its duties as a host (docs/ledger.md): list what this machine holds whenever that changes, record an
+epoch durably before the ledger hears of it, and do what the node says. A commit is a property of
+storage. Nothing here makes a commit; `publish` only shows it to stock readers. In a run that spans
+several pods, no node sees a complete step. The operator then tells each node which steps are
+committed (`run_view`).
 
-A slot is pinned while it is written, so nobody fills it. One exception cannot be excluded, an image
-that a new sidecar found while its trainer was about to fill the slot; but a trainer zeroes the seal
-before it writes anything else, so a seal that is still there after the write proves that the bytes
-were whole, and a file without that proof is quarantined.
+A slot is pinned while it is written to a volume, so no trainer fills it meanwhile. One exception
+cannot be excluded: a new sidecar finds an image while its trainer is about to fill the slot. But a
+trainer zeroes the seal before it writes anything else. So a seal that is still there after the
+write proves that the bytes were whole. A file without that proof is quarantined.
 """
 
 from __future__ import annotations
@@ -73,12 +74,12 @@ T = TypeVar("T")
 _log = logging.getLogger("keepstep.sidecar")
 
 _SWEEP_S = 1.0
-"""How often it is seen whether what was kept because somebody reads it is still read."""
+"""How often to check whether steps that were kept because they were being read still are."""
 
 
 @dataclass
 class WriteTotals:
-    """Since the start, over all ranks."""
+    """Bytes and seconds of all writes since the start, over all ranks."""
 
     bytes: int = 0
     seconds: float = 0.0
@@ -87,7 +88,8 @@ class WriteTotals:
 class Committer:
     """The shards of this machine, and the node that decides about them.
 
-    `trouble`: why the last write failed, '' after one that went well; `failed`: its step.
+    `trouble`: why the last write failed, '' after a write that succeeded. `failed`: the step of the
+    last failed write.
     """
 
     def __init__(
@@ -107,11 +109,11 @@ class Committer:
         wish: Wish | None = None,
         history: History | None = None,
     ) -> None:
-        """`names`: of one thread, that changes names on the volumes. `writers`: one for each
-        volume, of one thread: a drive writes one image at a time, and none is idle while another
-        one has a queue. `pacing`: None where a person chose the steps that are persisted.
-        `managed`: an operator sees the whole run, and decides what is deleted. `wish`: what to go
-        back to."""
+        """`names`: an executor of one thread, which changes names on the volumes. `writers`: for
+        each volume an executor of one thread. So a drive writes one image at a time, and no drive
+        is idle while another has a queue. `pacing`: None when a person chose which steps are
+        persisted. `managed`: an operator sees the whole run and decides what is deleted. `wish`:
+        the step to go back to."""
         self.volumes = volumes
         self.history = history or History()
         self.pacing = pacing
@@ -162,22 +164,23 @@ class Committer:
 
     @property
     def scanned(self) -> bool:
-        """Whether it is known what lies on the volumes."""
+        """Whether the volumes were scanned, so that it is known what lies on them."""
         return self.scanned_at != NEVER
 
     @property
     def idle(self) -> bool:
-        """Nothing is being written, and what was is committed where it can be."""
+        """Whether nothing is being written, and all that was written is committed where
+        possible."""
         return not self._ending and self.node.idle
 
     @property
     def silent(self) -> bool:
-        """There is an operator, and it has not answered for long."""
+        """Whether there is an operator that has not answered for too long."""
         return self.run_view.silent(time.monotonic())
 
     @property
     def operator_answers(self) -> bool:
-        """An operator is there, so that it will say when it has heard of all pods."""
+        """Whether an operator answers. It will then say when it has heard of all pods."""
         return self.run_view.heard_at is not None and not self.silent
 
     def busy(self, id: StepId) -> bool:
@@ -191,8 +194,8 @@ class Committer:
     # --- events in, actions out --------------------------------------------------------------
 
     def feed(self, event: Event) -> list[Publish | Retire]:
-        """Tell the node what happened. Writes begin at once; returns what else is to be done, which
-        may also wait: the node says it again."""
+        """Tell the node what happened. Starts writes at once. Returns the other actions; they may
+        wait, because the node repeats them."""
         if isinstance(event, Sealed) and self.pacing is not None:
             self.pacing.sealed(event.id, time.monotonic())
         left: list[Publish | Retire] = []
@@ -201,7 +204,7 @@ class Committer:
                 case Write():
                     self._spawn(self._write(action), f"write {action.id} {action.rank}")
                 case Stop():
-                    pass  # no write begins before its seal, as `Copied` is not said here
+                    pass  # no write begins before its seal, because `Copied` is not sent here
                 case Alarm():
                     warn("alarm", kind=str(action.kind), text=action.text)
                     self.alarms[action.text] = None
@@ -213,12 +216,13 @@ class Committer:
         return left
 
     async def refresh(self) -> None:
-        """List what is there, and do what follows."""
+        """Tell the node what this machine holds, and do what it then says."""
         await self._carry_out(self.feed(self._listed()))
 
     def look(self) -> Ledger:
-        """The ledger with the newest list, for questions; what the node asks for is done later."""
-        if self.ledger_reports.beyond_is_stale:  # `look_beyond` is just about to tell it
+        """The ledger with the newest list, to be queried. Actions that the node asks for are left
+        for later."""
+        if self.ledger_reports.beyond_is_stale:  # `look_beyond` is about to tell it anyway
             self.feed(self.ledger_reports.beyond())
         self.feed(self._listed())
         return self.ledger
@@ -228,7 +232,8 @@ class Committer:
         return Listed(ranks=ranks, published=published, shown=self.published)
 
     async def _carry_out(self, actions: Iterable[Publish | Retire]) -> None:
-        """Level-triggered: what fails here, or is in use by now, is decided anew the next time."""
+        """Level-triggered: an action that fails, or whose step is in use by now, is decided anew
+        next time."""
         async with self._actions:
             commits = self.node.commits()
             self.evictions.see(committed=sum(id in self.shards for id in commits))
@@ -236,14 +241,15 @@ class Committer:
             for action in here:
                 if isinstance(action, Publish):
                     await self._publish(action.id)
-            # before anything is deleted: the same word that tells of a commit may retire it
+            # Before any deletion: the same reply that tells of a commit may retire the step.
             self.remotes.wake()
             for action in here:
                 if isinstance(action, Retire) and not self._must_stay(action.id):
                     await self._retire(action.id)
 
     async def sweep(self) -> None:
-        """Delete what had to stay because somebody read it, once nobody does. Until cancelled."""
+        """Delete the steps that were kept because they were being read, once they no longer are.
+        Runs until cancelled."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             if not all(map(self._must_stay, self.node.deferred)):
@@ -253,11 +259,12 @@ class Committer:
         return self.node.busy(id) or self._in_use(id)
 
     def _in_use(self, id: StepId) -> bool:
-        """Somebody reads this step, or wants to go back to it."""
+        """Whether this step is being read, or is one that a person wants to go back to."""
         return self.rollback.names(id) or id in self._opening or self.remotes.in_use(id)
 
     def opening(self, id: StepId, *, on: bool) -> None:
-        """This step is being read: it is not retired meanwhile. Counted."""
+        """Mark that a read of this step begins (`on`) or ends. The step is not retired while any
+        read is open."""
         self._opening[id] += 1 if on else -1
         if not self._opening[id]:
             del self._opening[id]
@@ -265,18 +272,19 @@ class Committer:
     # --- what is there -----------------------------------------------------------------------
 
     async def scan(self) -> None:
-        """Look at the volumes; afterwards `scanned` is true and the ledger knows it all.
+        """Scan the volumes. Afterwards `scanned` is true, and the ledger knows the result.
 
-        Never raises for what lies there: `scan_failed` says why it cannot be told, "" when it can.
+        Never raises because of what lies there. `scan_failed` says why the scan failed, "" when it
+        succeeded.
         """
         before, unreadable = self.local_shards.known(), ""
         try:
             scan, aside = await self.blocking(self._survey)
-        except Exception as error:  # whatever it is: silence would look like an empty volume
+        except Exception as error:  # any error: silence would look like an empty volume
             unreadable, scan, aside = f"the volumes cannot be scanned: {error}", Scan(), 0
             if not isinstance(error, StorageError):
                 _log.exception("scan failed")
-        # with nothing awaited from here on: what is lost is never merely absent
+        # No await from here on: lost shards must never be seen as merely absent.
         self.unreadable = self.scan_failed = unreadable
         if not unreadable:  # a volume that does not answer takes nothing from what is known
             self.local_shards.replace(scan.shards, before=before)
@@ -300,14 +308,14 @@ class Committer:
         self._changes.ring()
 
     def _survey(self) -> tuple[Scan, int]:
-        """What is there, and how many files are in quarantine afterwards."""
+        """The scan of all volumes, and the number of files in quarantine after it."""
         scan = self.volumes.scan()
         if self.pacing is not None:
             self.pacing.drive_bytes = self.volumes.drive_bytes() or None
         return scan, sum(volume.quarantined() for volume in self.volumes.volumes)
 
     async def look_beyond(self, *, anew: bool = False) -> None:
-        """Ask the remote tiers what they hold; the ledger hears of it.
+        """Ask the remote tiers what they hold, and tell the ledger.
 
         `anew`: see `RemoteInventory.look`.
         """
@@ -318,7 +326,8 @@ class Committer:
         self._changes.ring()
 
     async def reject(self, source: ShardSource, error: Exception) -> None:
-        """This copy could not be used; one on a volume was quarantined, and is looked for anew."""
+        """This copy could not be used. If it was on a volume, it was quarantined, and the volumes
+        are scanned anew."""
         rank = source.shard.rank
         if source.tier is not Tier.LOCAL:
             self.remotes.reject(source, error)
@@ -329,11 +338,12 @@ class Committer:
             await self.scan()
 
     async def hear(self, reply: ReportReply) -> None:
-        """The operator's answer: commits are published, and what nobody needs is deleted."""
+        """Apply the operator's answer: publish commits, and delete steps that are no longer
+        needed."""
         before = (self.run_view.commit, self.run_view.word.plan)
         self.rollback.hear(reply)
         self.script_failures.hear(reply.failures)
-        if reply.archive is not None:  # before the same word retires it
+        if reply.archive is not None:  # before the same reply retires it
             self.remotes.want(reply.archive)
         actions = self.feed(
             Heard(
@@ -354,7 +364,8 @@ class Committer:
     # --- epochs ------------------------------------------------------------------------------
 
     async def start_epoch(self, epoch: Epoch) -> None:
-        """All ranks agreed on this epoch; durable on return. Raises StorageError."""
+        """Begin the epoch that all ranks agreed on. It is durably recorded on return. Raises
+        StorageError."""
         if (starting := self._starting.get(epoch.id)) is None:
             starting = asyncio.ensure_future(self._start_epoch(epoch))
             self._starting[epoch.id] = starting
@@ -364,7 +375,8 @@ class Committer:
     async def _start_epoch(self, epoch: Epoch) -> None:
         epoch = self.ancestry.named(epoch)
         known = self.epochs(epoch)
-        # not the ledger's: it also knows epochs that other pods told of, and only memory has those
+        # Not the ledger's epochs: it also knows epochs that other pods told of, which lie only in
+        # memory.
         if not set(known) <= set(self.volumes.epochs()):
             await self.blocking(lambda: self.volumes.save_epochs(*known))
         self.epoch = epoch
@@ -373,8 +385,8 @@ class Committer:
         say("epoch started", epoch=str(epoch.id), parent=epoch.parent and str(epoch.parent))
 
     def epochs(self, *begun: Epoch) -> tuple[Epoch, ...]:
-        """All that is surely this run's own: on record here, told by its other pods, or `begun`
-        now; and what those went on from, whoever tells of that."""
+        """All epochs that are certainly this run's own: those recorded here, told by the run's
+        other pods, or in `begun`. Includes their ancestors, whichever source knows them."""
         own = (*self.remotes.told_by(Tier.PEER), *self.volumes.epochs(), *begun)
         return line(own, self.ledger.epochs)
 
@@ -393,8 +405,8 @@ class Committer:
             shard = await self._persist(write)
             if shard is not None:
                 self.wrote(shard)
-            # with nothing awaited since it is known: the next image is pinned before its slot can
-            # be assigned
+            # No await since the end is known: the node must pin the next image before its slot can
+            # be assigned.
             self.feed(Wrote(write.rank, write.id, shard is not None))
             self._pace(write.id)
             self._changes.ring()
@@ -407,7 +419,7 @@ class Committer:
             self._changes.ring()
 
     def _pace(self, id: StepId) -> None:
-        """This step may have become durable: how far it is to the next one is chosen anew."""
+        """If this step has become durable, choose the interval to the next step anew."""
         if self.pacing is None or not self.node.planner.is_durable(id):
             return
         before, interval = self.pacing.interval, self.pacing.durable(id, self.epochs())
@@ -417,12 +429,12 @@ class Committer:
             self.feed(Pace(interval.steps))
 
     async def _persist(self, write: Write) -> LocalShard | None:
-        """The shard, durable; None when it could not be made. The node must hear of the end,
-        whatever goes wrong."""
+        """Write the shard and return it, durable; None if that failed. Never raises an Exception,
+        because the node must hear of the end in any case."""
         try:
             return await self._written(write)
         except Exception as error:
-            if str(error) != self.trouble:  # what stands in the way of every step is said once
+            if str(error) != self.trouble:  # an error that hits every step is logged once
                 warn("not persisted", rank=write.rank, step=str(write.id), reason=str(error))
             self.trouble, self.failed = str(error), write.id
             return None
@@ -479,17 +491,17 @@ class Committer:
         )
 
     def wrote(self, shard: LocalShard) -> None:
-        """A shard is durable; `refresh` draws the conclusions."""
+        """Record a durable shard. `refresh` then acts on it."""
         self.local_shards.add(shard)
         self.remotes.wake()
         self._changes.ring()
 
     async def _make_room(self, size_bytes: int, *, retired: int) -> bool:
-        """Let go of copies kept for others, else of the fewest steps that nobody needs, so that so
-        much can be written. False when there was nothing.
+        """Make room for `size_bytes`: delete copies kept for other pods, else the fewest steps that
+        nobody needs. False if there was nothing to delete.
 
-        `retired`: how many steps had gone when the write began that found no room. If there are
-        more now, there may be room again.
+        `retired`: the count of retired steps when the failed write began. If the count is higher
+        now, there may be room again.
         """
         if await self.remotes.make_room(size_bytes):
             return True
@@ -514,7 +526,7 @@ class Committer:
 
     async def _publish(self, id: StepId) -> None:
         made_of = [shard.path for shard in self.shards.get(id, {}).values()]
-        if not made_of:  # looked at anew meanwhile, and not there any more
+        if not made_of:  # a scan in between no longer found it
             return
         try:
             path = await self.blocking(lambda: self.volumes.publish(id, made_of=made_of))
@@ -525,7 +537,7 @@ class Committer:
             return
         self.local_shards.show(id, path)
         self.history.committed(id)
-        self.committed_at = path.stat().st_mtime  # its last shard got its name then
+        self.committed_at = path.stat().st_mtime  # when its last shard got its name
         self._changes.ring()
 
     async def _retire(self, id: StepId) -> None:
@@ -536,52 +548,54 @@ class Committer:
         except KeepstepError as error:
             warn("not retired", step=str(id), reason=str(error))
             return
-        self._retired += 1  # only now: whoever found no room before that has still to make some
+        self._retired += 1  # not earlier: a write that found no room before this must still make it
         say("retired", step=str(id), bytes=freed)
 
     # --- asking ------------------------------------------------------------------------------
 
     def local_inventory(self) -> LocalInventory:
-        """What remote tiers compare themselves with. What was shown is a commit, whether or not the
-        operator's newest word still names it."""
+        """What remote tiers compare their lists with. A published step counts as a commit even if
+        the operator's newest reply no longer names it."""
         alive = {id: dict(one) for id, one in self.shards.items() if not self.ledger.is_dead(id)}
         commits = self.local_shards.ever_published().union(self.node.commits())
         return LocalInventory(shards=alive, commits=frozenset(alive) & commits)
 
     def ranks(self) -> list[int]:
-        """Every rank of which something is or was here."""
+        """Every rank of which this machine holds or held something."""
         return self.ledger_reports.ranks()
 
     def last_commit(self) -> StepId | None:
-        """The newest step that is known to be committed, and not dead."""
+        """The newest step that is known to be committed and is not dead."""
         return self.node.last_commit()
 
     def was_committed(self, id: StepId) -> bool:
-        """This very step is committed and, where it is held, visible; or was until it expired."""
+        """Whether this very step is committed, and published if this machine holds it; or was,
+        until it expired."""
         if self.local_shards.was_published(id):
             return True
         told = (self.run_view.commit, *self.run_view.word.commits)
         return id not in self.shards and id in told
 
     def pinned(self) -> frozenset[StepId] | None:
-        """Steps that stay everywhere; None while the operator has not said."""
+        """Steps that no tier may delete; None until the operator has named them."""
         if not self.run_view.pins_known:
             return None
         return self.run_view.word.pinned.union(filter(self.rollback.names, self.locator.ids()))
 
     def wanted(self) -> StepId | None:
-        """The step that a person wants to go back to, where it is known here."""
+        """The step that a person wants to go back to, if this machine knows it."""
         held = [id for id in self.locator.ids() if self.ledger.lineage.restorable(id)]
         return self.rollback.resolve(self.ledger.whole(), held)
 
     def doubt(self) -> Doubt:
-        """What is suspect and what proven, as far as this machine knows."""
+        """Which steps are suspect and which are proven, as far as this machine knows."""
         kept = {id for id in self.locator.ids() if not self.ledger.is_dead(id)}
         failures = self.script_failures.known(self.ledger)
         return Doubt.of(failures, kept, self.run_view.word.pinned)
 
     def suspicion(self) -> str:
-        """What a restore passes over and why, for people; '' where nothing is suspect."""
+        """A message that says which steps a restore passes over and why; '' when none is
+        suspect."""
         if not self.script_failures or (since := self.doubt().since) is None:
             return ""
         back = self.instead()
@@ -593,7 +607,7 @@ class Committer:
         )
 
     def instead(self) -> StepId | None:
-        """The step to go back to, where the newest whole one is suspect."""
+        """The step to go back to instead, if the newest whole step is suspect; else None."""
         if not self.script_failures:
             return None
         whole = self.ledger.whole()

@@ -1,8 +1,9 @@
-"""Which epochs are this run's own, and where a fork comes from.
+"""Which epochs belong to this run, and which run a fork comes from.
 
-A step of another run stands in for step 0, so it is held to the same rule: it is a candidate only
-when every tier has said that this run has nothing committed of its own. What is the run's own is
-always newer, so once there is a commit nothing of the fork is asked, offered or reported any more.
+A fork's step of the other run takes the place of step 0 and is held to the same rule: it is a
+candidate only when every tier has answered that this run has no commit of its own. The run's own
+steps are always newer. So once this run has a commit, the other run's steps are no longer asked
+for, offered or reported.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Row = TypeVar("Row", bound=Told)
 
 
 class Ancestry:
-    """Of one run. Does nothing where the run is no fork."""
+    """The ancestor of one run. Does nothing when the run is not a fork."""
 
     def __init__(
         self,
@@ -27,21 +28,21 @@ class Ancestry:
         commits: Callable[[], Iterable[StepId]],
         epochs: Callable[[], Iterable[Epoch]],
     ) -> None:
-        """`commits`: every step that is known to be committed and may be restored. `epochs`: those
-        that are surely this run's own."""
+        """`commits`: returns every step that is known to be committed and may be restored.
+        `epochs`: returns the epochs that certainly belong to this run."""
         self._ancestor = remotes.ancestor
         self._commits = commits
         self._epochs = epochs
 
     def outgrown(self) -> bool:
-        """The run has a commit of its own."""
+        """Whether the run has a commit of its own."""
         return self._newest() is not None
 
     def _newest(self) -> StepId | None:
         return max((id for id in self._commits() if not self.foreign(id)), default=None)
 
     def foreign(self, id: StepId) -> bool:
-        """Whether this is a step of the other run."""
+        """Whether this step belongs to the other run."""
         if self._ancestor is None:
             return False
         return id in self._ancestor.ids or any(
@@ -49,22 +50,22 @@ class Ancestry:
         )
 
     def writes(self, id: StepId) -> bool:
-        """Whether an image in memory may go to the drives: only what is surely the run's own. A new
-        sidecar finds the other run's step in a slot before it has asked whose that is."""
+        """Whether an image in memory may be written to the drives. It must certainly belong to this
+        run: a new sidecar may find the other run's step in a slot before it knows whose it is."""
         if self._ancestor is None:
             return True
         return not self.foreign(id) and any(one.id == id.epoch for one in self._epochs())
 
     def own(self, held: Iterable[Row]) -> tuple[Row, ...]:
-        """Without the other run's steps: what may be reported as this run's."""
+        """`held` without the other run's steps: what may be reported as this run's own."""
         return tuple(one for one in held if not self.foreign(one.step_id))
 
     def hides(self, id: StepId, *, in_doubt: bool) -> bool:
-        """Whether this step must not be offered. `in_doubt`: it could not be seen what is here."""
+        """Whether this step must not be offered. `in_doubt`: what this run has is not certain."""
         return self.foreign(id) and (in_doubt or self.outgrown())
 
     def refusal(self) -> str:
-        """Why nothing can be begun although nothing was found; '' where the run is no fork."""
+        """Why the run cannot begin although no step was found; '' when the run is not a fork."""
         if self._ancestor is None:
             return ""
         name = self._ancestor.ancestor
@@ -78,7 +79,7 @@ class Ancestry:
         )
 
     def named(self, epoch: Epoch) -> Epoch:
-        """The epoch with the run that its parent is of, where that is another one."""
+        """`epoch`, with the other run as its origin if its parent belongs to that run."""
         if self._ancestor is None or epoch.parent is None or not self.foreign(epoch.parent):
             return epoch
         return replace(epoch, origin=self._ancestor.ancestor)
@@ -86,14 +87,14 @@ class Ancestry:
 
 # --- epochs of one run -----------------------------------------------------------------------
 #
-# Each pod's record begins with the epoch in which the pod was new. Whoever meets steps of older
-# epochs must still see that they are of the same run, so what is known of the line goes on
-# record.
+# The record of a pod begins with the epoch in which the pod was new. A pod that meets steps of
+# older epochs must still recognize them as steps of the same run. So whatever is known of the
+# line goes on record.
 
 
 def line(own: Iterable[Epoch], known: Iterable[Epoch]) -> tuple[Epoch, ...]:
-    """`own` and what they went on from, as far as `known` tells; oldest first. A fork's line ends
-    where it left the other run."""
+    """The epochs `own` and their ancestors, as far as `known` contains them; oldest first. The line
+    of a fork ends where it left the other run."""
     by_id = {epoch.id: epoch for epoch in known}
     found = {epoch.id: epoch for epoch in own}
     waiting = list(found.values())

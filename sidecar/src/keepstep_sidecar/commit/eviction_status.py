@@ -1,4 +1,4 @@
-"""What is said of steps that went because the volumes were full; `core.node` says which do."""
+"""What people are told of steps deleted because the volumes were full; `core.node` chooses them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keepstep_sidecar.log import warn
 class EvictionStatus:
     """`keep`: what the policy keeps. `count`: steps evicted since the start.
 
-    `short`: the volumes have no room for so many.
+    `short`: the volumes have no room for all steps that the policy keeps.
     """
 
     keep: Retention
@@ -22,23 +22,25 @@ class EvictionStatus:
     short: bool = False
 
     def note(self, ids: Collection[StepId]) -> None:
-        """These steps are about to go. The caller counts them when they are gone: whoever finds no
-        room until then must not take them for room that was made."""
+        """These steps are about to be deleted. The caller adds them to `count` once they are."""
         self.short = self.short or bool(ids)
         for id in ids:
             warn("evicted", step=str(id), reason="the volumes are full", keep=str(self.keep))
 
     def see(self, *, committed: int) -> None:
-        """So many committed steps lie on the volumes: with one to spare, there is room again.
+        """`committed`: how many committed steps lie on the volumes. When there is one more than the
+        policy keeps, the shortage is over.
 
-        Not where the policy keeps more than the last ones: that grows, and is short again soon.
+        This does not hold when the policy keeps more than the last steps: the number of kept steps
+        then grows, and the volumes soon run short again.
         """
         if committed > self.keep.last and self.keep.every is None:
             self.short = False
 
     @property
     def warning(self) -> str:
-        """For a person; '' while everything that the policy keeps has room."""
+        """A warning for people; '' while the volumes have room for everything that the policy
+        keeps."""
         if not self.short:
             return ""
         return (

@@ -1,7 +1,7 @@
-"""What is held where: `LocalShards` on this machine's volumes, `RemoteInventory` beyond it.
+"""Who holds which shards: `LocalShards` for this machine's volumes, `RemoteInventory` beyond it.
 
-`LedgerReports` makes of all that, slots included, what the ledger is told; `CopyLocator` says where
-a copy of a shard can be had.
+`LedgerReports` turns both, together with the slots, into reports for the ledger. `CopyLocator` says
+where a copy of a shard can be read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Known = Mapping[tuple[StepId, int], LocalShard]
 
 
 class LocalShards:
-    """What the last scan found, and what was written, shown and deleted since."""
+    """The shards that the last scan found, updated by later writes, publishes and deletions."""
 
     def __init__(self) -> None:
         self.shards: dict[StepId, dict[int, LocalShard]] = {}
@@ -42,12 +42,12 @@ class LocalShards:
     # --- changing ----------------------------------------------------------------------------
 
     def known(self) -> Known:
-        """What is here as a scan begins."""
+        """The current shards; passed to `replace` after a scan that begins now."""
         return {(one.step_id, one.rank): one for one in self.all()}
 
     def replace(self, found: Iterable[LocalShard], *, before: Known) -> None:
-        """A scan that began with `before` has found these, and nothing else. What was written,
-        shown or deleted meanwhile is known better than the scan can."""
+        """Take over the shards that a scan found. `before`: `known()` when the scan began. A shard
+        that was written, published or deleted during the scan keeps its newer state."""
         now, scanned = self.known(), {(one.step_id, one.rank): one for one in found}
         newer = {key: one for key, one in now.items() if before.get(key) is not one}
         gone = before.keys() - now.keys()
@@ -62,7 +62,7 @@ class LocalShards:
         self.shards.setdefault(one.step_id, {})[one.rank] = one
 
     def show(self, id: StepId, path: Path) -> None:
-        """Readers see the step in this directory; its shards moved there."""
+        """The step was published in this directory, and its shards were moved there."""
         self.published[id] = str(path)
         self.shards[id] = {
             rank: _as_published(found) for rank, found in self.shards.get(id, {}).items()
@@ -77,7 +77,8 @@ class LocalShards:
             self.published.pop(id, None)
 
     def drop(self, id: StepId) -> None:
-        """The step is about to be deleted. What it was is remembered for those who ask late."""
+        """The step is about to be deleted. Remember what it was, for clients that ask about it
+        later."""
         self._past[id] = frozenset(self.shards.pop(id, ())), id in self.published
         self.published.pop(id, None)
         while len(self._past) > _PAST_STEPS:
@@ -93,11 +94,11 @@ class LocalShards:
         return self.shards.get(id, {}).get(rank)
 
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
-        """What the ledger hears of a rank, oldest first."""
+        """The rank's shards for the ledger, oldest step first."""
         return tuple(held[rank] for _, held in sorted(self.shards.items()) if rank in held)
 
     def world(self, rank: int) -> int:
-        """The world size that the rank's newest shard names, 0 for none."""
+        """The world size that the rank's newest shard names; 0 if there is no shard."""
         newest = max((id for id, held in self.shards.items() if rank in held), default=None)
         return self.shards[newest][rank].world if newest is not None else 0
 
@@ -106,7 +107,7 @@ class LocalShards:
         return rank in self.shards.get(id, ()) or rank in self._past.get(id, ((), False))[0]
 
     def was_published(self, id: StepId) -> bool:
-        """Whether readers see this step, or saw it until it was deleted."""
+        """Whether this step is visible to readers, or was until it was deleted."""
         return id in self.published or self._past.get(id, ((), False))[1]
 
     def ever_published(self) -> set[StepId]:
@@ -115,7 +116,7 @@ class LocalShards:
 
 
 def _as_published(found: LocalShard) -> LocalShard:
-    """The same shard where `publish` moved it: out of `pending/`."""
+    """The same shard at the path to which `publish` moved it, out of `pending/`."""
     directory = found.path.parent
     if directory.parent.name != "pending":
         return replace(found, published=True)
@@ -126,12 +127,12 @@ def _as_published(found: LocalShard) -> LocalShard:
 
 # --- what the ledger is told -----------------------------------------------------------------
 #
-# A rank that lost its last copy must be told of as empty: silence would leave the ledger with
-# what it heard before. So nobody is forgotten who was here once.
+# A rank that lost its last copy must be reported as empty. If it were left out, the ledger would
+# keep what it heard before. So every rank that was here once stays in the reports.
 
 
 class LedgerReports:
-    """`silent`: what is on the volumes is not known, or not all of it."""
+    """Builds the reports. `silent`: it is not fully known what lies on the volumes."""
 
     def __init__(self, pool: SlotPool, local_shards: LocalShards, remotes: RemoteInventory) -> None:
         self.silent = True
@@ -145,11 +146,11 @@ class LedgerReports:
     # --- reports -----------------------------------------------------------------------------
 
     def here(self) -> Reported:
-        """All that this machine holds, of every rank that is known here."""
+        """What is held of every rank that this machine knows."""
         return Reported(ranks={rank: self.of_rank(rank) for rank in self.ranks()})
 
     def of_rank(self, rank: int) -> RankReport:
-        """One rank, wherever it is held."""
+        """What is held of one rank, on all tiers."""
         memory, local = self._memory(rank), self._local_shards.of_rank(rank)
         nothing = Answer.UNKNOWN if self.silent else Answer.NONE
         beyond = self._remotes.report(rank)
@@ -163,7 +164,8 @@ class LedgerReports:
         )
 
     def beyond(self) -> Reported:
-        """What remote tiers hold or held. Of ranks that are here `here` tells it, too."""
+        """What remote tiers hold, for every rank of which they ever held something. For ranks known
+        on this machine, `here` reports it too."""
         self._index_told = self._remotes.index
         self._remote_ranks.update(self._remotes.ranks)
         ranks = {rank: self._remotes.report(rank) for rank in self._remote_ranks}
@@ -171,18 +173,19 @@ class LedgerReports:
 
     @property
     def beyond_is_stale(self) -> bool:
-        """Remote tiers were looked at since `beyond` was told."""
+        """Whether the remote inventory changed since `beyond` was called."""
         return self._index_told != self._remotes.index
 
     # --- ranks -------------------------------------------------------------------------------
 
     def ranks(self) -> list[int]:
-        """Every rank of which something is or was here."""
+        """Every rank of which this machine holds or held something."""
         self._ranks.update(self._pool.ranks, *self._local_shards.shards.values())
         return sorted(self._ranks)
 
     def world(self, rank: int) -> int:
-        """The world size that the rank's trainer or its newest image names, 0 for none."""
+        """The world size that the rank's trainer, else its newest shard, names; 0 if neither
+        does."""
         slots = self._pool.ranks.get(rank)
         if slots is not None and slots.world:
             return slots.world
@@ -213,8 +216,9 @@ def _in_slot(id: StepId, layout: Layout) -> Shard:
 #
 # What remote tiers hold, as last seen, in the order in which a restore prefers it.
 #
-# A remote tier that does not answer keeps what it was last seen to hold (a restore will find out),
-# but its answer is UNKNOWN: no run starts anew because an archive was away.
+# For a remote tier that does not answer, the inventory keeps what the tier was last seen to hold (a
+# restore will find out whether it is still there). But the answer of such a tier is UNKNOWN: no run
+# may start anew because an archive was unreachable.
 
 
 _NOT_ASKED = Inventory(answer=Answer.UNKNOWN, reason="it was not asked yet")
@@ -224,8 +228,8 @@ _TOO_EARLY = Inventory(
 
 
 class RemoteInventory:
-    """The remote tiers of this sidecar. `looked`: all of them were asked at least once. `index`:
-    grows when something is seen to be different."""
+    """The remote tiers of this sidecar. `looked`: each was asked at least once. `index`: increases
+    when what they hold is seen to have changed."""
 
     def __init__(self, remote_tiers: Sequence[RemoteTier] = ()) -> None:
         self.remote_tiers = tuple(
@@ -242,7 +246,7 @@ class RemoteInventory:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers that there are, nearest first."""
+        """The kinds of the configured remote tiers, nearest first."""
         return tuple(dict.fromkeys(one.tier for one in self.remote_tiers))
 
     def has(self, tier: Tier) -> bool:
@@ -251,10 +255,10 @@ class RemoteInventory:
     # --- looking -----------------------------------------------------------------------------
 
     async def look(self, *, anew: bool = False) -> bool:
-        """Ask every remote tier what it holds. Returns whether anything is different from before.
+        """Ask every remote tier what it holds. Returns whether anything changed.
 
-        Whoever asks meanwhile waits for the same answers; `anew`: only for those to a question that
-        begins from now on.
+        A call during a running query waits for the answers to that query. With `anew` it waits for
+        the answers to a query that begins after the call.
         """
         if anew and self._looking is not None and not self._looking.done():
             await asyncio.wait({self._looking})
@@ -281,7 +285,8 @@ class RemoteInventory:
         return changed
 
     def _ancestor_last(self, found: Sequence[Inventory]) -> list[Inventory]:
-        """Another run's step counts once all others have told what this run has of its own."""
+        """Ignore the other run's step until all other tiers have said what this run has of its
+        own."""
         pairs = list(zip(self.remote_tiers, found, strict=True))
         silent = any(
             one.answer is Answer.UNKNOWN
@@ -294,8 +299,8 @@ class RemoteInventory:
         ]
 
     def reject(self, source: ShardSource, error: Exception) -> None:
-        """This copy could not be used. One that did not pass its verification is not offered any
-        more; one that was out of reach may be there the next time."""
+        """This copy could not be used. A copy that failed verification is not offered any more. A
+        copy that was out of reach may be reachable the next time."""
         damaged, shard = isinstance(error, ImageError), source.shard
         warn(
             "copy refused" if damaged else "copy out of reach",
@@ -326,21 +331,21 @@ class RemoteInventory:
     # --- what is sent there ------------------------------------------------------------------
 
     def want(self, id: StepId) -> None:
-        """This step is to be archived, be it due or not."""
+        """Have this step archived, whether it is due or not."""
         for one in self.remote_tiers:
             one.want(id)
 
     def wake(self) -> None:
-        """What this machine holds is different."""
+        """Tell the remote tiers that what this machine holds has changed."""
         for remote_tier in self.remote_tiers:
             remote_tier.wake()
 
     def in_use(self, id: StepId) -> bool:
-        """Some remote tier reads a local shard of this step."""
+        """Whether some remote tier reads a local shard of this step."""
         return any(remote_tier.in_use(id) for remote_tier in self.remote_tiers)
 
     async def make_room(self, size_bytes: int) -> bool:
-        """Copies that are kept for others go first. False when there was nothing to let go."""
+        """Delete copies that are kept for other pods. False if there was nothing to delete."""
         return any([await one.make_room(size_bytes) for one in self.remote_tiers])
 
     # --- asking ------------------------------------------------------------------------------
@@ -360,11 +365,11 @@ class RemoteInventory:
 
     @property
     def epochs(self) -> tuple[Epoch, ...]:
-        """Every epoch that a remote tier knows of, oldest first."""
+        """Every epoch that any remote tier knows, oldest first."""
         return merged(epoch for each in self._inventories for epoch in each.epochs)
 
     def told_by(self, tier: Tier) -> tuple[Epoch, ...]:
-        """The epochs that remote tiers of this tier know of."""
+        """The epochs that remote tiers of this kind know."""
         pairs = zip(self.remote_tiers, self._inventories, strict=True)
         return tuple(
             epoch for remote_tier, one in pairs if remote_tier.tier is tier for epoch in one.epochs
@@ -372,16 +377,16 @@ class RemoteInventory:
 
     @property
     def complete(self) -> frozenset[StepId]:
-        """Steps of which a remote tier itself says that all shards are there."""
+        """Steps of which a remote tier itself says that it holds all shards."""
         return frozenset().union(*(one.complete for one in self._inventories))
 
     @property
     def unknown(self) -> str:
-        """Why it is not known what is there; '' when it is."""
+        """Why it is not known what the remote tiers hold; '' when it is known."""
         return "; ".join(filter(None, map(self.why_unknown, self.tiers)))
 
     def why_unknown(self, tier: Tier) -> str:
-        """The same of one tier."""
+        """Why it is not known what one kind of tier holds; '' when it is known."""
         return "; ".join(
             f"{remote_tier.status().where}: {one.reason or 'it does not answer'}"
             for remote_tier, one in zip(self.remote_tiers, self._inventories, strict=True)
@@ -389,7 +394,7 @@ class RemoteInventory:
         )
 
     def report(self, rank: int) -> RankReport:
-        """What remote tiers hold of a rank, for the ledger."""
+        """What remote tiers hold of a rank, as a report for the ledger."""
         sealed = {tier: tuple(self._of_rank.get(rank, {}).get(tier, ())) for tier in self.tiers}
         return RankReport(
             sealed=sealed, answers={tier: self._answer(tier, sealed[tier]) for tier in self.tiers}
@@ -407,7 +412,8 @@ class RemoteInventory:
 
 
 def _with_last_seen(new: Inventory, old: Inventory) -> Inventory:
-    """A remote tier that is away tells nothing: what it held before is still to be tried."""
+    """`new`, but with the old contents if the tier did not answer: its copies may still be
+    there."""
     if new.answer is not Answer.UNKNOWN or new.shards:
         return new
     return replace(new, shards=old.shards, epochs=old.epochs, complete=old.complete)
@@ -415,7 +421,7 @@ def _with_last_seen(new: Inventory, old: Inventory) -> Inventory:
 
 # --- where copies are ------------------------------------------------------------------------
 #
-# Which image can be had from where: slots, volumes, remote_tiers. Asks nobody, decides nothing.
+# Where an image can be read: slots, volumes, remote tiers. Sends no requests, decides nothing.
 
 
 Shards = Mapping[StepId, Mapping[int, LocalShard]]
@@ -423,7 +429,7 @@ Shards = Mapping[StepId, Mapping[int, LocalShard]]
 
 
 class CopyLocator:
-    """Of one sidecar. `shards` is the committer's own, as it is at any moment."""
+    """Finds copies for one sidecar. `shards` is the committer's own mapping, always up to date."""
 
     def __init__(
         self, shards: Shards, pool: SlotPool, remotes: RemoteInventory, volumes: VolumeSet
@@ -434,7 +440,7 @@ class CopyLocator:
         self._volumes = volumes
 
     def origins(self, id: StepId, rank: int) -> list[ShardSource]:
-        """Where the saved rank's shard lies beyond memory, nearest first."""
+        """The copies of the saved rank's shard beyond memory, nearest first."""
         local = self._shards.get(id, {}).get(rank)
         here: list[ShardSource] = []
         if local is not None:
@@ -450,12 +456,12 @@ class CopyLocator:
         return origins[0].tier if origins else None
 
     def ranks_with(self, id: StepId) -> list[int]:
-        """Saved ranks of which a shard lies somewhere beyond memory."""
+        """Saved ranks of which some tier beyond memory holds a shard."""
         return sorted({*self._shards.get(id, {}), *self._remotes.of(id)})
 
     def one_of_twins(self, id: StepId, ranks: Iterable[int], *, known: Iterable[int]) -> list[int]:
-        """Those of `ranks`, in their order, that hold a box which neither `known` nor one before
-        them holds. Of images beyond memory."""
+        """`ranks` in their order, without each rank that has a twin in `known` or earlier in the
+        result. Considers images beyond memory only."""
         reading, needed = set(known), list[int]()
         for rank in ranks:
             if reading.isdisjoint(self._alike(id, rank)):
@@ -464,28 +470,28 @@ class CopyLocator:
         return needed
 
     def _alike(self, id: StepId, rank: int) -> Ranks:
-        """Of its image beyond memory."""
+        """The rank and its twins, by its image beyond memory."""
         if (local := self._shards.get(id, {}).get(rank)) is not None:
             return local.alike
         return next((one.shard.alike for one in self._remotes.of(id).get(rank, ())), NOBODY)
 
     def ids(self) -> set[StepId]:
-        """Every step of which something is within reach."""
+        """Every step of which any copy is within reach."""
         sealed = (id for slots in self._pool.ranks.values() for id in slots.sealed())
         return {*self._shards, *self._remotes.ids, *sealed}
 
     def world_of(self, id: StepId) -> int | None:
-        """How many ranks saved the step; None when nobody knows, or copies disagree."""
+        """How many ranks saved the step; None when that is unknown or copies disagree."""
         worlds = {found.world for found in self._shards.get(id, {}).values()}
         worlds |= {each[0].shard.world for each in self._remotes.of(id).values()}
         worlds |= {at.layout.world for one in self._pool.ranks.values() if (at := one.find(id))}
         return worlds.pop() if len(worlds) == 1 else None
 
     def offers(self, whole: Iterable[StepId]) -> tuple[Offer, ...]:
-        """Of the steps that the ledger calls whole, those of which every byte of every rank is
-        within reach, oldest first.
+        """Of the steps in `whole` (as the ledger calls them), those of which every byte of every
+        rank is within reach, oldest first.
 
-        A rank whose own image is gone is covered by a twin: its image has the very same boxes.
+        A rank whose own image is gone is covered by a twin, whose image has the very same boxes.
         """
         found = [self._offer(id) for id in sorted(self.ids().intersection(whole))]
         return tuple(one for one in found if one is not None)

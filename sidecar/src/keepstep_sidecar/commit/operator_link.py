@@ -1,8 +1,7 @@
-"""The operator: whether it answers, and what it said of the whole run, on record.
+"""Whether the operator answers, and a record of what it said about the whole run.
 
-The record is for a successor that cannot ask.
-Published directories tell of commits, too; the note is for the pod that has lost its shards, and
-for pins, which no shard tells of.
+The record is for a later sidecar that cannot ask. Published directories also tell of commits. But
+the record serves a pod that has lost its shards, and it keeps pins, which no shard tells of.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ from keepstep_sidecar.volume.volume_set import VolumeSet
 
 
 class OperatorLink:
-    """Whether there is an operator that reports go to, and how that goes.
+    """Whether there is an operator to report to, and how reporting goes.
 
-    `tried_at`: when a report first succeeded or failed, of the monotonic clock; `heard_at`: the
-    newest answer, Unix seconds. `finishing`: send the last report now; `ended`: it was sent.
+    `tried_at`: when a report first succeeded or failed, on the monotonic clock. `heard_at`: time of
+    the newest answer, in Unix seconds. `finishing`: the last report is to be sent now. `ended`: it
+    was sent.
     """
 
     def __init__(self, changes: Changes, *, present: bool) -> None:
@@ -35,14 +35,15 @@ class OperatorLink:
         self._changes = changes
 
     async def finish(self, *, timeout_s: float) -> None:
-        """Have the last report sent, whatever the rhythm says. Returns in time in any case."""
+        """Have the last report sent at once, without waiting for its turn. Returns within
+        `timeout_s`."""
         self.finishing = True
         self._changes.ring()
         await self._changes.until(lambda: self.ended, timeout_s=timeout_s)
 
 
 _EVERY_S = 10.0
-"""A new commit is noted that often; a new pin at once."""
+"""A new commit is recorded at most this often; a new pin at once."""
 
 
 class OperatorNotes:
@@ -54,7 +55,7 @@ class OperatorNotes:
         volumes: VolumeSet,
         blocking: Callable[[Callable[[], None]], Coroutine[Any, Any, None]],
     ) -> None:
-        """What an earlier sidecar has noted is known to `run_view` afterwards."""
+        """Gives `run_view` what an earlier sidecar recorded."""
         run_view.remember(Heard(commit=volumes.last_commit(), pinned=volumes.pinned()))
         self._run_view = run_view
         self._volumes = volumes
@@ -63,7 +64,7 @@ class OperatorNotes:
         self._noted_at = -_EVERY_S
 
     async def take(self, *, at_once: bool) -> None:
-        """Note what was heard, not too often."""
+        """Record what the operator said; a mere new commit at most every `_EVERY_S` seconds."""
         (commit, pinned), now = self._word, time.monotonic()
         due = at_once or pinned != self._noted[1] or now - self._noted_at >= _EVERY_S
         if commit is None or (commit, pinned) == self._noted or not due:

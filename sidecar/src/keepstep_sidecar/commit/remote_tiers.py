@@ -1,4 +1,4 @@
-"""Runs the remote tiers, asks what they hold, waits for what they send, closes them."""
+"""Runs the remote tiers, asks what they hold, waits for their transfers, and closes them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from keepstep_sidecar.tiers.tier import RemoteTier, RunFacts, TierStatus
 
 _LOOK_EVERY_S = 60.0
 _RETRY_S = 5.0
-"""While some remote tier does not answer."""
+"""How often to ask again while a remote tier does not answer."""
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 
 
 class RemoteTiers:
-    """Of one sidecar. Does nothing at all where there are no remote_tiers."""
+    """The remote tiers of one sidecar. Does nothing when none are configured."""
 
     def __init__(self, committer: Committer, changes: Changes) -> None:
         self._committer = committer
@@ -44,7 +44,7 @@ class RemoteTiers:
     # --- running -----------------------------------------------------------------------------
 
     def start(self, tasks: Tasks, looked: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """`looked`: what to do once everything was seen for the first time."""
+        """`looked`: called once all remote tiers were asked for the first time."""
         facts = RunFacts(
             local=self._committer.local_inventory,
             pinned=self._committer.pinned,
@@ -67,7 +67,7 @@ class RemoteTiers:
             await self.look()
 
     async def look(self, *, anew: bool = False) -> None:
-        """Ask all remote tiers; `anew` as in `RemoteInventory.look`."""
+        """Ask all remote tiers what they hold; `anew` as in `RemoteInventory.look`."""
         await self._committer.look_beyond(anew=anew)
         self._looked_at = time.monotonic()
 
@@ -79,7 +79,7 @@ class RemoteTiers:
             self._changes.ring()
 
     def view(self, *, held: bool, heard_at: float) -> View:
-        """What counts for whether a rank may vote; `held`, `heard_at`: as in `View`."""
+        """The facts that decide whether a rank may vote; `held`, `heard_at`: as in `View`."""
         acquainted = [one for one in self.remote_tiers if one.meets_pods]
         others = bool(self._told and self._told[0])
         return View(
@@ -101,8 +101,8 @@ class RemoteTiers:
     def meet(
         self, peers: tuple[Peer, ...], spawn: Spawn, *, awaits: str = "", complete: bool = True
     ) -> None:
-        """The operator names the run's other pods, and what it is making reachable. `complete`: all
-        pods have reported to it."""
+        """The operator names the other pods of the run. `awaits`: what it is making reachable.
+        `complete`: all pods have reported to it."""
         if self._told == (told := (peers, awaits, complete)):
             return
         self._told, self._told_at, self.awaits = told, time.monotonic(), awaits
@@ -116,19 +116,19 @@ class RemoteTiers:
     # --- waiting -----------------------------------------------------------------------------
 
     def want(self, id: StepId) -> None:
-        """Somebody waits until this step is archived, be it due or not."""
+        """A client waits until this step is archived, so archive it whether it is due or not."""
         self._committer.remotes.want(id)
 
     def archived(self, id: StepId) -> bool:
-        """All of this step is in the archive, or was until it expired."""
+        """Whether the whole step is in the archive, or was until it expired."""
         return any(one.had(id) for one in self.remote_tiers)
 
     async def drain(
         self, *, timeout_s: float, tier: Tier | None = None, whole: bool = True
     ) -> bool:
-        """Wait until everything that should be there is, on this tier or on all. Best effort.
+        """Wait until everything that is due there has reached `tier`, or all tiers. Best effort.
 
-        `whole` as in `RemoteTier.drain`.
+        Returns False when it was not complete in time. `whole` as in `RemoteTier.drain`.
         """
         chosen = [one for one in self.remote_tiers if tier in (None, one.tier)]
         try:
@@ -140,7 +140,7 @@ class RemoteTiers:
         return all(done)
 
     async def close(self) -> None:
-        """Let go of sockets and threads."""
+        """Close the sockets and end the threads of all remote tiers."""
         ends = await asyncio.gather(
             *(one.close() for one in self.remote_tiers), return_exceptions=True
         )
@@ -157,10 +157,10 @@ class RemoteTiers:
         return tuple(one.status() for one in self.remote_tiers)
 
     def kept(self) -> tuple[Shard, ...]:
-        """Copies that this pod keeps for others."""
+        """Copies that this pod keeps for other pods."""
         return tuple(copy for one in self.remote_tiers for copy in one.kept())
 
     @property
     def address(self) -> str:
-        """Where other pods find this one, '' when nothing is served."""
+        """The address at which other pods reach this one; '' when this pod serves nothing."""
         return next((one.address for one in self.remote_tiers if one.address), "")

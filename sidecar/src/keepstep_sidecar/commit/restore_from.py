@@ -1,7 +1,8 @@
-"""Going back: a person wants the next epoch to go on from a certain step, and later ones dead.
+"""Rollback: a person names the step that the next epoch goes on from. Later steps are then dead.
 
-The wish is about one restart, and done with once an epoch began from that step. The operator knows
-that by itself, but hears of it a moment later; for `--restore-from` it is what is on record since.
+The wish covers one restart: it is fulfilled once an epoch has begun from that step. The operator
+notices this itself, but hears of the new epoch a moment later. For `--restore-from`, the epochs
+recorded since the wish decide.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from keepstep_sidecar.config.restore_from import Wish
 
 
 class Rollback:
-    """What this sidecar was told to go back to, at its start or by the operator."""
+    """The step to go back to, if one was named at the sidecar's start or by the operator."""
 
     def __init__(self, wish: Wish | None, recorded: Callable[[], Iterable[Epoch]]) -> None:
-        """`recorded`: the epochs on this machine's record."""
+        """`recorded`: returns the epochs on this machine's record."""
         self.run = ""
         self._wish = wish
         self._recorded = recorded
@@ -25,19 +26,19 @@ class Rollback:
         self._began: StepId | None = None
 
     def hear(self, reply: ReportReply) -> None:
-        """The operator's word, for as long as it holds."""
+        """Take in the operator's reply, which holds until the next one."""
         self._told, self.run = reply.restore_from, reply.restore_run
         if self._told != self._began:
             self._began = None
 
     def began(self, epoch: Epoch) -> None:
-        """This epoch begins now; the operator will hear of it."""
+        """This epoch begins now. The operator will hear of it later."""
         if epoch.parent is not None and epoch.parent == self._told:
             self._began = epoch.parent
 
     @property
     def wish(self) -> Wish | None:
-        """What is still wanted; None: whatever is newest."""
+        """The wish that is not yet fulfilled. None: restore the newest step."""
         if self._told is not None:
             return Wish(id=self._told) if self._told != self._began else None
         return self._wish if self._wish is not None and not self._is_done(self._wish) else None
@@ -49,11 +50,11 @@ class Rollback:
         )
 
     def names(self, id: StepId) -> bool:
-        """Whether this may be the step that is wanted: it stays."""
+        """Whether this may be the wanted step, which must not be deleted."""
         return (wish := self.wish) is not None and not self.run and wish.names(id)
 
     def resolve(self, whole: Iterable[StepId], held: Collection[StepId]) -> StepId | None:
-        """The step that is wanted, the newest one of that number; `whole` ones are preferred."""
+        """The wanted step; of several with its number, the newest. Prefers steps in `whole`."""
         if (wish := self.wish) is None:
             return None
         if wish.id is not None:

@@ -1,8 +1,8 @@
-"""How far the script had come when it failed by itself, in which life: what makes a step suspect.
+"""The steps at which the script failed by itself, and in which epochs: these make a step suspect.
 
-On record on the volumes, as no shard tells of it: the life that looks for a way out of a loop may
-have another sidecar than those that failed. Where it has other volumes, too, the operator remembers
-what it was told.
+The failures are recorded on the volumes because shards do not tell them. The life that looks for a
+way out of a crash loop may have another sidecar than the lives that failed. If it also has other
+volumes, the operator remembers the failures that were reported to it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class ScriptFailures:
         return bool(self._noted or self._told)
 
     async def note(self, at: StepId) -> None:
-        """The script failed there. Durable on return, where any volume can be written."""
+        """Record that the script failed at this step. On return the record is durable, if any
+        volume can be written."""
         if at in self._noted:
             return
         self._noted = noted = frozenset(sorted({*self._noted, at})[-KEPT:])
@@ -45,11 +46,12 @@ class ScriptFailures:
             warn("failure of the script not noted", step=str(at), reason=str(error))
 
     def hear(self, told: Iterable[Failure]) -> None:
-        """What the operator knows from all pods. It stays known where the operator forgets it."""
+        """Add the failures that the operator knows from all pods. They stay known here even if the
+        operator forgets them."""
         self._told = newest((*self._told, *told))
 
     def known(self, ledger: Ledger) -> tuple[Failure, ...]:
-        """All of them, with what they cast doubt on."""
+        """All known failures, each with the steps that it casts doubt on."""
 
         def alive(id: StepId) -> bool:
             return ledger.lineage.standing(id) is Standing.LIVE
