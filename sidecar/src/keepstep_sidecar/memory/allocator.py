@@ -1,7 +1,7 @@
-"""Makes slots in the background: the first of every rank before the second of any.
+"""Makes slots in the background: the first slot of every rank before the second of any rank.
 
 Touching pages takes seconds per GiB, so it happens on threads of low priority, never on the event
-loop; a slot is at hand as soon as it is ready, the others follow.
+loop. A slot can be used as soon as it is ready; the others follow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from keepstep_sidecar.memory.slot_pool import SlotSet
 
 _MOST_THREADS = 4
 _FIRST_HUGE = 100_000_000
-"""Numbers of slots on huge pages begin there: a life that did not see them names others alike."""
+"""Slot numbers on huge pages begin here. Otherwise a life that does not see these slots would reuse
+their names."""
 _log = logging.getLogger("keepstep.sidecar")
 
 
@@ -46,7 +47,7 @@ class Allocator:
         )
         self._making: dict[int, int] = {}
         self._names: set[Path] = set()
-        """Of the slots that are being made."""
+        """Paths of the slots that are being made."""
         self._executor = ThreadPoolExecutor(
             self.threads, thread_name_prefix="slots", initializer=lower_priority
         )
@@ -65,11 +66,11 @@ class Allocator:
             self.fill(slot_set)
 
     def settle(self, file: SlotFile) -> None:
-        """Map and lock an adopted slot, when there is nothing better to do."""
+        """Map and lock an adopted slot, after all other orders."""
         self._queue.put_nowait((1 << 30, next(self._numbers), file))
 
     async def run(self) -> None:
-        """Work until cancelled or stopped. One order that fails does not end the worker."""
+        """Work until cancelled or stopped. An order that fails does not end the worker."""
         while not self._stop.is_set():
             _, _, order = await self._queue.get()
             try:
@@ -88,7 +89,7 @@ class Allocator:
         layout = slot_set.layout
         try:
             file = await self._create(slot_set)
-        except FileNotFoundError as error:  # the directory was removed: `Service.mend_memory`
+        except FileNotFoundError as error:  # the directory was removed: see `Service.mend_memory`
             warn("slot not made", rank=layout.rank, reason=str(error))
             return
         except (NoMemoryError, OSError) as error:
@@ -103,7 +104,7 @@ class Allocator:
             self._changes.ring()
         given_up = file.huge and self._directories.huge is None
         if slot_set.count >= slot_set.wanted or given_up:
-            file.unlink()  # the layout was dropped meanwhile, or a trainer does not see huge pages
+            file.unlink()  # the layout was dropped meanwhile, or trainers do not see huge pages
             self.fill(slot_set)
             return
         slot_set.add(file)
@@ -118,7 +119,7 @@ class Allocator:
         self._changes.ring()
 
     async def _create(self, slot_set: SlotSet) -> SlotFile:
-        """Of huge pages while they last."""
+        """Make a slot: of huge pages while there are enough, else of small pages."""
         rank, size_bytes = slot_set.layout.rank, slot_set.layout.size_bytes
         small, huge = self._directories.for_slot(rank, size_bytes)
         if huge is not None:
@@ -141,7 +142,7 @@ class Allocator:
             self._names.discard(path)
 
     def _free_name(self, directory: Path, slot_set: SlotSet, *, first: int) -> str:
-        # a name is given once: a trainer may still have the slot mapped that had it
+        # A name is used only once: a trainer may still have mapped the slot that had it before.
         names = {*(file.name for file in slot_set.files), *slot_set.orphans}
         names |= {path.name for path in self._names if path.parent == directory}
         with entered(directory) as fd:
@@ -150,6 +151,6 @@ class Allocator:
         return slot_name(slot_set.layout, next(n for n in itertools.count(first) if n not in taken))
 
     def stop(self) -> None:
-        """Give up what is being made; for the end of the process."""
+        """Give up the slots that are being made. For the end of the process."""
         self._stop.set()
         self._executor.shutdown(wait=True, cancel_futures=True)

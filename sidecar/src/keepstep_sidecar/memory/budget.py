@@ -1,4 +1,4 @@
-"""How many slots a rank may have."""
+"""How many slots a rank may have within the memory limit."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ LEAST_SLOTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """`total_bytes`: for all ranks of this machine, of which there are `ranks`."""
+    """Memory for slots. `total_bytes`: for all `ranks` ranks of this machine together."""
 
     total_bytes: int
     ranks: int
 
     @property
     def share_bytes(self) -> int:
-        """A rank's part: fixed, so that the first rank to come leaves room for the last."""
+        """A rank's share. It is fixed, so that the first rank leaves room for the last."""
         return self.total_bytes // max(1, self.ranks)
 
     def affordable(self, slot_bytes: int, *, wanted: int, taken_bytes: int = 0) -> int:
-        """Slots of this size that fit beside `taken_bytes` of the same rank, up to `wanted`."""
+        """How many slots of this size, up to `wanted`, fit beside `taken_bytes` of the same
+        rank."""
         return max(0, min(wanted, (self.share_bytes - taken_bytes) // slot_bytes))
 
 
@@ -58,11 +59,12 @@ def shortage(budget: Budget, slot_bytes: int, *, wanted: int, count: int) -> str
 
 # --- how many slots --------------------------------------------------------------------------
 #
-# How many slots a slot set gets: memory limit and tmpfs, divided among this machine's ranks.
+# How many slots a slot set gets: memory limit and tmpfs space are divided among this machine's
+# ranks.
 
 
 class Sizing:
-    """Decides `SlotSet.wanted`, at the cost of older layouts' slots if need be."""
+    """Decides `SlotSet.wanted`. If need be, slots of older layouts are given up for it."""
 
     def __init__(
         self, config: Config, pool: SlotPool, *, allocator: Allocator, leases: Leases
@@ -73,7 +75,7 @@ class Sizing:
         self._leases = leases
 
     def fit(self, slots: RankSlots, slot_set: SlotSet, lease: Lease) -> str:
-        """Set the number of slots; returns the warning when they are fewer than asked for.
+        """Set the number of slots. Returns a warning when there are fewer than configured, else "".
 
         Raises NoMemoryError when not even two fit.
         """
@@ -98,13 +100,14 @@ class Sizing:
         return warning
 
     def grow(self, slots: RankSlots, slot_set: SlotSet) -> None:
-        """One more slot to restore into, unless one is on its way already, or none fits."""
+        """Order one more slot to restore into, unless one is already on its way or none fits."""
         most = self._most(slots, slot_set, self._leases.of(slots.rank))
         self._allocator.grow(slot_set, most=most)
 
     def _most(self, slots: RankSlots, slot_set: SlotSet, lease: Lease | None) -> int:
-        """Slots that this slot set may grow to for a restore: one beyond the usual, if it fits."""
-        if lease is None:  # whoever comes, or nobody: room for one image is enough to know
+        """How many slots this slot set may have during a restore: one more than usual, if it
+        fits."""
+        if lease is None:  # it is unknown which trainers come, if any: only see whether images fit
             others = self._pool.made_bytes - sum(len(file.view) for _, file in slot_set.present())
             size_bytes = slot_set.layout.size_bytes
             return Budget(total_bytes=self._total_bytes(size_bytes), ranks=1).affordable(

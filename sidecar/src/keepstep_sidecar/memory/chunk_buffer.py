@@ -1,7 +1,7 @@
-"""Windows: shared memory through which verified chunks reach a trainer that cannot map an image.
+"""Windows: shared memory in which verified chunks reach a trainer that cannot map an image.
 
-A window lives for one restore of one lease, so nothing of it outlives the sidecar: whatever is
-found at the start is removed.
+A window lives for one restore of one lease and must not outlive the sidecar. So windows found at
+the start are removed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from keepstep_sidecar.memory.slot_file import populate
 
 _PREFIX = "window-"
 LEAST_FRAMES = 2
-"""One is filled while the other one is read."""
+"""One frame is filled while the other is read."""
 MOST_FRAMES = 64
 
 
 class ChunkBuffer:
-    """`frames` frames of `CHUNK_BYTES`, mapped. Made and closed on a thread or the event loop."""
+    """A window: `frames` frames of `CHUNK_BYTES` each, mapped. Make and close it on a thread or on
+    the event loop."""
 
     def __init__(self, path: Path, frames: int) -> None:
-        """Blocks while memory is found. Raises NoMemoryError when there is too little."""
+        """Blocks while memory is allocated. Raises NoMemoryError when there is too little."""
         self.path = path
         self.frames = frames
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -51,27 +52,27 @@ class ChunkBuffer:
         return self.frames * CHUNK_BYTES
 
     def frame(self, number: int, size_bytes: int) -> memoryview:
-        """The first bytes of a frame. Raises IndexError when there is no such frame."""
+        """The first `size_bytes` of a frame. Raises IndexError when there is no such frame."""
         if not 0 <= number < self.frames:
             raise IndexError(f"frame {number} of a window of {self.frames}")
         begin = number * CHUNK_BYTES
         return self._view[begin : begin + size_bytes]
 
     def close(self) -> None:
-        """Remove the file; memory is free once nobody maps it any more. Idempotent."""
+        """Remove the file. Its memory is free once no process maps it any more. Idempotent."""
         self.path.unlink(missing_ok=True)
         self._view.release()
-        with contextlib.suppress(BufferError):  # a read still fills a frame: it goes with that
+        with contextlib.suppress(BufferError):  # a read still fills a frame and keeps the mapping
             self._mapping.close()
 
 
 def buffer_path(memory_dir: Path, rank: int, token: str) -> Path:
-    """Of one restore of one lease."""
+    """The path of the window of one restore of one lease."""
     return memory_dir / f"{_PREFIX}{rank:05d}-{token}"
 
 
 def sweep(memory_dir: Path) -> None:
-    """Remove what an earlier sidecar left; of a link only the name goes."""
+    """Remove the windows that an earlier sidecar left. Of a link, only the name is removed."""
     for path in memory_dir.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # a directory, which no sidecar made
             path.unlink()

@@ -21,8 +21,8 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 class Claim:
     """This process's right to the memory directory: one sidecar at a time.
 
-    Trainers can write there, too. So a name may be a link to a file of ours: nothing is followed,
-    and files are replaced, never rewritten.
+    Trainers can write there too, so a name may be a link to one of the sidecar's files. Therefore
+    no link is followed, and files are replaced, never rewritten.
     """
 
     def __init__(self, config: Config) -> None:
@@ -32,8 +32,9 @@ class Claim:
         self._above: int | None = None
 
     def take(self) -> None:
-        """Own the directory, made anew if need be, and the name of the socket. Raises UsageError
-        naming another sidecar, or a directory that is not ours to use."""
+        """Own the directory, which is made if need be, and the name of the socket. Raises
+        UsageError if another sidecar owns the directory (the message names it), or if this user
+        cannot use it."""
         try:
             self._directory.mkdir(mode=0o770, parents=True, exist_ok=True)
             self._check_owner()
@@ -45,7 +46,8 @@ class Claim:
             raise UsageError(text) from error
 
     def _check_owner(self) -> None:
-        """Where everybody may write, another user could have made what was removed."""
+        """Raises PermissionError if the parent directory has become another user's: that user could
+        have made the directory anew after it was removed."""
         above = self._directory.parent.stat().st_uid
         if self._above not in (None, above) and above != os.geteuid():
             raise PermissionError(errno.EPERM, f"{self._directory.parent} is another user's now")
@@ -53,7 +55,7 @@ class Claim:
 
     @property
     def held(self) -> bool:
-        """Whether nobody else could come."""
+        """Whether this process holds the claim, so that no other sidecar can take it."""
         return self._lock is not None and self._lock.held
 
     def _own(self, path: Path) -> None:
@@ -78,7 +80,7 @@ class Claim:
         unfinished.replace(path)
 
     def leave(self) -> None:
-        """Remove what is ours; the directory too when no slots are left in it."""
+        """Remove our files; also the directory, when no slots are left in it."""
         left = any(self._directory.glob("rank-*"))
         for name in ("sidecar.sock", "sidecar.pid", *(() if left else ("sidecar.json",))):
             with contextlib.suppress(OSError):
@@ -86,5 +88,5 @@ class Claim:
         if self._lock is not None:
             self._lock.release()
         if not left and not os.path.ismount(self._directory):
-            with contextlib.suppress(OSError):  # others have something there
+            with contextlib.suppress(OSError):  # it holds other files
                 self._directory.rmdir()

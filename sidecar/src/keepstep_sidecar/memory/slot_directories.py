@@ -1,13 +1,13 @@
-"""Where slots are: a directory for each rank, in shared memory and, where there are any, on huge
+"""The directories of slots: for each rank one in shared memory and, if configured, one on huge
 pages.
 
-On pages of 2 MiB the first touch of a slot costs an eighth, and direct I/O from it and to it half
-the time and a fifth of the CPU; and they are never swapped. So a slot of whole huge pages is made
-of them while enough are free, and of small pages else. The control files, the socket and windows
-stay in the memory directory: hugetlbfs knows no `write`.
+With pages of 2 MiB, the first touch of a slot costs an eighth, and direct I/O with it half the time
+and a fifth of the CPU; and huge pages are never swapped. So a slot whose size is a multiple of huge
+pages is made of them while enough are free, and otherwise of small pages. The control files, the
+socket and the windows stay in the memory directory, because hugetlbfs does not support `write`.
 
-A directory of huge pages that cannot be used costs speed, and nothing else: it is said, and slots
-are of small pages.
+A directory of huge pages that cannot be used costs only speed: this is logged, and slots are made
+of small pages.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from keepstep.image import HUGE_PAGE_BYTES
 from keepstep_sidecar.log import warn
 
 USUAL_MOUNT: Final = Path("/dev/hugepages")
-"""Where systemd mounts hugetlbfs; `keepstep run` looks there."""
+"""Where systemd mounts hugetlbfs. `keepstep run` looks there."""
 
 _POOL: Final = Path(f"/sys/kernel/mm/hugepages/hugepages-{HUGE_PAGE_BYTES >> 10}kB")
 _RANK = re.compile(r"rank-(\d{5,8})", re.ASCII)
 _DIRECTORY_MODE = 0o2770
-"""Trainers of the same group fill slots, whoever their user is; nobody else may look."""
+"""Trainers of the same group, whatever their user, fill slots. Other users have no access."""
 
 _ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class SlotDirectories:
-    """`small`: the memory directory; `huge`: one on hugetlbfs, of this run alone, None where there
-    is none, or it cannot be used.
+    """`small`: the memory directory. `huge`: this run's own directory on hugetlbfs; None when there
+    is none or it cannot be used.
 
-    `only_small`: slots that lie on huge pages are found there, but no more are made.
+    `only_small`: existing slots on huge pages are found, but no new ones are made.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class SlotDirectories:
         return (self.small,) if self.huge is None else (self.small, self.huge)
 
     def of(self, rank: int) -> tuple[Path, ...]:
-        """Where a rank's slots are."""
+        """The directories of a rank's slots."""
         return tuple(rank_directory(root, rank) for root in self.roots)
 
     def make(self, rank: int) -> None:
-        """Make a rank's directories, unless they are there. Raises OSError for that of small pages;
-        without the other one they do."""
+        """Make a rank's directories if they do not exist. Raises OSError when the one on small
+        pages cannot be made. If the one on huge pages cannot be made, only small pages are used."""
         make_rank_directory(rank_directory(self.small, rank))
         if self.huge is not None:
             try:
@@ -79,49 +79,51 @@ class SlotDirectories:
                 self.give_up_huge(str(error))
 
     def give_up_huge(self, why: str) -> None:
-        """Make no more slots there, nor look there for any."""
+        """From now on, neither make slots on huge pages nor look for any."""
         warn("no slots on huge pages", path=str(self.huge), reason=why)
         self.huge = None
 
     def found(self) -> Iterator[tuple[int, Path]]:
-        """(rank, directory) of those that are there."""
+        """(rank, directory) of the directories that exist."""
         for root in self.roots:
             with contextlib.suppress(FileNotFoundError):
                 yield from rank_directories(root).items()
 
     def lacks(self, rank: int) -> bool:
-        """Whether somebody removed a directory of this rank."""
+        """Whether a directory of this rank was removed."""
         return not all(map(_is_directory, self.of(rank)))
 
     def remove(self, rank: int) -> None:
-        """Of a rank without slots."""
+        """Remove the directories of a rank that has no slots."""
         for root in filter(None, (self.small, self._asked)):
             with contextlib.suppress(OSError):
                 rank_directory(root, rank).rmdir()
 
     def close(self) -> None:
-        """Leave the directory of huge pages to others; an empty one goes. Idempotent."""
+        """Release the directory of huge pages, and remove it if it is empty. Idempotent."""
         if self._held >= 0:
             os.close(self._held)
             self._held = -1
         if self._asked is not None and not os.path.ismount(self._asked):
-            with contextlib.suppress(OSError):  # slots are left for a successor
+            with contextlib.suppress(OSError):  # slots are left for the next sidecar
                 self._asked.rmdir()
 
     # --- memory --------------------------------------------------------------------------
 
     def for_slot(self, rank: int, size_bytes: int) -> tuple[Path, Path | None]:
-        """Where to make a slot of this size: on small pages, and on huge ones if they last."""
+        """The directories for a slot of this size: on small pages, and on huge pages if enough are
+        free."""
         huge = self.huge if self._huge_for(size_bytes) else None
         small = rank_directory(self.small, rank)
         return small, None if huge is None else rank_directory(huge, rank)
 
     def free_bytes(self, size_bytes: int) -> int:
-        """Memory that there is for more slots of this size."""
+        """Memory for more slots of this size, in bytes."""
         return self._small_bytes() + self._huge_for(size_bytes) * size_bytes
 
     def require_small(self, size_bytes: int) -> None:
-        """Raises NoMemoryError where a slot that was to be on huge pages does not fit elsewhere."""
+        """Raises NoMemoryError when a slot that did not get huge pages does not fit on small
+        pages."""
         if (free := self._small_bytes()) < size_bytes:
             raise NoMemoryError(
                 f"{size_bytes} bytes are needed in place of huge pages, {free} are free",
@@ -131,19 +133,19 @@ class SlotDirectories:
     def _small_bytes(self) -> int:
         status = os.statvfs(self.small)
         free = status.f_bavail * status.f_frsize
-        # a tmpfs counts on memory that a pool of huge pages may have taken
+        # A tmpfs counts on memory that the pool of huge pages may have taken.
         return free if self._asked is None else min(free, _available_bytes())
 
     def _huge_for(self, size_bytes: int) -> int:
-        """Slots of this size that the free huge pages can hold."""
+        """How many slots of this size the free huge pages can hold."""
         if self.huge is None or self._only_small or size_bytes % HUGE_PAGE_BYTES:
             return 0
         return free_huge_bytes() // size_bytes
 
 
 def _own(directory: Path) -> int:
-    """A descriptor that keeps other sidecars away. Raises OSError for what is no hugetlbfs of the
-    right page size, or another user's."""
+    """Lock the directory against other sidecars; returns its descriptor. Raises OSError if it is
+    not on a hugetlbfs of the right page size, or belongs to another user."""
     if not directory.exists() and page_bytes(directory.parent) == HUGE_PAGE_BYTES:
         directory.mkdir(mode=0o700)
     fd = os.open(directory, _ENTER)
@@ -163,12 +165,13 @@ def _own(directory: Path) -> int:
 
 
 def page_bytes(path: Path) -> int:
-    """Of the file system there: the size of its pages, or blocks. Raises OSError."""
+    """The page or block size of the file system at `path`. Raises OSError."""
     return os.statvfs(path).f_bsize
 
 
 def usual_mount() -> Path | None:
-    """Where this machine's hugetlbfs is, when it has pages and we may write there."""
+    """Where this machine's hugetlbfs is mounted; None unless it has pages and this user may
+    write."""
     with contextlib.suppress(OSError):
         there = page_bytes(USUAL_MOUNT) == HUGE_PAGE_BYTES and os.access(USUAL_MOUNT, os.W_OK)
         return USUAL_MOUNT if there and _told("nr_hugepages") else None
@@ -176,18 +179,18 @@ def usual_mount() -> Path | None:
 
 
 def free_huge_bytes() -> int:
-    """Huge pages that nobody has, nor was promised; 0 where that is not told."""
+    """Bytes of huge pages that are neither used nor reserved; 0 when the kernel does not tell."""
     free = max(0, _told("free_hugepages") - _told("resv_hugepages"))
     return free * HUGE_PAGE_BYTES
 
 
 def _available_bytes() -> int:
-    """Memory that the kernel could give for small pages without swapping."""
+    """Memory that the kernel can give for small pages without swapping, in bytes."""
     return _meminfo("MemAvailable") or sys.maxsize
 
 
 def _meminfo(name: str) -> int:
-    """Bytes, as proc_meminfo(5) has them; 0 where the kernel does not tell."""
+    """A value of /proc/meminfo in bytes; 0 when the kernel does not tell."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith(f"{name}:"):
@@ -196,8 +199,10 @@ def _meminfo(name: str) -> int:
 
 
 def advice(lacking_bytes: int) -> str:
-    """What a person does so that this much more memory is of huge pages; '' where nobody can."""
-    if _meminfo("Hugepagesize") != HUGE_PAGE_BYTES:  # vm.nr_hugepages is of the default size
+    """The commands with which a person makes this much more memory available as huge pages; '' if
+    none are needed or the default size is another one."""
+    if _meminfo("Hugepagesize") != HUGE_PAGE_BYTES:
+        # vm.nr_hugepages counts pages of the default size
         return ""
     lacking = -(-max(0, lacking_bytes - free_huge_bytes()) // HUGE_PAGE_BYTES)
     commands = [f"sysctl -w vm.nr_hugepages={_told('nr_hugepages') + lacking}"] if lacking else []
@@ -208,7 +213,7 @@ def advice(lacking_bytes: int) -> str:
 
 
 def _told(name: str) -> int:
-    """By the kernel, of its pool of huge pages; 0 where it has none."""
+    """A number that the kernel reports about its pool of huge pages; 0 if it has no pool."""
     try:
         return int((_POOL / name).read_text())
     except (OSError, ValueError):
@@ -219,12 +224,12 @@ def _told(name: str) -> int:
 
 
 def rank_directory(memory_dir: Path, rank: int) -> Path:
-    """Where a rank's slots are."""
+    """The directory of a rank's slots."""
     return memory_dir / f"rank-{rank:05d}"
 
 
 def rank_directories(memory_dir: Path) -> dict[int, Path]:
-    """The ranks that have a directory here; whatever else has such a name is none."""
+    """The ranks that have a directory here. Files and links with such a name do not count."""
     found = {}
     for entry in os.scandir(memory_dir):
         match = _RANK.fullmatch(entry.name)
@@ -239,9 +244,10 @@ def _is_of(rank: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def entered(directory: Path) -> Iterator[int]:
-    """A descriptor of a rank's directory, which is never a link nor another file system's.
+    """Open a rank's directory; yields its descriptor. Never a link or on another file system.
 
-    The directory above it is the sidecar's own, whose name nobody else can change. Raises OSError.
+    The directory above it is the sidecar's own, so no other user can change its name. Raises
+    OSError.
     """
     parent = os.open(directory.parent, _ENTER & ~os.O_NOFOLLOW)
     try:
@@ -257,8 +263,8 @@ def entered(directory: Path) -> Iterator[int]:
 
 
 def make_rank_directory(directory: Path) -> None:
-    """Make a rank's directory, unless it is there. What else has its name goes: a link loses its
-    name here, and what it points to stays untouched. Raises OSError."""
+    """Make a rank's directory if it does not exist. Anything else with its name is removed; of a
+    link only the name, not its target. Raises OSError."""
     parent = os.open(directory.parent, _ENTER & ~os.O_NOFOLLOW)
     try:
         try:
@@ -272,7 +278,7 @@ def make_rank_directory(directory: Path) -> None:
     finally:
         os.close(parent)
     with entered(directory) as fd, contextlib.suppress(PermissionError):
-        os.fchmod(fd, _DIRECTORY_MODE)  # refused: another user's sidecar made it
+        os.fchmod(fd, _DIRECTORY_MODE)  # refused if another user's sidecar made it
 
 
 def _is_directory(path: Path) -> bool:

@@ -1,15 +1,15 @@
-"""Slot files: shared memory that holds one image each, made, filled with pages, locked, adopted.
+"""Slot files: shared memory for one image each. They are made, populated, locked and adopted here.
 
-A slot is a file in a tmpfs, or of huge pages in a hugetlbfs. Its pages are allocated and touched
-here, so that the trainer neither pays for first touch (2.5 s/GiB on a small machine) nor meets
-SIGBUS when memory is short, and so that they are charged to the sidecar. It appears under its final
-name only when all that is done: whatever has another name after a crash is rubbish. Everything
-blocks; nothing here decides.
+A slot is a file in a tmpfs, or of huge pages in a hugetlbfs. The sidecar allocates and touches its
+pages. So the trainer neither pays for first touch (2.5 s/GiB on a small machine) nor gets SIGBUS
+when memory is short, and the pages are charged to the sidecar. A slot gets its final name only when
+all this is done. A file with another name after a crash is garbage. All functions block; none makes
+decisions.
 
-Whoever trains can write in these directories, so any name may be a link to a file that only the
-sidecar can reach: a shard on a volume. Therefore names are used only relative to a descriptor of
-their directory, no link is followed, and a file counts as a slot only if it is a regular one of
-this file system, of our own user, with no other name.
+Training processes can write in these directories, so any name may be a link to a file that only the
+sidecar can reach, such as a shard on a volume. Therefore names are used only relative to a
+descriptor of their directory, and no link is followed. A file counts as a slot only if it is a
+regular file of this file system and of our own user, and has no other name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from keepstep_sidecar.memory.slot_directories import entered
 
 _MADV_POPULATE_WRITE = 23
 _PIECE_BYTES = 8 << 20
-"""Populated at a time: a page fault of the training elsewhere never waits longer than that."""
+"""How much is populated at a time. A page fault of the training elsewhere never waits longer."""
 
 _NAME = re.compile(r"[0-9a-f]{12}\.(\d{1,9})\.slot", re.ASCII)
 _UNFINISHED = ".new"
@@ -53,15 +53,15 @@ _libc.memmove.restype = ctypes.c_void_p
 
 
 class SlotFile:
-    """One slot: its file, mapped. `locked`: "" when its pages cannot be swapped out, else why.
-    `huge`: they are huge pages, which never are.
+    """One slot: its file, mapped. `locked`: "" when its pages cannot be swapped out, else why not.
+    `huge`: its pages are huge pages, which are never swapped out.
 
-    The control page is read and written by system calls: a trainer may truncate the file at any
-    moment, and to touch a mapping beyond its file's end is the death of the process (SIGBUS).
+    The control page is read and written by system calls. A trainer may truncate the file at any
+    moment, and touching a mapping beyond the file's end would kill the process (SIGBUS).
     """
 
     def __init__(self, path: Path, layout: Layout, fd: int) -> None:
-        """Owns `fd` from now on. Raises OSError when the file cannot be mapped."""
+        """Takes ownership of `fd`. Raises OSError when the file cannot be mapped."""
         self.path = path
         self.layout = layout
         self.huge = os.fstatvfs(fd).f_bsize == HUGE_PAGE_BYTES
@@ -100,7 +100,8 @@ class SlotFile:
 
     @classmethod
     def adopt(cls, path: Path) -> SlotFile:
-        """Map a slot that an earlier sidecar made. Raises ImageError when it is none, OSError."""
+        """Map a slot that an earlier sidecar made. Raises ImageError if it is not a slot;
+        OSError."""
         with entered(path.parent) as directory:
             _check_slot(os.stat(path.name, dir_fd=directory, follow_symlinks=False), directory)
             fd = os.open(path.name, _OPEN, dir_fd=directory)
@@ -116,28 +117,29 @@ class SlotFile:
 
     @property
     def name(self) -> str:
-        """What the protocol calls this slot; unique within its rank."""
+        """The slot's name in the protocol, unique within its rank."""
         return self.path.name
 
     def control(self) -> ControlPage | None:
-        """The seal of the image in this slot, or None: empty, torn, truncated, not one of ours."""
+        """The seal of the image in this slot; None if the slot is empty, torn, truncated or has a
+        foreign seal."""
         try:
             page = os.pread(self._fd, PAGE_BYTES, self.layout.control_begin)
             return ControlPage.from_bytes(page)
         except (ImageError, OSError):
             return None
-        except Exception as error:  # whatever a parser trips over is no seal
+        except Exception as error:  # any error of the parser means that there is no seal
             warn("seal refused", path=str(self.path), reason=repr(error))
             return None
 
     def erase(self) -> None:
-        """Zero the control page: there is no image in this slot."""
-        with contextlib.suppress(OSError):  # given up in the meantime
+        """Zero the control page, so that this slot holds no image."""
+        with contextlib.suppress(OSError):  # the slot was given up meanwhile
             self._write(bytes(PAGE_BYTES), self.layout.control_begin)
 
     def _write(self, data: bytes, offset: int) -> None:
-        """Put bytes into the mapping by a system call that reads them from elsewhere: where a part
-        of the file is gone that is an error (EFAULT), and hugetlbfs knows no `write`."""
+        """Copy bytes into the mapping by a system call that reads them from a memfd. If a part of
+        the slot file is gone, the call fails with EFAULT. Hugetlbfs does not support `write`."""
         if self._fd < 0:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         source = os.memfd_create("keepstep", os.MFD_CLOEXEC)
@@ -150,9 +152,10 @@ class SlotFile:
             os.close(source)
 
     def lacks(self) -> str:
-        """What others took from this file: "its name", "a part of its bytes"; '' when it is whole.
+        """What the file has lost by others' doing: "its name" or "a part of its bytes"; '' when it
+        is whole.
 
-        Without its name it can be read here, but nobody else can open it any more.
+        Without its name the file can still be read here, but no other process can open it.
         """
         if self.cut_off:
             return "a part of its bytes"
@@ -163,18 +166,19 @@ class SlotFile:
 
     @property
     def cut_off(self) -> bool:
-        """Whether somebody truncated the file, or took pages out of it: to touch the mapping may be
-        the process's death."""
+        """Whether the file was truncated, or pages were taken out of it. Touching the mapping may
+        then kill the process."""
         try:
             found = os.fstat(self._fd)
         except OSError:
             return False
-        # a hole in a tmpfs is filled again; a huge page that was given back may be another's by now
+        # A hole in a tmpfs is filled again. A huge page that was given back may belong to another
+        # process by now.
         hole = self.huge and found.st_blocks * 512 < self.layout.size_bytes
         return hole or found.st_size != self.layout.size_bytes
 
     def ails(self, id: StepId, *, run: str) -> str:
-        """Why a trainer cannot go on from the image `id` in this slot; '' when it can."""
+        """Why a trainer cannot restore from the image `id` in this slot; '' when it can."""
         if lacks := self.lacks():
             return f"the slot has lost {lacks}"
         control = self.control()
@@ -189,17 +193,18 @@ class SlotFile:
         return "its header is damaged"
 
     def settle(self) -> None:
-        """Map an adopted slot's pages and lock them, so that restore and persist fault nothing."""
+        """Map an adopted slot's pages and lock them, so that restore and persist cause no page
+        faults."""
         try:
-            # a view of its own keeps the mapping while this thread works on it
+            # A separate view keeps the mapping while this thread works on it.
             with self.view[:] as view:
                 populate(view, threading.Event())
                 self.lock()
         except (ValueError, OSError):
-            return  # unlinked in the meantime, and its view released; or truncated
+            return  # unlinked meanwhile, and its view released; or truncated
 
     def lock(self) -> None:
-        """Keep the pages out of swap where RLIMIT_MEMLOCK allows it; `locked` says how it went."""
+        """Keep the pages out of swap if RLIMIT_MEMLOCK allows it. Sets `locked`."""
         if self.huge:
             return
         if _libc.mlock(_address(self.view), len(self.view)) == 0:
@@ -208,20 +213,20 @@ class SlotFile:
             self.locked = os.strerror(ctypes.get_errno())
 
     def unlink(self) -> None:
-        """Remove the file; memory is free once nobody maps it any more."""
+        """Remove the file. Its memory is free once no process maps it any more."""
         with contextlib.suppress(OSError), entered(self.path.parent) as directory:
             if self._is_at(directory):
                 os.unlink(self.path.name, dir_fd=directory)
         self.close()
 
     def _is_at(self, directory: int) -> bool:
-        """Whether the name is still this file's: it may have been given to another one."""
+        """Whether the name still belongs to this file. It may have been given to another one."""
         own = os.fstat(self._fd)
         found = os.stat(self.path.name, dir_fd=directory, follow_symlinks=False)
         return os.path.samestat(own, found)
 
     def close(self) -> None:
-        """Let go of the file without removing it. Idempotent."""
+        """Close the file without removing it. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -242,17 +247,17 @@ def populate(view: memoryview, stop: threading.Event) -> None:
 
 
 def lower_priority() -> None:
-    """Run this thread behind the training's."""
+    """Give this thread a lower priority than the training."""
     yield_to_others(_LOW_PRIORITY)
 
 
 def slot_name(layout: Layout, number: int) -> str:
-    """File name of a layout's slot."""
+    """The file name of a layout's slot."""
     return f"{layout.id[:12]}.{number}.slot"
 
 
 def slot_number(name: str) -> int | None:
-    """Inverse of `slot_name`, without the layout; None for other files."""
+    """The number in a slot's name; None for other files."""
     return int(match[1]) if (match := _NAME.fullmatch(name)) else None
 
 
@@ -262,9 +267,9 @@ def is_unfinished(name: str) -> bool:
 
 
 def make_way(path: Path, *, keep_own: bool = False) -> None:
-    """Free a name in the memory directory; `keep_own`: unless it is that of a file of our own.
+    """Free a name in the memory directory. `keep_own`: leave a file that we made ourselves.
 
-    Of a link only the name goes; a directory steps aside. Raises OSError.
+    Of a link, only the name is removed. A directory is renamed. Raises OSError.
     """
     try:
         found = path.lstat()
@@ -279,7 +284,7 @@ def make_way(path: Path, *, keep_own: bool = False) -> None:
 
 
 def _check_slot(found: os.stat_result, directory: int) -> None:
-    """Raises FormatError for what a sidecar has not made."""
+    """Raises FormatError for a file that a sidecar has not made."""
     if found.st_dev != os.fstat(directory).st_dev:
         raise FormatError("on another file system")
     if why := _foreign(found):
@@ -298,7 +303,7 @@ def _foreign(found: os.stat_result) -> str:
 
 
 def may_swap() -> bool:
-    """Whether this machine has swap that this process's memory may go to; True when unknown."""
+    """Whether this process's memory may be swapped out on this machine; True when unknown."""
     with contextlib.suppress(OSError):
         if len(Path("/proc/swaps").read_text().splitlines()) < 2:  # its first line is a heading
             return False
@@ -308,8 +313,8 @@ def may_swap() -> bool:
 
 
 def pinning(slots: Collection[tuple[bool, str]], *, swap: bool, limit_bytes: int) -> str:
-    """For people: what keeps slots out of swap, or why nothing does. `slots`: whether each is of
-    huge pages, and why it is not locked. Pure."""
+    """A text for people: what keeps slots out of swap, or why nothing does. `slots`: for each slot,
+    whether it has huge pages, and why it is not locked. Pure."""
     reasons = {why for _, why in slots if why}
     if not reasons:
         return " and ".join(sorted({"hugepages" if huge else "mlock" for huge, _ in slots}))
@@ -345,7 +350,7 @@ def _populate_failed(number: int, view: memoryview) -> None:
 
 
 def copy(source: memoryview, target: memoryview) -> None:
-    """Bytes from one mapping to another of the same length, without the GIL."""
+    """Copy bytes between two mappings of the same length, without the GIL."""
     assert len(source) == len(target), "the same chunk of the same image"
     _libc.memmove(_address(target), _address(source), len(target))
 

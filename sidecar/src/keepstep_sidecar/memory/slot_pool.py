@@ -1,7 +1,7 @@
-"""Everything in memory: per rank its slot sets, from the first look at the directory to the last.
+"""All slots in memory, by rank and slot set, from the sidecar's start to its end.
 
-The shared-memory directory is the truth: a sidecar that starts finds there what it or another one
-left, and goes on. All methods but `adopt_all` are quick and run on the event loop.
+The shared-memory directory is the truth: a sidecar that starts adopts the slots that it finds
+there. All methods except `adopt_all` are quick and run on the event loop.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from keepstep_sidecar.memory.slot_file import SlotFile, is_unfinished, slot_numb
 class RankSlots:
     """One rank's slot sets by layout id. `current`: the layout that the trainer fills now.
 
-    `settled`: its trainer said which slots it holds, or there is none; before that, an image found
-    at start may be about to be overwritten, so nobody else reads it.
+    `settled`: the rank's trainer has said which slots it holds, or there is no trainer. Before
+    that, a trainer may be about to overwrite an image that was found at the start, so nothing else
+    reads it.
     """
 
     rank: int
@@ -38,19 +39,19 @@ class RankSlots:
     warning: str = ""
 
     def tables(self) -> list[SlotTable]:
-        """Which slot is filled next, of each slot set."""
+        """The tables of all slot sets, which say which slot is filled next."""
         return [slot_set.table for slot_set in self.slot_sets.values()]
 
     def find(self, id: StepId) -> Slot | None:
-        """The slot with this sealed, live image."""
+        """The slot with this sealed, live image; None if there is none."""
         return self._first(lambda slot_set: slot_set.table.holds(id))
 
     def named(self, name: str) -> Slot | None:
-        """The slot with this name."""
+        """The slot with this name; None if there is none."""
         return self._first(lambda slot_set: slot_set.index_of(name))
 
     def filling(self) -> Slot | None:
-        """The slot that the trainer fills now."""
+        """The slot that the trainer fills now; None if there is none."""
         return self._first(lambda slot_set: slot_set.table.assigned)
 
     def _first(self, where: Callable[[SlotSet], int | None]) -> Slot | None:
@@ -69,17 +70,17 @@ class RankSlots:
 
 
 class SlotPool:
-    """The memory of one run on this machine."""
+    """The slots of one run on this machine."""
 
     def __init__(self, directories: SlotDirectories, *, run: str) -> None:
         self.directories = directories
         self.ranks: dict[int, RankSlots] = {}
         self.world = 0
-        """Of the newest trainer, 0 before the first."""
+        """World size of the newest trainer, 0 before the first."""
         self._run = run
 
     def rank(self, rank: int) -> RankSlots:
-        """The slots of a rank, none when it is new."""
+        """The slots of a rank; an empty `RankSlots` for a new rank."""
         if rank not in self.ranks:
             self.directories.make(rank)
             self.ranks[rank] = RankSlots(rank)
@@ -87,16 +88,17 @@ class SlotPool:
 
     @property
     def made_bytes(self) -> int:
-        """Memory that all slots take now."""
+        """Bytes that all slots take now."""
         return sum(len(file.view) for file in self.files())
 
     def gone_bytes(self, world: int) -> int:
-        """Memory of ranks that a smaller world does not have: not free before its first images."""
+        """Bytes taken by ranks that a world of this size does not have. They are not free before
+        the first images of that world."""
         gone = (slots for rank, slots in self.ranks.items() if rank >= world)
         return sum(one.taken_bytes for one in gone)
 
     def _running(self) -> dict[int, RankSlots]:
-        """Ranks with slots, without those that a smaller world does not have."""
+        """Ranks with slots, without ranks that the current, smaller world does not have."""
         return {
             rank: one
             for rank, one in self.ranks.items()
@@ -111,9 +113,10 @@ class SlotPool:
     # --- start and end -----------------------------------------------------------------------
 
     def adopt_all(self) -> None:
-        """Map every slot that an earlier sidecar left; remove what has a slot's name and is none.
+        """Map every slot that an earlier sidecar left. Remove files that have a slot's name but are
+        not slots.
 
-        Whatever a trainer put there ends nothing but itself. Blocks.
+        Whatever a trainer put there, a bad file affects only itself. Blocks.
         """
         for rank, directory in list(self.directories.found()):
             slots = self.rank(rank)
@@ -122,7 +125,7 @@ class SlotPool:
                     names = sorted(os.listdir(fd))
                     for name in filter(is_unfinished, names):
                         _remove(name, fd)
-            except OSError as error:  # a trainer made it for itself
+            except OSError as error:  # a trainer made the directory for itself
                 warn("slots not adopted", rank=rank, path=str(directory), reason=str(error))
                 continue
             for name in names:
@@ -132,7 +135,7 @@ class SlotPool:
     def _adopt(self, slots: RankSlots, path: Path) -> None:
         try:
             file = SlotFile.adopt(path)
-        except Exception as error:  # also what a parser trips over is no slot
+        except Exception as error:  # any error of a parser means that it is not a slot
             warn("slot refused", rank=slots.rank, path=str(path), reason=str(error))
             with contextlib.suppress(OSError), entered(path.parent) as fd:
                 _remove(path.name, fd)
@@ -151,10 +154,11 @@ class SlotPool:
         say("slot adopted", rank=slots.rank, slot=file.name, step=control and str(control.id))
 
     def settle(self, rank: int, *, holding: tuple[str, ...], trusted: bool) -> tuple[str, ...]:
-        """The rank's trainer says which slots it fills; returns those that it may go on with.
+        """The rank's trainer says which slots it fills. Returns the slots with which it may go on.
 
-        `trusted`: it is the one that had them before, or nobody has; what it does not fill is
-        free. Otherwise a straggler may still write there, so these files are given up.
+        `trusted`: this trainer had the slots before, or no trainer had them. Slots that it does not
+        fill are then free. Otherwise a straggler may still write to them, so those files are given
+        up.
         """
         slots = self.rank(rank)
         held = tuple(name for name in holding if self._hold(slots, name))
@@ -174,7 +178,8 @@ class SlotPool:
     # --- asking ------------------------------------------------------------------------------
 
     def sound(self, rank: int, id: StepId, *, bad: Collection[str] = ()) -> Slot | None:
-        """The slot with this image, if it still verifies: one that does not is a candidate no more.
+        """The slot with this image, if it still verifies. An image that does not is no longer a
+        candidate.
 
         `bad`: paths of slots that a trainer could not use.
         """
@@ -190,8 +195,8 @@ class SlotPool:
         return None
 
     def damaged(self) -> list[RankSlots]:
-        """Ranks whose directory, or a slot's name or bytes, somebody else has removed. A few system
-        calls for each slot: it is asked for all the time."""
+        """Ranks of which the directory, or the name or bytes of a slot, were removed by others.
+        Makes only a few system calls for each slot, because it is called all the time."""
         return [slots for slots in self.ranks.values() if self._is_damaged(slots)]
 
     def _is_damaged(self, slots: RankSlots) -> bool:
@@ -201,14 +206,14 @@ class SlotPool:
         return any(map(self._lacks, files))
 
     def _lacks(self, file: SlotFile) -> str:
-        """What others took from this file, or "trainers that see it"."""
+        """What the file lost by others' doing, or "trainers that see it"; '' when nothing."""
         unseen = file.huge and self.directories.huge is None
         return "trainers that see it" if unseen else file.lacks()
 
     def drop_damaged(self, slots: RankSlots, *, cut_off_only: bool = False) -> None:
-        """Drop the slots that others damaged, but those that somebody still reads.
+        """Drop the slots that others damaged, except slots that are still being read.
 
-        `cut_off_only`: keep what has lost its name only, as its image is whole.
+        `cut_off_only`: keep slots that lost only their name, because their image is whole.
         """
 
         def lost(file: SlotFile) -> bool:
@@ -224,9 +229,9 @@ class SlotPool:
     # --- changes -----------------------------------------------------------------------------
 
     def take_back(self, rank: int) -> StepId | None:
-        """The trainer has died: its unfinished slot is free. Returns the step in it, if sealed.
+        """The trainer has died, so free its unfinished slot. Returns the step in it, if sealed.
 
-        It may have died between the seal and the report, or before it zeroed the slot.
+        The trainer may have died between seal and report, or before it zeroed the slot.
         """
         slots = self.rank(rank)
         if (filling := slots.filling()) is None:
@@ -239,22 +244,23 @@ class SlotPool:
         return keep
 
     def holds_old_layouts(self, slots: RankSlots) -> bool:
-        """Whether this rank, or one that is gone, has slots that nobody fills any more."""
+        """Whether this rank, or a rank that is gone, has slots that no trainer fills any more."""
         return len(slots.slot_sets) > 1 or any(
             one.slot_sets and rank >= slots.world for rank, one in self.ranks.items()
         )
 
     def drop_old_layouts(self, common: StepId | None, *, alive: Collection[int] = ()) -> None:
-        """Free slots of layouts that hold nothing newer than the step that all ranks have in
-        common, and those of ranks that the world does not have any more. `alive`: ranks with a
-        trainer, which may fill their slots whatever world another one was in."""
+        """Free the slots of layouts that hold nothing newer than `common`, the step that all ranks
+        have in common, and the slots of ranks that the world no longer has. `alive`: ranks with a
+        trainer, which may fill their slots whatever world another trainer was in."""
         if common is None:
             return
         running = {*self._running(), *alive}
         for rank, slots in self.ranks.items():
             for key, slot_set in list(slots.slot_sets.items()):
                 newest = max(slot_set.table.sealed(), default=None)
-                # a straggler of a rank that is gone may fill its slot: it writes into nothing
+                # A straggler of a rank that is gone may still fill its slot. It then writes to
+                # memory that nothing reads.
                 states = {SlotState.LOADING} | ({SlotState.ASSIGNED} if rank in running else set())
                 busy = any(slot.pinned or slot.state in states for slot in slot_set.table.slots)
                 used = slots.current is None or slot_set is slots.current
@@ -267,7 +273,7 @@ class SlotPool:
                     self.unlink([*slot_set.files, *slot_set.drop_orphans()])
 
     def unlink(self, files: list[SlotFile]) -> None:
-        """Remove slots for good."""
+        """Remove the files of slots."""
         for file in files:
             say("slot removed", level=logging.DEBUG, slot=file.name)
             file.unlink()
@@ -288,17 +294,17 @@ def _say_lost(file: SlotFile, what: str) -> bool:
 
 
 def _remove(name: str, directory: int) -> None:
-    """Take a name from a rank's directory; of a link only the name goes. A directory stays."""
+    """Remove a name from a rank's directory; of a link, only the name. A directory stays."""
     with contextlib.suppress(OSError):
         os.unlink(name, dir_fd=directory)
 
 
 # --- slots of one layout ---------------------------------------------------------------------
 #
-# A slot set: the slots of one rank and one layout. Ties `SlotTable`'s states to slot files.
+# A slot set: the slots of one rank and one layout. It ties `SlotTable`'s states to slot files.
 #
-# Index i of the table is file i here. Slots found unsealed after a restart are *orphans*, outside
-# of the table: a trainer that is still alive may be filling one, and says so with its next lease.
+# Index i of the table is file i here. Slots that were found unsealed after a restart are *orphans*,
+# which are not in the table. A live trainer may be filling one; it says so with its next lease.
 
 
 _generations = itertools.count(1)
@@ -306,8 +312,8 @@ _generations = itertools.count(1)
 
 @dataclass(frozen=True)
 class Use:
-    """What a slot is used for now. `generation` None: assigned before this sidecar started, so
-    any is believed. `tier`: where its image came from."""
+    """What a slot is used for now. `generation` None: the slot was assigned before this sidecar
+    started, so any generation is accepted. `tier`: where its image came from."""
 
     generation: int | None = 0
     tier: Tier = Tier.MEMORY
@@ -315,7 +321,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Assigned:
-    """A slot that the trainer fills from now on. `lost`: the step that it held until now."""
+    """A slot that the trainer fills from now on. `lost`: the step that the slot held until now."""
 
     index: int
     generation: int
@@ -324,7 +330,7 @@ class Assigned:
 
 @dataclass(frozen=True)
 class Slot:
-    """One slot: its place in its slot set, which stays as long as anybody uses it."""
+    """One slot: its place in its slot set, which does not change while the slot is used."""
 
     slot_set: SlotSet
     index: int
@@ -344,28 +350,28 @@ class Slot:
 
     @property
     def live(self) -> StepId | None:
-        """The step that can be restored from it now."""
+        """The step that can be restored from this slot now; None if there is none."""
         return self.slot_set.table.slots[self.index].live
 
     @property
     def assigned(self) -> bool:
-        """The trainer fills it."""
+        """Whether the trainer fills this slot."""
         return self.slot_set.table.assigned == self.index
 
     def used(self, generation: int) -> bool:
-        """Whether this is its newest use."""
+        """Whether `generation` is the slot's newest use."""
         return self.slot_set.uses[self.index].generation in (None, generation)
 
     def seal(self, id: StepId, *, tier: Tier = Tier.MEMORY) -> None:
-        """Its image is complete. `tier`: where that came from."""
+        """The image is complete. `tier`: where the image came from."""
         self.slot_set.seal(self.index, id, tier=tier)
 
     def release(self, *, keep: StepId | None = None) -> None:
-        """Nobody fills it any more; see `SlotTable.release`."""
+        """The slot is no longer filled; see `SlotTable.release`."""
         self.slot_set.table.release(self.index, keep=keep)
 
     def pin(self) -> None:
-        """Keep its image until `unpin`. Counted."""
+        """Keep the image until `unpin`. Pins are counted."""
         self.slot_set.table.pin(self.index)
 
     def unpin(self) -> None:
@@ -373,7 +379,8 @@ class Slot:
 
 
 class SlotSet:
-    """`wanted`: slots that there shall be; they are made in the background, one by one."""
+    """The slots of one rank and one layout. `wanted`: how many there shall be; missing slots are
+    made in the background, one by one."""
 
     def __init__(self, layout: Layout, *, wanted: int = 0) -> None:
         self.layout = layout
@@ -387,40 +394,41 @@ class SlotSet:
     # --- slots come and go -------------------------------------------------------------------
 
     def add(self, file: SlotFile) -> int:
-        """One more slot, empty. Returns its index."""
+        """Add an empty slot. Returns its index."""
         self.files.append(file)
         self.uses.append(Use())
         return self.table.add()
 
     def adopt(self, file: SlotFile, control: ControlPage | None) -> None:
-        """A slot that was there when the sidecar started; `control`: its seal, if valid."""
+        """Add a slot that existed when the sidecar started. `control`: its seal, if valid."""
         if control is None:
             self.orphans[file.name] = file
         else:
             self.table.adopt(self.add(file), control.id)
 
     def admit_orphans(self) -> None:
-        """Nobody can be filling these slots: use them."""
+        """Use the orphans: no trainer can be filling them."""
         for file in self.orphans.values():
             self.add(file)
         self.orphans.clear()
 
     def drop_orphans(self, which: Callable[[SlotFile], bool] = lambda file: True) -> list[SlotFile]:
-        """Somebody might be filling these slots: they are not used again. Returns them."""
+        """Stop using the orphans that `which` selects, because a trainer might be filling them.
+        Returns them."""
         dropped = [file for file in self.orphans.values() if which(file)]
         for file in dropped:
             del self.orphans[file.name]
         return dropped
 
     def abandon(self, index: int) -> SlotFile:
-        """Give up the slot that is being filled: a straggler may still write there."""
+        """Give up the slot that is being filled, because a straggler may still write to it."""
         self.table.release(index)
         self.table.remove(index)
         return self.files[index]
 
     def lose(self, index: int) -> bool:
-        """Others took this slot's name or bytes: it is not used again. False while somebody reads
-        or loads it; ask again then."""
+        """Give up a slot that lost its name or bytes. Returns False while the slot is being read or
+        loaded; the caller tries again later."""
         slot = self.table.slots[index]
         if slot.pinned or slot.state is SlotState.LOADING:
             return False
@@ -429,9 +437,9 @@ class SlotSet:
         return True
 
     def give_up(self, *, keep: int) -> list[SlotFile]:
-        """Give up every slot but those with the newest `keep` images, and what is in use.
+        """Give up all slots except those with the newest `keep` images and those in use.
 
-        Returns the files; their indices are never used again.
+        Returns their files. Their indices are never used again.
         """
         sealed = self.table.sealed()
         expendable = sealed[:-keep] if keep else sealed
@@ -445,7 +453,7 @@ class SlotSet:
     # --- the trainer fills -------------------------------------------------------------------
 
     def assign(self) -> Assigned | None:
-        """The next slot to fill, or None while there is none."""
+        """The next slot to fill; None while there is none."""
         if (index := self.table.assign(growing=self.count < self.wanted)) is None:
             return None
         generation = next(_generations)
@@ -453,16 +461,18 @@ class SlotSet:
         return Assigned(index, generation, self.table.slots[index].id)
 
     def assigned(self) -> Assigned | None:
-        """The slot that is being filled, as `assign` gave it."""
+        """The slot that is being filled, in the form that `assign` returns; None if there is
+        none."""
         if (index := self.table.assigned) is None:
             return None
         return Assigned(index, self.uses[index].generation or 0, None)
 
     def hold(self, name: str) -> bool:
-        """A live trainer fills this slot since before the sidecar started. False: not one of ours,
-        or somebody reads the image that it held, as nobody had claimed it.
+        """A live trainer has been filling this slot since before the sidecar started. Returns False
+        if the slot is not in this slot set, if its former image is being read because no trainer
+        had claimed the slot, or if the trainer fills another slot.
 
-        Call it before anything else is assigned.
+        Call it before any other slot is assigned.
         """
         if file := self.orphans.pop(name, None):
             index = self.add(file)
@@ -493,24 +503,24 @@ class SlotSet:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that this slot set takes, once all wanted slots are made."""
+        """Bytes that this slot set takes once all wanted slots are made."""
         return max(self.wanted, self.count) * self.layout.size_bytes
 
     @property
     def count(self) -> int:
-        """Slots that are there."""
+        """How many slots there are, orphans included."""
         return len(self._there()) + len(self.orphans)
 
     def _there(self) -> list[int]:
-        """Indices of slots that were not given up; no index of one in use ever changes."""
+        """Indices of slots that were not given up. The index of a slot in use never changes."""
         slots = enumerate(self.table.slots)
         return [index for index, slot in slots if slot.state is not SlotState.REMOVED]
 
     def present(self) -> Iterator[tuple[int, SlotFile]]:
-        """(index, file) of the slots that are there, orphans left out."""
+        """(index, file) of all slots without orphans."""
         return ((index, self.files[index]) for index in self._there())
 
     def all(self) -> Iterator[SlotFile]:
-        """The files that are there, orphans too."""
+        """The files of all slots, orphans included."""
         yield from (file for _, file in self.present())
         yield from self.orphans.values()

@@ -1,10 +1,10 @@
 """Local drives.
 
-    volume, volume_set   a directory that holds runs; all of them
+    volume, volume_set   a directory that holds runs; all such directories of a run
     paths, directories   where a shard is: pending, published, retired, in quarantine
     shard_file, writer   writes a shard so that it is whole or not there; reads and verifies it
     direct_io            O_DIRECT by threads, within a rate; filesystem   system calls
-    scan, run_record     what lies there at the start; the run's epochs
+    scan, run_record     what lies on a volume at the start; the run's epochs
     prepare              makes a directory that a sidecar can use; faults   fault points for tests
 
 The picture: docs/architecture.md.

@@ -1,11 +1,11 @@
-"""How bytes move between a slot and a file: chunk by chunk, on a few threads.
+"""Moves bytes between a slot and a file: chunk by chunk, on a few threads.
 
-`Engine.DIRECT` is O_DIRECT: the drive reads and writes the slot's own pages, nothing is copied
-and the page cache stays as it was. `Engine.BUFFERED` serves file systems that refuse it. Threads
-hold no GIL while they hash or wait for the drive.
+`Engine.DIRECT` uses O_DIRECT: the drive reads and writes the slot's own pages, so nothing is copied
+and the page cache stays as it was. `Engine.BUFFERED` serves file systems that refuse O_DIRECT.
+Threads release the GIL while they hash or wait for the drive.
 
-Four threads keep a drive's queue full while one of them hashes; more have gained nothing where it
-was measured. Bytes move from and to the slot's own mapping: no buffer of ours grows with the image.
+Four threads keep a drive's queue full while one of them hashes. In measurements more threads gained
+nothing. Bytes move directly from and to the slot's mapping: no buffer here grows with the image.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from keepstep_sidecar.concurrency import yield_to_others
 from keepstep_sidecar.volume.filesystem import PAGE_BYTES, Filesystem
 
 WRITER_NICENESS = 5
-"""Training comes first, so writers give way; a restore, which is waited for, does not. Beside busy
-cores 10 doubled the time to durable and 19 took ten times as long, for the same CPU seconds."""
+"""Training comes first, so writers give way. A restore does not give way, because ranks wait for
+it. Beside busy cores, a niceness of 10 doubled the time to durable, and 19 made it ten times as
+long, for the same CPU seconds."""
 
 
 class Engine(Word):
@@ -36,15 +37,15 @@ class Engine(Word):
 
     @property
     def open_flags(self) -> int:
-        """What to add to the flags of `open`."""
+        """The flags to add to those of `open`."""
         return os.O_DIRECT if self is Engine.DIRECT else 0
 
 
 def probe(filesystem: Filesystem, directory: Path) -> tuple[Engine, str]:
-    """Write one page with O_DIRECT below `directory`: the engine that works, and why.
+    """Write one page with O_DIRECT below `directory`. Returns the engine that works, and why.
 
-    Raises OSError when nothing can be written there at all. A full disk is no reason to fail:
-    what it holds can be restored.
+    Raises OSError when nothing can be written there at all. A full disk is no error: what it holds
+    can still be restored.
     """
     path = directory / f".probe-{os.getpid()}"
     try:
@@ -75,7 +76,7 @@ def aligned_buffer(size_bytes: int) -> mmap.mmap:
 
 
 class Pace:
-    """Lets bytes pass at no more than `bytes_per_second`, together for all who share it."""
+    """Limits the rate of all its users together to `bytes_per_second`."""
 
     def __init__(self, bytes_per_second: int | None) -> None:
         self._bytes_per_second = bytes_per_second
@@ -84,7 +85,7 @@ class Pace:
         self._lock = threading.Lock()
 
     def wait(self, size_bytes: int) -> None:
-        """Return when `size_bytes` may pass."""
+        """Return once `size_bytes` may pass."""
         if (limit := self._bytes_per_second) is None or self._lifted:
             return
         with self._lock:
@@ -93,8 +94,8 @@ class Pace:
         time.sleep(max(0.0, at - time.monotonic()))
 
     def wait_last(self, size_bytes: int, *, until: float) -> bool:
-        """`wait`, behind all others: while they use all that may pass, nothing does. False when
-        it was not to pass by `until`, on the monotonic clock."""
+        """Like `wait`, but behind all other users: nothing passes here while they use the whole
+        rate. Returns False if the bytes may not pass by `until` (monotonic clock)."""
         while (limit := self._bytes_per_second) is not None and not self._lifted:
             with self._lock:
                 now = time.monotonic()
@@ -108,7 +109,8 @@ class Pace:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """No limit meanwhile: a deadline is near. Not for several threads at once."""
+        """Lift the limit in this context, because a deadline is near. Only for one thread at a
+        time."""
         self._lifted += 1
         try:
             yield
@@ -121,8 +123,8 @@ def for_each_chunk(
 ) -> None:
     """Call `work(0) ... work(count - 1)` on `threads` threads.
 
-    The first exception ends it: no further chunk is begun, those in flight are awaited (nobody
-    touches the slot any more once this returns), and it is raised.
+    The first exception ends the loop and is raised. No further chunk is begun, and running chunks
+    are awaited first, so no thread touches the slot once this returns.
     """
     crew = _Crew(work, count, niceness)
     members = [
@@ -135,7 +137,7 @@ def for_each_chunk(
         member.join()
     if crew.errors:
         raise crew.errors[0]
-    if crew.done != count:  # a thread that ended otherwise must never pass for one that worked
+    if crew.done != count:  # a thread that ended in another way must not count as one that worked
         raise RuntimeError(f"{crew.done} of {count} chunks were done")
 
 

@@ -1,8 +1,8 @@
-"""Where a step's shards are kept: pending, published, retired, in quarantine; moves between.
+"""The directories of a step's shards (pending, published, retired, quarantine) and moves between.
 
-A directory of a step appears to readers, and disappears, by one rename: never with a part of
-its shards. Moves are on the medium when a method returns. The caller (`Volume`) holds its lock
-and handles OSError, which every method may raise.
+The directory of a step appears to readers, and disappears, by one rename, so readers never see a
+part of its shards. When a method returns, its moves are on the medium. The caller (`Volume`) holds
+its lock and handles OSError, which every method may raise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keepstep_sidecar.volume.scan import step_directories
 
 
 class Directories:
-    """The places of `paths`, and the moves between them."""
+    """The directories that `paths` names, and the moves between them."""
 
     def __init__(self, tree: Tree, filesystem: Filesystem) -> None:
         self._tree = tree
@@ -31,27 +31,27 @@ class Directories:
     # --- looking -----------------------------------------------------------------------------
 
     def find(self, id: StepId, shard: str) -> Path | None:
-        """Where a shard is, published or pending; None when it is neither."""
+        """The path of a shard, published or pending; None when it is neither."""
         places = (self._tree.published_step(id), self._tree.pending_step(id))
         found = (place / shard for place in places)
-        # a link first: what it leads to is on another volume, which may be out of order
+        # Check for a link first: its target is on another volume, which may be out of order.
         return next((path for path in found if not path.is_symlink() and path.is_file()), None)
 
     def locate(self, path: Path) -> Path:
-        """`path`, or where it is now if its step was published or hidden meanwhile."""
+        """`path`, or the file's current path if its step was published or hidden meanwhile."""
         if path.exists() or not is_step(path.parent.name):
             return path
         return self.find(StepId.parse(path.parent.name), path.name) or path
 
     def published_paths(self, id: StepId) -> tuple[Path, ...]:
-        """Where the shards of a step that lie here are once it is published."""
+        """The paths that this volume's shards of a step have once it is published."""
         names: set[str] = set()
         for place in (self._tree.published_step(id), self._tree.pending_step(id)):
             names.update(path.name for path in _shards(place))
         return tuple(self._tree.published_step(id) / name for name in sorted(names))
 
     def used_bytes(self, *, besides: Collection[Path]) -> int:
-        """Blocks of all files below the root, without those in `besides`."""
+        """Blocks of all files below the root except `besides`, in bytes."""
         return sum(_blocks(path) for path in _walk(self._tree.root) if path not in besides)
 
     def quarantined(self) -> int:
@@ -61,18 +61,20 @@ class Directories:
     # --- moving ------------------------------------------------------------------------------
 
     def make_pending(self, id: StepId) -> Path:
-        """The directory for a step's new shards; its name survives a power cut."""
+        """Make the directory for a step's new shards. Its name survives a power cut."""
         for path in (self._tree.pending, self._tree.pending_step(id)):
             self._make(path)
         return self._tree.pending_step(id)
 
     def publish(self, id: StepId, elsewhere: Sequence[Path]) -> Path | None:
-        """Show a step: one rename of its whole directory."""
+        """Show a step to readers by one rename of its whole directory. Returns that directory, or
+        None if there are no shards. `elsewhere`: shards on other volumes, shown as links."""
         pending, published = self._tree.pending_step(id), self._tree.published_step(id)
         if not _shards(pending):
             return published if published.is_dir() else None
         if published.is_dir():
-            # A shard was written again after the step had been hidden and shown: join them first.
+            # A shard was written again after the step had been hidden and shown. Join the two
+            # first.
             self.unpublish(id)
         self._link(pending, elsewhere)
         self._move(pending, published, "publish")
@@ -86,7 +88,7 @@ class Directories:
             self._filesystem.sync_directory(directory)
 
     def unpublish(self, id: StepId) -> None:
-        """Hide a step: one rename, then whatever is pending already joins it."""
+        """Hide a step by one rename. Shards that are already pending join it first."""
         pending, published = self._tree.pending_step(id), self._tree.published_step(id)
         if not published.is_dir():
             return
@@ -103,20 +105,21 @@ class Directories:
         self._filesystem.remove_directory(source)
 
     def retire(self, id: StepId) -> tuple[Path, ...]:
-        """Take a step out of sight; returns the directories that are to be deleted."""
+        """Take a step out of sight. Returns the directories that are to be deleted."""
         doomed = []
         for place in (self._tree.published_step(id), self._tree.pending_step(id)):
             if place.is_dir():
                 self._make(self._tree.retired)
                 target = _unused(self._tree.retired, place.name)
-                # On the medium before the first unlink: a directory that lost some of its
-                # shards must not come back by a power cut.
+                # Make the move durable before the first unlink: after a power cut, a directory that
+                # lost some of its shards must not come back.
                 self._move(place, target, "retire")
                 doomed.append(target)
         return tuple(doomed)
 
     def delete(self, directory: Path) -> int:
-        """Delete a retired directory; of a link only the name. Returns the bytes freed."""
+        """Delete a retired directory. Of a link, only the name is deleted. Returns the bytes
+        freed."""
         freed = 0
         if directory.is_symlink():
             self._filesystem.unlink(directory)
@@ -133,7 +136,8 @@ class Directories:
         return freed
 
     def quarantine(self, path: Path, reason: str) -> Path:
-        """Move one file aside."""
+        """Move one file to quarantine, and hide its step if that was published. Returns the new
+        path."""
         if self._tree.is_published(path):
             id = StepId.parse(path.parent.name)
             self.unpublish(id)
@@ -149,11 +153,12 @@ class Directories:
         return target
 
     def sweep(self, *, keep: Collection[Path]) -> None:
-        """Remove what dead writers left: temporary files but `keep`, retired steps, empty ones.
+        """Remove what dead writers left: temporary files except `keep`, retired steps, empty
+        directories.
 
-        The volume is locked, so every writer but those of `keep` is dead. What cannot be removed (a
-        file where a directory belongs, a file system that is read-only by now) stays, and is said:
-        it must not hide the shards that a scan would find.
+        The volume is locked, so every writer except those of `keep` is dead. Something that cannot
+        be removed (a file where a directory belongs, a file system that is read-only by now) stays
+        and is logged. It must not hide the shards that a scan would find.
         """
         for directory in _entries(self._tree.retired):
             with _said(directory):
@@ -168,7 +173,7 @@ class Directories:
                 with _said(path):
                     self._filesystem.unlink(path)
         if not any(path.parent == directory for path in keep):
-            with contextlib.suppress(OSError):  # not empty: the usual case
+            with contextlib.suppress(OSError):  # not empty is the usual case
                 self._filesystem.remove_directory(directory)
 
     # --- parts -------------------------------------------------------------------------------
@@ -178,7 +183,7 @@ class Directories:
             self._filesystem.sync_directory(path.parent)
 
     def _move(self, source: Path, target: Path, what: str) -> None:
-        """Rename a directory, and return when no power cut can undo it."""
+        """Rename a directory. On return, no power cut can undo it."""
         faults.point(f"{what}.rename")
         self._filesystem.rename(source, target)
         faults.point(f"{what}.sync")

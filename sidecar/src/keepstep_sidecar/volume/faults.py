@@ -1,9 +1,9 @@
 """Fault points: named places where a test can kill this process or make a system call fail.
 
 `KEEPSTEP_FAULTS="write.data:kill@3,write.control:eio"` kills the process (SIGKILL, so nothing is
-cleaned up) at the third chunk it would write, and fails the first write of a control page with
-EIO. Without the variable `point` is a function that does nothing. A point stands *before* the
-call that it names. The points of one operation are listed in the order in which they are passed.
+cleaned up) before it writes the third chunk, and fails the first write of a control page with EIO.
+Without the variable, `point` does nothing. A point stands *before* the call that it names. The
+points of one operation are listed in the order in which they are passed.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ POINTS = (
     "peer.directory-sync",
     "peer.done",
 )
-"""Every point there is. `point` refuses other names while faults are armed."""
+"""All fault points. While faults are armed, `point` refuses other names."""
 
 KINDS = ("kill", "eio", "enospc", "hang")
-"""`hang`: the call never returns, as on a network volume that is away."""
+"""`hang`: the call never returns, as on a network volume that cannot be reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def _parse_one(part: str) -> Fault:
 
 
 class _Armed:
-    """Counts passes of every point, and strikes."""
+    """Counts the passes of every point, and triggers the faults."""
 
     def __init__(self, faults: tuple[Fault, ...]) -> None:
         self._faults = {(fault.point, fault.hit): fault.kind for fault in faults}
@@ -92,7 +92,7 @@ class _Armed:
         with self._lock:
             self._hits[name] += 1
             kind = self._faults.get((name, self._hits[name]))
-            if kind == "kill":  # under the lock: no other thread gets any further meanwhile
+            if kind == "kill":  # under the lock: meanwhile no other thread gets any further
                 os.kill(os.getpid(), signal.SIGKILL)
         if kind == "hang":
             os.write(2, f"{name} hangs (injected)\n".encode())
@@ -111,13 +111,13 @@ point: Callable[[str], None] = _nothing
 
 
 def arm(faults: tuple[Fault, ...]) -> None:
-    """Strike at these faults from now on; with none, at nothing."""
+    """Trigger these faults from now on; with none, disarm."""
     global point
     point = _Armed(faults) if faults else _nothing
 
 
 def arm_from_environment(environment: Mapping[str, str] = os.environ) -> None:
-    """Arm what `KEEPSTEP_FAULTS` says. Raises ValueError when it cannot be read."""
+    """Arm the faults of `KEEPSTEP_FAULTS`. Raises ValueError when it cannot be parsed."""
     arm(parse(environment.get(FAULTS_ENV, "")))
 
 

@@ -1,8 +1,8 @@
 """The system calls that a volume makes, behind one thin seam.
 
-A volume touches its disk only through `Filesystem`, so that a test can record the order of
-writes and replay every state that a power cut may leave (tests/volume/powercut.py). No policy
-here: no retries but for short transfers and signals, no translation of OSError.
+A volume touches its disk only through `Filesystem`. So a test can record the order of writes and
+replay every state that a power cut may leave (tests/volume/powercut.py). There is no policy here:
+no retries except for short transfers and signals, no translation of OSError.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _FICLONERANGE = 0x4020940D
 
 
 class Filesystem:
-    """POSIX, as the standard library offers it. Every method may raise OSError."""
+    """POSIX calls of the standard library. Every method may raise OSError."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file, never by a link, close-on-exec; a created one is readable by its owner and
+        """Open a file close-on-exec, never through a link. A new file is readable by its owner and
         group."""
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
 
@@ -31,7 +31,7 @@ class Filesystem:
         os.close(fd)
 
     def allocate(self, fd: int, size_bytes: int) -> None:
-        """Reserve blocks and set the size. Where that cannot be done, set the size only."""
+        """Reserve blocks and set the size. If blocks cannot be reserved, set the size only."""
         try:
             os.posix_fallocate(fd, 0, size_bytes)
         except OSError as error:
@@ -46,9 +46,9 @@ class Filesystem:
             data, offset = data[count:], offset + count
 
     def clone(self, source: int, fd: int, offset: int, size_bytes: int) -> None:
-        """Let `fd` have the blocks of another open file at the same place, until one of them is
-        written to; on the medium after `sync_data`, as a write is. Where that cannot be done
-        (another file system, or one that shares no blocks) nothing changes."""
+        """Let `fd` share the blocks of another open file at the same offset, until one of the two
+        is written there. Like a write, this is on the medium after `sync_data`. If sharing is not
+        possible (another file system, or one that shares no blocks), nothing changes."""
         fcntl.ioctl(fd, _FICLONERANGE, struct.pack("qQQQ", source, offset, size_bytes, offset))
 
     def read(self, fd: int, into: memoryview, offset: int) -> int:
@@ -62,7 +62,8 @@ class Filesystem:
         return done
 
     def sync_data(self, fd: int) -> None:
-        """Return when everything written to `fd` is on the medium. Failed once = failed."""
+        """Return when everything written to `fd` is on the medium. After a failure the file counts
+        as failed for good."""
         os.fdatasync(fd)
 
     def sync_directory(self, path: Path) -> None:
@@ -74,12 +75,13 @@ class Filesystem:
             os.close(fd)
 
     def forget_cache(self, fd: int) -> None:
-        """Drop the file's clean pages: they would only push out pages that others need."""
+        """Drop the file's clean pages from the page cache, where they only displace useful
+        pages."""
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def make_directory(self, path: Path) -> bool:
-        """Make a directory below an existing one. False when it was there already."""
+        """Make a directory below an existing one. False if it already existed."""
         try:
             os.mkdir(path, 0o750)
         except FileExistsError:
@@ -99,7 +101,7 @@ class Filesystem:
         os.unlink(path)
 
     def size_bytes(self, path: Path) -> int:
-        """Of the whole file system of `path`."""
+        """Size of the whole file system of `path`."""
         status = os.statvfs(path)
         return status.f_blocks * status.f_frsize
 

@@ -1,10 +1,11 @@
-"""`history.jsonl`: the history of the run on this machine, for a sidecar that comes after this one.
+"""`history.jsonl`: the history of the run on this machine, for later sidecars.
 
-A line of JSON an event, after one that says whose they are and what those before them come to. It
-is appended to and never flushed: nothing but what people are shown depends on it, so a power cut
-may take its end. A line that is torn or not ours is passed over. At its bound, and when events were
-forgotten before they were written, the file is replaced by what is known now, under another name
-and then by rename.
+Each event is one line of JSON. The first line names the run and the history, and sums up older
+events that are no longer in the file. Events are appended and never flushed, because only what
+people are shown depends on them. So a power cut may take the end of the file. A line that is torn
+or not an event is skipped. The file is replaced by the events known now when it reaches its size
+limit, or when events were forgotten before they were written. The new file is written under another
+name and then renamed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _LARGEST_LINE: Final = 4096
 _LARGEST_NUMBER: Final = 1 << 53
 _LARGEST_S: Final = 1e11
 _AHEAD_S: Final = 86400.0
-"""An event of the future was written under a clock that was wrong, or by a stranger."""
+"""An event further in the future came from a wrong clock, or from something other than keepstep."""
 
 _ID: Final = re.compile("[0-9a-f]{16}")
 _FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -44,8 +45,8 @@ _FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NO
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Head:
-    """The first line. `id`: of this history, however often its file is replaced. `before`: of what
-    came before the events of this file."""
+    """The first line. `id`: of this history, however often its file is replaced. `before`: sum of
+    the events that came before those of this file."""
 
     format_version: int
     run: str
@@ -57,32 +58,35 @@ _head, _event = msgspec.json.Decoder(_Head), msgspec.json.Decoder(Event)
 
 
 class HistoryFile:
-    """Blocking; a volume that hangs holds up whoever writes, and nothing else. Thread-safe. `path`
-    None: nothing is read or kept. After an error it is tried again the next time; each kind of
-    error is said once."""
+    """Reads and appends the history. Blocking: a volume that hangs holds up only the thread that
+    writes. Thread-safe. With `path` None, nothing is read or kept. After an error the next call
+    tries again; an error is logged again only when it changes."""
 
     def __init__(self, path: Path | None, *, run: str) -> None:
         self._path = path
         self._run = run
         self.id = new_id()
-        """Of the history that `read` found; a new one where it found none, or one without an id."""
+        """The id of the history that `read` found; a new id if there was none, or none with an
+        id."""
         self._written = 0
         self._trouble = ""
         self._writing = threading.Lock()
 
     @property
     def path(self) -> Path | None:
-        """None where nothing is kept."""
+        """None when nothing is kept."""
         return self._path
 
     @property
     def written(self) -> int:
-        """The number of the newest event that is kept; -1 before a file that is replaced."""
+        """The number of the newest event in the file; -1 when the next `append` replaces the
+        file."""
         return self._written
 
     def read(self, *, now: float) -> tuple[list[Event], Tally]:
-        """What is known from before, oldest first, and what came before that. Never raises: what
-        cannot be read is not known, and is replaced, unless a newer keepstep wrote it."""
+        """The events of earlier sidecars, oldest first, and the sum of the events before them.
+        Never raises. A file that cannot be read counts as empty and is replaced, unless a newer
+        keepstep wrote it."""
         if self._path is None:
             return [], Tally()
         try:
@@ -99,7 +103,7 @@ class HistoryFile:
         self._written = events[-1].sequence if events else 0
         if _ID.fullmatch(id):
             self.id = id
-        else:  # of a version that knew none: the file is replaced by one with it
+        else:  # from a version without ids: a file with one replaces it
             self._written = -1
         return events, before
 
@@ -109,7 +113,7 @@ class HistoryFile:
             head = self._checked(os.pread(fd, _LARGEST_HEAD, 0).partition(b"\n")[0])
             data = os.pread(fd, _LARGEST_BYTES, max(0, size - _LARGEST_BYTES))
         events: list[Event] = []
-        for line in data.splitlines()[1:]:  # the first is the head, or cut off
+        for line in data.splitlines()[1:]:  # the first line is the head, or cut off
             if (event := _parse(line)) is None or event.until > now + _AHEAD_S:
                 continue
             if not events or event.sequence > events[-1].sequence:
@@ -129,8 +133,8 @@ class HistoryFile:
         return head
 
     def append(self, events: Sequence[Event], before: Tally) -> None:
-        """Keep of these events, which are all that is known, what is not in the file yet. `before`:
-        of those that came before them. Never raises."""
+        """Append those of `events` that are not in the file yet. `events`: all that are known.
+        `before`: the sum of the events that came before them. Never raises."""
         with self._writing:
             if self._path is None or not events or events[-1].sequence <= self._written:
                 return
@@ -146,12 +150,12 @@ class HistoryFile:
     def _append(self, path: Path, events: Sequence[Event], before: Tally) -> None:
         faults.point("history.write")
         forgotten = events[0].sequence - 1 - self._written
-        if self._written >= 0 and forgotten > 0:  # the head is to hold what they come to
+        if self._written >= 0 and forgotten > 0:  # the head of a new file must sum them up
             say("history shortened", path=str(path), events=forgotten)
         elif self._written >= 0:
             with contextlib.suppress(FileNotFoundError):
                 if 0 < _plain_size(path) < _LARGEST_BYTES:
-                    # after a line that was torn, a new one begins
+                    # Start with a newline, in case the last line is torn.
                     news = (one for one in events if one.sequence > self._written)
                     _write(path, b"\n" + _lines(news))
                     return
@@ -164,7 +168,8 @@ class HistoryFile:
 
 
 def _plain_size(path: Path) -> int:
-    """0 for what is no file of its own: it is replaced, and never written to."""
+    """Size in bytes; 0 if the file is a link or has several names. Such a file is replaced, and
+    never written to."""
     found = os.stat(path, follow_symlinks=False)
     return found.st_size if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 else 0
 
@@ -189,7 +194,7 @@ def _parse(line: bytes) -> Event | None:
 
 
 def _is_sane(event: Event) -> bool:
-    """Nothing that a sum of such events cannot hold."""
+    """Whether the sum of such events stays within bounds."""
     counts = [
         one for one in (event.count, event.first, event.number, event.rank) if one is not None
     ]
@@ -218,6 +223,6 @@ _DEFAULTS: Final = {
 
 
 def _told(event: Event) -> dict[str, Any]:
-    """What is not as ever."""
+    """The fields that differ from their defaults."""
     told = {one.name: getattr(event, one.name) for one in dataclasses.fields(Event)}
     return {key: value for key, value in told.items() if _DEFAULTS.get(key, told) != value}

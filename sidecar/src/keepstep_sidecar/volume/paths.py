@@ -1,16 +1,16 @@
-"""The directory of a run on one volume: what each name means. Pure: no file is touched.
+"""The directory of a run on one volume: what each name means. Pure: touches no files.
 
     <root>/                                     <dir>/<run>
         .lock                                   held by the sidecar that owns the volume
         run.json                                the run's epochs
-        history.jsonl                           what happened, for people
+        history.jsonl                           what happened, shown to people
         <step>/rank-00000-of-00002.safetensors  a committed step: whole, visible to stock readers
         pending/<step>/rank-...                 durable shards of steps not known to be committed
         pending/<step>/.rank-....tmp-<pid>-<n>  a shard being written
         quarantine/<step>.<shard>.<reason>.<n>  files that failed; kept, never read again
-        retired/<step>.<n>/                     a step on its way out
+        retired/<step>.<n>/                     a step that is being deleted
 
-A shard moves between these places by rename only, so that it is always in exactly one.
+A shard moves between these places by rename only, so it is always in exactly one of them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class Tree:
 
 
 def temporary_name(shard: str, *, pid: int, number: int) -> str:
-    """Hidden from readers that look for `*.safetensors`, and told from a shard by a scan."""
+    """A name that hides a file from readers of `*.safetensors`, and that a scan tells from a
+    shard."""
     return f".{shard}.tmp-{pid}-{number}"
 
 
@@ -121,7 +122,7 @@ def is_step(name: str) -> bool:
 
 
 def quarantine_name(path: Path, reason: str, number: int) -> str:
-    """`<step>.<shard>.<reason>.<n>`; unlike a shard it does not end in .safetensors."""
+    """`<step>.<shard>.<reason>.<n>`. Unlike a shard's name, it does not end in .safetensors."""
     match = _TEMPORARY.fullmatch(path.name)
     shard = (match[1] if match else path.name).removesuffix(".safetensors")
     slug = re.sub(r"[^a-z0-9]+", "-", reason.lower()).strip("-")[:40] or "unknown"

@@ -1,8 +1,8 @@
-"""`keepstep-sidecar --prepare DIR...`: a run's own directory below a node's hostPath.
+"""`keepstep-sidecar prepare DIR...`: makes a run's own directory below a node's hostPath.
 
-Runs as root in an init container with CHOWN, DAC_OVERRIDE and FOWNER only, on a path of which a
-part was made by others: so no link is followed below the mount, and every step of the way is taken
-relative to the directory that was opened before it.
+It runs as root in an init container that has only CHOWN, DAC_OVERRIDE and FOWNER. Other users made
+a part of the path. So no link below the mount is followed, and each directory is opened relative to
+the one above it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ USER_ID = 65532
 GROUP_ID = 65532
 MODE = 0o2770
 _PASSAGE_MODE = 0o711
-"""Of directories on the way: to walk through, not to list."""
+"""Mode of directories on the way: others may pass through them but not list them."""
 
 
 def prepare(directory: Path, *, uid: int = USER_ID, gid: int = GROUP_ID) -> None:
     """Make `directory` (and its parents) and give it to the sidecar. Idempotent.
 
-    Raises StorageError, also when a part of the path below the mount is a link or no directory.
+    Raises StorageError, also when a part of the path below the mount is a link or not a directory.
     """
     directory = Path(os.path.abspath(directory))
     start = mount_of(directory)
@@ -42,16 +42,17 @@ def prepare(directory: Path, *, uid: int = USER_ID, gid: int = GROUP_ID) -> None
 
 
 def mount_of(directory: Path) -> Path:
-    """The first mount point on the way to `directory` beside `/`: nobody else makes links above it.
+    """The first mount point on the way to `directory` after `/`: no other user makes links above
+    it.
 
-    Not the last one, which a link could choose.
+    The last mount point would not do, because a link could choose it.
     """
     way = (*reversed(directory.parents), directory)
     return next((path for path in way[1:] if os.path.ismount(path)), way[0])
 
 
 def _enter(parent: int, name: str, directory: Path) -> int:
-    """Open (and make) `name` in the open directory `parent`."""
+    """Open `name` in the open directory `parent`; make it if need be."""
     try:
         try:
             os.mkdir(name, _PASSAGE_MODE, dir_fd=parent)
@@ -65,7 +66,7 @@ def _enter(parent: int, name: str, directory: Path) -> int:
         hint = "; a link is not followed there" if _is_link(parent, name) else ""
         raise StorageError(f"{directory}: {name}: {error.strerror}{hint}") from error
     if made:
-        os.fchmod(fd, _PASSAGE_MODE)  # whatever the umask is
+        os.fchmod(fd, _PASSAGE_MODE)  # independent of the umask
     return fd
 
 
@@ -79,8 +80,9 @@ def _is_link(parent: int, name: str) -> bool:
 def _give(fd: int, directory: Path, *, uid: int, gid: int) -> None:
     try:
         if not _is_given(fd, uid=uid, gid=gid):
-            # the set-group-id bit first, while the group is our own: without CAP_FSETID the kernel
-            # drops it from what is another group's; a change of owner leaves it on a directory
+            # Set the set-group-id bit first, while the group is our own. Without CAP_FSETID the
+            # kernel drops the bit when the group is another one. On a directory, a change of owner
+            # keeps it.
             os.fchown(fd, -1, os.getegid())
             os.fchmod(fd, MODE)
             os.fchown(fd, uid, gid)

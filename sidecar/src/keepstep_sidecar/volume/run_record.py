@@ -1,11 +1,11 @@
-"""`run.json`: what shards cannot tell, which epochs there were and their parents.
+"""`run.json`: what shards do not tell, above all the run's epochs and their parents.
 
-And how far each life had come when the script failed by itself. And, in a run that spans several
-pods, the last step that is known to be committed and those that people pinned: one pod's shards do
-not tell that.
+It also records the steps at which the script failed by itself. In a run that spans several pods, it
+records the last step known to be committed and the pinned steps, because the shards of one pod do
+not tell these.
 
-Replaced as a whole: a new file is written and synced, then renamed over the old one, so that
-whoever reads it after a power cut finds one of the two.
+The file is replaced as a whole: a new file is written, synced and renamed over the old one. So
+after a power cut there is either the old or the new file.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _SIZE_LIMIT_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The run's name and the epochs it has lived through, oldest first.
+    """The run's name and its epochs, oldest first.
 
-    `committed`: the last commit that somebody told this machine of, None for none. `pinned`: the
-    steps that were said to stay. `failures`: steps at which the script failed by itself.
+    `committed`: the last commit that this machine was told of, None for none. `pinned`: the steps
+    that must not be deleted. `failures`: steps at which the script failed by itself.
     """
 
     run: str
@@ -42,12 +42,12 @@ class RunRecord:
     failures: frozenset[StepId] = frozenset()
 
     def with_epochs(self, *epochs: Epoch) -> RunRecord:
-        """This record and `epochs`; the same record when all are known already."""
+        """This record with `epochs` added; the same object when all of them are already known."""
         known = merged((*self.epochs, *epochs))
         return self if known == self.epochs else replace(self, epochs=known)
 
     def to_json(self) -> bytes:
-        """The text of `run.json`."""
+        """The content of `run.json`."""
         record = {
             "format_version": FORMAT_VERSION,
             "run": self.run,
@@ -60,7 +60,7 @@ class RunRecord:
 
     @classmethod
     def from_json(cls, data: bytes, *, path: Path) -> RunRecord:
-        """Inverse of `to_json`. Raises FormatError, VersionError naming `path`."""
+        """Inverse of `to_json`. Raises FormatError or VersionError, which name `path`."""
         try:
             return _read(strictjson.Reader(data, what="run.json"))
         except VersionError as error:
@@ -97,7 +97,7 @@ def _read(reader: strictjson.Reader) -> RunRecord:
 
 
 def epoch_json(one: Epoch) -> dict[str, str | None]:
-    """An epoch, to be written as JSON."""
+    """An epoch as a mapping, to be written as JSON."""
     parent = None if one.parent is None else str(one.parent)
     return {"id": str(one.id), "parent": parent, **({"origin": one.origin} if one.origin else {})}
 
@@ -115,7 +115,7 @@ def read_epoch(value: object) -> Epoch:
 
 
 def read_step(value: object) -> StepId:
-    """A step of parsed JSON. Raises FormatError."""
+    """A step from parsed JSON. Raises FormatError."""
     try:
         return StepId.parse(fields.text(value, "a step"))
     except ValueError as error:
@@ -123,9 +123,9 @@ def read_step(value: object) -> StepId:
 
 
 def load(path: Path, *, run: str) -> RunRecord:
-    """Read `path`; an empty record when there is none.
+    """Read `path`; an empty record when there is no file.
 
-    Raises FormatError, VersionError, ForeignError when it is another run's, OSError.
+    Raises FormatError, VersionError, OSError, or ForeignError when the record is another run's.
     """
     try:
         with opened(path) as fd, open(fd, "rb", closefd=False) as file:
@@ -139,7 +139,8 @@ def load(path: Path, *, run: str) -> RunRecord:
 
 
 def save(path: Path, record: RunRecord, *, filesystem: Filesystem) -> None:
-    """Replace `path` by `record`, durably. Raises OSError; `path` is then as it was."""
+    """Replace `path` by `record`, durably. Raises OSError; if that happens before the rename,
+    `path` is as it was."""
     temporary = path.with_name(f".{path.name}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     fd = filesystem.open(temporary, flags)

@@ -1,7 +1,7 @@
-"""What a volume holds, as told by the shards themselves: header and control page of each.
+"""What a volume holds, as the header and the control page of each shard say.
 
-Read-only: no lock, nothing is moved or repaired (`Volume.scan` does that with what it is told
-here), so that `keepstep steps` can look at a volume beside a live sidecar or without one.
+Read-only: it takes no lock, and moves and repairs nothing (`Volume.scan` does that with the
+result). So `keepstep steps` can look at a volume with or without a live sidecar.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from keepstep.image.manifest import Manifest
 from keepstep_sidecar.volume.paths import ShardName, Tree, is_shard, is_step
 
 BAD_BLOCKS = (errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN)
-"""What a drive, or a file system with digests of its own, says of blocks that are lost."""
+"""Errors for lost blocks, from a drive or from a file system with its own checksums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalShard(Shard):
-    """A shard on a volume. `published`: the step's directory is visible to readers, because the
-    step was committed."""
+    """A shard on a volume. `published`: readers can see the step's directory, because the step was
+    committed."""
 
     path: Path = field(compare=False)
     layout: Layout = field(compare=False)
@@ -35,16 +35,16 @@ class LocalShard(Shard):
 
     @classmethod
     def of(cls, path: Path, manifest: Manifest, *, published: bool = False) -> LocalShard:
-        """By what the file says."""
+        """A shard as the file itself describes it."""
         told = {one.name: getattr(manifest.shard, one.name) for one in fields(Shard)}
         return cls(**told, path=path, layout=manifest.layout, published=published)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A file that is no shard of this run, and why. `moved_to`: where quarantine keeps it.
+    """A file that is not a shard of this run, and why. `moved_to`: its path in quarantine.
 
-    A `VersionError` leaves the file where it is: a newer keepstep will read it.
+    After a `VersionError` the file stays where it is: a newer keepstep can read it.
     """
 
     path: Path
@@ -54,16 +54,16 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class Scan:
-    """Everything on a volume, in the order of steps and ranks."""
+    """Everything on a volume, sorted by step and rank."""
 
     shards: tuple[LocalShard, ...] = ()
     problems: tuple[Refused, ...] = ()
 
 
 def survey(root: Path, *, run: str) -> Scan:
-    """Look at every shard below `root` (`<dir>/<run>`); a missing root is an empty scan.
+    """Look at every shard below `root` (`<dir>/<run>`). A missing root gives an empty scan.
 
-    Raises OSError when it cannot be told what is there: unknown is not the same as absent.
+    Raises OSError when the content cannot be determined: unknown is not the same as absent.
     """
     tree = Tree(root.absolute())
     shards: list[LocalShard] = []
@@ -79,7 +79,7 @@ def survey(root: Path, *, run: str) -> Scan:
 
 
 def step_directories(tree: Tree) -> Iterator[Path]:
-    """Directories of steps, published ones first. A volume with none, or no volume: nothing."""
+    """Directories of steps, published ones first. Empty if there are none or no volume."""
     for parent in (tree.root, tree.pending):
         with contextlib.suppress(FileNotFoundError):
             found = [path for path in parent.iterdir() if is_step(path.name)]
@@ -87,7 +87,7 @@ def step_directories(tree: Tree) -> Iterator[Path]:
 
 
 def _files(tree: Tree) -> Iterator[Path]:
-    """Whatever is named like a shard. Links stand for shards that other volumes hold."""
+    """All files named like a shard, without links: those stand for shards on other volumes."""
     for directory in step_directories(tree):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for path in sorted(directory.iterdir()):
@@ -96,8 +96,8 @@ def _files(tree: Tree) -> Iterator[Path]:
 
 
 def strangers(tree: Tree) -> list[Path]:
-    """`.safetensors` files among a step's shards that are none: not ours to read or to move, but
-    whoever reads the directory as it is would take them for a part of the step."""
+    """`.safetensors` files in steps' directories that are not shards. The sidecar neither reads nor
+    moves them. But a stock reader of the directory would take them for a part of the step."""
     found: list[Path] = []
     for directory in step_directories(tree):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -112,7 +112,8 @@ def strangers(tree: Tree) -> list[Path]:
 def _look(path: Path, *, run: str, published: bool) -> LocalShard | Refused | None:
     """What a file is; None when the volume's owner moved or retired it meanwhile.
 
-    Whatever a reader trips over, the file does not verify: one bad file never hides the good ones.
+    Whatever error a reader meets, the file counts as refused, so that one bad file never hides the
+    good ones.
     """
     try:
         with opened(path) as fd:
@@ -133,8 +134,8 @@ def _look(path: Path, *, run: str, published: bool) -> LocalShard | Refused | No
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of a shard, for reading: a regular file, never by a link. Raises FormatError
-    for anything else, OSError."""
+    """Open a shard for reading; yields the descriptor. Only a regular file, never through a link.
+    Raises FormatError for anything else, OSError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -150,9 +151,9 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def read_manifest(fd: int, path: Path, *, run: str) -> Manifest:
-    """Of an open shard, checked against `run` and its name.
+    """The manifest of an open shard, checked against `run` and the shard's name.
 
-    Raises FormatError, TornError, ForeignError, VersionError, all naming `path`; OSError.
+    Raises FormatError, TornError, ForeignError or VersionError, which all name `path`; OSError.
     """
     try:
         name = ShardName.parse(path)

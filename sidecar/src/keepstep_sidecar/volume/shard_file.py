@@ -1,8 +1,7 @@
-"""One shard file: a slot's image goes out sealed, a file's image comes in verified.
+"""One shard file: writes a slot's image with its seal, and reads an image back.
 
-A seal means: everything before it is in place. So the seal (the control page) is the last thing
-that reaches a file, and the last thing that reaches a slot. Names and directories are `volume`'s
-business, not ours.
+A seal means that everything before it is in place. So the seal (the control page) is the last thing
+that reaches a file or a slot. The module `volume` is responsible for names and directories.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from keepstep_sidecar.volume.filesystem import Filesystem
 
 @dataclass(frozen=True, kw_only=True)
 class ShardFile:
-    """An open file of one image; whoever opened `fd` closes it."""
+    """An open file of one image. The code that opened `fd` closes it."""
 
     filesystem: Filesystem
     fd: int
@@ -61,7 +60,7 @@ class ShardFile:
             begin, end = chunk_bounds(layout, index)
             pace.wait(end - begin)
             with view[begin:end] as chunk:
-                # First the digest: whatever happens to these bytes from here on will be noticed.
+                # Hash first: any later change of these bytes will be noticed.
                 digests[index] = xxh3_128(chunk)
                 faults.point("write.data")
                 self.filesystem.write(self.fd, chunk, begin)
@@ -78,11 +77,11 @@ class ShardFile:
 
 
 def seal_file(filesystem: Filesystem, fd: int, manifest: Manifest, *, phase: str) -> None:
-    """Table and control page behind chunks that are written. `phase`: of the fault points.
+    """Write table and control page after the chunks. `phase`: prefix of the fault points.
 
-    The rule that everything rests on: data and digests are on the medium before the seal is even
-    written, and the seal is on the medium before the file gets its name. So a power cut at any
-    moment leaves a file without a valid seal, or a whole one.
+    Everything rests on this rule: data and digests are on the medium before the seal is written,
+    and the seal is on the medium before the file gets its name. So a power cut at any moment leaves
+    a file without a valid seal, or a whole file.
     """
     layout = manifest.layout
     _write_pages(filesystem, fd, manifest.table, layout.digests_begin)
@@ -95,7 +94,7 @@ def seal_file(filesystem: Filesystem, fd: int, manifest: Manifest, *, phase: str
 
 
 def _write_pages(filesystem: Filesystem, fd: int, data: memoryview, offset: int) -> None:
-    """Whole pages that do not lie in a slot, from memory that O_DIRECT accepts."""
+    """Write whole pages that do not lie in a slot, from memory that O_DIRECT accepts."""
     with aligned_buffer(len(data)) as buffer:
         buffer[:] = data
         with memoryview(buffer) as pages:
@@ -111,7 +110,7 @@ def open_shard(
     engine: Engine,
     threads: int,
 ) -> Iterator[ShardFile]:
-    """Open `path` as `engine` wants it. Raises OSError."""
+    """Open `path` with the flags that `engine` needs. Raises OSError."""
     fd = filesystem.open(path, flags | engine.open_flags)
     try:
         yield ShardFile(filesystem=filesystem, fd=fd, threads=threads)

@@ -1,9 +1,9 @@
-"""One local volume: makes staged images durable, finds them again, brings them back.
+"""One local volume: makes staged images durable, finds shards again, and opens them for reading.
 
-A shard is durable once `write` returns, and at rest in `pending/`. It moves by rename only, so
-that it is in exactly one place at any time; see `paths` for the places. Each method ends with
-the names it changed on the medium. Which steps are committed, and which may go, is not decided
-here: callers say `publish` and `retire`.
+Once `write` returns, a shard is durable and lies in `pending/`. It moves by rename only, so it is
+in exactly one place at any time; see `paths` for the places. When a method returns, the names that
+it changed are on the medium. The volume does not decide which steps are committed or may be
+deleted: callers use `publish` and `retire`.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from keepstep_sidecar.volume.writer import CUT_OFF, FULL, Writer, Written
 __all__ = ["Unread", "Volume", "Written"]
 
 _OURS = (errno.EFAULT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Error numbers of a process that lacks the memory, or descriptors, to read what is good."""
+"""Errors of a process that lacks the memory or descriptors to read a file that may be good."""
 
 
 class Unread(StorageError):
-    """This process could not read a shard that may be as good as ever."""
+    """This process could not read a shard, but the shard may be intact."""
 
 
 class Volume:
-    """A directory `root` (`<dir>/<run>`) that this process alone writes to.
+    """A directory `root` (`<dir>/<run>`) to which only this process writes.
 
-    All methods block, may be called from any thread, and raise StorageError (NoSpaceError when
-    the volume is full). `failed` is the text of the last I/O error, "" when there was none.
+    All methods block, may be called from any thread, and raise StorageError (NoSpaceError when the
+    volume is full). `failed` is the text of the last I/O error, "" when there was none.
 
-    `read_only`: why nothing can be written (mounted so, or another user's), "" when it can. In a
-    pod that is no reason to keep the training waiting: steps are staged in memory, what the volume
-    holds already can be restored, and everybody is told why nothing new becomes durable. What
-    would change it raises StorageError with that reason.
+    `read_only`: why nothing can be written (mounted read-only, or another user's), "" when it can.
+    In a pod this does not stop the training: steps are staged in memory, and what the volume
+    already holds can be restored. People are told why nothing new becomes durable. Methods that
+    would change the volume raise StorageError with that reason.
     """
 
     def __init__(
@@ -74,18 +74,19 @@ class Volume:
         verify: Verify = Verify.FULL,
         read_only: str = "",
     ) -> None:
-        """Make and lock the directory, find out the engine (`engine` forces one).
+        """Make and lock the directory, and find out which engine works (`engine` forces one).
 
-        `verify`: what `load` checks. `read_only`: see the class; then nothing is made or locked.
-        Raises StorageError when another process owns it (the message names its pid) or when it
-        cannot be written, ForeignError when it belongs to another run.
+        `verify`: what is checked when a shard is loaded. `read_only`: see the class; nothing is
+        then made or locked. Raises StorageError when another process owns the directory (the
+        message names its pid) or when it cannot be written, ForeignError when it belongs to another
+        run.
         """
         self.root = root.absolute()
         self.run = run
         self.capacity_bytes = capacity_bytes
         self.failed = self.read_only = read_only
         self._unscanned = ""
-        """`failed` of the last scan, while it is nothing worse."""
+        """`failed` as the last scan set it, while there is no worse error."""
         self.io_threads = io_threads
         self.verify = verify
         self._filesystem = filesystem or Filesystem()
@@ -142,11 +143,11 @@ class Volume:
     ) -> Written:
         """Make the sealed image in the slot `view` durable as `pending/<step>/<shard>`.
 
-        `view` is page aligned and stays unchanged meanwhile (the slot is pinned). `pace` bounds
-        the speed of all writes that share it. Digests are computed on the way and go into the file
-        only. A shard that is durable already is left as it is. Raises UsageError when `view`,
-        `layout` and `control` do not belong together, NoSpaceError (the file is removed) or
-        StorageError (the file is quarantined); neither is ever retried here.
+        `view` is page aligned and must not change meanwhile (the slot is pinned). `pace` limits the
+        rate of all writes that share it. Digests are computed during the write and are stored in
+        the file only. A shard that is already durable is left as it is. Raises UsageError when
+        `view`, `layout` and `control` do not belong together, NoSpaceError (the file is removed) or
+        StorageError (the file is quarantined). Failed writes are never retried here.
         """
         self._require_writable()
         try:
@@ -163,13 +164,13 @@ class Volume:
 
     @contextlib.contextmanager
     def opened(self, path: Path) -> Iterator[ShardFile]:
-        """A shard for reading; `path` as a scan found it. Whatever fails inside condemns the file:
-        an ImageError puts it into quarantine (but a VersionError, which a newer keepstep reads), so
-        does an OSError, which becomes a StorageError; but what this process is short of condemns no
-        file: Unread."""
+        """Open a shard for reading; `path` as a scan found it. An ImageError inside the context
+        puts the file into quarantine, except a VersionError, because a newer keepstep can read the
+        file. An OSError also puts it into quarantine and becomes a StorageError. If this process
+        lacks memory or descriptors, the file stays, and Unread is raised."""
         try:
-            path = self._shelves.locate(path)  # within: a dead drive does not tell even that
-            with opened(path):  # never by a link, and no pipe
+            path = self._shelves.locate(path)  # inside the try: a dead drive fails here already
+            with opened(path):  # never a link or a pipe
                 pass
             with open_shard(
                 path,
@@ -196,17 +197,17 @@ class Volume:
             raise StorageError(f"{path}: cannot read: {error}; use another copy") from error
 
     def scan(self) -> Scan:
-        """Find every shard; quarantine what is torn, foreign or malformed; sweep leftovers.
+        """Find every shard, quarantine torn, foreign and malformed files, and remove leftovers.
 
-        A step of which a shard had to be moved is hidden from readers (`published` is False).
-        Where nothing can be written nothing is moved either.
+        If a shard of a step had to be moved, the step is hidden from readers (`published` is
+        False). On a read-only volume nothing is moved.
         """
         try:
             found = self._scan()
         except StorageError:
             self._unscanned = self.failed
             raise
-        if self.failed == self._unscanned:  # what stood in the way of a scan only is gone
+        if self.failed == self._unscanned:  # the error that only stood in the way of a scan is gone
             self.failed = ""
         return found
 
@@ -233,9 +234,9 @@ class Volume:
     def publish(self, id: StepId, *, elsewhere: Sequence[Path] = ()) -> Path | None:
         """Make a committed step visible to readers; returns its directory. Idempotent.
 
-        None when this volume holds nothing of the step. `elsewhere`: shards on other volumes,
-        which the directory then shows as links. Call it only when the step is committed. Raises
-        UsageError while a shard of the step is being written.
+        Returns None when this volume holds nothing of the step. `elsewhere`: shards on other
+        volumes, which the directory then shows as links. Call it only when the step is committed.
+        Raises UsageError while a shard of the step is being written.
         """
         self._require_writable()
         with self._lock, self._translated(f"cannot publish step {id} below {self.root}"):
@@ -243,13 +244,13 @@ class Volume:
             return self._shelves.publish(id, elsewhere)
 
     def unpublish(self, id: StepId) -> None:
-        """Hide a step again, because one of its shards is lost. Idempotent."""
+        """Hide a step again because one of its shards is lost. Idempotent."""
         self._require_writable()
         with self._lock, self._translated(f"cannot hide step {id} below {self.root}"):
             self._shelves.unpublish(id)
 
     def retire(self, id: StepId) -> int:
-        """Delete a step, durably invisible first. Returns the bytes freed, 0 when absent.
+        """Delete a step, after durably hiding it. Returns the bytes freed, 0 when absent.
 
         Raises UsageError while a shard of the step is being written.
         """
@@ -265,10 +266,10 @@ class Volume:
             raise UsageError(f"step {id} is being written; wait for that")
 
     def quarantine(self, path: Path, reason: str) -> Path:
-        """Move a file aside; it is kept and never read again. Returns where it is now.
+        """Move a file to quarantine, where it is kept and never read again. Returns its new path.
 
         A published step that loses a shard is hidden first. `path` may be from before the step was
-        published or hidden. Where nothing can be written it stays where it is.
+        published or hidden. On a read-only volume the file stays where it is.
         """
         if self.read_only:
             return path
@@ -276,26 +277,26 @@ class Volume:
             return self._shelves.quarantine(self._shelves.locate(path), reason)
 
     def shards(self, id: StepId) -> tuple[Path, ...]:
-        """Where the shards of a step will be once it is published."""
+        """The paths that this volume's shards of a step have once it is published."""
         with self._translated(f"cannot list {self.root}"):
             return self._shelves.published_paths(id)
 
     def save_record(self, record: RunRecord) -> None:
-        """Replace `run.json`, durably; `record` is the new `self.record`."""
+        """Durably replace `run.json` by `record`, which becomes `self.record`."""
         self._require_writable()
         with self._lock, self._translated(f"cannot write {self._tree.record}"):
             run_record.save(self._tree.record, record, filesystem=self._filesystem)
             self.record = record
 
     def mend(self) -> bool:
-        """Make the run's directory again when somebody removed it. True when that was so: then
-        nothing is known of the shards any more, and `scan` has to look."""
+        """Make the run's directory again if somebody removed it. Returns True in that case: the
+        known shards are then out of date, and `scan` must look again."""
         with self._lock, self._translated(f"cannot make {self.root} again"):
             if (ownership := self._require_writable()).held:
                 return False
             above = (self.root, *self.root.parents)
             device = next(path.stat().st_dev for path in above if path.exists())
-            if device != self._device:  # a drive that was unmounted: what lies below is not meant
+            if device != self._device:  # the drive was unmounted: do not use what lies below
                 raise OSError(errno.ENODEV, "its file system is not mounted any more")
             self.root.mkdir(parents=True, exist_ok=True)
             self._ownership = Ownership(self._tree.lock)
@@ -307,14 +308,15 @@ class Volume:
     # --- space -------------------------------------------------------------------------------
 
     def used_bytes(self) -> int:
-        """Space that this volume's files take, quarantine and writes in progress included."""
+        """Space that this volume's files take, in bytes; includes quarantine and writes in
+        progress."""
         if self.read_only:
             return 0
         with self._translated(f"cannot measure {self.root}"):
             return self._writer.used_bytes()
 
     def free_bytes(self) -> int:
-        """Space that is left: of the file system, or below the capacity limit if less."""
+        """Bytes free on the file system, or below the capacity limit if that is less."""
         if self.read_only:
             return 0
         with self._translated(f"cannot measure {self.root}"):
@@ -324,19 +326,20 @@ class Volume:
             return max(0, min(free, self.capacity_bytes - self.used_bytes()))
 
     def drive(self) -> tuple[int, int]:
-        """The number of its file system, and what that holds in bytes."""
+        """The device number of its file system, and the size of that in bytes."""
         with self._translated(f"cannot measure {self.root}"):
             return self._device, self._filesystem.size_bytes(self.root)
 
     def quarantined(self) -> int:
-        """Number of files in quarantine, that this process could have put there."""
+        """Number of files in quarantine; 0 on a read-only volume, where this process puts none
+        there."""
         if self.read_only:
             return 0
         with self._translated(f"cannot list {self._tree.quarantine}"):
             return self._shelves.quarantined()
 
     def close(self) -> None:
-        """Give the directory up. Call it when no other method is running. Idempotent."""
+        """Release the directory. Call it when no other method is running. Idempotent."""
         if self._ownership is not None:
             self._ownership.release()
 
@@ -344,7 +347,7 @@ class Volume:
 
     @contextlib.contextmanager
     def _translated(self, what: str) -> Iterator[None]:
-        """Turn an OSError into the StorageError that says what could not be done."""
+        """Turn an OSError into a StorageError that says what could not be done."""
         try:
             yield
         except OSError as error:
@@ -358,7 +361,7 @@ class Volume:
 
 
 def _reason(error: Exception) -> str:
-    """The word in a quarantined file's name."""
+    """The reason to be put into a quarantined file's name."""
     if isinstance(error, OSError):
         return errno.errorcode.get(error.errno or 0, "io")
     return type(error).__name__.removesuffix("Error")
@@ -366,7 +369,8 @@ def _reason(error: Exception) -> str:
 
 # --- one writer ------------------------------------------------------------------------------
 #
-# Only one process writes to a directory: an advisory lock that the kernel drops at its death.
+# Only one process writes to a directory: it holds an advisory lock, which the kernel releases when
+# the process dies.
 
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -375,8 +379,9 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 class Ownership:
     """Holds `path` locked from construction to `release`.
 
-    `path` is a file of its own: a link, or one with other names, is never written to. Raises
-    StorageError naming the owner's pid when somebody else holds it, OSError.
+    `path` must be a regular file with one name: a link, or a file with other names, is never
+    written to. Raises StorageError when another process holds the lock (the message names its pid),
+    OSError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -397,14 +402,14 @@ class Ownership:
         except BaseException:
             self.release()
             raise
-        with contextlib.suppress(OSError):  # a full disk is no reason: the pid is for people
+        with contextlib.suppress(OSError):  # a full disk is no error: the pid is only for people
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     @property
     def held(self) -> bool:
-        """Whether the file is still there: without it another process could come. Raises OSError
-        when that cannot be told."""
+        """Whether the locked file is still at its path. If not, another process could lock a new
+        one. Raises OSError when this cannot be determined."""
         try:
             found = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
@@ -412,7 +417,7 @@ class Ownership:
         return self._fd >= 0 and os.path.samestat(os.fstat(self._fd), found)
 
     def release(self) -> None:
-        """Let others have it. Idempotent."""
+        """Let other processes have the lock. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,7 +1,7 @@
-"""Several volumes as one: ranks are spread over them, a step is on all of them.
+"""Several volumes used as one: ranks are spread over them, and a step lies on all of them.
 
-Each volume's directory of a published step shows every shard of this machine: its own as files,
-the others' as links, so that a stock reader can be pointed at any of them.
+Each volume's directory of a published step shows every shard of this machine: its own shards as
+files, the others as links. So a stock reader can use any of these directories.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from keepstep_sidecar.volume.volume import Unread, Volume, Written
 
 
 class VolumeSet:
-    """The volumes of one run on this machine, at least one. Blocking, as `Volume` is."""
+    """The volumes of one run on this machine, at least one. Methods block, as those of `Volume`."""
 
     def __init__(self, volumes: Sequence[Volume], *, bytes_per_second: int | None = None) -> None:
-        """`bytes_per_second`: the limit of all writes together."""
+        """`bytes_per_second`: the limit for all writes together."""
         if not volumes:
             raise UsageError("a run needs at least one volume")
         self.volumes: tuple[Volume, ...] = tuple(volumes)
@@ -40,13 +40,14 @@ class VolumeSet:
 
     @property
     def history(self) -> Path | None:
-        """Where the run's history is kept: on the first volume that can be written."""
+        """The path of the run's history, on the first volume that can be written; None without
+        one."""
         return next((Tree(one.root).history for one in self._writable), None)
 
     def volume_for(self, rank: int) -> Volume:
-        """Where `rank` writes: its own volume, or a healthy one once that has failed.
+        """The volume that `rank` writes to: its own, or a healthy one if its own has failed.
 
-        With no healthy volume left it is its own again: every step is a new file, and a new try.
+        If no volume is healthy, it is the rank's own: every step is a new file, and so a new try.
         """
         home = self.volumes[self.lane(rank)]
         healthy = [volume for volume in self.volumes if not volume.failed]
@@ -55,7 +56,8 @@ class VolumeSet:
         return healthy[rank % len(healthy)]
 
     def lane(self, rank: int) -> int:
-        """The number of the rank's own volume: ranks are spread evenly, whichever they are."""
+        """The number of the rank's own volume. Ranks are spread evenly, whatever their numbers
+        are."""
         with self._lock:
             if rank not in self._homes:
                 taken = Counter(self._homes.values())
@@ -64,9 +66,10 @@ class VolumeSet:
             return self._homes[rank]
 
     def write(self, view: memoryview, layout: Layout, control: ControlPage) -> Written:
-        """`Volume.write` on the volume of `control.rank`; when that is full, on one that is not.
+        """`Volume.write` on the volume of `control.rank`; if that is full, on another one with
+        room.
 
-        Raises NoSpaceError when all are full; that of its own volume.
+        Raises the NoSpaceError of the rank's own volume when all are full.
         """
         home = self.volume_for(control.rank)
         try:
@@ -82,7 +85,8 @@ class VolumeSet:
 
     @contextlib.contextmanager
     def opened(self, path: Path) -> Iterator[ShardFile]:
-        """`Volume.opened` on the volume that holds `path`; on failure the step is hidden."""
+        """`Volume.opened` on the volume that holds `path`. If the shard or the drive fails, the
+        step is hidden on all volumes; not after VersionError or Unread."""
         try:
             with self.holder(path).opened(path) as file:
                 yield file
@@ -93,7 +97,7 @@ class VolumeSet:
             raise
 
     def scan(self) -> Scan:
-        """All volumes' scans as one. Raises StorageError when one of them cannot be read."""
+        """The scans of all volumes as one. Raises StorageError when a volume cannot be read."""
         scans = [volume.scan() for volume in self.volumes]
         problems = tuple(problem for scan in scans for problem in scan.problems)
         lost = [problem.path for problem in problems if problem.moved_to is not None]
@@ -108,14 +112,15 @@ class VolumeSet:
         return Scan(shards=tuple(shards), problems=problems)
 
     def mend(self) -> bool:
-        """`Volume.mend` of each. Raises StorageError when one cannot be, and none was mended."""
+        """`Volume.mend` on each volume. True if any was mended. Raises StorageError when one failed
+        and none was mended."""
         return bool(self._of_each(Volume.mend))
 
     def publish(self, id: StepId, *, made_of: Collection[Path] = ()) -> Path | None:
-        """Make a committed step visible; returns the directory that shows all its shards.
+        """Make a committed step visible. Returns the directory that shows all its shards.
 
-        A volume that fails is left out, unless one of `made_of`, the step's shards here, lies on
-        it: never is a part of a step shown.
+        `made_of`: the step's shards on this machine. A volume that cannot be listed is left out,
+        unless one of `made_of` lies on it: a step is never shown in part.
         """
         parts = [(volume, self._part(volume, id, made_of)) for volume in self._writable]
         shown = [
@@ -134,13 +139,13 @@ class VolumeSet:
             return ()
 
     def retire(self, id: StepId) -> int:
-        """Delete a step, but for what lies on a volume that fails. Returns the bytes freed. Raises
-        StorageError when one fails, and there was nothing on the others."""
+        """Delete a step, except on volumes that fail. Returns the bytes freed. Raises StorageError
+        when a volume fails and nothing was freed on the others."""
         return self._of_each(lambda volume: volume.retire(id))
 
     def _of_each(self, work: Callable[[Volume], int]) -> int:
-        """The sum over all volumes; one that fails holds up none of the others. Raises its
-        StorageError when there is nothing else to tell."""
+        """The sum of `work` over all volumes. A volume that fails does not stop the others. Raises
+        its StorageError when the sum is 0."""
         told = [_tried(work, volume) for volume in self._writable]
         total = sum(one for one in told if not isinstance(one, StorageError))
         failure = next((one for one in told if isinstance(one, StorageError)), None)
@@ -149,7 +154,7 @@ class VolumeSet:
         return total
 
     def free_bytes(self) -> int:
-        """What the roomiest volume that works has left; 0 where none can tell."""
+        """Free bytes of the working volume that has most; 0 if none can tell."""
         free = [0]
         for volume in self.volumes:
             if not volume.failed:
@@ -158,7 +163,8 @@ class VolumeSet:
         return max(free)
 
     def drive_bytes(self) -> int:
-        """What the file systems hold that are written to, each once; 0 where none can tell."""
+        """Total size in bytes of the file systems that are written to, each counted once; 0 if none
+        can tell."""
         sizes: dict[int, int] = {}
         for volume in self._writable:
             with contextlib.suppress(StorageError):
@@ -166,7 +172,7 @@ class VolumeSet:
         return sum(sizes.values())
 
     def quarantine(self, path: Path, reason: str) -> Path:
-        """Move one shard aside and hide its step on every volume."""
+        """Move one shard to quarantine and hide its step on every volume. Returns the new path."""
         moved_to = self.holder(path).quarantine(path, reason)
         self._hide(path)
         return moved_to
@@ -176,11 +182,11 @@ class VolumeSet:
         return merged(epoch for volume in self.volumes for epoch in volume.record.epochs)
 
     def save_epochs(self, *epochs: Epoch) -> None:
-        """Record epochs, durably on every volume that works; StorageError when on none."""
+        """Record epochs durably on every working volume. Raises StorageError when all fail."""
         self._save(lambda record: record.with_epochs(*epochs))
 
     def last_commit(self) -> StepId | None:
-        """The newest commit that any volume has on record."""
+        """The newest commit that any volume has on record; None if there is none."""
         noted = (volume.record.committed for volume in self.volumes)
         return max((id for id in noted if id is not None), default=None)
 
@@ -189,19 +195,20 @@ class VolumeSet:
         return frozenset().union(*(volume.record.pinned for volume in self.volumes))
 
     def save_word(self, committed: StepId, pinned: frozenset[StepId]) -> None:
-        """Record what somebody else knows to be committed and pinned, as `save_epochs` does."""
+        """Record what the operator says is committed and pinned, as `save_epochs` does."""
         self._save(lambda record: replace(record, committed=committed, pinned=pinned))
 
     def failures(self) -> frozenset[StepId]:
-        """Steps at which the script failed by itself, as any volume has on record."""
+        """Steps at which the script failed by itself, as recorded on any volume."""
         return frozenset().union(*(volume.record.failures for volume in self.volumes))
 
     def save_failures(self, failures: frozenset[StepId]) -> None:
-        """Record these and no others, as `save_epochs` does."""
+        """Record exactly these failures, as `save_epochs` does."""
         self._save(lambda record: replace(record, failures=failures))
 
     def _save(self, change: Callable[[RunRecord], RunRecord]) -> None:
-        """Where nothing can be written at all, nothing durable will ever need the record."""
+        """Change the record on every writable volume. Without one, nothing durable will ever need
+        it."""
         failures = [_save_record(volume, change) for volume in self._writable]
         if failures and (first := failures[0]) is not None and None not in failures:
             raise first
@@ -212,14 +219,14 @@ class VolumeSet:
             volume.close()
 
     def holder(self, path: Path) -> Volume:
-        """The volume that `path` lies on."""
+        """The volume on which `path` lies."""
         for volume in self.volumes:
             if path.is_relative_to(volume.root):
                 return volume
         raise UsageError(f"{path}: on none of the volumes of this run")
 
     def _hide(self, path: Path) -> None:
-        """Hide the step of `path` on every volume; a failed volume keeps what it shows."""
+        """Hide the step of `path` on every volume. A volume that fails keeps showing it."""
         if not is_step(path.parent.name):
             return
         for volume in self._writable:

@@ -1,8 +1,8 @@
-"""Makes one staged image durable: a new file, filled, sealed, named; or no file at all.
+"""Makes one staged image durable: a new file is written, sealed and named, or no file is left.
 
-A file that failed once is never written to again: after an fdatasync has failed, the kernel may
-call clean what never reached the medium. Such a file goes to quarantine, where it also keeps the
-bad blocks from being used again. A full volume is no failure: the file is removed.
+A file that failed once is never written to again: after a failed fdatasync, the kernel may mark as
+clean what never reached the medium. Such a file goes to quarantine, where it also keeps its bad
+blocks from being used again. A full volume does not count as such a failure: the file is removed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CUT_OFF = "the slot was truncated; whoever may write to shared memory has done i
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A durable shard. `seconds` of wall clock, 0 when it was durable already."""
+    """A durable shard. `seconds`: wall clock of the write, 0 when it was already durable."""
 
     shard: LocalShard
     seconds: float = 0.0
@@ -51,7 +51,8 @@ class Written:
 
 @dataclass(kw_only=True)
 class Writer:
-    """Writes shards of `run` below `tree`. `lock` guards names; no file is written under it."""
+    """Writes shards of `run` below `tree`. `lock` guards names; it is not held while data is
+    written."""
 
     tree: Tree
     shelves: Directories
@@ -68,11 +69,11 @@ class Writer:
 
     @property
     def in_progress(self) -> Collection[Path]:
-        """Temporary files that are being written; hold `lock`."""
+        """Temporary files that are being written. Hold `lock` while using it."""
         return self._in_progress.keys()
 
     def used_bytes(self) -> int:
-        """Space of all files, those in progress with the size that they will have."""
+        """Bytes that all files take; files in progress count with their final size."""
         with self.lock:
             at_rest = self.shelves.used_bytes(besides=self._in_progress)
             return at_rest + sum(self._in_progress.values())
@@ -97,9 +98,9 @@ class Writer:
         return Written(shard=LocalShard.of(path, manifest), seconds=seconds)
 
     def _durable(self, control: ControlPage) -> Written | None:
-        """The shard that an earlier write of the same step and rank has left, if any.
+        """The shard that an earlier write of the same step and rank left, if any.
 
-        One that is broken makes room for a new one.
+        A broken one is moved to quarantine, to make room for a new one.
         """
         path = self.shelves.find(control.id, shard_name(control.rank, control.world))
         if path is None:
@@ -117,7 +118,7 @@ class Writer:
 
     @contextlib.contextmanager
     def _reserved(self, control: ControlPage, size_bytes: int) -> Iterator[Path]:
-        """The name of a new temporary file, its space accounted for while it is written."""
+        """The name of a new temporary file, whose space is reserved while it is written."""
         with self.lock:
             if self.capacity_bytes is not None:
                 free = self.capacity_bytes - self.used_bytes()
@@ -160,18 +161,18 @@ class Writer:
             faults.point("write.directory-sync")
             self.filesystem.sync_directory(path.parent)
         except OSError:
-            # Nobody can tell whether the name would survive. As the caller will not count this
-            # shard, nor may a scan.
+            # It is unknown whether the name would survive a power cut. The caller will not count
+            # this shard, so a scan must not count it either.
             self.filesystem.rename(path, temporary)
             raise
         return path
 
     def _give_up(self, temporary: Path, control: ControlPage, error: OSError) -> KeepstepError:
-        """Leave no half-written shard behind. Returns what to raise."""
+        """Leave no half-written shard behind. Returns the error to raise."""
         if error.errno in (*FULL, errno.EFAULT):
             with contextlib.suppress(OSError):
                 self.filesystem.unlink(temporary)
-            if error.errno == errno.EFAULT:  # the memory's fault, not the drive's
+            if error.errno == errno.EFAULT:  # the memory failed, not the drive
                 return UsageError(f"step {control.id}, rank {control.rank}: {CUT_OFF}")
             return self._no_space(control, error.strerror or str(error))
         kept = ""
