@@ -1,7 +1,8 @@
-"""How parts of the sidecar wait for each other, run beside each other, and leave the event loop.
+"""How parts of the sidecar wait for each other, run side by side, and leave the event loop.
 
-`Changes` is one bell for everything that waits: whoever changes the state rings, waiters look
-again. All state lives on one event loop, so a predicate that is false stays false until then.
+`Changes` is one bell for all waiters: code that changes the state rings it, and waiters check
+again. All state lives on one event loop, so a predicate that is false stays false until the bell
+rings.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from keepstep_sidecar.log import warn
 
 
 class Changes:
-    """Wakes every waiter at every change; a handful of long polls, so that costs nothing."""
+    """Wakes every waiter at every change. There are only a few long polls, so this is cheap."""
 
     def __init__(self) -> None:
         self.count = 0
         self._waiters: set[asyncio.Future[None]] = set()
 
     def ring(self) -> None:
-        """The state has changed; `count` grows."""
+        """Tell waiters that the state has changed. Increases `count`."""
         self.count += 1
         for waiter in self._waiters:
             if not waiter.done():
@@ -36,7 +37,7 @@ class Changes:
         self._waiters.clear()
 
     async def until(self, reached: Callable[[], bool], *, timeout_s: float) -> bool:
-        """Wait until `reached()`; False when `timeout_s` have passed without."""
+        """Wait until `reached()`. Returns False if `timeout_s` pass first."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while not reached():
@@ -54,7 +55,7 @@ class Changes:
         return True
 
     async def after(self, count: int, *, timeout_s: float) -> bool:
-        """Wait until something has changed since `count`; False when nothing did."""
+        """Wait until something has changed since `count`. Returns False if nothing did."""
         return await self.until(lambda: self.count != count, timeout_s=timeout_s)
 
 
@@ -65,10 +66,10 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 # --- background tasks ------------------------------------------------------------------------
 #
-# Background tasks: every one has a name and an owner, and none takes the process down.
+# Background tasks. Each has a name and an owner, and none ends the process when it fails.
 #
-# A failure is logged and the state it left is seen again by the next event; training goes on.
-# What watches or works for as long as the process lives begins again: `keep`.
+# A failure is logged. The next event sees the state that it left, and training goes on. Tasks that
+# watch or work as long as the process lives are started again after a failure: `keep`.
 
 
 _LONGEST_PAUSE_S = 30.0
@@ -76,7 +77,7 @@ _log = logging.getLogger("keepstep.sidecar")
 
 
 class Tasks:
-    """Owns the background tasks of the process; an asynchronous context."""
+    """Owns the background tasks of the process. An asynchronous context manager."""
 
     def __init__(self) -> None:
         self._group = asyncio.TaskGroup()
@@ -92,13 +93,13 @@ class Tasks:
         await self._group.__aexit__(*exception)
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run `work` beside everything else, until it ends or the process does."""
+        """Run `work` in the background until it ends or the process does."""
         task = self._group.create_task(_guarded(work, name), name=name)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
     def keep(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
-        """Run `work()` as `spawn` does; if it fails, once more, less and less often."""
+        """Run `work()` as `spawn` does. If it fails, run it again, with growing pauses."""
         self.spawn(_again(work, name), name)
 
 
@@ -110,7 +111,7 @@ async def _again(work: Callable[[], Coroutine[Any, Any, None]], name: str) -> No
 
 
 async def _guarded(work: Coroutine[Any, Any, None], name: str) -> bool:
-    """Whether it ended without an error."""
+    """Await `work` and log an error. Returns whether it ended without an error."""
     try:
         await work
     except KeepstepError as error:
@@ -124,15 +125,16 @@ async def _guarded(work: Coroutine[Any, Any, None], name: str) -> bool:
 
 # --- several at once -------------------------------------------------------------------------
 #
-# Unlike a task group, nothing is cancelled because another one failed: whoever hears of the error
-# must be able to use again the buffers that the others were filling.
+# Unlike in a task group, an error cancels none of the others. A caller that gets the error must be
+# able to reuse the buffers that the others were filling.
 
 
 T = TypeVar("T")
 
 
 async def all_of(work: Sequence[Awaitable[T]]) -> list[T]:
-    """All results, once all have ended; then the first error. Cancelling cancels all of them."""
+    """All results, once all have ended; then raises the first error. Cancelling this cancels all of
+    them."""
     return _results(await asyncio.gather(*work, return_exceptions=True))
 
 
@@ -146,7 +148,7 @@ def _results(results: Sequence[T | BaseException]) -> list[T]:
 
 
 async def few_at_once(calls: Sequence[Callable[[], Awaitable[T]]], *, most: int) -> list[T]:
-    """`all_of` the calls, at most so many at a time."""
+    """`all_of` the calls, at most `most` at the same time."""
     slots = asyncio.Semaphore(most)
 
     async def one(call: Callable[[], Awaitable[T]]) -> T:
@@ -160,10 +162,10 @@ async def few_at_once(calls: Sequence[Callable[[], Awaitable[T]]], *, most: int)
 
 
 async def blocking(executor: Executor | None, work: Callable[[], T]) -> T:
-    """Run `work` on a thread (None: the loop's own).
+    """Run `work` on a thread of `executor` (None: the loop's own).
 
-    A cancelled caller waits for it: a thread cannot be stopped, and it may still fill a slot that
-    the caller is about to give to somebody else.
+    A cancelled caller waits for the thread: a thread cannot be stopped, and it may still fill a
+    slot that the caller is about to give to another user.
     """
     future = asyncio.get_running_loop().run_in_executor(executor, work)
     try:
@@ -172,13 +174,13 @@ async def blocking(executor: Executor | None, work: Callable[[], T]) -> T:
         if not future.cancel():
             await asyncio.wait([future])
             if not future.cancelled():
-                future.exception()  # seen: the cancellation is what counts
+                future.exception()  # mark as retrieved: only the cancellation counts
         raise
 
 
 def detached(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run `work` on a thread of its own that nothing waits for, not even the end of this process:
-    for what may hang for ever, and may be lost."""
+    """Run `work` on a thread of its own that nothing waits for, not even the end of this process.
+    For work that may hang for ever and may be lost."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -205,13 +207,13 @@ def detached(work: Callable[[], T], name: str) -> asyncio.Future[T]:
 
 # --- priority --------------------------------------------------------------------------------
 #
-# Threads that step back behind the training.
+# Threads that give way to the training.
 
 
 def yield_to_others(niceness: int) -> None:
-    """Give this thread at least that niceness; on Linux a nice value is a thread's own.
+    """Give this thread at least this niceness. On Linux, each thread has its own nice value.
 
-    A process that is nicer already stays so, as only root may take that back.
+    A thread that is already nicer stays so, because only root may lower a nice value.
     """
     thread = threading.get_native_id()
     if os.getpriority(os.PRIO_PROCESS, thread) < niceness:

@@ -1,9 +1,10 @@
-"""How long strangers stay connected to a port that the whole cluster reaches, and how many.
+"""Limits how many strangers are connected to a port that the whole cluster reaches, and how long.
 
-A *stranger* has not shown yet who it is. Its connection costs us a descriptor, memory, perhaps a
-thread, and costs the stranger nothing. So strangers have few places, for a few seconds, and whoever
-comes next takes the place of the oldest, of the same address first: nobody shuts a port by holding
-connections, and descriptors are left for the trainer's socket and for the volumes.
+A *stranger* has not yet shown who it is. Its connection costs the sidecar a descriptor, memory and
+perhaps a thread, and costs the stranger nothing. So strangers have few places, for a few seconds
+each. A new stranger takes the place of the oldest one, first of one from its own address. So
+holding connections cannot block a port, and descriptors remain for the trainers' socket and the
+volumes.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from keepstep_sidecar.log import Seldom
 C = TypeVar("C", bound=Hashable)
 
 ACCEPT_PAUSE_S: Final = 0.01
-"""After a connection took another one's place: a flood does not use up the processor, and who comes
-has that many times the number of places to say who it is."""
+"""The pause after a connection took another one's place. It keeps a flood from using up the
+processor. A new stranger has this time, multiplied by the number of places, to show who it is."""
 FAILED_PAUSE_S: Final = 0.2
-"""After a connection could not be accepted, for lack of descriptors above all."""
+"""The pause after a connection could not be accepted, mostly for lack of descriptors."""
 _SWEEP_S: Final = 0.5
 _BACKLOG: Final = 64
 
@@ -41,7 +42,7 @@ class _Place:
 
 
 class Strangers(Generic[C]):
-    """At most `most` of them, `most_each` of one address, each for `seconds`. Thread-safe.
+    """At most `most` strangers, `most_each` of one address, each for `seconds`. Thread-safe.
 
     `close` ends a connection and must not block.
     """
@@ -55,7 +56,8 @@ class Strangers(Generic[C]):
         self._lock = threading.Lock()
 
     def enter(self, connection: C, source: str) -> bool:
-        """Give `connection` of address `source` a place. True when another one lost its own."""
+        """Give `connection` from address `source` a place. Returns True if another one lost its
+        place."""
         with self._lock:
             doomed = self._doomed(source)
             self._places[connection] = _Place(source, time.monotonic())
@@ -72,25 +74,26 @@ class Strangers(Generic[C]):
         return [next(one for one, place in self._places.items() if place.source == crowded)]
 
     def leave(self, connection: C) -> bool:
-        """It is gone, or no stranger any more. False when it had lost its place before."""
+        """The connection has ended, or is no longer a stranger. Returns False if it had already
+        lost its place."""
         with self._lock:
             return self._places.pop(connection, None) is not None
 
     def forget(self, gone: Callable[[C], bool]) -> None:
-        """Those that ended by themselves, where nobody calls `leave`."""
+        """Remove connections that ended by themselves, where no code calls `leave`."""
         with self._lock:
             for one in [one for one in self._places if gone(one)]:
                 del self._places[one]
 
     def end_overdue(self) -> None:
-        """End those whose time is over."""
+        """End the connections whose time is over."""
         before = time.monotonic() - self._seconds
         with self._lock:
             doomed = [one for one, place in self._places.items() if place.since < before]
         self._end(doomed)
 
     def end_all(self) -> None:
-        """End all of them."""
+        """End all connections."""
         with self._lock:
             doomed = list(self._places)
         self._end(doomed)
@@ -103,15 +106,15 @@ class Strangers(Generic[C]):
 
 
 def raise_descriptor_limit() -> None:
-    """The soft limit of 1024 is for programs that use select(); ours has a descriptor for each
-    slot, file and connection."""
+    """Raise the soft limit of descriptors to the hard limit. The usual 1024 is meant for programs
+    that use select(); the sidecar has a descriptor for each slot, file and connection."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def listen(port: int) -> socket.socket:
-    """On all addresses of both families, where there are both. Raises OSError."""
+    """Listen on all addresses, of both families if there are both. Raises OSError."""
     with contextlib.suppress(OSError):
         return socket.create_server(
             ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
@@ -124,8 +127,8 @@ async def serve(
     listening: socket.socket,
     strangers: Strangers[asyncio.Transport],
 ) -> None:
-    """Give each connection that comes in a protocol and a place, until cancelled. Whoever speaks
-    plain HTTP stays a stranger."""
+    """Give each incoming connection a protocol and a place, until cancelled. Clients that speak
+    plain HTTP stay strangers."""
     listening.setblocking(False)
     sweeping = asyncio.create_task(_sweep(strangers), name="end overdue connections")
     loop = asyncio.get_running_loop()

@@ -33,7 +33,7 @@ STATUS = {
     "unknown-layout": 409,
     "unknown-step": 404,
 }
-"""Every code there is, with its HTTP status; docs/protocol.md says what each asks of a trainer."""
+"""All codes, with their HTTP status. docs/protocol.md says what a trainer does at each."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Answered:
 
 
 def refuse(code: str, message: str) -> SidecarError:
-    """An error that is sent with this code. Raises KeyError for a code that is not in `STATUS`."""
+    """An error to be sent with this code, which must be in `STATUS`."""
     assert code in STATUS, code
     return SidecarError(message, code=code)
 
 
 def answer(error: KeepstepError) -> Answered:
-    """The problem that tells of `error`."""
+    """The problem that describes `error`."""
     code = _code(error)
     return Answered(STATUS.get(code, 500), Problem(code=code, message=str(error)))
 

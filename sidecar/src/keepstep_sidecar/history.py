@@ -1,8 +1,8 @@
 """The history of the run on this machine: the one place that knows what happened, and when.
 
-To note something appends to a list: nothing here touches a file, so that a save pays nothing for
-it. Of steps, and of what comes as often as steps do, those of about a second become one event. The
-list is bounded; `volume.history_file` keeps it beyond this process.
+Recording appends to a list. Nothing here touches a file, so that a save does not pay for it. Steps,
+and events as frequent as steps, are combined: those of about a second become one event. The list is
+bounded. `volume.history_file` keeps it beyond this process.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from keepstep_sidecar import __version__
 from keepstep_sidecar.concurrency import Changes
 
 KEPT: Final = 4096
-"""Events that are known at most; the oldest go, a quarter at a time."""
+"""The most events that are kept. The oldest are dropped, a quarter of the list at a time."""
 
 TEXT_CHARS: Final = 300
-"""Of a reason, which a trainer may have chosen."""
+"""The longest text of a reason. A trainer may have chosen the text."""
 
 _TOGETHER_S: Final = 1.0
 _OPEN: Final = 64
-"""Kinds of events that are counted at a time; a second with more ends early."""
+"""How many kinds of events are counted at the same time. With more, the second ends early."""
 
 _WARNINGS: Final = 64
 _LONGEST_S: Final = 1e6
@@ -37,7 +37,7 @@ _LONGEST_S: Final = 1e6
 
 @dataclass(slots=True)
 class _Counted:
-    """Events of about a second that will be one."""
+    """Events of about a second that will become one event."""
 
     at: float
     until: float
@@ -49,7 +49,7 @@ class _Counted:
 
 
 class History:
-    """Not thread-safe: all of it is on the event loop."""
+    """Not thread-safe: use it on the event loop only."""
 
     def __init__(
         self,
@@ -59,14 +59,14 @@ class History:
         id: str = "",
         clock: Callable[[], float] = time.time,
     ):
-        """`events`: what is known from before, oldest first; `before`: of those that came before
-        them. `id`: of a history that goes on; without one it begins."""
+        """`events`: those of earlier sidecars, oldest first. `before`: the sum of the events before
+        those. `id`: of a history that is continued; without one a new history begins."""
         self.id = id or new_id()
         self._clock = clock
         known = list(events)
         self._events: list[Event] = known[-KEPT:]
         self.before = (before or Tally()).after(known[:-KEPT])
-        """What the events come to that are not in the list any more."""
+        """The sum of the events that are no longer in the list."""
         self._tally = self.before.after(self._events)
         self._last = self._events[-1].sequence if self._events else 0
         self._open: dict[tuple[Kind, Any, str], _Counted] = {}
@@ -75,38 +75,39 @@ class History:
         )
         self._warnings: tuple[str, ...] = ()
         self.changes = Changes()
-        """Rings when something happened."""
+        """Rings when something happens."""
         self.note(Kind.STARTED, text=__version__)
 
     # --- what happens ------------------------------------------------------------------------
 
     def note(self, kind: Kind, *, text: str = "", **fields: Any) -> None:
-        """One event; `fields` are those of `Event`."""
+        """Record one event; `fields` are those of `Event`."""
         self._close()
         now = self._clock()
         self._append(Event(sequence=0, kind=kind, at=now, until=now, text=_cut(text), **fields))
 
     def staged(self, id: StepId, *, blocked_s: float) -> None:
-        """A rank has this step in memory. Of several ranks the first one counts."""
+        """A rank has this step in memory. Only the first of several ranks counts."""
         if self._newest is None or id > self._newest:
             self._newest = id
-            blocked_s = min(max(0.0, blocked_s), _LONGEST_S)  # as a trainer says
+            # a trainer says this number, so bound it
+            blocked_s = min(max(0.0, blocked_s), _LONGEST_S)
             self._count(Kind.STAGED, id.epoch, "", step=id, number=id.step, seconds=blocked_s)
 
     def committed(self, id: StepId) -> None:
-        """This step is committed, and visible."""
+        """This step is committed and visible to readers."""
         self._count(Kind.COMMITTED, id.epoch, "", step=id, number=id.step)
 
     def evicted(self, id: StepId) -> None:
-        """This step went because the volumes were full."""
+        """This step was deleted because the volumes were full."""
         self._count(Kind.EVICTED, id.epoch, "", step=id, number=id.step)
 
     def lost(self, kind: Kind, *, rank: int, step: int, reason: str, count: int = 1) -> None:
-        """Saves that were SKIPPED or DISCARDED."""
+        """Saves that were SKIPPED or DISCARDED (`kind`)."""
         self._count(kind, rank, _cut(reason), step=None, number=step, count=count)
 
     def warn(self, warnings: Collection[str]) -> None:
-        """All warnings that there are now: those that came are noted, and those that went."""
+        """Record the warnings that appeared and disappeared. `warnings`: all that there are now."""
         now = tuple(dict.fromkeys(map(_cut, warnings)))[:_WARNINGS]
         if now == self._warnings:
             return
@@ -146,7 +147,7 @@ class History:
         self.changes.ring()
 
     def _close(self, *, before: float | None = None) -> None:
-        """End what is being counted; `before`: only what began by then."""
+        """Turn what is being counted into events. `before`: only what began by then."""
         due = [(key, one) for key, one in self._open.items() if before is None or one.at <= before]
         for key, _ in due:
             del self._open[key]
@@ -179,22 +180,22 @@ class History:
     # --- asking ------------------------------------------------------------------------------
 
     def since(self, sequence: int) -> list[Event]:
-        """What came after the event of that number and is known; what is still being counted comes
-        a second later."""
+        """The known events after the one with that number. Events that are still being counted
+        follow a second later."""
         self._close(before=self._clock() - _TOGETHER_S)
         return self._after(sequence)
 
     def all(self) -> list[Event]:
-        """Everything, also of this very second: for the end, and where the order matters most."""
+        """All events, including those of this second. For the end, and where order matters most."""
         self._close()
         return self._after(0)
 
     def has_since(self, sequence: int) -> bool:
-        """Whether anything happened after the event of that number."""
+        """Whether anything happened after the event with that number."""
         return self._last > sequence or bool(self._open)
 
     def goodput(self) -> Goodput | None:
-        """Until now; None before the first restore."""
+        """The goodput until now; None before the first restore."""
         self._close(before=self._clock() - _TOGETHER_S)
         return self._tally.goodput(self._clock())
 
@@ -209,10 +210,10 @@ class History:
 
 
 def new_id() -> str:
-    """Of a history that begins: what is counted from another one adds to it."""
+    """The id of a new history. Sums over different histories are added up."""
     return secrets.token_hex(8)
 
 
 def _cut(text: str) -> str:
-    """Short, and something that every encoder takes."""
+    """Shorten the text, and make it something that every encoder accepts."""
     return text[:TEXT_CHARS].encode("utf-8", "replace").decode()

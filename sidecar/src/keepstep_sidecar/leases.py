@@ -1,11 +1,12 @@
-"""Which trainer owns which rank. A lease lives as long as its connection, or its process.
+"""Which trainer owns which rank. A lease lives as long as its connection or its process.
 
-The kernel closes a connection when the last process that has it open dies, which may be a data
-loader's worker that outlives its trainer. So the trainer's own death is watched too (pidfd), where
-the sidecar can see its process: then nobody writes into its slots any more, for certain. In a pod
-it cannot: containers have pid namespaces of their own, and the connection is all there is.
+The kernel closes a connection when the last process that has it open dies. That may be a data
+loader's worker that outlives its trainer. So where the sidecar can see the trainer's process, it
+also watches its death (pidfd). After that death, certainly nothing writes into the trainer's slots
+any more. In a pod the sidecar cannot see it: containers have their own pid namespaces, and the
+connection is all there is.
 
-Also what a trainer says first, and what follows from whom this sidecar serves (`Owner`).
+This module also checks what a trainer says first, and tells whom this sidecar serves (`Owner`).
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ _HANDOVER_S = 2.0
 
 @dataclass(eq=False)
 class Lease:
-    """`died`: the trainer's process is gone for certain, or it said goodbye; only then may the
-    slot that it was given be reused. `training`: it has restored, and needs no image any more."""
+    """A trainer's hold on its rank. `died`: the trainer's process is certainly gone, or the trainer
+    said goodbye. Only then may the slot that it was given be reused. `training`: the trainer has
+    restored and needs no image any more."""
 
     token: str
     request: LeaseRequest
@@ -54,7 +56,7 @@ class Lease:
 
 
 class Leases:
-    """At most one live lease a rank."""
+    """The live leases, at most one for each rank."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
@@ -66,15 +68,15 @@ class Leases:
 
     @property
     def ranks(self) -> Collection[int]:
-        """Those with a live lease."""
+        """The ranks with a live lease."""
         return self._by_rank.keys()
 
     def of(self, rank: int) -> Lease | None:
-        """The live lease of a rank."""
+        """The live lease of a rank; None if there is none."""
         return self._by_rank.get(rank)
 
     def restores(self, rank: int) -> bool:
-        """Whether the rank is about to restore, or will be when its trainer comes."""
+        """Whether the rank is about to restore, or will restore when its trainer comes."""
         lease = self.of(rank)
         return lease is None or not lease.training
 
@@ -85,11 +87,11 @@ class Leases:
         raise refuse("no-lease", "this lease has ended; ask for another (POST /v1/lease)")
 
     async def take(self, request: LeaseRequest, *, peer_pid: int) -> Lease:
-        """A lease for this trainer. Waits a moment for a predecessor that is just dying.
+        """A lease for this trainer. Waits briefly for a predecessor that is dying.
 
-        `peer_pid`: as the kernel tells it (SO_PEERCRED), 0 when it is in another pid namespace.
-        Raises SidecarError `rank-taken` naming the other trainer's process, `rank-of-parent` at
-        once for a process that a live trainer of this rank started.
+        `peer_pid`: the process id from the kernel (SO_PEERCRED), 0 when it is in another pid
+        namespace. Raises SidecarError: `rank-taken`, which names the other trainer's process;
+        `rank-of-parent`, at once, if a live trainer of this rank started this process.
         """
         self._refuse_child(request)
         await self._changes.until(lambda: request.rank not in self._by_rank, timeout_s=_HANDOVER_S)
@@ -117,7 +119,7 @@ class Leases:
             )
 
     def end(self, lease: Lease) -> bool:
-        """The lease's connection or process is gone. False when that was known."""
+        """The lease's connection or process is gone. Returns False if that was already known."""
         if lease.ended:
             return False
         lease.ended = True
@@ -126,7 +128,7 @@ class Leases:
         return True
 
     async def certain_death(self, lease: Lease, *, timeout_s: float = _HANDOVER_S) -> bool:
-        """Whether the trainer's process is gone; waits for that a moment."""
+        """Whether the trainer's process is gone. Waits for that at most `timeout_s`."""
         if lease.died or lease.pidfd is None:
             return lease.died
         return await self._changes.until(lambda: lease.died, timeout_s=timeout_s)
@@ -157,11 +159,11 @@ class Leases:
 
 
 LARGEST_WORLD = 65536
-"""As the operator takes it in a report."""
+"""The operator accepts the same limit in a report."""
 
 
 def common_version(request: LeaseRequest) -> int:
-    """The newest protocol that both sides speak. Raises SidecarError `protocol`."""
+    """The newest protocol version that both sides speak. Raises SidecarError `protocol`."""
     version = min(PROTOCOL_MAX, request.protocol_max)
     if version < max(PROTOCOL_MIN, request.protocol_min):
         raise refuse(
@@ -174,8 +176,8 @@ def common_version(request: LeaseRequest) -> int:
 
 
 def check_rank(request: LeaseRequest) -> None:
-    """Raises SidecarError `bad-request` for a rank that no world has: directories and images are
-    named by it."""
+    """Raises SidecarError `bad-request` for a rank that no world can have. Directories and images
+    are named by the rank."""
     if not 0 <= request.rank < request.world <= LARGEST_WORLD:
         raise refuse(
             "bad-request",
@@ -185,7 +187,7 @@ def check_rank(request: LeaseRequest) -> None:
 
 
 def parse_layout(header: str) -> Layout:
-    """A layout from its header in base64. Raises SidecarError `bad-image`."""
+    """The layout with this header (base64). Raises SidecarError `bad-image`."""
     try:
         data = base64.b64decode(header, validate=True)
         return Layout.parse(memoryview(data))
@@ -195,16 +197,16 @@ def parse_layout(header: str) -> Layout:
 
 # --- ranks of this machine -------------------------------------------------------------------
 #
-# A run may span several pods, each with a sidecar of its own that sees its own ranks only. Such a
-# sidecar never concludes from what it lacks that the run lacks it.
+# A run may span several pods, each with its own sidecar that sees only its own ranks. Such a
+# sidecar never concludes that the run lacks what it lacks itself.
 
 
 def local_world(request: LeaseRequest, *, environment: Mapping[str, str], alone: bool) -> int:
-    """The ranks of this run that this sidecar serves; 0 when nobody can tell.
+    """How many ranks of this run this sidecar serves; 0 when that is unknown.
 
-    torchrun tells its workers. Without it, a sidecar that is `alone` serves all ranks. One of many
-    looks at the training container's environment, of which it has a copy (design section 8): when
-    the job controller set the very rank there that the trainer has, each pod has one.
+    torchrun tells its workers. Without it, a sidecar that is `alone` serves all ranks. One of
+    several sidecars looks at the training container's environment, of which it has a copy (design
+    section 8). If the job controller set the trainer's own rank there, each pod has one rank.
     """
     if request.local_world:
         return request.local_world
@@ -215,20 +217,20 @@ def local_world(request: LeaseRequest, *, environment: Mapping[str, str], alone:
 
 
 def sees_all(request: LeaseRequest) -> bool:
-    """Whether all ranks of the run are served here; `request.local_world` is settled."""
+    """Whether all ranks of the run are served here. `request.local_world` must be set already."""
     return request.local_world == request.world
 
 
 # --- the process that is served --------------------------------------------------------------
 #
-# The process for which a sidecar runs (`keepstep run`): while it lives, nobody has left.
+# The process for which a sidecar runs (`keepstep run`). While it lives, the run is not abandoned.
 #
-# A training command may need long before its first lease; a sidecar that counted that time as
-# being abandoned would end under it.
+# A training command may take long until its first lease. A sidecar that counted that time as
+# abandoned would end meanwhile.
 
 
 class Owner:
-    """Watches at most one process, the newest that was named, by its pidfd."""
+    """Watches at most one process by its pidfd: the newest that was named."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
@@ -236,11 +238,11 @@ class Owner:
 
     @property
     def present(self) -> bool:
-        """Whether there is such a process, and it lives."""
+        """Whether a process was named and still lives."""
         return self._pidfd is not None
 
     def watch(self, pid: int) -> None:
-        """From now on this process. One that is gone already counts as none."""
+        """Watch this process from now on. A process that is already gone counts as none."""
         self.leave()
         try:
             self._pidfd = os.pidfd_open(pid)
@@ -250,7 +252,7 @@ class Owner:
         self._changes.ring()
 
     def leave(self) -> None:
-        """There is no owner any more. Idempotent."""
+        """Stop watching: there is no owner any more. Idempotent."""
         if self._pidfd is not None:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)

@@ -1,4 +1,4 @@
-"""The sidecar's log, with its run in every line."""
+"""The sidecar's log. Every line names the run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ say, warn = _journal.say, _journal.warn
 
 _SELDOM_S: Final = 10.0
 _NOISY: Final = ("aiohttp.server", "asyncio")
-"""What they log is what strangers send, and whatever goes wrong with a connection."""
+"""They log what strangers send and everything that goes wrong with a connection."""
 
 
 def configure(run: str, *, level: int = logging.INFO) -> None:
-    """Send everything that this process logs to stderr as JSON lines."""
+    """Write everything that this process logs to stderr as JSON lines."""
     log.configure(level=level, run=run)
     for name in _NOISY:
         logging.getLogger(name).addFilter(_Few())
 
 
 class Seldom:
-    """`warn`, but what strangers can cause fills no log: each event at most every few seconds, with
-    how often it came since. Thread-safe."""
+    """`warn` at a limited rate, so that strangers cannot fill the log: each event at most every few
+    seconds, with the number of those left out since. Thread-safe."""
 
     def __init__(self, every_s: float = _SELDOM_S) -> None:
         self._every_s = every_s
@@ -35,13 +35,13 @@ class Seldom:
         self._left_out: dict[str, int] = {}
 
     def __call__(self, event: str, **fields: object) -> None:
-        """Log it, or count it."""
+        """Log the event, or count it."""
         left_out = self.due(event)
         if left_out is not None:
             warn(event, **fields, **({"left_out": left_out} if left_out else {}))
 
     def due(self, event: str) -> int | None:
-        """None when it is too soon; else how many were left out since the last one."""
+        """None when it is too soon; else how many were left out since the last logged one."""
         with self._lock:
             now = time.monotonic()
             if now - self._last.get(event, -self._every_s) < self._every_s:
@@ -52,7 +52,7 @@ class Seldom:
 
 
 class _Few(logging.Filter):
-    """The same for libraries: one record every few seconds of each place in their code."""
+    """The same limit for libraries: one record every few seconds for each place in their code."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where the sidecar listens: the trainers' socket, and a TCP port for metrics."""
+"""Where the sidecar listens: on the trainers' socket, and on a TCP port for metrics."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from keepstep_sidecar.memory.slot_file import make_way
 _SHUTDOWN_S = 3.0
 _WATCH_S = 1.0
 _MOST_SCRAPES, _SCRAPE_S = 16, 10.0
-"""Connections to the metrics port, and how long each may last: anybody can open them."""
+"""Connections to the metrics port, and how long each may last: anyone can open them."""
 
 
 class _Door:
-    """The trainers' socket: what listens, and under which name."""
+    """The trainers' socket: the server that listens, and its path."""
 
     def __init__(self, runner: web.AppRunner, path: Path) -> None:
         self._runner = runner
@@ -36,7 +36,7 @@ class _Door:
         self._made: os.stat_result | None = None
 
     async def open(self) -> None:
-        """Listen, under a new name; connections stay as they are. Raises OSError."""
+        """Listen under a new socket file. Open connections stay as they are. Raises OSError."""
         if self._site is not None:
             await self._site.stop()
         make_way(self._path)
@@ -47,7 +47,7 @@ class _Door:
 
     @property
     def there(self) -> bool:
-        """Whether the name still leads here. Raises OSError when that cannot be told."""
+        """Whether the path still leads to this socket. Raises OSError when that is unknown."""
         try:
             found = self._path.lstat()
         except FileNotFoundError:
@@ -56,7 +56,7 @@ class _Door:
 
 
 async def _watch(service: Service, claim: Claim, door: _Door) -> None:
-    """Make again what somebody else removed: the memory directory, the socket, slots."""
+    """Make again what other processes removed: the memory directory, the socket, slots."""
     trouble = ""
     while not service.ending:
         await asyncio.sleep(_WATCH_S)
@@ -103,7 +103,8 @@ def _runner(app: web.Application) -> web.AppRunner:
 
 
 async def _listen_publicly(runner: web.AppRunner, port: int | None, tasks: Tasks) -> None:
-    """Metrics are worth no failure: a port that is taken is said, and training goes on."""
+    """Serve metrics. If the port is taken, this is only logged: training must not fail over
+    metrics."""
     if port is None:
         return
     try:

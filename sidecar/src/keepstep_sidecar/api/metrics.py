@@ -1,6 +1,7 @@
-"""Every metric of the sidecar, in one table. Computed from `Status` when somebody scrapes.
+"""Every metric of the sidecar, in one table. Values are computed from `Status` at each scrape.
 
-Imported at the first scrape only: prometheus_client costs 50 ms, and a restart waits for us.
+Imported only at the first scrape: prometheus_client costs 50 ms, and a restart waits for the
+sidecar.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ goodput_ratio                   gauge   goodput.ratio                 Useful ste
 goodput_seconds                 gauge   bucket.goodput                Wall time of the run here, productive and by bucket of badput
 interruptions                   gauge   goodput.interruptions         Interruptions of the run here
 """  # noqa: E501
-"""Name, kind, of what and which attribute, help; docs/metrics.md is made of it."""
+"""Name, kind, scope and attribute, help. docs/metrics.md is generated from this table."""
 
 _LABELS = {"rank": ("rank",), "volume": ("volume",), "tier": ("tier",), "status": ()}
 _LABELS |= {"depot": ("tier", "where"), "goodput": (), "bucket": ("bucket",)}
@@ -65,8 +66,9 @@ _LABELS |= {"depot": ("tier", "where"), "goodput": (), "bucket": ("bucket",)}
 
 @dataclass(frozen=True)
 class Row:
-    """One metric. `scope`: a sample for each `rank`, `volume`, `depot`, `tier` or `bucket`, or one
-    of the `goodput`, where there is one, or of the whole `status`; `attribute`: of that."""
+    """One metric. `scope`: what gives one sample each, namely every `rank`, `volume`, `depot`,
+    `tier` or `bucket`; or there is one sample of the `goodput` (if known) or of the whole `status`.
+    `attribute`: of the scope's object."""
 
     name: str
     kind: str
@@ -79,7 +81,7 @@ class Row:
         return _LABELS[self.scope]
 
     def samples(self, status: Status) -> Iterator[tuple[tuple[str, ...], float]]:
-        """(label values, value)."""
+        """Pairs of (label values, value)."""
         get = attrgetter(self.attribute)
         if self.scope == "rank":
             yield from (((str(one.rank),), _number(get(one))) for one in status.ranks)
@@ -101,7 +103,8 @@ class Row:
 
 
 def _number(value: Any) -> float:
-    """0 for what is not there, 1 for a text that says something, the count of several things."""
+    """A sample's value: 0 for None, 1 for a text that is not empty, the number of items of a
+    collection."""
     if value is None:
         return 0.0
     if isinstance(value, StepId):
@@ -136,7 +139,7 @@ class _Scrape(Collector):
 
 
 def render(status: Status) -> bytes:
-    """The scrape, in Prometheus' text format."""
+    """The metrics in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Scrape(status))
     return generate_latest(registry)

@@ -1,5 +1,5 @@
-"""The lives of trainers, for the history, and what each restart cost, in parts: from a life's end
-to the next one's first step."""
+"""Records trainers' lives in the history, and what each restart cost in parts, from the end of a
+life to the first step of the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keepstep_sidecar.log import say
 
 @dataclass
 class _Life:
-    """Of one rank's trainer; times as the clock gives them."""
+    """The life of one rank's trainer. Times are those of the clock."""
 
     attempt: str
     began: float
@@ -26,9 +26,10 @@ class _Life:
 
 
 class Restarts:
-    """`last`: the newest restart of each rank that has finished a step since.
+    """`last`: for each rank, its newest restart that was followed by a staged step.
 
-    A sidecar that died with its trainer does not know when that was, and says nothing.
+    A sidecar that died together with its trainer does not know when that was, so it records no
+    restart.
     """
 
     def __init__(self, history: History, clock: Callable[[], float] = time.time) -> None:
@@ -38,7 +39,8 @@ class Restarts:
         self._lives: dict[int, _Life] = {}
 
     def came(self, rank: int, attempt: str, *, age_s: float) -> None:
-        """A trainer, or one that had lost its connection; its process began `age_s` ago."""
+        """A trainer comes, or one that had lost its connection. Its process began `age_s` seconds
+        ago."""
         self._history.note(Kind.CAME, rank=rank, attempt=attempt, seconds=age_s)
         before = self._lives.get(rank)
         if before is not None and before.attempt == attempt:
@@ -47,12 +49,12 @@ class Restarts:
         now = self._clock()
         life = self._lives[rank] = _Life(attempt, now - age_s)
         if before is not None and before.ended is not None:
-            # one that stood by already took no time to start
+            # A process that already stood by took no time to start.
             life.began = max(life.began, before.ended)
             life.restart = Restart(at=before.ended, detection_s=life.began - before.ended)
 
     def ended(self, rank: int, attempt: str, *, released: bool = False) -> None:
-        """Its connection or process is gone; `released`: it said so."""
+        """A trainer's connection or process is gone; `released`: it said goodbye before."""
         text = RELEASED if released else "gone"
         self._history.note(Kind.ENDED, rank=rank, attempt=attempt, text=text)
         life = self._lives.get(rank)
@@ -62,7 +64,7 @@ class Restarts:
     def restored(
         self, rank: int, *, seconds: float, epoch: Epoch | None = None, tier: Tier | None = None
     ) -> None:
-        """All ranks have agreed on an epoch; to restore took `seconds` of it."""
+        """All ranks have agreed on an epoch. The restore took `seconds` of the time until now."""
         self._history.note(Kind.RESTORED, rank=rank, epoch=epoch, tier=tier, seconds=seconds)
         life = self._lives.get(rank)
         if life is not None and life.restart is not None and life.restored is None:
@@ -71,7 +73,7 @@ class Restarts:
             life.restart = dataclasses.replace(life.restart, start_s=start_s, restore_s=seconds)
 
     def staged(self, rank: int, id: StepId, *, blocked_s: float = 0.0) -> None:
-        """A step is complete."""
+        """A step is complete in a slot."""
         self._history.staged(id, blocked_s=blocked_s)
         life = self._lives.get(rank)
         if life is None or life.restart is None or life.restored is None:

@@ -1,4 +1,4 @@
-"""What a trainer asks for when it comes back: a vote, an image, and that its epoch is noted."""
+"""What a trainer asks when it restores: a vote, an image, and that its epoch is recorded."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _IN_THE_POD = (Tier.MEMORY, Tier.LOCAL)
 _RESTORES_KEPT = 16
 
 _ASK_AGAIN_S = 0.5
-"""Peers and archive, while a vote waits for what they hold."""
+"""How often to ask peers and archive while a vote waits for what they hold."""
 
 
 class Votes:
-    """Lets a rank vote when it is time. `waits`: why a rank's vote does not come yet."""
+    """Lets a rank vote when it is time. `waits`: for each waiting rank, why it may not vote yet."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Votes:
         ask_tiers: Callable[[], Awaitable[None]],
         changes: Changes,
     ) -> None:
-        """`view`: what is known now, for the vote of a rank."""
+        """`view`: returns what is known now for the vote of a rank."""
         self.waits: dict[int, str] = {}
         self._view = view
         self._ask_tiers = ask_tiers
@@ -82,7 +82,7 @@ class Votes:
 
 
 class Restoring:
-    """The trainer's side of a restore. `restores`: the last ones, for the reports."""
+    """The trainer's side of a restore. `restores`: the last restores, for the reports."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Restoring:
         )
 
     async def restored(self, request: RestoredRequest) -> None:
-        """All ranks agreed on this epoch. Durable on return."""
+        """All ranks agreed on this epoch. It is durably recorded on return."""
         lease = self._saving.leases.require(request.lease)
         lost = self._lost_steps(lease.rank, request.epoch.parent)
         await self._committer.start_epoch(request.epoch)
@@ -146,7 +146,8 @@ class Restoring:
         self._changes.ring()
 
     async def failed(self, request: FailedRequest) -> None:
-        """The script failed by itself. Durable on return."""
+        """The script failed by itself. The failure is durably recorded on return, if any volume can
+        be written."""
         lease = self._saving.leases.require(request.lease)
         warn("the script failed", rank=lease.rank, step=str(request.id), reason=request.reason)
         self._saving.history.note(
@@ -170,7 +171,7 @@ class Restoring:
         self.restores = [*others, noted][-_RESTORES_KEPT:]
 
     def _lost_steps(self, rank: int, parent: StepId | None) -> int:
-        """How many steps the rank had staged here beyond the one that it goes on from."""
+        """How many steps the rank had staged here after the step that it goes on from."""
         known = {*self._slots.rank(rank).sealed(), self._saving.of(rank).staged}
         known |= {id for id, held in self._committer.shards.items() if rank in held}
         if parent is None:

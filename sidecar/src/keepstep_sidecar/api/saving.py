@@ -1,6 +1,6 @@
-"""What trainers ask for while they train: a lease, slots, and that their images are noted.
+"""What trainers ask while they train: a lease, slots, and that their images are recorded.
 
-Runs once per training step and rank, so nothing here touches a disk or lists a directory.
+This runs once per training step and rank, so nothing here touches a disk or lists a directory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from keepstep_sidecar.restore.restorer import Restorer
 
 
 class Saving:
-    """The trainer's side of the protocol, apart from restore and waits."""
+    """The trainer's side of the protocol, except restores and waits."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Saving:
     # --- lease -------------------------------------------------------------------------------
 
     async def lease(self, request: LeaseRequest, *, peer_pid: int) -> tuple[Lease, LeaseGranted]:
-        """A trainer comes. Raises SidecarError `protocol` or `rank-taken`."""
+        """A trainer asks for its rank. Raises SidecarError `protocol` or `rank-taken`."""
         check_rank(request)
         try:
             version = common_version(request)
@@ -101,7 +101,7 @@ class Saving:
         self.restarts.came(lease.rank, lease.attempt, age_s=request.age_s)
         try:
             held = await self._settle(lease)
-        except BaseException:  # cancelled, as the trainer has gone already
+        except BaseException:  # cancelled, because the trainer has gone already
             self.leases.end(lease)
             raise
         say("lease", rank=lease.rank, world=lease.world, pid=request.pid, attempt=lease.attempt)
@@ -118,7 +118,8 @@ class Saving:
         )
 
     async def _settle(self, lease: Lease) -> tuple[str, ...]:
-        """Find out which slots this trainer fills, and take back what its predecessor filled."""
+        """Find out which slots this trainer fills, and take back slots that its predecessor
+        filled."""
         slots = self._slots.rank(lease.rank)
         before = self._last.get(lease.rank)
         self._last[lease.rank] = lease
@@ -144,7 +145,7 @@ class Saving:
         return held
 
     async def ended(self, lease: Lease, *, released: bool = False) -> None:
-        """A trainer's connection or process is gone; `released`: it said so."""
+        """A trainer's connection or process is gone; `released`: it said goodbye before."""
         if not self.leases.end(lease):
             return
         self.changed_at = time.monotonic()
@@ -162,7 +163,8 @@ class Saving:
         self._changes.ring()
 
     def plan_persists(self) -> None:
-        """The ranks of this machine: those with a trainer, and those with something in memory."""
+        """Tell the node which ranks this machine serves: those with a trainer, and those with
+        slots."""
         ranks = {rank for rank, slots in self._slots.ranks.items() if slots.slot_sets}
         ranks |= {rank for rank in self._last if self.leases.of(rank)}
         worlds = [lease.world for lease in self._last.values() if not lease.ended]
@@ -170,14 +172,14 @@ class Saving:
             (one.current.wanted for one in self._slots.ranks.values() if one.current),
             default=self._config.slots,
         )
-        if self._committer.scanned:  # until then nobody knows what is durable already
+        if self._committer.scanned:  # before the scan it is unknown what is already durable
             here = frozenset(rank for rank in ranks if not worlds or rank < max(worlds))
             self._committer.feed(Serves(here, fewest))
 
     # --- layout ------------------------------------------------------------------------------
 
     def layout(self, request: LayoutRequest) -> LayoutAccepted:
-        """This rank's images look like this from now on; its slots are made in the background.
+        """Set the layout of this rank's images. Its slots are made in the background.
 
         Raises NoMemoryError when not even two slots fit, SidecarError `bad-image`.
         """
@@ -210,7 +212,7 @@ class Saving:
     # --- slots -------------------------------------------------------------------------------
 
     async def slot(self, request: SlotRequest) -> SlotGranted:
-        """The next slot to fill; waits for one. Asked again, the same one."""
+        """The next slot to fill; waits for one. A repeated request gets the same slot."""
         lease = self.leases.require(request.lease)
         slots = self._slots.rank(lease.rank)
         if slots.current is None or slots.current.layout.id != request.layout:
@@ -235,7 +237,7 @@ class Saving:
         if slot_set is None:
             return SlotGranted(slot=None)
         if filling is not None and filling.slot_set is not slot_set:
-            self._take_back(slots.rank)  # of the layout before: the trainer has moved on
+            self._take_back(slots.rank)  # a slot of the former layout: the trainer has moved on
         assigned = slot_set.assigned() or slot_set.assign()
         if assigned is None:
             return SlotGranted(slot=None)
@@ -247,7 +249,8 @@ class Saving:
     def staged(self, request: StagedRequest) -> SlotGranted:
         """An image is complete. Returns the next slot, if there is one right now.
 
-        Raises SidecarError `stale-slot` (not this trainer's to fill any more) or `bad-image`.
+        Raises SidecarError `stale-slot` (the slot is no longer this trainer's to fill) or
+        `bad-image`.
         """
         lease = self.leases.require(request.lease)
         lease.training = True
@@ -288,7 +291,7 @@ class Saving:
         self._changes.ring()
 
     def discard(self, request: DiscardRequest) -> SlotGranted:
-        """The image is not valid; the slot is free. Returns the next one, as `staged` does."""
+        """The image is not valid, so its slot is free. Returns the next slot, as `staged` does."""
         lease = self.leases.require(request.lease)
         slots = self._slots.rank(lease.rank)
         slot = slots.named(request.slot)
@@ -304,13 +307,13 @@ class Saving:
         return self._next(slots)
 
     async def release(self, request: ReleaseRequest) -> None:
-        """A clean goodbye: whatever slot it was given holds what it held before."""
+        """The trainer says goodbye. A slot that it was given still holds what it held before."""
         lease = self.leases.require(request.lease)
         lease.died = True
         await self.ended(lease, released=True)
 
     def skipped(self, request: SkippedRequest) -> None:
-        """Saves that could not be staged."""
+        """Record saves that could not be staged."""
         lease = self.leases.require(request.lease)
         reasons = self.of(lease.rank).skipped
         reasons[request.reason] = reasons.get(request.reason, 0) + request.count
@@ -332,8 +335,8 @@ class Saving:
 
 @dataclass
 class RankCounters:
-    """Of one rank, since the sidecar started. `staged`: the newest step that it sealed, at
-    `staged_at` (unix seconds)."""
+    """Counters of one rank since the sidecar started. `staged`: the newest step that the rank
+    sealed, at `staged_at` (Unix seconds)."""
 
     saves: int = 0
     discarded: int = 0

@@ -1,6 +1,6 @@
 """The routes: JSON in, one call to the service, JSON or a `Problem` out. Nothing else.
 
-Types are those of `keepstep.wire.trainer`, decoded strictly by msgspec; a field that this version
+Types are those of `keepstep.wire.trainer`, decoded strictly by msgspec. A field that this version
 does not know is ignored.
 """
 
@@ -46,7 +46,7 @@ from keepstep_sidecar.errors import answer, refuse
 from keepstep_sidecar.leases import Lease
 
 _LARGEST_REQUEST_BYTES = 256 << 20
-"""A layout's header, base64: a hundred bytes a tensor."""
+"""The largest request is a layout's header in base64: a hundred bytes for each tensor."""
 
 _PING_S = 10.0
 _log = logging.getLogger("keepstep.sidecar")
@@ -90,14 +90,15 @@ def application(service: Service, tasks: Tasks) -> web.Application:
 
 
 def public_application(service: Service) -> web.Application:
-    """What the TCP port shows: nothing that trainers may do, nothing that changes anything."""
+    """What the TCP port shows: nothing of the trainers' protocol, nothing that changes state."""
     app = web.Application(middlewares=[_problems])
     app.add_routes(metric_routes(service))
     return app
 
 
 def metric_routes(service: Service) -> list[web.RouteDef]:
-    """Metrics, and whether the sidecar can do its work: any answer says that the process lives."""
+    """Metrics and health. Any answer shows that the process lives; `/healthz` also says whether it
+    can do its work."""
 
     async def metrics(request: web.Request) -> web.Response:
         from keepstep_sidecar.api import metrics
@@ -113,7 +114,7 @@ def metric_routes(service: Service) -> list[web.RouteDef]:
 
 
 def _post(path: str, kind: type[Any], call: Callable[[Any], Any]) -> web.RouteDef:
-    """A route that decodes a `kind`, calls, and encodes what comes back."""
+    """A route that decodes a `kind`, passes it to `call`, and encodes the result."""
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
 
     async def handle(request: web.Request) -> web.Response:
@@ -135,7 +136,7 @@ async def _read(request: web.Request, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 class _Routes:
-    """The routes that do not fit the pattern."""
+    """The routes that need more than `_post` does."""
 
     def __init__(self, service: Service, tasks: Tasks) -> None:
         self._service = service
@@ -143,7 +144,8 @@ class _Routes:
         self._lease_decoder = msgspec.json.Decoder(LeaseRequest)
 
     async def lease(self, request: web.Request) -> web.StreamResponse:
-        """Stream until the trainer's connection or process ends; aiohttp then cancels this."""
+        """Stream until the trainer's connection or process ends. If the connection does, aiohttp
+        cancels this."""
         service = self._service
         service.welcome()
         wanted = await _read(request, self._lease_decoder)
@@ -167,7 +169,7 @@ class _Routes:
         return _json(await status(self._service))
 
     async def history(self, request: web.Request) -> web.Response:
-        """Raises SidecarError `bad-request`."""
+        """The events since a sequence number. Raises SidecarError `bad-request`."""
         since = request.query.get("since", "0")
         if not (since.isascii() and since.isdigit() and len(since) <= 18):
             raise refuse("bad-request", f"since={since[:80]!r}: expected an event's sequence")
@@ -176,7 +178,7 @@ class _Routes:
 
 @web.middleware
 async def _problems(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error leaves as a `Problem`."""
+    """Turn every error into a `Problem`."""
     try:
         return await handler(request)
     except KeepstepError as error:
@@ -198,8 +200,8 @@ def _json(value: object, *, status: int = 200) -> web.Response:
 
 
 def _peer_pid(request: web.Request) -> int:
-    """The trainer's process id as the kernel tells it; 0 when it is in another pid namespace
-    (unix(7), pid_namespaces(7)), as in a pod."""
+    """The trainer's process id as the kernel tells it; 0 when it is in another pid namespace, as in
+    a pod (unix(7), pid_namespaces(7))."""
     assert request.transport is not None
     peer = request.transport.get_extra_info("socket")
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

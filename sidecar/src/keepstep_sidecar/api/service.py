@@ -1,7 +1,7 @@
-"""The sidecar without its socket: begins and ends the work of its parts.
+"""The sidecar without its socket: starts and ends the work of its parts.
 
-One event loop owns all state, so nothing here needs a lock; what blocks runs on threads of sized
-executors and touches no state. The parts decide nothing either: that is `keepstep.core.node`'s.
+One event loop owns all state, so nothing here needs a lock. Blocking calls run on threads of sized
+executors and touch no state. The parts make no decisions either: `keepstep.core.node` does.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ from keepstep_sidecar.volume.history_file import HistoryFile
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 _LAST_WORD_S = 3.0
-"""How long the last report may take, and the last of the history: after the flush, within the grace
-period."""
+"""How long the last report may take, and the last write of the history. Both come after the flush,
+within the grace period."""
 
 _COMMIT_S = 10.0
-"""How long a pod that ends waits to hear that its last step is committed, before it archives it."""
+"""How long a pod that ends waits for its last step to be committed before it archives the step."""
 
 _WATCH_S = 1.0
-"""How often it is seen whether directories and slots are still there."""
+"""How often to check that directories and slots still exist."""
 
 _LONGEST_PAUSE_S = 60.0
-"""Between scans that fail."""
+"""The longest pause between scans that fail."""
 
 _RESCUE_S = 10.0
-"""How long images in slots without names may take to their volume, before they are given up."""
+"""How long images in slots without names may take to reach their volume before they are given
+up."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -90,7 +91,7 @@ class Service:
     flushing: bool = False
     _closing: bool = False
     _came: int = 0
-    """How often somebody came, to train or to stand for the run."""
+    """How often a trainer or an owner of the run has come."""
     _mending: asyncio.Lock = field(default_factory=asyncio.Lock)
     _outliving: bool = False
     _outlived: StepId | None = None
@@ -98,7 +99,7 @@ class Service:
     # --- begin and end -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Adopt what is in memory, then look at the volumes and prefetch, in the background."""
+        """Adopt the slots in memory; then scan the volumes and prefetch, in the background."""
         self.chunk_buffers.start()
         self.slots.adopt_all()
         for file in self.slots.files():
@@ -115,8 +116,8 @@ class Service:
             self.tasks.keep(functools.partial(self._linger, self.config.linger_s), "linger")
 
     async def _keep_looking(self) -> None:
-        """Scan the volumes. A scan that fails, now or later (as when a shard has turned out to be
-        damaged), is repeated, less and less often. Until cancelled."""
+        """Scan the volumes. A scan that fails is repeated with growing pauses; also a later one,
+        for example after a shard turned out to be damaged. Runs until cancelled."""
         await self._look()
         while True:
             await self.changes.until(lambda: bool(self.committer.scan_failed), timeout_s=3600.0)
@@ -133,7 +134,7 @@ class Service:
         await self.restorer.prefetch()
 
     async def _watch_volumes(self) -> None:
-        """Make a run's directory again that somebody removed, so that the next step is kept."""
+        """If a run's directory was removed, make it again, so that the next step is kept."""
         trouble = ""
         while True:
             await asyncio.sleep(_WATCH_S)
@@ -153,10 +154,10 @@ class Service:
                 await self._look()
 
     async def mend_memory(self) -> None:
-        """Make slots again that somebody removed or truncated, so that the next step is kept.
+        """Make slots again that were removed or truncated, so that the next step is kept.
 
-        Images that have lost only their names are made durable first. A trainer's lease ends: it
-        comes back at once, and maps nothing any more that it had.
+        Images that have lost only their names are made durable first. The trainer's lease ends: the
+        trainer comes back at once, and no longer maps any of its former slots.
         """
         async with self._mending:
             if damaged := self.slots.damaged():
@@ -173,15 +174,15 @@ class Service:
             self.slots.directories.make(slots.rank)
             self.slots.drop_damaged(slots)
             lease = self.leases.of(slots.rank)
-            if lease is not None and lease.training:  # one that restores fills no slot yet
+            if lease is not None and lease.training:  # a trainer that restores fills no slot yet
                 self.tasks.spawn(self.saving.ended(lease), f"memory of rank {slots.rank} lost")
             for slot_set in slots.slot_sets.values():
                 self.allocator.fill(slot_set)
         self.changes.ring()
 
     async def unseen(self, request: UnseenRequest) -> dict[str, str]:
-        """A trainer does not see huge pages: what lies there becomes durable, and all slots are on
-        small ones from now on."""
+        """A trainer does not see huge pages: make the images there durable, and from now on make
+        all slots of small pages."""
         lease = self.leases.require(request.lease)
         self.slots.directories.give_up_huge(
             f"the trainer of rank {lease.rank} does not see it; mount it there, too"
@@ -205,10 +206,10 @@ class Service:
         await self.stop(StopRequest(), unless=lambda: self._came != came)
 
     async def terminate(self) -> None:
-        """SIGTERM: make the newest two steps durable and end; memory stays for a successor.
+        """SIGTERM: make the newest two steps durable and end. Memory stays for the next sidecar.
 
-        What goes with this pod is sent to where it does not: to peers whatever is durable, to the
-        archive what is committed.
+        What would be lost with this pod is sent beyond it: durable shards to peers, committed steps
+        to the archive.
         """
         if not self.ending:
             deadline = time.monotonic() + self.config.flush_timeout_s
@@ -224,7 +225,7 @@ class Service:
             self._end()
 
     async def _last_word(self) -> None:
-        """Tell the operator what the flush has made durable, and note what it answers."""
+        """Tell the operator what the flush has made durable, and record its answer."""
         await self.operator.finish(timeout_s=_LAST_WORD_S)
         await self.committer.notes.take(at_once=True)
 
@@ -250,7 +251,7 @@ class Service:
                 self._forget()
             self._end()
         finally:
-            self._closing = self.ending  # or whoever asked has gone, and it goes on
+            self._closing = self.ending  # if the caller has gone, the sidecar goes on
         return flushed
 
     def _forget(self) -> None:
@@ -271,7 +272,7 @@ class Service:
             await self.changes.until(lambda: self.ending, timeout_s=3600.0)
 
     async def close(self) -> None:
-        """Wait for what is being written, then let go of threads and volumes."""
+        """Wait for running writes, then release threads and volumes."""
         await asyncio.to_thread(self._end_threads)
         last = functools.partial(self.history_file.append, self.history.all(), self.history.before)
         await asyncio.wait({detached(last, "last of the history")}, timeout=_LAST_WORD_S)
@@ -291,12 +292,12 @@ class Service:
         self._came += 1
 
     def own(self, request: OwnerRequest) -> None:
-        """Somebody else stands for this run from now on; see `Owner`."""
+        """From now on another process stands for this run; see `Owner`."""
         self._came += 1
         self.owner.watch(request.pid)
 
     async def obey(self, reply: ReportReply) -> None:
-        """What the operator answered to a report. A plan is fetched ahead of time, meanwhile."""
+        """Apply the operator's answer to a report. A new plan is prefetched meanwhile."""
         before = self.committer.run_view.word.plan
         await self.committer.hear(reply)
         self.remote_tiers.meet(
@@ -309,8 +310,8 @@ class Service:
     # --- a pod of the run leaves -------------------------------------------------------------
 
     def _heed(self, *, leaving: bool) -> None:
-        """At once when a pod begins to leave, and again for what was staged since, once no trainer
-        is here any more: those that train on go by the schedule."""
+        """Keep the newest step when a pod begins to leave: at once, and again for steps staged
+        since, once no trainer is left here. While trainers are here, the schedule decides."""
         if not leaving:
             self._outlived = None
             return
@@ -329,12 +330,12 @@ class Service:
             self._outliving = False
 
     async def _archive_newest(self, steps: tuple[StepId, ...], *, timeout_s: float) -> None:
-        """The archive takes committed steps alone. All pods wait for the same one: the newest that
+        """The archive takes only committed steps. All pods wait for the same step: the newest that
         each of them has."""
         if not steps or not self.remote_tiers.has(Tier.ARCHIVE):
             return
         if not self.committer.operator_answers:
-            timeout_s = 0.0  # nobody would say
+            timeout_s = 0.0  # no answer would come
         committed = await self.step_waits.until_committed(steps, timeout_s=timeout_s)
         if committed is not None:
             self.remote_tiers.want(committed)
@@ -342,7 +343,7 @@ class Service:
     # --- flush -------------------------------------------------------------------------------
 
     async def flush(self, request: FlushRequest) -> Flushed:
-        """Make the newest two common steps durable."""
+        """Make the newest two steps durable that all ranks here have in common."""
         self.flushing = True
         try:
             with self.volumes.pace.lifted():

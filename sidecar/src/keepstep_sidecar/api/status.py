@@ -1,4 +1,4 @@
-"""`GET /v1/status`: one look at everything, as `wire.status.Status`."""
+"""`GET /v1/status`: the whole state at one moment, as `wire.status.Status`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from keepstep_sidecar.volume.volume import Volume
 
 
 async def status(service: Service) -> Status:
-    """The state now. Asks the volumes for their space, so it may take a few milliseconds."""
+    """The current state. Asks the volumes for their space, so it may take a few milliseconds."""
     volumes = await volume_status(service)
     committer = service.committer
     planner, ledger = committer.node.planner, committer.look()
@@ -78,23 +78,24 @@ async def status(service: Service) -> Status:
 
 
 _KEEP_S = 2.0
-"""How often warnings are looked at, and history that came goes to its file, at most."""
+"""Shortest pause between two checks of the warnings, and between two writes of the history."""
 
 _HANGS_S = 30.0
 
 
 async def note_warnings(service: Service) -> None:
-    """Note warnings that come and go. Until cancelled."""
+    """Record in the history when warnings appear and disappear. Runs until cancelled."""
     while True:
         await asyncio.sleep(_KEEP_S)
         service.history.warn(warnings(service))
 
 
 async def keep_history(service: Service) -> None:
-    """Keep the history beyond this process, where it can be kept. Until cancelled.
+    """Write the history to its file, where there is one, so that it outlives this process. Runs
+    until cancelled.
 
-    One write at a time, on a thread that nothing else needs: while its volume hangs, what comes
-    stays in the bounded list in memory.
+    Only one write runs at a time, on a thread that nothing else needs. While its volume hangs, new
+    events stay in the bounded list in memory.
     """
     history, file = service.history, service.history_file
     while file.path is not None:
@@ -111,7 +112,7 @@ async def keep_history(service: Service) -> None:
 
 
 def survives(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
-    """What the run would outlive now, beyond the loss of a step; `marks`: watermarks. Pure.
+    """What the run would survive now, losing no more than a step. `marks`: watermarks. Pure.
 
     One machine without a peer or an archive never survives its own loss.
     """
@@ -126,18 +127,18 @@ def survives(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
 
 
 def newest_of(*ids: StepId | None) -> StepId | None:
-    """The newest step of those that are known."""
+    """The newest of the steps that are not None; None if there is none."""
     return max((id for id in ids if id is not None), default=None)
 
 
 async def volume_status(service: Service) -> tuple[VolumeStatus, ...]:
-    """Every volume, its space counted anew. May wait for a slow drive."""
+    """The status of every volume, with its space measured anew. May wait for a slow drive."""
     volumes = service.committer.volumes.volumes
     return await service.committer.blocking(lambda: tuple(_volume(one, service) for one in volumes))
 
 
 def _volume(volume: Volume, service: Service) -> VolumeStatus:
-    """One that is dead tells nothing but why (`failed`), and hides no other."""
+    """A failed volume reports only why it failed (`failed`), and does not hide the others."""
     reason = f" ({volume.engine_reason})" if volume.engine_reason else ""
     used, free, quarantined = 0, 0, 0
     with contextlib.suppress(StorageError):
@@ -195,7 +196,7 @@ def _slots(slot_set: SlotSet) -> list[SlotStatus]:
 
 
 def _steps(service: Service) -> list[StepStatus]:
-    """Newest first."""
+    """All steps within reach, newest first."""
     doubt = service.committer.doubt()
     ids = sorted(service.committer.locator.ids(), reverse=True)
     return [_step(service, id, doubt) for id in ids]
@@ -244,9 +245,9 @@ def pinned(service: Service) -> str:
 
 
 def hints(service: Service) -> tuple[str, ...]:
-    """What would make this run faster."""
+    """What a person can do to make this run faster."""
     if service.config.small_pages or service.config.reporting is not None:
-        return ()  # by request, or the policy's affair
+        return ()  # by request, or a matter of the policy
     current = [one.current for one in service.slots.ranks.values() if one.current]
     lacking = sum(
         one.layout.size_bytes * (one.wanted - sum(file.huge for _, file in one.present()))
@@ -268,7 +269,7 @@ def troubles(service: Service) -> tuple[str, ...]:
 
 
 def warnings(service: Service) -> tuple[str, ...]:
-    """What somebody should look at, each once."""
+    """What people should look at, each text once."""
     found = [slots.warning for slots in service.slots.ranks.values() if slots.warning]
     committer = service.committer
     found += [service.committer.trouble, committer.evictions.warning, committer.unreadable]
@@ -278,7 +279,7 @@ def warnings(service: Service) -> tuple[str, ...]:
     found += [
         f"{one.where}: {one.trouble}" for one in service.remote_tiers.statuses() if one.trouble
     ]
-    # pods come and go; an archive that never answered was never one
+    # Pods come and go, so an unknown peer is no warning. An archive that does not answer is one.
     found.append(committer.remotes.why_unknown(Tier.ARCHIVE))
     found += [
         slot_set.failure

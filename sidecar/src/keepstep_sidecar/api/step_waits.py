@@ -1,4 +1,4 @@
-"""Waiting for steps to become staged, durable, committed; and the flush before an end."""
+"""Waits until steps are staged, durable, committed or archived; the flush before an end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keepstep_sidecar.leases import Lease
 from keepstep_sidecar.memory.slot_pool import SlotPool
 
 _NEWEST = 2
-"""Two: whatever dies in between, one of them was sealed by every rank."""
+"""Two: whatever dies between their seals, every rank has sealed one of the two."""
 
 
 class StepWaits:
@@ -40,10 +40,11 @@ class StepWaits:
         self._remote_tiers = remote_tiers
         self._changes = changes
         self.awaited = 0
-        """Trainers that wait for a commit now."""
+        """How many trainers wait for a commit now."""
 
     async def wait(self, request: WaitRequest) -> Waited:
-        """Until the step has the state. Raises SidecarError `bad-request` for no such state."""
+        """Wait until the step has the state. Raises SidecarError `bad-request` for an unknown
+        state."""
         lease = self._saving.leases.require(request.lease)
         reached = self._predicate(lease, request)
         if request.flush and not reached():
@@ -51,7 +52,7 @@ class StepWaits:
         counters = self._saving.of(lease.rank)
 
         def settled() -> bool:
-            # a step that could not be written is not tried again: only a later one can help
+            # A step that could not be written is not tried again. Only a later step can help.
             failed = self._committer.failed == request.id == counters.staged
             return reached() or failed or self._overtaken(lease.rank, request.id)
 
@@ -69,8 +70,9 @@ class StepWaits:
         return Waited(reached=False, reason=self._missing(request.id))
 
     async def _archived(self, id: StepId, left_s: float) -> Waited:
-        """What is committed was told to the archive: wait until it has what it wants of it. That
-        need not be this step: what is damaged here, or was deleted before its turn, is not sent."""
+        """Wait until the archive has all that it is to have of a committed step, which it was told
+        of. This may not include the step: a step that is damaged here, or was deleted before its
+        turn, is not sent."""
         deadline, tiers = time.monotonic() + max(0.0, left_s), self._remote_tiers
         if await tiers.drain(timeout_s=max(0.0, left_s), tier=Tier.ARCHIVE):
             if not tiers.archived(id):
@@ -91,7 +93,7 @@ class StepWaits:
 
     @contextmanager
     def _counted(self, state: str) -> Iterator[None]:
-        """A commit that somebody waits for may be one of which only the operator knows."""
+        """Count a wait for a commit: perhaps only the operator knows of that commit."""
         commits = int(state in (State.COMMITTED, State.ARCHIVED))
         self.awaited += commits
         if commits:
@@ -116,7 +118,7 @@ class StepWaits:
         return lambda: self._committer.was_committed(id)
 
     def _overtaken(self, rank: int, id: StepId) -> bool:
-        """It is neither in memory nor on a volume, and never will be."""
+        """Whether the step is neither in memory nor on a volume, and never will be."""
         newest = self._saving.of(rank).staged
         later = newest is not None and newest.epoch == id.epoch and newest > id
         gone = later and not self._staged(rank, id) and not self._committer.busy(id)
@@ -130,7 +132,7 @@ class StepWaits:
         )
 
     def _missing(self, id: StepId) -> str:
-        """Why the step is not where it should be."""
+        """Why the step has not reached the wanted state."""
         if self._committer.trouble:
             return self._committer.trouble
         unstaged: list[int] = []
@@ -149,7 +151,8 @@ class StepWaits:
     async def until_committed(
         self, steps: tuple[StepId, ...], *, timeout_s: float
     ) -> StepId | None:
-        """The newest of these steps that is committed, once the last of them is or time is up."""
+        """Wait until the last of these steps is committed or time is up. Returns the newest
+        committed one of them; None if none is."""
         with self._counted(State.COMMITTED):
             await self._changes.until(
                 lambda: self._committer.was_committed(steps[-1]), timeout_s=timeout_s
@@ -157,7 +160,8 @@ class StepWaits:
         return max(filter(self._committer.was_committed, steps), default=None)
 
     async def flush(self, *, timeout_s: float) -> Flushed:
-        """Make the newest two steps that all ranks hold durable. Best effort, in time."""
+        """Make the newest two steps durable that all ranks here hold. Best effort, within
+        `timeout_s`."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         if not await self._changes.until(lambda: self._committer.scanned, timeout_s=timeout_s):
             return Flushed(reason="the volumes are still being scanned")
@@ -171,7 +175,7 @@ class StepWaits:
         return Flushed(steps=durable, reason=self._missing(missing[-1]) if missing else "")
 
     def _settle_orphaned(self) -> None:
-        """Ranks whose trainer never came back: what they left is final."""
+        """Of ranks whose trainer never came back, take the images as final."""
         for rank, slots in self._slots.ranks.items():
             if not slots.settled and self._saving.leases.of(rank) is None:
                 slots.settled = True
@@ -183,5 +187,5 @@ class StepWaits:
         return all(self._committer.local_shards.holds(rank, id) is not None for rank in ranks)
 
     async def drain(self, *, timeout_s: float) -> bool:
-        """Wait until nothing is being written. False when the time is up."""
+        """Wait until nothing is being written. Returns False when the time is up."""
         return await self._changes.until(lambda: self._committer.idle, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Where the archive is and what goes there: `--archive` and its companions."""
+"""Where the archive is and what is sent there: `--archive` and its companions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _OBJECT_STORES = SCHEMES[:3]
 class ArchiveConfig:
     """`url`: `s3://bucket/prefix`, `gs://...`, `az://container/prefix`, `file:///dir` or a path.
 
-    `every`: steps; those that are multiples of it are sent (see `base`). `endpoint` and `region`:
-    of an S3 store that is not Amazon's. Credentials are never told here: they come from the
-    environment, in the words of each store (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS,
+    `every`: steps that are multiples of it are sent (see `base`). `endpoint` and `region`: of an S3
+    store that is not Amazon's. Credentials are never configured here. They come from the
+    environment, in the variables of each store (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS,
     AZURE_STORAGE_ACCOUNT_KEY), or from the machine's own identity.
     """
 
@@ -48,12 +48,12 @@ class ArchiveConfig:
 
     @property
     def scheme(self) -> str:
-        """Which kind of store; a path without a scheme is a directory."""
+        """The kind of store. A path without a scheme is a directory (`file`)."""
         return self.url.partition("://")[0] if "://" in self.url else "file"
 
     @property
     def directory(self) -> Path:
-        """The directory that is the archive; for `file` only."""
+        """The directory of the archive. For `file` only."""
         if "://" not in self.url:
             return Path(self.url).absolute()
         parts = urlsplit(self.url)
@@ -61,14 +61,15 @@ class ArchiveConfig:
 
     @property
     def bucket(self) -> str:
-        """The bucket or container; for object stores only."""
+        """The bucket or container. For object stores only."""
         return urlsplit(self.url).netloc
 
     @property
     def prefix(self) -> str:
-        """What all names in the bucket begin with, without slashes around it."""
+        """What all names in the bucket begin with, without leading and trailing slashes."""
         return urlsplit(self.url).path.strip("/")
 
     def base(self, persist_base: int) -> int:
-        """Multiples of this many steps are sent: `every`, up to the grid of what is durable."""
+        """Steps that are multiples of this are sent: `every`, rounded up to the grid of durable
+        steps."""
         return on_grid(self.every, persist_base)

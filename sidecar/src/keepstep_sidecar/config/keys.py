@@ -1,8 +1,9 @@
-"""How a key of the configuration is declared, and where its value comes from.
+"""How a configuration key is declared, and where its value comes from.
 
 A key has one name in three spellings: `memory_limit` in a file (TOML), `KEEPSTEP_MEMORY_LIMIT` in
-the environment, `--memory-limit` as a flag. A flag counts before the environment, that before the
-file, that before the default; each value is checked where it is read, and an error names the place.
+the environment, `--memory-limit` as a flag. A flag has priority over the environment, the
+environment over the file, and the file over the default. Each value is checked where it is read,
+and an error names that place.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ LARGEST_FILE_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value may be. `parse` takes it as a file or a person has it, gives it as the program
-    has it (None: as if it were not given), and raises ValueError that says what is allowed."""
+    """What a value may be. `parse` takes the value as a file or a person writes it, and returns it
+    as the program uses it (None: as if it were not given). It raises a ValueError that says what is
+    allowed."""
 
     metavar: str
     parse: Callable[[Any], Any]
@@ -38,8 +40,9 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """`field`: of the configuration. `several`: a list, words in the environment, a flag that is
-    repeated. `for_run`: `keepstep run` has it, too; the rest is for who starts sidecars."""
+    """A configuration key. `field`: its field in the configuration. `several`: a list in a file,
+    words in the environment, a repeated flag. `for_run`: `keepstep run` has this key too; the other
+    keys are only for programs that start sidecars."""
 
     name: str
     field: str
@@ -60,7 +63,7 @@ class Key:
         return self.default is REQUIRED
 
     def read(self, value: object, *, where: str) -> Any:
-        """`value`, checked. Raises UsageError that names `where` it stands."""
+        """The checked value. Raises UsageError that names `where` the value stands."""
         try:
             if not self.several:
                 return self.kind.parse(value)
@@ -75,14 +78,16 @@ REQUIRED: Final = dataclasses.MISSING
 
 
 def key(kind: Kind, default: Any, help: str, **options: Any) -> Any:
-    """A field that is a key. `options`: those of Key; `name` and `flag` follow from the field's."""
+    """A field that is a key. `options`: those of Key. `name` and `flag` are derived from the
+    field's name."""
     return dataclasses.field(
         default=default, metadata={"key": {"kind": kind, "help": help, **options}}
     )
 
 
 def keys_of(configuration: Any) -> tuple[Key, ...]:
-    """The keys that a dataclass declares. A field has its unit in its name, a key takes any."""
+    """The keys that a dataclass declares. A field has its unit in its name; a key accepts any
+    unit."""
     return tuple(
         _key(field, **field.metadata["key"]) for field in dataclasses.fields(configuration)
     )
@@ -98,14 +103,14 @@ def _key(field: dataclasses.Field[Any], *, name: str = "", flag: str = "", **opt
 
 
 def _words(value: object) -> str:
-    """Numbers are words, too: `restore_from = 1200`."""
+    """A text. Whole numbers are accepted too: `restore_from = 1200`."""
     if isinstance(value, bool | float) or not isinstance(value, str | int):
         raise ValueError(f"{value!r} is not a text")
     return str(value)
 
 
 def whole(least: int, most: int | None = None) -> Kind:
-    """A number of steps, slots, threads."""
+    """A kind for whole numbers, such as steps, slots or threads."""
     allowed = f"a whole number of at least {least}" + (f", at most {most}" if most else "")
 
     def parse(value: object) -> int:
@@ -130,7 +135,7 @@ def _positive(value: object) -> float:
 
 
 def one_of(kinds: type[enum.Enum]) -> Kind:
-    """The values of an enum."""
+    """A kind for the values of an enum."""
     values = [str(one.value) for one in kinds]
 
     def parse(value: object) -> enum.Enum:
@@ -215,7 +220,7 @@ def gathered(
     written: Mapping[str, object],
     file: object = "",
 ) -> dict[str, Any]:
-    """Values by field, of whatever is given anywhere; `written` in `file`. Raises UsageError."""
+    """The given values, by field; `written`: those in `file`. Raises UsageError."""
     values: dict[str, Any] = {}
     for key in keys:
         variable: Any = environment.get(key.variable) or None
@@ -233,7 +238,7 @@ def gathered(
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """What a TOML file says, unchecked. Raises FileNotFoundError, UsageError."""
+    """The content of a TOML file, unchecked. Raises FileNotFoundError, UsageError."""
     try:
         if path.exists() and not path.is_file():
             raise UsageError(f"{path} cannot be read (it is not a file)")
@@ -251,7 +256,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def refuse_unknown(written: Iterable[str], keys: Sequence[Key], *, file: Path) -> None:
-    """Raises UsageError that names the file, the key and those that there are."""
+    """Raises UsageError that names the file, the unknown key and the known keys."""
     names = [key.name for key in keys if not key.hidden]
     for name in written:
         if name not in [key.name for key in keys]:
@@ -261,7 +266,7 @@ def refuse_unknown(written: Iterable[str], keys: Sequence[Key], *, file: Path) -
 
 
 def to_toml(keys: Iterable[Key], configuration: object) -> str:
-    """A file that says the same, defaults too; `read_file` is the inverse."""
+    """A file with the same values, defaults included; `read_file` is the inverse."""
     values = ((key.name, getattr(configuration, key.field)) for key in keys)
     return "".join(
         f"{name} = {toml_value(value)}\n"
@@ -271,12 +276,12 @@ def to_toml(keys: Iterable[Key], configuration: object) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """As TOML writes it."""
+    """A value in TOML syntax."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
-    # a JSON string is a TOML string, but for DEL
+    # A JSON string is a TOML string, except for DEL.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""What a sidecar is told of its peers. Constant for the life of the process."""
+"""What a sidecar is told about its peers. Constant for the life of the process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Files:
 class PeerSettings:
     """`listen`, `advertise`, `peers`: `host:port`. `replicas`: copies of each shard on other pods.
 
-    `listen` '': serve nobody, and fetch only from whom the operator names.
+    `listen` '': serve no other pod, and fetch only from pods that the operator names.
 
-    `files` None: the operator issues certificates, and tells who the others are. `peers`: all other
-    pods, where no operator tells them. `bytes_per_second`: limit of all that is sent as copies; a
+    `files` None: the operator issues certificates and names the other pods. `peers`: all other
+    pods, if no operator names them. `bytes_per_second`: limit of all copies that are sent; a
     restore is never held back.
     """
 

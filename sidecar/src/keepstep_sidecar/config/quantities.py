@@ -17,7 +17,7 @@ _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `512Mi`, `32Gi`, `10G` or `4096`. Raises ValueError saying what is expected."""
+    """Bytes of `512Mi`, `32Gi`, `10G` or `4096`. Raises ValueError that says what is expected."""
     match = _SIZE.match(text.strip())
     if not match:
         raise ValueError(f"{text!r} is not a size; write it like 512Mi, 32Gi or 10G")

@@ -1,8 +1,8 @@
-"""Where a run goes on from, as a person asks for it: `--restore-from`.
+"""The step from which a run goes on at a person's request: `--restore-from`.
 
-`STEP` of this run is a wish about one restart: the next epoch begins there, and is done with.
-`RUN/STEP` of another run's archive is a fork: this run's very first start. It needs no record of
-whether it came about, as a run with steps of its own goes on from these.
+`STEP` of this run is a wish for one restart: it is fulfilled once an epoch has begun there.
+`RUN/STEP` in another run's archive is a fork: this run's very first start. It needs no record of
+whether it has happened, because a run with steps of its own goes on from these.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """A step's `number` or its full `id`. `since`: the newest epoch when this was asked for."""
+    """A step's `number` or its full `id`. `since`: the newest epoch when the wish was made."""
 
     number: int | None = None
     id: StepId | None = None
@@ -37,7 +37,8 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True)
 class Fork:
-    """`run`: the other one. Its step by `number` or by full `id`; neither: the newest there."""
+    """`run`: the other run. The step is given by `number` or by full `id`; without both it is the
+    newest step there."""
 
     run: str
     number: int | None = None
@@ -46,9 +47,9 @@ class Fork:
     def chosen(
         self, archived: Iterable[StepId], alive: Collection[StepId], epochs: Iterable[Epoch]
     ) -> list[StepId]:
-        """Which of the other run's archived steps may be the one. `alive`: those that no later life
-        of it left behind; such a step is meant only by its full id. `epochs`: of this run; one that
-        has begun from there says which step it was.
+        """Which of the other run's archived steps may be the chosen one. `alive`: steps that no
+        later life of that run left behind; any other step must be named by its full id. `epochs`:
+        of this run. An epoch that began from the other run says which step it was.
         """
         began = {one.parent for one in epochs if one.origin == self.run}
         meant = [id for id in archived if self._means(id, alive)]
@@ -67,7 +68,8 @@ class Fork:
 
 
 def parse(text: str, *, since: int = 0) -> Wish | Fork:
-    """`STEP`: a number or an id; `RUN/STEP`: `latest`, too. Raises UsageError for anything else."""
+    """`STEP` is a number or an id; in `RUN/STEP` also `latest`. Raises UsageError for anything
+    else."""
     if "/" in text:
         return _fork(text)
     try:

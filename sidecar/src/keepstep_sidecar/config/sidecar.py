@@ -1,4 +1,4 @@
-"""What a sidecar is told at its start, each key declared once. Constant while it lives."""
+"""The configuration of a sidecar, each key declared once. Constant while the sidecar lives."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ from keepstep_sidecar.config.restore_from import Fork, Wish, parse
 from keepstep_sidecar.config.verify import Verify
 
 _LONGEST_SOCKET_PATH: Final = 107
-"""`sun_path` of a unix socket, without its closing zero (unix(7))."""
+"""The size of a unix socket's `sun_path` without its closing zero (unix(7))."""
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 
 def check_run(name: str) -> None:
-    """The name of a run is that of a directory on each volume. Raises UsageError for any other."""
+    """Raises UsageError unless `name` can name a run, and so a directory on each volume."""
     if not _RUN.fullmatch(name):
         raise UsageError(
             f"--run {name!r} cannot name a run: use letters, digits, '.', '_' and '-', and begin"
@@ -78,33 +78,33 @@ class Reporting:
     ca_file: Path | None = None
 
     def __post_init__(self) -> None:
-        """Raises UsageError for an address to which no token may be sent."""
+        """Raises UsageError for an address to which the token must not be sent."""
         if not self.url.startswith("https://"):
             raise UsageError(f"--report-url {self.url}: the token goes over https:// only")
 
     @property
     def address(self) -> str:
-        """Where reports go; an URL without a path means the one that is agreed on."""
+        """The URL for reports. A URL without a path gets the usual path."""
         without = urlsplit(self.url).path in ("", "/")
         return self.url.rstrip("/") + REPORTS_PATH if without else self.url
 
     def authorities(self) -> str:
-        """PEM of those that are trusted now."""
+        """The authorities that are trusted now, in PEM."""
         if self.ca_file is not None:
             with contextlib.suppress(OSError, ValueError):
                 return self.ca_file.read_text()
         return self.ca
 
     def trust(self) -> ssl.SSLContext:
-        """Believes these authorities and no others. Raises UsageError."""
+        """A context that trusts these authorities and no others. Raises UsageError."""
         try:
             return believing(self.authorities())
-        except UsageError:  # half a file: its node lost power
+        except UsageError:  # a partial file: its node lost power
             return believing(self.ca)
 
     def learn(self, authorities: str) -> ssl.SSLContext:
-        """Trust these from now on, in place of all others. Raises UsageError, or OSError when they
-        are not known at the next start."""
+        """Trust these authorities from now on, in place of all others. Raises UsageError, or
+        OSError when they could not be stored for the next start."""
         context = believing(authorities)
         if self.ca_file is not None:
             written = self.ca_file.with_suffix(".new")
@@ -114,7 +114,7 @@ class Reporting:
 
 
 def believing(ca: str) -> ssl.SSLContext:
-    """A context that believes these authorities and no others. Raises UsageError."""
+    """A context that trusts these authorities and no others. Raises UsageError."""
     try:
         return ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cadata=ca)
     except (ssl.SSLError, ValueError) as error:
@@ -259,7 +259,7 @@ class Config:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Config:
-        """By field, as `values_of` gathers them. Raises UsageError."""
+        """A configuration from values by field, as `values_of` gathers them. Raises UsageError."""
         for one in KEYS:
             if one.required and not values.get(one.field):
                 raise UsageError(f"Missing option '{one.flag}' (or {one.variable}).")
@@ -289,13 +289,13 @@ class Config:
 
     @property
     def socket(self) -> Path:
-        """Where trainers and the `keepstep` command find this sidecar."""
+        """The socket on which trainers and the `keepstep` command reach this sidecar."""
         return self.memory_dir / "sidecar.sock"
 
     @property
     def persist_base(self) -> int:
-        """Every so many steps one is persisted, or more where nobody chose. Only what is staged can
-        be, so the persist grid is a multiple of the stage grid."""
+        """A step is persisted every this many steps, or less often if no interval was chosen. Only
+        staged steps can be persisted, so the persist grid is a multiple of the stage grid."""
         return on_grid(self.persist_every or 1, self.stage_every)
 
     @cached_property
@@ -305,7 +305,7 @@ class Config:
 
     @cached_property
     def archive(self) -> ArchiveConfig | None:
-        """Where steps outlive the machine."""
+        """The archive, where steps outlive the machine; None without one."""
         if self.archive_url is None:
             return None
         return ArchiveConfig(
@@ -318,7 +318,7 @@ class Config:
 
     @cached_property
     def peers(self) -> PeerSettings | None:
-        """Who keeps copies for whom."""
+        """Which pods keep copies for which; None without peers."""
         files = None
         if self.peer_cert and self.peer_key and self.peer_ca:
             files = Files(certificate=self.peer_cert, key=self.peer_key, authorities=self.peer_ca)
@@ -339,8 +339,8 @@ class Config:
 
     @cached_property
     def reporting(self) -> Reporting | None:
-        """None: nobody but this sidecar sees the run, so its ranks are all there are, unless a
-        trainer says otherwise."""
+        """Where to report; None without an operator. Then only this sidecar sees the run, so its
+        ranks are all ranks, unless a trainer says otherwise."""
         if self.report_url is None:
             return None
         if self.report_ca is None or self.report_token_file is None:
@@ -354,12 +354,12 @@ class Config:
 
     @property
     def wish(self) -> Wish | None:
-        """The step that the next epoch shall go on from."""
+        """The step from which the next epoch is to go on."""
         return self._start if isinstance(self._start, Wish) else None
 
     @property
     def fork(self) -> Fork | None:
-        """The step of another run that this one begins from."""
+        """The step of another run from which this run begins."""
         return self._start if isinstance(self._start, Fork) else None
 
     @cached_property
@@ -374,7 +374,7 @@ KEYS: Final = keys_of(Config)
 def values_of(
     flags: Mapping[str, object], file: Path | None = None, keys: Iterable[Key] = KEYS
 ) -> dict[str, Any]:
-    """What flags, environment and `file` say of `keys`, by field. Raises UsageError."""
+    """The values of `keys` from flags, environment and `file`, by field. Raises UsageError."""
     written: Mapping[str, object] = {}
     if file is not None:
         try:
@@ -386,7 +386,7 @@ def values_of(
 
 
 BESIDE_KEYS: Final = frozenset({"home"})
-"""What `keepstep run` notes for itself in the file that its sidecar reads (see cli.run_dir)."""
+"""Keys that `keepstep run` writes for itself into its sidecar's file (see cli.run_dir)."""
 
 
 def _retention(last: int, every: str | None) -> Retention:

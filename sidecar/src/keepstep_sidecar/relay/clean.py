@@ -1,12 +1,14 @@
-"""`keepstep-sidecar --clean DIR...`: the directory of a run that is gone, `<volume>/<ns>/<run>`.
+"""`keepstep-sidecar clean DIR...`: removes the directory of a run that is gone,
+`<volume>/<ns>/<run>`.
 
-Whether a run is gone is the operator's to know. What is checked here: that no sidecar holds any of
-its volumes, by the lock that each takes, nor has written there since the run was gone: the operator
-may have been away while it lived once more; and that the directory looks like one of a run,
-`<node rank>/<run>/.lock`, since the name of the run comes from a label. It is first renamed, at
-once and as a whole, so that a run of the same name that begins meanwhile gets a new one and none of
-the old one's files. Runs as root with DAC_OVERRIDE only, so no link is ever followed, nor another
-file system entered.
+The operator knows whether a run is gone. This module checks three things. No sidecar holds any of
+the run's volumes (each sidecar takes a lock). None has written there since the run was gone: the
+run may have lived once more while the operator was away. And the directory looks like that of a
+run, `<node rank>/<run>/.lock`, because the name of the run comes from a label.
+
+The directory is first renamed as a whole. So a run of the same name that begins meanwhile gets a
+new directory and none of the old files. It runs as root with DAC_OVERRIDE only, so no link is ever
+followed and no other file system is entered.
 """
 
 from __future__ import annotations
@@ -34,15 +36,16 @@ _NODE_RANK = re.compile(r"[0-9]+")
 
 
 class StillUsedError(StorageError):
-    """The run lived after it was taken for gone."""
+    """The run was alive after it had been taken for gone."""
 
 
 def clean(directory: Path, *, gone_since: float = math.inf) -> int:
-    """Remove it; returns how many files went. One that is not there is clean. Idempotent.
+    """Remove `directory`; returns how many files were removed. A missing directory is clean.
+    Idempotent.
 
-    `gone_since`: unix seconds; what was written later is a sign of life. Raises StillUsedError for
-    that, UsageError for what is not named `<volume>/<namespace>/<run>`, and StorageError when a
-    sidecar uses it, it does not look like a run's, or something cannot be removed.
+    `gone_since`: Unix seconds; a later write is a sign of life. Raises StillUsedError for such a
+    write, UsageError when the path is not `<volume>/<namespace>/<run>`, and StorageError when a
+    sidecar uses the directory, it does not look like that of a run, or something cannot be removed.
     """
     directory = Path(os.path.abspath(directory))
     _check_name(directory)
@@ -70,13 +73,13 @@ def _check_name(directory: Path) -> None:
 
 
 def _aside(name: str) -> str:
-    """No run is called like this: names of runs are DNS labels."""
+    """A name that no run has: names of runs are DNS labels."""
     return f".{name}.removed"
 
 
 @contextlib.contextmanager
 def _opened(directory: Path) -> Iterator[int]:
-    """A directory, with no link on the way below the mount point."""
+    """Open a directory. No link below the mount point is followed."""
     start = mount_of(directory)
     fd = os.open(start, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -91,7 +94,7 @@ def _opened(directory: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _unused(parent: int, directory: Path, latest: float) -> Iterator[None]:
-    """Hold every lock that a sidecar would, `<node rank>/<run>/.lock`. Raises StorageError."""
+    """Hold every lock that a sidecar would hold, `<node rank>/<run>/.lock`. Raises StorageError."""
     with contextlib.ExitStack() as held:
         run = _entered(held, parent, directory.name)
         for rank in os.listdir(run):
@@ -127,7 +130,7 @@ def _not_a_run(directory: Path, why: str) -> StorageError:
 
 
 def _written(directory: int) -> float:
-    """When a step was last begun or removed there, or the record replaced; unix seconds."""
+    """When a step was last begun or removed there, or the record replaced, in Unix seconds."""
     times = [os.fstat(directory).st_mtime]
     with contextlib.suppress(FileNotFoundError):
         times.append(_lstat(directory, RECORD).st_mtime)
@@ -141,7 +144,7 @@ def _entered(held: contextlib.ExitStack, parent: int, name: str) -> int:
 
 
 def _place(held: contextlib.ExitStack, parent: int | None, name: str) -> int | None:
-    """A directory in a directory; None for anything else, links too."""
+    """Open a directory in a directory. None for anything else, links included."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if parent is not None and stat.S_ISDIR(_lstat(parent, name).st_mode):
             return _entered(held, parent, name)
@@ -149,8 +152,8 @@ def _place(held: contextlib.ExitStack, parent: int | None, name: str) -> int | N
 
 
 def _locked(held: contextlib.ExitStack, directory: int) -> bool:
-    """Whether nobody else has its lock; then it is ours. A sidecar makes its lock before any other
-    file, so what is not empty and has none is not understood, and taken for used."""
+    """Take the directory's lock; False if another process has it. A sidecar makes its lock before
+    any other file. So a directory that is not empty and has no lock counts as used."""
     try:
         fd = os.open(LOCK, _LOCKED, dir_fd=directory)
     except FileNotFoundError:
@@ -164,7 +167,7 @@ def _locked(held: contextlib.ExitStack, directory: int) -> bool:
 
 
 def _drop(parent: int, name: str) -> int:
-    """Remove a tree below an open directory; how many files went."""
+    """Remove a tree below an open directory. Returns how many files were removed."""
     try:
         found = _lstat(parent, name)
     except FileNotFoundError:
@@ -182,15 +185,16 @@ def _drop(parent: int, name: str) -> int:
 
 
 def _inside(parent: int, name: str) -> int:
-    """Open a directory of the same file system. Raises StorageError for another one."""
+    """Open a directory of the same file system. Raises StorageError for another file system."""
     if _lstat(parent, name).st_dev != os.fstat(parent).st_dev:
         raise StorageError(f"{name} is another file system, mounted there; it is left alone")
     return os.open(name, _DIRECTORY, dir_fd=parent)
 
 
 def _empty(top: int) -> int:
-    """Remove what is in an open directory. What lies deeper is first moved up into it, so that
-    neither the stack nor descriptors grow with the depth of a tree that anybody may have made."""
+    """Remove what is in an open directory. Directories further down are first moved up into it. So
+    neither the stack nor the number of descriptors grows with the depth of the tree, which anyone
+    may have made."""
     gone, found = 0, os.listdir(top)
     names = set(found)
     while found:

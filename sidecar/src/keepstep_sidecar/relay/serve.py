@@ -1,8 +1,10 @@
-"""`keepstep-sidecar relay DIR...`: shards of pods that left this node, for those that went on.
+"""`keepstep-sidecar relay DIR...`: serves shards of pods that left this node to the run's other
+pods.
 
-Nothing is written: directories are mounted read-only, and what is found there, own shards and
-copies alike, is offered as copies that are kept for others. Who may ask is decided as everywhere
-among peers, by certificates of one run; what they get they verify themselves, chunk by chunk.
+Nothing is written: directories are mounted read-only. All that is found there, own shards and
+copies alike, is offered as copies that are kept for other pods. As everywhere among peers, the
+certificates of one run decide who may ask. The pods themselves verify what they get, chunk by
+chunk.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _WHY = "served for a pod that left; nothing is written here"
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """`directories`: those of node ranks that left, each with a directory of `run` in it."""
+    """`directories`: those of node ranks that left. Each contains a directory of `run`."""
 
     run: str
     directories: tuple[Path, ...]
@@ -51,7 +53,7 @@ class Serving:
     reporting: Reporting
 
     def __post_init__(self) -> None:
-        """Raises UsageError when there is nothing to serve, or nowhere to serve it."""
+        """Raises UsageError when there is nothing to serve, or no address to serve it on."""
         check_run(self.run)
         if not self.directories:
             raise UsageError("relay needs at least one DIR")
@@ -60,15 +62,15 @@ class Serving:
 
 
 class _Kept(Copies):
-    """Copies that nobody can want away: their owner has left."""
+    """Copies that no pod can ask to delete, because their owner has left."""
 
     def want(self, wanted: Wanted, *, sender: int) -> int:
         return 0
 
 
 class Shelf:
-    """All that lies in the directories. `look` reads it anew: a pod may have been writing its last
-    shards when this one came."""
+    """Everything that lies in the directories. `look` reads it anew, because a pod may still have
+    been writing its last shards when this one started."""
 
     def __init__(self, directories: Sequence[Path], *, run: str) -> None:
         roots = [directory / run for directory in directories]
@@ -79,14 +81,15 @@ class Shelf:
         self.listing = Listing(run=run, ready=False, reason="not looked at yet")
 
     def look(self) -> Listing:
-        """Blocks. A directory that cannot be read makes the listing not `ready`, never empty."""
+        """Read the directories. Blocks. If one cannot be read, the listing is not `ready`; it is
+        never just empty."""
         self._copies.scan()
         self.listing = self.context.shards.listing()
         return self.listing
 
 
 def report(listing: Listing, *, address: str, started_at: float, sequence: int) -> Report:
-    """What the operator hears: each shard is a copy that is kept here for its rank."""
+    """The report for the operator: each shard is a copy that is kept here for its rank."""
     by_rank: dict[int, dict[StepId, Shard]] = {}
     for one in listing.shards:
         by_rank.setdefault(one.rank, {})[one.id] = one.shard(one.rank)
@@ -104,7 +107,7 @@ def report(listing: Listing, *, address: str, started_at: float, sequence: int) 
 
 
 def serve(serving: Serving) -> None:
-    """Until SIGTERM. Raises KeepstepError when it cannot begin."""
+    """Serve until SIGTERM. Raises KeepstepError when it cannot begin."""
     log.configure(serving.run)
     connections.raise_descriptor_limit()
     asyncio.run(_serve(serving))
@@ -144,7 +147,7 @@ def _reporter(serving: Serving, shelf: Shelf, operator: OperatorLink, changes: C
         return ()
 
     async def obey(_: ReportReply) -> None:
-        """Nothing: a helper is told what to do by being there."""
+        """Does nothing: the operator gives a helper orders only by starting it."""
 
     return Reporter(
         serving.reporting,

@@ -1,2 +1,2 @@
-"""Reports to the operator: `report` is the document, `changes` what of it is news,
+"""Reports to the operator: `report` makes the document, `changes` reduces it to what is new,
 `reporter` sends it when it is due."""

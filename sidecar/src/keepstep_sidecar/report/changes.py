@@ -1,6 +1,6 @@
-"""What a report tells when the operator knows the one before it: only what is not the same.
+"""Reduces a report to what changed since the one before it, if the operator knows that one.
 
-A run that has archived hundreds of steps would else list them all with every report. Whatever
+Without this, a run that has archived hundreds of steps would list them all in every report. What
 cannot be told as a change is told whole. Pure.
 """
 
@@ -15,8 +15,8 @@ Listed = tuple[tuple[ReportedShard, ...], Answer | None]
 
 
 def changes(known: Report | None, now: Report) -> Report:
-    """`now`, as what changed since `known`, which was answered; whole where there is none, or where
-    something that it named is not there any more."""
+    """`now`, reduced to what changed since `known`, which the operator answered. It is whole if
+    `known` is None, or if something that `known` named is no longer there."""
     if known is None or not _goes_on(known, now):
         return now
     before = {one.rank: one for one in known.ranks}
@@ -35,7 +35,7 @@ def changes(known: Report | None, now: Report) -> Report:
 
 
 def with_lists(report: Report) -> Report:
-    """The same, for an operator that reads no runs of twins."""
+    """The same report, for an operator that cannot read twins as runs."""
     return replace(report, ranks=tuple(one.with_lists() for one in report.ranks))
 
 
@@ -51,7 +51,7 @@ def _goes_on(known: Report, now: Report) -> bool:
 
 
 def _still_told(one: ReportedRank, after: dict[Tier, Listed] | None) -> bool:
-    """Its rank is named, and no tier of it has fallen silent."""
+    """Whether the rank is still named, and all of its tiers still give an answer."""
     if after is None:
         return False
     told = one.by_tier().items()
@@ -63,7 +63,7 @@ def _same(before: ReportedRank | None, now: ReportedRank) -> bool:
 
 
 def _changed(before: ReportedRank | None, now: ReportedRank) -> ReportedRank:
-    """Its counters, and of its tiers those that changed."""
+    """The rank's counters, and those of its tiers that changed."""
     was = before.by_tier() if before is not None else {}
     told: dict[str, object] = {}
     gone: dict[Tier, tuple[StepId, ...]] = {}
@@ -81,15 +81,16 @@ def _changed(before: ReportedRank | None, now: ReportedRank) -> ReportedRank:
 
 
 def _tells_the_newest(now: ReportedRank) -> bool:
-    """A rank of another pod, of which only the newest archived steps are told: those that are not
-    named any more need not be gone."""
+    """Whether this is a rank of another pod, of which only the newest archived steps are told.
+    Steps that are no longer named need not be gone then."""
     return bool(now.archive) and not (now.alive or now.memory or now.local)
 
 
 def _moved(
     before: tuple[ReportedShard, ...], now: tuple[ReportedShard, ...]
 ) -> tuple[tuple[ReportedShard, ...], tuple[StepId, ...]]:
-    """What came, and what went: a step of which any image is another one goes, and comes whole."""
+    """(what came, what went). If any image of a step changed, the step counts as gone and comes
+    whole."""
     was, is_now = {(one, one.bytes) for one in before}, {(one, one.bytes) for one in now}
     touched = {one.id for one, _ in was ^ is_now}
     went = sorted({one.id for one in before} & touched)
@@ -97,5 +98,5 @@ def _moved(
 
 
 def _sizes(one: ReportedRank) -> list[int]:
-    """Of all its images: no part of what makes two of them the same."""
+    """The sizes of all its images, which the comparison of images leaves out."""
     return [image.bytes for held, _ in one.by_tier().values() for image in held]

@@ -1,6 +1,6 @@
-"""What a report says: one look at everything that this sidecar knows. Sends nothing.
+"""The content of a report: everything that this sidecar knows at one moment. Sends nothing.
 
-Apart from `reporter`, which decides when to look and knows how to send.
+Separate from `reporter`, which decides when to look and knows how to send.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from keepstep_sidecar.history import History
 from keepstep_sidecar.volume.volume import Volume
 
 _RESTART_S = 120.0
-"""A trainer that does not come back by then will find the operator's plan anyway."""
+"""A trainer that takes longer to come back will find the operator's plan anyway."""
 _WARNINGS = 10
 _WARNING_CHARACTERS = 500
 
 
 def urgent(service: Service) -> bool:
-    """Whether the operator's answer is wanted soon: a trainer waits for a commit or to vote, or a
-    rank that holds something has just lost its trainer and will restore whatever they have, too."""
+    """Whether the operator's answer is needed soon. This is so if a trainer waits for a commit or
+    to vote, or if a rank that holds something has just lost its trainer and will restore what all
+    ranks have."""
     recent = time.monotonic() - service.saving.changed_at < _RESTART_S
     restoring = any(service.leases.restores(rank) for rank in service.committer.ranks())
     awaited = service.step_waits.awaited > 0 or bool(service.restoring.votes.waits)
@@ -43,7 +44,7 @@ def urgent(service: Service) -> bool:
 
 
 def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int) -> Report:
-    """The whole report. `volumes`: measured a moment ago, as that may block."""
+    """The whole report. `volumes`: measured just before, because that may block."""
     committer = service.committer
     counts, totals = committer.node.planner.counts, committer.totals
     return Report(
@@ -74,8 +75,8 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
 
 
 def news(report: Report) -> Report:
-    """The report without what changes all the time and can wait for the next one: equal, no
-    news."""
+    """The report without what changes all the time and can wait for the next report. If it equals
+    the last one, there is no news."""
     steady = (replace(one, used_bytes=0, free_bytes=0) for one in report.volumes)
     waiting = (replace(one, behind_s=0.0) for one in report.depots)
     return replace(
@@ -98,7 +99,7 @@ def _pinned(service: Service) -> str:
 
 
 def _epochs(service: Service) -> tuple[Epoch, ...]:
-    """On record, and the one that a live trainer says it works in."""
+    """The recorded epochs, and the one in which a live trainer says it works."""
     recorded, current = service.committer.ledger.epochs, service.committer.epoch
     unrecorded = current is not None and current.id not in {one.id for one in recorded}
     return (*recorded, current) if current is not None and unrecorded else recorded
@@ -125,7 +126,7 @@ def _rank(service: Service, rank: int) -> ReportedRank:
         blocked_s=counters.blocked_s,
         archive=_rows(held.sealed.get(Tier.ARCHIVE, ())),
         archive_answer=held.answers.get(Tier.ARCHIVE),
-        # the pods that keep the copies list them; this one only says whether it knows of any
+        # The pods that keep the copies list them. This pod only says whether it knows of any.
         peer_answer=held.answers.get(Tier.PEER),
     )
 
@@ -135,7 +136,7 @@ def _rows(shards: Iterable[Told]) -> tuple[ReportedShard, ...]:
 
 
 def _own(service: Service, held: RankReport) -> RankReport:
-    """Without the steps of another run that this one begins from."""
+    """`held` without the steps of another run from which this run begins."""
     sealed = {tier: service.committer.ancestry.own(found) for tier, found in held.sealed.items()}
     emptied = [tier for tier, found in sealed.items() if not found and held.sealed[tier]]
     return RankReport(
@@ -144,31 +145,32 @@ def _own(service: Service, held: RankReport) -> RankReport:
 
 
 def _volume(volume: Volume, measured: VolumeStatus) -> ReportedVolume:
-    """A pod mounts each volume under its name; the run's directory lies below."""
+    """A pod mounts each volume under its name. The run's directory lies below."""
     usage = _part_of(measured, VolumeUsage) | {"failed": volume.failed}
     return ReportedVolume(name=volume.root.parent.name, **usage)
 
 
 def _part_of(status: object, kind: type[Any]) -> dict[str, Any]:
-    """What `status` has of the fields of `kind`, a base of its own."""
+    """Those fields of `status` that its base class `kind` has."""
     return {field.name: getattr(status, field.name) for field in fields(kind)}
 
 
 # --- ranks of other pods ---------------------------------------------------------------------
 #
-# The archive belongs to the run, and each pod tells of its own ranks. So that a pod that is lost
-# does not take with it what is known of its archived shards, the pods of the first and of the
-# last rank tell of all others, too.
+# The archive belongs to the run, and each pod tells of its own ranks. If a pod is lost, what is
+# known of its archived shards must not be lost with it. So the pods of the first and of the last
+# rank also tell of all other ranks.
 
 
 _MOST_STEPS = 100
 _MOST_COPIES = 8192
-"""Told of the archive, newest steps first, so that a report stays well below the 4 MiB that the
-operator takes (a copy is some 230 bytes). In a run of more ranks each pod tells of its own only."""
+"""What is told of the archive, newest steps first, is limited so that a report stays well below the
+4 MiB that the operator accepts (a copy takes some 230 bytes). In a run with more ranks, each pod
+tells only of its own."""
 
 
 def others(service: Service) -> tuple[ReportedRank, ...]:
-    """Ranks of which this pod has no image of its own."""
+    """Ranks of which this pod holds no image of their own, but a copy or an archived shard."""
     here = set(service.committer.ranks())
     kept: dict[int, list[Shard]] = {}
     for one in service.remote_tiers.kept():
@@ -180,7 +182,7 @@ def others(service: Service) -> tuple[ReportedRank, ...]:
 
 
 def other(rank: int, kept: Iterable[Shard], archived: Sequence[Shard] = ()) -> ReportedRank:
-    """A rank of another pod, of which there is something."""
+    """A rank of another pod, of which this pod knows some shard."""
     copies = sorted(kept, key=lambda one: one.step_id)
     newest = max([*copies, *archived], key=lambda one: one.step_id)
     return ReportedRank(

@@ -1,9 +1,9 @@
-"""Tells the operator what this pod holds, and passes on what it answers.
+"""Tells the operator what this pod holds, and passes on the operator's answers.
 
-Nothing waits for it: while the operator is away, slow, or not to be trusted, training, commits on
-this pod and restores go on. A report goes out on change, but not more often than the operator
-allows, and after a silence. It is whole, or tells what changed since the last one, when that was
-answered by an operator that knows all of it; none is ever sent again.
+Nothing waits for it. While the operator is away, slow or not trusted, training, commits on this pod
+and restores go on. A report is sent on a change, but not more often than the operator allows, and
+after a silence. It is whole, or it tells what changed since the last report, if an operator
+answered that one that knows all of it. No report is ever sent again.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ _TIMEOUT = aiohttp.ClientTimeout(total=10.0, connect=5.0)
 _LONGEST_BACKOFF_S = 30.0
 _FIRST_BACKOFF_S = 5.0
 _FIRST_FAILURES = 30
-"""Another replica of the operator leads within half a minute: it is looked for that often first."""
+"""How many first retries come quickly: another replica of the operator leads within half a
+minute."""
 _LOOKING_S = 2.0
-"""So long where nobody is there to be overloaded by it."""
+"""The longest pause between these retries while the connection fails: there is no operator that
+they could overload."""
 _NOBODY_S = 3
-"""After that a node that acknowledges nothing is taken for lost; a kernel acknowledges for a
-process that is only slow."""
+"""A node that acknowledges nothing for so long is taken for lost. The kernel of a slow process
+still acknowledges."""
 _AT_ONCE_S = 0.5
-"""Within that it is tried again when a connection breaks: the next one may lead elsewhere."""
+"""A broken connection is retried within this time: the next one may lead to another replica."""
 _LONGEST_URGENT_BACKOFF_S = 4.0
-"""An operator that was made anew must hear of all pods before it can introduce them."""
+"""A new operator must hear of all pods before it can introduce them to each other."""
 
 _URGENT_S = 1.0
 _MEASURE_EVERY_S = 10.0
@@ -57,7 +59,7 @@ _BOUNDS_GAP_S = (0.05, 60.0)
 
 
 class _Failed(Exception):
-    """The operator did not take a report. `kind`: short and stable, each is logged once."""
+    """The operator did not accept a report. `kind`: short and stable; each kind is logged once."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -76,21 +78,23 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Rhythm:
-    """When a report is due. Pure; seconds since the last one was tried, `failures` in a row."""
+    """When a report is due. Pure. Times are seconds since the last attempt; `failures` are in a
+    row."""
 
     interval_s: float = 30.0
     least_gap_s: float = 1.0
 
     @classmethod
     def of(cls, reply: ReportReply) -> Rhythm:
-        """What the operator wants, within reason."""
+        """The rhythm that the operator wants, within bounds."""
         return cls(
             interval_s=_within(reply.interval_s, _BOUNDS_INTERVAL_S),
             least_gap_s=_within(reply.least_gap_s, _BOUNDS_GAP_S),
         )
 
     def silence_s(self, *, urgent: bool, chance: float) -> float:
-        """The longest silence. `chance` in 0..1 spreads the pods of a run."""
+        """The longest silence between reports. `chance` in 0..1 spreads the pods of a run over
+        time."""
         if urgent:
             return max(self.least_gap_s, _URGENT_S)
         return self.interval_s * (0.8 + 0.4 * chance)
@@ -98,8 +102,8 @@ class Rhythm:
     def backoff_s(
         self, failures: int, *, urgent: bool = False, broken: bool = False, chance: float
     ) -> float:
-        """How long to wait after the `failures`-th failure in a row. `broken`: it was one of the
-        connection."""
+        """How long to wait after the `failures`-th failure in a row. `broken`: the connection
+        failed."""
         if broken and failures == 1:
             return _AT_ONCE_S * chance
         exponential: float = self.least_gap_s * 2.0 ** min(failures - 1, 10)
@@ -114,8 +118,8 @@ class Rhythm:
 
 
 class Reporter:
-    """One task, `run`, does everything. How it goes stands in `operator`, which also makes it send
-    the last report and end."""
+    """One task, `run`, does everything. It records in `operator` how reporting goes; `operator`
+    also makes it send the last report and end."""
 
     def __init__(
         self,
@@ -144,17 +148,18 @@ class Reporter:
         self._seen = -1
         self._sent: Report | None = None
         self._known: Report | None = None
-        """The last report, when the operator said that it goes on from there."""
+        """The last report, if the operator said that it can go on from that one."""
         self._reads_runs = True
-        """The operator reads twins as runs, until it does not say so: what one that reads lists
-        alone is told first lacks the twins, and the next report has them."""
+        """Whether the operator reads twins as runs. This is assumed until it does not say so. An
+        operator that reads only lists thus gets a first report without twins; the next report has
+        them."""
         self._peers: tuple[Peer, ...] = ()
         self._peers_version = ""
         self._volumes: tuple[VolumeStatus, ...] = ()
         self._measured_at = -_MEASURE_EVERY_S
 
     async def run(self) -> None:
-        """Report until `Operator.finish`."""
+        """Report until `OperatorLink.finish`."""
         self._operator.ended = False
         connector = aiohttp.TCPConnector(limit=1, socket_factory=_socket)
         try:
@@ -183,7 +188,7 @@ class Reporter:
         await self._pause(self._rhythm.least_gap_s - self._since())
 
     async def _after_failures(self) -> None:
-        """The pause ends sooner when somebody begins to wait for the answer."""
+        """Wait after failures. The pause ends sooner when the answer becomes urgent."""
         failed_at, chance = time.monotonic(), random.random()
 
         def is_over() -> bool:
@@ -212,7 +217,7 @@ class Reporter:
     # --- what --------------------------------------------------------------------------------
 
     async def _guarded(self, session: aiohttp.ClientSession) -> None:
-        """A mistake of ours costs one report, not all that would follow."""
+        """Exchange one report. An error in our own code costs this report, but not later ones."""
         try:
             await self._exchange(session)
         except Exception:
@@ -242,8 +247,8 @@ class Reporter:
         await self._obey(reply)
 
     async def _learn(self, authorities: str) -> None:
-        """By whom the operator is known from now on: a new authority signs only a day after it was
-        told of, and an old one may be one whose key somebody else has."""
+        """Take over the authorities by which the operator is trusted from now on. A new authority
+        signs only a day after it was announced, and the key of an old one may be in other hands."""
         if not authorities or authorities == self._authorities:
             return
         self._authorities = authorities
@@ -255,7 +260,8 @@ class Reporter:
             say("authorities of the operator taken over")
 
     async def _measure(self) -> None:
-        """Space on the volumes, not at every report; a drive that hangs does not hold it up."""
+        """Measure the space on the volumes, but not for every report. A drive that hangs does not
+        hold up reports."""
         now = time.monotonic()
         if now - self._measured_at < _MEASURE_EVERY_S and self._volumes:
             return
@@ -273,7 +279,7 @@ class Reporter:
         }
         body = msgspec.json.encode(report if self._reads_runs else with_lists(report))
         try:
-            # no redirects: the token is for this address only
+            # No redirects: the token is for this address only.
             async with session.post(
                 self._config.address,
                 data=body,
@@ -292,7 +298,7 @@ class Reporter:
             raise _Failed("reply", f"the answer is none: {error}") from error
 
     def _with_peers(self, reply: ReportReply) -> ReportReply:
-        """The same list as before is not repeated."""
+        """Add the known list of peers: the operator does not repeat an unchanged list."""
         if reply.peers_version and reply.peers_version == self._peers_version:
             return replace(reply, peers=self._peers)
         self._peers, self._peers_version = reply.peers, reply.peers_version
@@ -325,8 +331,8 @@ class Reporter:
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """One that gives a lost node up after `_NOBODY_S` seconds, both while it connects (the first
-    SYN is repeated once, after a second, and given up two seconds later) and later."""
+    """A socket that gives up a lost node after `_NOBODY_S` seconds, while it connects as well as
+    later. (The first SYN is repeated once, after a second, and given up two seconds later.)"""
     made = socket.socket(*address[:3])
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _NOBODY_S * 1000)
@@ -347,7 +353,7 @@ def _within(value: float, bounds: tuple[float, float]) -> float:
 
 
 def _token(path: Path) -> str:
-    """Read anew each time: Kubernetes replaces the file before the token ends."""
+    """Read the token anew each time: Kubernetes replaces the file before the token expires."""
     try:
         token = path.read_text().strip()
     except (OSError, ValueError) as error:

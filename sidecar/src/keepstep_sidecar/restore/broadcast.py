@@ -1,14 +1,15 @@
 """Which ranks of this machine wait for the same chunk, so that it is read once for all of them.
 
-A rank says beforehand which chunks it will ask for, and asks in the order of (saved rank, chunk).
-A chunk is read when the last of those that want it has come for it. So ranks keep pace with each
-other, at no cost, as the collective at a restore's end makes them wait for the slowest anyway.
+A rank announces which chunks it will ask for, and then asks in the order of (saved rank, chunk). A
+chunk is read when the last of the ranks that want it has asked. So the ranks keep pace with each
+other. That costs nothing, because the collective at the end of a restore makes them wait for the
+slowest rank anyway.
 
-It cannot lock up: the lowest chunk that anybody still wants is asked for, or will be asked for
-next, by all that want it. And nobody waits for long for a rank that does not come: one whose lease
-has ended or that went past a chunk is not counted, and one that stands still is left out after
-`patience_s` until it asks again. It then reads alone what the others have, and meets them further
-on.
+There is no deadlock: all ranks that want the lowest chunk still wanted either ask for it or will
+ask for it next. And no rank waits long for a rank that does not ask. A rank whose lease has ended,
+or that went past a chunk, does not count. A rank that stands still is left out after `patience_s`
+until it asks again. It then reads alone what the others already have, and joins them at later
+chunks.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from keepstep.steps import StepId, Tier
 from keepstep.wire.trainer import ChunkRun
 
 PATIENCE_S = 15.0
-"""For a rank that does not come for a chunk that others wait for."""
+"""How long to wait for a rank that does not ask for a chunk that others wait for."""
 
 _LEFT = "the rank has let go of its window"
 
 Key = tuple[int, int]
-"""Saved rank and chunk."""
+"""The saved rank and the chunk's number."""
 
 
 @dataclass(eq=False)
 class Shared:
-    """A chunk that ranks have come for, each with a frame. `tier`: where it came from, known when
-    all frames are filled."""
+    """A chunk for which ranks have asked, each with a frame. `tier`: where the chunk came from; set
+    when all frames are filled."""
 
     id: StepId
     key: Key
@@ -45,15 +46,15 @@ class Shared:
 
     def fail(self, error: Exception) -> None:
         self.tier.set_exception(error)
-        self.tier.exception()  # seen: all who waited may have left
+        self.tier.exception()  # mark as retrieved: all who waited may have left
 
 
 Read = Callable[[Sequence[Shared]], Awaitable[Tier]]
-"""Fills all frames of chunks of one saved rank."""
+"""Fills all frames of chunks that belong to one saved rank."""
 
 
 class _Announced:
-    """What a rank still has to come for."""
+    """The chunks for which a rank still has to ask."""
 
     def __init__(self, id: StepId, runs: Iterable[ChunkRun]) -> None:
         self.id = id
@@ -62,13 +63,13 @@ class _Announced:
         self._runs = sorted(((one.rank, one.first), (one.rank, one.end)) for one in runs)
 
     def will_ask(self, key: Key) -> bool:
-        """Whether it said so, and has neither come for it nor gone past it."""
+        """Whether the rank announced the chunk, and has neither asked for it nor gone past it."""
         at = bisect_right(self._runs, key, key=itemgetter(0)) - 1
         return key > self.until and at >= 0 and key < self._runs[at][1]
 
 
 class Broadcast:
-    """Of one sidecar. All calls on the event loop."""
+    """The shared reads of one sidecar. Call all methods on the event loop."""
 
     def __init__(self, read: Read, *, patience_s: float = PATIENCE_S) -> None:
         self._read = read
@@ -78,7 +79,8 @@ class Broadcast:
         self._reads: dict[asyncio.Task[None], Sequence[Shared]] = {}
 
     def announce(self, rank: int, id: StepId, runs: Iterable[ChunkRun]) -> None:
-        """All that the rank will ask for of this step, instead of what it said before."""
+        """Set all chunks of this step for which the rank will ask, in place of what it announced
+        before."""
         self._announced[rank] = _Announced(id, runs)
         self._settle()
 
@@ -95,12 +97,12 @@ class Broadcast:
     async def fill(
         self, rank: int, id: StepId, wanted: Sequence[tuple[Key, memoryview]]
     ) -> list[Tier]:
-        """Return when every frame has its chunk. Raises as `Read` does, once nobody touches the
-        frames any more; when it is cancelled the rank must `leave`."""
+        """Return when every frame has its chunk. Raises what `Read` raises, once the frames are no
+        longer written to. If this is cancelled, the rank must `leave`."""
         mine = self._join(rank, id, wanted)
         timer = asyncio.get_running_loop().call_later(self._patience_s, self._give_up, mine)
         try:
-            for one in mine:  # of all, before the first error is raised
+            for one in mine:  # wait for all before the first error is raised
                 await asyncio.wait([one.tier])
             return [one.tier.result() for one in mine]
         finally:
@@ -109,7 +111,8 @@ class Broadcast:
     def _join(
         self, rank: int, id: StepId, wanted: Sequence[tuple[Key, memoryview]]
     ) -> list[Shared]:
-        """What the rank has not announced is read for it alone."""
+        """Join the rank to shared chunks. A chunk that it has not announced is read for it
+        alone."""
         said = self._announced.get(rank)
         if said is None or said.id != id:
             said = _Announced(id, ())
@@ -127,7 +130,7 @@ class Broadcast:
         return [*alone, *together]
 
     def _give_up(self, mine: Iterable[Shared]) -> None:
-        """Nobody waits any more for the ranks that have not come for these chunks."""
+        """Stop waiting for the ranks that have not asked for these chunks."""
         for one in mine:
             for said in self._missing(one):
                 said.late = True
@@ -141,7 +144,7 @@ class Broadcast:
         ]
 
     def _settle(self) -> None:
-        """Read all for which everybody has come."""
+        """Read all chunks for which every rank that wants them has asked."""
         ready = [one for one in self._waiting.values() if not one.frames or not self._missing(one)]
         for one in ready:
             del self._waiting[one.id, one.key]

@@ -1,8 +1,8 @@
-"""Chunks of saved shards, each verified, into shared memory that a trainer maps.
+"""Copies verified chunks of saved shards into shared memory that a trainer maps.
 
-A window belongs to one rank's restore. A copy that fails is quarantined or refused, and the same
-chunk comes from the next place that holds the very same image. What several ranks have announced is
-read once for all of them (`broadcast`).
+A window belongs to one rank's restore. A copy that fails verification is quarantined or refused,
+and the chunk is then read from the next place that holds the same image. Chunks that several ranks
+have announced are read once for all of them (`broadcast`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from keepstep_sidecar.tiers.source import ShardSource
 
 
 class ChunkBuffers:
-    """`/v1/window` and `/v1/chunks`. `read_bytes`: into windows, by the tier that they came from;
-    `shared_bytes`: those that came from another rank's frame instead."""
+    """`/v1/window` and `/v1/chunks`. `read_bytes`: bytes read into windows, by the tier that they
+    came from. `shared_bytes`: bytes that were copied from another rank's frame instead."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ChunkBuffers:
         memory_dir: Path,
         limit_bytes: int | None,
     ) -> None:
-        """`limit_bytes`: of slots and windows together."""
+        """`limit_bytes`: for slots and windows together; None for no limit."""
         self.read_bytes: Counter[Tier] = Counter()
         self.shared_bytes = 0
         self._broadcast = Broadcast(self._read)
@@ -75,8 +75,8 @@ class ChunkBuffers:
     # --- windows -----------------------------------------------------------------------------
 
     async def window(self, request: WindowRequest) -> Window:
-        """A new window for this lease; the one that it had is gone. Fewer frames when memory is
-        short. Raises NoMemoryError, SidecarError `bad-request`."""
+        """Make a new window for this lease, in place of its former one. It has fewer frames when
+        memory is short. Raises NoMemoryError, SidecarError `bad-request`."""
         lease = self._leases.require(request.lease)
         if not LEAST_FRAMES <= request.frames <= MOST_FRAMES:
             raise refuse(
@@ -108,23 +108,23 @@ class ChunkBuffers:
         return fit
 
     def release(self, rank: int) -> None:
-        """The rank has restored, or will not."""
+        """The rank has restored, or has given up."""
         self._broadcast.leave(rank)
         if window := self._buffers.pop(rank, None):
             window.close()
 
     def stop(self) -> None:
-        """For the end of the process."""
+        """Remove all windows. For the end of the process."""
         for rank in list(self._buffers):
             self.release(rank)
 
     # --- chunks ------------------------------------------------------------------------------
 
     async def chunks(self, request: ChunksRequest) -> Chunks:
-        """Bring chunks into frames, from the nearest places that have them whole.
+        """Bring chunks into frames, each from the nearest place whose copy verifies.
 
         Raises SidecarError: `bad-request`, `not-verified` (with the last place's reason), `no-slot`
-        when the time is up: the window is gone then.
+        when the time is up; the window is then gone.
         """
         started = time.monotonic()
         rank = self._leases.require(request.lease).rank
@@ -137,7 +137,7 @@ class ChunkBuffers:
             async with asyncio.timeout(request.timeout_s):
                 tiers = await self._fill(rank, request, window)
         except (TimeoutError, asyncio.CancelledError) as error:
-            if self._buffers.get(rank) is window:  # nobody knows what its frames hold
+            if self._buffers.get(rank) is window:  # it is unknown what its frames hold
                 self.release(rank)
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -160,7 +160,8 @@ class ChunkBuffers:
         return await self._broadcast.fill(rank, request.id, wanted)
 
     async def _read(self, chunks: Sequence[Shared]) -> Tier:
-        """Chunks of one saved rank, into the first frame of each and from there into the others."""
+        """Read chunks of one saved rank into the first frame of each, and copy them to the
+        others."""
         id, saved = chunks[0].id, chunks[0].key[0]
         frames = [one.frames[0][1] for one in chunks]
         layout = await self._fetcher.layout(id, saved)

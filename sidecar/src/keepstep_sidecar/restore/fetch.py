@@ -1,4 +1,4 @@
-"""Asks the places of a saved shard, the nearest first, until one gives what is wanted."""
+"""Asks the places of a saved shard, nearest first, until one gives a usable answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 
 class Fetcher:
-    """Memory is for mapping: only headers are taken from there."""
+    """Reads copies beyond memory. Images in memory are mapped, so only their headers are read
+    here."""
 
     def __init__(self, pool: SlotPool, committer: Committer, threads: Executor) -> None:
         self._threads = threads
@@ -30,7 +31,7 @@ class Fetcher:
     async def ask(
         self, id: StepId, saved: int, question: Callable[[ShardSource], Awaitable[T]]
     ) -> tuple[ShardSource, T]:
-        """The answer of the first place that has one; a copy that fails is not asked again.
+        """The first place that can answer, and its answer. A copy that fails is not asked again.
 
         Raises the last place's error, or StorageError when there is no place.
         """
@@ -48,7 +49,8 @@ class Fetcher:
     async def _next(
         self, id: StepId, saved: int, tried: Collection[ShardSource]
     ) -> ShardSource | None:
-        """Remote tiers are asked for what they hold only when what is here was not enough."""
+        """The next place to ask. Remote tiers are queried for what they hold only if no place is
+        left."""
         left = [one for one in self._committer.locator.origins(id, saved) if one not in tried]
         if not left and not self._committer.remotes.looked:
             await self._committer.look_beyond()
@@ -56,7 +58,7 @@ class Fetcher:
         return left[0] if left else None
 
     async def read(self, source: ShardSource, work: Callable[[transfer.Opened], T]) -> T:
-        """`work` on a thread, with the source open. Raises StorageError, ImageError."""
+        """Run `work` on a thread, with the source open. Raises StorageError, ImageError."""
 
         def opened(cancel: Cancel) -> T:
             with transfer.opened(source, cancel, self._manifests) as found:
@@ -65,25 +67,27 @@ class Fetcher:
         return await transfer.run(self._threads, opened)
 
     async def load(self, source: ShardSource, view: memoryview) -> ControlPage:
-        """The whole image into a slot, verified, the seal last. Raises StorageError, ImageError."""
+        """Load the whole image into a slot, verified, the seal last. Raises StorageError,
+        ImageError."""
         return await transfer.run(
             self._threads,
             lambda cancel: transfer.load(source, view, cancel=cancel, manifests=self._manifests),
         )
 
     async def manifest(self, source: ShardSource) -> Manifest:
-        """What proves each chunk of it."""
+        """The manifest, against which each chunk is verified."""
         if (known := self._manifests.known(source)) is not None:
             return known
         return await self.read(source, lambda opened: opened.manifest)
 
     async def layout(self, id: StepId, saved: int) -> Layout:
-        """Of the saved rank's image. Raises as `ask` does."""
+        """The layout of the saved rank's image. Raises as `ask` does."""
         slots = self._pool.ranks.get(saved)
         if slots is not None and (at := slots.find(id)) is not None:
             return at.layout
         return (await self.ask(id, saved, self.manifest))[1].layout
 
     async def shown(self, id: StepId, saved: int) -> tuple[ShardSource, Manifest]:
-        """Of the saved rank's shard, and the place that showed it. Raises as `ask` does."""
+        """The manifest of the saved rank's shard, and the place it came from. Raises as `ask`
+        does."""
         return await self.ask(id, saved, self.manifest)

@@ -1,5 +1,5 @@
-"""Brings a rank's own image into a slot, verified, from the nearest place that has it whole; also
-before anybody asks, when it is plain which step that will be.
+"""Brings a rank's own image into a slot, verified, from the nearest place that has it whole. It
+also does so before a trainer asks, when it is clear which step will be restored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keepstep_sidecar.tiers.source import ShardSource
 
 
 class Prefetcher:
-    """Each image is read once, whoever asks for it meanwhile."""
+    """Reads each image only once, even if several callers ask for it meanwhile."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class Prefetcher:
         grow: Callable[[RankSlots, SlotSet], None],
         leased: Callable[[int], bool],
     ) -> None:
-        """`grow`: orders one more slot, where memory allows it. `leased`: whether a rank's trainer
-        is here, for which it is worth to wait for memory."""
+        """`grow`: orders one more slot if memory allows it. `leased`: whether a rank's trainer is
+        here, for which it is worth waiting for memory."""
         self.agreed: dict[int, StepId] = {}
-        """Per rank, the step that all ranks have agreed to restore."""
+        """For each rank, the step that all ranks have agreed to restore."""
         self._pool = pool
         self._committer = committer
         self._fetcher = fetcher
@@ -46,9 +46,10 @@ class Prefetcher:
         self._loading: dict[tuple[int, StepId], asyncio.Task[None]] = {}
 
     async def bring(self, id: StepId, rank: int) -> None:
-        """Return when the image is in a slot of its rank. A copy that fails is a candidate no more.
+        """Return when the image is in a slot of its rank. A copy that fails is no longer a
+        candidate.
 
-        Raises ImageError, StorageError (the last place's), NoMemoryError.
+        Raises ImageError or StorageError (from the last place), NoMemoryError.
         """
         key = (rank, id)
         if (task := self._loading.get(key)) is None:
@@ -65,7 +66,7 @@ class Prefetcher:
         slots = self._pool.rank(source.shard.rank)
         id, layout = source.shard.step_id, (await self._fetcher.manifest(source)).layout
         slot = await self._reserve(slots, layout, id)
-        while slot.file.lacks():  # removed by others in the meantime
+        while slot.file.lacks():  # removed by others meanwhile
             slot.release()
             slot.slot_set.lose(slot.index)
             slot = await self._reserve(slots, layout, id)
@@ -90,7 +91,7 @@ class Prefetcher:
         self._changes.ring()
 
     async def _reserve(self, slots: RankSlots, layout: Layout, id: StepId) -> Slot:
-        """A slot of the shard's layout that holds no candidate; waits while one is being made."""
+        """A slot of the shard's layout that holds no candidate. Waits while one is being made."""
         slot_set = slots.slot_sets.setdefault(layout.id, SlotSet(layout))
         slots.world = slots.world or layout.world
         index: int | None = None
@@ -104,7 +105,7 @@ class Prefetcher:
             return index is not None or bool(slot_set.failure) or hopeless or overtaken()
 
         def overtaken() -> bool:
-            """A prefetch, and the ranks have agreed on another step meanwhile."""
+            """Whether this is a prefetch and the ranks have agreed on another step meanwhile."""
             return self.agreed.get(slots.rank, id) != id
 
         await self._changes.until(reserved, timeout_s=600.0)
@@ -120,10 +121,10 @@ class Prefetcher:
         return Slot(slot_set, index)
 
     def _expendable(self, slots: RankSlots) -> set[StepId]:
-        """Images that no rank will vote for: older than the planned step, or not whole.
+        """Images for which no rank will vote: older than the planned step, or not whole.
 
-        Where other ranks are elsewhere nobody here knows what is whole; but once all have agreed on
-        a step, a newer one is not held by all.
+        If other ranks are on other machines, it is not known here what is whole. But once all ranks
+        have agreed on a step, a newer step is not held by all.
         """
         sealed = slots.sealed()
         agreed = self.agreed.get(slots.rank)
@@ -132,7 +133,7 @@ class Prefetcher:
             return beyond
         whole = set(self._committer.ledger.whole())
         unlike = {id for id in sealed if id not in whole and planned.id in whole}
-        # what was agreed on counts, not the plan: a prefetch may still wait for a slot
+        # The agreed step counts, not the plan: a prefetch may still wait for a slot.
         return ({id for id in sealed if id < planned.id} | unlike | beyond) - {agreed}
 
 
@@ -140,28 +141,29 @@ class Prefetcher:
 
 
 def plan(committer: Committer) -> RestorePlan | None:
-    """What would be restored now, if that is known."""
+    """The step that would be restored now and its tiers; None if that is unknown."""
     complete = committer.look().watermark(Tier.MEMORY)
     if (wanted := committer.wanted()) is not None:
         return _plan_of(committer, wanted)
     if (instead := committer.instead()) is not None:
         return _plan_of(committer, instead)
     beyond = _plan_beyond(committer)
-    # what is whole by twins alone does not tell what ranks elsewhere could go on from
+    # A step that is whole only by twins does not tell what ranks elsewhere could restore.
     if beyond is not None and (complete is None or complete < beyond.id):
         return beyond
     if not committer.ledger.whole():
         return None
-    # of a rank that has nothing here, nobody here can ever tell what it has
+    # This machine can never tell what a rank holds that has nothing here.
     found = committer.ledger.plan(committer.ranks())
     return found if isinstance(found, RestorePlan) else None
 
 
 def _plan_beyond(committer: Committer) -> RestorePlan | None:
-    """Where other ranks are elsewhere: the operator's plan for those ranks here that hold it.
+    """The plan when other ranks are on other machines: the operator's plan, for those ranks here
+    that hold its step.
 
-    Else the last commit, for those that have nothing newer in memory: with that, and without
-    an operator, only the vote can tell what the others have, too.
+    Else the last commit, for those ranks that have nothing newer in memory. If a rank has something
+    newer and there is no operator, only the vote can tell whether the other ranks have it too.
     """
     told = committer.run_view.word.plan
     restorable = told is not None and committer.ledger.lineage.restorable(told)
@@ -177,7 +179,8 @@ def _plan_beyond(committer: Committer) -> RestorePlan | None:
 def _plan_of(
     committer: Committer, id: StepId, ranks: Iterable[int] | None = None
 ) -> RestorePlan | None:
-    """This step, for those of `ranks` (None: all here) that hold it."""
+    """A plan of this step for those of `ranks` (None: all ranks here) that hold it; None if none
+    do."""
     asked = committer.ranks() if ranks is None else ranks
     tiers = {rank: tier for rank in asked if (tier := committer.locator.nearest(id, rank))}
     return RestorePlan(id, tiers) if tiers else None

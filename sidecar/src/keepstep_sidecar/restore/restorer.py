@@ -1,4 +1,4 @@
-"""What a rank could go on from, and bringing it into memory, verified, before it is asked for.
+"""Tells what a rank can restore, and brings it into memory, verified, before the rank asks.
 
 The ledger's plan is a hint that saves time: the shard that it names is read and hashed while the
 trainer still imports torch. The trainers' own vote decides.
@@ -41,7 +41,7 @@ class Restorer:
         changes: Changes,
         restores: Callable[[int], bool],
     ) -> None:
-        """`restores`: whether a rank is about to restore; one that trains needs its slots."""
+        """`restores`: whether a rank is about to restore. A rank that trains needs its slots."""
         self._pool = pool
         self._committer = committer
         self._prefetcher = prefetcher
@@ -54,12 +54,12 @@ class Restorer:
     # --- candidates --------------------------------------------------------------------------
 
     def candidates(self, lease: Lease) -> Candidates:
-        """What this rank may vote for. Call it when the scan is done.
+        """What this rank may vote for. Call it once the scan is done.
 
-        Where this sidecar serves all ranks, it knows which steps cannot be restored because some
-        rank lacks them. A step that was never complete was never kept: when there are only such
-        ones, the answer is NONE. But a step that *was* committed and is not whole any more is
-        UNKNOWN, and the run does not start over in silence.
+        If this sidecar serves all ranks, it leaves out steps that cannot be restored because some
+        rank lacks them. A step that was never complete was never kept: if there are only such
+        steps, the answer is NONE. But if a step *was* committed and is no longer whole, the answer
+        is UNKNOWN, so that the run does not silently start over.
         """
         for id in self._pool.rank(lease.rank).sealed():
             self._pool.sound(lease.rank, id)
@@ -69,7 +69,7 @@ class Restorer:
         held = {id: one for id, one in self.held(lease.rank).items() if id not in hidden}
         if sees_all(lease.request):
             whole = {*ledger.committed(Tier.MEMORY), *(one.id for one in offers)}
-            # a step of another world stays on the list: the vote names the difference
+            # A step of another world size stays on the list: the vote reports the difference.
             held = {id: one for id, one in held.items() if id in whole or one.world != lease.world}
         planned = plan(self._committer)
         answer, reason = (Answer.STEPS, "") if held or offers else self._why_nothing(lease)
@@ -86,7 +86,7 @@ class Restorer:
         )
 
     def _hidden(self) -> set[StepId]:
-        """Steps of another run that this one must not begin from (any more)."""
+        """Steps of another run from which this run must not begin, or no longer may."""
         committer = self._committer
         in_doubt = bool(committer.unreadable or self._failed())
         return {
@@ -94,13 +94,13 @@ class Restorer:
         }
 
     def _failed(self) -> list[Volume]:
-        """Volumes of which it could not be seen what is there."""
+        """Volumes whose content could not be determined."""
         volumes = self._committer.volumes.volumes
         return [volume for volume in volumes if volume.failed and not volume.read_only]
 
     def _wanted(self) -> dict[str, Any]:
-        """What a person wants to go back to. All is listed nonetheless: so that the vote can tell
-        what there is, and as another sidecar may not know of it."""
+        """The step that a person wants to go back to. Other steps are still listed, so that the
+        vote can tell what there is. Another sidecar may not know of the wish."""
         rollback = self._committer.rollback
         if (wish := rollback.wish) is None:
             return {}
@@ -112,7 +112,7 @@ class Restorer:
         }
 
     def held(self, rank: int) -> dict[StepId, Candidate]:
-        """Images of the rank itself, each on its nearest tier, without dead ones."""
+        """The rank's own images, each on its nearest tier, without dead steps."""
         slots = self._pool.rank(rank)
         dead, found = self._committer.ledger.is_dead, {}
         for id in self._committer.locator.ids():
@@ -149,8 +149,8 @@ class Restorer:
         return self._of_other_worlds(lease)
 
     def _of_other_worlds(self, lease: Lease) -> tuple[Answer, str]:
-        """What fewer or more ranks saved may be all that is left of a long run, be it committed or
-        not: it is not this rank's to say that it was never kept."""
+        """Steps that another number of ranks saved may be all that is left of a long run, committed
+        or not. This rank must not claim that they were never kept."""
         locator, ledger = self._committer.locator, self._committer.ledger
         left = [id for id in locator.ids() if not ledger.is_dead(id)]
         others = [id for id in left if locator.world_of(id) != lease.world]
@@ -185,9 +185,9 @@ class Restorer:
     # --- open --------------------------------------------------------------------------------
 
     async def open(self, lease: Lease, id: StepId, *, timeout_s: float, bad: str = "") -> Opened:
-        """The verified image of this step in a slot, pinned until `release`.
+        """Put the verified image of this step into a slot, pinned until `release`.
 
-        `bad`: path of a slot that was opened before, and that the trainer could not use. Raises
+        `bad`: path of a slot that was opened before, but that the trainer could not use. Raises
         SidecarError: `unknown-step`, `not-verified` (the shard is quarantined: vote again),
         `no-slot`.
         """
@@ -226,7 +226,7 @@ class Restorer:
             raise refuse("no-slot", f"{text} in the training process's environment") from error
 
     def release(self, rank: int) -> None:
-        """The rank has copied what it opened, or will not."""
+        """The rank has copied the image that it opened, or has given up."""
         self._prefetcher.agreed.pop(rank, None)
         self._image_sources.release(rank)
         self._chunk_buffers.release(rank)

@@ -1,8 +1,8 @@
-"""Where the images of all saved ranks are, for a trainer that cannot restore from one of its own.
+"""Where the images of all saved ranks are, for a trainer that cannot restore from its own image.
 
-A trainer at another world size, or with another layout, reads a little of many images: those that
-lie in this machine's memory it maps itself, all others come chunk by chunk (see `chunks`). What a
-rank was told of stays where it is until the rank has restored, or its lease has ended.
+A trainer with another world size or another layout reads a little of many images. It maps the
+images in this machine's memory itself; all others arrive chunk by chunk (see `chunks`). An image
+that was named to a rank stays where it is until the rank has restored or its lease has ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
 from keepstep_sidecar.restore.fetch import Fetcher
 
 _AT_ONCE = 32
-"""Shards whose first or last pages are asked for at a time."""
+"""How many shards are asked for their first or last pages at the same time."""
 
 
 @dataclass
@@ -51,17 +51,18 @@ class ImageSources:
         self._readings: dict[int, _Reading] = {}
         self._beyond_memory: dict[tuple[StepId, int], Source] = {}
         self._headers: dict[tuple[StepId, int], str] = {}
-        """Kept while a rank reads: all ranks of the node ask for the same."""
+        """Headers, kept while a rank reads: all ranks of the node ask for the same ones."""
         self._asking = asyncio.Lock()
 
     # --- sources -----------------------------------------------------------------------------
 
     async def sources(self, request: SourcesRequest) -> Sources:
-        """One source for each saved rank that has one, memory first; but of twins beyond this
-        machine's memory only one, which is a page and a header less to read for each other node.
-        This rank's own image is always among them.
+        """One source for each saved rank that has one, memory first. Of twins beyond this machine's
+        memory only one is named, so that each other node's page and header need not be read. This
+        rank's own image is always among the sources.
 
-        Raises SidecarError `unknown-step` when there is none at all, `starting` before the scan.
+        Raises SidecarError `unknown-step` when there is no source at all, `starting` before the
+        scan.
         """
         rank, id = self._leases.require(request.lease).rank, request.id
         if not self._committer.scanned:
@@ -79,12 +80,12 @@ class ImageSources:
         )
 
     def _mapped(self, reading: _Reading, id: StepId, *, bad: Collection[str]) -> dict[int, Source]:
-        """Images in slots, pinned before anything else can run."""
+        """Images in slots. They are pinned before anything else can run."""
         found = {}
         for saved in list(self._pool.ranks):
             slot = self._pool.sound(saved, id, bad=bad)
             if slot is None or (control := slot.file.control()) is None:
-                continue  # nothing, or a straggler has begun to fill it
+                continue  # no image, or a straggler has begun to fill the slot
             slot.pin()
             reading.pins.append(slot)
             found[saved] = Source(
@@ -100,12 +101,12 @@ class ImageSources:
     async def _find_beyond(
         self, found: dict[int, Source], id: StepId, *, own: int, every: bool
     ) -> tuple[int, ...]:
-        """Adds what is needed besides; while a copy turns out to be none, its twins are tried.
-        Returns the ranks that were left out."""
+        """Add the sources that are needed besides `found`. If a copy turns out to be unusable, its
+        twins are tried. Returns the ranks that were left out."""
         locator = self._committer.locator
         world = locator.world_of(id) or 1
-        # each node begins its search at its first rank: not all read the same copies, and yet all
-        # ranks of a node do
+        # Each node begins its search at its first rank. So different nodes do not all read the same
+        # copies, but all ranks of one node do.
         here = min(self._leases.ranks)
         left = [one for one in locator.ranks_with(id) if one not in found]
         left.sort(key=lambda one: (_far(locator.nearest(id, one)), (one - here) % world))
@@ -122,7 +123,8 @@ class ImageSources:
         return tuple(sorted(left))
 
     async def _told(self, id: StepId, saved: int) -> Source | None:
-        """From the nearest place that can show the shard's control page; None: from nowhere."""
+        """The source at the nearest place that can show the shard's control page; None if no place
+        can."""
         if (known := self._beyond_memory.get((id, saved))) is not None:
             return known
         with suppress(ImageError, StorageError):
@@ -141,7 +143,7 @@ class ImageSources:
     # --- headers -----------------------------------------------------------------------------
 
     async def headers(self, request: HeadersRequest) -> Headers:
-        """In the order of the request. Raises SidecarError `not-verified`."""
+        """Headers in the order of the request. Raises SidecarError `not-verified`."""
         self._leases.require(request.lease)
         asked = [partial(self._header, request.id, saved) for saved in request.ranks]
         try:
@@ -159,14 +161,14 @@ class ImageSources:
     # --- the end -----------------------------------------------------------------------------
 
     def _turn_to(self, rank: int, id: StepId) -> _Reading:
-        """`rank` reads `id` from now on, and no other step."""
+        """From now on `rank` reads `id`, and no other step."""
         self.release(rank)
         self._committer.opening(id, on=True)
         reading = self._readings[rank] = _Reading(id)
         return reading
 
     def release(self, rank: int) -> None:
-        """The rank has restored, or will not."""
+        """The rank has restored, or has given up."""
         if (reading := self._readings.pop(rank, None)) is None:
             return
         for slot in reading.pins:
