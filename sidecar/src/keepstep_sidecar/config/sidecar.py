@@ -65,11 +65,11 @@ def check_run(name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
-    """Whom to tell of this pod: an operator that sees the whole run.
+    """Where to report about this pod: an operator that sees the whole run.
 
-    `ca`: PEM text, the only authorities that are trusted until the operator names others, which
-    are kept in `ca_file` for the next start. `token_file`: read anew for each report, because
-    Kubernetes replaces it.
+    `ca`: PEM text, the only trusted authorities until the operator names others. Those are kept in
+    `ca_file` for the next start. `token_file`: read anew for each report, because Kubernetes
+    replaces it.
     """
 
     url: str

@@ -314,8 +314,8 @@ class Reporter:
             warn("report failed", kind=failure.kind, reason=str(failure), url=self._config.address)
 
     def _succeeded(self, report: Report, told: Report, reply: ReportReply) -> None:
-        """`told`: what was sent of it. Changes that the operator cannot follow are told whole, at
-        once, and so are twins that it cannot read as runs."""
+        """`told`: what was sent of `report`. If the operator cannot follow changes, the next report
+        is sent whole, at once. The same goes for twins that it cannot read as runs."""
         if self._failures or self._operator.heard_at is None:
             say("reporting", url=self._config.address, failures=self._failures)
         self._failures = 0

@@ -1,3 +1,5 @@
-"""Tiers beyond this machine: `tier` is what each of them can do, `source` one copy of a shard,
-`transfer` the loop that moves and verifies its chunks, `peer` and `archive` the two.
+"""Tiers beyond this machine.
+
+`tier` is their common interface, `source` one copy of a shard, `transfer` the loop that moves and
+verifies its chunks. `peer` and `archive` are the two implementations.
 """

@@ -1,7 +1,7 @@
-"""One copy of a shard, wherever it lies: a drive, another pod, an archive.
+"""One copy of a shard, wherever it lies: on a drive, at another pod, in an archive.
 
-A source only fetches bytes. What they must be, and in which order, is `transfer`'s business: it is
-the same for all of them.
+A source only fetches bytes. `transfer` knows which bytes they must be and in which order; this is
+the same for all sources.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from keepstep_sidecar.volume.shard_file import ShardFile
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 Read = Callable[[int, Sequence[memoryview]], Iterator[memoryview]]
-"""From byte `begin` on: fills page-aligned buffers in a row, and gives each as it is full."""
+"""Reads from byte `begin` on: fills page-aligned buffers in order, and yields each once it is
+full."""
 
 
 class Cancel:
-    """How to end blocking reads from another thread; each source says what that takes."""
+    """Lets another thread end blocking reads. Each source adds the calls that do so."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,7 +34,7 @@ class Cancel:
         self.done = False
 
     def add(self, call: Callable[[], None]) -> None:
-        """`call` when it is cancelled; at once when it was."""
+        """Register `call` for cancellation. It is called at once if that has already happened."""
         with self._lock:
             self._calls.append(call)
             if not self.done:
@@ -48,47 +49,49 @@ class Cancel:
 
 
 class ShardSource(Protocol):
-    """See the module. A value: asking costs nothing until it is `opened`."""
+    """See the module. A source is a value: it costs nothing until it is `opened`."""
 
     @property
     def shard(self) -> Shard:
-        """What should be there."""
+        """The shard that should be there."""
 
     @property
     def tier(self) -> Tier: ...
 
     @property
     def where(self) -> str:
-        """For people."""
+        """The place, as a text for people."""
 
     @property
     def run(self) -> str:
-        """Whose image it must be."""
+        """The run to which the image must belong."""
 
     @property
     def adopted_by(self) -> str:
-        """The run whose image it becomes in memory, where that is another one; else ''."""
+        """The run to which the image belongs in memory, if that is another run; else ''."""
 
     @property
     def streams(self) -> int:
-        """Reads at once that keep the way there busy."""
+        """How many parallel reads keep the connection or drive busy."""
 
     @property
     def run_chunks(self) -> int:
-        """Chunks in a row that one read asks for."""
+        """How many consecutive chunks one read asks for."""
 
     @property
     def verified_loads(self) -> bool:
-        """Whether each chunk of a whole image is digested; single chunks always are."""
+        """Whether each chunk of a whole image is verified by its digest. Single chunks always
+        are."""
 
     def opened(self, cancel: Cancel) -> AbstractContextManager[Read]:
-        """Reads for any number of threads. What fails inside is this copy's fault: it is left as a
-        StorageError or ImageError, and a file of this machine in quarantine."""
+        """Open the source for reads from any number of threads. An error inside is this copy's
+        fault: it becomes a StorageError or ImageError, and a file of this machine goes into
+        quarantine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileSource:
-    """A file of this machine; `open` finds it, wherever it was moved to."""
+    """A file of this machine. `open` finds it even if it was moved."""
 
     shard: Shard
     tier: Tier
@@ -116,7 +119,7 @@ class FileSource:
 
 
 def local_source(volumes: VolumeSet, shard: LocalShard) -> FileSource:
-    """On a volume of this machine. One that fails goes into quarantine."""
+    """A source for a shard on a volume of this machine. A shard that fails goes into quarantine."""
     volume = volumes.holder(shard.path)
     return FileSource(
         shard=shard,

@@ -1,7 +1,7 @@
-"""The one loop that moves chunks: from any source into a slot, into frames, to whoever takes them.
+"""The one loop that moves chunks: from any source into a slot, into frames, or to a function.
 
-Nothing is believed: root against what was promised, table against root, each chunk against the
-table. All of it blocks; `run` is for the event loop.
+Nothing is trusted. The root is checked against what was promised, the digest table against the
+root, and each chunk against the table. All functions block; `run` is for the event loop.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _MANIFESTS_KEPT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A source and its manifest, for as long as it is read."""
+    """A source and its manifest, for as long as the source is read."""
 
     source: ShardSource
     manifest: Manifest
     fetch: Read
 
     def read(self, wanted: Wanted, *, check: bool = True) -> Iterator[tuple[int, memoryview]]:
-        """Fill buffers of chunks in a row, and give each when it is verified."""
+        """Fill the buffers of consecutive chunks, and yield each once it is verified."""
         begin = self.manifest.bounds(wanted[0][0])[0]
         views = self.fetch(begin, [view for _, view in wanted])
         for (chunk, _), view in zip(wanted, views, strict=True):
@@ -50,14 +50,15 @@ class Opened:
 
 
 class Manifests:
-    """Those that were read last: whoever asks for single chunks asks again and again."""
+    """The manifests that were read last. A client that reads single chunks needs them again and
+    again."""
 
     def __init__(self) -> None:
         self._known: dict[ShardSource, Manifest] = {}
         self._lock = threading.Lock()
 
     def known(self, source: ShardSource) -> Manifest | None:
-        """Without asking the source."""
+        """The manifest if it was read before; does not ask the source."""
         return self._known.get(source)
 
     def read(self, source: ShardSource, fetch: Read) -> Manifest:
@@ -81,7 +82,7 @@ class Manifests:
 
 
 def _bytes(fetch: Read, begin: int, end: int) -> bytes:
-    """Memory is taken as bytes arrive, not as they are announced: piece by piece, each larger."""
+    """Allocate memory as bytes arrive, not as they are announced: in pieces that grow."""
     data, size = bytearray(), _PIECE_BYTES
     while (at := begin + len(data)) < end:
         size = min(size, end - at)
@@ -96,7 +97,8 @@ def _bytes(fetch: Read, begin: int, end: int) -> bytes:
 def opened(
     source: ShardSource, cancel: Cancel | None = None, manifests: Manifests | None = None
 ) -> Iterator[Opened]:
-    """Raises StorageError, ImageError; whatever is wrong with the copy is found inside."""
+    """Open a source. Raises StorageError, ImageError; errors of the copy occur inside the
+    context."""
     manifests = manifests or Manifests()
     try:
         with source.opened(cancel or Cancel()) as fetch:
@@ -117,7 +119,7 @@ def fill(
     check: bool = True,
     on_chunk: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill every buffer. When this returns or raises, nobody touches them any more."""
+    """Fill every buffer. When this returns or raises, no thread touches the buffers any more."""
     _check_sizes(open_source.manifest, wanted)
     runs = list(_runs(wanted, open_source.source.run_chunks))
 
@@ -136,8 +138,8 @@ def load(
     cancel: Cancel | None = None,
     manifests: Manifests | None = None,
 ) -> ControlPage:
-    """The whole image into the page-aligned slot `view`, verified, the seal last. After an error
-    the slot holds no seal. Raises StorageError, ImageError."""
+    """Load the whole image into the page-aligned slot `view`, verified, the seal last. After an
+    error the slot holds no seal. Raises StorageError, ImageError."""
     view[-PAGE_BYTES:] = bytes(PAGE_BYTES)
     with opened(source, cancel, manifests) as open_source:
         return _load(open_source, view)
@@ -174,7 +176,7 @@ def _check_sizes(manifest: Manifest, wanted: Wanted) -> None:
 
 
 def _runs(wanted: Wanted, most: int) -> Iterator[Wanted]:
-    """Chunks that follow each other, some at a time."""
+    """Group consecutive chunks, at most `most` in each group."""
     run: list[tuple[int, memoryview]] = []
     for chunk, view in sorted(wanted, key=lambda pair: pair[0]):
         if run and (chunk != run[-1][0] + 1 or len(run) == most):
@@ -197,9 +199,9 @@ def each(
     niceness: int = 0,
     still: Callable[[int], bool] = lambda chunk: True,
 ) -> None:
-    """`use(chunk, data)` for each of the chunks, verified, on `threads` threads; memory for one
-    chunk a thread. `data` is another chunk's when `use` has returned. `still`: whether one is
-    wanted at all, asked just before it is read."""
+    """Call `use(chunk, data)` for each chunk, verified, on `threads` threads. Each thread needs
+    memory for one chunk. After `use` returns, `data` is reused for another chunk. `still`: whether
+    a chunk is still wanted; called just before the chunk is read."""
     numbers, own = list(chunks), threading.local()
 
     def take(index: int) -> None:
@@ -219,8 +221,8 @@ def each(
 
 
 async def run(threads: Executor | None, work: Callable[[Cancel], T]) -> T:
-    """`work(cancel)` on a thread. When this is cancelled the reads are ended, and it returns only
-    after `work` has: nobody touches its buffers any more."""
+    """Run `work(cancel)` on a thread. If this is cancelled, the reads are ended. It returns only
+    after `work` has, so no thread touches the buffers of `work` any more."""
     cancel = Cancel()
     future = asyncio.get_running_loop().run_in_executor(threads, work, cancel)
     try:

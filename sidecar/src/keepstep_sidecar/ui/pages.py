@@ -1,4 +1,4 @@
-"""Sections of a run of this machine: what the page shows beside what every page does."""
+"""Sections of a run of this machine: what its page shows besides what every page shows."""
 
 from __future__ import annotations
 

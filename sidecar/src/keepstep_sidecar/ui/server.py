@@ -1,4 +1,4 @@
-"""The page of this machine's runs, served."""
+"""Serves the page of this machine's runs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ async def serving(
     read: Callable[[str], RunView],
     text: Callable[[str], str] = str,
 ) -> AsyncIterator[str]:
-    """Serve the page on this machine; yields its URL. `port` 0: a free one; `names`, `read`: see
-    `Board`, but both may block; `text`: see `Pages`. Raises UsageError where the port cannot be
-    had."""
+    """Serve the page on this machine; yields its URL. `port` 0: any free port. `names`, `read`: see
+    `Board`, but both may block. `text`: see `Pages`. Raises UsageError when the port cannot be
+    used."""
     readers = ThreadPoolExecutor(_READERS, thread_name_prefix="keepstep-ui-read")
     board = board_of(names, read, readers)
     site = Site(board, MachinePages(place=str(directory), text=text))
@@ -47,7 +47,8 @@ def board_of(
     read: Callable[[str], RunView],
     readers: ThreadPoolExecutor,
 ) -> Board[RunView]:
-    """Runs that are read on threads; which ones there are is found out beside those that hang."""
+    """Runs that are read on threads. The runs are listed on other threads, so that a read that
+    hangs does not stop this."""
     loop = asyncio.get_running_loop()
 
     async def listed() -> Sequence[str]:

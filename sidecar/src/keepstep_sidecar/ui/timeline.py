@@ -1,7 +1,7 @@
 """What the page shows of a run's history: restores, lost steps, step time, and points of charts.
 
-Pure: events in, figures out. A chart has a few hundred points at most, however long the run: those
-that are left out are chosen by the events' numbers, so that the others stay where they are.
+Pure: events in, figures out. A chart has a few hundred points at most, however long the run is.
+Points are left out by the events' numbers, so that the remaining ones stay where they are.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from keepstep.steps import NEAREST_FIRST, StepId
 from keepstep_sidecar.ui.view import RunView, ranks_on
 
 POINTS: Final = 400
-"""Of a line of a chart, at most."""
+"""The most points in a line of a chart."""
 
 _BREAKS: Final = frozenset({Kind.STARTED, Kind.CAME, Kind.ENDED, Kind.RESTORED})
-"""Between two staged steps these are time that no step took."""
+"""Time around these events, between two staged steps, is not the time of a step."""
 
 _RECENT: Final = 30
-"""Events of about a second each that a step time now is the median of."""
+"""The usual step time is the median over this many events of about a second each."""
 
 _Numbered = TypeVar("_Numbered", Event, "StepTime")
 
 Line = tuple[list[float], list[float | None]]
-"""Unix seconds, and a value at each; None where the line is broken."""
+"""Unix seconds, and a value for each; None where the line is broken."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restore:
-    """One rank that went on: `began` from a step (none: at step 0) after `lost` steps that were
-    in memory before; `restart`: what the interruption cost, None for a first start, or until the
-    first step after it."""
+    """One rank that went on. `began`: the step from which (None: step 0). `lost`: how many steps
+    were in memory after that one. `restart`: the cost of the interruption; None for a first start,
+    or until the first step after it."""
 
     event: Event
     began: StepId | None
@@ -45,7 +45,7 @@ class Restore:
 
 
 def restores(events: Sequence[Event]) -> list[Restore]:
-    """All that are known, oldest first."""
+    """All known restores, oldest first."""
     found: list[Restore] = []
     staged: StepId | None = None
     for at, event in enumerate(events):
@@ -54,7 +54,7 @@ def restores(events: Sequence[Event]) -> list[Restore]:
         if event.kind is Kind.RESTORED:
             began = event.epoch.parent if event.epoch else None
             lost = None if staged is None else staged.step - (began.step if began else -1)
-            # of one epoch several ranks are told; what was staged in it is not lost
+            # Several ranks report the same epoch; what was staged in that epoch is not lost.
             if staged is not None and event.epoch and staged.epoch == event.epoch.id:
                 lost = next((one.lost for one in found if one.event.epoch == event.epoch), None)
             restart = _restart_of(event.rank, (events[one] for one in range(at + 1, len(events))))
@@ -78,7 +78,8 @@ def lost(events: Iterable[Event]) -> list[Event]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one step of training at `at`, and how much of them `keepstep.save` took."""
+    """The time of one training step at `at`, in seconds, and how much of it `keepstep.save`
+    took."""
 
     at: float
     sequence: int
@@ -91,8 +92,8 @@ class StepTime:
 
 
 def step_times(events: Iterable[Event]) -> list[StepTime]:
-    """From one staged step to the next of the same life, oldest first. A step of an interruption
-    is left out: that time is the restart's."""
+    """Times from one staged step to the next of the same life, oldest first. Steps with an
+    interruption between them are left out: that time belongs to the restart."""
     return list(_step_times(events))
 
 
@@ -112,7 +113,7 @@ def _step_times(events: Iterable[Event]) -> Iterator[StepTime]:
 
 
 def usual(times: Sequence[StepTime]) -> StepTime | None:
-    """The median of the last ones; None without any."""
+    """The median of the last step times; None if there are none."""
     if not (recent := times[-_RECENT:]):
         return None
     last = recent[-1]
@@ -129,7 +130,7 @@ def usual(times: Sequence[StepTime]) -> StepTime | None:
 
 def charts(view: RunView) -> dict[str, dict[str, Line]]:
     """Lines by chart and name. `steps`: numbers of steps, by the tier that they reached, and what
-    was restored; `time`: milliseconds of a step."""
+    was restored. `time`: milliseconds of a step."""
     events = view.events
     times = _thinned(step_times(events))
     at = [_s(one.at) for one in times]
@@ -143,8 +144,9 @@ def charts(view: RunView) -> dict[str, dict[str, Line]]:
 
 
 def _reached(view: RunView) -> dict[str, Line]:
-    """Steps as they were staged and committed; on peers and in the archive those that are there
-    now, at the time at which they were staged: when they came there is not known."""
+    """Steps by tier. In memory and on drives: when they were staged and committed. On peers and in
+    the archive: the steps that are there now, at the time when they were staged, because it is
+    unknown when they arrived there."""
     known = [one for one in view.events if one.step is not None]
     staged = [one for one in known if one.kind is Kind.STAGED]
     committed = [one for one in known if one.kind is Kind.COMMITTED]
@@ -157,7 +159,8 @@ def _reached(view: RunView) -> dict[str, Line]:
 
 
 def _staged_at(id: StepId, staged: Sequence[Event]) -> float | None:
-    """When; `staged` ascends, as a step counts when the first rank has it."""
+    """When the step was staged. `staged` ascends, because a step counts when the first rank has
+    it."""
     at = bisect.bisect_left(staged, id, key=_step)
     return staged[at].until if at < len(staged) and _step(staged[at]).epoch == id.epoch else None
 
@@ -173,7 +176,7 @@ def _numbers(events: Sequence[Event]) -> Line:
 
 
 def _broken(line: Line, events: Iterable[Event]) -> Line:
-    """A gap from where a trainer ended."""
+    """The line with a gap wherever a trainer ended."""
     ends = [_s(one.at) for one in events if one.kind is Kind.ENDED][-POINTS:]
     if not line[0]:
         return line
@@ -190,7 +193,7 @@ def _restored(events: Sequence[Event]) -> Line:
 
 
 def _thinned(values: Sequence[_Numbered]) -> list[_Numbered]:
-    """So few that a chart takes them, with the last."""
+    """Few enough values for a chart, including the last."""
     stride = 1
     while len(values) > POINTS * stride:
         stride *= 2

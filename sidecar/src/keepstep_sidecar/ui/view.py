@@ -1,4 +1,5 @@
-"""What the page knows of a run at one moment. Values only: who reads them is passed in."""
+"""What the page knows of a run at one moment. Values only: the code that reads them is
+elsewhere."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, Vol
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """`live`: what the sidecar says, None without one; then `steps`, ascending, are those of the
-    `volumes`. `events`: its history on this machine, oldest first. `problems`: what somebody
-    should look at. `error`: why nothing of it could be read.
+    """`live`: what the sidecar says, None without a sidecar. In that case `steps`, which ascend,
+    are those of the `volumes`. `events`: the run's history on this machine, oldest first.
+    `problems`: what people should look at. `error`: why nothing of the run could be read.
     """
 
     name: str
@@ -43,7 +44,7 @@ class RunView:
 
     @property
     def state(self) -> str:
-        """In a word: training | waiting | stopped | unreadable."""
+        """The state in a word: training | waiting | stopped | unreadable."""
         if self.error:
             return "unreadable"
         if self.live is None:
@@ -52,7 +53,8 @@ class RunView:
 
     @property
     def state_text(self) -> str:
-        """In a sentence, without anything that changes at every step: it is read out loud."""
+        """The state in a sentence, without anything that changes at every step: it is read out
+        loud."""
         if self.live is None or self.error:
             return {
                 "unreadable": "This run cannot be read.",

@@ -1,13 +1,14 @@
 """Which committed steps are still to be sent, and in which order. Pure: times are passed in.
 
-Every sidecar sends its own ranks' shards of the *same* steps, without asking the others: multiples
-of a base, oldest first. An archive that is slower than the run loses steps: they are retired here
-before their turn. Each sidecar might then catch other ones, and no step would ever be whole. So
-whoever loses one sends multiples of twice the base from then on (and of the former base again,
-once nothing waits): of two sidecars, the one with the finer grid sends all that the other does.
+Every sidecar sends its own ranks' shards of the *same* steps without asking the others: multiples
+of a base, oldest first. If an archive is slower than the run, steps are lost: they are retired here
+before their turn. Each sidecar might then send different steps, and no step would ever be whole. So
+a sidecar that loses a step sends only multiples of twice the base from then on (and of the former
+base again once nothing waits). Of two sidecars, the one with the finer grid sends all steps that
+the other sends.
 
-A due step that some rank left out is never committed. The first commit after it takes its place:
-whoever sees all ranks says so, the operator or the only sidecar (`stand_in`).
+A due step that some rank left out is never committed. The first commit after it takes its place.
+The operator, or the only sidecar, says so, because it sees all ranks (`stand_in`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _COARSEST = 20
 
 @dataclass
 class Backlog:
-    """`base`: steps. `wanted`: sent although they are not multiples of it."""
+    """`base`: a number of steps. `wanted`: steps that are sent although they are not multiples of
+    it."""
 
     base: int
     doublings: int = 0
@@ -42,9 +44,9 @@ class Backlog:
         now: float,
         blame_pace: bool = False,
     ) -> None:
-        """`held`: all steps of which shards are here and the fate is known; `done`: those of which
-        nothing is to be sent. `blame_pace`: the archive works, so it was too slow for a step that
-        went while it waited."""
+        """Take over what is here. `held`: all steps of which shards are here and whose fate is
+        known. `done`: those of which nothing is to be sent. `blame_pace`: the archive works, so if
+        a step is gone that was waiting, the archive was too slow."""
         gone = self._held.keys() - held.keys()
         if blame_pace and any(map(self._waits, gone)):
             self.doublings = min(self.doublings + 1, _COARSEST)
@@ -53,7 +55,8 @@ class Backlog:
         self._since = {id: self._since.get(id, now) for id in held}
 
     def stand_in(self, commits: Collection[StepId]) -> None:
-        """The newest of all commits there are, for a due step before it that never was one."""
+        """Let the newest of all commits take the place of a due step before it that was never
+        committed."""
         before, self._newest = self._newest, max(commits, default=None)
         new = self._newest
         if before is None or new is None or before.epoch != new.epoch:
@@ -69,29 +72,29 @@ class Backlog:
             self.doublings -= 1
 
     def waiting(self) -> list[StepId]:
-        """Steps to be sent, in that order."""
+        """The steps to be sent, in this order."""
         return sorted(filter(self._waits, self._held))
 
     def next(self) -> StepId | None:
-        """The first of them."""
+        """The first step to be sent; None if there is none."""
         return min(filter(self._waits, self._held), default=None)
 
     def shards(self, id: StepId) -> tuple[LocalShard, ...]:
-        """What is here of a step, in the order of ranks."""
+        """The shards of a step that are here, in the order of ranks."""
         held = self._held.get(id, {})
         return tuple(held[rank] for rank in sorted(held))
 
     def backlog(self) -> int:
-        """Shards that wait."""
+        """How many shards wait."""
         return sum(len(self._held[id]) for id in self.waiting())
 
     def behind_s(self, now: float) -> float:
-        """For how long the oldest of them waits."""
+        """For how many seconds the oldest waiting step has been waiting."""
         return max((now - self._since[id] for id in self.waiting()), default=0.0)
 
     def _waits(self, id: StepId) -> bool:
         return id in self._held and id not in self._done and self.due(id)
 
     def due(self, id: StepId) -> bool:
-        """Whether it belongs into the archive."""
+        """Whether the step belongs into the archive."""
         return id in self.wanted or id.step % (self.base << self.doublings) == 0

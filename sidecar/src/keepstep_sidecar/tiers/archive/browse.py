@@ -1,4 +1,4 @@
-"""An archive for whoever has no run of their own: list, verify and pull for `keepstep archive`."""
+"""An archive without a run of one's own: list, verify and pull for `keepstep archive`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Holding:
     store: Store
 
     async def survey(self) -> Survey:
-        """Raises StorageError."""
+        """What the archive holds of the run. Raises StorageError."""
         return await Surveyor(self.store, self.run).survey()
 
     def shards(self, step: ArchivedStep) -> tuple[RemoteShard, ...]:
-        """Of a complete step."""
+        """The shards of a complete step."""
         return remotes(step, run=self.run, where=self.store.where)
 
     async def chosen(self, word: str | None, *, sound: bool) -> tuple[ArchivedStep, ...]:
-        """Steps by number or by full name; without a word all that have a record.
+        """Steps by number or by full name. Without a word, all that have a record.
 
-        `sound`: exactly one, and complete. Raises UsageError, RestoreError.
+        `sound`: exactly one step, which is complete. Raises UsageError, RestoreError.
         """
         survey = await self.survey()
         if survey.conflict and sound:
@@ -58,7 +58,7 @@ class Holding:
         return found
 
     async def verify(self, step: ArchivedStep, *, on_chunk: Callable[[int], None]) -> list[str]:
-        """What is wrong with the shards of a complete step. Raises StorageError."""
+        """The faults of the shards of a complete step. Raises StorageError."""
         results = [await self._fault(shard, on_chunk) for shard in self.shards(step)]
         return [fault for fault in results if fault]
 
@@ -73,7 +73,7 @@ class Holding:
         return ""
 
     async def _verify(self, source: ArchiveSource, on_chunk: Callable[[int], None]) -> None:
-        """Every byte, with memory for a few chunks."""
+        """Verify every byte, with memory for a few chunks."""
 
         def work(cancel: Cancel) -> None:
             with transfer.opened(source, cancel) as opened:
@@ -89,7 +89,8 @@ def _means(step: ArchivedStep, word: str | None) -> bool:
 
 @asynccontextmanager
 async def opened(config: ArchiveConfig, run: str | None) -> AsyncIterator[Holding]:
-    """The run in the archive, the only one if it is not named. Raises UsageError, StorageError."""
+    """The named run in the archive; without a name, its only run. Raises UsageError,
+    StorageError."""
     store = open_store(config)
     try:
         name = run or await _only_run(store)
@@ -111,18 +112,18 @@ async def _only_run(store: Store) -> str:
 
 # --- pull ------------------------------------------------------------------------------------
 #
-# Fetches an archived step into a local directory, so that it can be interrupted and go on.
+# Fetches an archived step into a local directory. It can be interrupted and continued.
 #
-# A shard grows under a hidden name; what is in it already is proved by the digests, chunk by
-# chunk, so nothing is believed because a file has the right length. A step's directory gets its
-# name when all its shards are whole: readers never see a part.
+# A shard grows under a hidden name. The digests prove, chunk by chunk, what is already in it, so a
+# file is never trusted because of its length. A step's directory gets its name when all its shards
+# are whole, so readers never see a part.
 
 
 async def pull_step(
     holding: Holding, step: ArchivedStep, target: Path, *, on_chunk: Callable[[int], None]
 ) -> Path:
-    """The step below `target`, as `<target>/<step>`. Raises StorageError, ImageError,
-    RestoreError when something else has that name."""
+    """Fetch the step to `<target>/<step>`; returns that path. Raises StorageError, ImageError,
+    RestoreError when the name is taken."""
     final = target / str(step.id)
     if final.exists():
         raise RestoreError(f"{final} exists already; move it away, or verify it as it is")
@@ -146,7 +147,7 @@ async def _pull(
     def work(cancel: Cancel) -> None:
         with transfer.opened(at, cancel) as opened, path.open("a+b") as file:
             size_bytes = opened.manifest.layout.size_bytes
-            # Every block now: a disk that is full under a mapping ends the process.
+            # Allocate every block now: if the disk is full under a mapping, the process ends.
             Filesystem().allocate(file.fileno(), size_bytes)
             file.truncate(size_bytes)
             mapping = mmap.mmap(file.fileno(), size_bytes)
@@ -158,7 +159,7 @@ async def _pull(
 
 
 def _complete(opened: transfer.Opened, view: memoryview, on_chunk: Callable[[int], None]) -> None:
-    """What is missing of the shard in `view`."""
+    """Fetch the chunks that are missing in `view`."""
     manifest, missing = opened.manifest, []
     for chunk in manifest.chunks:
         begin, end = manifest.bounds(chunk)

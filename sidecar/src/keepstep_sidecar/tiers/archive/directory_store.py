@@ -1,8 +1,8 @@
 """An archive in a directory: a shared file system, a PVC, another drive.
 
-An object is written under a hidden name, flushed, then renamed or linked to its own, so that
-readers see whole ones only, also after a power cut. The root must exist: one that is missing is
-most likely not mounted, and that is not the same as an empty archive.
+An object is written under a hidden name, flushed, and then renamed or linked to its own name. So
+readers see only whole objects, even after a power cut. The root must exist: a missing root is most
+likely not mounted, which is not the same as an empty archive.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 _THREADS = 4
 _LEFTOVER_S = 86400.0
-"""After a day nobody is still writing that file."""
+"""After a day, no writer is still writing such a file."""
 
 
 class DirectoryStore:
-    """Implements `Store`. Blocking calls run on threads of its own."""
+    """Implements `Store`. Blocking calls run on its own threads."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -71,7 +71,8 @@ class DirectoryStore:
         )
 
     def _sweep(self, entry: os.DirEntry[str]) -> None:
-        """Remove what a writer that died has left; another machine may still write a young one."""
+        """Remove a file that a dead writer left. A younger file may still be written by another
+        machine."""
         with contextlib.suppress(OSError):
             if ".tmp-" in entry.name and time.time() - entry.stat().st_mtime > _LEFTOVER_S:
                 os.unlink(entry.path)
@@ -99,7 +100,8 @@ class DirectoryStore:
             fd = self._filesystem.open(self.root / name, os.O_RDONLY)
             try:
                 got = self._filesystem.read(fd, view, begin)
-                # gigabytes that nobody reads again would push the training's data out of memory
+                # Gigabytes that will not be read again would push the training's data out of
+                # memory.
                 os.posix_fadvise(fd, begin, len(view), os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
@@ -115,7 +117,7 @@ class DirectoryStore:
             try:
                 self._filesystem.write(fd, memoryview(data), 0)
                 self._filesystem.sync_data(fd)
-                os.link(temporary, path)  # unlike rename it does not replace
+                os.link(temporary, path)  # unlike rename, it does not replace
             except FileExistsError:
                 return False
             finally:
@@ -139,11 +141,12 @@ class DirectoryStore:
                 del piece
             await self._do(lambda: self._finish(fd, temporary, path))
         finally:
-            # on a thread: a server that is away lets both wait for minutes
+            # On a thread: with an unreachable server, both calls may wait for minutes.
             await self._do(lambda: self._let_go(fd, temporary))
 
     def _let_go(self, fd: int, temporary: Path) -> None:
-        """Also of what failed; why it did is told, not that it cannot be tidied away, too."""
+        """Close and remove the temporary file, also after an error. That error is the one to
+        report, so errors here are ignored."""
         with contextlib.suppress(OSError):
             os.close(fd)
         with contextlib.suppress(OSError):  # after a rename there is none
@@ -151,7 +154,7 @@ class DirectoryStore:
 
     def _put(self, fd: int, data: memoryview, begin: int) -> None:
         self._filesystem.write(fd, data, begin)
-        # What is clean already leaves the page cache, which belongs to the training.
+        # Drop clean pages from the page cache, which the training needs.
         self._filesystem.forget_cache(fd)
 
     def _finish(self, fd: int, temporary: Path, path: Path) -> None:
@@ -191,7 +194,7 @@ class DirectoryStore:
             )
 
     async def _do(self, work: Callable[[], T]) -> T:
-        """On a thread; an OSError becomes a StorageError that names the archive."""
+        """Run `work` on a thread. An OSError becomes a StorageError that names the archive."""
         try:
             return await blocking(self._threads, work)
         except OSError as error:
@@ -200,6 +203,6 @@ class DirectoryStore:
 
 
 def _text(name: str) -> str:
-    """As it is, unless it is not UTF-8: then it is none of ours, and is only told of. No message,
-    status or report could hold it."""
+    """The name itself if it is UTF-8. A name that is not UTF-8 is not keepstep's and is only
+    reported, in an escaped form: no message, status or report could contain it otherwise."""
     return os.fsencode(name).decode(errors="backslashreplace")

@@ -1,8 +1,8 @@
 """Another run's part of the archive as a `RemoteTier`, for a run that begins from a step there.
 
-Only ever reads: nothing is written below the other run's directory, nothing is deleted there, and
-nothing says that somebody reads. So the other run may expire the step at any time; then nothing is
-begun in its stead.
+It only reads: it writes and deletes nothing below the other run's directory, and does not show that
+it reads. So the other run may expire the step at any time. This run then does not begin from
+another step instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STEPS_NAMED = 5
 
 
 class AncestorTier(RemoteTier):
-    """`run`: this run's name; `epochs`: its own lives."""
+    """`run`: the name of this run. `epochs`: returns its own epochs."""
 
     tier = Tier.ARCHIVE
 
@@ -51,7 +51,8 @@ class AncestorTier(RemoteTier):
         return self._ids
 
     async def look(self) -> Inventory:
-        """See `RemoteTier.look`. A step that is not there is UNKNOWN: never a reason for step 0."""
+        """See `RemoteTier.look`. If the step is missing, the answer is UNKNOWN: never a reason for
+        step 0."""
         if self.facts.outgrown():
             return Inventory(answer=Answer.NONE)
         try:
@@ -65,7 +66,7 @@ class AncestorTier(RemoteTier):
         return inventory(found, run=self.ancestor, where=self.where, reason=self._trouble)
 
     def _chosen(self, survey: Survey) -> list[ArchivedStep]:
-        """The step that is meant, of those that no later life of the other run left behind."""
+        """The chosen step, of those that no later life of the other run left behind."""
         whole = {one.id: one for one in survey.complete}
         lineage = trace({one.id: one for one in survey.epochs}, seen={id.epoch for id in whole})
         alive = {id for id in whole if lineage.standing(id) is Standing.LIVE}
@@ -82,8 +83,8 @@ class AncestorTier(RemoteTier):
         return f"{self.where} does not hold that step whole; there is {named}"
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
-        """In memory the image is this run's: a sidecar that is started again would erase another
-        one's."""
+        """In memory the image belongs to this run: a restarted sidecar would erase another run's
+        image."""
         return [source(self._store, shard, run=self.ancestor, adopted_by=self._own)]
 
     def status(self) -> TierStatus:

@@ -5,7 +5,7 @@
     <archive>/<run>/<step>/step.json                        last: now the step is archived
 
 A step is archived when its record is sound and exactly its files are there. Anything else is
-named and left alone.
+reported and left alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from keepstep_sidecar.volume.paths import is_shard, is_step
 
 @dataclass(frozen=True, kw_only=True)
 class ArchivedStep:
-    """A step's directory. `fault`: why it must not be restored though it has a record; '' without.
+    """A step's directory. `fault`: why a step with a record must not be restored; '' if it may be.
 
     `files`: by their names in the directory.
     """
@@ -47,29 +47,31 @@ class ArchivedStep:
 
     @property
     def partial(self) -> bool:
-        """No record yet, or no more: being sent, being deleted, or given up half-way."""
+        """There is no record (any more): the step is being sent, being deleted, or was given up
+        half-way."""
         return self.record is None and not self.fault
 
     @property
     def shard_files(self) -> list[str]:
-        """Names of those that are ours, but for the record."""
+        """Names of keepstep's own files, without the record."""
         return sorted(name for name in self.files if is_shard(name) or is_twin(name))
 
     @property
     def stored_bytes(self) -> int:
-        """What they take there."""
+        """Bytes that the shard files take in the archive."""
         return sum(self.files[name].bytes for name in self.shard_files)
 
     @property
     def image_bytes(self) -> int:
-        """Of all images of a complete step, what twins have in common each time."""
+        """Bytes of all images of a complete step; what twins have in common counts for each of
+        them."""
         assert self.record is not None
         return sum(one.size_bytes for one in self.record.shards)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """Steps in ascending order. `conflict`: two runs share this place; '' when they do not."""
+    """Steps in ascending order. `conflict`: two runs share this place; '' if they do not."""
 
     steps: tuple[ArchivedStep, ...] = ()
     conflict: str = ""
@@ -80,13 +82,13 @@ class Survey:
 
     @property
     def epochs(self) -> tuple[Epoch, ...]:
-        """All that the records tell, oldest first."""
+        """All epochs in the records, oldest first."""
         records = (one.record for one in self.steps if one.record)
         return merged(epoch for record in records for epoch in record.epochs)
 
     @property
     def origin(self) -> str:
-        """`RUN/STEP` of another run that this one began from; '' where it is no fork."""
+        """`RUN/STEP` of the other run from which this run began; '' if it is not a fork."""
         found = (f"{one.origin}/{one.parent}" for one in self.epochs if one.origin)
         return next(found, "")
 
@@ -119,7 +121,7 @@ def remotes(step: ArchivedStep, *, run: str, where: str) -> tuple[RemoteShard, .
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A shard's object. `rest`: the shard whose object has what this one leaves out; `own` as in
+    """A shard's object. `rest`: the shard whose object has what this one leaves out. `own`: as in
     `Twin`."""
 
     name: str
@@ -129,7 +131,7 @@ class Place:
 
 
 def whole(shard: Shard, stored: Stored, *, where: str) -> RemoteShard:
-    """A shard whose object is all of it."""
+    """A shard whose object contains all of it."""
     place = Place(name=stored.name, stored_bytes=stored.bytes)
     return RemoteShard.of(shard, tier=Tier.ARCHIVE, where=where, key=place)
 
@@ -142,7 +144,7 @@ def inventory(
     epochs: tuple[Epoch, ...] = (),
     reason: str = "",
 ) -> Inventory:
-    """Of complete steps. Without any, a reason makes it UNKNOWN."""
+    """The inventory of complete steps. If there are none, a reason makes the answer UNKNOWN."""
     nothing = Answer.UNKNOWN if reason else Answer.NONE
     return Inventory(
         answer=Answer.STEPS if complete else nothing,
@@ -161,7 +163,7 @@ def source(
     adopted_by: str = "",
     received: Callable[[int, float], None] = lambda size_bytes, seconds: None,
 ) -> ArchiveSource:
-    """Where such a shard can be read; call it on the event loop."""
+    """The source from which such a shard is read. Call it on the event loop."""
     place: Place = shard.key
     twin = None
     if place.rest is not None:
@@ -187,14 +189,14 @@ _Found = StepRecord | ImageError
 
 @dataclass
 class Surveyor:
-    """Lists the run's directory; records are read again only when they changed."""
+    """Lists the run's directory. Records are read again only when they changed."""
 
     store: Store
     run: str
     _known: dict[_Key, _Found] = field(default_factory=dict)
 
     async def survey(self, own: Iterable[Epoch] = ()) -> Survey:
-        """`own`: epochs that the run itself knows. Raises StorageError."""
+        """The steps of the run. `own`: epochs that the run itself knows. Raises StorageError."""
         listed = await self.store.list_below(self.run)
         by_step: defaultdict[StepId, dict[str, Stored]] = defaultdict(dict)
         for stored in listed:
@@ -203,7 +205,7 @@ class Surveyor:
                 by_step[StepId.parse(directory)][name] = stored
         records_there = filter(None, map(_record_in, by_step.values()))
         reads = [functools.partial(self._read, stored) for stored in records_there]
-        # of this listing alone: another survey may be under way, with an older one
+        # Only from this listing: another survey with an older listing may be under way.
         found = self._known = dict(await few_at_once(reads, most=IN_FLIGHT))
         steps = tuple(self._judge(id, files, found) for id, files in sorted(by_step.items()))
         return Survey(steps=steps, conflict=self._conflict(steps, own))
@@ -221,7 +223,7 @@ class Surveyor:
     def _judge(
         self, id: StepId, files: Mapping[str, Stored], known: Mapping[_Key, _Found]
     ) -> ArchivedStep:
-        """A directory whose record, if there is one, was read."""
+        """Describe a directory whose record, if it has one, was read."""
         if (stored := _record_in(files)) is None:
             return ArchivedStep(id=id, files=files)
         found = known[stored.name, stored.etag]
@@ -246,7 +248,8 @@ class Surveyor:
         return ""
 
     def _conflict(self, steps: Iterable[ArchivedStep], own: Iterable[Epoch]) -> str:
-        """Two families of epochs that began apart, and who they are."""
+        """A text that names two families of epochs with separate beginnings; '' if there is only
+        one."""
         own = tuple(own)
         told = [step.record.epochs for step in steps if step.record and step.complete]
         found = rooted([*told, own])
@@ -277,14 +280,15 @@ def _record_in(files: Mapping[str, Stored]) -> Stored | None:
 
 # --- epochs of one run -----------------------------------------------------------------------
 #
-# Epochs are kin when one is the parent of the other, or when one run's record lists both; but a
-# fork is no kin of the run that it began from, or all forks of one step were. Two families in one
-# archive are two runs that share a name: restoring from the one what the other saved would be a
-# mix of two models, so neither is restored, nor anything deleted.
+# Epochs are kin when one is the parent of the other, or when one record lists both. But a fork is
+# no kin of the run that it began from; otherwise all forks of a step would be kin. Two families in
+# one archive are two runs that share a name. To restore in one run what the other saved would mix
+# two models. So neither run is restored, and nothing is deleted.
 
 
 def families(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
-    """The families among these records (one a step, and one for the run itself), oldest first."""
+    """The families among these records (one for each step, and one for the run itself), oldest
+    first."""
     found: list[set[EpochId]] = []
     for record in records:
         kin = {id for epoch in record for id in _mentioned(epoch)}
@@ -297,8 +301,8 @@ def families(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
 
 
 def rooted(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
-    """The families of which it is known where they began. A family without may be a later part of
-    any of them: a pod that was replaced knows only the epochs since then."""
+    """The families whose beginning is known. A family without a known beginning may be a later part
+    of any of them: a pod that was replaced knows only the epochs since then."""
     told = [tuple(record) for record in records]
     roots = {one.id for record in told for one in record if one.parent is None or one.origin}
     return [family for family in families(told) if family & roots]

@@ -1,8 +1,8 @@
 """An archive in an object store: S3, Google Cloud Storage or Azure, through `obstore`.
 
-Requests are retried by `obstore` for a while (5xx, SlowDown, dropped connections, with backoff and
-jitter); what still fails becomes a StorageError, and is tried again later. Payloads are signed, so
-S3 itself refuses bytes that changed on their way to it.
+`obstore` retries requests for a while (5xx, SlowDown, dropped connections), with backoff and
+jitter. What still fails becomes a StorageError and is tried again later. Payloads are signed, so S3
+itself refuses bytes that changed on the way.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist",
 
 
 def open_objects(config: ArchiveConfig) -> ObjectsStore:
-    """Nothing is asked yet. Raises UsageError for a bucket that cannot be addressed."""
+    """Sends no request yet. Raises UsageError for a bucket that cannot be addressed."""
     try:
         return ObjectsStore(
             lambda: _open(config), f"{config.scheme}://{config.bucket}", config.prefix
@@ -52,7 +52,7 @@ def open_objects(config: ArchiveConfig) -> ObjectsStore:
 
 
 def _open(config: ArchiveConfig) -> ObjectStore:
-    """The whole bucket: prefixes are ours, so that names in errors are whole."""
+    """A client for the whole bucket. Prefixes are added here, so that errors show whole names."""
     client: Any = {"connect_timeout": _CONNECT, "timeout": _REQUEST}
     common: Any = {"client_options": client, "retry_config": _RETRY}
     if config.scheme == "gs":
@@ -68,7 +68,7 @@ def _open(config: ArchiveConfig) -> ObjectStore:
 
 
 class ObjectsStore:
-    """Implements `Store`. `connect`: makes a client of the whole bucket."""
+    """Implements `Store`. `connect`: makes a client for the whole bucket."""
 
     def __init__(self, connect: Callable[[], ObjectStore], bucket: str, prefix: str) -> None:
         self.where = f"{bucket}/{prefix}".rstrip("/")
@@ -143,7 +143,7 @@ class ObjectsStore:
                     max_concurrency=parts,
                 )
             except Exception:
-                if failed:  # ours, not the store's: it knows better what is wrong
+                if failed:  # an error in our own pieces, which says better what is wrong
                     raise failed[0] from None
                 raise
 
@@ -153,15 +153,16 @@ class ObjectsStore:
                 await obstore.delete_async(self._store, self._begin + name)
 
     async def close(self) -> None:
-        """obstore's threads belong to the process."""
+        """Does nothing: obstore's threads belong to the process."""
 
     @contextmanager
     def _translated(self, name: str) -> Iterator[None]:
-        """Whatever the store says becomes a StorageError that says what to do."""
+        """Turn any error of the store into a StorageError that says what to do."""
         try:
             yield
         except (exceptions.BaseError, OSError, ValueError) as error:
-            # connections that are kept may lead to where the store was: the next try looks anew
+            # Kept connections may lead to where the store was before. The next try resolves it
+            # anew.
             self._store = self._connect()
             text = f"{self.where}/{name}: {_words(error)}"
             raise StorageError(f"{text}{_advice(error)}") from error
@@ -170,7 +171,8 @@ class ObjectsStore:
 async def _watched(
     pieces: AsyncIterator[memoryview], failed: list[BaseException]
 ) -> AsyncIterator[memoryview]:
-    """The same pieces; an error of theirs is kept, as it does not come back through obstore."""
+    """The same pieces. An error of theirs is kept in `failed`, because obstore does not pass it
+    on."""
     try:
         async for piece in pieces:
             yield piece
@@ -185,8 +187,8 @@ def _copy(view: memoryview, data: obstore.Bytes) -> None:
 
 
 def _words(error: BaseException) -> str:
-    """The store's own words in one line, without the dump that follows them, and without how long
-    it took: the same trouble reads the same each time, and is logged once."""
+    """The store's own words in one line, without the dump that follows them and without durations.
+    So the same error always has the same text, and is logged once."""
     text = " ".join(str(error).split("\n\nDebug source:")[0].split())
     text = _TRIES.sub(" ", text)
     message = re.search(r"<Message>(.*?)</Message>", text)

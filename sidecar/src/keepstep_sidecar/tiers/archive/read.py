@@ -1,4 +1,4 @@
-"""A shard in an archive as a source, and the parts of it that are asked for alone."""
+"""A shard in an archive as a source, and the parts of it that are read separately."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from keepstep_sidecar.tiers.source import Cancel, Read
 from keepstep_sidecar.tiers.transfer import Manifests
 
 _FIRST_BYTES = 64 << 10
-"""Most headers are shorter."""
+"""How much is read first. Most headers are shorter."""
 
 IN_FLIGHT = 6
-"""Ranges of one shard that are asked for at once: a link of 10 Gbit/s with 40 ms is kept full."""
+"""Ranges of one shard that are read at once. This keeps a link of 10 Gbit/s with 40 ms full."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArchiveSource:
-    """See `ShardSource`. Stores speak on the event loop `loop`; whoever reads does not."""
+    """See `ShardSource`. Stores work on the event loop `loop`; readers are on other threads."""
 
     shard: Shard
     where: str
@@ -40,7 +40,7 @@ class ArchiveSource:
     store: Store = field(compare=False, repr=False)
     loop: asyncio.AbstractEventLoop = field(compare=False, repr=False)
     received: Callable[[int, float], None] = field(compare=False, repr=False)
-    """Told of bytes and seconds."""
+    """Called with the bytes and seconds of a read."""
 
     twin: Twin | None = field(default=None, compare=False, repr=False)
     """Where the rest is, if this is a twin's difference only."""
@@ -95,7 +95,8 @@ class ArchiveSource:
         return parts
 
     def _own_pieces(self, twin: Twin, get: _Get) -> list[int]:
-        """From both tables. Our header is in the first piece, our table at the end."""
+        """The own pieces, from both tables. Our header is in the first piece, our table at the
+        end."""
         left_out = self.shard.size_bytes - twin.stored_bytes
 
         def own(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
@@ -111,8 +112,8 @@ class ArchiveSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Twin:
-    """`base`: the whole file that has the rest. `stored_bytes`: of the difference itself. `own`:
-    its pieces, empty until somebody had to know."""
+    """`base`: the whole file that has the rest. `stored_bytes`: size of the difference itself.
+    `own`: its pieces, empty until they were needed."""
 
     base: ArchiveSource
     stored_bytes: int
@@ -120,7 +121,7 @@ class Twin:
 
 
 _Part = tuple[str, int, memoryview]
-"""Name of an object, a place in it, and what is read from there."""
+"""Name of an object, an offset in it, and the buffer that is read from there."""
 _Get = Callable[[str, int, memoryview], None]
 
 
@@ -134,7 +135,7 @@ def _in_a_row(get: _Get, name: str, begin: int, into: Sequence[memoryview]) -> I
 def _on_loop(
     loop: asyncio.AbstractEventLoop, cancel: Cancel, work: Coroutine[None, None, None]
 ) -> None:
-    """Wait, on a thread, until `work` has ended on the loop: also when it is cancelled."""
+    """Wait, on a thread, until `work` has ended on the loop, also if it is cancelled."""
     result: Future[None] = Future()
 
     async def watched() -> None:
@@ -158,7 +159,8 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> N
 
 
 async def image_bytes(store: Store, stored: Stored) -> int:
-    """What the header at the beginning of an object says. Raises StorageError, ImageError."""
+    """The image's size, from the header at the start of an object. Raises StorageError,
+    ImageError."""
     data, size = b"", min(_FIRST_BYTES, stored.bytes)
     try:
         while len(data) < size:
@@ -172,8 +174,8 @@ async def image_bytes(store: Store, stored: Stored) -> int:
 
 
 async def control_page(store: Store, stored: Stored, shard: Shard, *, run: str) -> ControlPage:
-    """At the end of an object. Raises StorageError, ImageError: also when it is not what `shard`
-    says."""
+    """The control page at the end of an object. Raises StorageError, ImageError; also if the page
+    does not agree with `shard`."""
     buffer = bytearray(PAGE_BYTES)
     await store.read(stored.name, max(0, stored.bytes - PAGE_BYTES), memoryview(buffer))
     try:

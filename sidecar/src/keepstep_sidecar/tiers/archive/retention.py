@@ -1,6 +1,6 @@
 """What may be deleted from an archive. Pure.
 
-The record goes first: from then on the step is no archived one, whatever is left of it.
+The record is deleted first. From then on the step is not archived, whatever is left of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey
 
 ABANDONED_S = 3600.0
-"""So long after the last file arrived, nobody is still sending the others."""
+"""This long after the last file of a step arrived, no sidecar is still sending the others."""
 
 
 def expired(
@@ -24,11 +24,11 @@ def expired(
     epochs: Iterable[Epoch],
     now: float,
 ) -> tuple[ArchivedStep, ...]:
-    """Steps to be deleted, oldest first. `epochs`: all that is known of the run's lives; `policy`
-    names all pins.
+    """Steps to be deleted, oldest first. `epochs`: all that are known of the run. `policy` contains
+    all pins.
 
-    Never the newest complete one that can be restored, nor a pinned one, nor what cannot be
-    judged, nor anything in a place that two runs share. Dead steps go once the life
+    Never deleted are the newest complete step that can be restored, pinned steps, steps that cannot
+    be judged, and anything in a place that two runs share. Dead steps are deleted once the life
     that left them behind has a step there.
     """
     if survey.conflict:
@@ -50,7 +50,8 @@ def expired(
 def unkept(
     survey: Survey, policy: Retention, ids: Iterable[StepId], *, epochs: Iterable[Epoch]
 ) -> set[StepId]:
-    """Of living steps that are not in the archive: those that the policy would delete there."""
+    """Those of `ids` (live steps that are not in the archive) that the policy would delete
+    there."""
     standing = _standing(survey, epochs)
     live = [one.id for one in survey.complete if standing[one.id] is Standing.LIVE]
     written = _written_at(survey)
@@ -68,13 +69,14 @@ def _written_at(survey: Survey) -> dict[StepId, float]:
 
 
 def _abandoned(step: ArchivedStep, newest: StepId, now: float) -> bool:
-    """Sent in part only, and a newer step is whole. A faulty record is for people to judge."""
+    """Whether only a part was sent, long ago, and a newer step is whole. A step with a faulty
+    record is for people to judge."""
     if not step.partial or step.id >= newest:
         return False
     return all(now - one.modified_at > ABANDONED_S for one in step.files.values())
 
 
 def names_of(step: ArchivedStep, run: str) -> tuple[str, ...]:
-    """What to delete of a step, in this order. Files that are not ours stay."""
+    """The names to delete of a step, in this order. Files that are not keepstep's stay."""
     ours = [name for name in (records.NAME, *step.shard_files) if name in step.files]
     return tuple(f"{run}/{step.id}/{name}" for name in ours)

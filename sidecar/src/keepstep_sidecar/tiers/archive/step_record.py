@@ -1,7 +1,7 @@
 """`step.json`: what makes the shards in a step's directory an archived step.
 
-Written last, once, and sealed. It tells what the shards cannot tell together: that there are no
-more, and the epochs of the run, so that a volume that is lost takes no lineage with it.
+It is written last, once, and sealed. It says what the shards together cannot say: that there are no
+more of them, and the epochs of the run, so that no lineage is lost with a volume.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from keepstep_sidecar.tiers.archive.twin import twin_name
 from keepstep_sidecar.volume.run_record import epoch_json, read_epoch, read_step
 
 FORMAT_VERSION = 2
-"""Of a step with twins; 1 without, which older ones read, too."""
+"""Format of a step with twins. A step without twins has format 1, which older versions can read
+too."""
 NAME = "step.json"
 LIMIT_BYTES = 16 << 20
 
@@ -31,7 +32,7 @@ _SINGLE = frozenset(("format_version", "keepstep", "run", "step", "world", "writ
 
 @dataclass(frozen=True, kw_only=True)
 class TwinOf:
-    """`rank`: whose file has the rest."""
+    """`rank`: the rank whose file has the rest."""
 
     rank: int
     stored_bytes: int
@@ -39,9 +40,9 @@ class TwinOf:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """`shards` in the order of ranks, one for each rank of `world`, with root and `params_digest`.
-    `twins`: ranks of which there is a difference only, from which rank's file, and its bytes.
-    `written_at`: unix seconds."""
+    """`shards`: in the order of ranks, one for each rank of `world`, with root and `params_digest`.
+    `twins`: ranks of which only a difference is stored; from which rank's file, and its size in
+    bytes. `written_at`: Unix seconds."""
 
     run: str
     id: StepId
@@ -53,18 +54,18 @@ class StepRecord:
     keepstep: str = __version__
 
     def file(self, shard: Shard) -> tuple[str, int]:
-        """Name and bytes of what holds it."""
+        """Name and size in bytes of the file that holds the shard."""
         if (twin := self.twins.get(shard.rank)) is None:
             return shard_name(shard.rank, shard.world), shard.size_bytes
         return twin_name(shard.rank, shard.world, twin.rank), twin.stored_bytes
 
     @property
     def files(self) -> dict[str, int]:
-        """Bytes by name."""
+        """Size in bytes by name."""
         return dict(map(self.file, self.shards))
 
     def same_content(self, other: StepRecord) -> bool:
-        """Do both stand for the very same bytes?"""
+        """Whether both stand for the very same bytes."""
         return (self.run, self.id, self.world, self.shards) == (
             other.run,
             other.id,
@@ -176,7 +177,7 @@ def _check_names(record: StepRecord, told: list[tuple[int, str]]) -> None:
 
 
 def _row(value: object) -> tuple[int, str, int, str, str | None, TwinOf | None]:
-    """Rank, name, bytes, root, the parameters' digest, and whose twin it is."""
+    """Rank, name, bytes, root, the parameters' digest, and of which rank it is a twin."""
     shard = fields.mapping(value, "shard")
     params = shard.get("params")
     return (

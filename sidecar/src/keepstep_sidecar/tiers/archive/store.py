@@ -1,7 +1,7 @@
-"""What an archive must be able to do, whatever it is: a bucket or a directory.
+"""What an archive's store must be able to do, whether it is a bucket or a directory.
 
-A name is a path below the archive's root, with slashes. An object appears whole or not at all,
-and is never changed afterwards. Nothing here knows of runs, steps or shards.
+A name is a path below the archive's root, with slashes. An object appears whole or not at all, and
+never changes afterwards. A store knows nothing of runs, steps or shards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from keepstep_sidecar.config.archive import ArchiveConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """An object. `modified_at` in unix seconds, of the store's clock; `etag` changes with it."""
+    """An object. `modified_at`: Unix seconds on the store's clock. `etag` changes with the
+    object."""
 
     name: str
     bytes: int
@@ -24,21 +25,22 @@ class Stored:
 
 
 class Store(Protocol):
-    """All methods raise StorageError, with the store's own words and what to do."""
+    """All methods raise StorageError with the store's own words and what to do."""
 
     @property
     def where(self) -> str:
-        """For people, like `s3://ckpt/gpt`. Never holds a credential."""
+        """A name for people, like `s3://ckpt/gpt`. It never contains a credential."""
 
     async def list_below(self, prefix: str) -> list[Stored]:
         """Every object whose name begins with the directory `prefix`, in the order of names.
 
-        An empty list means that the store was asked and has none; an absent bucket or directory
-        is a StorageError.
+        An empty list means that the store was asked and has none. A missing bucket or directory is
+        a StorageError.
         """
 
     async def directories(self, prefix: str) -> list[str]:
-        """Names of the directories directly below `prefix` ('' for the root), without it."""
+        """Names of the directories directly below `prefix` ('' for the root), without the
+        prefix."""
 
     async def find(self, name: str) -> Stored | None:
         """The object, or None when there is none."""
@@ -47,25 +49,26 @@ class Store(Protocol):
         """Fill `view` with the bytes from `begin` on."""
 
     async def write(self, name: str, data: bytes) -> bool:
-        """Make a small object. False, and nothing is changed, when the name is taken."""
+        """Make a small object. Returns False, and changes nothing, when the name is taken."""
 
     async def upload(
         self, name: str, pieces: AsyncIterator[memoryview], *, part_bytes: int, parts: int
     ) -> None:
-        """Make or replace an object of `pieces` in a row; at most `parts` parts are in flight.
+        """Make or replace an object from `pieces` in order. At most `parts` parts are in flight.
 
-        No reference to a piece is kept once it has been sent.
+        No reference to a piece is kept after it was sent.
         """
 
     async def delete(self, names: Iterable[str]) -> None:
-        """Remove objects, in this order; absent ones are no error."""
+        """Remove objects in this order. Missing objects are no error."""
 
     async def close(self) -> None:
-        """Let go of threads and sockets."""
+        """Close sockets and end threads."""
 
 
 def open_store(config: ArchiveConfig) -> Store:
-    """The store that `config` names; nothing is asked yet. Raises StorageError, UsageError."""
+    """The store that `config` names. It is not asked anything yet. Raises StorageError,
+    UsageError."""
     if config.scheme == "file":
         from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
 

@@ -1,9 +1,9 @@
-"""The archive as a `RemoteTier`: sends what is due, sees to the record, retires, and reads back.
+"""The archive as a `RemoteTier`: sends due steps, writes their records, retires, and reads back.
 
 What is due follows from two lists: the committed steps of which shards are here, and what the store
-holds. Both are compared anew whenever one of them changed, and from time to time.
-One coroutine does all the sending, one shard at a time: it never competes with itself, memory is
-bounded by the parts in flight, and whatever fails is tried again later, from what is there then.
+holds. They are compared anew whenever one of them changes, and from time to time. One coroutine
+does all the sending, one shard at a time. So it never competes with itself, and the parts in flight
+bound its memory. Whatever fails is tried again later, based on what is there then.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ def _no_epochs() -> tuple[Epoch, ...]:
 class ArchiveTier(RemoteTier):
     """All methods belong to one event loop.
 
-    `epochs`: all that the run knows of its own lives; `pinned`: steps that stay, None while nobody
-    has said which; both are asked again each time. `changed` is called when there is something new
-    to `look` at. `retry_s`: how soon, and how late at most, a failed attempt is followed by one.
-    `patience_s`: how long a twin of a few bytes is waited for.
+    `epochs`: returns all epochs that the run knows to be its own; called again each time.
+    `retry_s`: the shortest and the longest pause after a failed attempt. `patience_s`: how long to
+    wait for a twin's file of a few bytes.
     """
 
     tier = Tier.ARCHIVE
@@ -78,7 +77,8 @@ class ArchiveTier(RemoteTier):
         self._backlog = Backlog(config.base(persist_base))
         self._unsettled: dict[StepId, int] = {}
         self._unasked: set[StepId] = set()
-        """Of these, whether all shards are there was not asked since ours were sent."""
+        """Those of `_unsettled` for which it was not asked, since our shards were sent, whether all
+        shards are there."""
         self._traffic = Traffic()
         self._trouble = ""
         self._attempts = 0
@@ -88,7 +88,7 @@ class ArchiveTier(RemoteTier):
         self._listed, self._listed_at = Survey(), time.monotonic()
         self._complete: frozenset[StepId] = frozenset()
         self._had: set[StepId] = set()
-        """All that ever was complete."""
+        """All steps that were ever complete."""
         self._sent: dict[StepId, float] = {}
         self._refused: set[StepId] = set()
         self._wake = asyncio.Event()
@@ -97,7 +97,8 @@ class ArchiveTier(RemoteTier):
     # --- reading -----------------------------------------------------------------------------
 
     async def look(self) -> Inventory:
-        """See `RemoteTier.look`. What is there and cannot be used is UNKNOWN, with its name."""
+        """See `RemoteTier.look`. If there are only steps that cannot be used, the answer is UNKNOWN
+        and names them."""
         try:
             survey = await self._survey()
         except KeepstepError as error:
@@ -140,15 +141,16 @@ class ArchiveTier(RemoteTier):
         before = set(self._backlog.waiting())
         self._backlog.compare(held, self._done(held), now=time.monotonic(), blame_pace=pace)
         waiting = set(self._backlog.waiting())
-        if waiting - before:  # what waited already waits for the pause after a failure
+        if waiting - before:  # a step that waited before waits for the pause after a failure
             self._wake.set()
         if before - waiting:
             self._progress.set()
 
     def _settled_here(self) -> dict[StepId, Mapping[int, LocalShard]]:
-        """Steps that are committed, or that were before the run's newest commit: a pod that hears
-        seldom is told of the newest only, when the others have archived and retired what came
-        before. A step that some rank never wrote stays a part there, until retention removes it."""
+        """Steps that are committed, or that lie before the run's newest commit. A pod that seldom
+        hears from the operator is told only of the newest commit, when the others have already
+        archived and retired the steps before it. A step that some rank never wrote stays partial in
+        the archive until retention removes it."""
         local, newest = self.facts.local(), self.facts.commit()
         return {
             id: shards
@@ -158,7 +160,8 @@ class ArchiveTier(RemoteTier):
         }
 
     def _done(self, held: Mapping[StepId, Mapping[int, LocalShard]]) -> set[StepId]:
-        """Of which nothing is to be sent: whole there, sent and listed, or not kept there."""
+        """The steps of which nothing is to be sent: whole there, sent and listed, or not kept
+        there."""
         self._refused &= held.keys()
         self._sent = {id: at for id, at in self._sent.items() if id in held}
         files = {one.id: one.files for one in self._listed.steps}
@@ -176,8 +179,8 @@ class ArchiveTier(RemoteTier):
         return replace(kept, pinned=kept.pinned.union(self.facts.pinned() or ()))
 
     def want(self, id: StepId) -> None:
-        """Archive this step although it is not due: the last one of a run, or one that somebody
-        waits for. Every sidecar of the run must be told."""
+        """Archive this step although it is not due: it is the last one of a run, or a client waits
+        for it. Every sidecar of the run must be told."""
         if id not in self._complete | self._backlog.wanted:
             self._backlog.wanted.add(id)
             self.wake()
@@ -187,7 +190,7 @@ class ArchiveTier(RemoteTier):
         return id in self._had
 
     def in_use(self, id: StepId) -> bool:
-        # an archive that is away keeps nothing back
+        # An archive that cannot be reached holds up no deletion.
         return self._sending == id or (not self._trouble and self._backlog.next() == id)
 
     # --- sending -----------------------------------------------------------------------------
@@ -198,12 +201,12 @@ class ArchiveTier(RemoteTier):
             pause_s = await self._attempt()
             self._progress.set()
             with contextlib.suppress(TimeoutError):
-                # not `wait_for`, which loses a cancellation that comes as it ends (Python 3.11)
+                # Not `wait_for`: it loses a cancellation that comes just as it ends (Python 3.11).
                 async with asyncio.timeout(pause_s):
                     await self._wake.wait()
 
     async def _attempt(self) -> float:
-        """Do all that can be done now. Returns when to look again, in seconds."""
+        """Do all that can be done now. Returns after how many seconds to look again."""
         try:
             await self._work()
         except KeepstepError as error:
@@ -226,12 +229,14 @@ class ArchiveTier(RemoteTier):
         self._trouble = str(error)
 
     def _later_s(self, times: int) -> float:
-        """Twice as long each time, and never together with all the others."""
+        """A pause that doubles each time, with a random part so that sidecars do not retry
+        together."""
         soonest, latest = self._retry_s
         return random.uniform(0.5, 1.0) * min(latest, soonest * 2.0 ** min(times, 16))
 
     async def _work(self) -> None:
-        # after a failure also when all that waited was retired: only an answer ends the trouble
+        # Survey after a failure also if all waiting steps were retired: only an answer ends the
+        # trouble.
         overdue = time.monotonic() - self._listed_at >= _IDLE_S
         if self._backlog.waiting() or self._trouble or overdue:
             survey = await self._survey()
@@ -252,7 +257,8 @@ class ArchiveTier(RemoteTier):
                 self._unsettled[id] = shards[0].world
                 self._unasked.add(id)
         except (Gone, Unreadable, ImageError) as error:
-            # Retired or damaged here, or another writer's there: sending it again changes nothing.
+            # Retired or damaged here, or there is another writer's image: sending again changes
+            # nothing.
             self._refused.add(id)
             self._backlog.sent(id)
             if not isinstance(error, Gone):
@@ -269,17 +275,17 @@ class ArchiveTier(RemoteTier):
         began = time.monotonic()
         sent_bytes = await self._sender.send(found)
         if sent_bytes:
-            self._works()  # not after all that waits: where steps come as fast, that has no end
+            self._works()  # not after the whole backlog: if steps come as fast, that never ends
             self._traffic.count_sent(sent_bytes, time.monotonic() - began)
 
     def _patience_s(self, size_bytes: int) -> float:
-        """A slow store may take so long for a twin's file; of the time in which a pod must end, a
-        third is left for it."""
+        """How long to wait for a twin's file of this size: as long as a slow store may take. When a
+        pod must end, at most a third of its remaining time."""
         left_s = max(0.0, self._drained_at - time.monotonic())
         return min(self._patience + size_bytes / _SLOW_BYTES_S, left_s / 3)
 
     async def _settle(self) -> None:
-        """Steps that wait for shards of other sidecars, or for their record."""
+        """Complete the steps that wait for shards of other sidecars, or for their record."""
         for id, world in sorted(self._unsettled.items()):
             try:
                 settled = await self._sender.complete(id, world=world, epochs=self._epochs())
@@ -295,7 +301,7 @@ class ArchiveTier(RemoteTier):
     async def _archived(self, id: StepId) -> None:
         say("archived", step=str(id), where=self.store.where)
         for older in [one for one in self._unsettled if one < id]:
-            del self._unsettled[older]  # what is missing of it will not come any more
+            del self._unsettled[older]  # what is missing of it will never come
         self._complete |= {id}
         self._had.add(id)
         self.facts.changed()
@@ -303,12 +309,13 @@ class ArchiveTier(RemoteTier):
             await self.expire()
 
     async def expire(self) -> tuple[StepId, ...]:
-        """Delete what the policy does not keep; one sidecar of the run does. Raises StorageError.
+        """Delete what the policy does not keep; one sidecar of the run does this. Raises
+        StorageError.
 
-        Returns the steps that went.
+        Returns the deleted steps.
         """
         survey, pinned = await self._survey(), self.facts.pinned()
-        if pinned is None:  # one of them may be: there is time until somebody says
+        if pinned is None:  # one of them may be pinned: wait until the operator has named the pins
             return ()
         doomed = expired(survey, self._retention(), epochs=self._epochs(), now=time.time())
         for step in doomed:
@@ -323,7 +330,7 @@ class ArchiveTier(RemoteTier):
         self._wake.set()
         try:
             async with asyncio.timeout(timeout_s):
-                # whoever sent the last shard of a step writes its record
+                # The sidecar that sends the last shard of a step writes its record.
                 while (
                     self._backlog.waiting()
                     or self._unasked & self._unsettled.keys()
@@ -357,7 +364,8 @@ class ArchiveTier(RemoteTier):
 
 
 def _all_there(shards: Iterable[LocalShard], files: Mapping[str, Stored]) -> bool:
-    """As far as a listing tells: a twin's difference was compared when it was sent."""
+    """Whether all shards are there, as far as a listing tells. (A twin's difference was compared
+    when it was sent.)"""
     return all(
         (one := found(files, world=shard.world).get(shard.rank)) is not None
         and (one.of is not None or one.stored.bytes == shard.size_bytes)
@@ -366,7 +374,8 @@ def _all_there(shards: Iterable[LocalShard], files: Mapping[str, Stored]) -> boo
 
 
 def _reason(survey: Survey, where: str) -> str:
-    """Steps that are there but cannot be used are no reason to start anew in silence."""
+    """Why the run must not silently start anew: there are steps that cannot be used. '' if not
+    so."""
     if survey.faults:
         return "; ".join(survey.faults)
     if survey.steps and not survey.complete:
@@ -382,10 +391,10 @@ def remote_tiers(
     *,
     epochs: Callable[[], Iterable[Epoch]],
 ) -> tuple[ArchiveTier | AncestorTier, ...]:
-    """None, the archive, or also another run's part of it, where this run begins from there.
+    """The tiers of the configured archive: none, the archive, or also another run's part of it from
+    which this run begins.
 
-    `epochs`: what is known to be the run's own. Raises UsageError; the
-    store is not asked.
+    `epochs`: returns what is known to be the run's own. Raises UsageError. The store is not asked.
     """
     if config.archive is None:
         return ()

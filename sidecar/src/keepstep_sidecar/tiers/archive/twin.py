@@ -1,10 +1,11 @@
-"""A rank's image as its difference from a twin's: what ranks hold in common is stored once.
+"""A rank's image as its difference from a twin's, so that what ranks have in common is stored once.
 
-    <step>/rank-00001-of-00004.twin-of-00000     the pieces that are the rank's own, in order
+    <step>/rank-00001-of-00004.twin-of-00000     the rank's own pieces, in order
 
-Pieces are 8 MiB of the image each; digest table and control page are in the last ones. Own are the
-first piece (its header names the rank), all from the last chunk on, and those whose digests differ
-in the tables of the two images. No list of them is written: whoever has both tables knows it.
+Each piece is 8 MiB of the image; digest table and control page are in the last ones. The rank's own
+pieces are the first one (its header names the rank), all from the last chunk on, and those whose
+digests differ in the tables of the two images. No list of them is stored, because it follows from
+the two tables.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _NAME = re.compile(r"rank-([0-9]{5,})-of-([0-9]{5,})\.twin-of-([0-9]{5,})")
 
 
 def twin_name(rank: int, world: int, of: int) -> str:
-    """File name of such a difference inside a step's directory."""
+    """The file name of such a difference in a step's directory."""
     return shard_name(rank, world).removesuffix("safetensors") + f"twin-of-{of:05d}"
 
 
@@ -33,14 +34,15 @@ def is_twin(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A rank's file in a listing. `of`: the rank whose file has the rest, None: it is whole."""
+    """A rank's file in a listing. `of`: the rank whose file has the rest; None if this file is
+    whole."""
 
     stored: Stored
     of: int | None = None
 
 
 def found(files: Mapping[str, Stored], *, world: int) -> dict[int, Found]:
-    """The file of each rank that has one; the whole one where there are both."""
+    """The file of each rank that has one; the whole file if there are both."""
     ranks = {
         rank: Found(stored=files[name])
         for rank in range(world)
@@ -59,8 +61,8 @@ def piece_count(image: Manifest) -> int:
 
 
 def own_pieces(image: Manifest, base: Manifest) -> list[int]:
-    """Which pieces of an image are not in its base's file, ascending. They need not be of one size:
-    extras, which come last, differ."""
+    """The pieces of an image that are not in its base's file, ascending. The two images may differ
+    in size, because of the extras at their end."""
     pieces = range(piece_count(image))
     full = min(image.layout.chunk_count, base.layout.chunk_count) - 1
     common = {at for at in pieces[1:full] if image.digest(at) == base.digest(at)}
@@ -68,5 +70,5 @@ def own_pieces(image: Manifest, base: Manifest) -> list[int]:
 
 
 def is_worth_it(image: Manifest, own: list[int]) -> bool:
-    """Half of the image at most is its own, and its header can be read without its base."""
+    """Whether at most half of the image is its own, and its header can be read without its base."""
     return 2 * len(own) <= piece_count(image) and len(image.layout.header) <= CHUNK_BYTES

@@ -1,7 +1,7 @@
-"""Puts a shard, piece by piece, and then the record of a step, into the archive.
+"""Puts a shard into the archive, piece by piece, and then the record of a step.
 
-Twice is as good as once: what is there already and is the same is left alone, so every sidecar
-may try, and try again. What is there and is another image is never replaced.
+Sending twice does no harm: what is already there and is the same is left alone, so every sidecar
+may try, and try again. A different image that is already there is never replaced.
 """
 
 from __future__ import annotations
@@ -52,30 +52,31 @@ from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.scan import BAD_BLOCKS, LocalShard, read_manifest
 
 PARTS = 4
-"""In flight at once, 8 MiB each."""
+"""How many parts are in flight at once, 8 MiB each."""
 
 FEWEST_PIECES = 4
-"""Of smaller images next to nothing is left out: first and last piece are always a rank's own."""
+"""With smaller images, almost nothing is saved: the first and the last piece are always the rank's
+own."""
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sender:
-    """For one run."""
+    """Sends shards and records of one run."""
 
     store: Store
     run: str
     executor: Executor
     patience_s: Callable[[int], float]
-    """How long to wait, in seconds, for a twin's file of so many bytes."""
+    """How many seconds to wait for a twin's file of this many bytes."""
 
     async def send(self, found: LocalShard) -> int:
-        """Bring a shard there and see that it has arrived. Returns the bytes that were sent: 0
-        when it was there.
+        """Put a shard into the archive and check that it has arrived. Returns the bytes that were
+        sent, 0 when it was already there.
 
-        Raises Gone when it is not here any more, Unreadable or DigestError when it is damaged here,
-        ForeignError when another image has its place, StorageError.
+        Raises Gone when the shard is no longer here, Unreadable or DigestError when it is damaged
+        here, ForeignError when another image has its place, StorageError.
         """
         prefix = step_prefix(self.run, found.step_id)
         with opened(found, run=self.run) as shard:
@@ -94,7 +95,8 @@ class Sender:
             return file.size_bytes
 
     async def _difference(self, prefix: str, shard: OpenShard) -> File | None:
-        """From the file of its first twin. None where there is no such file, or no gain."""
+        """The shard as its difference from the file of its first twin; None without such a file or
+        if that saves too little."""
         image = shard.manifest.shard
         first = min((image.rank, *image.alike))
         if first == image.rank or shard.piece_count < FEWEST_PIECES:
@@ -126,7 +128,7 @@ class Sender:
         return await transfer.run(self.executor, read)
 
     async def _awaited(self, name: str, size_bytes: int) -> Stored | None:
-        """The object, as soon as whoever sends it has done so."""
+        """The object, once its sender has sent it; None if that takes too long."""
         began, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while (stored := await self.store.find(name)) is None:
             left_s = self.patience_s(size_bytes) - (time.monotonic() - began)
@@ -137,7 +139,7 @@ class Sender:
         return stored
 
     async def _there(self, file: File) -> bool:
-        """The very same shard is in the archive. A damaged one of ours may be replaced."""
+        """Whether the very same shard is in the archive. A damaged one of ours may be replaced."""
         stored = await self.store.find(file.name)
         if stored is None or stored.bytes < PAGE_BYTES:
             return False
@@ -158,7 +160,7 @@ class Sender:
         return stored.bytes == file.size_bytes
 
     async def _check(self, file: File) -> None:
-        """As long as it should be, and with our digests at its end."""
+        """Check that the object has the right length and ends with our digests."""
         name, size = file.name, file.size_bytes
         stored = await self.store.find(name)
         if stored is None or stored.bytes != size:
@@ -181,10 +183,11 @@ class Sender:
     # --- the record --------------------------------------------------------------------------
 
     async def complete(self, id: StepId, *, world: int, epochs: Iterable[Epoch]) -> bool:
-        """See to the step's record, once the shards of all ranks are there. False before that.
+        """Write the step's record, or check it, once the shards of all ranks are there. Returns
+        False before that.
 
-        Raises ForeignError when somebody archived other shards as this step, ImageError when one
-        of the files is not what its name says, StorageError.
+        Raises ForeignError when another writer archived other shards as this step, ImageError when
+        a file is not what its name says, StorageError.
         """
         prefix = step_prefix(self.run, id)
         listed = await self.store.list_below(prefix)
@@ -216,7 +219,7 @@ class Sender:
     async def _described(
         self, id: StepId, world: int, there: Mapping[int, Found]
     ) -> list[tuple[Shard, Epoch]]:
-        """What the shards' own control pages say, all of them of this step and run."""
+        """The shards as their own control pages describe them. All must be of this step and run."""
 
         async def describe(rank: int) -> tuple[Shard, Epoch]:
             one = there[rank]
@@ -241,7 +244,7 @@ class Sender:
             )
 
     async def _agree(self, ours: StepRecord) -> None:
-        """Somebody was quicker: it must have said the same."""
+        """Another writer was quicker. Its record must have the same content."""
         name = f"{step_prefix(self.run, ours.id)}/{records.NAME}"
         stored = await self.store.find(name)
         theirs = await self._record(ours.id, stored.bytes if stored else 0)
@@ -265,22 +268,22 @@ def _size(stored: Stored | None) -> int | None:
 
 # --- pieces of a shard -----------------------------------------------------------------------
 #
-# The file is read with O_DIRECT rather than mapped: a mapped page that the drive cannot read ends
-# the process (SIGBUS), and gigabytes of page cache would be taken from the training. The drive
-# writes into the buffer that the network reads from; nothing is copied in between. What does not
-# fit its digest does not leave: an archive must not keep rotten bytes as if they were good.
+# The file is read with O_DIRECT and not mapped: a mapped page that the drive cannot read ends the
+# process (SIGBUS), and a mapping would take gigabytes of page cache from the training. The drive
+# writes into the buffer that the network reads from, so nothing is copied in between. A piece that
+# does not fit its digest is not sent: an archive must not keep damaged bytes as if they were good.
 
 
 MOST_PARTS = 9000
-"""S3 takes 10,000 parts an object."""
+"""S3 allows 10,000 parts for an object."""
 
 
 class Gone(StorageError):
-    """The shard was retired meanwhile: there is nothing to send, and nothing wrong."""
+    """The shard was retired meanwhile. There is nothing to send, and this is no error."""
 
 
 class Unreadable(StorageError):
-    """The drive here does not give the shard's bytes, nor will it the next time."""
+    """The drive here cannot read the shard's bytes, and will not be able to next time."""
 
 
 def _unread(path: Path, error: OSError) -> StorageError:
@@ -302,11 +305,11 @@ class OpenShard:
 
     @property
     def part_bytes(self) -> int:
-        """The size of a part: whole chunks, few enough for an object of this size."""
+        """The size of a part: whole chunks, so that an object of this size has few enough parts."""
         return -(-self.piece_count // MOST_PARTS) * CHUNK_BYTES
 
     def read_piece(self, index: int, into: memoryview) -> None:
-        """Piece `index`: the bytes from its chunk on. Raises DigestError, StorageError."""
+        """Read piece `index`: the bytes from this chunk on. Raises DigestError, StorageError."""
         try:
             got = Filesystem().read(self.fd, into, index * CHUNK_BYTES)
         except OSError as error:
@@ -321,7 +324,7 @@ class OpenShard:
 
 @dataclass(frozen=True)
 class File:
-    """What becomes an object: some pieces of a shard in a row, None for all."""
+    """What becomes an object: some pieces of a shard in order; `own` None for all of them."""
 
     name: str
     shard: OpenShard
@@ -333,14 +336,14 @@ class File:
 
     @property
     def size_bytes(self) -> int:
-        """All pieces but the last are full."""
+        """The size of the object. All pieces except the last are full."""
         cut_off = self.shard.piece_count - len(self.pieces)
         return self.shard.manifest.layout.size_bytes - cut_off * CHUNK_BYTES
 
 
 @contextlib.contextmanager
 def opened(found: LocalShard, *, run: str) -> Iterator[OpenShard]:
-    """Open a shard wherever it is by now. Raises Gone, Unreadable, ImageError, StorageError."""
+    """Open a shard wherever it is now. Raises Gone, Unreadable, ImageError, StorageError."""
     try:
         path = _path(found)
         with path.open("rb") as file:
@@ -355,7 +358,8 @@ def opened(found: LocalShard, *, run: str) -> Iterator[OpenShard]:
 
 
 def _path(found: LocalShard) -> Path:
-    """A step that was published since has moved out of `pending/`."""
+    """The shard's path. The shard of a step that was published meanwhile has moved out of
+    `pending/`."""
     published = found.path.parents[2] / str(found.step_id) / found.path.name
     for path in (found.path, published):
         if path.exists():
@@ -374,8 +378,8 @@ def _open_direct(path: Path) -> int:
 
 
 class Buffers:
-    """Page-aligned buffers of one chunk. One comes back when nobody refers to its view any more,
-    which may be a thread of the network's: so there are never more than `count`."""
+    """At most `count` page-aligned buffers of one chunk. A buffer is free again when nothing refers
+    to its view any more; a thread of the network library may hold one."""
 
     def __init__(self, count: int, size_bytes: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -383,7 +387,7 @@ class Buffers:
         self._freed = asyncio.Event()
 
     async def take(self, size_bytes: int) -> memoryview:
-        """The first `size_bytes` of a free buffer, when there is one."""
+        """The first `size_bytes` of a free buffer. Waits until there is one."""
         while not self._free:
             self._freed.clear()
             await self._freed.wait()
@@ -393,7 +397,8 @@ class Buffers:
         return view
 
     def _dropped(self, buffer: mmap.mmap) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody needs it any more
+        with contextlib.suppress(RuntimeError):
+            # the loop has ended: the buffer is not needed any more
             self._loop.call_soon_threadsafe(self._back, buffer)
 
     def _back(self, buffer: mmap.mmap) -> None:
@@ -404,9 +409,10 @@ class Buffers:
 async def pieces(
     shard: OpenShard, numbers: Sequence[int], *, parts: int, executor: Executor
 ) -> AsyncGenerator[memoryview, None]:
-    """These pieces of the file in order; `parts`: how many parts the receiver keeps in flight.
+    """Yield these pieces of the file in order. `parts`: how many parts the receiver keeps in
+    flight.
 
-    Raises DigestError, StorageError: what was given before must then not become an object.
+    Raises DigestError, StorageError. The pieces before the error must then not become an object.
     """
     size = shard.manifest.layout.size_bytes
     count = min((parts + 1) * (shard.part_bytes // CHUNK_BYTES) + 1, len(numbers))

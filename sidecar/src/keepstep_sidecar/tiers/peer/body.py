@@ -1,7 +1,7 @@
-"""Bytes of a body, from a TLS connection into the buffer where they are wanted.
+"""Moves bytes of a body from a TLS connection straight into the buffer where they are needed.
 
-Past the layers of `http.client`, `http.server` and `io`: a record is 16 KiB, and for each of them
-those cost as much as its decryption.
+It bypasses the layers of `http.client`, `http.server` and `io`. A record is 16 KiB, and for each
+record these layers cost as much as its decryption.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import socket
 
 
 def receive(buffered: io.BufferedReader, secure: socket.socket, into: memoryview) -> int:
-    """Fill `into`, all of which must be of the body: what was read ahead with its head, then from
-    the connection itself. The bytes that came: fewer only where the connection ended."""
+    """Fill `into`, all of which must belong to the body: first with what was read ahead with the
+    head, then from the connection itself. Returns the number of bytes; fewer only if the connection
+    ended."""
     done = min(len(buffered.peek()), len(into))
     into[:done] = buffered.read(done)
     while done < len(into):

@@ -1,8 +1,8 @@
 """Connections to another pod (`Link`, `Links`), in blocking code, and shards read from there.
 
-Bytes go from and to buffers as they are. A link connects at the first request and again after an
-error. `abort` may be called from any thread: the call that is under way then ends with StorageError
-at once.
+Bytes move from and to buffers without copies. A link connects at its first request, and again after
+an error. `abort` may be called from any thread: the running call then ends at once with a
+StorageError.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ T = TypeVar("T")
 _THREADS = 16
 CONNECT_S = 5.0
 QUIET_S = 30.0
-"""A peer that sends nothing for so long is away."""
+"""A peer that sends nothing for this long counts as unreachable."""
 _SLOWEST_BYTES_PER_S = 100 << 20
-"""Of a receiver that reads what its predecessor left."""
+"""The least speed expected of a receiver that reads what its predecessor left."""
 
 
 class Refused(StorageError):
-    """The other pod said no; `code` as in its Problem."""
+    """The other pod refused; `code` as in its Problem."""
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message)
@@ -54,12 +54,13 @@ class Refused(StorageError):
 
 
 class Link:
-    """To `address`; `identity` is who answers there, None until somebody did."""
+    """A connection to `address`. `identity`: the pod that answers there; None until one has
+    answered."""
 
     def __init__(
         self, address: str, credentials: Credentials, *, expected: int | None = None
     ) -> None:
-        """`expected`: the node rank that must answer, None for any of the run."""
+        """`expected`: the node rank that must answer; None for any pod of the run."""
         self.address = address
         self.identity: Identity | None = None
         self._credentials = credentials
@@ -75,40 +76,40 @@ class Link:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A name for people."""
         rank = self._expected if self.identity is None else self.identity.node_rank
         return self.address if rank is None else f"node rank {rank} ({self.address})"
 
     # --- requests; all raise StorageError ----------------------------------------------------
 
     def listing(self) -> protocol.Listing:
-        """All that it holds."""
+        """All that the pod holds."""
         return self._ask("GET", protocol.SHARDS, headers=protocol.READS, kind=protocol.Listing)
 
     def begin(self, shard: Shard, manifest: bytes, *, size: int) -> protocol.Begun:
-        """Begin a copy of `size` bytes, or go on with one."""
+        """Begin a copy of `size` bytes, or continue it."""
         path = _path(protocol.COPIES, shard)
         quiet_s = QUIET_S + size / _SLOWEST_BYTES_PER_S
         return self._ask("POST", path, manifest, kind=protocol.Begun, quiet_s=quiet_s)
 
     def put(self, shard: Shard, chunk: int, data: memoryview) -> None:
-        """One chunk of a copy."""
+        """Send one chunk of a copy."""
         self._ask("PUT", f"{_path(protocol.COPIES, shard)}/{chunk}", data, kind=None)
 
     def seal(self, shard: Shard, *, size: int) -> protocol.SealedCopy:
-        """All chunks are there: make it durable."""
+        """Make the copy durable. All chunks must be there."""
         path = f"{_path(protocol.COPIES, shard)}/seal"
         quiet_s = QUIET_S + size / _SLOWEST_BYTES_PER_S
         return self._ask("POST", path, b"", kind=protocol.SealedCopy, quiet_s=quiet_s)
 
     def want(self, wanted: protocol.Wanted) -> None:
-        """Say what should be kept."""
+        """Tell the pod which copies to keep."""
         self._ask("PUT", protocol.WANTED, msgspec.json.encode(wanted), kind=None)
 
     @contextlib.contextmanager
     def range(self, shard: Shard, begin: int, end: int) -> Iterator[Callable[[memoryview], None]]:
-        """Bytes `[begin, end)` of a shard: call what this gives with buffers that make up exactly
-        that, in order, and each is filled."""
+        """Read bytes `[begin, end)` of a shard. Yields a function that fills a buffer. Call it, in
+        order, with buffers that together have exactly that size."""
         path = _path(protocol.SHARDS, shard)
         with self._translated():
             self._send("GET", path, b"", {"Range": f"bytes={begin}-{end - 1}"}, QUIET_S)
@@ -123,7 +124,7 @@ class Link:
     # --- connection --------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End whatever is under way, for good."""
+        """End the running call and refuse later ones."""
         self._aborted.set()
         connection = self._connection
         if connection is not None and connection.sock is not None:
@@ -131,7 +132,7 @@ class Link:
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Idempotent; the next request connects again."""
+        """Close the connection. Idempotent; the next request connects again."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -173,7 +174,7 @@ class Link:
             connection = http.client.HTTPConnection(*split(self.address))
             connection.sock = self._secured()
             self._connection = connection
-        if self._aborted.is_set():  # set while we connected: nobody else ends what follows
+        if self._aborted.is_set():  # set while we connected: no other thread ends what follows
             raise ConnectionAbortedError("given up")
         return self._connection
 
@@ -216,8 +217,9 @@ class Link:
         raise Refused(message, code=problem.code)
 
     def _last_words(self) -> ssl.SSLError | None:
-        """The alert of a peer that has closed: with TLS 1.3 it looks at our certificate after our
-        side of the handshake is over, so that a request may meet a closed connection first."""
+        """The alert of a peer that has closed the connection. With TLS 1.3 the peer checks our
+        certificate after our side of the handshake is over, so a request may first meet a closed
+        connection."""
         connection = self._connection
         if connection is None or connection.sock is None:
             return None
@@ -232,7 +234,8 @@ class Link:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """What goes wrong ends the connection, and is a StorageError that names the peer."""
+        """Any error ends the connection, and becomes a StorageError that names the peer (a
+        DigestError or FormatError stays)."""
         try:
             yield
         except (DigestError, FormatError):
@@ -262,7 +265,7 @@ def _path(what: str, shard: Shard) -> str:
 
 
 def _fill(response: http.client.HTTPResponse, secure: socket.socket, into: memoryview) -> None:
-    """`into` from the body."""
+    """Fill `into` from the body."""
     left = response.length or 0
     if len(into) > left:
         raise http.client.HTTPException(f"a body that ends {len(into) - left} bytes too early")
@@ -272,7 +275,7 @@ def _fill(response: http.client.HTTPResponse, secure: socket.socket, into: memor
 
 
 def _tls_text(error: ssl.SSLError | ConnectionError) -> str:
-    """What to do about it: OpenSSL's words alone do not say which side is meant."""
+    """A text that says what to do. OpenSSL's words alone do not say which side is meant."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {error.verify_message}; see --peer-ca on this side"
     if not isinstance(error, ssl.SSLError):
@@ -285,7 +288,7 @@ def _tls_text(error: ssl.SSLError | ConnectionError) -> str:
 
 
 class Links:
-    """Connections to one pod that threads take and give back; `cancel` cuts them all."""
+    """Connections to one pod that threads take and give back. `cancel` aborts them all."""
 
     def __init__(
         self,
@@ -313,7 +316,7 @@ class Links:
 
     @contextmanager
     def taken(self) -> Iterator[Link]:
-        """One that nobody else uses meanwhile."""
+        """A connection that no other thread uses meanwhile."""
         with self._lock:
             link = self._idle.pop() if self._idle else None
         if link is None:
@@ -329,7 +332,7 @@ class Links:
 
 
 class Calls:
-    """Blocking conversations with other pods, from the event loop; owns the threads that talk."""
+    """Blocking conversations with other pods, for the event loop. Owns the threads that talk."""
 
     def __init__(self, credentials: Credentials) -> None:
         self.credentials = credentials
@@ -338,8 +341,8 @@ class Calls:
     async def run(
         self, work: Callable[[Links], T], address: str, *, expected: int | None = None
     ) -> T:
-        """`work(links)` on a thread. When cancelled the links are cut, and this ends only after
-        `work` has."""
+        """Run `work(links)` on a thread. When this is cancelled, the links are aborted. It ends
+        only after `work` has."""
 
         def talk(cancel: Cancel) -> T:
             with Links(address, self.credentials, cancel, expected=expected) as links:
@@ -348,11 +351,11 @@ class Calls:
         return await transfer.run(self._threads, talk)
 
     async def here(self, work: Callable[[], T]) -> T:
-        """`work()` on a thread: files of this machine."""
+        """Run `work()` on a thread, for files of this machine."""
         return await blocking(self._threads, work)
 
     def close(self) -> None:
-        """No more calls."""
+        """Accept no more calls."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -369,12 +372,12 @@ class PeerSource:
     run: str
     credentials: Credentials = field(compare=False, repr=False)
     received: Callable[[int, float], None] = field(compare=False, repr=False)
-    """Told of bytes and seconds."""
+    """Called with the bytes and seconds of a read."""
 
     streams: int
     tier: Tier = Tier.PEER
     run_chunks: int = 4
-    """Enough that the round trip of a request does not show."""
+    """Enough that the round trip of a request does not matter."""
     verified_loads: bool = True
     adopted_by: str = ""
 

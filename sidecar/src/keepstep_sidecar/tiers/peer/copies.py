@@ -1,9 +1,9 @@
 """The copies that this machine keeps for other pods: `<run's root>/peers/<step>/<shard>`.
 
-Never among its own shards, so that no reader takes them for one, and counted with them against the
-volume's capacity. They follow what their senders want kept, and go first when space is short; but
-the newest committed copy of a rank never goes by itself: it may be the last there is.
-All methods block and may be called from any thread.
+They never lie among the machine's own shards, so that no reader takes them for its own, and they
+count against the volume's capacity together with these. Copies follow what their senders want kept,
+and are deleted first when space is short. But the newest committed copy of a rank is never deleted
+by this pod on its own: it may be the last one. All methods block and may be called from any thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from keepstep_sidecar.volume.writer import FULL
 
 DIRECTORY = "peers"
 _MOST_PARTS, _MOST_HEADER_BYTES = 64, 64 << 20
-"""Of copies that are on their way in; one that is let go of is begun again where it was."""
+"""Limits for incoming copies. A copy beyond them is closed, and later continues where it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class KeptShard(Shard):
 
 
 class Copies:
-    """Over the volumes of one run on this machine."""
+    """The copies on the volumes of one run on this machine."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Copies:
         commit: Callable[[], StepId | None] = lambda: None,
         pace: Pace | None = None,
     ) -> None:
-        """`commit`: the run's newest one that is known here, of ranks whose sender says nothing:
-        it may be another pod's buddy by now. `pace`: that of all writes here, which what is copied
-        from drive to drive gives way to."""
+        """`commit`: the run's newest commit that is known here. It counts for ranks whose sender
+        says nothing, because the sender may have another buddy by now. `pace`: that of all writes
+        here; copying from drive to drive gives way to them."""
         self._volumes = volumes
         self._run = run
         self._filesystem = filesystem or Filesystem()
@@ -83,19 +83,19 @@ class Copies:
     # --- what is here ------------------------------------------------------------------------
 
     def scan(self) -> None:
-        """Find the copies of an earlier life; what is broken goes into quarantine."""
+        """Find the copies of an earlier life. Broken ones go into quarantine."""
         before, self.unreadable = dict(self._held), ""
         found: dict[tuple[StepId, int], KeptShard] = {}
         for volume in self._volumes:
             found.update(self._scan(volume))
         with self._lock:
-            # sealed or dropped meanwhile: known better than the scan can
+            # A copy that was sealed or dropped during the scan keeps its newer state.
             newer = {key: one for key, one in self._held.items() if before.get(key) is not one}
             gone = before.keys() - self._held.keys()
             self._held = {key: one for key, one in found.items() if key not in gone} | newer
 
     def check(self) -> None:
-        """Forget copies whose files were removed behind our back: their senders send them anew."""
+        """Forget copies whose files were removed by others. Their senders send them again."""
         gone = {key: one for key, one in dict(self._held).items() if _is_gone(one.path)}
         with self._lock:
             for key, one in gone.items():
@@ -120,26 +120,26 @@ class Copies:
             _refuse(volume, path, error)
         except FileNotFoundError:
             pass
-        except OSError as error:  # of this file only; the others are told of
+        except OSError as error:  # of this file only; the others are still reported
             self._doubt(volume, error)
-        except Exception as error:  # whatever a reader trips over, the file does not verify
+        except Exception as error:  # any error of a reader means that the file does not verify
             _refuse(volume, path, FormatError(f"unreadable: {error!r}"))
         return None
 
     def _doubt(self, volume: Volume, error: OSError) -> None:
-        """Something may be there that could not be read; `scan` is worth another try."""
+        """Record that something could not be read, so that `scan` is worth another try."""
         self.unreadable = f"{volume.root}: {error}"
         if self.unreadable != self._said:
             warn("copies not read", path=str(volume.root), reason=str(error))
         self._said = self.unreadable
 
     def all(self) -> tuple[KeptShard, ...]:
-        """Every sealed copy. Waits for no lock: the event loop asks."""
+        """Every sealed copy. Takes no lock, because the event loop calls it."""
         held = dict(self._held)
         return tuple(held[key] for key in sorted(held))
 
     def find(self, id: StepId, rank: int) -> KeptShard | None:
-        """The sealed copy of this rank's shard. Waits for no lock."""
+        """The sealed copy of this rank's shard; None if there is none. Takes no lock."""
         return self._held.get((id, rank))
 
     # --- coming in ---------------------------------------------------------------------------
@@ -147,9 +147,9 @@ class Copies:
     def begin(
         self, name: ShardName, shard: str, data: memoryview, *, whose: str
     ) -> IncomingCopy | None:
-        """Begin a copy, or go on with it; None when it is here already.
+        """Begin a copy, or continue it. Returns None when the copy is already here.
 
-        Raises ImageError for a manifest that is none, NoSpaceError, StorageError.
+        Raises ImageError for an invalid manifest, NoSpaceError, StorageError.
         """
         where = Path(str(name.id)) / shard
         wanted = Shard(step_id=name.id, rank=name.rank, world=name.world)
@@ -172,7 +172,7 @@ class Copies:
         return part
 
     def _open(self, where: Path, manifest: Manifest) -> IncomingCopy:
-        """Under the lock. A part of an earlier life is gone on with where it lies."""
+        """Call this under the lock. A part of an earlier life is continued where it lies."""
         volume = self._volume_for(where, manifest.layout.size_bytes)
         path = volume.root / DIRECTORY / where
         with self._translated(f"cannot keep a copy below {volume.root}"):
@@ -219,10 +219,10 @@ class Copies:
             self._drop(id, rank, why="no space")
 
     def take_from(self, part: IncomingCopy, other: FileSource) -> None:
-        """`IncomingCopy.take_from` an image of the same step, where it can be read."""
+        """`IncomingCopy.take_from` an image of the same step, if that can be read."""
         with self._failing(part):
             try:
-                with other.open() as file:  # once: what is shared must be what is verified
+                with other.open() as file:  # once: the shared blocks must be the verified ones
                     source = replace(other, open=lambda: contextlib.nullcontext(file))
                     with transfer.opened(source) as image:
                         part.take_from(image, file.fd, self._pace)
@@ -232,7 +232,7 @@ class Copies:
                 warn("not copied from here", path=other.where, reason=str(error))
 
     def part(self, name: ShardName) -> IncomingCopy | None:
-        """The copy that is on its way in."""
+        """The incoming copy with this name; None if there is none."""
         where = str(name.id)
         with self._lock:
             for path, part in self._parts.items():
@@ -241,12 +241,12 @@ class Copies:
         return None
 
     def write(self, part: IncomingCopy, chunk: int, data: memoryview, *, whose: str) -> None:
-        """`IncomingCopy.write`. Raises DigestError, StorageError (the part is gone)."""
+        """`IncomingCopy.write`. Raises DigestError, or StorageError (the part is gone)."""
         with self._failing(part):
             part.write(chunk, data, whose=whose)
 
     def seal(self, part: IncomingCopy) -> str:
-        """`IncomingCopy.seal`; it is a copy from now on. Raises FormatError, StorageError."""
+        """`IncomingCopy.seal`. From then on it is a copy. Raises FormatError, StorageError."""
         with self._failing(part):
             root = part.seal()
         volume = next(one for one in self._volumes if part.path.is_relative_to(one.root))
@@ -259,7 +259,8 @@ class Copies:
 
     @contextlib.contextmanager
     def _failing(self, part: IncomingCopy) -> Iterator[None]:
-        """What failed once is not written to again: the file goes, and the sender begins anew."""
+        """A file that failed once is not written to again: it is removed, and the sender begins
+        anew."""
         try:
             yield
         except OSError as error:
@@ -273,10 +274,11 @@ class Copies:
     # --- going -------------------------------------------------------------------------------
 
     def want(self, wanted: Wanted, *, sender: int) -> int:
-        """Let go of what node rank `sender` no longer wants and has newer copies of; how many."""
+        """Delete copies that node rank `sender` no longer wants and has newer copies of. Returns
+        how many."""
         with self._lock:
             self._told.pop(sender, None)
-            # of the steps nothing is remembered but the commit
+            # Of the wanted steps, only the commit is remembered.
             self._told[sender] = Wanted(
                 committed=wanted.committed, ranks=dict.fromkeys(wanted.ranks, ())
             )
@@ -289,14 +291,16 @@ class Copies:
         return len(doomed)
 
     def make_room(self, size_bytes: int) -> bool:
-        """Let copies go, oldest first, until one volume has so much. False when none went."""
+        """Delete copies, oldest first, until one volume has this much space. False when none was
+        deleted."""
         with self._lock:
             before = len(self._held)
             self._free(self._volumes, size_bytes)
             return len(self._held) < before
 
     def _drop_parts(self, wanted: Wanted) -> None:
-        """Unfinished copies that will never be finished: those in memory, and left-over files."""
+        """Delete unfinished copies that will never be finished: those in memory, and left-over
+        files."""
         unwanted = set()
         for volume in self._volumes:
             for path in _entries(volume.root / DIRECTORY, is_part):
@@ -317,7 +321,7 @@ class Copies:
             return
         try:
             self._filesystem.unlink(copy.path)
-            with contextlib.suppress(OSError):  # copies of other ranks: the usual case
+            with contextlib.suppress(OSError):  # copies of other ranks are the usual case
                 self._filesystem.remove_directory(copy.path.parent)
         except OSError as error:
             warn("copy not removed", path=str(copy.path), reason=str(error))
@@ -331,7 +335,7 @@ class Copies:
         return found
 
     def close(self) -> None:
-        """Leave what is unfinished to a successor."""
+        """Leave unfinished copies to the next sidecar."""
         with self._lock:
             for part in self._parts.values():
                 part.close()
@@ -347,14 +351,14 @@ class Copies:
 
 
 def _refuse(volume: Volume, path: Path, error: ImageError) -> None:
-    """Move a copy that does not verify aside."""
+    """Move a copy that does not verify into quarantine."""
     with contextlib.suppress(KeepstepError):
         moved = volume.quarantine(path, type(error).__name__.removesuffix("Error"))
         warn("copy refused", path=str(path), reason=str(error), moved_to=str(moved))
 
 
 def _copy(path: Path, volume: Volume, *, run: str) -> KeptShard:
-    """A sealed copy by its header and control page. Raises ImageError, OSError."""
+    """A sealed copy, read from its header and control page. Raises ImageError, OSError."""
     with opened(path) as fd:
         manifest = read_manifest(fd, path, run=run)
     told = {one.name: getattr(manifest.shard, one.name) for one in fields(Shard)}
@@ -362,7 +366,8 @@ def _copy(path: Path, volume: Volume, *, run: str) -> KeptShard:
 
 
 def _is_gone(path: Path) -> bool:
-    """Surely: a drive that does not answer is another matter, and a restore will find out."""
+    """Whether the file is certainly gone. A drive that does not answer does not count: a restore
+    will find out."""
     try:
         return not path.exists()
     except OSError:
@@ -374,7 +379,8 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _entries(directory: Path, fits: Callable[[str], bool]) -> list[Path]:
-    """Files below `<directory>/<step>/` whose name fits. Raises OSError but for absence."""
+    """Files below `<directory>/<step>/` whose name fits. Raises OSError, except for missing
+    directories."""
     found: list[Path] = []
     with contextlib.suppress(FileNotFoundError):
         for step in sorted(directory.iterdir()):

@@ -1,4 +1,4 @@
-"""One request of another pod, in blocking code. Who it is was checked before (`server`)."""
+"""Handles requests of another pod, in blocking code. `server` has checked its identity before."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _PATH = re.compile(rf"(/v1/\w+)(?:/([^/]+)/({_SHARD})(?:/(\d{{1,9}}|seal))?)?", 
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
 _LARGEST_MANIFEST: Final = MAX_HEADER_BYTES + (64 << 20)
 _PIECE_BYTES: Final = 1 << 20
-"""A body takes memory as it arrives, not as it is announced; and one of more than this many bytes
-(a manifest of a terabyte, or a very long list) is read only after the one before it."""
+"""A body takes memory as it arrives, not as it is announced. Bodies larger than this (a manifest of
+a terabyte, or a very long list) are read one at a time."""
 
 _STATUS: Final = {UsageError: 400, NoSpaceError: 507, StorageError: 404, ImageError: 422}
 
 
 class Buffers:
-    """A chunk of aligned memory each, for a request at a time: connections may be many, and what
-    they take stays bounded. Those that are idle are kept, as new memory costs as much as TLS."""
+    """Aligned memory of one chunk for each request. There may be many connections, so the number of
+    buffers is bounded. Idle buffers are kept, because new memory costs as much as TLS."""
 
     def __init__(self) -> None:
         self._places = threading.BoundedSemaphore(_MOST_BUFFERS)
@@ -58,7 +58,8 @@ class Buffers:
 
     @contextmanager
     def taken(self) -> Iterator[memoryview]:
-        """One that nobody else has meanwhile. Raises NoSpaceError when none comes free."""
+        """A buffer that no other request uses meanwhile. Raises NoSpaceError when none becomes free
+        in time."""
         if not self._places.acquire(timeout=_BUFFER_WAIT_S):
             raise NoSpaceError(f"{_MOST_BUFFERS} requests are being served here; try again")
         try:
@@ -70,7 +71,7 @@ class Buffers:
             self._places.release()
 
     def trim(self) -> None:
-        """Give back what nobody uses."""
+        """Free the idle buffers."""
         while (buffer := self._pop()) is not None:
             buffer.close()
 
@@ -92,7 +93,7 @@ class ServerContext:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection: `context` and `sender` are set before its first request is read."""
+    """One connection. `context` and `sender` are set before its first request is read."""
 
     protocol_version = "HTTP/1.1"
     timeout = 60.0
@@ -111,7 +112,8 @@ class Handler(BaseHTTPRequestHandler):
         self._answered({protocol.COPIES: self._post})
 
     def _answered(self, routes: dict[str, Callable[[re.Match[str]], None]]) -> None:
-        """Every error leaves as a Problem, and ends the connection: its body may be half read."""
+        """Send every error as a Problem, and end the connection, because its body may be half
+        read."""
         match = _PATH.fullmatch(unquote(self.path))
         self._may_be_large = False
         try:
@@ -162,7 +164,7 @@ class Handler(BaseHTTPRequestHandler):
         if part is None:
             self._say(protocol.Begun(sealed=True))
             return
-        self._release_large()  # others read theirs while this copies
+        self._release_large()  # others may read theirs while this copies
         for other in self.context.shards.others(name):
             self.context.copies.take_from(part, other)
         self._say(protocol.Begun(missing=part.missing, streams=protocol.STREAMS))
@@ -211,12 +213,12 @@ class Handler(BaseHTTPRequestHandler):
                         with data[max(begin - at, 0) : end - at] as asked:
                             self.wfile.write(asked)
         except (KeepstepError, OSError) as error:
-            # the head is out: only a cut connection can tell now
+            # The head is sent, so only a cut connection can report the error.
             self.close_connection = True
             warn("not served", path=str(reading.path), peer=str(self.sender), reason=str(error))
 
     def finish(self) -> None:
-        """Also at the end of the last transfer, whose buffers are of no use to others."""
+        """Also frees the idle buffers: after the last transfer they are of no use."""
         self.context.buffers.trim()
         with suppress(OSError):
             super().finish()
@@ -265,7 +267,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: what matters is in the journal."""
+        """Logs nothing: what matters is in the journal."""
 
     def version_string(self) -> str:
         return "keepstep"
@@ -283,7 +285,7 @@ def _name(match: re.Match[str]) -> ShardName:
 
 
 def _range(header: str, size: int) -> tuple[int, int]:
-    """`[begin, end)`; all of it without a header."""
+    """The range as `[begin, end)`; the whole shard without a header."""
     if not header:
         return 0, size
     if not (match := _RANGE.fullmatch(header)) or not int(match[1]) <= int(match[2]) < size:

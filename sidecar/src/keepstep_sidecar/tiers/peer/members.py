@@ -1,7 +1,7 @@
 """The other pods of the run, and what each was last heard to hold.
 
-Who is known: from a static list, or from the operator. A pod of a static list tells its node rank
-by its certificate; until it was reached once nobody is chosen for it.
+They are known from a static list or from the operator. A pod of a static list tells its node rank
+by its certificate. Until such a pod has been reached once, it is not chosen as a buddy.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from keepstep_sidecar.tiers.peer.protocol import OLDER_STREAMS, Listed, Listing,
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
 
 OWN = ""
-"""The address of this pod itself: its copies for others."""
+"""The address that stands for this pod itself: the copies that it keeps for others."""
 
 
 @dataclass(kw_only=True)
 class Known:
-    """One other pod. `listing` None while it is away, and `reason` says why."""
+    """One other pod. `listing` is None while the pod cannot be reached; `reason` then says why."""
 
     address: str
     node_rank: int | None = None
@@ -33,19 +33,19 @@ class Known:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A name for people."""
         return self.address if self.node_rank is None else f"node rank {self.node_rank}"
 
     @property
     def streams(self) -> int:
-        """Connections of one transfer with it."""
+        """How many connections one transfer uses with this pod."""
         return streams(OLDER_STREAMS if self.listing is None else self.listing.streams)
 
 
 @dataclass(kw_only=True)
 class Directory:
-    """`complete`: all the others are known. `liars`: (address, step, rank). `awaits`:
-    what the operator is making reachable, '' for nothing."""
+    """The other pods. `complete`: all of them are known. `liars`: (address, step, rank) of copies
+    with wrong bytes. `awaits`: what the operator is making reachable, '' for nothing."""
 
     complete: bool
     awaits: str = ""
@@ -54,14 +54,14 @@ class Directory:
 
     @property
     def expecting(self) -> bool:
-        """Whether there is, or will soon be, somebody to ask."""
+        """Whether there is, or will soon be, another pod to ask."""
         return bool(self.known or self.awaits)
 
     def peers_are(
         self, peers: Iterable[Peer], *, own: str, awaits: str = "", complete: bool = True
     ) -> None:
-        """The operator's list. Not `complete`: pods that have not reported yet are not on it, and
-        may hold something."""
+        """Take over the operator's list. If it is not `complete`, pods that have not reported yet
+        are missing from it, and these may hold something."""
         self.complete, self.awaits = complete, awaits
         before, self.known = self.known, {}
         for one in peers:
@@ -72,19 +72,19 @@ class Directory:
             self.known[one.address] = known
 
     def choose(self, own_node_rank: int, replicas: int) -> None:
-        """Buddies of a static list: the next ones in the ring of those that are known."""
+        """Choose the buddies of a static list: the next known pods in the ring."""
         by_rank = {one.node_rank: one for one in self.known.values() if one.node_rank is not None}
         chosen = placement.buddies(own_node_rank, by_rank, replicas)
         for one in self.known.values():
             one.buddy = one.node_rank in chosen
 
     def heard(self, address: str, listing: Listing | None, reason: str = "") -> None:
-        """What a pod answered, or why it did not."""
+        """Record a pod's answer, or why it did not answer."""
         if (one := self.known.get(address)) is not None:
             one.listing, one.reason = listing, reason
 
     def inventory(self, kept: Iterable[Shard]) -> Inventory:
-        """Of all that answered, and of what is kept here. See docs/peers.md for the answer."""
+        """All that pods answered and this pod keeps. docs/peers.md explains the answer."""
         held: dict[tuple[StepId, int], list[tuple[str, str, Listed]]] = {}
         for name, address, one in self._listed():
             if (address, one.id, one.rank) not in self.liars:
@@ -96,7 +96,7 @@ class Directory:
         return Inventory(answer=answer, shards=tuple(shards), epochs=self._epochs(), reason=away)
 
     def away(self) -> str:
-        """Who did not answer, and why; '' when all did."""
+        """Which pods did not answer, and why; '' when all did."""
         if not self.complete:
             return "the operator has not heard of all pods of the run yet"
         if self.awaits:
@@ -124,7 +124,8 @@ def _silent(one: Known) -> bool:
 def _remote(
     key: tuple[StepId, int], held: list[tuple[str, str, Listed]], own: Shard | None
 ) -> RemoteShard:
-    """One shard and all who hold it: of two different ones, that of the most, then an original."""
+    """One shard with all its holders. If there are different images, the one that most hold is
+    taken; of equally many, one of which there is an original."""
     roots = [one.root or "" for _, _, one in held] + ([own.root or ""] if own is not None else [])
     originals = {one.root for _, _, one in held if not one.copy}
     root = max(roots, key=lambda one: (roots.count(one), one in originals))

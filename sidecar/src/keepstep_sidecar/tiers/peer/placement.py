@@ -1,4 +1,4 @@
-"""Who is whose buddy, what is sent next, and which copies may go. Pure."""
+"""Which pod is whose buddy, what is sent next, and which copies may be deleted. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from keepstep_sidecar.tiers.peer.protocol import Wanted
 
 
 def buddies(own: int, others: Iterable[int], replicas: int) -> list[int]:
-    """The next `replicas` node ranks after `own`, going round: everybody keeps as many copies as
-    it has sent, and the loss of two neighbours costs one pod's copies, not several."""
+    """The next `replicas` node ranks after `own`, in a ring. So every pod keeps as many copies as
+    it sends, and the loss of two neighbours costs the copies of one pod, not of several."""
     known = sorted(set(others) - {own})
     after = [rank for rank in known if rank > own] + [rank for rank in known if rank < own]
     return after[:replicas]
@@ -19,8 +19,9 @@ def buddies(own: int, others: Iterable[int], replicas: int) -> list[int]:
 def better(one: StepId, other: StepId | None) -> StepId:
     """Which of two steps to send when the link cannot keep up: the one on the coarser grid.
 
-    Every pod chooses for itself, and a step survives a node only when all its shards were sent. So
-    pods that skip must skip the same steps: with the most trailing zeros in binary, then the newer.
+    Every pod chooses by itself, and a step survives a node only if all its shards were sent. So
+    pods that skip steps must skip the same ones. They choose the step with the most trailing zeros
+    in binary, then the newer one.
     """
     return one if other is None or _merit(one) > _merit(other) else other
 
@@ -31,11 +32,11 @@ def _merit(id: StepId) -> tuple[int, int, StepId]:
 
 
 def superseded(held: Mapping[int, Collection[StepId]], wanted: Wanted) -> list[tuple[StepId, int]]:
-    """Copies (step, rank) that nobody needs: not wanted any more, and older than a copy of the same
-    rank that is wanted, committed, and whole here.
+    """Copies (step, rank) that are no longer needed: they are no longer wanted, and are older than
+    a copy of the same rank that is wanted, committed and whole here.
 
-    None at all from a sender that knows of no commit: it may have just come to a new node, and what
-    it does not know may be all that the run has.
+    None if the sender knows of no commit. It may have just come to a new node, and the copies that
+    it does not know of may be all that the run has.
     """
     if wanted.committed is None:
         return []
@@ -50,8 +51,9 @@ def superseded(held: Mapping[int, Collection[StepId]], wanted: Wanted) -> list[t
 def first_to_go(
     held: Mapping[int, Collection[StepId]], committed: Mapping[int, StepId]
 ) -> list[tuple[StepId, int]]:
-    """Copies that go when the volume is full, oldest first: all but the newest committed one of
-    each rank. `committed`: by rank what its sender knows; of a rank without, nothing goes."""
+    """Copies to delete when the volume is full, oldest first: all but the newest committed copy of
+    each rank. `committed`: for each rank the newest commit that its sender knows. Of a rank without
+    one, nothing is deleted."""
     doomed = []
     for rank, ids in held.items():
         kept = _anchor(ids, committed[rank]) if rank in committed else None

@@ -1,4 +1,4 @@
-"""What pods of a run say to each other: HTTPS, JSON about shards, plain bytes of shards.
+"""The protocol between pods of a run: HTTPS, JSON about shards, plain bytes of shards.
 
     GET  /v1/shards                       Listing: all sealed shards here, own ones and copies,
                                           whose twins are runs if `Keepstep-Reads` is `runs`
@@ -8,8 +8,9 @@
     POST /v1/copies/<step>/<shard>/seal   -> SealedCopy; durable there when this is answered
     PUT  /v1/wanted                       Wanted: what the sender still wants kept
 
-Every refusal is a `keepstep.wire.trainer.Problem`. A field may be added with a default. What cannot
-be is refused as it is decoded: a receiver remembers, and allocates, by what these messages say.
+Every refusal is a `keepstep.wire.trainer.Problem`. A field may be added with a default. Impossible
+values are refused when a message is decoded, because a receiver remembers and allocates according
+to these messages.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ WANTED: Final = "/v1/wanted"
 LARGEST_JSON_BYTES: Final = 16 << 20
 LARGEST_WANTED_BYTES: Final = 4 << 20
 READS: Final = {"Keepstep-Reads": "runs"}
-"""The header of one who reads `twin_runs`; all others get lists of twins."""
+"""The header of a client that reads `twin_runs`. All others get lists of twins."""
 STREAMS: Final = 4
-"""Connections of one transfer: some wait for a drive, or digest, while the others move bytes."""
+"""Connections of one transfer. Some wait for a drive or hash while the others move bytes."""
 OLDER_STREAMS: Final = 2
 """To a pod that does not say: there each connection keeps one of eight buffers until it ends."""
 
 
 def streams(told: int) -> int:
-    """Connections of one transfer with a pod that has told this number."""
+    """How many connections a transfer uses with a pod that states this number."""
     return min(max(told, 1), STREAMS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listed(ReportedShard):
-    """A shard, as it is reported to the operator, too. `copy`: kept for another pod."""
+    """A shard, as it is also reported to the operator. `copy`: kept for another pod."""
 
     rank: int
     copy: bool = False
@@ -68,8 +69,8 @@ class Listed(ReportedShard):
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """All that a pod holds of the run. `ready`: its volumes could be read. `streams`: how many
-    connections of one transfer it has places for."""
+    """All that a pod holds of the run. `ready`: its volumes could be read. `streams`: for how many
+    connections of one transfer it has room."""
 
     run: str
     epochs: tuple[Epoch, ...] = ()
@@ -79,14 +80,14 @@ class Listing:
     streams: int = OLDER_STREAMS
 
     def with_lists(self) -> Listing:
-        """Told to one who reads no runs."""
+        """The same listing for a client that cannot read runs."""
         return replace(self, shards=tuple(one.with_list(one.rank) for one in self.shards))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """What is missing of a copy: chunk numbers. `sealed`: nothing, it is durable there. `streams`:
-    as in a `Listing`."""
+    """What a copy lacks. `missing`: chunk numbers. `sealed`: nothing is missing, the copy is
+    durable there. `streams`: as in a `Listing`."""
 
     missing: tuple[int, ...] = ()
     sealed: bool = False
@@ -95,14 +96,14 @@ class Begun:
 
 @dataclass(frozen=True, kw_only=True)
 class SealedCopy:
-    """The copy is durable. `root`: of the digest table that lies there now."""
+    """The copy is durable. `root`: that of the digest table that lies there now."""
 
     root: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """By rank the steps that should be kept; whole, it replaces what was said before.
+    """The steps to be kept, by rank. The message is whole: it replaces the one before.
 
     `committed`: the newest step that the sender knows to be committed.
     """

@@ -1,4 +1,4 @@
-"""Shards at the peers of a static list, for a command: it asks, and keeps nothing for others."""
+"""Lists shards at the peers of a static list, for a command. It keeps no copies for others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LOOK_TIMEOUT_S = 10.0
 
 
 async def look(settings: PeerSettings, *, run: str) -> tuple[list[PeerSource], tuple[str, ...]]:
-    """All that the peers hold, and who does not answer and why. Where the operator names the peers
-    and signs for them, none can be asked from here."""
+    """All that the peers hold, and which peers do not answer and why. If the operator names the
+    peers and signs for them, none of them can be asked from here."""
     if settings.files is None:
         return [], ("peers, as only the sidecar has a certificate for them",)
     credentials = FileCredentials(settings.files)

@@ -1,11 +1,12 @@
-"""One copy on its way in. What is there already is found out by its digests, not by a journal.
+"""One incoming copy. Digests show what is already there; there is no journal.
 
-Header, digest table and control page come first and are kept in memory; then chunks, in any order,
-over any number of connections, each checked against the table before it is written. Chunks that an
-image of this machine has alike need not come at all, nor be written where the file system can share
-blocks. A receiver that was killed reads what its predecessor left: a chunk whose digest is right is
-there, any other is missing. The seal comes last, as in `shard_file`: data and table, `fdatasync`,
-control page, `fdatasync`, rename, `fsync` of the directories. So a copy that has its name is whole.
+Header, digest table and control page come first and are kept in memory. Then chunks come in any
+order over any number of connections, and each is checked against the table before it is written.
+Chunks that an image of this machine has too need not be sent. They need not even be written where
+the file system can share blocks. A receiver that follows a killed one reads what that one left: a
+chunk with the right digest is there, any other is missing. The seal comes last, as in `shard_file`:
+data and table, `fdatasync`, control page, `fdatasync`, rename, `fsync` of the directories. So a
+copy that has its name is whole.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _TAKE_S = 20.0
 
 
 class Broken(Exception):
-    """This copy's file failed; `error` says how."""
+    """This copy's own file failed; `error` is the cause."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
@@ -44,16 +45,16 @@ class Broken(Exception):
 
 
 class IncomingCopy:
-    """The file of one unfinished copy, `.<shard>.part` beside where it will be.
+    """The file of one unfinished copy: `.<shard>.part` beside its final path.
 
-    Thread-safe. Methods raise OSError, StorageError when it was closed meanwhile, and DigestError
-    for bytes that are not the chunk's.
+    Thread-safe. Methods raise OSError, StorageError when the copy was closed meanwhile, and
+    DigestError for bytes that are not the chunk's.
     """
 
     def __init__(
         self, path: Path, manifest: Manifest, *, filesystem: Filesystem, engine: Engine
     ) -> None:
-        """Open or make the file, of its full size; `look` finds out what is missing of it."""
+        """Open or make the file, in its full size. `look` finds out which chunks are missing."""
         self.path = path
         self.manifest = manifest
         self._filesystem = filesystem
@@ -79,13 +80,13 @@ class IncomingCopy:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Chunk numbers, ascending."""
+        """The numbers of missing chunks, ascending."""
         with self._lock:
             return tuple(sorted(self._missing))
 
     def look(self) -> None:
-        """Find out which chunks a predecessor has left. Reads the whole file, once; whoever asks
-        meanwhile waits, and chunks that arrive do not. Raises OSError, StorageError as `write`."""
+        """Find out which chunks a predecessor has left. Reads the whole file, once. Other callers
+        wait meanwhile; arriving chunks do not. Raises OSError, and StorageError as `write` does."""
         with self._looking:
             if self._looked:
                 return
@@ -104,12 +105,16 @@ class IncomingCopy:
                     self._missing.discard(chunk)
 
     def take_from(self, other: Opened, fd: int, pace: Pace) -> None:
-        """Take what another image of this machine, open as `fd`, has alike, as those of replicas
-        do. Each chunk is read and verified; what rots there is none of ours. Then it shares the
-        blocks that were read (`shared_bytes`), or is written where it cannot. From the end on, as
-        what is missing comes from the beginning; some seconds at most, as the sender asks again. It
-        gives way to the training, and to all writes that keep to `pace` with it: what does not pass
-        is sent. Raises Broken, StorageError as `write`."""
+        """Take the chunks that another image of this machine has too, as images of replicas do.
+        `fd` is that image, open. Each chunk is read and verified, so a damaged chunk there does no
+        harm here. Then the chunk shares the blocks that were read (`shared_bytes`), or is written
+        if it cannot share them.
+
+        This works from the end of the image, because missing chunks arrive from the beginning. It
+        takes `_TAKE_S` seconds at most, because the sender asks again. It gives way to the
+        training, and to all writes that share `pace`: chunks for which there was no time are sent.
+        Raises Broken, and StorageError as `write` does.
+        """
         ends = time.monotonic() + _TAKE_S
 
         def take(index: int) -> None:
@@ -124,12 +129,14 @@ class IncomingCopy:
         with self._looking, aligned_buffer(CHUNK_BYTES) as buffer, memoryview(buffer) as view:
             missing = reversed(self.missing)
             alike = [one for one in missing if _alike(one, self.manifest, other.manifest)]
-            # a thread of its own: who is asked has others to answer, and niceness is for good
+            # A separate thread: the calling thread has other requests to answer, and niceness
+            # cannot be taken back.
             for_each_chunk(take, len(alike), threads=1, niceness=WRITER_NICENESS)
 
     def _share(self, chunk: int, other: int) -> bool:
-        """Have this chunk on the blocks of `other`. False where it must be written: a file system
-        that cannot says so at once, and whatever else stands in the way a write tells better."""
+        """Let this chunk share the blocks of `other`. Returns False if it must be written instead:
+        the file system cannot share blocks, or there is another obstacle, which a write reports
+        better."""
         begin, end = self.manifest.bounds(chunk)
         try:
             with self._using() as fd:
@@ -149,8 +156,8 @@ class IncomingCopy:
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[int]:
-        """The descriptor, which stays open that long: once closed, its number is soon another
-        file's. Raises StorageError when it is closed."""
+        """The descriptor, which stays open in this context: once it is closed, another file soon
+        gets its number. Raises StorageError when it is closed."""
         with self._lock:
             if (fd := self._fd) < 0:
                 raise StorageError(
@@ -166,7 +173,7 @@ class IncomingCopy:
                     self._filesystem.close(fd)
 
     def write(self, chunk: int, data: memoryview, *, whose: str) -> None:
-        """Put a chunk into its place; `data` is page aligned. `whose`: who sent it."""
+        """Write a chunk to its place. `data` is page aligned. `whose`: the sender."""
         self.manifest.check(chunk, data, path=f"{self.path} from {whose}")
         faults.point("peer.data")
         with self._using() as fd:
@@ -175,7 +182,7 @@ class IncomingCopy:
             self._missing.discard(chunk)
 
     def seal(self) -> str:
-        """Make it durable and give it its name; idempotent. Returns the root."""
+        """Make the copy durable and give it its name. Idempotent. Returns the root."""
         with self._lock:
             if self._missing:
                 raise FormatError(f"{len(self._missing)} chunks are missing", path=self.path)
@@ -193,24 +200,24 @@ class IncomingCopy:
         faults.point("peer.done")
 
     def close(self) -> None:
-        """Leave the file as it is, for whoever goes on with it."""
+        """Close the file as it is, so that the copy can be continued."""
         with self._lock:
             self._close()
 
     def discard(self) -> None:
-        """Remove the file: it failed, or nobody wants it."""
+        """Remove the file, because it failed or is not wanted."""
         self.close()
         with contextlib.suppress(FileNotFoundError):
             self._filesystem.unlink(self._temporary)
 
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
-        if fd >= 0 and self._users == 0:  # else the last user does it
+        if fd >= 0 and self._users == 0:  # else the last user closes it
             self._filesystem.close(fd)
 
 
 def _alike(chunk: int, one: Manifest, other: Manifest) -> bool:
-    """By place, size and digest."""
+    """Whether both images have the chunk alike in place, size and digest."""
     return (
         chunk in other.chunks
         and one.digest(chunk) == other.digest(chunk)
@@ -219,7 +226,8 @@ def _alike(chunk: int, one: Manifest, other: Manifest) -> bool:
 
 
 def part_name(shard: str) -> str:
-    """Hidden from readers; constant, so that a successor finds it."""
+    """A name that is hidden from readers. It is constant, so that a later sidecar finds the
+    file."""
     return f".{shard}.part"
 
 

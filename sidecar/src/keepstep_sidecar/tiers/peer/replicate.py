@@ -1,4 +1,4 @@
-"""Copies for buddies: what each has, what it gets next, when to try again after it was away."""
+"""Copies for buddies: what each has, what it gets next, and when to retry after a failure."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 _LONGEST_BACKOFF_S = 30.0
 _LOOK_AGAIN_S = 60.0
-"""A buddy that lost its drive is seen to lack what it had."""
+"""How often to list a buddy's shards again: a buddy may have lost its drive."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
-    """What every feeder uses. `changes` rings when the outbox changed, and when something came to
-    be somewhere. `traffic`: of all buddies together."""
+    """What all feeders use. `changes` rings when the outbox changes, and when a shard has arrived
+    or was found at a buddy. `traffic`: of all buddies together."""
 
     outbox: Outbox
     shards: Shards
@@ -42,7 +42,7 @@ class Tools:
 
 
 class Feeder:
-    """Brings to the buddy at `address` what is due, for as long as `run` runs."""
+    """Sends what is due to the buddy at `address`, for as long as `run` runs."""
 
     def __init__(self, address: str, tools: Tools, *, expected: int | None) -> None:
         self.address = address
@@ -61,15 +61,16 @@ class Feeder:
     # --- asking ------------------------------------------------------------------------------
 
     def backlog(self) -> list[LocalShard]:
-        """What the buddy should hold, and does not."""
+        """The shards that the buddy should hold but does not."""
         return self._tools.outbox.due(self._there)
 
     def waiting_s(self) -> float:
-        """For how long the oldest of it waits."""
+        """For how many seconds the oldest of them has been waiting."""
         return self._tools.outbox.waiting_s(self._there)
 
     def needs(self, id: StepId) -> bool:
-        """Whether this step is being sent, or is the next one. A buddy that is away holds none."""
+        """Whether this step is being sent or is the next one. Never for a buddy that fails at the
+        moment, so that it holds up no deletion."""
         if self._failures:
             return False
         return id in (self._sending, self._tools.outbox.best(self._newest))
@@ -77,7 +78,7 @@ class Feeder:
     # --- working -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Work until cancelled."""
         while True:
             await self._guarded()
 
@@ -90,7 +91,7 @@ class Feeder:
             await self._failed(error)
 
     async def _idle(self) -> None:
-        """Until there is something to do, or it is time to look again."""
+        """Wait until there is something to do, or it is time to look again."""
         changes = self._tools.changes
         left_s = self._looked_at + _LOOK_AGAIN_S - time.monotonic()
         await changes.until(
@@ -109,8 +110,9 @@ class Feeder:
         await asyncio.sleep(min(2.0 ** min(self._failures - 2, 10), _LONGEST_BACKOFF_S))
 
     async def _round(self) -> None:
-        """See what it has, send one thing, and say what is wanted. Never all that waits: where
-        steps come faster than they go, that has no end, and the buddy would let go of nothing."""
+        """List what the buddy has, send one shard, and say what is wanted. A round never sends the
+        whole backlog: if steps come faster than they are sent, that would never end, and the buddy
+        would delete nothing."""
         if not self._known or time.monotonic() - self._looked_at >= _LOOK_AGAIN_S:
             await self._look()
         if (found := self._choose()) is not None:
@@ -141,7 +143,8 @@ class Feeder:
         self._said = wanted
 
     def _choose(self) -> LocalShard | None:
-        """A step that was begun is finished first, so that it is whole there one day."""
+        """The next shard to send. A step that was begun is finished first, so that it becomes whole
+        there."""
         outbox, there = self._tools.outbox, self._there | self._refused
         for id in (self._sending, outbox.best(self._newest)):
             if id is not None and (left := outbox.of(id, there)):
@@ -163,7 +166,7 @@ class Feeder:
             self._refused.add(key)
             raise
         except KeepstepError:
-            if key not in tools.outbox.found:  # retired meanwhile: nobody needs it any more
+            if key not in tools.outbox.found:  # retired meanwhile: it is no longer needed
                 return
             raise
         finally:
@@ -189,7 +192,7 @@ class Feeder:
 
 # --- order -----------------------------------------------------------------------------------
 #
-# What of this machine's shards a buddy should hold, and in which order it gets them. No I/O.
+# Which of this machine's shards a buddy should hold, and in which order they are sent. No I/O.
 
 
 Key = tuple[StepId, int]
@@ -205,7 +208,7 @@ class Outbox:
     _since: dict[Key, float] = field(default_factory=dict)
 
     def compare(self, local: LocalInventory) -> None:
-        """All that this machine holds now."""
+        """Take over all that this machine holds now."""
         now = self.clock()
         self.found = {
             (id, rank): one for id, held in local.shards.items() for rank, one in held.items()
@@ -214,7 +217,7 @@ class Outbox:
         self.committed = max(local.commits, default=None)
 
     def wanted(self) -> Wanted:
-        """What buddies should keep: all that is here, back to the newest commit."""
+        """What buddies should keep: all shards of this machine, back to the newest commit."""
         ranks: dict[int, tuple[StepId, ...]] = {}
         for id, rank in sorted(self.found):
             if self.committed is None or id >= self.committed:
@@ -222,18 +225,18 @@ class Outbox:
         return Wanted(committed=self.committed, ranks=ranks)
 
     def due(self, there: Collection[Key]) -> list[LocalShard]:
-        """What a buddy lacks, most urgent first: the newest commit, then later steps, oldest
-        first."""
+        """The shards that a buddy lacks, most urgent first: those of the newest commit, then of
+        later steps, oldest first."""
         keys = sorted(key for key in self.found if key not in there)
         return [self.found[k] for k in keys if self.committed is None or k[0] >= self.committed]
 
     def of(self, id: StepId, there: Collection[Key]) -> list[LocalShard]:
-        """This step's shards that a buddy lacks."""
+        """The shards of this step that a buddy lacks."""
         return [self.found[key] for key in sorted(self.found) if key[0] == id and key not in there]
 
     def best(self, after: StepId | None) -> StepId | None:
-        """The step to send next when not all can be: see `placement.better`. Committed ones only,
-        where commits are known."""
+        """The step to send next when not all can be sent: see `placement.better`. If commits are
+        known, only committed steps are considered."""
         best: StepId | None = None
         for id in {id for id, _ in self.found}:
             known = self.committed is None or id <= self.committed
@@ -242,6 +245,6 @@ class Outbox:
         return best
 
     def waiting_s(self, there: Collection[Key]) -> float:
-        """For how long the oldest shard that is due waits."""
+        """For how many seconds the oldest shard that is due has been waiting."""
         since = (self._since[one.step_id, one.rank] for one in self.due(there))
         return self.clock() - min(since, default=self.clock())

@@ -1,4 +1,5 @@
-"""One shard on its way to a buddy: what is missing there, over some connections, sealed last."""
+"""Sends one shard to a buddy: the chunks that are missing there, over some connections, then the
+seal."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class Lied(DigestError):
 
 
 def send(shard: LocalShard, shards: Shards, links: Links, pace: Pace) -> int:
-    """Make a shard of this machine durable at the buddy; the bytes that were sent, 0 when it was
-    there already.
+    """Make a shard of this machine durable at the buddy. Returns the bytes sent, 0 when the shard
+    was already there.
 
     Raises StorageError, DigestError when the shard here is damaged, Lied.
     """
@@ -40,7 +41,8 @@ def send(shard: LocalShard, shards: Shards, links: Links, pace: Pace) -> int:
         sent = 0
 
         def put(chunk: int, data: memoryview) -> None:
-            # verified: a shard that has rotted here must not travel, the buddy would be blamed
+            # `data` is verified: a damaged shard must not be sent, because the buddy would be
+            # blamed.
             nonlocal sent
             pace.wait(len(data))
             with links.taken() as one:
@@ -62,8 +64,8 @@ def send(shard: LocalShard, shards: Shards, links: Links, pace: Pace) -> int:
 
 
 class _Missing:
-    """What the buddy lacks. It is asked again in a while, and again, less and less often: an image
-    of its own that is much the same as this one may have become durable there meanwhile."""
+    """The chunks that the buddy lacks. The buddy is asked again with growing pauses: an image of
+    its own that is much like this one may have become durable there meanwhile."""
 
     def __init__(self, shard: LocalShard, manifest: Manifest, links: Links) -> None:
         self.lock = threading.Lock()
@@ -74,7 +76,7 @@ class _Missing:
         self._ask_at = time.monotonic() + self._pause_s
 
     def ask(self) -> protocol.Begun:
-        """Raises StorageError."""
+        """Ask the buddy which chunks it lacks. Raises StorageError."""
         with self._links.taken() as link:
             begun = link.begin(self._shard, self._manifest.to_bytes(), size=self._shard.size_bytes)
             if not set(begun.missing) <= set(self._manifest.chunks):
@@ -85,10 +87,10 @@ class _Missing:
         return begun
 
     def __call__(self, chunk: int) -> bool:
-        """Whether this one is to be sent still."""
+        """Whether this chunk is still to be sent."""
         if time.monotonic() > self._ask_at and self._asking.acquire(blocking=False):
             try:
-                with contextlib.suppress(StorageError):  # it is busy: what it said before holds
+                with contextlib.suppress(StorageError):  # it is busy: its last answer still counts
                     self.ask()
                 self._pause_s *= 2
                 self._ask_at = time.monotonic() + self._pause_s

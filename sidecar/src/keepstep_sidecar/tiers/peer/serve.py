@@ -1,7 +1,7 @@
 """What this pod serves: its own shards, wherever they lie now, and the copies that it keeps.
 
-Files are looked for anew each time: a step is published, hidden and retired by renames, and an open
-file outlives them all.
+Files are looked up anew each time. A step is published, hidden and retired by renames, and an open
+file outlives these.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Reading:
 
 
 class Shards:
-    """Over the volumes of one run. Blocking, from any thread."""
+    """The shards on the volumes of one run. Methods block and may be called from any thread."""
 
     def __init__(self, volumes: VolumeSet, copies: Copies, *, run: str) -> None:
         self._volumes = volumes
@@ -55,7 +55,7 @@ class Shards:
         self._filesystem = Filesystem()
 
     def listing(self) -> Listing:
-        """All that is sealed here; `reason` says what could not be read."""
+        """All sealed shards here; `reason` says what could not be read."""
         own, reason = self._own()
         reason = reason or self._copies.unreadable
         copies = [Listed.listed(one, copy=True) for one in self._copies.all()]
@@ -69,7 +69,7 @@ class Shards:
         )
 
     def _own(self) -> tuple[list[Listed], str]:
-        """What can be read, and why not all can be."""
+        """The own shards that can be read, and why others cannot."""
         looks = [self._look(volume.root) for volume in self._volumes.volumes]
         found = [one for shards, _ in looks for one in shards]
         reason = "; ".join(why for _, why in looks if why)
@@ -82,7 +82,7 @@ class Shards:
             return (), str(error)
 
     def source(self, shard: Shard, *, where: str) -> FileSource:
-        """A shard of this pod, wherever it lies when it is opened."""
+        """A source for a shard of this pod, wherever the shard lies when it is opened."""
         return FileSource(
             shard=shard,
             tier=Tier.PEER,
@@ -92,7 +92,8 @@ class Shards:
         )
 
     def others(self, name: ShardName) -> Iterator[FileSource]:
-        """Shards of the same step, of other ranks of this pod: replicas of one model are alike."""
+        """Shards of the same step that belong to other ranks of this pod: replicas of a model are
+        alike."""
         for volume in self._volumes.volumes:
             with contextlib.suppress(OSError):  # dead: what lies on the others is as good
                 yield from self._others_on(Tree(volume.root), name)
@@ -113,7 +114,7 @@ class Shards:
 
     @contextmanager
     def open(self, id: StepId, rank: int, world: int) -> Iterator[Reading]:
-        """A shard by its name. Raises StorageError when it is not here (any more)."""
+        """Open a shard by its name. Raises StorageError when it is not here (any more)."""
         path, engine = self._find(id, rank, world)
         with self._opened(path, engine) as file:
             yield Reading(file, path, os.fstat(file.fd).st_size)
@@ -125,7 +126,7 @@ class Shards:
                 path, os.O_RDONLY, filesystem=self._filesystem, engine=engine, threads=1
             ) as file:
                 yield file
-        except OSError as error:  # also when a rename took it away since we looked
+        except OSError as error:  # also when a rename moved it after we looked
             raise StorageError(f"{path}: not readable (any more): {error}") from error
 
     def _find(self, id: StepId, rank: int, world: int) -> tuple[Path, Engine]:

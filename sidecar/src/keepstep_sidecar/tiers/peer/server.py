@@ -1,8 +1,9 @@
-"""Listens for other pods: mutual TLS first, then who it is, then what it wants.
+"""Listens for other pods: first mutual TLS, then the pod's identity, then its requests.
 
-A thread a connection, at most a few dozen. Whoever shows no certificate of the run's authority, or
-one that has ended, fails the handshake; whoever belongs to another run is told so. Until then it is
-a stranger (see `connections`); pods of the run have places that no stranger takes.
+Each connection has a thread; there are a few dozen at most. A client without a certificate of the
+run's authority, or with an expired one, fails the handshake. A pod of another run is told that it
+is refused. Until it is identified, a client is a stranger (see `connections`). Pods of the run have
+places of their own that strangers cannot take.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _HANDSHAKE_S = 5.0
 _MOST_STRANGERS, _MOST_OF_AN_ADDRESS = 64, 16
 _MOST_PEERS = 128
 _ACCEPT_S = 0.5
-"""How long to wait for a connection before those whose time is over are ended."""
+"""How long to wait for a connection before overdue connections are ended."""
 
 
 class Server:
@@ -58,7 +59,7 @@ class Server:
         self.port: int = self._socket.getsockname()[1]
 
     def start(self) -> None:
-        """Take connections, on a thread. Idempotent."""
+        """Accept connections, on a thread. Idempotent."""
         if self._threads:
             return
         self._spawn(self._accept, name="peer-accept")
@@ -89,7 +90,7 @@ class Server:
                     self._threads.discard(threading.current_thread())
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        with self._lock:  # whoever sees it there may join it
+        with self._lock:  # code that sees the thread in the set may join it
             thread.start()
             self._threads.add(thread)
 
@@ -108,7 +109,7 @@ class Server:
             self._take(plain, address)
 
     def _take(self, plain: socket.socket, address: tuple[Any, ...]) -> None:
-        """Begin to talk, on a thread."""
+        """Begin to serve a connection, on a thread."""
         where = f"{address[0]}:{address[1]}"
         try:
             secure = self._secured(plain)
@@ -119,7 +120,7 @@ class Server:
         crowded = self._strangers.enter(secure, str(address[0]))
         try:
             self._spawn(self._serve, secure, where, name=f"peer {address[0]}")
-        except RuntimeError as error:  # no thread is to be had
+        except RuntimeError as error:  # no thread can be started
             self._strangers.leave(secure)
             secure.close()
             self._complain("peer not served", address=where, reason=str(error))
@@ -149,7 +150,8 @@ class Server:
 
     @contextlib.contextmanager
     def _admitted(self, secure: ssl.SSLSocket, where: str) -> Iterator[None]:
-        """A place among the peers. Raises UsageError when there is none."""
+        """A place among the peers. Raises UsageError when there is none, or the client took too
+        long."""
         if not self._strangers.leave(secure):
             raise UsageError("it took too long to say who it is")
         with self._lock:
@@ -182,14 +184,14 @@ class Server:
 
 
 def _cut(secure: socket.socket) -> None:
-    """End it under whoever reads from it. Not SSLSocket's own way, which takes the TLS from a
-    thread that is within it."""
+    """End the connection while another thread reads from it. `SSLSocket.shutdown` would take the
+    TLS from that thread."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(secure, socket.SHUT_RDWR)
 
 
 def _refuse(secure: ssl.SSLSocket, message: str) -> None:
-    """Read what was asked, then say no: a client that is still sending would miss the answer."""
+    """Read the request, then refuse it: a client that is still sending would miss the answer."""
     with contextlib.suppress(OSError):
         secure.recv(1 << 16)
         body = msgspec.json.encode(Problem(code="ForeignError", message=message))

@@ -1,4 +1,4 @@
-"""The peer tier: sends what is durable here, keeps copies of others, fetches what was lost."""
+"""The peer tier: sends what is durable here, keeps copies for others, fetches what was lost."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PeerTier(RemoteTier):
         credentials: Credentials,
         keep_fresh: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """Binds the address. `keep_fresh`: keeps the credentials, beside `run`.
+        """Binds the address. `keep_fresh`: renews the credentials while `run` runs.
 
         Raises StorageError when the address cannot be listened on.
         """
@@ -87,7 +87,7 @@ class PeerTier(RemoteTier):
 
     @property
     def address(self) -> str:
-        """What to tell the operator."""
+        """The address to be told to the operator; '' when this pod serves nothing."""
         if self._server is None:
             return ""
         if self._settings.advertise:
@@ -102,7 +102,8 @@ class PeerTier(RemoteTier):
     def peers_are(
         self, peers: tuple[Peer, ...], *, awaits: str = "", complete: bool = True
     ) -> None:
-        """The operator's list; a static one stands. Where this pod serves nobody, no other does."""
+        """Take over the operator's list. A static list takes precedence. If this pod serves
+        nothing, the other pods do not either, and the list counts as complete."""
         if not self._settings.peers:
             whole = complete or self._server is None
             self._directory.peers_are(peers, own=self.address, awaits=awaits, complete=whole)
@@ -118,8 +119,8 @@ class PeerTier(RemoteTier):
         return self._directory.inventory(self._copies.all())
 
     async def _scan(self) -> None:
-        """The copies of an earlier life, and again while some of them cannot be read; afterwards
-        only which of them somebody removed."""
+        """Find the copies of an earlier life; again while some of them cannot be read. Afterwards
+        only check which copies were removed."""
         async with self._scanning:
             again = not self._scanned or self._copies.unreadable
             await self._calls.here(self._copies.scan if again else self._copies.check)
@@ -148,7 +149,7 @@ class PeerTier(RemoteTier):
         self._changes.ring()
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
-        """One for each pod that holds it."""
+        """One source for each pod that holds the shard."""
         found: list[ShardSource] = []
         for address in shard.key or ():
             if (address, shard.step_id, shard.rank) in self._directory.liars:
@@ -185,7 +186,7 @@ class PeerTier(RemoteTier):
         return any(feeder.needs(id) for feeder, _ in self._feeders.values())
 
     def kept(self) -> tuple[Shard, ...]:
-        """The copies that lie here."""
+        """The copies that lie here for other pods."""
         return self._copies.all()
 
     async def make_room(self, size_bytes: int) -> bool:
@@ -199,18 +200,19 @@ class PeerTier(RemoteTier):
         return self._backlog() == 0
 
     def _backlog(self) -> int:
-        """A buddy that was named just now has nobody who sends to it yet, and lacks everything."""
+        """How many shards are to be sent. A buddy that was only just named has no feeder yet, and
+        lacks everything."""
         begun = sum(len(feeder.backlog()) for feeder, _ in self._feeders.values())
         return begun + len(self._buddies().keys() - self._feeders) * len(self._outbox.due(()))
 
     def _buddies(self) -> dict[str, Known]:
-        """By address."""
+        """The buddies, by address."""
         return {one.address: one for one in self._directory.known.values() if one.buddy}
 
     # --- working -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve, look and send, until cancelled. May be called again after it failed."""
+        """Serve, look and send, until cancelled. May be called again after a failure."""
         self._feeders.clear()
         await self._scan()
         if self._server is not None:
@@ -222,13 +224,13 @@ class PeerTier(RemoteTier):
             group.create_task(self._keep_feeding(group), name="feed buddies")
 
     async def _certified(self, keep_fresh: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Who serves nobody needs no certificate before there is somebody to ask."""
+        """A pod that serves nothing needs no certificate until there is another pod to ask."""
         while self._server is None and not self._directory.expecting:
             await self._changes.until(lambda: self._directory.expecting, timeout_s=3600.0)
         await keep_fresh()
 
     async def _keep_looking(self) -> None:
-        """Static peers are buddies once they were reached."""
+        """Static peers become buddies once they have been reached."""
         while True:
             await (self.look() if self._settings.peers else self._scan())
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -262,7 +264,7 @@ class PeerTier(RemoteTier):
         )
 
     async def close(self) -> None:
-        """Call it when `run` has ended."""
+        """Call this when `run` has ended."""
         if self._server is not None:
             await asyncio.to_thread(self._server.stop)
         self._calls.close()
@@ -275,9 +277,9 @@ class PeerTier(RemoteTier):
 def remote_tier(
     settings: PeerSettings, volumes: VolumeSet, *, run: str, reporting: Reporting | None
 ) -> PeerTier:
-    """The peer tier of this pod; `reporting`: the operator, which signs where no files are given.
+    """The peer tier of this pod. `reporting`: the operator, which signs when no files are given.
 
-    Raises UsageError for certificates that are no use, StorageError for an address that is taken.
+    Raises UsageError for unusable certificates, StorageError for an address that is taken.
     """
     if settings.files is not None:
         return PeerTier(settings, volumes, run=run, credentials=FileCredentials(settings.files))

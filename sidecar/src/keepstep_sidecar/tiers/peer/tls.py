@@ -1,8 +1,8 @@
 """The identity of pods: certificate, key and authorities, from files or from the operator.
 
-Who a certificate says somebody is stands in a URI among its alternative names:
-`keepstep://<namespace>/<run>/<node rank>`. The namespace is the border of trust; a pod of another
-run is refused although the same authority signed for it.
+A certificate names its pod by a URI among its alternative names:
+`keepstep://<namespace>/<run>/<node rank>`. The namespace is the border of trust. A pod of another
+run is refused even if the same authority signed for it.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Identity:
 
     @property
     def uri(self) -> str:
-        """As it stands in a certificate."""
+        """The identity as it stands in a certificate."""
         names = quote(self.namespace, safe=""), quote(self.run, safe="")
         return f"keepstep://{names[0]}/{names[1]}/{self.node_rank}"
 
     @classmethod
     def parse(cls, uri: str) -> Identity:
-        """Inverse of `uri`: each identity has one spelling. Raises ValueError."""
+        """Inverse of `uri`. Each identity has one spelling. Raises ValueError."""
         if match := _URI.fullmatch(uri):
             names = unquote(match[1]), unquote(match[2])
             found = cls(namespace=names[0], run=names[1], node_rank=int(match[3]))
@@ -63,12 +63,12 @@ class Identity:
         raise ValueError(f"not an identity: {uri!r} (like keepstep://namespace/run/0)")
 
     def shares_run(self, other: Identity) -> bool:
-        """Whether both are pods of one run."""
+        """Whether both are pods of the same run."""
         return (self.namespace, self.run) == (other.namespace, other.run)
 
 
 def of_uris(uris: list[str], *, whose: str) -> Identity:
-    """The one identity among a certificate's URIs. Raises UsageError, naming `whose` it is."""
+    """The one identity among a certificate's URIs. Raises UsageError that names `whose` it is."""
     ours = [uri for uri in uris if uri.startswith("keepstep://")]
     try:
         (uri,) = ours
@@ -81,16 +81,16 @@ def of_uris(uris: list[str], *, whose: str) -> Identity:
 
 
 def of_peer(certificate: Mapping[str, Any] | None, *, whose: str) -> Identity:
-    """From `SSLSocket.getpeercert()`, whose chain was verified. Raises UsageError."""
+    """The identity in `SSLSocket.getpeercert()`, whose chain was verified. Raises UsageError."""
     names = (certificate or {}).get("subjectAltName", ())
     return of_uris([value for kind, value in names if kind == "URI"], whose=whose)
 
 
 # --- credentials -----------------------------------------------------------------------------
 #
-# Contexts are never changed: whoever opens a connection asks for the current ones. So a new
-# certificate or authority holds from the next connection on, and those that are open keep theirs.
-# A pair that does not fit together (a half-written directory) is left alone until it does.
+# Contexts are never changed: code that opens a connection asks for the current ones. So a new
+# certificate or authority applies from the next connection on, and open connections keep theirs.
+# Files that do not fit together (a half-written directory) are ignored until they do.
 
 
 _LOOK_EVERY_S = 5.0
@@ -98,7 +98,7 @@ _LOOK_EVERY_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Pem:
-    """PEM texts: a chain, its key, and the authorities that others are checked against."""
+    """PEM texts: a chain, its key, and the authorities against which other pods are checked."""
 
     certificate: bytes
     key: bytes
@@ -107,7 +107,7 @@ class Pem:
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """What a connection is opened with, and who we are in it."""
+    """The contexts for connections, and this pod's identity in them."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
@@ -118,14 +118,16 @@ class Credentials(Protocol):
     """Where the contexts come from."""
 
     def current(self) -> Tls:
-        """For the next connection; from any thread. Raises KeepstepError while there are none."""
+        """The contexts for the next connection; from any thread. Raises KeepstepError while there
+        are none."""
 
 
 class FileCredentials:
-    """From files that may be replaced under us; they are looked at every `look_every_s`."""
+    """From files that may be replaced at any time. They are checked every `look_every_s`
+    seconds."""
 
     def __init__(self, files: Files, *, look_every_s: float = _LOOK_EVERY_S) -> None:
-        """Raises UsageError when they are not usable to begin with."""
+        """Raises UsageError when the files are not usable at the start."""
         self._files = files
         self._every_s = look_every_s
         self._lock = threading.Lock()
@@ -152,7 +154,7 @@ class FileCredentials:
             say("peer certificate loaded", identity=self._tls.identity.uri)
 
     def _load(self) -> Tls:
-        """The contexts of what the files say now; the same ones when nothing changed."""
+        """The contexts that the files give now; the same objects if nothing changed."""
         files = self._files
         try:
             pem = Pem(
@@ -169,7 +171,7 @@ class FileCredentials:
 
 
 def _warn_of_readers(key: Path) -> None:
-    """Whoever has the key is this pod to all others."""
+    """Anyone who has the key passes for this pod with all others."""
     with contextlib.suppress(OSError):
         if (mode := stat.S_IMODE(key.stat().st_mode)) & 0o007:
             why = "everybody on this machine may read or write it; chmod 600"
@@ -177,7 +179,7 @@ def _warn_of_readers(key: Path) -> None:
 
 
 def contexts(pem: Pem, *, whose: str) -> Tls:
-    """Contexts that show the certificate and demand one. Raises UsageError, naming `whose`."""
+    """Contexts that show the certificate and demand one. Raises UsageError that names `whose`."""
     try:
         return Tls(
             server=_filled(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), pem),
@@ -189,7 +191,7 @@ def contexts(pem: Pem, *, whose: str) -> Tls:
 
 
 def _filled(context: ssl.SSLContext, pem: Pem) -> ssl.SSLContext:
-    # pods are known by the URI in their certificate: their addresses change
+    # Pods are known by the URI in their certificate, because their addresses change.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -199,7 +201,7 @@ def _filled(context: ssl.SSLContext, pem: Pem) -> ssl.SSLContext:
 
 
 def _with_file(data: bytes, use: Callable[[str], None]) -> None:
-    """`ssl` reads keys from files only: this one is memory, and never has a name on a drive."""
+    """`ssl` reads keys only from files. This file is in memory, and never has a name on a drive."""
     fd = os.memfd_create("keepstep-peer", os.MFD_CLOEXEC)
     try:
         os.write(fd, data)
@@ -209,7 +211,8 @@ def _with_file(data: bytes, use: Callable[[str], None]) -> None:
 
 
 def _uris(certificate: bytes) -> list[str]:
-    from cryptography import x509  # with peers only: it costs memory and a tenth of a second
+    # only with peers: this import costs memory and a tenth of a second
+    from cryptography import x509
 
     read = x509.load_pem_x509_certificate(certificate)
     try:
@@ -221,8 +224,9 @@ def _uris(certificate: bytes) -> list[str]:
 
 # --- certificates from the operator ----------------------------------------------------------
 #
-# The key is made here and never leaves the memory of this process. While the operator is away the
-# old certificate serves until it ends; then peers are refused, and training goes on without them.
+# The key is made here and never leaves the memory of this process. While the operator is away, the
+# old certificate is used until it expires. Then peers are refused, and training goes on without
+# them.
 
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0, connect=5.0)
@@ -232,7 +236,7 @@ _LARGEST_BYTES = 1 << 20
 
 
 class IssuedCredentials:
-    """See `credentials.Credentials`. `keep_fresh` asks, until cancelled."""
+    """See `Credentials`. `keep_fresh` asks the operator until cancelled."""
 
     def __init__(self, reporting: Reporting) -> None:
         self._reporting = reporting
@@ -245,7 +249,8 @@ class IssuedCredentials:
         return self._tls
 
     async def keep_fresh(self) -> None:
-        """Ask, and ask again before it ends; a failure is said once and tried again."""
+        """Ask for a certificate, and again before it expires. A failure is logged once and
+        retried."""
         wait_s = _RETRY_S[0]
         while True:
             pause_s = await self._renewed()
@@ -257,7 +262,8 @@ class IssuedCredentials:
                 await asyncio.sleep(pause_s)
 
     async def _renewed(self) -> float | None:
-        """Seconds to the next renewal; None when there is no new certificate."""
+        """Ask once. Returns the seconds until the next renewal; None when there is no new
+        certificate."""
         try:
             key, request = _make_request()
             issued = await self._ask(request)
@@ -296,12 +302,13 @@ class IssuedCredentials:
             raise StorageError(f"the answer is no certificate: {error}") from None
 
     def _address(self) -> str:
-        """Beside the reports."""
+        """The address for certificates, beside that for reports."""
         return urljoin(self._reporting.address, CERTIFICATES_PATH)
 
 
 def _make_request() -> tuple[bytes, str]:
-    """A new key, and a request that proves that it is ours. It names nobody: nobody would look."""
+    """A new key, and a request that proves possession of it. The request names no subject: the
+    operator would not look at it."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -318,7 +325,7 @@ def _make_request() -> tuple[bytes, str]:
 
 
 def _due_s(certificate: bytes) -> float:
-    """Seconds until two thirds of its life are over."""
+    """Seconds until two thirds of the certificate's life are over."""
     from cryptography import x509
 
     read = x509.load_pem_x509_certificate(certificate)
