@@ -113,8 +113,7 @@ async def _serve(config: Config, claim: Claim) -> None:
 
 
 def _history(file: HistoryFile) -> History:
-    """The history of earlier sidecars; a new one if it cannot be summed up. Nothing depends on
-    it."""
+    """The history of earlier sidecars; a new one if that is unusable. Nothing depends on it."""
     try:
         return History(*file.read(now=time.time()), id=file.id)
     except (ArithmeticError, ValueError, TypeError) as error:
@@ -249,7 +248,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
 
 
 def _milestones(config: Config) -> frozenset[int]:
-    """Steps at multiples of these become durable anyway, because they are archived or kept.
+    """Steps at multiples of these become durable at any interval: they are to be archived or kept.
 
     Empty where a person chose which steps become durable.
     """

@@ -133,8 +133,7 @@ T = TypeVar("T")
 
 
 async def all_of(work: Sequence[Awaitable[T]]) -> list[T]:
-    """All results, once all have ended; then raises the first error. Cancelling this cancels all of
-    them."""
+    """All results, once all have ended; or the first error. Cancelling this cancels all of them."""
     return _results(await asyncio.gather(*work, return_exceptions=True))
 
 

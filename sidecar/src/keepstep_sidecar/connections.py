@@ -56,8 +56,7 @@ class Strangers(Generic[C]):
         self._lock = threading.Lock()
 
     def enter(self, connection: C, source: str) -> bool:
-        """Give `connection` from address `source` a place. Returns True if another one lost its
-        place."""
+        """Give `connection` from address `source` a place. True if another one lost its place."""
         with self._lock:
             doomed = self._doomed(source)
             self._places[connection] = _Place(source, time.monotonic())

@@ -103,8 +103,7 @@ def _runner(app: web.Application) -> web.AppRunner:
 
 
 async def _listen_publicly(runner: web.AppRunner, port: int | None, tasks: Tasks) -> None:
-    """Serve metrics. If the port is taken, this is only logged: training must not fail over
-    metrics."""
+    """Serve metrics. A port that is taken is only logged: training must not fail over metrics."""
     if port is None:
         return
     try:

@@ -39,8 +39,7 @@ class Restarts:
         self._lives: dict[int, _Life] = {}
 
     def came(self, rank: int, attempt: str, *, age_s: float) -> None:
-        """A trainer comes, or one that had lost its connection. Its process began `age_s` seconds
-        ago."""
+        """A trainer comes, or reconnects. Its process began `age_s` seconds ago."""
         self._history.note(Kind.CAME, rank=rank, attempt=attempt, seconds=age_s)
         before = self._lives.get(rank)
         if before is not None and before.attempt == attempt:

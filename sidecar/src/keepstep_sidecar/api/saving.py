@@ -118,7 +118,7 @@ class Saving:
         )
 
     async def _settle(self, lease: Lease) -> tuple[str, ...]:
-        """Find out which slots this trainer fills, and take back slots that its predecessor
+        """Find out which slots this trainer fills, and take back those that its predecessor
         filled."""
         slots = self._slots.rank(lease.rank)
         before = self._last.get(lease.rank)
@@ -163,8 +163,7 @@ class Saving:
         self._changes.ring()
 
     def plan_persists(self) -> None:
-        """Tell the node which ranks this machine serves: those with a trainer, and those with
-        slots."""
+        """Tell the node which ranks are served here: those with a trainer, and those with slots."""
         ranks = {rank for rank, slots in self._slots.ranks.items() if slots.slot_sets}
         ranks |= {rank for rank in self._last if self.leases.of(rank)}
         worlds = [lease.world for lease in self._last.values() if not lease.ended]

@@ -58,8 +58,7 @@ _LONGEST_PAUSE_S = 60.0
 """The longest pause between scans that fail."""
 
 _RESCUE_S = 10.0
-"""How long images in slots without names may take to reach their volume before they are given
-up."""
+"""How long images in slots without names may take to their volume before they are given up."""
 
 
 @dataclass(eq=False, kw_only=True)

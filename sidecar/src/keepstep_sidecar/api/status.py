@@ -112,7 +112,7 @@ async def keep_history(service: Service) -> None:
 
 
 def survives(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
-    """What the run would survive now, losing no more than a step. `marks`: watermarks. Pure.
+    """What the run would survive now, apart from losing steps. `marks`: watermarks. Pure.
 
     One machine without a peer or an archive never survives its own loss.
     """

@@ -43,7 +43,7 @@ class StepWaits:
         """How many trainers wait for a commit now."""
 
     async def wait(self, request: WaitRequest) -> Waited:
-        """Wait until the step has the state. Raises SidecarError `bad-request` for an unknown
+        """Wait until the step has the state. Raises SidecarError `bad-request` for a wrong
         state."""
         lease = self._saving.leases.require(request.lease)
         reached = self._predicate(lease, request)
@@ -160,8 +160,7 @@ class StepWaits:
         return max(filter(self._committer.was_committed, steps), default=None)
 
     async def flush(self, *, timeout_s: float) -> Flushed:
-        """Make the newest two steps durable that all ranks here hold. Best effort, within
-        `timeout_s`."""
+        """Make the newest two steps that all ranks here hold durable. Best effort, in time."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         if not await self._changes.until(lambda: self._committer.scanned, timeout_s=timeout_s):
             return Flushed(reason="the volumes are still being scanned")

@@ -169,8 +169,7 @@ class Committer:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being written, and all that was written is committed where
-        possible."""
+        """Whether nothing is being written, and what was written is committed where possible."""
         return not self._ending and self.node.idle
 
     @property
@@ -232,8 +231,7 @@ class Committer:
         return Listed(ranks=ranks, published=published, shown=self.published)
 
     async def _carry_out(self, actions: Iterable[Publish | Retire]) -> None:
-        """Level-triggered: an action that fails, or whose step is in use by now, is decided anew
-        next time."""
+        """Level-triggered: an action that fails, or whose step is in use, is decided anew later."""
         async with self._actions:
             commits = self.node.commits()
             self.evictions.see(committed=sum(id in self.shards for id in commits))
@@ -338,8 +336,7 @@ class Committer:
             await self.scan()
 
     async def hear(self, reply: ReportReply) -> None:
-        """Apply the operator's answer: publish commits, and delete steps that are no longer
-        needed."""
+        """Apply the operator's answer: publish commits, and delete steps that nobody needs."""
         before = (self.run_view.commit, self.run_view.word.plan)
         self.rollback.hear(reply)
         self.script_failures.hear(reply.failures)
@@ -364,7 +361,7 @@ class Committer:
     # --- epochs ------------------------------------------------------------------------------
 
     async def start_epoch(self, epoch: Epoch) -> None:
-        """Begin the epoch that all ranks agreed on. It is durably recorded on return. Raises
+        """Begin the epoch that all ranks agreed on; durably recorded on return. Raises
         StorageError."""
         if (starting := self._starting.get(epoch.id)) is None:
             starting = asyncio.ensure_future(self._start_epoch(epoch))
@@ -594,8 +591,7 @@ class Committer:
         return Doubt.of(failures, kept, self.run_view.word.pinned)
 
     def suspicion(self) -> str:
-        """A message that says which steps a restore passes over and why; '' when none is
-        suspect."""
+        """A message: which steps a restore passes over, and why; '' when none is suspect."""
         if not self.script_failures or (since := self.doubt().since) is None:
             return ""
         back = self.instead()

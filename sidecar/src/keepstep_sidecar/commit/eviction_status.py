@@ -39,8 +39,7 @@ class EvictionStatus:
 
     @property
     def warning(self) -> str:
-        """A warning for people; '' while the volumes have room for everything that the policy
-        keeps."""
+        """A warning for people; '' while everything that the policy keeps fits on the volumes."""
         if not self.short:
             return ""
         return (

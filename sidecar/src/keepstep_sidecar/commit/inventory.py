@@ -77,8 +77,7 @@ class LocalShards:
             self.published.pop(id, None)
 
     def drop(self, id: StepId) -> None:
-        """The step is about to be deleted. Remember what it was, for clients that ask about it
-        later."""
+        """The step is about to be deleted. Remember what it was, for clients that ask later."""
         self._past[id] = frozenset(self.shards.pop(id, ())), id in self.published
         self.published.pop(id, None)
         while len(self._past) > _PAST_STEPS:
@@ -184,8 +183,7 @@ class LedgerReports:
         return sorted(self._ranks)
 
     def world(self, rank: int) -> int:
-        """The world size that the rank's trainer, else its newest shard, names; 0 if neither
-        does."""
+        """The world size from the rank's trainer, else from its newest shard; 0 without both."""
         slots = self._pool.ranks.get(rank)
         if slots is not None and slots.world:
             return slots.world
@@ -285,8 +283,7 @@ class RemoteInventory:
         return changed
 
     def _ancestor_last(self, found: Sequence[Inventory]) -> list[Inventory]:
-        """Ignore the other run's step until all other tiers have said what this run has of its
-        own."""
+        """Ignore the other run's step until all other tiers have said what this run has itself."""
         pairs = list(zip(self.remote_tiers, found, strict=True))
         silent = any(
             one.answer is Answer.UNKNOWN
@@ -412,8 +409,7 @@ class RemoteInventory:
 
 
 def _with_last_seen(new: Inventory, old: Inventory) -> Inventory:
-    """`new`, but with the old contents if the tier did not answer: its copies may still be
-    there."""
+    """`new`, with the old contents if the tier did not answer: its copies may still be there."""
     if new.answer is not Answer.UNKNOWN or new.shards:
         return new
     return replace(new, shards=old.shards, epochs=old.epochs, complete=old.complete)

@@ -35,8 +35,7 @@ class OperatorLink:
         self._changes = changes
 
     async def finish(self, *, timeout_s: float) -> None:
-        """Have the last report sent at once, without waiting for its turn. Returns within
-        `timeout_s`."""
+        """Have the last report sent at once, out of turn. Returns within `timeout_s`."""
         self.finishing = True
         self._changes.ring()
         await self._changes.until(lambda: self.ended, timeout_s=timeout_s)

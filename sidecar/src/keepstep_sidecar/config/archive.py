@@ -70,6 +70,6 @@ class ArchiveConfig:
         return urlsplit(self.url).path.strip("/")
 
     def base(self, persist_base: int) -> int:
-        """Steps that are multiples of this are sent: `every`, rounded up to the grid of durable
+        """Multiples of this many steps are sent: `every`, rounded up to the grid of durable
         steps."""
         return on_grid(self.every, persist_base)

@@ -78,16 +78,14 @@ REQUIRED: Final = dataclasses.MISSING
 
 
 def key(kind: Kind, default: Any, help: str, **options: Any) -> Any:
-    """A field that is a key. `options`: those of Key. `name` and `flag` are derived from the
-    field's name."""
+    """A field that is a key. `options`: those of Key. The field's name gives `name` and `flag`."""
     return dataclasses.field(
         default=default, metadata={"key": {"kind": kind, "help": help, **options}}
     )
 
 
 def keys_of(configuration: Any) -> tuple[Key, ...]:
-    """The keys that a dataclass declares. A field has its unit in its name; a key accepts any
-    unit."""
+    """The keys that a dataclass declares. A field's name has its unit; a key accepts any unit."""
     return tuple(
         _key(field, **field.metadata["key"]) for field in dataclasses.fields(configuration)
     )

@@ -68,8 +68,7 @@ class Fork:
 
 
 def parse(text: str, *, since: int = 0) -> Wish | Fork:
-    """`STEP` is a number or an id; in `RUN/STEP` also `latest`. Raises UsageError for anything
-    else."""
+    """`STEP`: a number or an id. `RUN/STEP`: also `latest`. Raises UsageError for all else."""
     if "/" in text:
         return _fork(text)
     try:

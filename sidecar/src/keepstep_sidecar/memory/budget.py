@@ -27,8 +27,7 @@ class Budget:
         return self.total_bytes // max(1, self.ranks)
 
     def affordable(self, slot_bytes: int, *, wanted: int, taken_bytes: int = 0) -> int:
-        """How many slots of this size, up to `wanted`, fit beside `taken_bytes` of the same
-        rank."""
+        """How many slots of this size, up to `wanted`, fit beside the rank's `taken_bytes`."""
         return max(0, min(wanted, (self.share_bytes - taken_bytes) // slot_bytes))
 
 
@@ -105,8 +104,7 @@ class Sizing:
         self._allocator.grow(slot_set, most=most)
 
     def _most(self, slots: RankSlots, slot_set: SlotSet, lease: Lease | None) -> int:
-        """How many slots this slot set may have during a restore: one more than usual, if it
-        fits."""
+        """How many slots this set may have for a restore: one more than usual, if it fits."""
         if lease is None:  # it is unknown which trainers come, if any: only see whether images fit
             others = self._pool.made_bytes - sum(len(file.view) for _, file in slot_set.present())
             size_bytes = slot_set.layout.size_bytes

@@ -111,7 +111,7 @@ class SlotDirectories:
     # --- memory --------------------------------------------------------------------------
 
     def for_slot(self, rank: int, size_bytes: int) -> tuple[Path, Path | None]:
-        """The directories for a slot of this size: on small pages, and on huge pages if enough are
+        """The directories for a slot of this size: on small pages, and on huge ones if enough are
         free."""
         huge = self.huge if self._huge_for(size_bytes) else None
         small = rank_directory(self.small, rank)
@@ -122,8 +122,8 @@ class SlotDirectories:
         return self._small_bytes() + self._huge_for(size_bytes) * size_bytes
 
     def require_small(self, size_bytes: int) -> None:
-        """Raises NoMemoryError when a slot that did not get huge pages does not fit on small
-        pages."""
+        """Raises NoMemoryError when a slot that was to get huge pages does not fit on small
+        ones."""
         if (free := self._small_bytes()) < size_bytes:
             raise NoMemoryError(
                 f"{size_bytes} bytes are needed in place of huge pages, {free} are free",
@@ -170,8 +170,7 @@ def page_bytes(path: Path) -> int:
 
 
 def usual_mount() -> Path | None:
-    """Where this machine's hugetlbfs is mounted; None unless it has pages and this user may
-    write."""
+    """The mount of this machine's hugetlbfs; None unless it has pages and this user may write."""
     with contextlib.suppress(OSError):
         there = page_bytes(USUAL_MOUNT) == HUGE_PAGE_BYTES and os.access(USUAL_MOUNT, os.W_OK)
         return USUAL_MOUNT if there and _told("nr_hugepages") else None

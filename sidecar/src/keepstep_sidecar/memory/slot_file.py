@@ -100,8 +100,8 @@ class SlotFile:
 
     @classmethod
     def adopt(cls, path: Path) -> SlotFile:
-        """Map a slot that an earlier sidecar made. Raises ImageError if it is not a slot;
-        OSError."""
+        """Map a slot that an earlier sidecar made. Raises OSError, ImageError if it is not a
+        slot."""
         with entered(path.parent) as directory:
             _check_slot(os.stat(path.name, dir_fd=directory, follow_symlinks=False), directory)
             fd = os.open(path.name, _OPEN, dir_fd=directory)
@@ -121,8 +121,7 @@ class SlotFile:
         return self.path.name
 
     def control(self) -> ControlPage | None:
-        """The seal of the image in this slot; None if the slot is empty, torn, truncated or has a
-        foreign seal."""
+        """The seal of this slot's image; None if the slot is empty, torn, truncated or foreign."""
         try:
             page = os.pread(self._fd, PAGE_BYTES, self.layout.control_begin)
             return ControlPage.from_bytes(page)
@@ -152,8 +151,8 @@ class SlotFile:
             os.close(source)
 
     def lacks(self) -> str:
-        """What the file has lost by others' doing: "its name" or "a part of its bytes"; '' when it
-        is whole.
+        """What others took from this file: "its name" or "a part of its bytes"; '' when it is
+        whole.
 
         Without its name the file can still be read here, but no other process can open it.
         """
@@ -193,7 +192,7 @@ class SlotFile:
         return "its header is damaged"
 
     def settle(self) -> None:
-        """Map an adopted slot's pages and lock them, so that restore and persist cause no page
+        """Map and lock an adopted slot's pages, so that restore and persist cause no page
         faults."""
         try:
             # A separate view keeps the mapping while this thread works on it.

@@ -178,8 +178,8 @@ class SlotPool:
     # --- asking ------------------------------------------------------------------------------
 
     def sound(self, rank: int, id: StepId, *, bad: Collection[str] = ()) -> Slot | None:
-        """The slot with this image, if it still verifies. An image that does not is no longer a
-        candidate.
+        """The slot with this image, if it still verifies. Otherwise the image is no candidate any
+        more.
 
         `bad`: paths of slots that a trainer could not use.
         """
@@ -461,8 +461,7 @@ class SlotSet:
         return Assigned(index, generation, self.table.slots[index].id)
 
     def assigned(self) -> Assigned | None:
-        """The slot that is being filled, in the form that `assign` returns; None if there is
-        none."""
+        """The slot that is being filled, as `assign` returned it; None if there is none."""
         if (index := self.table.assigned) is None:
             return None
         return Assigned(index, self.uses[index].generation or 0, None)

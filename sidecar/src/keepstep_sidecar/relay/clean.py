@@ -40,8 +40,7 @@ class StillUsedError(StorageError):
 
 
 def clean(directory: Path, *, gone_since: float = math.inf) -> int:
-    """Remove `directory`; returns how many files were removed. A missing directory is clean.
-    Idempotent.
+    """Remove `directory`; returns the number of files removed, 0 if it is missing. Idempotent.
 
     `gone_since`: Unix seconds; a later write is a sign of life. Raises StillUsedError for such a
     write, UsageError when the path is not `<volume>/<namespace>/<run>`, and StorageError when a

@@ -1,5 +1,4 @@
-"""`keepstep-sidecar relay DIR...`: serves shards of pods that left this node to the run's other
-pods.
+"""`keepstep-sidecar relay DIR...`: serves shards of pods that left this node to the other pods.
 
 Nothing is written: directories are mounted read-only. All that is found there, own shards and
 copies alike, is offered as copies that are kept for other pods. As everywhere among peers, the

@@ -37,8 +37,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=10.0, connect=5.0)
 _LONGEST_BACKOFF_S = 30.0
 _FIRST_BACKOFF_S = 5.0
 _FIRST_FAILURES = 30
-"""How many first retries come quickly: another replica of the operator leads within half a
-minute."""
+"""First retries that come quickly: another replica of the operator leads within half a minute."""
 _LOOKING_S = 2.0
 """The longest pause between these retries while the connection fails: there is no operator that
 they could overload."""
@@ -78,8 +77,7 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Rhythm:
-    """When a report is due. Pure. Times are seconds since the last attempt; `failures` are in a
-    row."""
+    """When a report is due. Pure. Times: seconds since the last attempt; `failures`: in a row."""
 
     interval_s: float = 30.0
     least_gap_s: float = 1.0
@@ -93,8 +91,7 @@ class Rhythm:
         )
 
     def silence_s(self, *, urgent: bool, chance: float) -> float:
-        """The longest silence between reports. `chance` in 0..1 spreads the pods of a run over
-        time."""
+        """The longest silence between reports. `chance` in 0..1 spreads the pods of a run."""
         if urgent:
             return max(self.least_gap_s, _URGENT_S)
         return self.interval_s * (0.8 + 0.4 * chance)
@@ -102,8 +99,7 @@ class Rhythm:
     def backoff_s(
         self, failures: int, *, urgent: bool = False, broken: bool = False, chance: float
     ) -> float:
-        """How long to wait after the `failures`-th failure in a row. `broken`: the connection
-        failed."""
+        """How long to wait after the `failures`-th failure in a row. `broken`: no connection."""
         if broken and failures == 1:
             return _AT_ONCE_S * chance
         exponential: float = self.least_gap_s * 2.0 ** min(failures - 1, 10)

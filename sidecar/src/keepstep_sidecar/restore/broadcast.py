@@ -79,8 +79,7 @@ class Broadcast:
         self._reads: dict[asyncio.Task[None], Sequence[Shared]] = {}
 
     def announce(self, rank: int, id: StepId, runs: Iterable[ChunkRun]) -> None:
-        """Set all chunks of this step for which the rank will ask, in place of what it announced
-        before."""
+        """All chunks of this step that the rank will ask for. Replaces its former announcement."""
         self._announced[rank] = _Announced(id, runs)
         self._settle()
 
@@ -111,7 +110,7 @@ class Broadcast:
     def _join(
         self, rank: int, id: StepId, wanted: Sequence[tuple[Key, memoryview]]
     ) -> list[Shared]:
-        """Join the rank to shared chunks. A chunk that it has not announced is read for it
+        """Join the rank to shared chunks. Chunks that it has not announced are read for it
         alone."""
         said = self._announced.get(rank)
         if said is None or said.id != id:

@@ -160,8 +160,7 @@ class ChunkBuffers:
         return await self._broadcast.fill(rank, request.id, wanted)
 
     async def _read(self, chunks: Sequence[Shared]) -> Tier:
-        """Read chunks of one saved rank into the first frame of each, and copy them to the
-        others."""
+        """Read chunks of one saved rank into the first frame of each, and copy them to the rest."""
         id, saved = chunks[0].id, chunks[0].key[0]
         frames = [one.frames[0][1] for one in chunks]
         layout = await self._fetcher.layout(id, saved)

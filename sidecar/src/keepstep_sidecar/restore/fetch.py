@@ -19,8 +19,7 @@ T = TypeVar("T")
 
 
 class Fetcher:
-    """Reads copies beyond memory. Images in memory are mapped, so only their headers are read
-    here."""
+    """Reads copies beyond memory. Of images in memory, which are mapped, only headers are read."""
 
     def __init__(self, pool: SlotPool, committer: Committer, threads: Executor) -> None:
         self._threads = threads
@@ -49,8 +48,7 @@ class Fetcher:
     async def _next(
         self, id: StepId, saved: int, tried: Collection[ShardSource]
     ) -> ShardSource | None:
-        """The next place to ask. Remote tiers are queried for what they hold only if no place is
-        left."""
+        """The next place to ask. Remote tiers are listed only if nothing that is known is left."""
         left = [one for one in self._committer.locator.origins(id, saved) if one not in tried]
         if not left and not self._committer.remotes.looked:
             await self._committer.look_beyond()
@@ -67,7 +65,7 @@ class Fetcher:
         return await transfer.run(self._threads, opened)
 
     async def load(self, source: ShardSource, view: memoryview) -> ControlPage:
-        """Load the whole image into a slot, verified, the seal last. Raises StorageError,
+        """Load the whole image into a slot, verified, seal last. Raises StorageError,
         ImageError."""
         return await transfer.run(
             self._threads,
@@ -88,6 +86,5 @@ class Fetcher:
         return (await self.ask(id, saved, self.manifest))[1].layout
 
     async def shown(self, id: StepId, saved: int) -> tuple[ShardSource, Manifest]:
-        """The manifest of the saved rank's shard, and the place it came from. Raises as `ask`
-        does."""
+        """The manifest of the saved rank's shard, and where it came from. Raises as `ask` does."""
         return await self.ask(id, saved, self.manifest)

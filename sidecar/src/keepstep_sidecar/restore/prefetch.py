@@ -46,8 +46,8 @@ class Prefetcher:
         self._loading: dict[tuple[int, StepId], asyncio.Task[None]] = {}
 
     async def bring(self, id: StepId, rank: int) -> None:
-        """Return when the image is in a slot of its rank. A copy that fails is no longer a
-        candidate.
+        """Return when the image is in a slot of its rank. A copy that fails is no candidate any
+        more.
 
         Raises ImageError or StorageError (from the last place), NoMemoryError.
         """
@@ -179,8 +179,7 @@ def _plan_beyond(committer: Committer) -> RestorePlan | None:
 def _plan_of(
     committer: Committer, id: StepId, ranks: Iterable[int] | None = None
 ) -> RestorePlan | None:
-    """A plan of this step for those of `ranks` (None: all ranks here) that hold it; None if none
-    do."""
+    """A plan of this step for those of `ranks` (None: all here) that hold it; None if none do."""
     asked = committer.ranks() if ranks is None else ranks
     tiers = {rank: tier for rank in asked if (tier := committer.locator.nearest(id, rank))}
     return RestorePlan(id, tiers) if tiers else None

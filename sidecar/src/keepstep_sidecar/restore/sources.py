@@ -58,7 +58,7 @@ class ImageSources:
 
     async def sources(self, request: SourcesRequest) -> Sources:
         """One source for each saved rank that has one, memory first. Of twins beyond this machine's
-        memory only one is named, so that each other node's page and header need not be read. This
+        memory only one is named: that saves a page and a header to read for each other node. This
         rank's own image is always among the sources.
 
         Raises SidecarError `unknown-step` when there is no source at all, `starting` before the
@@ -123,8 +123,7 @@ class ImageSources:
         return tuple(sorted(left))
 
     async def _told(self, id: StepId, saved: int) -> Source | None:
-        """The source at the nearest place that can show the shard's control page; None if no place
-        can."""
+        """The source at the nearest place that can show the shard's control page; else None."""
         if (known := self._beyond_memory.get((id, saved))) is not None:
             return known
         with suppress(ImageError, StorageError):

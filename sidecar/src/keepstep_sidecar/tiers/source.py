@@ -21,8 +21,7 @@ from keepstep_sidecar.volume.shard_file import ShardFile
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 Read = Callable[[int, Sequence[memoryview]], Iterator[memoryview]]
-"""Reads from byte `begin` on: fills page-aligned buffers in order, and yields each once it is
-full."""
+"""Reads from byte `begin` on: fills page-aligned buffers in order, and yields each once full."""
 
 
 class Cancel:
@@ -80,8 +79,7 @@ class ShardSource(Protocol):
 
     @property
     def verified_loads(self) -> bool:
-        """Whether each chunk of a whole image is verified by its digest. Single chunks always
-        are."""
+        """Whether the chunks of a whole image are verified by digest. Single chunks always are."""
 
     def opened(self, cancel: Cancel) -> AbstractContextManager[Read]:
         """Open the source for reads from any number of threads. An error inside is this copy's

@@ -167,8 +167,7 @@ class RemoteTier:
         return False
 
     async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
-        """Wait until everything that should be there is there. Returns False when the time is up
-        first.
+        """Wait until everything that should be there is. Returns False when the time is up first.
 
         `whole` False: wait only for what this sidecar itself must send, and stop when that fails.
         This is for the end of a pod, whose neighbours may have ended already.

@@ -50,8 +50,7 @@ class Opened:
 
 
 class Manifests:
-    """The manifests that were read last. A client that reads single chunks needs them again and
-    again."""
+    """The manifests read last. Clients that read single chunks need them again and again."""
 
     def __init__(self) -> None:
         self._known: dict[ShardSource, Manifest] = {}
@@ -97,8 +96,7 @@ def _bytes(fetch: Read, begin: int, end: int) -> bytes:
 def opened(
     source: ShardSource, cancel: Cancel | None = None, manifests: Manifests | None = None
 ) -> Iterator[Opened]:
-    """Open a source. Raises StorageError, ImageError; errors of the copy occur inside the
-    context."""
+    """Open `source`. Raises StorageError, ImageError; errors of the copy are raised inside."""
     manifests = manifests or Manifests()
     try:
         with source.opened(cancel or Cancel()) as fetch:

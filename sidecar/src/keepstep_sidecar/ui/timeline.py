@@ -78,8 +78,7 @@ def lost(events: Iterable[Event]) -> list[Event]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The time of one training step at `at`, in seconds, and how much of it `keepstep.save`
-    took."""
+    """The time of one training step at `at`, and how much of it `keepstep.save` took. Seconds."""
 
     at: float
     sequence: int
@@ -159,8 +158,7 @@ def _reached(view: RunView) -> dict[str, Line]:
 
 
 def _staged_at(id: StepId, staged: Sequence[Event]) -> float | None:
-    """When the step was staged. `staged` ascends, because a step counts when the first rank has
-    it."""
+    """When the step was staged. `staged` ascends: a step counts when the first rank has it."""
     at = bisect.bisect_left(staged, id, key=_step)
     return staged[at].until if at < len(staged) and _step(staged[at]).epoch == id.epoch else None
 

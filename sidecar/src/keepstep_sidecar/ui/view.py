@@ -1,5 +1,4 @@
-"""What the page knows of a run at one moment. Values only: the code that reads them is
-elsewhere."""
+"""What the page knows of a run at one moment. Values only; other code reads them."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class RunView:
 
     @property
     def state_text(self) -> str:
-        """The state in a sentence, without anything that changes at every step: it is read out
-        loud."""
+        """The state in a sentence. Nothing in it changes at every step: it is read out loud."""
         if self.live is None or self.error:
             return {
                 "unreadable": "This run cannot be read.",

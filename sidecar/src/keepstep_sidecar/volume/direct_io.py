@@ -109,8 +109,7 @@ class Pace:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Lift the limit in this context, because a deadline is near. Only for one thread at a
-        time."""
+        """Lift the limit in this context: a deadline is near. Only for one thread at a time."""
         self._lifted += 1
         try:
             yield

@@ -118,8 +118,7 @@ class Directories:
         return tuple(doomed)
 
     def delete(self, directory: Path) -> int:
-        """Delete a retired directory. Of a link, only the name is deleted. Returns the bytes
-        freed."""
+        """Delete a retired directory; of a link, only the name. Returns the bytes freed."""
         freed = 0
         if directory.is_symlink():
             self._filesystem.unlink(directory)
@@ -136,8 +135,7 @@ class Directories:
         return freed
 
     def quarantine(self, path: Path, reason: str) -> Path:
-        """Move one file to quarantine, and hide its step if that was published. Returns the new
-        path."""
+        """Move one file to quarantine; hides its step if published. Returns the new path."""
         if self._tree.is_published(path):
             id = StepId.parse(path.parent.name)
             self.unpublish(id)
@@ -153,8 +151,7 @@ class Directories:
         return target
 
     def sweep(self, *, keep: Collection[Path]) -> None:
-        """Remove what dead writers left: temporary files except `keep`, retired steps, empty
-        directories.
+        """Remove what dead writers left: temporary files except `keep`, retired steps, empty steps.
 
         The volume is locked, so every writer except those of `keep` is dead. Something that cannot
         be removed (a file where a directory belongs, a file system that is read-only by now) stays

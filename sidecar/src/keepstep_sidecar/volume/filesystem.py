@@ -23,8 +23,7 @@ class Filesystem:
     """POSIX calls of the standard library. Every method may raise OSError."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file close-on-exec, never through a link. A new file is readable by its owner and
-        group."""
+        """Open a file close-on-exec, never through a link. Owner and group may read a new file."""
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
 
     def close(self, fd: int) -> None:
@@ -75,8 +74,7 @@ class Filesystem:
             os.close(fd)
 
     def forget_cache(self, fd: int) -> None:
-        """Drop the file's clean pages from the page cache, where they only displace useful
-        pages."""
+        """Drop the file's clean pages from the page cache: they only displace useful ones."""
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 

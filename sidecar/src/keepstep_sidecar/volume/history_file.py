@@ -66,7 +66,7 @@ class HistoryFile:
         self._path = path
         self._run = run
         self.id = new_id()
-        """The id of the history that `read` found; a new id if there was none, or none with an
+        """The id of the history that `read` found; a new one if none was found, or one without
         id."""
         self._written = 0
         self._trouble = ""
@@ -79,8 +79,7 @@ class HistoryFile:
 
     @property
     def written(self) -> int:
-        """The number of the newest event in the file; -1 when the next `append` replaces the
-        file."""
+        """The number of the newest event in the file; -1: the next `append` replaces the file."""
         return self._written
 
     def read(self, *, now: float) -> tuple[list[Event], Tally]:

@@ -97,8 +97,7 @@ class Tree:
 
 
 def temporary_name(shard: str, *, pid: int, number: int) -> str:
-    """A name that hides a file from readers of `*.safetensors`, and that a scan tells from a
-    shard."""
+    """A name that readers of `*.safetensors` do not see, and that a scan tells from a shard."""
     return f".{shard}.tmp-{pid}-{number}"
 
 

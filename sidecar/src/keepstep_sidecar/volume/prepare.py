@@ -42,8 +42,7 @@ def prepare(directory: Path, *, uid: int = USER_ID, gid: int = GROUP_ID) -> None
 
 
 def mount_of(directory: Path) -> Path:
-    """The first mount point on the way to `directory` after `/`: no other user makes links above
-    it.
+    """The first mount point on the way to `directory` after `/`: others make no links above it.
 
     The last mount point would not do, because a link could choose it.
     """

@@ -308,8 +308,7 @@ class Volume:
     # --- space -------------------------------------------------------------------------------
 
     def used_bytes(self) -> int:
-        """Space that this volume's files take, in bytes; includes quarantine and writes in
-        progress."""
+        """Bytes that this volume's files take, with quarantine and writes in progress."""
         if self.read_only:
             return 0
         with self._translated(f"cannot measure {self.root}"):
@@ -331,8 +330,7 @@ class Volume:
             return self._device, self._filesystem.size_bytes(self.root)
 
     def quarantined(self) -> int:
-        """Number of files in quarantine; 0 on a read-only volume, where this process puts none
-        there."""
+        """Number of files in quarantine; 0 if read-only: this process has then put none there."""
         if self.read_only:
             return 0
         with self._translated(f"cannot list {self._tree.quarantine}"):

@@ -40,8 +40,7 @@ class VolumeSet:
 
     @property
     def history(self) -> Path | None:
-        """The path of the run's history, on the first volume that can be written; None without
-        one."""
+        """The path of the run's history, on the first writable volume; None without one."""
         return next((Tree(one.root).history for one in self._writable), None)
 
     def volume_for(self, rank: int) -> Volume:
@@ -56,8 +55,7 @@ class VolumeSet:
         return healthy[rank % len(healthy)]
 
     def lane(self, rank: int) -> int:
-        """The number of the rank's own volume. Ranks are spread evenly, whatever their numbers
-        are."""
+        """The number of the rank's own volume. Ranks are spread evenly, whatever their numbers."""
         with self._lock:
             if rank not in self._homes:
                 taken = Counter(self._homes.values())
@@ -66,8 +64,7 @@ class VolumeSet:
             return self._homes[rank]
 
     def write(self, view: memoryview, layout: Layout, control: ControlPage) -> Written:
-        """`Volume.write` on the volume of `control.rank`; if that is full, on another one with
-        room.
+        """`Volume.write` on the volume of `control.rank`; if that is full, on one that is not.
 
         Raises the NoSpaceError of the rank's own volume when all are full.
         """
@@ -207,8 +204,7 @@ class VolumeSet:
         self._save(lambda record: replace(record, failures=failures))
 
     def _save(self, change: Callable[[RunRecord], RunRecord]) -> None:
-        """Change the record on every writable volume. Without one, nothing durable will ever need
-        it."""
+        """Change the record on all writable volumes. Without any, nothing durable will need it."""
         failures = [_save_record(volume, change) for volume in self._writable]
         if failures and (first := failures[0]) is not None and None not in failures:
             raise first

@@ -51,8 +51,7 @@ class Written:
 
 @dataclass(kw_only=True)
 class Writer:
-    """Writes shards of `run` below `tree`. `lock` guards names; it is not held while data is
-    written."""
+    """Writes shards of `run` below `tree`. `lock` guards names; data is written without it."""
 
     tree: Tree
     shelves: Directories

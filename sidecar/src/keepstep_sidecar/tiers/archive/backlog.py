@@ -25,8 +25,7 @@ _COARSEST = 20
 
 @dataclass
 class Backlog:
-    """`base`: a number of steps. `wanted`: steps that are sent although they are not multiples of
-    it."""
+    """`base`: a number of steps. `wanted`: steps to be sent that are not multiples of it."""
 
     base: int
     doublings: int = 0
@@ -55,8 +54,7 @@ class Backlog:
         self._since = {id: self._since.get(id, now) for id in held}
 
     def stand_in(self, commits: Collection[StepId]) -> None:
-        """Let the newest of all commits take the place of a due step before it that was never
-        committed."""
+        """Let the newest of all commits replace a due step before it that was never committed."""
         before, self._newest = self._newest, max(commits, default=None)
         new = self._newest
         if before is None or new is None or before.epoch != new.epoch:

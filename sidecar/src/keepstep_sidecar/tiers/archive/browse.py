@@ -89,8 +89,7 @@ def _means(step: ArchivedStep, word: str | None) -> bool:
 
 @asynccontextmanager
 async def opened(config: ArchiveConfig, run: str | None) -> AsyncIterator[Holding]:
-    """The named run in the archive; without a name, its only run. Raises UsageError,
-    StorageError."""
+    """The named run, or the archive's only run. Raises UsageError, StorageError."""
     store = open_store(config)
     try:
         name = run or await _only_run(store)

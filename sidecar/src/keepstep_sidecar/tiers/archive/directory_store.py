@@ -71,8 +71,7 @@ class DirectoryStore:
         )
 
     def _sweep(self, entry: os.DirEntry[str]) -> None:
-        """Remove a file that a dead writer left. A younger file may still be written by another
-        machine."""
+        """Remove a file that a dead writer left. Another machine may still write a younger one."""
         with contextlib.suppress(OSError):
             if ".tmp-" in entry.name and time.time() - entry.stat().st_mtime > _LEFTOVER_S:
                 os.unlink(entry.path)

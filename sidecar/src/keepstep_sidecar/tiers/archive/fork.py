@@ -51,8 +51,7 @@ class AncestorTier(RemoteTier):
         return self._ids
 
     async def look(self) -> Inventory:
-        """See `RemoteTier.look`. If the step is missing, the answer is UNKNOWN: never a reason for
-        step 0."""
+        """See `RemoteTier.look`. A missing step makes the answer UNKNOWN: no reason for step 0."""
         if self.facts.outgrown():
             return Inventory(answer=Answer.NONE)
         try:
@@ -83,7 +82,7 @@ class AncestorTier(RemoteTier):
         return f"{self.where} does not hold that step whole; there is {named}"
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
-        """In memory the image belongs to this run: a restarted sidecar would erase another run's
+        """In memory the image is this run's: a restarted sidecar would erase another run's
         image."""
         return [source(self._store, shard, run=self.ancestor, adopted_by=self._own)]
 

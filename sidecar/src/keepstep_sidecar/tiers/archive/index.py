@@ -47,8 +47,7 @@ class ArchivedStep:
 
     @property
     def partial(self) -> bool:
-        """There is no record (any more): the step is being sent, being deleted, or was given up
-        half-way."""
+        """No record (any more): being sent, being deleted, or given up half-way."""
         return self.record is None and not self.fault
 
     @property
@@ -63,8 +62,7 @@ class ArchivedStep:
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of all images of a complete step; what twins have in common counts for each of
-        them."""
+        """Bytes of all images of a complete step; what twins share counts for each of them."""
         assert self.record is not None
         return sum(one.size_bytes for one in self.record.shards)
 
@@ -248,8 +246,7 @@ class Surveyor:
         return ""
 
     def _conflict(self, steps: Iterable[ArchivedStep], own: Iterable[Epoch]) -> str:
-        """A text that names two families of epochs with separate beginnings; '' if there is only
-        one."""
+        """A message if there are two families of epochs that began separately; else ''."""
         own = tuple(own)
         told = [step.record.epochs for step in steps if step.record and step.complete]
         found = rooted([*told, own])
@@ -287,8 +284,7 @@ def _record_in(files: Mapping[str, Stored]) -> Stored | None:
 
 
 def families(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
-    """The families among these records (one for each step, and one for the run itself), oldest
-    first."""
+    """The families among these records (one per step, and one for the run itself), oldest first."""
     found: list[set[EpochId]] = []
     for record in records:
         kin = {id for epoch in record for id in _mentioned(epoch)}

@@ -171,8 +171,7 @@ class ObjectsStore:
 async def _watched(
     pieces: AsyncIterator[memoryview], failed: list[BaseException]
 ) -> AsyncIterator[memoryview]:
-    """The same pieces. An error of theirs is kept in `failed`, because obstore does not pass it
-    on."""
+    """The same pieces. Their errors are kept in `failed`: obstore does not pass them on."""
     try:
         async for piece in pieces:
             yield piece

@@ -95,8 +95,7 @@ class ArchiveSource:
         return parts
 
     def _own_pieces(self, twin: Twin, get: _Get) -> list[int]:
-        """The own pieces, from both tables. Our header is in the first piece, our table at the
-        end."""
+        """The own pieces, from both tables. Our header is in the first piece, our table last."""
         left_out = self.shard.size_bytes - twin.stored_bytes
 
         def own(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
@@ -159,8 +158,7 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> N
 
 
 async def image_bytes(store: Store, stored: Stored) -> int:
-    """The image's size, from the header at the start of an object. Raises StorageError,
-    ImageError."""
+    """The image's size, from the header of an object. Raises StorageError, ImageError."""
     data, size = b"", min(_FIRST_BYTES, stored.bytes)
     try:
         while len(data) < size:

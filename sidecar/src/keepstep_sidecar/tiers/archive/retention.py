@@ -24,7 +24,7 @@ def expired(
     epochs: Iterable[Epoch],
     now: float,
 ) -> tuple[ArchivedStep, ...]:
-    """Steps to be deleted, oldest first. `epochs`: all that are known of the run. `policy` contains
+    """Steps to be deleted, oldest first. `epochs`: all that are known of the run. `policy`: with
     all pins.
 
     Never deleted are the newest complete step that can be restored, pinned steps, steps that cannot
@@ -50,8 +50,7 @@ def expired(
 def unkept(
     survey: Survey, policy: Retention, ids: Iterable[StepId], *, epochs: Iterable[Epoch]
 ) -> set[StepId]:
-    """Those of `ids` (live steps that are not in the archive) that the policy would delete
-    there."""
+    """Those of `ids` (live steps that are not in the archive) that the policy would delete."""
     standing = _standing(survey, epochs)
     live = [one.id for one in survey.complete if standing[one.id] is Standing.LIVE]
     written = _written_at(survey)

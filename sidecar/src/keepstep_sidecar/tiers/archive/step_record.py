@@ -21,8 +21,7 @@ from keepstep_sidecar.tiers.archive.twin import twin_name
 from keepstep_sidecar.volume.run_record import epoch_json, read_epoch, read_step
 
 FORMAT_VERSION = 2
-"""Format of a step with twins. A step without twins has format 1, which older versions can read
-too."""
+"""Format of a step with twins; 1 without twins, which older versions can read too."""
 NAME = "step.json"
 LIMIT_BYTES = 16 << 20
 

@@ -15,8 +15,7 @@ from keepstep_sidecar.config.archive import ArchiveConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """An object. `modified_at`: Unix seconds on the store's clock. `etag` changes with the
-    object."""
+    """An object. `modified_at`: Unix seconds on the store's clock. `etag` changes with it."""
 
     name: str
     bytes: int
@@ -39,8 +38,7 @@ class Store(Protocol):
         """
 
     async def directories(self, prefix: str) -> list[str]:
-        """Names of the directories directly below `prefix` ('' for the root), without the
-        prefix."""
+        """Names of the directories directly below `prefix` ('' for the root), without it."""
 
     async def find(self, name: str) -> Stored | None:
         """The object, or None when there is none."""
@@ -67,8 +65,7 @@ class Store(Protocol):
 
 
 def open_store(config: ArchiveConfig) -> Store:
-    """The store that `config` names. It is not asked anything yet. Raises StorageError,
-    UsageError."""
+    """The store that `config` names. Nothing is asked yet. Raises StorageError, UsageError."""
     if config.scheme == "file":
         from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
 

@@ -160,8 +160,7 @@ class ArchiveTier(RemoteTier):
         }
 
     def _done(self, held: Mapping[StepId, Mapping[int, LocalShard]]) -> set[StepId]:
-        """The steps of which nothing is to be sent: whole there, sent and listed, or not kept
-        there."""
+        """The steps of which nothing is to be sent: whole there, sent and listed, or not kept."""
         self._refused &= held.keys()
         self._sent = {id: at for id, at in self._sent.items() if id in held}
         files = {one.id: one.files for one in self._listed.steps}
@@ -229,8 +228,7 @@ class ArchiveTier(RemoteTier):
         self._trouble = str(error)
 
     def _later_s(self, times: int) -> float:
-        """A pause that doubles each time, with a random part so that sidecars do not retry
-        together."""
+        """A pause that doubles each time, with a random part so that sidecars retry separately."""
         soonest, latest = self._retry_s
         return random.uniform(0.5, 1.0) * min(latest, soonest * 2.0 ** min(times, 16))
 
@@ -309,7 +307,7 @@ class ArchiveTier(RemoteTier):
             await self.expire()
 
     async def expire(self) -> tuple[StepId, ...]:
-        """Delete what the policy does not keep; one sidecar of the run does this. Raises
+        """Delete what the policy does not keep; one sidecar of the run does so. Raises
         StorageError.
 
         Returns the deleted steps.
@@ -374,8 +372,7 @@ def _all_there(shards: Iterable[LocalShard], files: Mapping[str, Stored]) -> boo
 
 
 def _reason(survey: Survey, where: str) -> str:
-    """Why the run must not silently start anew: there are steps that cannot be used. '' if not
-    so."""
+    """Why the run must not silently start anew: there are unusable steps. '' if there are none."""
     if survey.faults:
         return "; ".join(survey.faults)
     if survey.steps and not survey.complete:

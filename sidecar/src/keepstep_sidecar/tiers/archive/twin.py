@@ -34,8 +34,7 @@ def is_twin(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A rank's file in a listing. `of`: the rank whose file has the rest; None if this file is
-    whole."""
+    """A rank's file in a listing. `of`: the rank whose file has the rest; None if it is whole."""
 
     stored: Stored
     of: int | None = None

@@ -55,8 +55,7 @@ PARTS = 4
 """How many parts are in flight at once, 8 MiB each."""
 
 FEWEST_PIECES = 4
-"""With smaller images, almost nothing is saved: the first and the last piece are always the rank's
-own."""
+"""Smaller images save almost nothing: first and last piece are always the rank's own."""
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
 
@@ -358,8 +357,7 @@ def opened(found: LocalShard, *, run: str) -> Iterator[OpenShard]:
 
 
 def _path(found: LocalShard) -> Path:
-    """The shard's path. The shard of a step that was published meanwhile has moved out of
-    `pending/`."""
+    """The shard's path now: publishing its step moves it out of `pending/`."""
     published = found.path.parents[2] / str(found.step_id) / found.path.name
     for path in (found.path, published):
         if path.exists():
@@ -409,8 +407,7 @@ class Buffers:
 async def pieces(
     shard: OpenShard, numbers: Sequence[int], *, parts: int, executor: Executor
 ) -> AsyncGenerator[memoryview, None]:
-    """Yield these pieces of the file in order. `parts`: how many parts the receiver keeps in
-    flight.
+    """Yield these pieces of the file in order. `parts`: how many the receiver keeps in flight.
 
     Raises DigestError, StorageError. The pieces before the error must then not become an object.
     """

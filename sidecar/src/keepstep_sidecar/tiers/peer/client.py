@@ -54,8 +54,7 @@ class Refused(StorageError):
 
 
 class Link:
-    """A connection to `address`. `identity`: the pod that answers there; None until one has
-    answered."""
+    """A connection to `address`. `identity`: the pod there; None until it has answered."""
 
     def __init__(
         self, address: str, credentials: Credentials, *, expected: int | None = None

@@ -259,7 +259,7 @@ class Copies:
 
     @contextlib.contextmanager
     def _failing(self, part: IncomingCopy) -> Iterator[None]:
-        """A file that failed once is not written to again: it is removed, and the sender begins
+        """A file that failed once is not written to again. It is removed; the sender begins
         anew."""
         try:
             yield
@@ -274,8 +274,7 @@ class Copies:
     # --- going -------------------------------------------------------------------------------
 
     def want(self, wanted: Wanted, *, sender: int) -> int:
-        """Delete copies that node rank `sender` no longer wants and has newer copies of. Returns
-        how many."""
+        """Delete copies that node rank `sender` no longer wants and has newer ones of; how many."""
         with self._lock:
             self._told.pop(sender, None)
             # Of the wanted steps, only the commit is remembered.
@@ -291,16 +290,14 @@ class Copies:
         return len(doomed)
 
     def make_room(self, size_bytes: int) -> bool:
-        """Delete copies, oldest first, until one volume has this much space. False when none was
-        deleted."""
+        """Delete copies, oldest first, until one volume has this much space. False if none went."""
         with self._lock:
             before = len(self._held)
             self._free(self._volumes, size_bytes)
             return len(self._held) < before
 
     def _drop_parts(self, wanted: Wanted) -> None:
-        """Delete unfinished copies that will never be finished: those in memory, and left-over
-        files."""
+        """Delete unfinished copies that will never be finished, in memory and left-over files."""
         unwanted = set()
         for volume in self._volumes:
             for path in _entries(volume.root / DIRECTORY, is_part):
@@ -379,8 +376,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _entries(directory: Path, fits: Callable[[str], bool]) -> list[Path]:
-    """Files below `<directory>/<step>/` whose name fits. Raises OSError, except for missing
-    directories."""
+    """Files below `<directory>/<step>/` whose name fits. Raises OSError, but not for absence."""
     found: list[Path] = []
     with contextlib.suppress(FileNotFoundError):
         for step in sorted(directory.iterdir()):

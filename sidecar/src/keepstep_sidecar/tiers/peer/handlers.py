@@ -58,8 +58,7 @@ class Buffers:
 
     @contextmanager
     def taken(self) -> Iterator[memoryview]:
-        """A buffer that no other request uses meanwhile. Raises NoSpaceError when none becomes free
-        in time."""
+        """A buffer of its own for a request. Raises NoSpaceError when none becomes free in time."""
         if not self._places.acquire(timeout=_BUFFER_WAIT_S):
             raise NoSpaceError(f"{_MOST_BUFFERS} requests are being served here; try again")
         try:
@@ -112,8 +111,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answered({protocol.COPIES: self._post})
 
     def _answered(self, routes: dict[str, Callable[[re.Match[str]], None]]) -> None:
-        """Send every error as a Problem, and end the connection, because its body may be half
-        read."""
+        """Send every error as a Problem and end the connection: its body may be half read."""
         match = _PATH.fullmatch(unquote(self.path))
         self._may_be_large = False
         try:

@@ -20,8 +20,8 @@ def better(one: StepId, other: StepId | None) -> StepId:
     """Which of two steps to send when the link cannot keep up: the one on the coarser grid.
 
     Every pod chooses by itself, and a step survives a node only if all its shards were sent. So
-    pods that skip steps must skip the same ones. They choose the step with the most trailing zeros
-    in binary, then the newer one.
+    pods that skip steps must skip the same ones. They choose the step of the later epoch, then the
+    one with the most trailing zeros in binary, then the newer one.
     """
     return one if other is None or _merit(one) > _merit(other) else other
 

@@ -226,8 +226,7 @@ def _alike(chunk: int, one: Manifest, other: Manifest) -> bool:
 
 
 def part_name(shard: str) -> str:
-    """A name that is hidden from readers. It is constant, so that a later sidecar finds the
-    file."""
+    """A name that is hidden from readers, and constant, so that a later sidecar finds it."""
     return f".{shard}.part"
 
 

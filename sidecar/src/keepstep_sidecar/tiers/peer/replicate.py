@@ -143,7 +143,7 @@ class Feeder:
         self._said = wanted
 
     def _choose(self) -> LocalShard | None:
-        """The next shard to send. A step that was begun is finished first, so that it becomes whole
+        """The next shard to send. A step that was begun comes first, so that it becomes whole
         there."""
         outbox, there = self._tools.outbox, self._there | self._refused
         for id in (self._sending, outbox.best(self._newest)):

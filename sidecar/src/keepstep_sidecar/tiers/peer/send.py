@@ -1,5 +1,4 @@
-"""Sends one shard to a buddy: the chunks that are missing there, over some connections, then the
-seal."""
+"""Sends one shard to a buddy: the chunks missing there, over some connections, then the seal."""
 
 from __future__ import annotations
 

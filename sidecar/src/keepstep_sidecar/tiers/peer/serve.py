@@ -92,8 +92,7 @@ class Shards:
         )
 
     def others(self, name: ShardName) -> Iterator[FileSource]:
-        """Shards of the same step that belong to other ranks of this pod: replicas of a model are
-        alike."""
+        """Shards of the same step and of other ranks of this pod: replicas of a model are alike."""
         for volume in self._volumes.volumes:
             with contextlib.suppress(OSError):  # dead: what lies on the others is as good
                 yield from self._others_on(Tree(volume.root), name)

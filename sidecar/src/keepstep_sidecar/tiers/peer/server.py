@@ -150,8 +150,8 @@ class Server:
 
     @contextlib.contextmanager
     def _admitted(self, secure: ssl.SSLSocket, where: str) -> Iterator[None]:
-        """A place among the peers. Raises UsageError when there is none, or the client took too
-        long."""
+        """A place among the peers. Raises UsageError if there is none or the client was too
+        slow."""
         if not self._strangers.leave(secure):
             raise UsageError("it took too long to say who it is")
         with self._lock:

@@ -118,13 +118,11 @@ class Credentials(Protocol):
     """Where the contexts come from."""
 
     def current(self) -> Tls:
-        """The contexts for the next connection; from any thread. Raises KeepstepError while there
-        are none."""
+        """For the next connection; from any thread. Raises KeepstepError while there are none."""
 
 
 class FileCredentials:
-    """From files that may be replaced at any time. They are checked every `look_every_s`
-    seconds."""
+    """From files that may be replaced at any time; checked every `look_every_s` seconds."""
 
     def __init__(self, files: Files, *, look_every_s: float = _LOOK_EVERY_S) -> None:
         """Raises UsageError when the files are not usable at the start."""
@@ -249,7 +247,7 @@ class IssuedCredentials:
         return self._tls
 
     async def keep_fresh(self) -> None:
-        """Ask for a certificate, and again before it expires. A failure is logged once and
+        """Ask for a certificate, and again before it expires. Failures are logged once and
         retried."""
         wait_s = _RETRY_S[0]
         while True:
@@ -262,8 +260,7 @@ class IssuedCredentials:
                 await asyncio.sleep(pause_s)
 
     async def _renewed(self) -> float | None:
-        """Ask once. Returns the seconds until the next renewal; None when there is no new
-        certificate."""
+        """Ask once. Returns the seconds until the next renewal; None without a new certificate."""
         try:
             key, request = _make_request()
             issued = await self._ask(request)
