@@ -144,8 +144,7 @@ class _Routes:
         self._lease_decoder = msgspec.json.Decoder(LeaseRequest)
 
     async def lease(self, request: web.Request) -> web.StreamResponse:
-        """Stream until the trainer's connection or process ends; aiohttp cancels this with the
-        connection."""
+        """Stream until the trainer's process ends, or its connection: then aiohttp cancels this."""
         service = self._service
         service.welcome()
         wanted = await _read(request, self._lease_decoder)
