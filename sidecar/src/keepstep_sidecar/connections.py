@@ -2,9 +2,9 @@
 
 A *stranger* has not yet shown who it is. Its connection costs the sidecar a descriptor, memory and
 perhaps a thread, and costs the stranger nothing. So strangers have few places, for a few seconds
-each. A new stranger takes the place of the oldest one, first of one from its own address. So
-holding connections cannot block a port, and descriptors remain for the trainers' socket and the
-volumes.
+each. When places run out, a new stranger takes that of the oldest one: of its own address if that
+has used up its share, else of the address with the most connections. So holding connections cannot
+block a port, and descriptors remain for the trainers' socket and the volumes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`keepstep-sidecar relay DIR...`: serves shards of pods that left this node to the other pods.
+"""`keepstep-sidecar relay DIR...`: serves the run's other pods with shards of pods that left.
 
 Nothing is written: directories are mounted read-only. All that is found there, own shards and
 copies alike, is offered as copies that are kept for other pods. As everywhere among peers, the
