@@ -170,7 +170,7 @@ tells only of its own."""
 
 
 def others(service: Service) -> tuple[ReportedRank, ...]:
-    """Ranks of which this pod holds no image of their own, but a copy or an archived shard."""
+    """Ranks of other pods, of which this pod keeps a copy or knows an archived shard."""
     here = set(service.committer.ranks())
     kept: dict[int, list[Shard]] = {}
     for one in service.remote_tiers.kept():

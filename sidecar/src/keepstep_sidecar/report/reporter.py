@@ -37,7 +37,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=10.0, connect=5.0)
 _LONGEST_BACKOFF_S = 30.0
 _FIRST_BACKOFF_S = 5.0
 _FIRST_FAILURES = 30
-"""First retries that come quickly: another replica of the operator leads within half a minute."""
+"""How many first retries are quick: another replica of the operator leads within half a minute."""
 _LOOKING_S = 2.0
 """The longest pause between these retries while the connection fails: there is no operator that
 they could overload."""
@@ -99,7 +99,8 @@ class Rhythm:
     def backoff_s(
         self, failures: int, *, urgent: bool = False, broken: bool = False, chance: float
     ) -> float:
-        """How long to wait after the `failures`-th failure in a row. `broken`: no connection."""
+        """How long to wait after the `failures`-th failure in a row. `broken`: of the
+        connection."""
         if broken and failures == 1:
             return _AT_ONCE_S * chance
         exponential: float = self.least_gap_s * 2.0 ** min(failures - 1, 10)

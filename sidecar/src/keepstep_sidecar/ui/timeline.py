@@ -21,7 +21,7 @@ POINTS: Final = 400
 """The most points in a line of a chart."""
 
 _BREAKS: Final = frozenset({Kind.STARTED, Kind.CAME, Kind.ENDED, Kind.RESTORED})
-"""Time around these events, between two staged steps, is not the time of a step."""
+"""If one of these lies between two staged steps, the time between them is not a step's time."""
 
 _RECENT: Final = 30
 """The usual step time is the median over this many events of about a second each."""
