@@ -30,7 +30,7 @@ SEALED_TO_COMMITTED = (
     "keepstep_sidecar/volume/shard_file.py",
     "keepstep_sidecar/volume/direct_io.py",
     "keepstep_sidecar/commit/inventory.py",
-    "keepstep/core/ledger/machine.py",
+    "keepstep/core/ledger/ledger.py",
     "keepstep/core/ledger/commit_rule.py",
     "keepstep_sidecar/volume/directories.py",
 )

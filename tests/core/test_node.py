@@ -98,13 +98,13 @@ def test_an_operator_that_has_just_started_does_not_take_a_commit_back() -> None
     one = node()
     one.step(heard(10))
     one.step(heard(None))
-    assert one.run_view.commit == step(10)
+    assert one.operator_view.commit == step(10)
 
 
 def test_silence_begins_a_minute_after_the_last_answer_and_only_where_there_is_an_operator() -> (
     None
 ):
-    one, alone = node().run_view, node(managed=False).run_view
+    one, alone = node().operator_view, node(managed=False).operator_view
     now = SILENT_AFTER_S + 1
     assert one.silent(now)
     assert not alone.silent(now)

@@ -15,7 +15,7 @@ import pytest
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep_sidecar.tiers.peer import receive, send
 from keepstep_sidecar.tiers.peer.receive import IncomingCopy
-from keepstep_sidecar.volume.direct_io import WRITER_NICENESS, Pace
+from keepstep_sidecar.volume.direct_io import WRITER_NICENESS, RateLimit
 from keepstep_sidecar.volume.scan import LocalShard
 from tests.harness import until, verify_image
 from tests.peer.nodes import BIG, Node, running, same
@@ -110,12 +110,12 @@ async def test_what_is_copied_there_gives_way_to_the_pods_own_writes(
 
 
 def test_what_comes_last_passes_when_nobody_else_writes() -> None:
-    pace, began = Pace(1 << 20), time.monotonic()
+    pace, began = RateLimit(1 << 20), time.monotonic()
     assert pace.wait_last(1 << 18, until=began)
     assert not pace.wait_last(1 << 18, until=began + 0.1)
     assert pace.wait_last(1 << 18, until=began + 60)
     assert time.monotonic() - began >= 0.25
-    assert Pace(None).wait_last(1 << 40, until=began)
+    assert RateLimit(None).wait_last(1 << 40, until=began)
 
 
 async def test_what_has_rotted_at_the_buddy_is_sent(pair: Pair) -> None:

@@ -13,14 +13,14 @@ import pytest
 
 from keepstep_sidecar.cli.output import printable
 from keepstep_sidecar.ui.server import serving
-from keepstep_sidecar.ui.view import RunView
+from keepstep_sidecar.ui.view import RunPage
 from tests.cli.conftest import Keepstep
 
 
 class Site:
     """The page, and who may look. `views`: what is read, by name; a test changes it."""
 
-    def __init__(self, url: str, views: dict[str, RunView], client: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, views: dict[str, RunPage], client: aiohttp.ClientSession) -> None:
         self.url, self.views, self.client = url, views, client
         self.base = url.partition("/?")[0]
 
@@ -36,8 +36,8 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def site_of(views: dict[str, RunView]) -> AsyncIterator[Site]:
-    def read(name: str) -> RunView:
+async def site_of(views: dict[str, RunPage]) -> AsyncIterator[Site]:
+    def read(name: str) -> RunPage:
         return views[name]
 
     # an unsafe jar: cookies for an address, not a name

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_sidecar.ui.view import RunView
+from keepstep_sidecar.ui.view import RunPage
 from tests.ui.conftest import site_of
 
 ROUTES = ("/", "/runs/a", "/changes", "/runs/a/changes", "/static/page.js", "/nothing")
 
 
 async def test_without_the_token_nothing_is_told() -> None:
-    async with site_of({"a": RunView(name="a")}) as site:
+    async with site_of({"a": RunPage(name="a")}) as site:
         for route in (*ROUTES, "/?token=", "/?token=wrong", "/?token=%ff", "/runs/a?token=x"):
             text = await site.text(route, status=403)
             assert "open the URL that `keepstep ui` printed" in text
@@ -21,7 +21,7 @@ async def test_without_the_token_nothing_is_told() -> None:
 
 
 async def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_has() -> None:
-    async with site_of({"a": RunView(name="a")}) as site:
+    async with site_of({"a": RunPage(name="a")}) as site:
         async with site.client.get(site.url) as answer:
             (cookie,) = answer.cookies.values()
             assert cookie.key == f"keepstep-ui-{site.base.rpartition(':')[2]}"
@@ -36,7 +36,7 @@ async def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_has()
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
 async def test_another_name_for_this_address_is_refused(host: str) -> None:
-    async with site_of({"a": RunView(name="a")}) as site:
+    async with site_of({"a": RunPage(name="a")}) as site:
         await site.enter()
         async with site.client.get(site.base, headers={"Host": host}) as answer:
             assert answer.status == 421
@@ -45,7 +45,7 @@ async def test_another_name_for_this_address_is_refused(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["localhost:9", "127.0.0.1", "LOCALHOST", "[::1]:5000"])
 async def test_a_forwarded_port_is_no_other_name(host: str) -> None:
-    async with site_of({"a": RunView(name="a")}) as site:
+    async with site_of({"a": RunPage(name="a")}) as site:
         await site.enter()
         async with site.client.get(site.base, headers={"Host": host}) as answer:
             assert answer.status == 200
@@ -53,7 +53,7 @@ async def test_a_forwarded_port_is_no_other_name(host: str) -> None:
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1", ""])
 async def test_a_page_of_another_origin_is_refused_even_with_the_cookie(origin: str) -> None:
-    async with site_of({"a": RunView(name="a")}) as site:
+    async with site_of({"a": RunPage(name="a")}) as site:
         await site.enter()
         for route in ROUTES:
             async with site.client.get(site.base + route, headers={"Origin": origin}) as answer:
@@ -64,7 +64,7 @@ async def test_a_page_of_another_origin_is_refused_even_with_the_cookie(origin: 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"])
 async def test_only_get_is_answered(method: str) -> None:
-    async with site_of({"a": RunView(name="a")}) as site:
+    async with site_of({"a": RunPage(name="a")}) as site:
         await site.enter()
         for route in ROUTES:
             async with site.client.request(method, site.base + route) as answer:
@@ -73,7 +73,7 @@ async def test_only_get_is_answered(method: str) -> None:
 
 
 async def test_every_answer_forbids_foreign_scripts_frames_and_readers() -> None:
-    async with site_of({"a": RunView(name="a")}) as site:
+    async with site_of({"a": RunPage(name="a")}) as site:
         refused = [await _headers(site.client, site.base + "/", 403)]
         await site.enter()
         routes = (*ROUTES[:2], *ROUTES[4:])

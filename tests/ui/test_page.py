@@ -27,7 +27,7 @@ from keepstep_page import board
 from keepstep_page.pages import STATIC
 from keepstep_sidecar.ui.pages import STEPS_SHOWN, MachinePages
 from keepstep_sidecar.ui.server import board_of
-from keepstep_sidecar.ui.view import RunView
+from keepstep_sidecar.ui.view import RunPage
 from tests.harness import until
 from tests.ui.conftest import Site, site_of
 
@@ -51,9 +51,9 @@ def status(**values: Any) -> Status:
     return Status(**{**known, **values})
 
 
-def view(name: str = "a", *, steps: tuple[StepStatus, ...] = (), **values: Any) -> RunView:
+def view(name: str = "a", *, steps: tuple[StepStatus, ...] = (), **values: Any) -> RunPage:
     live = status(run=name, steps=steps, **values)
-    return RunView(name=name, live=live, steps=steps, problems=live.warnings, volumes=("/v/a",))
+    return RunPage(name=name, live=live, steps=steps, problems=live.warnings, volumes=("/v/a",))
 
 
 def event(kind: Kind, after_s: float, **values: Any) -> Event:
@@ -139,7 +139,7 @@ async def test_a_viewer_is_sent_the_points_of_charts() -> None:
 
 
 async def test_a_run_without_a_sidecar_is_shown_and_said_to_be_without() -> None:
-    shown = RunView(name="a", steps=(step(7, local_ranks=(0, 1), committed=True),), volumes=("/v",))
+    shown = RunPage(name="a", steps=(step(7, local_ranks=(0, 1), committed=True),), volumes=("/v",))
     async with site_of({"a": shown}) as site:
         await site.enter()
         page = _read(await site.text("/runs/a"))
@@ -174,7 +174,7 @@ async def test_text_of_a_run_is_text_wherever_it_is_shown() -> None:
         **texts,
     )
     shown = dataclasses.replace(shown, events=(told,))
-    broken = RunView(name="b", error=HOSTILE, volumes=(HOSTILE,), log=HOSTILE)
+    broken = RunPage(name="b", error=HOSTILE, volumes=(HOSTILE,), log=HOSTILE)
     async with site_of({name: shown, "b": broken}) as site:
         await site.enter()
         pages = [await site.text("/"), await site.text("/runs/b")]
@@ -242,15 +242,15 @@ async def _shown_once(site: Site, name: str) -> None:
         assert await _change(stream)
 
 
-def _views() -> list[RunView]:
+def _views() -> list[RunPage]:
     """All that are in memory."""
     gc.collect()
-    return [one for one in gc.get_objects() if type(one) is RunView]
+    return [one for one in gc.get_objects() if type(one) is RunPage]
 
 
 async def test_one_read_serves_all_viewers_and_none_is_made_for_nobody() -> None:
     with ThreadPoolExecutor(1) as readers:
-        reads = board_of(lambda: ["a"], lambda name: RunView(name=name), readers)
+        reads = board_of(lambda: ["a"], lambda name: RunPage(name=name), readers)
         began = asyncio.get_running_loop().time()
         with reads.viewer(), reads.viewer(), reads.viewer():
             await until(lambda: reads.reads >= 5)
@@ -263,9 +263,9 @@ async def test_one_read_serves_all_viewers_and_none_is_made_for_nobody() -> None
 async def test_a_run_that_hangs_keeps_only_itself_waiting() -> None:
     go_on = threading.Event()
 
-    def read(name: str) -> RunView:
+    def read(name: str) -> RunPage:
         assert name != "hangs" or go_on.wait(60)
-        return RunView(name=name)
+        return RunPage(name=name)
 
     with ThreadPoolExecutor(8) as readers:
         reads = board_of(lambda: ["a", "hangs"], read, readers)

@@ -9,7 +9,7 @@ from keepstep.core.history import Event, Kind, Restart
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.status import StepStatus
 from keepstep_sidecar.ui.timeline import POINTS, Line, charts, lost, restores, step_times, usual
-from keepstep_sidecar.ui.view import RunView
+from keepstep_sidecar.ui.view import RunPage
 
 ONE, TWO = EpochId(1, "0" * 8), EpochId(2, "1" * 8)
 _numbers = count(1)
@@ -95,7 +95,7 @@ def test_a_step_far_away_is_drawn_when_it_was_staged() -> None:
         StepStatus(id=id, world=1, archive_ranks=(0,))
         for id in (StepId(ONE, 15), StepId(ONE, 30), StepId(TWO, 5))
     )
-    drawn = charts(RunView(name="a", events=events, steps=steps))
+    drawn = charts(RunPage(name="a", events=events, steps=steps))
     # nobody knows any more when step 30 was
     assert drawn["steps"]["archive"] == ([2.0, 3.0], [15.0, 5.0])
 
@@ -104,7 +104,7 @@ def test_a_long_history_is_few_points_that_stay_when_it_grows() -> None:
     events = [staged(at, at) for at in range(4000)]
 
     def drawn(known: list[Event]) -> Line:
-        return charts(RunView(name="a", events=tuple(known)))["steps"]["memory"]
+        return charts(RunPage(name="a", events=tuple(known)))["steps"]["memory"]
 
     now, later = drawn(events[:-1]), drawn(events)
     assert len(later[0]) <= POINTS + 1

@@ -13,7 +13,7 @@ import pytest
 
 from keepstep.errors import ForeignError, NoSpaceError, StorageError, UsageError
 from keepstep.steps import shard_name
-from keepstep_sidecar.volume.direct_io import Engine, Pace
+from keepstep_sidecar.volume.direct_io import Engine, RateLimit
 from keepstep_sidecar.volume.scan import survey
 from keepstep_sidecar.volume.volume import Volume, Written
 from tests.harness import verify_image
@@ -194,7 +194,7 @@ def test_a_step_that_is_being_written_is_neither_retired_nor_published(volume: V
     writer = threading.Thread(
         target=volume.write,
         args=(slot.view, slot.layout, slot.control),
-        kwargs={"pace": Pace(2 * CHUNK)},
+        kwargs={"pace": RateLimit(2 * CHUNK)},
     )
     writer.start()
     pending = volume.root / "pending" / str(step_id(1))
@@ -214,7 +214,7 @@ def test_a_step_that_is_being_written_is_neither_retired_nor_published(volume: V
 def test_a_write_keeps_below_the_limit_of_bytes_per_second(volume: Volume) -> None:
     slot = staged(make_layout(parameters=THREE_CHUNKS), 1)
     limit = 4 * slot.layout.digests_begin
-    written = volume.write(slot.view, slot.layout, slot.control, pace=Pace(limit))
+    written = volume.write(slot.view, slot.layout, slot.control, pace=RateLimit(limit))
     # The last chunk begins when all before it have had their time.
     assert written.seconds >= 2 * CHUNK / limit
 

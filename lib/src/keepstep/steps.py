@@ -92,14 +92,14 @@ def merged(epochs: Iterable[Epoch]) -> tuple[Epoch, ...]:
     return tuple(known[id] for id in sorted(known))
 
 
-class Word(str, enum.Enum):
+class StrEnum(str, enum.Enum):
     """A state or a kind. `str()` gives the word that messages and files use."""
 
     def __str__(self) -> str:
         return str(self.value)
 
 
-class Tier(Word):
+class Tier(StrEnum):
     """Where an image is, nearest first. A restore prefers the nearest tier that holds a step."""
 
     MEMORY = "memory"
@@ -113,7 +113,7 @@ NEAREST_FIRST = tuple(Tier)
 strongest."""
 
 
-class State(Word):
+class State(StrEnum):
     """How safe a step is. `COMMITTED`: durable on every rank, in one epoch. `ARCHIVED`: the archive
     holds all its shards and its `step.json`."""
 
@@ -123,7 +123,7 @@ class State(Word):
     ARCHIVED = "archived"
 
 
-class Answer(Word):
+class Answer(StrEnum):
     """What a tier says when asked what it holds. Only `NONE` allows a start at step 0."""
 
     NONE = "none"

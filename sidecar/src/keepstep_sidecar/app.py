@@ -32,7 +32,7 @@ from keepstep_sidecar.leases import Leases, Owner
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.budget import Sizing
-from keepstep_sidecar.memory.claim import Claim
+from keepstep_sidecar.memory.directory_lock import DirectoryLock
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.report import report
@@ -59,12 +59,12 @@ def serve(config: Config) -> None:
     log.configure(config.run)
     os.umask(_UMASK)
     connections.raise_descriptor_limit()
-    claim = Claim(config)
-    claim.take()
+    lock = DirectoryLock(config)
+    lock.take()
     try:
-        asyncio.run(_serve(config, claim))
+        asyncio.run(_serve(config, lock))
     finally:
-        claim.leave()
+        lock.leave()
 
 
 def _open_volumes(config: Config) -> VolumeSet:
@@ -96,7 +96,7 @@ def _open_volume(directory: Path, config: Config) -> Volume:
         return Volume(root, run=config.run, verify=config.verify, read_only=str(error))
 
 
-async def _serve(config: Config, claim: Claim) -> None:
+async def _serve(config: Config, lock: DirectoryLock) -> None:
     volumes = _open_volumes(config)
     async with Tasks() as tasks:
         service, reports = build(config, volumes, tasks)
@@ -106,7 +106,7 @@ async def _serve(config: Config, claim: Claim) -> None:
             tasks.keep(functools.partial(keep_history, service), "keep history")
             if reports is not None:
                 tasks.keep(reports.run, "report")
-            await listen(service, tasks, claim)
+            await listen(service, tasks, lock)
         finally:
             await service.remote_tiers.close()
             await service.close()

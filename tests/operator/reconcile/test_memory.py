@@ -23,7 +23,7 @@ from kopf._core.reactor.inventory import ResourceMemory
 from keepstep.wire.reports import Report
 from keepstep_operator import names
 from keepstep_operator.kube import POLICIES, Client, Feed, follow
-from keepstep_operator.reconcile import garbage
+from keepstep_operator.reconcile import gc_tuning
 from keepstep_operator.reconcile.parsing import parse_pod_record
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.writers.checkpoint_objects import MANAGED_BY, MANAGER, Seen, seen
@@ -188,8 +188,8 @@ async def test_freed_memory_goes_back_to_the_kernel(monkeypatch: pytest.MonkeyPa
         between.append(bytearray(1000))
     full = resident()
     large.clear()
-    monkeypatch.setattr(garbage, "_GIVE_BACK_S", 0.0)
-    task = asyncio.create_task(garbage.give_back_freed())
+    monkeypatch.setattr(gc_tuning, "_GIVE_BACK_S", 0.0)
+    task = asyncio.create_task(gc_tuning.give_back_freed())
     try:
         await until(lambda: resident() < full - (60 << 20))
         assert between
@@ -201,7 +201,7 @@ async def test_freed_memory_goes_back_to_the_kernel(monkeypatch: pytest.MonkeyPa
 @contextmanager
 def spared() -> Iterator[None]:
     before = gc.get_threshold()
-    garbage.spare_what_stays()
+    gc_tuning.spare_what_stays()
     try:
         yield
     finally:
@@ -225,9 +225,9 @@ async def test_cycles_are_looked_for_everywhere_when_memory_has_grown(
         def __init__(self) -> None:
             self.own = self
 
-    monkeypatch.setattr(garbage, "_SETTLED_S", 0.0)
-    monkeypatch.setattr(garbage, "_LOOK_S", 0.0)
-    task = asyncio.create_task(garbage.collect_when_grown())
+    monkeypatch.setattr(gc_tuning, "_SETTLED_S", 0.0)
+    monkeypatch.setattr(gc_tuning, "_LOOK_S", 0.0)
+    task = asyncio.create_task(gc_tuning.collect_when_grown())
     gc.disable()
     try:
         left = weakref.ref(Cycle())

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepstep.steps import Epoch, StepId, Tier, Word
+from keepstep.steps import Epoch, StepId, StrEnum, Tier
 
 
-class Kind(Word):
+class Kind(StrEnum):
     """What an event tells, and what its fields mean. All events have `at` and `text`.
 
     STARTED: a sidecar of version `text` started.

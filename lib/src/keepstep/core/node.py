@@ -204,7 +204,7 @@ Action = Write | Stop | Publish | Retire | Committed | Alarm
 
 
 @dataclass
-class RunView:
+class OperatorView:
     """What the operator has said of the whole run, beyond the ranks of this machine.
 
     The operator names commits to publish and the step to fetch ahead of time, and allows deletion.
@@ -262,13 +262,13 @@ class Node:
         in_use: Callable[[StepId], bool] = lambda id: False,
         may_write: Callable[[StepId], bool] = lambda id: True,
     ) -> None:
-        """`slots`: the slots of this machine's ranks, a live view. `managed`: see `RunView`.
+        """`slots`: the slots of this machine's ranks, a live view. `managed`:
         `in_use`: whether another part reads or wants the shards of this step now. `may_write`:
         whether an image in memory is this run's own."""
         self.keep = keep or Retention()
         self.ledger = Ledger(LedgerConfig(tiers=tiers, retention={Tier.LOCAL: self.keep}))
         self.planner = PersistPlanner((), grid)
-        self.run_view = RunView(managed=managed, began=began)
+        self.operator_view = OperatorView(managed=managed, began=began)
         self.deferred: tuple[StepId, ...] = ()
         """Steps that would have been retired if they were not being written or used."""
         self._slots = slots
@@ -295,7 +295,7 @@ class Node:
                 told = self._report(event)
                 return (*self._forget_dead(event), *told, *self._conclude(now))
             case Heard():
-                self.run_view.hear(event, now)
+                self.operator_view.hear(event, now)
                 return self._conclude(now)
             case Pace(steps):
                 self.planner.pace(steps)
@@ -322,11 +322,11 @@ class Node:
         A step is known to be committed if this machine's ledger says so, if the operator said so,
         or if an earlier sidecar that had an operator showed it to readers.
         """
-        told = set(self.run_view.word.commits)
-        if self.run_view.managed:
+        told = set(self.operator_view.word.commits)
+        if self.operator_view.managed:
             told |= self._published
-        if self.run_view.commit is not None:
-            told.add(self.run_view.commit)
+        if self.operator_view.commit is not None:
+            told.add(self.operator_view.commit)
         beyond = {id for id in told if self.ledger.lineage.restorable(id)}
         return sorted({*self.ledger.committed(Tier.LOCAL), *beyond})
 
@@ -530,7 +530,7 @@ class Node:
         whole run; while it is silent, `unwatched` decides. A step that is not older than the last
         commit is never deleted at the operator's word: a correct operator does not ask for it.
         """
-        view = self.run_view
+        view = self.operator_view
         if not view.managed:
             return sorted(self._retired)
         grown, self._grown = self._grown, False
@@ -559,12 +559,12 @@ class Node:
         known commit decides (`crowded_out`). The newest commit never goes. The file system may
         count bytes differently: a writer that still finds no room asks again.
         """
-        pinned = self.run_view.word.pinned
+        pinned = self.operator_view.word.pinned
         commits = self.ledger.committed(Tier.LOCAL)
         surplus = {*self.ledger.expendable(Tier.LOCAL, Retention(last=1, pinned=pinned))}
         surplus |= {*self._live(commits)[:-1]} - pinned  # including the proven step
         unfinished = surplus.difference(commits)
-        if not surplus and self.run_view.managed:
+        if not surplus and self.operator_view.managed:
             live = self._live(self._here())
             surplus = {*crowded_out(live, last_commit=self.last_commit(), pinned=pinned)}
         free = {id for id in surplus if not (self.busy(id) or self._in_use(id))}

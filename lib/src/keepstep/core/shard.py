@@ -30,7 +30,7 @@ class Shard:
     written_at: float | None = None
 
 
-class Told(Protocol):
+class ShardFacts(Protocol):
     """What the ledger needs to know of a shard of a given rank: a `Shard`, or a row of a report."""
 
     @property

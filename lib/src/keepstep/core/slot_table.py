@@ -27,10 +27,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from keepstep.steps import StepId, Word
+from keepstep.steps import StepId, StrEnum
 
 
-class SlotState(Word):
+class SlotState(StrEnum):
     """`ASSIGNED`: being filled by the trainer. `LOADING`: being filled by a restore.
     `REMOVED`: the slot no longer exists; the other slots keep their indices."""
 

@@ -6,10 +6,10 @@ import math
 from typing import NamedTuple
 
 from keepstep.errors import FormatError
-from keepstep.steps import Word
+from keepstep.steps import StrEnum
 
 
-class Section(Word):
+class Section(StrEnum):
     """What a tensor is for. A section's digest shows whether that part of the state changes from
     step to step."""
 

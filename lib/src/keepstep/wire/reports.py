@@ -16,7 +16,7 @@ from typing import TypeVar
 from keepstep.core.goodput import Badput, Goodput
 from keepstep.core.ledger import RankReport, Reported
 from keepstep.core.ranks import NOBODY, Ranks, shared
-from keepstep.core.shard import Shard, Told
+from keepstep.core.shard import Shard, ShardFacts
 from keepstep.core.suspicion import Failure
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.status import RankCounters, TierProgress, VolumeUsage
@@ -69,7 +69,7 @@ class ReportedShard:
         return self.bytes
 
     @classmethod
-    def of(cls, shard: Told) -> ReportedShard:
+    def of(cls, shard: ShardFacts) -> ReportedShard:
         return cls(
             id=shard.step_id,
             world=shard.world,

@@ -20,7 +20,7 @@ from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import Access, Client, Feed, find_access, follow
 from keepstep_operator.names import REPORTS_PORT
 from keepstep_operator.reconcile.errands import Errands
-from keepstep_operator.reconcile.garbage import (
+from keepstep_operator.reconcile.gc_tuning import (
     collect_when_grown,
     give_back_freed,
     spare_what_stays,

@@ -31,7 +31,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunView:
+class RunPage:
     """`steps`: those that the API knows of, newest first, see `views.steps`. `commits`: those that
     were seen, oldest first; `made`: when the Checkpoints were, by step."""
 
@@ -71,17 +71,17 @@ class RunView:
         return sorted(named, key=lambda one: -one[1])
 
 
-def view_of(run: Body, checkpoints: Sequence[Body], before: RunView | None = None) -> RunView:
+def view_of(run: Body, checkpoints: Sequence[Body], before: RunPage | None = None) -> RunPage:
     """Of an object and the Checkpoints of its run. What does not fit is an error on the page.
     `before`: as it was seen last."""
     name = str(run["metadata"]["name"])
     try:
         found = tuple(views.steps(run, checkpoints))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        return RunView(name=name, error=f"its status makes no sense: {error}")
+        return RunPage(name=name, error=f"its status makes no sense: {error}")
     status = read_status(run.get("status") or {})
     times = {str(one["spec"]["step"]): _made_at(one) for one in checkpoints}
-    return RunView(
+    return RunPage(
         name=name,
         status=status,
         steps=found,
@@ -102,7 +102,7 @@ def _with(status: RunStatus, commits: tuple[Point, ...]) -> tuple[Point, ...]:
     return commits if point in commits[-1:] else (*commits, point)[-POINTS:]
 
 
-class ClusterPages(Pages[RunView]):
+class ClusterPages(Pages[RunPage]):
     """`namespace`: whose runs are shown."""
 
     templates = Path(__file__).parent / "templates"
@@ -123,10 +123,10 @@ class ClusterPages(Pages[RunView]):
             place=f"namespace {namespace}", text=printable, filters={"unix": seconds_of}
         )
 
-    def known(self, view: RunView) -> dict[str, Any]:
+    def known(self, view: RunPage) -> dict[str, Any]:
         return {"tiers": views.TIERS}
 
-    def charts(self, view: RunView) -> Charts:
+    def charts(self, view: RunPage) -> Charts:
         lines: dict[str, Any] = {"committed": _line(view.commits)}
         for tier in views.TIERS[1:]:
             held = [one for one in view.steps if tier in one["tiers"]]

@@ -16,7 +16,7 @@ from keepstep_operator import names
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import warn
 from keepstep_operator.kube import CHECKPOINTS, RUNS, Client, KubeError
-from keepstep_operator.ui.pages import ClusterPages, RunView, view_of
+from keepstep_operator.ui.pages import ClusterPages, RunPage, view_of
 from keepstep_operator.ui.viewers import UnknownViewer, Viewer, Viewers
 from keepstep_page.access import only_get, sign
 from keepstep_page.board import Board
@@ -25,7 +25,7 @@ from keepstep_page.server import STATIC_ROUTE, Site, application, html
 EVERY_S: Final = 2.0
 """Between two lists of a namespace that somebody looks at: statuses are not written more often."""
 _SITES: Final = 256
-_let_in: ContextVar[tuple[str, Site[RunView]]] = ContextVar("let in")
+_let_in: ContextVar[tuple[str, Site[RunPage]]] = ContextVar("let in")
 """Who asks, in the task that answers, and what they see."""
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _ACCOUNT: Final = re.compile(r"system:serviceaccount:([^:]+:[^:]+)")
@@ -39,7 +39,7 @@ def page(client: Client, viewers: Viewers) -> web.Application:
 class _Gate:
     def __init__(self, client: Client, viewers: Viewers) -> None:
         self._client, self._viewers = client, viewers
-        self._sites: OrderedDict[str, Site[RunView]] = OrderedDict()
+        self._sites: OrderedDict[str, Site[RunPage]] = OrderedDict()
 
     def application(self) -> web.Application:
         return application(
@@ -96,7 +96,7 @@ class _Gate:
         except KubeError:
             return False  # the browser asks again by itself
 
-    def _site(self, namespace: str) -> Site[RunView]:
+    def _site(self, namespace: str) -> Site[RunPage]:
         """One for all who look at a namespace; those that nobody asked for longest are let go."""
         if (site := self._sites.get(namespace)) is None:
             site = self._sites[namespace] = _site_of(self._client, namespace)
@@ -106,8 +106,8 @@ class _Gate:
         return site
 
 
-def _site_of(client: Client, namespace: str) -> Site[RunView]:
-    found: dict[str, RunView] = {}
+def _site_of(client: Client, namespace: str) -> Site[RunPage]:
+    found: dict[str, RunPage] = {}
 
     async def listed() -> Sequence[str]:
         runs = [one async for one in client.list(RUNS, namespace=namespace)]
@@ -121,11 +121,11 @@ def _site_of(client: Client, namespace: str) -> Site[RunView]:
             found[name] = view_of(run, steps.get(name, []), before.get(name))
         return [*found]
 
-    async def seen(name: str) -> RunView:
-        return found.get(name) or RunView(name=name, error="it is not there any more")
+    async def seen(name: str) -> RunPage:
+        return found.get(name) or RunPage(name=name, error="it is not there any more")
 
     board = Board(
-        listed, seen, lambda name, error: RunView(name=name, error=error), every_s=EVERY_S
+        listed, seen, lambda name, error: RunPage(name=name, error=error), every_s=EVERY_S
     )
     return Site(board, ClusterPages(namespace))
 

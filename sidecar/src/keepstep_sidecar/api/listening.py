@@ -17,7 +17,7 @@ from keepstep_sidecar.api.server import application, public_application
 from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.concurrency import Tasks
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.memory.claim import Claim
+from keepstep_sidecar.memory.directory_lock import DirectoryLock
 from keepstep_sidecar.memory.slot_file import make_way
 
 _SHUTDOWN_S = 3.0
@@ -55,15 +55,15 @@ class _Door:
         return self._made is not None and os.path.samestat(self._made, found)
 
 
-async def _watch(service: Service, claim: Claim, door: _Door) -> None:
+async def _watch(service: Service, lock: DirectoryLock, door: _Door) -> None:
     """Make again what other processes removed: the memory directory, the socket, slots."""
     trouble = ""
     while not service.ending:
         await asyncio.sleep(_WATCH_S)
         try:
-            if not (service.ending or (claim.held and door.there)):
+            if not (service.ending or (lock.held and door.there)):
                 warn("socket removed by somebody else", path=str(service.config.socket))
-                claim.take()
+                lock.take()
                 await door.open()
                 say("listening again")
             await service.mend_memory()
@@ -74,7 +74,7 @@ async def _watch(service: Service, claim: Claim, door: _Door) -> None:
             trouble = str(error)
 
 
-async def listen(service: Service, tasks: Tasks, claim: Claim) -> None:
+async def listen(service: Service, tasks: Tasks, lock: DirectoryLock) -> None:
     """Serve the socket (and metrics over TCP) until the service ends."""
     runner = _runner(application(service, tasks))
     public = _runner(public_application(service))
@@ -83,7 +83,7 @@ async def listen(service: Service, tasks: Tasks, claim: Claim) -> None:
     await _listen_publicly(public, service.config.metrics_port, tasks)
     door = _Door(runner, service.config.socket)
     await door.open()
-    tasks.keep(functools.partial(_watch, service, claim, door), "watch memory")
+    tasks.keep(functools.partial(_watch, service, lock, door), "watch memory")
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: tasks.spawn(service.terminate(), "terminate"))

@@ -297,7 +297,7 @@ class Service:
 
     async def obey(self, reply: ReportReply) -> None:
         """Apply the operator's answer to a report. A new plan is prefetched meanwhile."""
-        before = self.committer.run_view.word.plan
+        before = self.committer.operator_view.word.plan
         await self.committer.hear(reply)
         self.remote_tiers.meet(
             reply.peers, self.tasks.spawn, awaits=reply.awaits, complete=reply.all_peers

@@ -35,7 +35,7 @@ async def status(service: Service) -> Status:
     planner, ledger = committer.node.planner, committer.look()
     pacing = committer.pacing
     marks = {
-        Tier.MEMORY: newest_of(ledger.watermark(Tier.MEMORY), committer.run_view.word.memory),
+        Tier.MEMORY: newest_of(ledger.watermark(Tier.MEMORY), committer.operator_view.word.memory),
         Tier.LOCAL: committer.last_commit(),
         **{tier: ledger.watermark(tier) for tier in committer.remotes.tiers},
     }

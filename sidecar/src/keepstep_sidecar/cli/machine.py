@@ -23,7 +23,7 @@ import keepstep.version
 from keepstep.image import HUGE_PAGE_BYTES
 from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES
 from keepstep.image.xxh3 import CHUNK_BYTES
-from keepstep.steps import Word
+from keepstep.steps import StrEnum
 from keepstep_sidecar import __version__
 from keepstep_sidecar.config.quantities import format_duration, format_size
 from keepstep_sidecar.memory.slot_directories import advice, free_huge_bytes
@@ -48,7 +48,7 @@ _SYSTEM_USERS = 1000
 """Below: users whom logind takes for the system's (login.defs), and leaves alone."""
 
 
-class Outcome(Word):
+class Outcome(StrEnum):
     """`SLOW`: a run works, but slower or less safe than it could. `MISSING`: it would fail."""
 
     OK = "ok"

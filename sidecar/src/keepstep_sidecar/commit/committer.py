@@ -4,7 +4,7 @@ Its duties as a host (docs/ledger.md): list what this machine holds whenever tha
 epoch durably before the ledger hears of it, and do what the node says. A commit is a property of
 storage. Nothing here makes a commit; `publish` only shows it to stock readers. In a run that spans
 several pods, no node sees a complete step. The operator then tells each node which steps are
-committed (`run_view`).
+committed (`operator_view`).
 
 A slot is pinned while it is written to a volume, so no trainer fills it meanwhile. One exception
 cannot be excluded: a new sidecar finds an image while its trainer is about to fill the slot. But a
@@ -142,8 +142,8 @@ class Committer:
             in_use=self._in_use,
             may_write=lambda id: self.ancestry.writes(id),
         )
-        self.run_view = self.node.run_view
-        self.notes = OperatorNotes(self.run_view, volumes, self.blocking)
+        self.operator_view = self.node.operator_view
+        self.notes = OperatorNotes(self.operator_view, volumes, self.blocking)
         self.rollback = Rollback(wish, volumes.epochs)
         self.script_failures = ScriptFailures(volumes, self.blocking)
         self.ancestry = Ancestry(remotes, self.node.commits, self.epochs)
@@ -175,12 +175,12 @@ class Committer:
     @property
     def silent(self) -> bool:
         """Whether there is an operator that has not answered for too long."""
-        return self.run_view.silent(time.monotonic())
+        return self.operator_view.silent(time.monotonic())
 
     @property
     def operator_answers(self) -> bool:
         """Whether an operator answers. It will then say when it has heard of all pods."""
-        return self.run_view.heard_at is not None and not self.silent
+        return self.operator_view.heard_at is not None and not self.silent
 
     def busy(self, id: StepId) -> bool:
         """Whether this step is on its way to the volumes."""
@@ -337,7 +337,7 @@ class Committer:
 
     async def hear(self, reply: ReportReply) -> None:
         """Apply the operator's answer: publish commits, and delete steps that nobody needs."""
-        before = (self.run_view.commit, self.run_view.word.plan)
+        before = (self.operator_view.commit, self.operator_view.word.plan)
         self.rollback.hear(reply)
         self.script_failures.hear(reply.failures)
         if reply.archive is not None:  # before the same reply retires it
@@ -355,7 +355,7 @@ class Committer:
         if self.scanned:
             await self._carry_out(actions)
         await self.notes.take(at_once=False)
-        if before != (self.run_view.commit, self.run_view.word.plan):
+        if before != (self.operator_view.commit, self.operator_view.word.plan):
             self._changes.ring()
 
     # --- epochs ------------------------------------------------------------------------------
@@ -570,14 +570,14 @@ class Committer:
         until it expired."""
         if self.local_shards.was_published(id):
             return True
-        told = (self.run_view.commit, *self.run_view.word.commits)
+        told = (self.operator_view.commit, *self.operator_view.word.commits)
         return id not in self.shards and id in told
 
     def pinned(self) -> frozenset[StepId] | None:
         """Steps that no tier may delete; None until the operator has named them."""
-        if not self.run_view.pins_known:
+        if not self.operator_view.pins_known:
             return None
-        return self.run_view.word.pinned.union(filter(self.rollback.names, self.locator.ids()))
+        return self.operator_view.word.pinned.union(filter(self.rollback.names, self.locator.ids()))
 
     def wanted(self) -> StepId | None:
         """The step that a person wants to go back to, if this machine knows it."""
@@ -588,7 +588,7 @@ class Committer:
         """Which steps are suspect and which are proven, as far as this machine knows."""
         kept = {id for id in self.locator.ids() if not self.ledger.is_dead(id)}
         failures = self.script_failures.known(self.ledger)
-        return Doubt.of(failures, kept, self.run_view.word.pinned)
+        return Doubt.of(failures, kept, self.operator_view.word.pinned)
 
     def suspicion(self) -> str:
         """A message: which steps a restore passes over, and why; '' when none is suspect."""

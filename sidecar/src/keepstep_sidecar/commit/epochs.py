@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from keepstep.core.shard import Told
+from keepstep.core.shard import ShardFacts
 from keepstep.steps import Epoch, StepId
 from keepstep_sidecar.commit.inventory import RemoteInventory
 
-Row = TypeVar("Row", bound=Told)
+Row = TypeVar("Row", bound=ShardFacts)
 
 
 class Ancestry:

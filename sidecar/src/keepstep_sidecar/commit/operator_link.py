@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from keepstep.core.node import Heard, RunView
+from keepstep.core.node import Heard, OperatorView
 from keepstep.core.readiness import NEVER
 from keepstep.errors import StorageError
 from keepstep.steps import StepId
@@ -50,13 +50,13 @@ class OperatorNotes:
 
     def __init__(
         self,
-        run_view: RunView,
+        operator_view: OperatorView,
         volumes: VolumeSet,
         blocking: Callable[[Callable[[], None]], Coroutine[Any, Any, None]],
     ) -> None:
-        """Gives `run_view` what an earlier sidecar recorded."""
-        run_view.remember(Heard(commit=volumes.last_commit(), pinned=volumes.pinned()))
-        self._run_view = run_view
+        """Gives `operator_view` what an earlier sidecar recorded."""
+        operator_view.remember(Heard(commit=volumes.last_commit(), pinned=volumes.pinned()))
+        self._run_view = operator_view
         self._volumes = volumes
         self._blocking = blocking
         self._noted = self._word

@@ -48,8 +48,8 @@ class RemoteTiers:
         facts = RunFacts(
             local=self._committer.local_inventory,
             pinned=self._committer.pinned,
-            commit=lambda: self._committer.run_view.commit,
-            managed=self._committer.run_view.managed,
+            commit=lambda: self._committer.operator_view.commit,
+            managed=self._committer.operator_view.managed,
             outgrown=self._committer.ancestry.outgrown,
             changed=lambda: tasks.spawn(self.look(), "look at what is new"),
         )

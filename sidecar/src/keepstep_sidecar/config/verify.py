@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from keepstep.steps import Word
+from keepstep.steps import StrEnum
 
 
-class Verify(Word):
+class Verify(StrEnum):
     """What is checked of a shard that is read: every byte, or its seal and digest table only."""
 
     FULL = "full"

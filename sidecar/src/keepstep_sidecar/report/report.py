@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from keepstep.core.ledger import RankReport
-from keepstep.core.shard import Shard, Told
+from keepstep.core.shard import Shard, ShardFacts
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep.wire.reports import (
     Report,
@@ -131,7 +131,7 @@ def _rank(service: Service, rank: int) -> ReportedRank:
     )
 
 
-def _rows(shards: Iterable[Told]) -> tuple[ReportedShard, ...]:
+def _rows(shards: Iterable[ShardFacts]) -> tuple[ReportedShard, ...]:
     return tuple(map(ReportedShard.of, shards))
 
 

@@ -165,7 +165,7 @@ def _plan_beyond(committer: Committer) -> RestorePlan | None:
     Else the last commit, for those ranks that have nothing newer in memory. If a rank has something
     newer and there is no operator, only the vote can tell whether the other ranks have it too.
     """
-    told = committer.run_view.word.plan
+    told = committer.operator_view.word.plan
     restorable = told is not None and committer.ledger.lineage.restorable(told)
     if told is not None and restorable and (found := _plan_of(committer, told)) is not None:
         return found

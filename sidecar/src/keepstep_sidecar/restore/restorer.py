@@ -81,7 +81,7 @@ class Restorer:
             reason=reason,
             offers=offers,
             failures=self._committer.script_failures.known(ledger),
-            trusted=tuple(sorted(self._committer.run_view.word.pinned)),
+            trusted=tuple(sorted(self._committer.operator_view.word.pinned)),
             **self._wanted(),
         )
 

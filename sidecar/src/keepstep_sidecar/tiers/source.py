@@ -74,7 +74,7 @@ class ShardSource(Protocol):
         """How many parallel reads keep the connection or drive busy."""
 
     @property
-    def run_chunks(self) -> int:
+    def chunks_per_read(self) -> int:
         """How many consecutive chunks one read asks for."""
 
     @property
@@ -98,7 +98,7 @@ class FileSource:
     open: Callable[[], AbstractContextManager[ShardFile]] = field(compare=False, repr=False)
     streams: int = 4
     verified_loads: bool = True
-    run_chunks: int = 1
+    chunks_per_read: int = 1
     adopted_by: str = ""
 
     @contextmanager

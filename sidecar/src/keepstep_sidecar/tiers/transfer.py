@@ -119,7 +119,7 @@ def fill(
 ) -> None:
     """Fill every buffer. When this returns or raises, no thread touches the buffers any more."""
     _check_sizes(open_source.manifest, wanted)
-    runs = list(_runs(wanted, open_source.source.run_chunks))
+    runs = list(_runs(wanted, open_source.source.chunks_per_read))
 
     def fill_run(index: int) -> None:
         for _, view in open_source.read(runs[index], check=check):

@@ -11,13 +11,13 @@ from keepstep.steps import NEAREST_FIRST
 from keepstep_page.pages import Charts, Pages
 from keepstep_sidecar.config.quantities import format_duration, format_size
 from keepstep_sidecar.ui import timeline
-from keepstep_sidecar.ui.view import RunView, ranks_on
+from keepstep_sidecar.ui.view import RunPage, ranks_on
 
 STEPS_SHOWN: Final = 100
 ROWS_SHOWN: Final = 50
 
 
-class MachinePages(Pages[RunView]):
+class MachinePages(Pages[RunPage]):
     """`place`: the directory whose runs are shown."""
 
     templates = Path(__file__).parent / "templates"
@@ -46,7 +46,7 @@ class MachinePages(Pages[RunView]):
         }
         super().__init__(filters=filters, **options)
 
-    def known(self, view: RunView) -> dict[str, Any]:
+    def known(self, view: RunPage) -> dict[str, Any]:
         newest_first = sorted(view.steps, key=lambda step: step.id, reverse=True)
         return {
             "steps": newest_first[:STEPS_SHOWN],
@@ -59,7 +59,7 @@ class MachinePages(Pages[RunView]):
             "usual": timeline.usual(timeline.step_times(view.events)),
         }
 
-    def charts(self, view: RunView) -> Charts:
+    def charts(self, view: RunPage) -> Charts:
         return {chart: {**lines} for chart, lines in timeline.charts(view).items()}
 
 

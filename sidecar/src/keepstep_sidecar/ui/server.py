@@ -13,7 +13,7 @@ from keepstep_page.access import Access, sign
 from keepstep_page.board import Board
 from keepstep_page.server import Site, application, on_loopback
 from keepstep_sidecar.ui.pages import MachinePages
-from keepstep_sidecar.ui.view import RunView
+from keepstep_sidecar.ui.view import RunPage
 
 _READERS: Final = 8
 
@@ -24,7 +24,7 @@ async def serving(
     directory: Path,
     port: int,
     names: Callable[[], Sequence[str]],
-    read: Callable[[str], RunView],
+    read: Callable[[str], RunPage],
     text: Callable[[str], str] = str,
 ) -> AsyncIterator[str]:
     """Serve the page on this machine; yields its URL. `port` 0: any free port. `names`, `read`: see
@@ -44,9 +44,9 @@ async def serving(
 
 def board_of(
     names: Callable[[], Sequence[str]],
-    read: Callable[[str], RunView],
+    read: Callable[[str], RunPage],
     readers: ThreadPoolExecutor,
-) -> Board[RunView]:
+) -> Board[RunPage]:
     """Runs that are read on threads. The runs are listed on other threads, so that a read that
     hangs does not stop this."""
     loop = asyncio.get_running_loop()
@@ -54,7 +54,7 @@ def board_of(
     async def listed() -> Sequence[str]:
         return await loop.run_in_executor(None, names)
 
-    async def seen(name: str) -> RunView:
+    async def seen(name: str) -> RunPage:
         return await loop.run_in_executor(readers, read, name)
 
-    return Board(listed, seen, lambda name, error: RunView(name=name, error=error))
+    return Board(listed, seen, lambda name, error: RunPage(name=name, error=error))

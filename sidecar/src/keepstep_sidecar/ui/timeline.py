@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 from keepstep.core.history import Event, Kind, Restart
 from keepstep.steps import NEAREST_FIRST, StepId
-from keepstep_sidecar.ui.view import RunView, ranks_on
+from keepstep_sidecar.ui.view import RunPage, ranks_on
 
 POINTS: Final = 400
 """The most points in a line of a chart."""
@@ -127,7 +127,7 @@ def usual(times: Sequence[StepTime]) -> StepTime | None:
 # --- charts ----------------------------------------------------------------------------------
 
 
-def charts(view: RunView) -> dict[str, dict[str, Line]]:
+def charts(view: RunPage) -> dict[str, dict[str, Line]]:
     """Lines by chart and name. `steps`: numbers of steps, by the tier that they reached, and what
     was restored. `time`: milliseconds of a step."""
     events = view.events
@@ -142,7 +142,7 @@ def charts(view: RunView) -> dict[str, dict[str, Line]]:
     }
 
 
-def _reached(view: RunView) -> dict[str, Line]:
+def _reached(view: RunPage) -> dict[str, Line]:
     """Steps by tier. In memory and on drives: when they were staged and committed. On peers and in
     the archive: the steps that are there now, at the time when they were staged, because it is
     unknown when they arrived there."""

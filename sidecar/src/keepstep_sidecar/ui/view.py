@@ -11,7 +11,7 @@ from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, Vol
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunView:
+class RunPage:
     """`live`: what the sidecar says, None without a sidecar. In that case `steps`, which ascend,
     are those of the `volumes`. `events`: the run's history on this machine, oldest first.
     `problems`: what people should look at. `error`: why nothing of the run could be read.

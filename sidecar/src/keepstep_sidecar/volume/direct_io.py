@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from keepstep.steps import Word
+from keepstep.steps import StrEnum
 from keepstep_sidecar.concurrency import yield_to_others
 from keepstep_sidecar.volume.filesystem import PAGE_BYTES, Filesystem
 
@@ -29,7 +29,7 @@ it. Beside busy cores, a niceness of 10 doubled the time to durable, and 19 made
 long, for the same CPU seconds."""
 
 
-class Engine(Word):
+class Engine(StrEnum):
     """How a volume reads and writes its files."""
 
     DIRECT = "direct"
@@ -75,7 +75,7 @@ def aligned_buffer(size_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, size_bytes)
 
 
-class Pace:
+class RateLimit:
     """Limits the rate of all its users together to `bytes_per_second`."""
 
     def __init__(self, bytes_per_second: int | None) -> None:

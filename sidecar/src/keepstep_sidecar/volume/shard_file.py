@@ -24,7 +24,7 @@ from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.direct_io import (
     WRITER_NICENESS,
     Engine,
-    Pace,
+    RateLimit,
     aligned_buffer,
     for_each_chunk,
 )
@@ -39,7 +39,9 @@ class ShardFile:
     fd: int
     threads: int
 
-    def write(self, view: memoryview, layout: Layout, control: ControlPage, pace: Pace) -> Manifest:
+    def write(
+        self, view: memoryview, layout: Layout, control: ControlPage, pace: RateLimit
+    ) -> Manifest:
         """Write the image in `view` with its digests, and seal it. Raises OSError."""
         faults.point("write.allocate")
         self.filesystem.allocate(self.fd, layout.size_bytes)
@@ -52,7 +54,7 @@ class ShardFile:
         seal_file(self.filesystem, self.fd, manifest, phase="write")
         return manifest
 
-    def _write_data(self, view: memoryview, layout: Layout, pace: Pace) -> list[bytes]:
+    def _write_data(self, view: memoryview, layout: Layout, pace: RateLimit) -> list[bytes]:
         """Write every chunk; returns their digests."""
         digests = [b""] * layout.chunk_count
 

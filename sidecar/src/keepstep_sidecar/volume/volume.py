@@ -31,7 +31,7 @@ from keepstep.steps import StepId
 from keepstep_sidecar.config.verify import Verify
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume import run_record
-from keepstep_sidecar.volume.direct_io import Engine, Pace, probe
+from keepstep_sidecar.volume.direct_io import Engine, RateLimit, probe
 from keepstep_sidecar.volume.directories import Directories
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import Tree
@@ -91,7 +91,7 @@ class Volume:
         self.verify = verify
         self._filesystem = filesystem or Filesystem()
         self._tree = Tree(self.root)
-        self._shelves = Directories(self._tree, self._filesystem)
+        self._directories = Directories(self._tree, self._filesystem)
         self._lock = threading.RLock()
         self._ownership: Ownership | None = None
         if read_only:
@@ -103,7 +103,7 @@ class Volume:
             self._take(engine)
         self._writer = Writer(
             tree=self._tree,
-            shelves=self._shelves,
+            directories=self._directories,
             filesystem=self._filesystem,
             lock=self._lock,
             run=run,
@@ -139,7 +139,7 @@ class Volume:
         layout: Layout,
         control: ControlPage,
         *,
-        pace: Pace | None = None,
+        pace: RateLimit | None = None,
     ) -> Written:
         """Make the sealed image in the slot `view` durable as `pending/<step>/<shard>`.
 
@@ -151,7 +151,7 @@ class Volume:
         """
         self._require_writable()
         try:
-            written = self._writer.write(view, layout, control, pace or Pace(None))
+            written = self._writer.write(view, layout, control, pace or RateLimit(None))
         except NoSpaceError:
             raise
         except StorageError as error:
@@ -169,7 +169,7 @@ class Volume:
         file. An OSError also puts it into quarantine and becomes a StorageError. If this process
         lacks memory or descriptors, the file stays, and Unread is raised."""
         try:
-            path = self._shelves.locate(path)  # inside the try: a dead drive fails here already
+            path = self._directories.locate(path)  # inside the try: a dead drive fails here already
             with opened(path):  # never a link or a pipe
                 pass
             with open_shard(
@@ -215,7 +215,7 @@ class Volume:
         with self._lock, self._translated(f"cannot scan {self.root}"):
             if self.read_only:
                 return survey(self.root, run=self.run)
-            self._shelves.sweep(keep=self._writer.in_progress)
+            self._directories.sweep(keep=self._writer.in_progress)
             seen = survey(self.root, run=self.run)
             for path in strangers(Tree(self.root)):
                 warn("foreign file in a step's directory: take it out", path=str(path))
@@ -241,13 +241,13 @@ class Volume:
         self._require_writable()
         with self._lock, self._translated(f"cannot publish step {id} below {self.root}"):
             self._refuse_while_writing(id)
-            return self._shelves.publish(id, elsewhere)
+            return self._directories.publish(id, elsewhere)
 
     def unpublish(self, id: StepId) -> None:
         """Hide a step again because one of its shards is lost. Idempotent."""
         self._require_writable()
         with self._lock, self._translated(f"cannot hide step {id} below {self.root}"):
-            self._shelves.unpublish(id)
+            self._directories.unpublish(id)
 
     def retire(self, id: StepId) -> int:
         """Delete a step, after durably hiding it. Returns the bytes freed, 0 when absent.
@@ -257,9 +257,9 @@ class Volume:
         self._require_writable()
         with self._lock, self._translated(f"cannot retire step {id} below {self.root}"):
             self._refuse_while_writing(id)
-            doomed = self._shelves.retire(id)
+            doomed = self._directories.retire(id)
         with self._translated(f"cannot delete step {id} below {self.root}"):
-            return sum(map(self._shelves.delete, doomed))
+            return sum(map(self._directories.delete, doomed))
 
     def _refuse_while_writing(self, id: StepId) -> None:
         if any(temporary.parent.name == str(id) for temporary in self._writer.in_progress):
@@ -274,12 +274,12 @@ class Volume:
         if self.read_only:
             return path
         with self._lock, self._translated(f"cannot quarantine {path}"):
-            return self._shelves.quarantine(self._shelves.locate(path), reason)
+            return self._directories.quarantine(self._directories.locate(path), reason)
 
     def shards(self, id: StepId) -> tuple[Path, ...]:
         """The paths that this volume's shards of a step have once it is published."""
         with self._translated(f"cannot list {self.root}"):
-            return self._shelves.published_paths(id)
+            return self._directories.published_paths(id)
 
     def save_record(self, record: RunRecord) -> None:
         """Durably replace `run.json` by `record`, which becomes `self.record`."""
@@ -334,7 +334,7 @@ class Volume:
         if self.read_only:
             return 0
         with self._translated(f"cannot list {self._tree.quarantine}"):
-            return self._shelves.quarantined()
+            return self._directories.quarantined()
 
     def close(self) -> None:
         """Release the directory. Call it when no other method is running. Idempotent."""

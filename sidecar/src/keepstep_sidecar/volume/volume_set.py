@@ -17,7 +17,7 @@ from keepstep.errors import ImageError, NoSpaceError, StorageError, UsageError, 
 from keepstep.image import ControlPage, Layout
 from keepstep.steps import Epoch, StepId, merged
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.volume.direct_io import Pace
+from keepstep_sidecar.volume.direct_io import RateLimit
 from keepstep_sidecar.volume.paths import Tree, is_step
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.scan import Scan
@@ -36,7 +36,7 @@ class VolumeSet:
         self._writable = [one for one in volumes if not one.read_only]
         self._homes: dict[int, int] = {}
         self._lock = threading.Lock()
-        self.pace = Pace(bytes_per_second)
+        self.pace = RateLimit(bytes_per_second)
 
     @property
     def history(self) -> Path | None:

@@ -28,7 +28,7 @@ from keepstep.image import ControlPage, Layout, check_control
 from keepstep.image.manifest import Manifest
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume import faults
-from keepstep_sidecar.volume.direct_io import Engine, Pace
+from keepstep_sidecar.volume.direct_io import Engine, RateLimit
 from keepstep_sidecar.volume.directories import Directories
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import Tree, temporary_name
@@ -54,7 +54,7 @@ class Writer:
     """Writes shards of `run` below `tree`. `lock` guards names; data is written without it."""
 
     tree: Tree
-    shelves: Directories
+    directories: Directories
     filesystem: Filesystem
     lock: threading.RLock
     run: str
@@ -74,10 +74,12 @@ class Writer:
     def used_bytes(self) -> int:
         """Bytes that all files take; files in progress count with their final size."""
         with self.lock:
-            at_rest = self.shelves.used_bytes(besides=self._in_progress)
+            at_rest = self.directories.used_bytes(besides=self._in_progress)
             return at_rest + sum(self._in_progress.values())
 
-    def write(self, view: memoryview, layout: Layout, control: ControlPage, pace: Pace) -> Written:
+    def write(
+        self, view: memoryview, layout: Layout, control: ControlPage, pace: RateLimit
+    ) -> Written:
         """See `Volume.write`. Raises UsageError, NoSpaceError, StorageError."""
         _check_arguments(view, layout, control, run=self.run)
         try:
@@ -101,7 +103,7 @@ class Writer:
 
         A broken one is moved to quarantine, to make room for a new one.
         """
-        path = self.shelves.find(control.id, shard_name(control.rank, control.world))
+        path = self.directories.find(control.id, shard_name(control.rank, control.world))
         if path is None:
             return None
         try:
@@ -111,7 +113,7 @@ class Writer:
             raise StorageError(f"a newer keepstep has written this step: {error}") from error
         except ImageError:
             with self.lock:
-                self.shelves.quarantine(path, "rewritten")
+                self.directories.quarantine(path, "rewritten")
             return None
         return Written(shard=LocalShard.of(path, manifest))
 
@@ -140,10 +142,10 @@ class Writer:
         view: memoryview,
         layout: Layout,
         control: ControlPage,
-        pace: Pace,
+        pace: RateLimit,
     ) -> Manifest:
         with self.lock:
-            self.shelves.make_pending(control.id)
+            self.directories.make_pending(control.id)
         faults.point("write.create")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         with open_shard(
@@ -176,7 +178,7 @@ class Writer:
             return self._no_space(control, error.strerror or str(error))
         kept = ""
         with contextlib.suppress(OSError), self.lock:
-            kept = f"; what was written is kept as {self.shelves.quarantine(temporary, 'io')}"
+            kept = f"; what was written is kept as {self.directories.quarantine(temporary, 'io')}"
         return StorageError(
             f"step {control.id}, rank {control.rank}: cannot write below {self.tree.root}: {error}"
             f"{kept}. Check the drive (dmesg); later steps go to another volume if there is one"

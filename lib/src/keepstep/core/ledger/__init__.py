@@ -26,8 +26,8 @@ from keepstep.core.ledger.events import (
     Retire,
     Unknown,
 )
+from keepstep.core.ledger.ledger import Ledger, is_among
 from keepstep.core.ledger.lineage import Lineage, Segment, Standing
-from keepstep.core.ledger.machine import Ledger, is_among
 
 __all__ = [
     "Action",

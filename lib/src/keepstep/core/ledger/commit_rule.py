@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from keepstep.core.ledger.events import RankReport, at_least
 from keepstep.core.ledger.holding import Holding, Place, RankUnion, bitmap, bits, is_full
 from keepstep.core.ledger.lineage import Lineage
-from keepstep.core.shard import Told
+from keepstep.core.shard import ShardFacts
 from keepstep.steps import NEAREST_FIRST, Answer, EpochId, StepId, Tier
 
 NO_NODE = -1
@@ -537,11 +537,11 @@ class _Images:
     def __init__(self, id: StepId, world: int) -> None:
         self.id = id
         self.world = world
-        self.of: dict[int, Told] = {}
+        self.of: dict[int, ShardFacts] = {}
         self.ranks = self.doubled = 0
 
 
-def _by_step(sealed: Iterable[tuple[int, Iterable[Told]]]) -> dict[_Key, _Images]:
+def _by_step(sealed: Iterable[tuple[int, Iterable[ShardFacts]]]) -> dict[_Key, _Images]:
     """Group the reported images, given by rank, by step and world."""
     found: dict[_Key, _Images] = {}
     for rank, shards in sealed:

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from keepstep.core.retention import Retention
-from keepstep.core.shard import Told
-from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier, Word
+from keepstep.core.shard import ShardFacts
+from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
 
 
 def at_least(tier: Tier) -> tuple[Tier, ...]:
@@ -49,7 +49,7 @@ class RankReport:
     removed.
     """
 
-    sealed: Mapping[Tier, tuple[Told, ...]] = field(default_factory=dict)
+    sealed: Mapping[Tier, tuple[ShardFacts, ...]] = field(default_factory=dict)
     answers: Mapping[Tier, Answer] = field(default_factory=dict)
     gone: Mapping[Tier, Collection[StepId]] = field(default_factory=dict)
 
@@ -125,7 +125,7 @@ class Retire:
     ranks: tuple[int, ...]
 
 
-class AlarmKind(Word):
+class AlarmKind(StrEnum):
     """What a person should look at."""
 
     STALE_SNAPSHOT = "stale-snapshot"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import Union
 
-from keepstep.core.shard import Told
+from keepstep.core.shard import ShardFacts
 from keepstep.steps import Tier
 
 Place = tuple[int, Tier, int]
@@ -116,7 +116,7 @@ class Holding:
         self._sizes: Column = 0
         self._twins: dict[int, int] | None = None
 
-    def add(self, images: Mapping[int, Told]) -> None:
+    def add(self, images: Mapping[int, ShardFacts]) -> None:
         """Add images, by rank. None of these ranks may have an image here yet."""
         ranks = sorted(images)
         told = [images[rank] for rank in ranks]
@@ -146,7 +146,7 @@ class Holding:
             kept = {group: told & ~ranks for group, told in self._twins.items()}
             self._twins = {group: told for group, told in kept.items() if told} or None
 
-    def is_of(self, rank: int, shard: Told) -> bool:
+    def is_of(self, rank: int, shard: ShardFacts) -> bool:
         """Whether the image of this rank that is held here is `shard`."""
         at = _index(self.ranks, rank)
         return (
@@ -200,7 +200,7 @@ def number_of(digest: str | None) -> int:
     return 0 if digest is None else (hash(digest) & 0x7FFFFFFF) or 1
 
 
-def _group(rank: int, shard: Told) -> int:
+def _group(rank: int, shard: ShardFacts) -> int:
     """Bitmap of the rank and its twins, the same for all of them; 0 if the rank has no twins."""
     group = shard.alike.bits
     return group | 1 << rank if group and not group >> rank & 1 else group

@@ -21,10 +21,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from keepstep.steps import Epoch, EpochId, StepId, Word
+from keepstep.steps import Epoch, EpochId, StepId, StrEnum
 
 
-class Standing(Word):
+class Standing(StrEnum):
     """`LIVE` and `ASIDE` may be restored; `LIVE` and `DEAD` may be retired."""
 
     LIVE = "live"

@@ -18,7 +18,7 @@ from keepstep_sidecar.cli.options import directory_option
 if TYPE_CHECKING:
     from keepstep.core.goodput import Goodput
     from keepstep.core.history import Event
-    from keepstep_sidecar.ui.view import RunView
+    from keepstep_sidecar.ui.view import RunPage
 
 
 @click.command()
@@ -56,11 +56,11 @@ def ui(directory: Path, port: int, no_open: bool) -> None:
     asyncio.run(show(site, f"runs in {place}", browser=not no_open, echo=output.echo))
 
 
-def _reader(directory: Path) -> Callable[[str], RunView]:
+def _reader(directory: Path) -> Callable[[str], RunPage]:
     """Reads one run. Steps of one without a sidecar are looked for again when its directories
     have changed: nobody writes there then, but `keepstep rm`."""
     from keepstep_sidecar.cli import calls, inventory
-    from keepstep_sidecar.ui.view import RunView
+    from keepstep_sidecar.ui.view import RunPage
 
     happened: dict[str, tuple[Event, ...]] = {}
     goodputs: dict[str, Goodput | None] = {}
@@ -83,10 +83,10 @@ def _reader(directory: Path) -> Callable[[str], RunView]:
             goodputs[kept.run] = inventory.goodput(kept, None)
         return scans[kept.run][1]
 
-    def read(name: str) -> RunView:
+    def read(name: str) -> RunPage:
         kept = run_dir.find(directory, name)
         held = held_by(kept)
-        return RunView(
+        return RunPage(
             name=kept.run,
             live=held.live,
             steps=held.steps,

@@ -47,7 +47,7 @@ class ArchiveSource:
 
     tier: Tier = Tier.ARCHIVE
     streams: int = IN_FLIGHT
-    run_chunks: int = 1
+    chunks_per_read: int = 1
     verified_loads: bool = True
     adopted_by: str = ""
 

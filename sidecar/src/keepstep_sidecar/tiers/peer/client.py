@@ -375,7 +375,7 @@ class PeerSource:
 
     streams: int
     tier: Tier = Tier.PEER
-    run_chunks: int = 4
+    chunks_per_read: int = 4
     """Enough that the round trip of a request does not matter."""
     verified_loads: bool = True
     adopted_by: str = ""

@@ -32,7 +32,7 @@ from keepstep_sidecar.tiers.peer import placement
 from keepstep_sidecar.tiers.peer.protocol import Wanted
 from keepstep_sidecar.tiers.peer.receive import Broken, IncomingCopy, is_part
 from keepstep_sidecar.tiers.source import FileSource
-from keepstep_sidecar.volume.direct_io import Pace
+from keepstep_sidecar.volume.direct_io import RateLimit
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import ShardName, is_shard, is_step
 from keepstep_sidecar.volume.scan import opened, read_manifest
@@ -62,7 +62,7 @@ class Copies:
         run: str,
         filesystem: Filesystem | None = None,
         commit: Callable[[], StepId | None] = lambda: None,
-        pace: Pace | None = None,
+        pace: RateLimit | None = None,
     ) -> None:
         """`commit`: the run's newest commit that is known here. It counts for ranks whose sender
         says nothing, because the sender may have another buddy by now. `pace`: that of all writes
@@ -75,7 +75,7 @@ class Copies:
         self._parts: dict[Path, IncomingCopy] = {}
         self._told: dict[int, Wanted] = {}  # by sender, what it last said; newest last
         self._commit = commit
-        self._pace = pace or Pace(None)
+        self._pace = pace or RateLimit(None)
         self.unreadable = ""
         self.shared_bytes = 0
         self._said = ""

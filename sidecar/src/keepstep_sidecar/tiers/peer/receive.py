@@ -26,7 +26,7 @@ from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.direct_io import (
     WRITER_NICENESS,
     Engine,
-    Pace,
+    RateLimit,
     aligned_buffer,
     for_each_chunk,
 )
@@ -104,7 +104,7 @@ class IncomingCopy:
                 with self._lock:
                     self._missing.discard(chunk)
 
-    def take_from(self, other: Opened, fd: int, pace: Pace) -> None:
+    def take_from(self, other: Opened, fd: int, pace: RateLimit) -> None:
         """Take the chunks that another image of this machine has too, as images of replicas do.
         `fd` is that image, open. Each chunk is read and verified, so a damaged chunk there does no
         harm here. Then the chunk shares the blocks that were read (`shared_bytes`), or is written

@@ -18,7 +18,7 @@ from keepstep_sidecar.tiers.peer.protocol import Listing, Wanted
 from keepstep_sidecar.tiers.peer.send import Lied, send
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.tier import LocalInventory, Traffic
-from keepstep_sidecar.volume.direct_io import Pace
+from keepstep_sidecar.volume.direct_io import RateLimit
 from keepstep_sidecar.volume.scan import LocalShard
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Tools:
     shards: Shards
     calls: Calls
     changes: Changes
-    pace: Pace
+    pace: RateLimit
     traffic: Traffic
 
 

@@ -12,7 +12,7 @@ from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.client import Links
 from keepstep_sidecar.tiers.peer.serve import Shards
-from keepstep_sidecar.volume.direct_io import WRITER_NICENESS, Pace
+from keepstep_sidecar.volume.direct_io import WRITER_NICENESS, RateLimit
 from keepstep_sidecar.volume.scan import LocalShard
 
 _ASK_AGAIN_S = 1.0
@@ -22,7 +22,7 @@ class Lied(DigestError):
     """The buddy says that it holds other bytes than it was sent."""
 
 
-def send(shard: LocalShard, shards: Shards, links: Links, pace: Pace) -> int:
+def send(shard: LocalShard, shards: Shards, links: Links, pace: RateLimit) -> int:
     """Make a shard of this machine durable at the buddy. Returns the bytes sent, 0 when the shard
     was already there.
 

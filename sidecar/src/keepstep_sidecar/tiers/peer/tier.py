@@ -26,7 +26,7 @@ from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, IssuedCredentials
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus, Traffic
-from keepstep_sidecar.volume.direct_io import Pace
+from keepstep_sidecar.volume.direct_io import RateLimit
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class PeerTier(RemoteTier):
             shards=self._shards,
             calls=self._calls,
             changes=self._changes,
-            pace=Pace(settings.bytes_per_second),
+            pace=RateLimit(settings.bytes_per_second),
             traffic=self._traffic,
         )
         self._feeders: dict[str, tuple[Feeder, asyncio.Task[None]]] = {}

@@ -18,7 +18,7 @@ from keepstep_sidecar.volume.volume import Ownership
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Claim:
+class DirectoryLock:
     """This process's right to the memory directory: one sidecar at a time.
 
     Trainers can write there too, so a name may be a link to one of the sidecar's files. Therefore
@@ -55,7 +55,7 @@ class Claim:
 
     @property
     def held(self) -> bool:
-        """Whether this process holds the claim, so that no other sidecar can take it."""
+        """Whether this process holds the lock, so that no other sidecar can take it."""
         return self._lock is not None and self._lock.held
 
     def _own(self, path: Path) -> None:
