@@ -10,9 +10,12 @@ import sys
 
 import pytest
 from setuptools import find_packages
+from torch import nn
+from torch.utils.data import DataLoader
 
 import keepstep
 from keepstep.integrations import require
+from keepstep.integrations.loaders import Batches
 from keepstep.save import loops
 from tests.harness import ROOT
 
@@ -63,3 +66,19 @@ def test_what_is_tested_is_in_the_range_and_on_the_page():
     for package, at_least, below in ranges():
         require(package, pinned[package], at_least=at_least, below=below)
         assert f"{package} >= {at_least}, < {below}" in page
+
+
+def test_batches_that_are_no_component_are_refused_before_an_epoch_is_done_twice(sidecar):
+    def begun(**components):
+        made = keepstep.Checkpointer(model=nn.Linear(2, 2), **components)
+        made.restore(rng="later")
+        return made
+
+    batches = Batches(DataLoader([1, 2, 3]))
+    alone = begun()
+    with pytest.raises(keepstep.UsageError, match="no component of the Checkpointer"):
+        next(batches.left(alone))
+    alone.close()
+    with_it = begun(batches=batches)
+    assert len(list(batches.left(with_it))) == 3
+    with_it.close()

@@ -151,7 +151,8 @@ class Checkpointer:
         else:
             log.warning(
                 "keepstep: %s is not set, so no step is kept; start the training with"
-                " `keepstep run -- ...`, or say Checkpointer(..., dir=...)",
+                " `keepstep run -- ...`, or name a directory: Checkpointer(..., dir=...), which the"
+                " adapters of frameworks take, too",
                 SOCKET_ENV,
             )
         _LIVE.add(self)

@@ -57,9 +57,10 @@ class Batches:
             # accelerate began this epoch in prepare(), before anything could be restored
             self._base.load_state_dict({})
         self._done, self._begun = 0, dict[str, Any]()
-        self._resumes = False
+        self._resumes = self._is_kept = False
 
     def state_dict(self) -> dict[str, Any]:
+        self._is_kept = True
         between = not self._begun
         own = own_generators([self._base]) if between else []
         return {"epoch": self.epoch, "done": self._done, "begun": self._begun, "own": own}
@@ -73,9 +74,14 @@ class Batches:
         """The batches of this epoch that were not done yet.
 
         Sets, at the right moment, the random states that `checkpointer.restore(rng="later")` left;
-        raises UsageError if that was not called. A `break` does not end the epoch: the next `left`
-        begins the same epoch again.
+        raises UsageError if that was not called, or if this object is no component of the
+        Checkpointer. A `break` does not end the epoch: the next `left` begins the same epoch again.
         """
+        if checkpointer.epoch is not None and not self._is_kept:
+            raise UsageError(
+                "this Batches is no component of the Checkpointer, so a restart would begin its"
+                " epoch anew: keepstep.Checkpointer(..., batches=batches)"
+            )
         if self._fetches_ahead and checkpointer.epoch is not None:
             tell_of_draws(self._base)
         for name in ("iteration", "_num_iter_calls"):  # accelerate's, Fabric's

@@ -30,6 +30,7 @@ from torchtitan.components.checkpointer import (
 )
 
 from keepstep.checkpointer import Checkpointer
+from keepstep.client import embedded
 from keepstep.errors import UsageError
 from keepstep.integrations import require
 
@@ -60,6 +61,8 @@ class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to 
             )
         super().__init__(config, **given)
         if not self.enable:
+            if embedded.socket(None):
+                log.warning("keepstep: checkpoint.enable is False, so no step is kept")
             return
         components = dict(self.states)
         _spread(components, MODEL, given["model_parts"])

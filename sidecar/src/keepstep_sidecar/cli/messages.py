@@ -63,7 +63,8 @@ def _newest(held: Holdings) -> str:
         return "the beginning: no step is held by all ranks"
     text = named(newest)
     if committed is None:
-        return f"{text}, nothing is committed"
+        # a sidecar that has just begun publishes what all ranks have on its volumes
+        return text if len(newest.local_ranks) == newest.world else f"{text}, nothing is committed"
     return text if committed == newest else f"{text}, committed is step {committed.id.step}"
 
 
@@ -96,9 +97,10 @@ def waits_for(depot: TierStatus) -> str:
     )
 
 
-_NOBODY = (
-    "no trainer has connected; a script makes a keepstep.Checkpointer and calls its restore(), a"
-    " framework takes the line of docs/frameworks.md"
+_NOBODY = "no trainer has connected"
+_HOW_TO_COME = (
+    "a script makes a keepstep.Checkpointer and calls its restore(), a framework takes the line of"
+    " docs/frameworks.md"
 )
 
 
@@ -119,6 +121,8 @@ def ended(
     """How the command ended, the newest committed step, and what is left. `nobody`: no trainer
     had connected."""
     parts = [f"the command {ended_how(code)}", _NOBODY if nobody else _committed(held)]
+    if nobody and code == 0:  # otherwise the failure is what matters
+        parts.append(_HOW_TO_COME)
     if goodput is not None:
         parts.append(f"goodput {share(goodput)}")
     if not freed:
