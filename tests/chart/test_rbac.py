@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from keepstep_operator.api import job_kinds
 from tests.chart.charts import ROOT, Chart, Object, Refused, is_hook, of_kind, pod_specs
 
 COMPONENTS = ("admission", "reconcile", "certificates", "ui")
@@ -29,6 +30,15 @@ def test_the_table_of_rights_is_what_the_chart_renders(chart: Chart) -> None:
     documented = _documented()
     assert rendered - documented == set(), "granted, but not in docs/security.md"
     assert documented - rendered == set(), "in docs/security.md, but not granted"
+
+
+def test_reconcile_may_read_every_kind_of_job_that_it_knows(chart: Chart) -> None:
+    granted = _rendered(chart.render(), "reconcile")
+    readable = {
+        (one.group, name) for one in granted if "get" in one.verbs for name in one.resources
+    }
+    known = {(kind.group or "core", kind.plural) for kind in job_kinds._KINDS}
+    assert known - readable == set()
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
