@@ -462,7 +462,8 @@ class Checkpointer:
             if self._strict:
                 raise UsageError(f"step {step} comes after step {self._last_step}: {only_grow}")
             # the reason has no step numbers, because reasons are counted and logged by kind
-            agent.skip(step, f"a newer one, or itself, came before: {only_grow}")
+            begin = "after a restore the loop begins at restore().step + 1"
+            agent.skip(step, f"a newer one, or itself, came before: {only_grow}; {begin}")
             return False
         if self._snapshots is None:
             self._hint()
