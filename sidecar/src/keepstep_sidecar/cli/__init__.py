@@ -1,5 +1,5 @@
 """The `keepstep` command: runs a training command beside a sidecar, and shows what is kept.
 
-Modules of commands import only click and the standard library at the top; rich, the image reader
-and the volumes are imported where they are used, so that `keepstep --help` stays quick.
+The modules of commands import rich, the image reader and the volumes inside functions, so that
+`keepstep --help` stays quick.
 """

@@ -1,4 +1,7 @@
-"""Single questions to a run's sidecar, which is often rightly gone: absent is an answer here."""
+"""Single calls to a run's sidecar.
+
+A run often has no sidecar, so most calls report that by their result instead of an error.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,20 @@ from keepstep.wire.trainer import Flushed, FlushRequest, OwnerRequest, StopReque
 T = TypeVar("T")
 
 ANSWER_S = 10.0
-"""A live sidecar answers a question about itself well within this."""
+"""A live sidecar answers a question about itself in much less time."""
 
 
 def status(path: Path, *, timeout_s: float = ANSWER_S) -> Status | None:
-    """What the sidecar says of itself; None when nobody listens on `path`.
+    """The status of the sidecar; None when no process listens on `path`.
 
-    Raises SidecarError when somebody does, but answers nonsense or not in time.
+    Raises SidecarError when a process listens but its answer is malformed or late.
     """
     return _ask(path, lambda client: client.get("/v1/status", Status, timeout_s=timeout_s))
 
 
 def history(path: Path, since: int = 0, *, timeout_s: float = ANSWER_S) -> History | None:
-    """What happened after the event `since`; None when nobody listens, and from a sidecar that is
-    too old to know. Raises SidecarError."""
+    """What happened after the event `since`; None when no process listens, and when the sidecar is
+    too old for this call. Raises SidecarError."""
     route = f"/v1/history?since={since}"
     try:
         return _ask(path, lambda client: client.get(route, History, timeout_s=timeout_s))
@@ -38,12 +41,13 @@ def history(path: Path, since: int = 0, *, timeout_s: float = ANSWER_S) -> Histo
 
 
 def answers(path: Path, *, timeout_s: float = 2.0) -> bool:
-    """Whether a sidecar is up on `path`, be it well or not."""
+    """Whether a sidecar answers on `path`, healthy or not."""
     return health(path, timeout_s=timeout_s) is not None
 
 
 def health(path: Path, *, timeout_s: float = 2.0) -> str | None:
-    """What keeps the sidecar on `path` from its work, "" for nothing; None when none answers."""
+    """What keeps the sidecar on `path` from its work; "" when it is healthy; None when no sidecar
+    answers."""
     with closing(UnixConnection(str(path), timeout_s)) as connection:
         try:
             connection.request("GET", "/healthz")
@@ -55,7 +59,7 @@ def health(path: Path, *, timeout_s: float = 2.0) -> str | None:
 
 
 def flush(path: Path, *, timeout_s: float) -> Flushed | None:
-    """Make the newest two common staged steps durable; None when nobody listens.
+    """Make the newest two common staged steps durable; None when no process listens.
 
     Raises SidecarError.
     """
@@ -63,15 +67,16 @@ def flush(path: Path, *, timeout_s: float) -> Flushed | None:
 
 
 def own(path: Path, pid: int) -> None:
-    """The sidecar does not end by itself while process `pid` lives. Raises SidecarError."""
+    """Tell the sidecar not to end by itself while process `pid` lives. Raises SidecarError."""
     _call(path, "/v1/owner", OwnerRequest(pid=pid), dict)
 
 
 def stop(path: Path, *, forget: bool, timeout_s: float, drain: bool = True) -> bool:
-    """Ask the sidecar to make its newest steps durable (`drain`) and end; `forget` frees its
+    """Ask the sidecar to make its newest steps durable (`drain`) and to end; `forget` frees its
     memory.
 
-    False when nobody listens. It may end a moment after it has answered. Raises SidecarError.
+    Returns False when no process listens. The sidecar may end a moment after its answer. Raises
+    SidecarError.
     """
     request = StopRequest(drain=drain, forget=forget, timeout_s=timeout_s)
     return _call(path, "/v1/stop", request, dict, timeout_s) is not None
@@ -83,13 +88,13 @@ def _call(path: Path, route: str, request: Any, kind: type[T], work_s: float = 0
 
 
 def _ask(path: Path, question: Callable[[Client], T]) -> T | None:
-    """The answer; None when nobody listens. Raises SidecarError."""
+    """The answer; None when no process listens. Raises SidecarError."""
     client = Client(str(path))
     try:
         return question(client)
     except SidecarAbsent as error:
         if isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
             return None
-        raise  # somebody is there
+        raise  # a process listens
     finally:
         client.close()

@@ -1,7 +1,7 @@
-"""What a run holds, from its live sidecar or, without one, from its volumes alone.
+"""What a run holds, according to its live sidecar or, without one, to its volumes alone.
 
-A commit is a property of storage, so both ways give the same answer for what is on the volumes;
-only a sidecar knows what is in memory. Nothing is locked, moved or repaired here.
+A commit is a property of storage, so both sources agree on what the volumes hold. Only a sidecar
+knows what memory holds. This module locks, moves and repairs nothing.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _RANKS: Final = {
 
 
 def tiers_of(step: StepStatus) -> tuple[Tier, ...]:
-    """Where any of its shards are, nearest first."""
+    """The tiers that hold at least one shard of the step, nearest first."""
     return tuple(tier for tier, field in _RANKS.items() if getattr(step, field))
 
 
 def ranks_of(step: StepStatus) -> tuple[int, ...]:
-    """Those that a tier holds."""
+    """The ranks whose shard of the step is in at least one tier, ascending."""
     held = (getattr(step, field) for field in _RANKS.values())
     return tuple(sorted({rank for ranks in held for rank in ranks}))
 
@@ -83,7 +83,7 @@ def document(step: StepStatus | None) -> dict[str, object] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Holdings:
-    """`live`: what the sidecar says, None without one. Steps in ascending order."""
+    """`live`: the sidecar's status, None without a sidecar. `steps` are in ascending order."""
 
     live: Status | None
     steps: tuple[StepStatus, ...]
@@ -97,25 +97,25 @@ class Holdings:
 
     @property
     def newest(self) -> StepStatus | None:
-        """The newest step that every rank could restore, from whichever tier."""
+        """The newest step that is not dead and whose images of all ranks are in some tier."""
         whole = [step for step in self.steps if _complete(step) and not step.dead]
         return max(whole, key=lambda step: step.id, default=None)
 
 
 def read(kept: RunDir) -> Holdings:
-    """Ask the sidecar, else look at the volumes. Raises SidecarError, StorageError."""
+    """Ask the sidecar or, without one, scan the volumes. Raises SidecarError, StorageError."""
     live = calls.status(kept.socket)
     return on_volumes(kept) if live is None else of_live(live)
 
 
 def of_live(live: Status) -> Holdings:
-    """As its sidecar says."""
+    """What the sidecar's status `live` says."""
     steps = sorted(live.steps, key=lambda step: step.id)
     return Holdings(live=live, steps=tuple(steps), problems=live.warnings)
 
 
 def on_volumes(kept: RunDir) -> Holdings:
-    """Without its sidecar. Raises StorageError."""
+    """What the volumes hold, without the sidecar. Raises StorageError."""
     shards, problems = survey(kept)
     return Holdings(
         live=None,
@@ -125,8 +125,8 @@ def on_volumes(kept: RunDir) -> Holdings:
 
 
 def goodput(kept: RunDir, held: Holdings | None) -> Goodput | None:
-    """Of all lives of the run; without a sidecar until the last thing that it noted. None where
-    nothing is known. Never raises."""
+    """The goodput of all lives of the run; without a sidecar, up to the last event that it wrote.
+    None if nothing is known. Never raises."""
     if held is not None and held.live is not None:
         return held.live.goodput
     from keepstep_sidecar.volume.history_file import HistoryFile
@@ -139,14 +139,15 @@ def goodput(kept: RunDir, held: Holdings | None) -> Goodput | None:
 
 
 def survey(kept: RunDir) -> tuple[tuple[LocalShard, ...], tuple[Refused, ...]]:
-    """Every shard, and every file that is none, on all volumes. Raises StorageError."""
+    """Every shard on all volumes, and every file that was refused as a shard. Raises
+    StorageError."""
     scans = [_scan(root, kept.run) for root in kept.roots]
     shards = tuple(shard for one in scans for shard in one.shards)
     return shards, tuple(problem for one in scans for problem in one.problems)
 
 
 def copies(kept: RunDir) -> tuple[LocalShard, ...]:
-    """Shards that all volumes keep for other machines. Raises StorageError."""
+    """The shards of other machines that the volumes hold as copies. Raises StorageError."""
     from keepstep_sidecar.tiers.peer.copies import DIRECTORY
 
     return tuple(shard for root in kept.roots for shard in _scan(root / DIRECTORY, kept.run).shards)
@@ -164,7 +165,8 @@ def _scan(root: Path, run: str) -> Scan:
 def of_shards(
     shards: Iterable[LocalShard], epochs: Sequence[Epoch], failures: Iterable[StepId] = ()
 ) -> tuple[StepStatus, ...]:
-    """Steps as their shards on the volumes show them, ascending. `failures`: of the script."""
+    """The status of each step that has a shard in `shards`, ascending. `failures`: the steps at
+    which the script failed by itself."""
     from keepstep.core.ledger.lineage import Standing, trace
     from keepstep.core.suspicion import Doubt, Failure
 
@@ -208,12 +210,13 @@ def _of_found(id: StepId, found: Sequence[LocalShard]) -> StepStatus:
 
 
 def epochs(kept: RunDir) -> tuple[Epoch, ...]:
-    """What the volumes' records know; an unreadable one leaves more steps alive, never fewer."""
+    """The epochs in the volumes' run records. An unreadable record is skipped: then more steps
+    count as alive, never fewer."""
     return merged(epoch for record in _records(kept) for epoch in record.epochs)
 
 
 def failures(kept: RunDir) -> frozenset[StepId]:
-    """Steps at which the script failed by itself, as the volumes' records know."""
+    """The steps at which the script failed by itself, from the volumes' run records."""
     return frozenset(at for record in _records(kept) for at in record.failures)
 
 
@@ -226,8 +229,8 @@ def _records(kept: RunDir) -> Iterator[RunRecord]:
 
 
 def source(shard: LocalShard, *, run: str) -> FileSource:
-    """To read a shard by. Opening it raises FileNotFoundError for one that was retired meanwhile;
-    one that the sidecar published is found by its new name."""
+    """A source that reads `shard`. If the sidecar has published the shard since, the source uses
+    its new name. Opening the source raises FileNotFoundError if the shard was retired since."""
     from keepstep_sidecar.tiers.source import FileSource
     from keepstep_sidecar.volume.direct_io import Engine
     from keepstep_sidecar.volume.filesystem import Filesystem
@@ -247,8 +250,8 @@ def source(shard: LocalShard, *, run: str) -> FileSource:
 
 
 def chosen(steps: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:
-    """The steps that `words` name: `0003.1f9c2d7a-000001200`, or `1200` where only one epoch has
-    it. Raises UsageError naming the choices."""
+    """The steps that `words` name: `0003.1f9c2d7a-000001200`, or `1200` if only one epoch has that
+    step. Raises UsageError that names the choices."""
     return tuple(_choose(steps, word) for word in dict.fromkeys(words))
 
 

@@ -1,4 +1,4 @@
-"""The sidecar as a service of one run: started, found again, replaced, ended."""
+"""Starts, finds, replaces and ends the sidecar of one run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from keepstep_sidecar.cli.run_dir import RunDir, load, make_memory, save
 from keepstep_sidecar.config.sidecar import KEYS
 
 UP_S: Final = 30.0
-"""A sidecar that does not answer by then has failed to start."""
+"""A sidecar that has not answered after this time has failed to start."""
 
 DRAIN_S: Final = 600.0
-"""Long, as two steps of a large model may have to reach a slow volume; Ctrl-C ends the wait."""
+"""This is long because two steps of a large model may have to reach a slow volume. Ctrl-C ends the
+wait."""
 
 LOG_LIMIT_BYTES: Final = 16 << 20
 _GONE_S: Final = 15.0
@@ -32,8 +33,8 @@ _TAIL_BYTES: Final = 2000
 
 @contextlib.contextmanager
 def supervising(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
-    """Be the one supervisor of the run, after `timeout_s` at the latest. Raises UsageError naming
-    the other one."""
+    """Hold the run's lock as its only supervisor. Raises UsageError that names the other supervisor
+    if the lock is not free within `timeout_s`."""
     fd = os.open(kept.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     deadline = time.monotonic() + timeout_s
     try:
@@ -45,7 +46,7 @@ def supervising(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(_POLL_S)
-        # that of a supervisor before, see `_orphaned`
+        # keep the line of an earlier supervisor's command: `_orphaned` reads it
         command = os.pread(fd, 128, 0).partition(b"\n")[2]
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode() + command, 0)
@@ -66,15 +67,16 @@ def _lock(fd: int, kept: RunDir) -> None:
 
 
 def note_command(kept: RunDir, pid: int) -> None:
-    """Beside the supervisor's pid: the command that it runs, which may outlive it."""
+    """Write the pid of the command to the lock file, after the supervisor's: the command may
+    outlive the supervisor."""
     process = Process.of(pid)
-    with contextlib.suppress(OSError), kept.lock.open("w") as file:  # nothing hangs on it
+    with contextlib.suppress(OSError), kept.lock.open("w") as file:  # only messages use it
         started = 0 if process is None else process.started
         file.write(f"{os.getpid()}\n{pid} {started}\n")
 
 
 def _orphaned(kept: RunDir) -> Process | None:
-    """The command of a supervisor that was killed, while it lives."""
+    """The command that a killed supervisor left, if it still lives."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         pid, started = kept.lock.read_text().splitlines()[1].split()
         process = Process(int(pid), int(started))
@@ -89,14 +91,14 @@ def launch(kept: RunDir) -> int:
     save(kept)
     words = ("-m", "keepstep_sidecar", "serve", "--config", str(kept.record))
     owner = ("--owner-pid", str(os.getpid()))
-    settings = {key.variable for key in KEYS}  # counted already, and would count before the file
+    settings = {key.variable for key in KEYS}  # the file has them; they would override it
     environment = {name: one for name, one in os.environ.items() if name not in settings}
     return _spawn_service((*words, *owner), environment, log=kept.log)
 
 
 def _spawn_service(arguments: Sequence[str], environment: Mapping[str, str], *, log: Path) -> int:
-    """Start this Python with `arguments`, as a process that outlives us: own session, no stdin,
-    output appended to `log`. Returns its pid. Raises OSError."""
+    """Start this Python with `arguments` as a process that outlives this one: a session of its own,
+    no stdin, output appended to `log`. Returns its pid. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -115,7 +117,8 @@ def _spawn_service(arguments: Sequence[str], environment: Mapping[str, str], *, 
 
 
 def wait_up(kept: RunDir, process: Process | None, *, timeout_s: float = UP_S) -> bool:
-    """Wait until the sidecar answers; False when `process` died first or time ran out."""
+    """Wait until the sidecar answers. Returns False if `process` dies first, or after
+    `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not calls.answers(kept.socket):
         if time.monotonic() > deadline or (process is not None and not process.alive()):
@@ -125,20 +128,20 @@ def wait_up(kept: RunDir, process: Process | None, *, timeout_s: float = UP_S) -
 
 
 def adopt(kept: RunDir) -> Process | None:
-    """A sidecar that lingers from an earlier life of this run; None when there is none.
+    """The sidecar that an earlier life of this run left, if it has the same options.
 
-    One that was started with other options is ended first; its memory stays for its successor.
-    Raises SidecarError.
+    Returns None if there is no sidecar. Ends a sidecar that has other options, leaves its memory
+    for the successor, and returns None. Raises SidecarError.
     """
     live = calls.status(kept.socket)
     if live is None:
         return None
     process = Process.of(live.pid)
     if process is not None and _as_recorded(kept):
-        with contextlib.suppress(SidecarError):  # an older one counts its linger as it always did
+        with contextlib.suppress(SidecarError):  # an older one lacks this; it lingers as before
             calls.own(kept.socket, os.getpid())
         return process
-    # to make newer steps durable could retire the one to go back to
+    # making newer steps durable could retire the step that --restore-from names
     drain = not kept.config.restore_from
     calls.stop(kept.socket, forget=False, drain=drain, timeout_s=DRAIN_S)
     _await_gone(process, kept)
@@ -146,13 +149,15 @@ def adopt(kept: RunDir) -> Process | None:
 
 
 def require_idle_or_same(kept: RunDir) -> None:
-    """Nobody takes a sidecar from a trainer to give it other options. Raises UsageError."""
+    """Raises UsageError if the run is training with other options than those of `kept`: the
+    sidecar must not be replaced while it has a trainer."""
     if (pids := trainers_of(kept)) and not _as_recorded(kept):
         raise UsageError(f"run {kept.run!r} is training with other options {_to_end(kept, pids)}")
 
 
 def require_idle(kept: RunDir, *, timeout_s: float = 0.0) -> None:
-    """Nobody takes a sidecar from a trainer, but one that is just dying. Raises UsageError."""
+    """Wait until the run has no trainer. Raises UsageError if it still has one after `timeout_s`,
+    which gives dying trainers time to end."""
     deadline = time.monotonic() + timeout_s
     while pids := trainers_of(kept):
         if time.monotonic() >= deadline:
@@ -161,8 +166,9 @@ def require_idle(kept: RunDir, *, timeout_s: float = 0.0) -> None:
 
 
 def _to_end(kept: RunDir, trainers: Sequence[int]) -> str:
-    """Who trains, and the command that ends it: a shell would leave its trainer, and a launcher
-    start it again."""
+    """The part of a message that names who trains, and the `kill` that ends it. It names both the
+    orphaned command and its trainers: a killed shell would leave its trainer, and a launcher would
+    start a killed trainer again."""
     orphan = _orphaned(kept)
     first = () if orphan is None else (orphan.pid,)
     pids = " ".join(map(str, dict.fromkeys((*first, *trainers))))
@@ -174,7 +180,7 @@ def _to_end(kept: RunDir, trainers: Sequence[int]) -> str:
 
 
 def trainers_of(kept: RunDir) -> tuple[int, ...]:
-    """The pids of the trainers that its sidecar serves now."""
+    """The pids of the live trainers that the run's sidecar serves."""
     live = calls.status(kept.socket)
     return () if live is None else tuple(one.pid for one in live.ranks if one.alive)
 
@@ -187,9 +193,9 @@ def _as_recorded(kept: RunDir) -> bool:
 
 
 def end(kept: RunDir, *, timeout_s: float = DRAIN_S) -> bool:
-    """Flush, stop the sidecar and free its memory; False when there is none.
+    """Flush, stop the sidecar and free its memory. Returns False if there is no sidecar.
 
-    Raises SidecarError when it does not end.
+    Raises SidecarError if the sidecar does not end.
     """
     live = calls.status(kept.socket)
     process = None if live is None else Process.of(live.pid)
@@ -214,7 +220,8 @@ def slots_left(kept: RunDir) -> bool:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """What has this name now; None for nothing. Another one later: it was removed meanwhile."""
+    """The device and inode of `path`; None if nothing is there. If they differ later, the file or
+    directory was removed meanwhile."""
     try:
         found = path.lstat()
     except OSError:
@@ -223,10 +230,10 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def bound_log(path: Path) -> None:
-    """Move a log that has grown large to `<name>.1` and empty it.
+    """Copy a log that has grown large to `<name>.1` and truncate it.
 
-    It is copied, not renamed: a live sidecar goes on appending to the file that it has open.
-    Lines that come between copy and truncation are lost.
+    The log is not renamed, because a live sidecar goes on appending to the file that it has open.
+    Lines written between copy and truncation are lost.
     """
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_size > LOG_LIMIT_BYTES:

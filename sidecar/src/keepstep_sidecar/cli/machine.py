@@ -1,8 +1,8 @@
-"""What a machine has of what a run needs, looked at from outside: no sidecar is asked.
+"""Checks whether a machine has what a run needs, without asking a sidecar.
 
-A check finds one thing, and says what to change. Nothing is changed here; the only thing written is
-the file by which a drive is measured, which is removed again. Clocks are not looked at: nothing on
-one machine depends on them.
+Each check yields findings that say what to change. The checks change nothing: they write only the
+file that measures a drive, and remove it. There is no check of the clock, because nothing on one
+machine depends on it.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from keepstep_sidecar.volume.direct_io import Engine, aligned_buffer, for_each_c
 from keepstep_sidecar.volume.filesystem import Filesystem
 
 SLOW_BYTES_PER_SECOND: Final = 200_000_000
-"""A single SATA SSD does twice that; what does less is a disk, or a network in between."""
+"""A single SATA SSD is twice as fast. Anything slower is a hard disk, or behind a network."""
 
 LEAST_SHARED_BYTES: Final = 256 << 20
-"""Where it is not known what is needed: containers have 64 MiB unless somebody gave them more."""
+"""The least free shared memory when the need is not known. Containers have 64 MiB by default."""
 
 _LEAST_SLOTS = 2
 _IMAGES_ON_A_VOLUME = 3
-"""The two newest committed steps, and the one that is written."""
+"""The two newest committed steps, and the step that is being written."""
 
 _LEAST_TORCH = (2, 6)
 _THREADS = 4
 _SYSTEM_USERS = 1000
-"""Below: users whom logind takes for the system's (login.defs), and leaves alone."""
+"""logind treats users with a smaller id as system users (login.defs), and keeps their memory."""
 
 
 class Outcome(StrEnum):
@@ -58,7 +58,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """`change`: what to do about it; '' where nothing needs to be done."""
+    """The result of a check. `change`: what to do; '' if there is nothing to do."""
 
     name: str
     outcome: Outcome
@@ -68,8 +68,8 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What a run needs of this machine. `image_bytes`: of one rank; None when nobody said.
-    `slots_made_bytes`, `kept_bytes` (by volume): what it has already."""
+    """What a run needs of this machine. `image_bytes`: the size of one rank's image, None if
+    unknown. `slots_made_bytes`, `kept_bytes` (by volume): what the run has already."""
 
     image_bytes: int | None
     ranks: int
@@ -79,11 +79,12 @@ class Need:
 
     @property
     def memory_bytes(self) -> int | None:
-        """For the slots of all ranks."""
+        """Bytes for the slots of all ranks; None if the size of an image is unknown."""
         return None if self.image_bytes is None else self.image_bytes * self.ranks * self.slots
 
     def volume_bytes(self, volume: Path, volumes: int) -> int | None:
-        """More, on this one of so many volumes."""
+        """How many more bytes the run needs on `volume`, one of `volumes`; None if the size of an
+        image is unknown."""
         if self.image_bytes is None:
             return None
         of_one = -(-self.ranks // volumes) * self.image_bytes
@@ -98,14 +99,14 @@ def _finding(name: str, outcome: Outcome, found: str, change: str = "") -> Findi
 
 
 def versions() -> Iterator[Finding]:
-    """Of Python, torch and both halves of keepstep; nothing is imported for it."""
+    """The versions of Python, torch and both halves of keepstep. torch is not imported."""
     yield _finding("python", Outcome.OK, platform.python_version())
     yield _torch()
     yield both_halves(keepstep.version.__version__, __version__)
 
 
 def both_halves(library: str, sidecar: str) -> Finding:
-    """They may be two minor releases apart."""
+    """Library and sidecar may be at most two minor releases apart."""
     found = f"library {library}, sidecar {sidecar}"
     (major, minor), (other_major, other_minor) = _numbers(library), _numbers(sidecar)
     if major == other_major and abs(minor - other_minor) <= 2:
@@ -135,7 +136,7 @@ def _numbers(version: str) -> tuple[int, int]:
 
 
 def shared_memory(directory: Path, need: Need) -> Finding:
-    """Room for slots on small pages; huge ones that are free count, too."""
+    """Whether shared memory has room for the slots. Free huge pages count, too."""
     try:
         status = os.statvfs(directory)
     except OSError as error:
@@ -160,7 +161,7 @@ def shared_memory(directory: Path, need: Need) -> Finding:
 
 
 def huge_pages(need: Need) -> Finding:
-    """Slots are on small pages where there are none."""
+    """Whether enough huge pages are free. Slots are on small pages otherwise."""
     free, wanted = free_huge_bytes(), need.memory_bytes or HUGE_PAGE_BYTES
     found = f"{format_size(free)} free"
     if need.image_bytes is not None and need.image_bytes < LEAST_ON_HUGE_PAGES_BYTES:
@@ -190,8 +191,8 @@ def memory_lock(need: Need) -> Finding:
 
 
 def remove_ipc(root: Path, uid: int) -> Finding:
-    """Whether systemd removes the run's shared memory when user `uid` logs out. `root`: of the
-    machine's files (logind.conf(5), loginctl(1))."""
+    """Whether systemd removes the run's shared memory when user `uid` logs out (logind.conf(5),
+    loginctl(1)). `root`: the root of the machine's file system."""
     name = "RemoveIPC"
     if not (root / "run/systemd/system").is_dir():
         return _finding(name, Outcome.OK, "no systemd here")
@@ -210,7 +211,8 @@ def remove_ipc(root: Path, uid: int) -> Finding:
 
 
 def _logind_removes(root: Path) -> bool:
-    """The main file, then drop-ins in the order of their names, whatever their directory."""
+    """Whether RemoveIPC is on: read the main files, then the drop-ins of all directories in the
+    order of their names. The last value counts."""
     main = [root / "usr/lib/systemd/logind.conf", root / "etc/systemd/logind.conf"]
     drop_ins = {
         path.name: path
@@ -232,8 +234,8 @@ def _logind_removes(root: Path) -> bool:
 def drive(
     directory: Path, need: Need, *, volumes: int, probe_bytes: int, clock: Callable[[], float]
 ) -> Iterator[Finding]:
-    """Room, O_DIRECT and speed of one volume. A file of `probe_bytes` is written, read and removed.
-    A directory that is not there yet stands for the one that it would be made in."""
+    """Check space, O_DIRECT and speed of one volume. A file of at most `probe_bytes` is written,
+    read and removed. If `directory` does not exist, its nearest existing parent is checked."""
     place = next(one for one in (directory, *directory.parents) if one.exists())
     filesystem = Filesystem()
     try:
@@ -289,12 +291,12 @@ def _speed(
 def measure(
     place: Path, engine: Engine, size_bytes: int, clock: Callable[[], float] = time.monotonic
 ) -> tuple[float, float]:
-    """Bytes a second, written (and flushed) and read, as a volume does it: chunks, on four
-    threads. `size_bytes`: whole chunks. Raises OSError."""
+    """Bytes per second written (and flushed), and read. Like a volume, it moves whole chunks, on
+    four threads. `size_bytes` is a multiple of a chunk. Raises OSError."""
     filesystem, path = Filesystem(), place / f".keepstep-doctor-{os.getpid()}"
     fd = filesystem.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | engine.open_flags)
     try:
-        filesystem.unlink(path)  # whatever happens from here on, nothing is left
+        filesystem.unlink(path)  # nothing is left behind, whatever happens now
         filesystem.allocate(fd, size_bytes)
         count = size_bytes // CHUNK_BYTES
         with aligned_buffer(CHUNK_BYTES) as buffer, memoryview(buffer) as chunk:
@@ -308,7 +310,7 @@ def measure(
             filesystem.forget_cache(fd)
             began = clock()
             for_each_chunk(
-                # into one buffer: nobody looks at what is read
+                # all threads read into one buffer: the bytes are not used
                 lambda at: _read(filesystem, fd, chunk, at * CHUNK_BYTES),
                 count,
                 threads=_THREADS,

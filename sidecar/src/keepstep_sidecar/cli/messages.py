@@ -1,4 +1,4 @@
-"""What `keepstep run` says on stderr: one line each time. Pure: values in, text out."""
+"""The messages of `keepstep run` on stderr, one line each. Pure: values in, text out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keepstep_sidecar.config.sidecar import Config
 
 
 def started(kept: RunDir, held: Holdings | None, *, adopted: bool) -> str:
-    """Where things are, what will be kept, and what is there already."""
+    """Where the run is kept, which steps will be kept, and from where it can go on."""
     volumes = " and ".join(str(root) for root in kept.roots)
     memory = "adopted the sidecar and its memory" if adopted else f"memory in {kept.memory}"
     there = "" if held is None or held.newest is None else f"; {_goes_on(held)}"
@@ -69,18 +69,18 @@ def _newest(held: Holdings) -> str:
 
 
 def restarted(held: Holdings | None, *, code: int, attempt: int, restarts: int) -> str:
-    """How the command ended, and from where it can go on."""
+    """How the command ended, which restart this is, and from where the command can go on."""
     place = "the sidecar does not say what it holds" if held is None else _goes_on(held)
     return f"the command {ended_how(code)}; restart {attempt} of {restarts}; {place}"
 
 
 def sidecar_replaced(kept: RunDir) -> str:
-    """The sidecar died and is being started again."""
+    """Says that the sidecar died and is being started again."""
     return f"the sidecar ended and is started again; training goes on (why: {kept.log})"
 
 
 def memory_removed(kept: RunDir) -> str:
-    """Somebody removed the run's shared memory while the command runs."""
+    """Says that another program removed the run's shared memory while the command runs."""
     return (
         f"{kept.memory} was removed by another program; the sidecar makes it again and the next"
         " step is kept. At a logout systemd does that (RemoveIPC=yes): `loginctl enable-linger`"
@@ -89,7 +89,7 @@ def memory_removed(kept: RunDir) -> str:
 
 
 def waits_for(depot: TierStatus) -> str:
-    """What holds the end up."""
+    """Says which backlog the end of the run waits for."""
     why = f" ({depot.trouble})" if depot.trouble else ""
     return (
         f"waiting until {depot.backlog} shards are in {depot.tier} {depot.where}{why}; Ctrl-C ends"
@@ -105,7 +105,7 @@ _HOW_TO_COME = (
 
 
 def nobody_came(held: Holdings) -> bool:
-    """Whether the sidecar has seen no trainer, nor anything that one left."""
+    """Whether the live sidecar has seen neither a trainer nor a step of one."""
     return held.live is not None and not held.live.ranks and not held.steps
 
 
@@ -118,8 +118,8 @@ def ended(
     goodput: Goodput | None = None,
     nobody: bool = False,
 ) -> str:
-    """How the command ended, the newest committed step, and what is left. `nobody`: no trainer
-    had connected."""
+    """How the command ended, the newest committed step, the goodput, and the memory that remains.
+    `nobody`: no trainer ever connected."""
     parts = [f"the command {ended_how(code)}", _NOBODY if nobody else _committed(held)]
     if nobody and code == 0:  # otherwise the failure is what matters
         parts.append(_HOW_TO_COME)
@@ -150,12 +150,12 @@ def _remains(kept: RunDir, held: Holdings | None) -> str:
 
 
 def share(goodput: Goodput) -> str:
-    """`91.3 % of 2h`: of all lives, of the wall time."""
+    """`91.3 % of 2h`: the goodput of all lives, and their wall time."""
     return f"{100 * goodput.ratio:.1f} % of {format_duration(goodput.wall_s)}"
 
 
 def badput(goodput: Goodput) -> str:
-    """Where the rest went, the largest part first; '' where nothing is lost."""
+    """Where the rest of the time went, the largest part first; '' if nothing was lost."""
     lost = [(name, seconds) for name, seconds in goodput.badput.items() if seconds >= _WORTH_S]
     lost.sort(key=lambda one: -one[1])
     return ", ".join(f"{_BUCKETS[name]} {format_duration(seconds)}" for name, seconds in lost)

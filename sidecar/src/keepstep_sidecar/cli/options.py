@@ -1,4 +1,4 @@
-"""Options that commands share, and how errors leave: 2 for a wrong use, 1 for everything else."""
+"""Options that commands share, and the exit codes of errors: 2 for wrong use, 1 for all others."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ DEFAULT_DIR: Final = Path(".keepstep")
 
 
 class Misuse(click.ClickException):
-    """The user's mistake."""
+    """A wrong use of the command."""
 
     exit_code = 2
 
 
 class Group(click.Group):
-    """Commands in the order in which a user meets them; our errors as click's."""
+    """Lists the commands in the order in which a user needs them, and turns keepstep's errors into
+    click's."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -37,7 +38,7 @@ class Group(click.Group):
             raise self.ending(error) from error
 
     def ending(self, error: KeepstepError) -> click.ClickException:
-        """How `error` leaves this process."""
+        """The click exception that ends this process for `error`."""
         kind = Misuse if isinstance(error, UsageError) else click.ClickException
         return kind(output.printable(str(error)))
 
@@ -48,8 +49,11 @@ class Group(click.Group):
 def config_options(
     keys: Iterable[Key], *, flags: Iterable[Key] | None = None, **defaults: str
 ) -> Callable[[Command], Command]:
-    """`--config FILE` and flags for `keys`, or for some of them. The command gets one argument
-    `values`: what flags, environment and file say, by field. `defaults`: what the help says."""
+    """Add `--config FILE` and a flag for each key in `flags`, which defaults to all `keys`.
+
+    The command gets one argument `values`: the values of flags, environment and file, by field.
+    `defaults`: the defaults that the help shows instead of a key's own, by name.
+    """
     keys = tuple(keys)
     shown = keys if flags is None else tuple(flags)
 
@@ -94,7 +98,7 @@ def _flag(key: Key, default: str) -> Callable[[Any], Any]:
 
 
 def _default(key: Key) -> str:
-    """What a help says, unless its text does."""
+    """The default that the help shows; '' if there is none to show."""
     if key.required:
         return ""
     if key.field.endswith("_s") and key.default is not None:
@@ -142,7 +146,7 @@ json_option: Final = click.option(
 
 
 def run_option(*, default: str) -> Callable[[Command], Command]:
-    """`--run NAME`; `default` is what the help says about leaving it out."""
+    """`--run NAME`. `default`: what the help says about the option's default."""
     return click.option(
         "--run",
         "run",

@@ -1,7 +1,7 @@
-"""How results reach the user: one JSON document, or tables and plain lines.
+"""Prints results: one JSON document, or tables and plain lines.
 
-Names and errors come from files that nobody vouches for: on their way to a terminal control
-characters are written out, and nothing in them is taken for markup.
+Names and errors come from files that are not trusted. So control characters are escaped before
+they reach a terminal, and no text is taken for markup.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON knows it; steps and epochs by their names, as commands take them."""
+    """`value` in types of JSON. Steps and epochs become their names, which commands accept."""
     if isinstance(value, StepId | EpochId | Path):
         return str(value)
     if isinstance(value, enum.Enum):
@@ -40,29 +40,30 @@ def plain(value: Any) -> Any:
 
 
 def print_json(value: Any) -> None:
-    """One document on stdout."""
+    """Print one JSON document on stdout."""
     click.echo(json.dumps(plain(value), indent=2))
 
 
 _CONTROL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # but lines and tabs
-    r"\u200e\u200f\u2028-\u202e\u2066-\u2069"  # the other direction, other ends of lines
-    r"\ud800-\udfff]"  # what no encoding can write
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # all controls but newlines and tabs
+    r"\u200e\u200f\u2028-\u202e\u2066-\u2069"  # directions of text, other ends of lines
+    r"\ud800-\udfff]"  # surrogates: no encoding can write them
 )
 
 
 def printable(text: str) -> str:
-    """`text` with whatever a terminal would obey written out, like `\\x1b`; lines and tabs stay."""
+    """`text` with all that a terminal would obey escaped, like `\\x1b`; newlines and tabs stay."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """A plain line."""
+    """Print a plain line."""
     click.echo(printable(text), err=err)
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Tables keep their full width when they are piped, so that nothing is cut off."""
+    """A console of rich that escapes control characters. When its output is piped it is 240 columns
+    wide, so that tables are not cut off."""
     from rich.console import Console
     from rich.text import Text
 
@@ -77,14 +78,14 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Plain lines, as long as they are."""
+    """Print plain lines without wrapping them."""
     shown = console()
     for line in lines:
         shown.print(line, soft_wrap=True)
 
 
 def print_facts(facts: Iterable[tuple[str, str]], *, width: int) -> None:
-    """A name and a text a line."""
+    """Print one line for each name and text. `width`: the columns of the name."""
     print_lines(f"{name:<{width}}{text}" for name, text in facts)
 
 
@@ -95,7 +96,8 @@ def print_table(
     right: tuple[str, ...] = (),
     empty: str = "",
 ) -> None:
-    """Columns in `right` are aligned to the right. Without rows: the line `empty`, or nothing."""
+    """Print a table. Columns in `right` are aligned to the right. Without rows it prints the line
+    `empty`, if given."""
     from rich import box
     from rich.table import Table
 
@@ -113,7 +115,8 @@ def print_table(
 
 @contextmanager
 def progress(total_bytes: int, *, quiet: bool) -> Iterator[Callable[[str, int], None]]:
-    """A bar on a terminal; called with what is done now, and how many bytes more are."""
+    """Show a progress bar on a terminal. The yielded function takes a description of the current
+    work and the number of bytes that were done since its last call."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -139,7 +142,7 @@ def progress(total_bytes: int, *, quiet: bool) -> Iterator[Callable[[str, int], 
 
 
 def ranks_text(ranks: Sequence[int], world: int) -> str:
-    """`all 8`, or which: `0-2,5 of 8`."""
+    """`all 8`, or the ranks that are there: `0-2,5 of 8`."""
     if tuple(ranks) == tuple(range(world)):
         return f"all {world}"
     spans: list[list[int]] = []

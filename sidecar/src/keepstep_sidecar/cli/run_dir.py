@@ -1,19 +1,19 @@
-"""Where the parts of a run live, and the record by which other commands find them again.
+"""Where the parts of a run are, and the record by which other commands find them.
 
-    DIR/RUN/sidecar.toml   this module's record, and the configuration that the run's sidecar reads
-    DIR/RUN/service.json   the same, of an older keepstep: read, and replaced at the next start
-    DIR/RUN/run.lock       held (flock) by the `keepstep run` that supervises the run; its pid, and
-                           that of its command
+    DIR/RUN/sidecar.toml   this module's record, which is also the configuration of the sidecar
+    DIR/RUN/service.json   the record of an older keepstep: read, and replaced at the next start
+    DIR/RUN/run.lock       locked (flock) by the command that supervises the run; holds its pid, and
+                           the pid of the training command
     DIR/RUN/sidecar.log    the sidecar's log, bounded
-    VOLUME/RUN/            shards: one root per volume; a volume is DIR unless said otherwise
+    VOLUME/RUN/            shards: one root per volume; the default volume is DIR
     /dev/shm/keepstep-UID/HASH/    slots and the socket; HASH is of DIR and RUN
     /dev/hugepages/keepstep-UID-HASH/    slots, while huge pages are free
 
-The memory directory is derived, not chosen, so that a command that is started again finds the
-slots of its predecessor even when the record is gone.
+The memory directory follows from DIR and RUN, so that a command that is started again finds the
+slots of its predecessor even without the record.
 
-A directory that was copied or moved is its own: the record says in which directory it was written,
-and what it says of another one's volumes and memory is not followed from here.
+A directory may be copied or moved. So the record says in which directory it was written. A copy
+uses neither the volumes nor the memory of the original.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _PYTHON_FILE = re.compile(r"\.py[w]?$")
 
 @dataclass(frozen=True, kw_only=True)
 class RunDir:
-    """A run that is kept: `home` is DIR/RUN, `config` what its sidecar is told. Paths are absolute.
+    """A run: `home` is DIR/RUN, `config` the configuration of its sidecar. Paths are absolute.
 
     A sidecar that runs with another `config` is replaced.
     """
@@ -61,8 +61,8 @@ class RunDir:
 
     @classmethod
     def of(cls, directory: Path, run: str, **values: Any) -> RunDir:
-        """`run` below `directory`, with these `values` of its Config; a volume is the directory
-        itself unless they name others. Raises UsageError."""
+        """`run` below `directory`, with these `values` of its Config. Unless `values` name volumes,
+        the only volume is `directory`. Raises UsageError."""
         directory = Path(os.path.abspath(directory))
         placed = {"run": run, **_memory(directory, run)}
         config = Config.of({"volumes": (directory,), **values, **placed})
@@ -94,14 +94,14 @@ class RunDir:
 
     @property
     def roots(self) -> tuple[Path, ...]:
-        """Directories that hold shards: one on each volume."""
+        """The directories that hold shards, one on each volume."""
         return tuple(volume / self.run for volume in self.config.volumes)
 
 
 def run_name(command: Sequence[str]) -> str:
-    """The stem of the first *.py in `command`, else the command's own name; made safe as a name.
+    """The stem of the first *.py in `command`, or else of the program, as a safe name.
 
-    Raises UsageError when nothing usable is left.
+    Raises UsageError if no usable name is left.
     """
     script = next((word for word in command if _PYTHON_FILE.search(word)), command[0])
     stem = _PYTHON_FILE.sub("", os.path.basename(script))
@@ -112,7 +112,7 @@ def run_name(command: Sequence[str]) -> str:
 
 
 def checked_name(name: str) -> str:
-    """`name`, when it can be a directory's name. Raises UsageError."""
+    """Returns `name`. Raises UsageError if it cannot name a run."""
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} cannot name a run: use letters, digits, '.', '_' and '-', at most 63"
@@ -121,23 +121,23 @@ def checked_name(name: str) -> str:
 
 
 def memory_of(directory: Path, run: str) -> Path:
-    """Where slots and socket of `run` are."""
+    """The memory directory of `run`, which holds slots and socket."""
     name = hashlib.sha256(f"{os.path.abspath(directory)}/{run}".encode(errors="surrogateescape"))
     return SHARED_MEMORY / f"keepstep-{os.getuid()}" / name.hexdigest()[:12]
 
 
 def _memory(directory: Path, run: str) -> dict[str, Path | None]:
-    """The same, and where it is on huge pages, by field of a Config."""
+    """The directories of the run's memory on small and on huge pages, by field of a Config."""
     small, mount = memory_of(directory, run), usual_mount()
     huge = None if mount is None else mount / f"{small.parent.name}-{small.name}"
     return {"memory_dir": small, "huge_pages_dir": huge}
 
 
 def make_memory(memory: Path) -> None:
-    """Make the memory directory, private to this user. Raises UsageError when it is another's.
+    """Make the memory directory, private to this user. Raises UsageError if another user owns it.
 
-    /dev/shm is writable by everybody: a directory that somebody else made there, or a link, is
-    refused, as its owner could read the model or exchange it.
+    Every user can write to /dev/shm. A link, or a directory that another user made, is refused:
+    its owner could read or replace the model.
     """
     if not SHARED_MEMORY.is_dir():
         raise UsageError(f"{SHARED_MEMORY} is missing: keepstep keeps slots in shared memory")
@@ -156,7 +156,7 @@ def make_home(kept: RunDir) -> None:
         kept.home.mkdir(parents=True, exist_ok=True)
         if (
             directory.name == ".keepstep"
-        ):  # in the user's project: its gigabytes are not for commits
+        ):  # it is in the user's project: git must not commit its gigabytes
             (directory / ".gitignore").write_text("*\n")
     except OSError as error:
         raise UsageError(
@@ -169,7 +169,7 @@ def make_home(kept: RunDir) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Home:
-    """The directory that a record was written in."""
+    """The directory in which a record was written."""
 
     path: str
     device: int
@@ -177,7 +177,7 @@ class _Home:
 
 
 def save(kept: RunDir) -> None:
-    """Write the record, whole or not at all. Raises OSError, UsageError."""
+    """Write the record atomically. Raises OSError, UsageError."""
     found = kept.home.stat()
     text = (
         "# Written by `keepstep run`, for its sidecar and for the other commands.\n"
@@ -196,9 +196,10 @@ def save(kept: RunDir) -> None:
 
 
 def load(directory: Path, run: str) -> RunDir:
-    """Read what `save` wrote; see the module of a directory that was copied or moved.
+    """Read what `save` wrote. The module says what holds for a copied or moved directory.
 
-    Raises UsageError when it is missing, not readable, or leads to another directory's volumes.
+    Raises UsageError if the record is missing or unreadable, is of a run of another name, or leads
+    to the volumes of another directory.
     """
     home = Path(os.path.abspath(directory)) / run
     try:
@@ -223,8 +224,8 @@ def load(directory: Path, run: str) -> RunDir:
 
 
 def _read(home: Path) -> tuple[dict[str, Any], Path]:
-    """What the record says, by key, and the file. Raises FileNotFoundError, UsageError, and what
-    nonsense in an older one makes."""
+    """The values of the record, by key, and its file. Raises FileNotFoundError and UsageError, and
+    for a malformed older record any error of its conversion."""
     with contextlib.suppress(FileNotFoundError):
         return read_file(home / _RECORD), home / _RECORD
     file = home / _OLDER_RECORD
@@ -241,7 +242,7 @@ def _read(home: Path) -> tuple[dict[str, Any], Path]:
 
 
 def _of_older(body: Any) -> dict[str, Any]:
-    """What `service.json` said, as keys."""
+    """The values of `service.json`, by today's keys."""
     options = dict(body["options"])
     archive, peers = options.pop("archive", None) or {}, options.pop("peers", None) or {}
     kept, files = archive.pop("retention", None) or {}, peers.pop("files", None) or {}
@@ -265,10 +266,11 @@ def _of_older(body: Any) -> dict[str, Any]:
 
 
 def _settled(home: Path, config: Config, origin: _Home | None) -> Config:
-    """`config` as it holds for this `home`. Raises UsageError.
+    """`config` as it applies to this `home`. Raises UsageError.
 
-    The volume that is the run's own directory goes with it. Other volumes are this directory's when
-    it is the one that the record was written in, at the old place or at a new one.
+    Volumes below the directory that held the run's are found below the directory that holds it now.
+    Other volumes apply only if `home` is the directory in which the record was written, at its old
+    path or moved to a new one.
     """
     written = _written_in(home, config, origin)
     if written is not None and _same(written, home):
@@ -290,8 +292,9 @@ def _settled(home: Path, config: Config, origin: _Home | None) -> Config:
 
 
 def _written_in(home: Path, config: Config, origin: _Home | None) -> Path | None:
-    """The directory of the run when the record was written. The oldest records tell it by the name
-    of the memory directory alone, and only where a volume is that directory."""
+    """The path of `home` when the record was written; None if unknown. The oldest records do not
+    state it. Then it is known only if a candidate gives the recorded name of the memory directory:
+    the parent of `home`, or a volume."""
     if origin is not None:
         return Path(origin.path)
     name = config.memory_dir.name
@@ -315,13 +318,14 @@ def _is(path: Path, home: _Home) -> bool:
 
 
 def runs_in(directory: Path) -> tuple[str, ...]:
-    """Names of the runs that are kept below `directory`, sorted."""
+    """The names of the runs below `directory`, sorted."""
     records = (*directory.glob(f"*/{_RECORD}"), *directory.glob(f"*/{_OLDER_RECORD}"))
     return tuple(sorted({record.parent.name for record in records}))
 
 
 def find(directory: Path, run: str | None) -> RunDir:
-    """The run named `run`, or the only one there is. Raises UsageError naming the choices."""
+    """The run named `run`, or the only run of `directory`. Raises UsageError that names the
+    choices."""
     if run is not None:
         return load(directory, checked_name(run))
     names = runs_in(directory)

@@ -1,8 +1,8 @@
-"""`keepstep run` as a process: turns what happens into events, and actions into system calls.
+"""The process of `keepstep run`: turns what happens into events, and actions into system calls.
 
-One thread takes signals with sigtimedwait(2), so that nothing is ever interrupted in the middle
-and each signal comes with its sender. What takes long (ending leftovers, a flush) runs on a thread
-that posts an event when it is done and wakes the first one with a SIGCHLD.
+The main thread takes signals with sigtimedwait(2): so no signal interrupts other work, and each
+signal comes with its sender. Long work (ending leftovers, a flush) runs on another thread, which
+posts an event when it is done and wakes the main thread with a SIGCHLD.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from keepstep_sidecar.cli.supervisor_state import (
 
 _NUMBERS: Final = re.compile(r"\d+")
 _SIGNALS: Final = frozenset({*supervisor_state.PASSED_SIGNALS, signal.SIGCHLD})
-_SENT_BY_KERNEL: Final = 0x80  # SI_KERNEL: the terminal, which reaches its whole foreground group
+_SENT_BY_KERNEL: Final = 0x80  # SI_KERNEL: the terminal, which signals its whole foreground group
 _TICK_S: Final = 0.5
 _GRACE_S: Final = 5.0
 _LOG_CHECK_S: Final = 10.0
@@ -65,7 +65,7 @@ _STILL_WAITS_S: Final = 60.0
 
 
 def say(text: str) -> None:
-    """One line on stderr; stdout is the command's."""
+    """Print one line on stderr. Stdout belongs to the command."""
     output.echo(f"keepstep: {text}", err=True)
 
 
@@ -84,10 +84,10 @@ def _blocked() -> Iterator[None]:
 
 
 class Supervisor:
-    """Runs one command beside the sidecar of `kept` until both are done.
+    """Runs one command beside the sidecar of `kept`.
 
-    `path`: the program's file; `command`: its words. `adopted`: a sidecar that runs already.
-    `starter`: for warm starts.
+    `path`: the program's file. `command`: its words. `adopted`: a sidecar that already runs.
+    `starter`: makes warm starts.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Supervisor:
         self._gone_since: float | None = None
 
     def run(self) -> int:
-        """Returns the exit code for this process."""
+        """Run until the end. Returns the exit code for this process."""
         become_subreaper()
         with _blocked():
             self._start_warm()
@@ -146,7 +146,7 @@ class Supervisor:
     # --- events ------------------------------------------------------------------------------
 
     def _next(self) -> Iterator[Event]:
-        """What happened, at the latest after a tick."""
+        """The events since the last call. Waits at most one tick."""
         information = signal.sigtimedwait(_SIGNALS, self._wait_s())
         if information is not None and information.si_signo != signal.SIGCHLD:
             delivered = information.si_code == _SENT_BY_KERNEL and not self._own_group
@@ -167,7 +167,7 @@ class Supervisor:
             if pid == self._command_pid:
                 self._command_pid = 0
                 yield CommandEnded(code)
-        # an adopted sidecar is not our child: it is watched by looking
+        # an adopted sidecar is not a child of this process: it has to be polled
         if self._sidecar is not None and not self._sidecar.alive():
             self._sidecar = None
             yield SidecarEnded(time.monotonic() - self._sidecar_since)
@@ -187,9 +187,9 @@ class Supervisor:
         self._watch_memory(now)
 
     def _look(self) -> None:
-        """Pass on what the sidecar warns of, each kind once in a while, and what the end waits for;
-        note whether a trainer has come."""
-        # stderr may be gone, and a volume; neither may hold up the end
+        """Print the sidecar's warnings and, at the end, what it waits for; each kind only once in a
+        while. Note whether a trainer has connected."""
+        # stderr or a volume may be gone; neither may hold up the end
         with contextlib.suppress(Exception), self._looking:
             self._tell()
 
@@ -205,14 +205,16 @@ class Supervisor:
                 self._say_again(messages.waits_for(depot), after_s=_STILL_WAITS_S)
 
     def _say_again(self, text: str, *, after_s: float) -> None:
-        """Whatever numbers are in it."""
+        """Print `text` unless it was printed in the last `after_s`. Texts that differ only in their
+        numbers count as the same."""
         kind, now = _NUMBERS.sub("#", text), time.monotonic()
         if now - self._said.get(kind, -after_s) >= after_s:
             self._said[kind] = now
             say(text)
 
     def _watch_memory(self, now: float) -> None:
-        """The sidecar makes again what somebody removed; where it cannot, another one has to."""
+        """Report if the memory directory was removed. The sidecar makes it again. If its socket
+        does not come back in time, kill the sidecar, so that another one starts."""
         if self._sidecar is None or not self._sidecar_seen or not self._command_pid:
             self._memory, self._gone_since = None, None
             return
@@ -226,10 +228,10 @@ class Supervisor:
             self._gone_since = now
         elif now - self._gone_since > launcher.UP_S:
             self._gone_since = None
-            processes.send(self._sidecar.pid, signal.SIGKILL)  # then its death is the event
+            processes.send(self._sidecar.pid, signal.SIGKILL)  # its death becomes the event
 
     def _in_background(self, name: str, work: Callable[[], Event | None]) -> None:
-        """Run `work`; its event, if any, is taken by the main thread."""
+        """Run `work` on a thread. The main thread takes the event that it returns, if any."""
 
         def body() -> None:
             event = work()
@@ -288,7 +290,8 @@ class Supervisor:
         return {**os.environ, SOCKET_ENV: str(self._kept.socket)}
 
     def _start_warm(self) -> None:
-        """The first start waits for the fork server, as torchrun's workers come from one, too."""
+        """Prepare the fork server. The first start waits for it, because torchrun's workers come
+        from one, too."""
         starter = self._starter
         if starter is None:
             return
@@ -366,7 +369,7 @@ class Supervisor:
         )
 
     def _held(self) -> Holdings | None:
-        """What there is; None when it cannot be told. Never in the way of the command."""
+        """What the run holds; None if that cannot be read. An error must not stop the command."""
         try:
             return inventory.read(self._kept)
         except KeepstepError:
@@ -397,14 +400,14 @@ class Supervisor:
             if launcher.wait_up(self._kept, process):
                 self._sidecar_seen = True
                 return News.SIDECAR_UP
-            processes.send(process.pid, signal.SIGKILL)  # then its death is the event
+            processes.send(process.pid, signal.SIGKILL)  # its death becomes the event
             return None
 
         self._in_background("wait for the sidecar", wait)
 
 
 def _in_foreground() -> bool:
-    """Whether the terminal on stdin gives this process group its keys."""
+    """Whether this process group is the foreground group of the terminal on stdin."""
     try:
         return sys.stdin.isatty() and os.tcgetpgrp(0) == os.getpgrp()
     except (OSError, ValueError, AttributeError):

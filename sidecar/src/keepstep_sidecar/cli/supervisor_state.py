@@ -1,16 +1,16 @@
 """What `keepstep run` decides, as a state machine: events go in, actions come out.
 
-No I/O, no clock, no process here; `supervisor.py` turns what happens into events and carries the
-actions out. The life of a run:
+It has no I/O, clock or process. `supervisor.py` turns what happens into events and carries out the
+actions. The life of a run:
 
     WAITING --sidecar up--> RUNNING --command ended--> SWEEPING --nothing is left of it-->
         CLOSING    the command ended with 0: flush, stop the sidecar, free its memory
-        FLUSHING   it failed and no restart is left: flush, memory stays
+        FLUSHING   it failed and is not restarted: flush, memory stays
         WAITING    it failed: restart, once the sidecar answers
     CLOSING, FLUSHING --done, or interrupted--> ENDED
 
-Sweeping ends what the command left behind (torchrun killed by SIGKILL leaves its workers, which
-would hold their ranks' leases against their successors).
+Sweeping ends the processes that the command left behind. For example, torchrun killed by SIGKILL
+leaves its workers, which would keep the leases of their ranks from their successors.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 STOP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
-"""A run that got one of these is not restarted."""
+"""A run that received one of these signals is not restarted."""
 
 PASSED_SIGNALS: Final = STOP_SIGNALS | {signal.SIGUSR1, signal.SIGUSR2}
-"""What is forwarded to the command."""
+"""The signals that are forwarded to the command."""
 
 SIDECAR_ATTEMPTS: Final = 5
-"""Failed starts in a row after which a command that waits for its sidecar is given up."""
+"""After so many failed starts of the sidecar in a row, a command that waits for it is given up."""
 
 NOT_STARTED: Final = 125
-"""Exit code when the command never ran (that of env(1), timeout(1) and docker run)."""
+"""Exit code when the command never ran; env(1), timeout(1) and docker run use the same."""
 
 _STEADY_S: Final = 60.0
-"""A sidecar that lived this long starts the count of its failures anew."""
+"""When a sidecar dies that lived this long, the count of its failures starts anew."""
 
 _LONGEST_DELAY_S: Final = 30.0
 
 
 class Phase(enum.Enum):
-    """Where the run is; see the module's picture."""
+    """The state of the run; the module's docstring shows the transitions."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -53,7 +53,7 @@ class Phase(enum.Enum):
 
 
 class News(enum.Enum):
-    """What happened, where there is nothing else to say of it."""
+    """Events without data."""
 
     SIDECAR_UP = "the sidecar answers"
     WARMED = "the fork server can be asked, or never will be"
@@ -63,14 +63,15 @@ class News(enum.Enum):
 
 @dataclass(frozen=True)
 class CommandEnded:
-    """`code` as a shell gives it: 128 + n for a command that died of signal n."""
+    """`code` is as in a shell: 128 + n for a command that died of signal n."""
 
     code: int
 
 
 @dataclass(frozen=True)
 class Signalled:
-    """`delivered`: the terminal gave the signal to the command already (it is in our group)."""
+    """`delivered`: the command already has the signal from the terminal, as it is in the process
+    group of `keepstep run`."""
 
     number: signal.Signals
     delivered: bool = False
@@ -78,7 +79,8 @@ class Signalled:
 
 @dataclass(frozen=True)
 class SidecarEnded:
-    """It died, or did not come up. `lived_s`: how long it had been up."""
+    """The sidecar died, or did not come up. `lived_s`: seconds since it was launched or adopted; 0
+    if it could not be launched."""
 
     lived_s: float
 
@@ -90,7 +92,7 @@ Event = News | CommandEnded | Signalled | SidecarEnded
 
 
 class Do(enum.Enum):
-    """What to do, where there is nothing else to say of it."""
+    """Actions without data."""
 
     KILL_COMMAND = "SIGKILL to the command and to everything that it started"
     AWAIT_SIDECAR = "make sure that it answers; then comes SIDECAR_UP or SidecarEnded"
@@ -100,7 +102,7 @@ class Do(enum.Enum):
 
 @dataclass(frozen=True)
 class StartCommand:
-    """`attempt` counts from 0."""
+    """Start the command. `attempt` counts from 0."""
 
     attempt: int
 
@@ -114,14 +116,15 @@ class Forward:
 
 @dataclass(frozen=True)
 class Sweep:
-    """End what the command left behind: SIGTERM, then SIGKILL; `now` without the first."""
+    """End the processes that the command left behind: SIGTERM, then SIGKILL. `now`: SIGKILL at
+    once."""
 
     now: bool = False
 
 
 @dataclass(frozen=True)
 class StartSidecar:
-    """Start it after `delay_s`; then comes SIDECAR_UP or SidecarEnded."""
+    """Start the sidecar after `delay_s`; then comes SIDECAR_UP or SidecarEnded."""
 
     delay_s: float
 
@@ -150,8 +153,8 @@ Action = Do | StartCommand | Forward | Sweep | StartSidecar | AnnounceRestart | 
 
 @dataclass(frozen=True, kw_only=True)
 class Supervision:
-    """The state. `stopping`: a stop signal came. `interrupts`: how many SIGINT came. `warming`:
-    the first start waits for the fork server."""
+    """The state. `stopping`: a stop signal came. `interrupts`: the number of SIGINTs so far.
+    `warming`: the first start still waits for the fork server."""
 
     restarts: int
     phase: Phase = Phase.WAITING
@@ -164,8 +167,8 @@ class Supervision:
     sidecar_failures: int = 0
 
     def step(self, event: Event) -> tuple[Supervision, tuple[Action, ...]]:
-        """The state after `event`, and what to do, in order. Events that no longer matter are
-        taken without effect, as signals and deaths race with each other."""
+        """The state after `event`, and the actions in order. An event that no longer matters has no
+        effect, because signals and deaths race with each other."""
         if isinstance(event, Signalled):
             return self._signalled(event)
         if event is News.SIDECAR_UP:
@@ -190,8 +193,8 @@ class Supervision:
         attempt = self.attempt + 1
         announce = AnnounceRestart(attempt, self.code)
         waiting = replace(self, phase=Phase.WAITING, attempt=attempt)
-        # what killed the command may have killed the sidecar as well, and its death may be told
-        # a moment later: only an answer proves that a restore will find it
+        # What killed the command may have killed the sidecar, too, and the event of its death may
+        # come later. Only an answer proves that a restore will find the sidecar.
         return waiting, (announce, Do.AWAIT_SIDECAR) if self.sidecar_up else (announce,)
 
     def _signalled(self, event: Signalled) -> tuple[Supervision, tuple[Action, ...]]:
@@ -213,13 +216,13 @@ class Supervision:
         return after, ()
 
     def _give_up_waiting(self, number: signal.Signals) -> tuple[Supervision, tuple[Action, ...]]:
-        if self.attempt == 0:  # nothing ran: what earlier lives left in memory is not ours to end
+        if self.attempt == 0:  # the command never ran: keep what earlier lives left in memory
             after = replace(self, phase=Phase.ENDED, code=128 + number)
             return after, (Exit(after.code, interrupted=True),)
         return replace(self, phase=Phase.FLUSHING), (Do.FLUSH,)
 
     def _start(self) -> tuple[Supervision, tuple[Action, ...]]:
-        """Start the command, if it waited for no more than what has come."""
+        """Start the command if it waits and nothing is missing any more."""
         if self.phase is Phase.WAITING and self.sidecar_up and not self.warming:
             return replace(self, phase=Phase.RUNNING), (StartCommand(self.attempt),)
         return self, ()
@@ -229,8 +232,8 @@ class Supervision:
         after = replace(self, sidecar_up=False, sidecar_failures=failures)
         if self.phase in (Phase.FLUSHING, Phase.CLOSING, Phase.ENDED):
             return after, ()
-        # before the first start it is a mistake in the options, which trying again does not mend
-        # (one that was up and died while the fork server imported was none)
+        # A sidecar that never came up for the first start has wrong options: a retry does not help.
+        # If it was up and died while the fork server imported, its options were right.
         allowed = 1 if self.attempt == 0 and not self.sidecar_up else SIDECAR_ATTEMPTS
         if self.phase is Phase.WAITING and failures >= allowed:
             return replace(after, phase=Phase.ENDED), (Exit(self.code),)
@@ -238,5 +241,6 @@ class Supervision:
 
 
 def _delay_s(failures: int) -> float:
-    """None after the first death: a trainer may be waiting for this sidecar in its restore."""
+    """The delay before the next start. It is 0 after the first death, because a trainer may wait
+    for this sidecar in its restore."""
     return 0.0 if failures < 2 else min(_LONGEST_DELAY_S, 0.25 * 2.0 ** (failures - 2))

@@ -1,1 +1,1 @@
-"""One file a command, named after it."""
+"""One file for each command, named after it."""

@@ -1,4 +1,4 @@
-"""`keepstep archive`: what lies in the archive; without a sidecar, from any machine."""
+"""`keepstep archive`: the steps in the archive. Works on any machine, without a sidecar."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WHERE = ("archive", "archive_endpoint", "archive_region")
 
 
 def which_archive(command: Command) -> Command:
-    """Add the options that name an archive: told, or that of a run which is kept here."""
+    """Add the options that name an archive, or a run in DIR whose archive is meant."""
     told = config_options(
         [key for key in KEYS if key.name in _WHERE], archive="what the run in DIR was started with"
     )
@@ -46,7 +46,8 @@ def which_archive(command: Command) -> Command:
 def _config(
     values: dict[str, Any], directory: Path, run: str | None
 ) -> tuple[ArchiveConfig, str | None]:
-    """The archive and the run that are meant. Raises UsageError."""
+    """The archive, and the run if one is named: from `values`, else from a run in `directory`.
+    Raises UsageError."""
     if "archive_url" in values:
         where = {name.removeprefix("archive_"): value for name, value in values.items()}
         return ArchiveConfig(**where), run
@@ -61,7 +62,7 @@ def _config(
 def _with_archive(
     config: ArchiveConfig, run: str | None, work: Callable[[Holding], Awaitable[T]]
 ) -> T:
-    """Open the archive, find the run, do the work."""
+    """Open the archive, find the run, and do `work`."""
     from keepstep_sidecar.tiers.archive import browse
 
     async def main() -> T:

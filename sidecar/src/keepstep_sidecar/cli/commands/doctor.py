@@ -97,14 +97,14 @@ def _findings(need: Need, volumes: tuple[Path, ...], probe_bytes: int) -> Iterat
 
 
 def _kept(directory: Path) -> RunDir | None:
-    """The only run there, if there is one."""
+    """The run in `directory`, if there is exactly one."""
     with contextlib.suppress(KeepstepError):
         return run_dir.find(directory, None)
     return None
 
 
 def _need(kept: RunDir | None, state: int | None, ranks: int | None) -> Need:
-    """What was told, else what the newest step of the run has."""
+    """What a run needs: from the options, else from the newest step of the run."""
     from keepstep_sidecar.cli import inventory
 
     if kept is None:
@@ -131,6 +131,6 @@ def _slots_bytes(kept: RunDir) -> int:
 
 
 def _size_bytes(file: Path) -> int:
-    with contextlib.suppress(OSError):  # of a run that goes on
+    with contextlib.suppress(OSError):  # the run may go on, and remove slots
         return file.stat().st_blocks * 512
     return 0

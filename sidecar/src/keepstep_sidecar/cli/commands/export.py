@@ -1,4 +1,4 @@
-"""`keepstep export`: a step as a directory that Hugging Face's libraries load."""
+"""`keepstep export`: writes a step as a directory that Hugging Face's libraries load."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def export(
 
 
 def _library() -> Any:
-    """What puts tensors together. Raises UsageError where torch is missing."""
+    """The module that puts tensors together. Raises UsageError if torch or numpy is missing."""
     try:
         from keepstep import export as library
     except ModuleNotFoundError as error:
@@ -156,7 +156,7 @@ def _print(id: StepId, told: Exported, dtype: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """`sources`: one for each rank, in the order of ranks."""
+    """A step to export. `sources`: one for each rank, in the order of ranks."""
 
     run: str
     id: StepId
@@ -164,8 +164,10 @@ class _Step:
 
     @contextlib.contextmanager
     def opened(self, cancel: Cancel) -> Iterator[list[Opened]]:
-        """All shards at once: an open file stays, whatever is retired meanwhile. Raises
-        RestoreError for a step that was retired before, ImageError, StorageError."""
+        """Open all shards at once: open files stay readable if the step is retired meanwhile.
+
+        Raises RestoreError if the step was retired before, ImageError, StorageError.
+        """
         from keepstep_sidecar.tiers import transfer
 
         with contextlib.ExitStack() as stack:
@@ -185,7 +187,7 @@ class _Step:
 
 
 def _read(images: list[Opened], cancel: Cancel, rank: int, chunk: int, into: memoryview) -> None:
-    """See `keepstep.export.Read`."""
+    """Implements `keepstep.export.Read`."""
     if cancel.done:
         raise StorageError("interrupted")
     begin, end = images[rank].manifest.bounds(chunk)
@@ -207,7 +209,7 @@ async def _with_step(
     directory: Path,
     run: str | None,
 ) -> tuple[StepId, Exported]:
-    """Find the step, and do the work on a thread. Raises KeepstepError."""
+    """Find the step that `word` names, and do `work` on a thread. Raises KeepstepError."""
     from keepstep_sidecar.cli import inventory, output
     from keepstep_sidecar.tiers import transfer
 
@@ -239,7 +241,7 @@ async def _with_step(
 
 
 _Held = dict[StepId, dict[int, "ShardSource"]]
-"""What is in reach, by step and rank: the nearest place."""
+"""The nearest source of each shard in reach, by step and rank."""
 
 
 async def _from_archive(
@@ -249,7 +251,7 @@ async def _from_archive(
     held: _Held,
     finish: Callable[[_Step], Awaitable[tuple[StepId, Exported]]],
 ) -> tuple[StepId, Exported]:
-    """What is nearer is not fetched."""
+    """Export a step of the archive. The archive is not read for shards in `held`."""
     from keepstep_sidecar.tiers.archive import browse
 
     async with browse.opened(config, run) as holding:
@@ -284,7 +286,7 @@ def _dead(id: StepId, epochs: Sequence[Epoch]) -> bool:
 
 
 def _on_volumes(kept: RunDir) -> _Held:
-    """Shards of this machine's ranks, and copies that it keeps for its peers."""
+    """The shards on this machine's volumes: those of its ranks, and copies for its peers."""
     from keepstep_sidecar.cli import inventory
 
     held: _Held = {}
@@ -295,7 +297,8 @@ def _on_volumes(kept: RunDir) -> _Held:
 
 
 async def _add_peers(kept: RunDir, settings: PeerSettings, held: _Held) -> tuple[str, ...]:
-    """Ask those of a static list what they hold. Returns who does not answer, and why."""
+    """Ask the peers of a static list what they hold, and add it to `held`. Returns which peers do
+    not answer, and why."""
     from keepstep_sidecar.tiers.peer import reading
 
     found, silent = await reading.look(settings, run=kept.run)
@@ -305,7 +308,8 @@ async def _add_peers(kept: RunDir, settings: PeerSettings, held: _Held) -> tuple
 
 
 def _suspects(kept: RunDir) -> frozenset[StepId]:
-    """Steps after which the script failed by itself, twice: a restore passes over them."""
+    """The suspect steps: a restore passes over them, because the script failed by itself twice
+    after one of them."""
     from keepstep_sidecar.cli import inventory
 
     return frozenset(one.id for one in inventory.read(kept).steps if one.suspect)
@@ -321,8 +325,11 @@ def _doubts(id: StepId, epochs: Sequence[Epoch], suspects: Collection[StepId]) -
 def _committed(
     held: _Held, epochs: Sequence[Epoch], word: str, suspects: Collection[StepId]
 ) -> StepId | None:
-    """The step that is meant, if every shard of it is in reach; the newest is the newest that a
-    restore would take. Raises UsageError for a number that several epochs have."""
+    """The step that `word` names, if all its shards are in reach; else None.
+
+    `latest` is the newest step that is not dead, preferably not a suspect one. Raises UsageError if
+    several epochs have a step of that number.
+    """
     # the commit rule: sealed shards cover the whole world
     whole = sorted(
         id
@@ -340,7 +347,7 @@ def _committed(
 
 
 def _incomplete(kept: RunDir, word: str, held: _Held, silent: Sequence[str]) -> UsageError:
-    """What is there of the step, and what to do."""
+    """The error for a step that is not whole: what is missing of it, and what to do."""
     away = f"; away: {'; '.join(silent)}" if silent else ""
     for id, ranks in held.items():
         if word in (str(id), str(id.step)):

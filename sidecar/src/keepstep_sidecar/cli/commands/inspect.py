@@ -1,4 +1,4 @@
-"""`keepstep inspect`: what one image says of itself."""
+"""`keepstep inspect`: shows the header and the control page of one image."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def inspect_file(file: Path, as_json: bool) -> None:
         try:
             control = read_control(fd, layout)
         except ImageError as error:
-            control = error  # a slot that is being filled, or a torn shard, still has a layout
+            control = error  # a slot that is being filled, and a torn shard, still have a layout
     finally:
         os.close(fd)
     if as_json:

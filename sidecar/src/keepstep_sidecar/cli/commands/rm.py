@@ -1,4 +1,4 @@
-"""`keepstep rm`: delete steps from the volumes of a run that is not running."""
+"""`keepstep rm`: deletes steps from the volumes of a run that is not running."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rm(
 
 
 def _refuse_the_last(steps: Sequence[StepStatus], doomed: Sequence[StepStatus]) -> None:
-    """Raises UsageError when no live committed step would be left though there is one now."""
+    """Raises UsageError if `doomed` has all the committed steps that are not dead."""
     committed = {step.id for step in steps if step.committed and not step.dead}
     lost = committed & {step.id for step in doomed}
     if lost and lost == committed:
@@ -81,7 +81,7 @@ def _confirm(kept: RunDir, doomed: Sequence[StepStatus]) -> None:
 
 
 def _retire(kept: RunDir, doomed: Sequence[StepStatus]) -> int:
-    """Returns the bytes freed. Raises StorageError."""
+    """Delete the steps. Returns the bytes freed. Raises StorageError."""
     from keepstep_sidecar.volume.volume import Volume
 
     with ExitStack() as stack:

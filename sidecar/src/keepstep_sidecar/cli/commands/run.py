@@ -1,4 +1,4 @@
-"""`keepstep run`: a command beside a sidecar that outlives it."""
+"""`keepstep run`: runs a command beside a sidecar that outlives it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keepstep_sidecar.config.sidecar import KEYS
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 _LINGER_S: Final = 900.0
 _DYING_S: Final = 10.0
-"""Trainers of a command that was killed may take so long to end."""
+"""How long trainers of a killed command may take to end."""
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -86,7 +86,7 @@ def run(
 
 
 def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> RunDir:
-    """The run as it is asked for now. Raises UsageError."""
+    """The run as the options ask for it. Raises UsageError."""
     given = {"linger_s": _LINGER_S, **values}
     name = checked_name(given.pop("run", None) or run_name(command))
     for own in ("owner_pid", "restore_since"):
@@ -101,14 +101,14 @@ def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> Ru
         )
     if config.wish is None:
         return kept
-    # the epoch after which the rollback has come about; a fork needs none
+    # once a newer epoch than this one exists, the rollback has happened; a fork does not need it
     newest = max((epoch.id.number for epoch in inventory.epochs(kept)), default=0)
     return RunDir.of(directory, name, **given, restore_since=newest)
 
 
 def _program(name: str) -> str:
-    """The file to execute. Ends this process with 126 or 127, as a shell does, when there is
-    none: before a sidecar is started for nothing."""
+    """The file to execute. If there is none, ends this process with 126 or 127, as a shell does,
+    before a sidecar is started for nothing."""
     found = shutil.which(name)
     if found is not None:
         return found
@@ -125,7 +125,8 @@ def _supervise(
     restarts: int,
     modules: Sequence[str] | None,
 ) -> int:
-    """`modules`: what to import for warm starts; None for cold ones."""
+    """Supervise the command; returns the exit code. `modules`: what to import for warm starts; None
+    for cold starts."""
     from keepstep.warm.client import Starter
     from keepstep_sidecar.cli import launcher
     from keepstep_sidecar.cli.supervisor import Supervisor, say

@@ -1,4 +1,4 @@
-"""`keepstep start`: a sidecar without a command, for scripts and notebooks on their own."""
+"""`keepstep start`: starts a sidecar without a command, for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from keepstep_sidecar.config.sidecar import KEYS
 
 _LINGER_S: Final = 300.0
 _START_S: Final = 60.0
-"""Of all ranks of a machine one starts it; the others wait for that one."""
+"""How long to wait for another `keepstep start` of the run: if every rank of a machine calls it,
+one starts the sidecar and the others wait."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -56,7 +57,7 @@ def start(directory: Path, values: dict[str, Any], command: tuple[str, ...]) -> 
 
 
 def _ensure(kept: RunDir) -> None:
-    """A sidecar of this run that answers. Raises SidecarError, UsageError."""
+    """Start a sidecar for this run unless it has one. Raises SidecarError, UsageError."""
     from keepstep.processes import Process
     from keepstep_sidecar.cli import launcher
 

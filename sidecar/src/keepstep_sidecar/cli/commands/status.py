@@ -1,4 +1,4 @@
-"""`keepstep status`: one look at a run."""
+"""`keepstep status`: shows the state of a run."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _facts(kept: RunDir, held: Holdings) -> list[tuple[str, str]]:
 
 
 def _goodput(found: Goodput | None) -> list[str]:
-    """Of all lives of the run here, and where the rest went."""
+    """The goodput of all lives of the run here, and where the rest of the time went."""
     if found is None:
         return []
     lost = badput(found)
@@ -120,7 +120,7 @@ def _goodput(found: Goodput | None) -> list[str]:
 
 
 def _restart(live: Status) -> list[str]:
-    """The newest one, of the rank that it took longest."""
+    """The newest restart, as the rank saw it for which it took longest."""
     restarts = [(one.restart, one.rank) for one in live.ranks if one.restart is not None]
     if not restarts:
         return []
@@ -165,7 +165,7 @@ _LIMITS = {
 
 
 def _persist(live: Status, *, auto: bool) -> str:
-    """How often, why, and from what that follows."""
+    """How often a step is made durable, why, and the measurements behind that."""
     often = every(live.persist_every)
     interval, measured = live.persist_interval, live.persist_measured
     if not auto or interval is None or measured is None:

@@ -1,4 +1,4 @@
-"""`keepstep steps`: what can be restored, and where it lies."""
+"""`keepstep steps`: lists the steps of a run, and the tiers that hold them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def steps(directory: Path, run: str | None, as_json: bool) -> None:
 
 
 def _beyond(held: Holdings) -> dict[str, list[tuple[int, ...]]]:
-    """Columns of the tiers beyond this machine, where there is anything: ranks of each step."""
+    """The columns of the tiers beyond this machine, without empty ones: the ranks of each step."""
     columns = {
         "PEER": [step.peer_ranks for step in held.steps],
         "ARCHIVE": [step.archive_ranks for step in held.steps],

@@ -1,4 +1,4 @@
-"""`keepstep stop`: end a sidecar that lingers."""
+"""`keepstep stop`: ends a sidecar that lingers."""
 
 from __future__ import annotations
 
@@ -52,8 +52,11 @@ def stop(directory: Path, run: str | None, as_json: bool) -> None:
 
 
 def _stop(kept: RunDir) -> bool:
-    """Slots that a killed sidecar left are adopted first, as they may be the newest steps. Raises
-    UsageError while somebody trains."""
+    """End the run's sidecar; returns whether there was anything to end.
+
+    If a killed sidecar left slots, a new sidecar adopts them first, as they may hold the newest
+    steps. Raises UsageError while the run is training, SidecarError.
+    """
     from keepstep.processes import Process
     from keepstep_sidecar.cli import calls, launcher, messages, output
 

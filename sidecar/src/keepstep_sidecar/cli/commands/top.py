@@ -1,4 +1,4 @@
-"""`keepstep top`: the runs of a directory, live in a terminal."""
+"""`keepstep top`: shows the runs of a directory, live in a terminal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def top(directory: Path, run: str | None, every_s: float, once: bool) -> None:
         return
     from rich.live import Live
 
-    watch.names()  # a wrong name is said before the screen is taken
+    watch.names()  # report a wrong name before taking the screen
     screen = Live(console=shown, screen=True, auto_refresh=False)
     with contextlib.suppress(KeyboardInterrupt), _keys(), screen:
         screen.update(frame(watch.look(), now=time.time()), refresh=True)
@@ -79,7 +79,7 @@ def top(directory: Path, run: str | None, every_s: float, once: bool) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[None]:
-    """Keys come one by one and are not shown; Ctrl-C is still a signal."""
+    """Read keys one by one, without echo; Ctrl-C is still a signal."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
@@ -89,7 +89,7 @@ def _keys() -> Iterator[None]:
 
 
 def _asked_to_end(wait_s: float) -> bool:
-    """Wait for a key so long; whether it is q, or the terminal is gone."""
+    """Wait up to `wait_s` for a key. Returns whether it was q, or the terminal is gone."""
     ready, _, _ = select.select([sys.stdin], [], [], wait_s)
     if not ready:
         return False
@@ -102,7 +102,7 @@ def _asked_to_end(wait_s: float) -> bool:
 
 @dataclass
 class Seen:
-    """One run. `live` None: its sidecar does not run. `trouble`: why it cannot be looked at."""
+    """One run. `live` is None if its sidecar does not run. `trouble`: why it cannot be read."""
 
     name: str
     live: Status | None = None
@@ -118,21 +118,21 @@ class _Followed:
 
 
 class Watch:
-    """Asks the sidecars, each time for what is new of its history."""
+    """Asks the sidecars for their status, and each time only for the new events."""
 
     def __init__(self, directory: Path, run: str | None = None) -> None:
-        """`run`: that one alone."""
+        """`run`: watch only this run; None for all runs in `directory`."""
         self._directory = directory
         self._run = run
         self._followed: dict[str, _Followed] = {}
 
     def names(self) -> list[str]:
-        """Raises UsageError when there is none, or none of that name."""
+        """The names of the watched runs. Raises UsageError if there is no such run."""
         names = [] if self._run is not None else run_dir.runs_in(self._directory)
         return list(names) or [run_dir.find(self._directory, self._run).run]
 
     def look(self) -> list[Seen]:
-        """All runs as they are now; those with a sidecar first."""
+        """All watched runs as they are now, those with a sidecar first."""
         found = map(self._seen, self.names())
         return sorted(found, key=lambda one: (one.live is None, one.name))
 
@@ -151,7 +151,7 @@ class Watch:
         told = calls.history(kept.socket, since=followed.since, timeout_s=_ANSWER_S)
         if told is None:
             return followed.events
-        if told.last < followed.since:  # it was lost, and began anew
+        if told.last < followed.since:  # the sidecar lost its history and began anew
             followed.events.clear()
         followed.since = told.last
         followed.events = [*followed.events, *told.events][-_EVENTS:]
@@ -163,14 +163,15 @@ class Watch:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Of the last minute, or of the last two steps if they were longer apart."""
+    """Seconds per step, and seconds that a save blocks: means over the last minute, or over the
+    last two steps if they were longer apart."""
 
     step_s: float
     blocked_s: float
 
 
 def pace(events: Iterable[Event]) -> Pace | None:
-    """None where no two steps of one life are known."""
+    """None if no two steps of the newest life are known."""
     staged = [one for one in events if one.kind is Kind.STAGED and one.step is not None]
     newest = staged[-1] if staged else None
     if newest is None or newest.step is None:
@@ -187,7 +188,7 @@ def pace(events: Iterable[Event]) -> Pace | None:
 
 
 def restarts(events: Iterable[Event]) -> list[Event]:
-    """The newest ones, the newest first."""
+    """The newest few restarts, the newest first."""
     found = [one for one in events if one.kind is Kind.RESTARTED and one.restart is not None]
     return found[: -_RESTARTS - 1 : -1]
 
@@ -196,7 +197,7 @@ def restarts(events: Iterable[Event]) -> list[Event]:
 
 
 def frame(runs: Sequence[Seen], *, now: float) -> Group:
-    """All of it; what does not fit on a screen is cut off at its end."""
+    """One frame with all runs. On a screen, what does not fit at its end is cut off."""
     from rich.console import Group
 
     return Group(*(part for one in runs for part in _parts(one, now)))
@@ -282,7 +283,7 @@ def _restart(event: Event, cost: Restart, now: float) -> tuple[str, ...]:
 
 
 def _time(seconds: float) -> str:
-    """With the unit in which it is read: `12.3 ms`."""
+    """A duration in the unit that suits it: `12.3 ms`."""
     for unit in _UNITS:
         if seconds >= 1.0 or unit == _UNITS[-1]:
             break

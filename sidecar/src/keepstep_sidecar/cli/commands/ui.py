@@ -1,4 +1,4 @@
-"""`keepstep ui`: a page of the runs of this machine, in a browser."""
+"""`keepstep ui`: shows the runs of this machine on a page in a browser."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def ui(directory: Path, port: int, no_open: bool) -> None:
 
 
 def _reader(directory: Path) -> Callable[[str], RunPage]:
-    """Reads one run. Steps of one without a sidecar are looked for again when its directories
-    have changed: nobody writes there then, but `keepstep rm`."""
+    """A function that reads one run. If the run has no sidecar, its volumes are scanned again only
+    when its directories have changed: then only `keepstep rm` writes there."""
     from keepstep_sidecar.cli import calls, inventory
     from keepstep_sidecar.ui.view import RunPage
 
@@ -70,7 +70,7 @@ def _reader(directory: Path) -> Callable[[str], RunPage]:
     def held_by(kept: run_dir.RunDir) -> inventory.Holdings:
         if (live := calls.status(kept.socket)) is not None:
             if told_by.get(kept.run) != live.started_at:
-                # what the one before had not written yet has its numbers again
+                # a new sidecar reuses the numbers of events that the previous one had not written
                 happened.pop(kept.run, None)
             told_by[kept.run] = live.started_at
             happened[kept.run] = _more(kept, happened.get(kept.run, ()))
@@ -103,7 +103,8 @@ def _reader(directory: Path) -> Callable[[str], RunPage]:
 
 
 def _more(kept: run_dir.RunDir, known: tuple[Event, ...]) -> tuple[Event, ...]:
-    """`known`, and what the sidecar says has happened since; anew where that forgot."""
+    """`known` and the sidecar's events since then. If the sidecar has lost its history, only its
+    events from the beginning."""
     from keepstep_sidecar.cli import calls
     from keepstep_sidecar.history import KEPT
 
@@ -115,7 +116,7 @@ def _more(kept: run_dir.RunDir, known: tuple[Event, ...]) -> tuple[Event, ...]:
 
 
 def _on_volumes(kept: run_dir.RunDir) -> tuple[Event, ...]:
-    """What the last sidecar left, on whichever volume it wrote to last."""
+    """The history that the last sidecar left, from the volume with the newest event."""
     from keepstep_sidecar.volume.history_file import HistoryFile
     from keepstep_sidecar.volume.paths import Tree
 
@@ -126,7 +127,8 @@ def _on_volumes(kept: run_dir.RunDir) -> tuple[Event, ...]:
 
 
 def _changed_at(kept: run_dir.RunDir) -> tuple[int, ...]:
-    """When files came or went in directories that hold steps, of the run as it is."""
+    """The modification times of the record, of the history and of the directories that hold steps:
+    if none changed, neither did the run's steps and events."""
     times = []
     for root in kept.roots:
         for path in (kept.record, root, root / "pending", root / "history.jsonl"):

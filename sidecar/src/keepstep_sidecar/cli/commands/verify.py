@@ -1,4 +1,4 @@
-"""`keepstep verify`: read every byte of a step again and compare it with its digest."""
+"""`keepstep verify`: reads every byte of a step again and compares it with its digest."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def _bad(error: ImageError) -> dict[str, object]:
 
 
 def _selected(kept: RunDir, word: str | None) -> tuple[list[LocalShard], list[Refused]]:
-    """Shards to verify, and files among them that are none already by their seals.
+    """The shards to verify, and the files of these steps that the scan has already refused.
 
-    Raises UsageError when there is nothing to verify.
+    Raises UsageError if there is nothing to verify.
     """
     from keepstep_sidecar.cli import inventory
 
@@ -106,7 +106,7 @@ def _wanted(
 
     if word is None:
         return tuple(step for step in steps if step.committed)
-    if any(one.path.parent.name == word for one in refused):  # perhaps all its shards are bad
+    if any(one.path.parent.name == word for one in refused):  # all its shards may be bad
         return tuple(step for step in steps if str(step.id) == word)
     return inventory.chosen(steps, (word,))
 
@@ -114,7 +114,8 @@ def _wanted(
 def verify_shard(shard: LocalShard, on_bytes: Callable[[int], None], *, run: str) -> None:
     """Check one file against its digests. Raises ImageError.
 
-    A file that the sidecar published or retired meanwhile is found by its new name, or let go.
+    If the sidecar has published the file meanwhile, it is found by its new name. If the sidecar has
+    retired it, it is skipped.
     """
     from keepstep_sidecar.cli import inventory
     from keepstep_sidecar.tiers import transfer
