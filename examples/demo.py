@@ -1,16 +1,16 @@
 """The demonstration behind `make demo`: kill a training run four times, lose no bit of it.
 
-Two ranks train `train_gpt.py` on the text of the Python standard library, three times over:
+Two ranks run `train_gpt.py` on the text of the Python standard library, three times:
 
     plain       without keepstep, never killed: the reference
-    kept        every step kept, never killed: what keeping costs
-    killed      every step kept; SIGKILL hits one trainer, then the sidecar, then everything at
-                once, with the shared memory gone too, as when a machine loses power; and at last
-                one trainer again, of a run that was started with --warm
+    kept        every step kept, never killed: shows what keeping costs
+    killed      every step kept. SIGKILL hits one trainer, then the sidecar, then everything at
+                once, with the shared memory removed as if the machine had lost power, and finally
+                one trainer again, after a start with --warm
 
-The demo succeeds (exit 0) only when every loss of every run is the same float, bit for bit. It
-leaves logs, the plot and the last committed steps in its output directory, and no process and
-no shared memory, also after Ctrl-C.
+The demo succeeds (exit 0) only if the losses of each step are the same float in all runs, bit for
+bit. It leaves logs, the plot and the last committed steps in its output directory. It leaves no
+process and no shared memory, not even after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def kill_trainer(run: Run) -> str:
-    """torchrun ends the other rank, `keepstep run` starts it again; the slots live on."""
+    """Kill one rank. torchrun ends the other rank, and `keepstep run` starts torchrun again. The
+    slots stay in memory."""
     (trainer,) = run.setting.household.members(f"RANK={RANKS - 1}")
     kill(trainer)
     return ""
 
 
 def kill_sidecar(run: Run) -> str:
-    """`keepstep run` starts another one, which adopts the slots; training never waits for it."""
+    """Kill the sidecar. `keepstep run` starts another one, which adopts the slots. Training does
+    not wait for it."""
     memory = run.memory
     assert memory, "a run that made steps has recorded its memory"
     before = max(run.committed(), run.journal.frontier())
@@ -54,7 +56,8 @@ def kill_sidecar(run: Run) -> str:
 
 
 def kill_everything(run: Run) -> str:
-    """Nothing but the drive survives; somebody runs the same command again, this time --warm."""
+    """Kill all processes and remove the shared memory, so that only the drive is left. Then run the
+    same command again, this time with --warm."""
     run.setting.household.kill_all()
     run.reap()
     if run.memory:
@@ -64,7 +67,8 @@ def kill_everything(run: Run) -> str:
 
 
 def kill_warm_trainer(run: Run) -> str:
-    """Its successor is forked from a process that has imported torch already."""
+    """Kill the trainer that started last. Its successor is forked from a process that has already
+    imported torch."""
     kill(run.journal.started()[-1].pid)
     return "it was started with `keepstep run --warm`: no life pays for Python and torch again."
 
@@ -78,7 +82,7 @@ KILLS: tuple[tuple[str, Callable[[Run], str]], ...] = (
 
 
 def train_through_kills(run: Run) -> list[Death]:
-    """The kills come at even distances over the run."""
+    """Train to the end, with the kills at equal distances. Returns the kills."""
     deaths = []
     run.launch()
     for number, (victim, strike) in enumerate(KILLS, start=1):
@@ -94,7 +98,8 @@ def train_through_kills(run: Run) -> list[Death]:
 
 
 def demonstrate(setting: Setting) -> Report:
-    """All three runs, one after the other, as each needs both cores of a small machine."""
+    """Make all three runs, one after the other, because each needs both cores of a small
+    machine."""
     plain = Run(setting, "plain", keepstep=False)
     kept = Run(setting, "kept", keepstep=True)
     killed = Run(setting, "killed", keepstep=True)
@@ -132,7 +137,7 @@ def progress_on(console: Console) -> Iterator[Progress]:
 
 
 def prepare(out: Path) -> None:
-    """Remove what an earlier demo left in `out`, and nothing else that may be there."""
+    """Remove from `out` only what an earlier demo left there."""
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(out / "keepstep", ignore_errors=True)
     for name in ("plain", "kept", "killed"):

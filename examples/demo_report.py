@@ -1,7 +1,7 @@
-"""What the demo's runs logged, and what follows from it: the table, the verdict, the plot.
+"""Reads what the demo's runs logged, and makes the table, the verdict and the plot.
 
-No processes here. Everything is computed from the journals that `train_gpt.py` wrote, one JSON
-line for each start and each finished step, and from the times of the kills.
+This module starts no processes. It computes everything from the times of the kills and from the
+journals that `train_gpt.py` wrote: one JSON line for each start and each finished step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WARM_UP_STEPS = 5
-"""Left out of step times: the first steps allocate and tune."""
+"""The first steps are left out of step times, because they allocate and tune."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A (re)started trainer whose first step is `first`. `tier` None: it restored nothing."""
+    """A start of the trainers, whose first step is `first`. `tier` is None if nothing was
+    restored."""
 
     first: int
     tier: str | None
@@ -49,7 +50,7 @@ class Started:
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """A kill. `step` was the newest finished one; `wall` in unix seconds."""
+    """A kill. `step` was the newest finished step; `wall` is unix seconds."""
 
     victim: str
     step: int
@@ -59,7 +60,7 @@ class Death:
 
 @dataclass
 class Journal:
-    """The log of one run, read as it grows. A step that was done again is in it again."""
+    """The log of one run, read as it grows. A step that was computed twice is in it twice."""
 
     path: Path
     _finished: list[Finished] = field(default_factory=list)
@@ -85,7 +86,7 @@ class Journal:
         return max((one.step for one in self.finished()), default=-1)
 
     def first_times(self) -> list[Finished]:
-        """Steps when they were finished for the first time, ascending."""
+        """For each step, the first time that it was finished; ascending."""
         new: list[Finished] = []
         for one in self.finished():
             if not new or one.step > new[-1].step:
@@ -93,7 +94,7 @@ class Journal:
         return new
 
     def losses(self) -> dict[int, set[str]]:
-        """The bits of each step's loss; more than one if doing it again gave another loss."""
+        """The bits of each step's loss; several if computing a step again gave another loss."""
         losses: dict[int, set[str]] = {}
         for one in self.finished():
             losses.setdefault(one.step, set()).add(one.loss_hex)
@@ -103,7 +104,7 @@ class Journal:
         return statistics.median(one.seconds for one in self.finished()[WARM_UP_STEPS:])
 
     def fast_step_s(self) -> float:
-        """The first decile: what other load on the machine disturbs least."""
+        """The first decile of step times, which other load on the machine disturbs least."""
         seconds = [one.seconds for one in self.finished()[WARM_UP_STEPS:]]
         return statistics.quantiles(seconds, n=10)[0]
 
@@ -112,7 +113,7 @@ class Journal:
             return
         with self.path.open("rb") as file:
             file.seek(self._offset)
-            whole = file.read().rpartition(b"\n")[0]  # a writer may be within the last line
+            whole = file.read().rpartition(b"\n")[0]  # the last line may be incomplete
         self._offset += len(whole) + 1 if whole else 0
         for line in whole.splitlines():
             self._add(json.loads(line))
@@ -126,7 +127,7 @@ class Journal:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one kill cost. `restored` None: the trainers lived on."""
+    """What one kill cost. `restored` is None if the trainers lived on."""
 
     death: Death
     restored: Started | None
@@ -136,9 +137,9 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The three runs side by side, each of which went to its end.
+    """The three runs, each of which went to its end.
 
-    `start_s`: from the launch of the plain run to its first step.
+    `start_s`: seconds from the launch of the plain run to its first finished step.
     """
 
     steps: int
@@ -150,7 +151,7 @@ class Report:
 
     @cached_property
     def differing(self) -> list[int]:
-        """Steps whose losses are not the same bits in all runs, or that a run never finished."""
+        """The steps whose loss differs between runs or attempts, or that a run never finished."""
         runs = [journal.losses() for journal in (self.plain, self.kept, self.killed)]
         return [
             step
@@ -176,10 +177,10 @@ class Report:
         return Cost(death, restored, redone, self._lost_s(death))
 
     def _lost_s(self, death: Death) -> float:
-        """How much later than at the usual pace the steps right after the kill were finished.
+        """How many seconds later than usual the steps right after the kill were finished.
 
-        The pace is the median distance of new steps. Several steps count, as a restart
-        beside a running training slows it down for a while without stopping it.
+        The usual pace is the median time between new steps. Several steps count, because the
+        restart of a sidecar slows the training down for a while without stopping it.
         """
         walls = [one.wall for one in self.killed.first_times()]
         pace = statistics.median(after - before for before, after in itertools.pairwise(walls))
@@ -192,7 +193,7 @@ class Report:
 
 
 def show(report: Report, console: Console) -> None:
-    """The table of kills, the pace and the verdict."""
+    """Print the table of kills, the step times and the verdict."""
     console.print(_kills_table(report))
     for death in report.deaths:
         if death.note:
@@ -251,10 +252,10 @@ def _verdict(report: Report) -> str:
 
 
 def plot(report: Report, path: Path) -> None:
-    """The loss curves, and the progress over time, with the kills marked, as a PNG."""
+    """Write a PNG with the loss curves and the progress over time; both show the kills."""
     import matplotlib
 
-    matplotlib.use("Agg")  # no display, and no window either where there is one
+    matplotlib.use("Agg")  # needs no display, and opens no window
     from matplotlib import pyplot
 
     figure, (losses, times) = pyplot.subplots(1, 2, figsize=(14, 5.5), layout="constrained")

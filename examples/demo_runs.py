@@ -1,7 +1,7 @@
-"""The demo's training runs and their processes: launch, follow, find, end.
+"""Launches, follows, finds and ends the demo's training runs and their processes.
 
-Runs are followed by their journals only, as a person would read a log. Every process that descends
-from the demo can be found and ended, so that nothing is left behind whatever happens.
+Runs are followed only by their journals. Every process that descends from the demo can be found
+and ended, so that nothing is left behind.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ class DemoError(Exception):
 
 
 class Household:
-    """All processes that descend from this demo, wherever they detached themselves to.
+    """All processes that descend from this demo, even detached ones.
 
-    They inherit a mark in their environment, so that nothing else can be hit by accident and
-    nothing is forgotten: torchrun and `keepstep run` put their children into sessions of their
-    own, out of the reach of a process group.
+    They inherit a mark in their environment, by which exactly these processes are found. A process
+    group is not enough: torchrun and `keepstep run` put their children into other sessions.
     """
 
     def __init__(self) -> None:
@@ -50,16 +49,18 @@ class Household:
 
     @property
     def environment(self) -> dict[str, str]:
-        """One thread for each rank, as its number changes the order of additions."""
+        """The environment of all runs. Each rank has one thread, because the number of threads
+        changes the order of additions."""
         return {**os.environ, "KEEPSTEP_DEMO": self._mark, "OMP_NUM_THREADS": "1"}
 
     def members(self, variable: str = "") -> list[int]:
-        """Process ids, of those only whose environment has `variable` (NAME=value), if given."""
+        """The ids of all processes, or of those whose environment has `variable` (NAME=value)."""
         wanted = {f"KEEPSTEP_DEMO={self._mark}".encode(), variable.encode()} - {b""}
         return [pid for pid in _process_ids() if wanted <= _environment_of(pid)]
 
     def kill_all(self) -> None:
-        """SIGKILL to every member until none is left: a supervisor may start one meanwhile."""
+        """Send SIGKILL to every member until none is left, because a supervisor may start another
+        one meanwhile."""
         deadline = time.monotonic() + 10.0
         while members := self.members():
             for pid in members:
@@ -81,7 +82,7 @@ def _process_ids() -> list[int]:
 def _environment_of(pid: int) -> set[bytes]:
     try:
         return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-    except OSError:  # it ended, or belongs to somebody else
+    except OSError:  # the process ended, or belongs to another user
         return set()
 
 
@@ -104,7 +105,8 @@ class Setting:
 
 
 class Run:
-    """One training run; after its death it can be launched again and goes on in its journal."""
+    """One training run. After its death it can be launched again, and goes on in the same
+    journal."""
 
     def __init__(self, setting: Setting, name: str, *, keepstep: bool) -> None:
         self.setting = setting
@@ -118,19 +120,19 @@ class Run:
 
     @property
     def home(self) -> Path:
-        """Where keepstep has its record and the shards of this run."""
+        """The directory with keepstep's record and the shards of this run."""
         return self.setting.kept / self.name
 
     @property
     def memory(self) -> Path | None:
-        """The run's shared memory, None before keepstep has recorded where it is."""
+        """The directory of the run's shared memory; None before keepstep has recorded it."""
         record = self.home / "sidecar.toml"
         if not record.exists():
             return None
         return Path(tomllib.loads(record.read_text())["memory_dir"])
 
     def launch(self, *, warm: bool = False) -> None:
-        """Start the command; `warm`: its lives are forked from a process that imported torch."""
+        """Start the command. `warm`: fork its processes from one that has imported torch."""
         self.setting.progress.start_task(self._task)
         self._launched = time.time()
         with self._output.open("ab") as output:
@@ -140,7 +142,7 @@ class Run:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=self.setting.household.environment,
-                start_new_session=True,  # Ctrl-C is ours: we end the household in order
+                start_new_session=True,  # Ctrl-C reaches only the demo, which then ends all
             )
 
     def _command(self, warm: bool) -> list[str]:
@@ -159,7 +161,8 @@ class Run:
         return [*KEEPSTEP, "run", *here, *restarts, "--", *torchrun]
 
     def follow(self, reached: Callable[[], bool]) -> None:
-        """Show progress until `reached`. Raises DemoError when the run ends before that."""
+        """Show progress until `reached()`. Raises DemoError if the run ends before, or takes too
+        long."""
         deadline = time.monotonic() + RUN_LIMIT_S
         while not reached():
             code = self._poll()
@@ -175,19 +178,19 @@ class Run:
         self.follow(lambda: self.journal.frontier() >= step)
 
     def finish(self) -> None:
-        """Follow the run to its good end."""
+        """Follow the run to its end. Raises DemoError if it fails."""
         self.follow(lambda: self._poll() is not None)
         self._show()
         if code := self._poll():
             raise DemoError(f"run {self.name!r} failed with {code}:\n{self._tail()}")
 
     def reap(self) -> None:
-        """Take note of the death of a launched command that was killed."""
+        """Reap the launched command after it was killed."""
         if self._process:
             self._process.wait()
 
     def start_s(self) -> float:
-        """From the launch to the first finished step."""
+        """Seconds from the launch to the first finished step."""
         return self.journal.finished()[0].wall - self._launched
 
     def committed(self) -> int:

@@ -1,15 +1,15 @@
 """Train a small byte-level GPT on the Python standard library, and keep every step.
 
-One file, meant to be copied. It runs as one process, or as many under torchrun (DDP):
+This file is meant to be copied. It runs as one process, or under torchrun as several (DDP):
 
     python examples/train_gpt.py --no-keepstep                            # plain PyTorch
     keepstep run -- python examples/train_gpt.py                          # every step is kept
     keepstep run --restarts 3 -- torchrun --nproc-per-node 2 examples/train_gpt.py
 
-Kill it whenever you like and run the same command again: it goes on behind the last finished
-step, and on CPU its losses are bit-equal to those of a run that was never killed. Everything that
-this takes from keepstep stands in the lines marked "keepstep"; everything that it takes from the
-script is that whatever the next step depends on is in `state` below.
+Kill it at any time and run the same command again: it goes on after the last finished step. On CPU
+its losses are bit-equal to those of a run that was never killed. The lines marked "keepstep" are
+all that keepstep adds. It asks one thing of the script: `state` below must hold everything that
+the next step depends on.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def standard_library_text() -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Random windows of the text. A batch depends on the fields here and its index only, so that
-    one restored number restores the data order: nothing is read twice, nothing is left out."""
+    """Random windows of the text. A batch depends only on its index and on the fields below. So
+    one restored number restores the data order: no batch is repeated, and none is left out."""
 
     text: Tensor
     size: int
@@ -119,9 +119,9 @@ class Batches:
     world: int
 
     def __call__(self, index: int) -> tuple[Tensor, Tensor]:
-        """(inputs, targets) as int64, shape (size, context), the targets one byte further."""
+        """(inputs, targets), both int64 of shape (size, context); targets are one byte ahead."""
         number = self.seed * 1_000_003 + index * self.world + self.rank
-        generator = torch.Generator().manual_seed(number % 2**32)  # its CPU generator uses no more
+        generator = torch.Generator().manual_seed(number % 2**32)  # on CPU it uses 32 bits
         last = len(self.text) - self.context - 1
         starts = torch.randint(last, (self.size, 1), generator=generator)
         windows = self.text[starts + torch.arange(self.context + 1)].long()
@@ -133,7 +133,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Place:
-    """This process among all: from torchrun's environment, or alone."""
+    """Which process this is: as torchrun's environment says, or the only one."""
 
     rank: int
     world: int
@@ -142,7 +142,7 @@ class Place:
 
 @contextmanager
 def joined_processes() -> Iterator[Place]:
-    """The process group of torchrun, if it started us: NCCL where there are GPUs, else gloo."""
+    """Join torchrun's process group if it has several processes: NCCL with GPUs, else gloo."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else "cpu"
@@ -151,13 +151,13 @@ def joined_processes() -> Iterator[Place]:
     if world > 1:
         dist.init_process_group("nccl" if gpu else "gloo")
     yield Place(rank, world, torch.device(device))
-    if world > 1:  # not in a `finally`: after an error the other ranks may be gone
+    if world > 1:  # not in a `finally`: after an error, the other ranks may be gone
         dist.barrier()
         dist.destroy_process_group()
 
 
 def mean_over_ranks(loss: Tensor, world: int) -> float:
-    """The loss over the whole batch, the same number on every rank."""
+    """The mean loss over the batches of all ranks; the same number on every rank."""
     total = loss.detach().clone()
     if world > 1:
         dist.all_reduce(total)
@@ -165,8 +165,8 @@ def mean_over_ranks(loss: Tensor, world: int) -> float:
 
 
 class Log:
-    """Appends one JSON line per event to a file, or to standard output where the path is `-`. Only
-    rank 0 writes; a restarted run goes on behind."""
+    """Appends one JSON line per event to a file, or to standard output if the path is `-`. Only
+    rank 0 writes. A restarted run appends to the same file."""
 
     def __init__(self, path: Path | None, rank: int) -> None:
         self._file: TextIO | None = None
@@ -183,7 +183,8 @@ class Log:
 
 
 def learning_rate(steps: int) -> Any:
-    """Factor of the peak rate at a step: linear warm-up, then half a cosine down to a tenth."""
+    """A function from the step to a factor of the peak rate: the product of a linear warm-up and
+    of half a cosine, which falls from 1 to a tenth."""
 
     def factor(step: int) -> float:
         done = min(1.0, step / steps)
@@ -232,7 +233,7 @@ def train(args: argparse.Namespace, place: Place) -> None:
         scheduler.step()
         progress["batches"] += 1
         if checkpointer:
-            checkpointer.save(step)  # keepstep: returns at once, after all that changes the state
+            checkpointer.save(step)  # keepstep: after all that changes the state; returns at once
 
         time.sleep(max(0.0, args.step_seconds - (time.perf_counter() - started)))
         value = mean_over_ranks(loss, place.world)
@@ -241,7 +242,7 @@ def train(args: argparse.Namespace, place: Place) -> None:
         if place.rank == 0 and step % 10 == 0:
             print(f"step {step:5d}  loss {value:.4f}  {1e3 * seconds:6.1f} ms", flush=True)
     if checkpointer:
-        checkpointer.close()  # keepstep: the last step is durable, or an error says why not
+        checkpointer.close()  # keepstep: makes the last step durable, or raises an error
 
 
 def parse() -> argparse.Namespace:
@@ -251,7 +252,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
     parser.add_argument("--context", type=int, default=64, help="bytes per window")
-    # it draws from torch's generator in every step: only a restored one gives the same losses
+    # dropout draws from torch's generator in every step. The losses can only be bit-equal because
+    # keepstep restores the generator, too.
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log-file", type=Path, help="append a JSON line a step; - prints")
@@ -261,12 +263,12 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    # As the first process of a container we would not hear SIGTERM by default, and a pod that is
-    # deleted would wait for the end of its grace period. What was saved is with the sidecar.
+    # By default the first process of a container ignores SIGTERM, so a deleted pod would wait for
+    # the end of its grace period. It is safe to exit at once: the sidecar has the saved steps.
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     with joined_processes() as here:
         train(parse(), here)
-    # DDP keeps gloo's threads to the very end, where one that still lets go of the last loss may
-    # abort the interpreter. All is written and closed: leave without that end.
+    # DDP keeps gloo's threads until the interpreter shuts down. A thread that releases the last
+    # loss at that moment may abort the process. All files are written: exit without the shutdown.
     sys.stdout.flush()
     os._exit(0)
