@@ -1,4 +1,4 @@
-"""Writes docs/api.md from crds/. A test compares the two, so run this after every change there.
+"""Writes docs/api.md from crds/. A test compares the two, so run this after every change in crds/.
 
 python scripts/api_reference.py
 """
@@ -27,7 +27,8 @@ are Kubernetes quantities (`512Mi`, `32Gi`), durations sums of hours, minutes an
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One line of a table. `path` from the object's root, with `[]` for the items of a list."""
+    """One line of a table. `path` starts below `spec` or `status`; `[]` stands for the items of a
+    list, and a final `*` for a required field."""
 
     path: str
     type: str
@@ -82,7 +83,7 @@ def _row(field: Field) -> str:
 
 
 def fields(schema: dict[str, Any], prefix: str) -> Iterator[Field]:
-    """Every field below a schema, each before those inside it."""
+    """Every field below a schema. A field comes before the fields inside it."""
     required = schema.get("required", ())
     for name, inner in schema.get("properties", {}).items():
         path = f"{prefix}{name}"
@@ -108,7 +109,7 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def _limits(schema: dict[str, Any]) -> str:
-    """Words for the bounds that a reader cares for."""
+    """The limits of a field, in words."""
     inner = schema.get("items", {})
     told = []
     if choices := schema.get("enum") or inner.get("enum"):

@@ -1,6 +1,7 @@
 """Writes the table of values in the chart's README from values.yaml, and packages the chart.
 
-`make chart`, or `python scripts/chart_reference.py` for the README alone; a test compares the two.
+`make chart` does both, `python scripts/chart_reference.py` only the README. A test compares the
+README with values.yaml.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ USUAL: Final = {
     "affinity", "interval", "nodeSelector", "podAnnotations", "podLabels", "priorityClassName",
     "resources", "tolerations",
 }  # fmt: skip
-"""What every reader of a chart knows needs no words."""
+"""Values that need no description, because every reader of a chart knows them."""
 
 _LINE = re.compile(r"(?P<indent> *)(?:# ?(?P<said>.*)|(?P<key>[A-Za-z]+):.*)")
 
@@ -37,7 +38,7 @@ def readme() -> str:
 
 
 def undescribed() -> list[str]:
-    """Values that need words and have none."""
+    """The values that need a description and have none."""
     said = _said((CHART / "values.yaml").read_text())
     leaves = (path for path, _ in _leaves(_values(), ()))
     return [".".join(path) for path in leaves if path[-1] not in USUAL and not said.get(path)]
@@ -68,7 +69,7 @@ def _leaves(
 
 
 def _said(text: str) -> dict[tuple[str, ...], str]:
-    """What stands above each value, behind "# --"."""
+    """The description of each value: the comment above it that begins with "# --"."""
     found: dict[tuple[str, ...], str] = {}
     path: list[str] = []
     words: list[str] = []

@@ -1,9 +1,9 @@
-"""Tries what `make dist` built as a user does: from the wheels, in a bare environment.
+"""Tests what `make dist` built as a user would use it: from the wheels, in a bare environment.
 
-`make test-dist`. Compares what is in wheels and sdists with the source, installs
-`keepstep[local]` and the operator from the wheels into a new virtual environment, and there trains
-two steps, the first of which ends in SIGKILL. Nothing of the checkout is on the path. Needs a
-package index, for what the packages depend on.
+`make test-dist` runs it. It compares the contents of wheels and sdists with the source, and
+installs `keepstep[local]` and the operator from the wheels into a new virtual environment. There it
+trains two steps, with a SIGKILL after the first. Nothing of the checkout is on the path. It needs a
+package index for the dependencies.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ print("went on from step", at.step, "in", sys.modules["keepstep"].__file__)
 
 
 def check_contents(dist: Path) -> dict[str, Path]:
-    """Wheels by part. Exits where a file of the source is in no wheel or sdist, or no licence."""
+    """The wheels, by part. Exits if a wheel or sdist lacks a file of the source, has code that is
+    not in the source, or has no licence."""
     wheels = {}
     for part, package in PARTS.items():
         (wheel,) = dist.glob(f"{package}-*.whl")
@@ -80,7 +81,7 @@ def _compare(packed: Path, wanted: set[str], inside: set[str], licence: str) -> 
 
 
 def install(wheels: dict[str, Path], place: Path) -> Path:
-    """A bare environment with the three wheels; its bin/."""
+    """Make a bare environment with the three wheels. Returns its bin/."""
     venv.create(place, clear=True, with_pip=True)
     torch = re.search(r"^torch==\S+", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)
     assert torch is not None
@@ -91,7 +92,8 @@ def install(wheels: dict[str, Path], place: Path) -> Path:
 
 
 def train(bin: Path, scratch: Path) -> None:
-    """Two steps; after the first one the process is killed."""
+    """Train two steps; the process is killed after the first one. Exits if the training does not go
+    on from step 0 with the installed packages."""
     (scratch / "train.py").write_text(TRAINING)
     for program in ("keepstep", "keepstep-sidecar", "keepstep-operator", "kubectl-keepstep"):
         _run(bin / program, "--help", cwd=scratch)
@@ -105,7 +107,7 @@ def train(bin: Path, scratch: Path) -> None:
 
 
 def _run(*command: str | Path, cwd: Path) -> str:
-    """Standard output. Exits with what it said where it fails."""
+    """Run `command`; returns its standard output. If it fails, exits with its output."""
     keep = ("PATH", "HOME", "TMPDIR", "XDG_RUNTIME_DIR")
     ours = {name: value for name, value in os.environ.items() if name in keep or "PIP" in name}
     done = subprocess.run(

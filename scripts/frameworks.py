@@ -1,11 +1,11 @@
-"""Writes docs/frameworks.md's table from test results: what is bit-equal after a kill, and where.
+"""Writes the table of docs/frameworks.md from test results: what is bit-equal after a kill.
 
     python scripts/frameworks.py build/junit-frameworks.xml           # after make test-frameworks
     python scripts/frameworks.py --check build/junit-frameworks.xml   # writes nothing
 
-A test names the row that it proves by `@pytest.mark.proves(row)`; what it compared bit by bit, on
-how many ranks and with which versions is recorded by the comparison itself
-(tests/frameworks/conftest.py). What a test compared counts only where it passed. The results are in
+A test names the row that it proves by `@pytest.mark.proves(row)`. The comparison itself records
+what it compared bit by bit, on how many ranks and with which versions
+(tests/frameworks/conftest.py). Only tests that passed count. The results are in
 docs/frameworks.json; a test compares the page with them.
 """
 
@@ -29,8 +29,8 @@ BEGIN, END = "<!-- frameworks:begin -->", "<!-- frameworks:end -->"
 
 @dataclass(frozen=True)
 class Row:
-    """A framework, the line for it, and the packages whose versions are told. `refuses`: its
-    adapter refuses other versions than those of its range."""
+    """A framework, the line that a script needs for it, and the packages whose versions are shown.
+    `refuses`: its adapter refuses versions outside its range."""
 
     framework: str
     line: str
@@ -97,12 +97,12 @@ WORDS = {
 """What tests compare, in the order of the table."""
 
 Results = dict[str, dict[str, Any]]
-"""By row: `versions`, `tests` that passed, on which `ranks` how many, and in how many each thing
-was `compared`."""
+"""By row: `versions`; `tests`, the number of tests that passed; `ranks`, how many of them ran on
+which ranks; `compared`, how many of them compared each thing."""
 
 
 def collect(paths: Iterable[Path]) -> Results:
-    """What pytest's JUnit files say that was proved; of a test that is in several, the last one."""
+    """What pytest's JUnit files prove. If a test is in several files, the last one counts."""
     cases = {
         (case.get("classname"), case.get("name")): case
         for path in paths
@@ -124,7 +124,7 @@ def collect(paths: Iterable[Path]) -> Results:
 
 
 def render(results: Results) -> str:
-    """The table: a row for each framework of which something was proved."""
+    """The table, with a row for each framework for which something was proved."""
     lines = [
         "| framework | line | bit-equal after a kill | tested with | taken |",
         "| --- | --- | --- | --- | --- |",
@@ -146,7 +146,7 @@ def render(results: Results) -> str:
 
 
 def ranges() -> list[tuple[str, str, str]]:
-    """Package, at least, below: of each `require` in the adapters that names its package."""
+    """(package, lowest version, first refused version) of each `require` call in the adapters."""
     found = []
     for file in sorted((ROOT / "lib/src/keepstep/integrations").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -160,13 +160,13 @@ def ranges() -> list[tuple[str, str, str]]:
 
 
 def place(page: str, table: str) -> str:
-    """The page with this table between its marks."""
+    """The page with `table` between its marks."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
 
 
 def differences(proved: Results, kept: Results) -> list[str]:
-    """What was proved now and is not so in what is kept, and the other way round."""
+    """The differences between the results that were proved now and those in the file."""
     return [
         f"{row}: {key}: now {now}, in {RESULTS.name} {before}"
         for row in sorted(proved.keys() | kept.keys())
@@ -176,7 +176,8 @@ def differences(proved: Results, kept: Results) -> list[str]:
 
 
 def main(words: list[str]) -> None:
-    """Read results; write docs/frameworks.json and the page, or compare with what is there."""
+    """Read results. Write docs/frameworks.json and the page, or with `--check` only compare the
+    results with docs/frameworks.json."""
     paths = [one for one in words if one != "--check"]
     if not paths:
         raise SystemExit(__doc__)

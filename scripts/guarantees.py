@@ -1,9 +1,9 @@
-"""Writes docs/guarantees.md's table from test results: what is lost when what dies.
+"""Writes the table of docs/guarantees.md from test results: what each failure costs.
 
     python scripts/guarantees.py build/junit-*.xml    # after make test and make e2e
 
-Each row names the tests that prove it, and stands in the table only if all of them passed; the
-steps lost are what those tests measured (`record_property("lost_steps", ...)`). The results are in
+Each row names the tests that prove it, and is in the table only if all of them passed. The tests
+measured the steps lost (`record_property("lost_steps", ...)`). The results are in
 docs/guarantees.json; a test compares the page with them.
 """
 
@@ -25,13 +25,13 @@ BEGIN, END = "<!-- guarantees:begin -->", "<!-- guarantees:end -->"
 
 @dataclass(frozen=True)
 class Row:
-    """What dies, under which policy, from where the run goes on, and the tests that show it."""
+    """What dies, under which policy, from where the run goes on, and the tests that prove it."""
 
     dies: str
     policy: str
     goes_on_from: str
     tests: tuple[str, ...]
-    lost: str = "none"  # where its tests measure no number of steps
+    lost: str = "none"  # shown if its tests measure no number of steps
 
 
 _E2E = "tests.e2e."
@@ -184,7 +184,7 @@ ROWS = (
 
 
 def read(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Test -> its outcome and what it recorded, from pytest's JUnit files."""
+    """The outcome of each test and the steps lost that it recorded, from pytest's JUnit files."""
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
         for case in xml.etree.ElementTree.parse(path).getroot().iter("testcase"):
@@ -200,7 +200,7 @@ def read(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 
 def collect(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The results of those rows of which every test passed."""
+    """The results of the rows whose tests all passed. Names the other rows on stderr."""
     kept: dict[str, dict[str, Any]] = {}
     for row in ROWS:
         if all(results.get(name, {}).get("outcome") == "passed" for name in row.tests):
@@ -211,7 +211,7 @@ def collect(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def render(results: dict[str, dict[str, Any]]) -> str:
-    """The table."""
+    """The table, with the rows whose tests are all in `results`."""
     lines = [
         "| what dies | policy | finished steps lost | goes on from |",
         "| --- | --- | --- | --- |",
@@ -226,7 +226,7 @@ def render(results: dict[str, dict[str, Any]]) -> str:
 
 
 def place(page: str, table: str) -> str:
-    """The page with this table between its marks."""
+    """The page with `table` between its marks."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
 

@@ -1,9 +1,10 @@
-"""How large the house is, and whether it stands.
+"""Measures the size and the structure of the code ("the house") against limits.
 
-`python scripts/house.py` prints each figure beside its bar, and exits with 1 when one is missed.
+`python scripts/house.py` prints each figure and its limit. It exits with 1 if a figure exceeds its
+limit.
 
-Floors: the longest chain of packages of the sidecar that import each other, one above the other.
-`tests/core/test_house.py` holds those that are met.
+The floors of the house are the length of the longest chain of packages of the sidecar in which each
+imports the next one. `tests/core/test_house.py` checks the figures of the structure.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ SEALED_TO_COMMITTED = (
     "keepstep/core/ledger/commit_rule.py",
     "keepstep_sidecar/volume/directories.py",
 )
-"""The files that a step passes, in order; `tests/sidecar/test_commit_path.py` follows one."""
+"""The files that a step passes from sealed to committed, in order.
+`tests/sidecar/test_commit_path.py` follows a step through them."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of the code, and the most that it may be."""
+    """One figure of the code. `most`: its limit."""
 
     name: str
     value: int
@@ -51,7 +53,7 @@ class Figure:
 
 
 def figures() -> list[Figure]:
-    """All of them, as the checkout is now."""
+    """All figures of this checkout."""
     tests = lines(ROOT / "tests") - lines(ROOT / "tests" / "operator")
     return [
         Figure("lines of the library", lines(LIBRARY), 10_800),
@@ -65,12 +67,12 @@ def figures() -> list[Figure]:
 
 
 def lines(folder: Path) -> int:
-    """Of all Python files below."""
+    """The number of lines of all Python files below `folder`."""
     return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
 
 
 def packages() -> dict[str, set[str]]:
-    """What each package of the sidecar (or module of its root) imports of the others."""
+    """Which others each package of the sidecar (or module of its root) imports."""
     modules = grimp.build_graph("keepstep_sidecar", cache_dir=None)
     graph: dict[str, set[str]] = {_room(one): set() for one in modules.modules}
     for importer in modules.modules:
@@ -80,15 +82,16 @@ def packages() -> dict[str, set[str]]:
 
 
 def _room(module: str) -> str:
-    """The package that a module lies in; a module of the root is one by itself. The two tiers are
-    packages in `tiers`, which holds what they share."""
+    """The package of a module. A module of the sidecar's root counts as a package of its own, and
+    so do `tiers.peer` and `tiers.archive`; the rest of `tiers` is what these two share."""
     words = module.split(".")
     deep = words[1:2] == ["tiers"] and words[2:3] in (["peer"], ["archive"])
     return ".".join(words[: 3 if deep else 2])
 
 
 def floors(graph: Mapping[str, set[str]]) -> int:
-    """The longest chain of packages that import the next one; 0 where they go in a circle."""
+    """The length of the longest chain of packages that import the next one; 0 if there is a
+    cycle."""
     if cycles(graph):
         return 0
 
@@ -100,7 +103,7 @@ def floors(graph: Mapping[str, set[str]]) -> int:
 
 
 def cycles(graph: Mapping[str, set[str]]) -> list[str]:
-    """The packages that reach themselves."""
+    """The packages that import themselves through others."""
     return sorted(one for one in graph if one in _reached(graph, one))
 
 

@@ -1,9 +1,9 @@
-"""Locks what the images are made of: every dependency, in one version, with hashes.
+"""Locks the dependencies of the images: each in one version, with hashes.
 
-`make lock` reads the ranges in the pyproject.toml of operator and sidecar, and in the library's
-what builds all three, writes requirements.lock beside each, and refuses a package without a wheel
-for one of the platforms of a release. A test compares ranges and locks. Needs `uv` on the PATH, and
-a package index.
+`make lock` reads the ranges of dependencies in the pyproject.toml of operator and sidecar. In the
+library's it reads the build requirements, by which all three are built. It writes a
+requirements.lock beside each pyproject.toml, and refuses a package without a wheel for one of a
+release's platforms. A test compares ranges and locks. Needs `uv` on the PATH and a package index.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import tomllib
 ROOT = Path(__file__).resolve().parents[1]
 PARTS: Final = ("lib", "operator", "sidecar")
 PYTHON: Final = "3.11"
-"""Of the images."""
+"""The version of Python in the images."""
 PLATFORMS: Final = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28")
-"""Of a release. Debian bookworm has glibc 2.36."""
+"""The platforms of a release. Debian bookworm has glibc 2.36."""
 
 _HEAD: Final = """\
 # Made by `make lock` from the ranges of pyproject.toml: what the image of a release is made of.
@@ -28,8 +28,9 @@ _HEAD: Final = """\
 
 
 def needs(part: str) -> list[str]:
-    """What its pyproject.toml asks for, without our own packages, which are built from source. Of
-    the library what builds it: torch, which it names, is in no image."""
+    """The requirements in the pyproject.toml of `part`, without keepstep's own packages, which are
+    built from source. For the library these are its build requirements, because its dependency
+    torch is in no image."""
     asked = tomllib.loads((ROOT / part / "pyproject.toml").read_text())
     if part == "lib":
         return list(asked["build-system"]["requires"])
@@ -41,14 +42,14 @@ def lock_of(part: str) -> Path:
 
 
 def lock(part: str) -> None:
-    """Write the newest versions within the ranges."""
+    """Lock `part` to the newest versions within its ranges."""
     options = ("--python-version", PYTHON, "--python-platform", PLATFORMS[0], "--no-annotate")
     text = _uv("pip", "compile", "-", "--generate-hashes", "--no-header", *options, part=part)
     lock_of(part).write_text(_HEAD + text)
 
 
 def check_wheels(part: str) -> None:
-    """Exits where a locked package has no wheel for a platform."""
+    """Exits if a locked package has no wheel for a platform."""
     for platform in PLATFORMS:
         where = ("--python-version", PYTHON, "--python-platform", platform)
         how = ("--dry-run", "--no-deps", "--require-hashes", "--only-binary", ":all:")

@@ -1,6 +1,6 @@
-"""Writes docs/metrics.md from the code: every metric, by the process that has it.
+"""Writes docs/metrics.md from the code: every metric, by the process that exports it.
 
-`python scripts/metrics_reference.py` after a metric was added; a test compares the two.
+Run `python scripts/metrics_reference.py` after a metric was added. A test compares the two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ use them.
 """
 
 Line = tuple[str, str, str]
-"""Name as it is scraped, type, help."""
+"""The name under which a metric is scraped, its type, and its help."""
 
 
 def reference() -> str:

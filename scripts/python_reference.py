@@ -1,7 +1,7 @@
-"""Writes docs/python-api.md from signatures and docstrings of the library's public names.
+"""Writes docs/python-api.md from the signatures and docstrings of the library's public names.
 
-`python scripts/python_reference.py` after one of them changed; a test compares the two. The source
-is read, not imported: an integration can be told of where its framework is not installed.
+Run `python scripts/python_reference.py` after one of them changed. A test compares the two. The
+script reads the source without importing it, so an integration's framework need not be installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Definition = ast.ClassDef | ast.FunctionDef
 
 @dataclass(frozen=True)
 class Module:
-    """One that people import from. `names`: what it offers, in order."""
+    """A module that users import from. `names`: its public names, in order."""
 
     name: str
     doc: str
@@ -42,14 +42,15 @@ def reference() -> str:
 
 
 def modules() -> list[Module]:
-    """What training code imports: keepstep, keepstep.dcp and each integration."""
+    """The modules that training code imports: keepstep, keepstep.dcp and each integration."""
     integrations = sorted((SOURCE / "keepstep" / "integrations").glob("[a-z]*.py"))
     named = [f"keepstep.integrations.{one.stem}" for one in integrations]
     return [_offering("keepstep"), _offering("keepstep.dcp"), *map(_defining, named)]
 
 
 def _offering(name: str) -> Module:
-    """Of a package: what its `__all__` names, from where it imports that."""
+    """A package with the names of its `__all__`, read from the modules that it imports them
+    from."""
     tree = _parsed(name)
     listed = next(
         one.value
@@ -68,7 +69,7 @@ def _offering(name: str) -> Module:
 
 
 def _defining(name: str) -> Module:
-    """Of a module: what it defines itself."""
+    """A module with the public names that it defines itself."""
     tree = _parsed(name)
     names = {one: node for one, node in _definitions(tree).items() if not one.startswith("_")}
     return Module(name, _doc(tree), names)
@@ -108,14 +109,14 @@ def _class(node: ast.ClassDef) -> str:
 
 
 def _members(node: ast.ClassDef) -> Iterator[str]:
-    """Methods and properties that are public and say what they do."""
+    """The public methods and properties that have a docstring."""
     for name, one in _definitions(node).items():
         if isinstance(one, ast.FunctionDef) and not name.startswith("_") and _doc(one):
             yield f"\n#### {node.name}.{name}\n\n{_signature(name, one)}\n{_doc(one)}\n"
 
 
 def _signature(name: str, node: ast.FunctionDef) -> str:
-    """As a call, one argument a line where it is long; without self."""
+    """The signature as a call without self; one argument per line if it is long."""
     decorators = " ".join(map(ast.unparse, node.decorator_list))
     back = ast.unparse(node.returns) if node.returns else "Any"
     if decorators == "property":
@@ -131,7 +132,7 @@ def _signature(name: str, node: ast.FunctionDef) -> str:
 
 
 def _each(of: ast.arguments) -> Iterator[str]:
-    """Each argument by itself, with its default."""
+    """Each argument with its default."""
     blank = [None] * (len(of.args) - len(of.defaults))
     for one, default in zip(of.args, [*blank, *of.defaults], strict=True):
         yield _argument(one, default)
