@@ -1,8 +1,8 @@
 """The driver: `python -m bench` measures every subject at every size in interleaved rounds.
 
-A block is one size in one round: every subject once, in an order that turns from round to round.
-Blocks run until the time budget is used up, the most telling ones first, so a slower machine gets
-fewer rounds, never fewer figures.
+A block is one size in one round: it measures every subject once, in an order that rotates from
+round to round. Blocks run until the time budget is used up, the most important ones first. So a
+slower machine gets fewer rounds, but not fewer figures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WORKER_TIMEOUT_S = 240.0
 
 @dataclass(frozen=True)
 class Job:
-    """One worker's command line."""
+    """The command line of one worker."""
 
     subject: str
     options: tuple[str, ...] = ()
@@ -41,9 +41,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. `sizes` in bytes; `main` is the one that the bars are about.
+    """What to measure. `sizes` are in bytes; the bars apply to the size `main`.
 
-    `peers` False: only keepstep and the floors, for more rounds in the same time.
+    Without `peers`, only keepstep and the floors are measured: more rounds in the same time.
     """
 
     sizes: tuple[int, ...]
@@ -64,14 +64,15 @@ class Plan:
                 yield from ((number, size) for size in self.sizes if size != self.main)
 
     def jobs(self, number: int, size: int) -> list[Job]:
-        """Every subject of a block, turned by the round's number."""
+        """The jobs of a block: every subject, rotated by the round's number."""
         loop = ("--wait", str(self.wait_s), "--steps", str(self.steps))
         few = ("--wait", str(self.wait_s), "--steps", "2")
         lazy = eager = "blocked,durable"
         peers, present = "once", PEERS
         if size == self.main:
             lazy, eager = "blocked,durable,inflation,busy,lost", "blocked,durable,inflation,lost"
-            # some peers take minutes: they are in the first round, the bars' subjects in all
+            # Some peers take minutes. All peers are in the first round; later rounds have only the
+            # peer that the bars use.
             peers, present = "once,inflation,lost", PEERS if number == 0 else (FastPersist,)
         savers = [
             Job(one.name, ("--measures", lazy if one is KeepstepLazy else eager, *loop))
@@ -120,7 +121,7 @@ def _run(plan: Plan, results: Results, directory: Path, *, only: str) -> None:
     strikes: Counter[str] = Counter()
     for number, size in plan.blocks():
         spent = time.monotonic() - began
-        # later rounds of the main size lack the slow peers
+        # later rounds of the main size are shorter: they lack the slow peers
         likely_s = took.get(size, 0.0) * (0.5 if size == plan.main and number == 1 else 1.0)
         if spent + likely_s > plan.minutes * 60:
             print(f"no time for round {number + 1} of {report.size_name(size)}", file=sys.stderr)
@@ -131,7 +132,7 @@ def _run(plan: Plan, results: Results, directory: Path, *, only: str) -> None:
             sample = measure(job, number, size, directory)
             results.samples.append(sample)
             if sample.missing:
-                # what is not installed will not come; what failed gets a second chance
+                # do not retry a peer that is not installed; try any other failure a second time
                 strikes[job.subject] += 2 if sample.missing.startswith("PeerMissing") else 1
         took[size] = time.monotonic() - began - spent
 
@@ -139,13 +140,13 @@ def _run(plan: Plan, results: Results, directory: Path, *, only: str) -> None:
 def measure(
     job: Job, number: int, size: int, directory: Path, *, tree: Path = ROOT, note: str = ""
 ) -> Sample:
-    """Run one worker, of the checkout in `tree`, and say on the terminal how it went."""
+    """Run one worker of the checkout in `tree`, and print how it went."""
     place = directory / "worker"
     command = [sys.executable, "-m", "bench.worker", job.subject, "--bytes", str(size)]
     command += ["--dir", str(place), *job.options]
     began = time.monotonic()
     sample = Sample(job.subject, size, number)
-    # a process group of its own, so that a worker that hangs goes with all its helpers
+    # a process group of its own, so that a hung worker can be killed with all its helpers
     worker = subprocess.Popen(
         command,
         cwd=tree,
@@ -185,7 +186,7 @@ def measure(
 
 
 def rounds_of(results: Results) -> str:
-    """How many rounds each size got, for a reader."""
+    """How many rounds each size got, as text."""
     counts = {
         size: len({one.round for one in results.samples if one.size_bytes == size})
         for size in results.sizes()
@@ -196,7 +197,7 @@ def rounds_of(results: Results) -> str:
 def write(
     results: Results, described: dict[str, str], main_size: int, out: Path, name: str
 ) -> None:
-    """Report, samples and plots below `out`; the report's first half on the terminal."""
+    """Write report, samples and plots below `out`; print the first half of the report."""
     out.mkdir(parents=True, exist_ok=True)
     prefix = out / name
     pictures: list[str] = []

@@ -2,18 +2,19 @@
 
     python -m bench.adapters [--rounds 3] [--steps 60] [--only NAME ...] [--write]
 
-In the frameworks' environment (`make test-frameworks` makes it). The trainings are those of
-`tests/frameworks`, on one rank. A step waits 100 ms in its forward pass, as for an accelerator, and
-is kept: by the adapter, or by the lines of any script, which keep the same model, optimizer and
-scheduler, but neither where the data stands nor what the framework counts. The difference is the
-adapter's: in its hooks, and in a `save` that has more to bring together.
+Run it in the environment of the frameworks, which `make test-frameworks` makes. The trainings are
+those of `tests/frameworks`, on one rank. A step waits 100 ms in its forward pass, as for an
+accelerator. It is kept either by the adapter, or by the lines that any script can use. These lines
+keep the same model, optimizer and scheduler, but neither the position in the data nor the counters
+of the framework. The difference is the cost of the adapter: its hooks, and a `save` that has more
+to gather.
 
-The figure is CPU time of the training thread: who else runs on the machine lengthens a step, and
-this only by the caches and cores that they share. Both trainings run at once, each in a process and
-with a sidecar of its own, so that this meets both alike; medians over their steps, and the median
-of the rounds' differences counts. An adapter that waited would not show in CPU time, so the wall
-time of the same steps stands beside it: medians, too, but worth something on a quiet machine only.
-Bar: at most 1 % of the step.
+The figure is the CPU time of the training thread. Other load on the machine lengthens the wall time
+of a step, but its CPU time only through shared caches and cores. Both trainings run at once, each
+in its own process with its own sidecar, so that load affects both alike. Each round compares
+medians over steps, and the median of the rounds' differences counts. CPU time would not show an
+adapter that waits. So the wall time of the same steps is shown, too; it only means something on a
+quiet machine. Bar: at most 1 % of the step.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _PACKAGES += ("pytorch-ignite",)
 
 @dataclass(frozen=True)
 class Case:
-    """A training: a function of this module, and what `tests/frameworks` calls settings."""
+    """A training: the name of a function of this module, and the settings of `tests/frameworks`."""
 
     name: str
     train: str
@@ -74,8 +75,8 @@ CASES = (
 
 @dataclass(frozen=True)
 class Steps:
-    """Seconds of one step, medians over those of a process: CPU of the training thread, the part of
-    it inside `save`, wall."""
+    """Seconds of one step, as medians over the steps of a process: CPU time of the training thread,
+    the part of it inside `save`, and wall time."""
 
     cpu_s: float
     save_s: float
@@ -83,7 +84,7 @@ class Steps:
 
 
 Round = tuple[Steps, Steps]
-"""`save` alone, and the adapter."""
+"""The figures of `save` alone, and those of the adapter."""
 
 
 def main() -> None:
@@ -154,7 +155,7 @@ def _ms(seconds: list[float]) -> str:
 
 
 def measured(case: Case, steps: int) -> Round:
-    """Both trainings, at once. Raises RuntimeError when one fails."""
+    """Run both trainings at once. Raises RuntimeError if one fails."""
     home = Path(tempfile.mkdtemp(prefix="keepstep-bench-"))
     kinds = [
         Training(case, home / kind, steps, bare=kind == "save") for kind in ("save", "adapter")
@@ -211,7 +212,7 @@ class Training:
 
 
 class Clock:
-    """Where the training thread stands as each step begins; then the wait."""
+    """Notes the times of the training thread as each step begins, then waits."""
 
     def __init__(self) -> None:
         self.marks: list[tuple[float, float, float]] = []
@@ -233,7 +234,8 @@ class Clock:
         return timed
 
     def medians(self) -> Steps:
-        """Raises RuntimeError where steps were not kept, as nothing is measured then."""
+        """The medians over the steps. Raises RuntimeError if too many steps were not kept, because
+        they would not measure a save."""
         if self.kept < 0.9 * len(self.marks):
             raise RuntimeError(f"{self.kept} of {len(self.marks)} steps were kept")
         marks = self.marks[_WARM_STEPS:]
@@ -248,7 +250,7 @@ _clock = Clock()
 
 
 def train(name: str) -> None:
-    """Train as `sys.argv` says, and leave the figures beside the output."""
+    """Train as `sys.argv` says, and write the figures beside the output."""
     import keepstep
 
     keepstep.Checkpointer.save = _clock.around(keepstep.Checkpointer.save)  # type: ignore[method-assign]
@@ -263,7 +265,7 @@ def _timed(model: Any) -> None:
 
 
 def _begun(**components: Any) -> Any:
-    """The lines of any script."""
+    """Keep the components by the lines that any script can use."""
     import keepstep
 
     checkpointer = keepstep.Checkpointer(components)
@@ -392,8 +394,8 @@ def on_deepspeed(settings: dict[str, Any]) -> None:
 
 
 def _parts_of(engine: Any) -> dict[str, Any]:
-    """The same tensors, as if there were nothing to know of DeepSpeed: another world, or another
-    order of parameters, would not be noticed."""
+    """The tensors of the engine, without the adapter's knowledge of DeepSpeed: a restore would not
+    notice another world or another order of parameters."""
     from torch import nn
     from torch.optim import SGD
 

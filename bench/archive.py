@@ -1,10 +1,11 @@
-"""Uploads to an S3 gateway on this machine: our tier beside plain `obstore.put` of the same bytes.
+"""Uploads to a local S3 gateway: keepstep's tier beside plain `obstore.put` of the same bytes.
 
     python -m bench.archive [--mib 512] [--rounds 5]
 
-Interleaved, medians, one shard of one rank. `versitygw` must be installed. The gateway shares the
-cores and the drive with the uploader, so the absolute figures are those of the gateway; the bar is
-the ratio: at least 0.9. RSS is that of this process over an upload, and must not follow its size.
+The figures are medians of interleaved rounds, for one shard of one rank. `versitygw` must be
+installed. The gateway shares the cores and the drive with the uploader, so the absolute figures are
+those of the gateway. The bar is the ratio: at least 0.9. RSS is that of this process during an
+upload; it must not grow with the size of the upload.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def measure(gateway: Gateway, home: Path, *, mib: int, rounds: int) -> dict[str, Any]:
-    """Seconds and peaks of both, round by round."""
+    """Upload in both ways, in turns. Returns their figures."""
     volume = Volume(home / "local" / RUN, run=RUN)
     layout = make_layout(world=1, parameters=mib << 17)
     slot = staged(layout, 1)
@@ -78,7 +79,7 @@ def measure(gateway: Gateway, home: Path, *, mib: int, rounds: int) -> dict[str,
 
 
 def _summary(figures: dict[str, list[dict[str, float]]], size_bytes: int) -> dict[str, Any]:
-    """The first round of each is not counted: threads and caches are cold."""
+    """The figures without the first round of each way, in which threads and caches are cold."""
     speed = {
         name: statistics.median(size_bytes / one["seconds"] / 1e6 for one in rounds[1:])
         for name, rounds in figures.items()
@@ -101,7 +102,7 @@ def _summary(figures: dict[str, list[dict[str, float]]], size_bytes: int) -> dic
 
 
 async def ours(gateway: Gateway, bucket: str, found: LocalShard) -> None:
-    """As a sidecar does: with the check before, the digests, what is read back, and the record."""
+    """Upload as a sidecar does: check before, compute digests, read back, and write the record."""
     config = ArchiveConfig(
         url=f"s3://{bucket}/runs", every=1, endpoint=gateway.endpoint, region="us-east-1"
     )
@@ -116,7 +117,7 @@ async def ours(gateway: Gateway, bucket: str, found: LocalShard) -> None:
 
 
 async def plain(gateway: Gateway, bucket: str, found: LocalShard) -> None:
-    """The same bytes, mapped, in parts of the same size and number."""
+    """Upload the same bytes from a mapping, in parts of the same size and number."""
     store = S3Store(
         bucket,
         endpoint=gateway.endpoint,
@@ -124,7 +125,7 @@ async def plain(gateway: Gateway, bucket: str, found: LocalShard) -> None:
         client_options={"allow_http": True, "timeout": "120s"},
     )
     with found.path.open("rb") as file:
-        # Read from the drive, as ours is: what the round before has left in the cache goes.
+        # drop the pages that the last round left in the cache: keepstep reads from the drive, too
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         await obstore.put_async(
@@ -137,7 +138,7 @@ async def plain(gateway: Gateway, bucket: str, found: LocalShard) -> None:
 
 
 async def _observed(work: Any) -> dict[str, float]:
-    """Seconds, growth of RSS in bytes, CPU seconds of this process."""
+    """Seconds of `work`, and the growth of RSS in bytes and the CPU seconds of this process."""
     process, ended = psutil.Process(), threading.Event()
     before, peak = process.memory_info().rss, 0
 

@@ -1,13 +1,13 @@
 """Compares the bars of two checkouts of this repository on one quiet machine, in interleaved pairs.
 
-`python -m bench.compare --base TREE --pairs 5`: every subject is measured in TREE and in this
-checkout one right after the other, and which comes first turns from pair to pair. Each checkout is
+`python -m bench.compare --base TREE --pairs 5` measures every subject in TREE and in this checkout,
+one right after the other. Which checkout comes first alternates from pair to pair. Each checkout is
 measured by its own `bench.worker`; measures that differ between the two are named in the report.
-The floors are the machine's: each pair measures them once, for both.
+The floors belong to the machine, so each pair measures them once for both.
 
-A bar is worse when the median over the pairs is beyond the base's by more than `ALLOWED`; the
-ratios of single pairs beside it show how much of that is noise. Exits with 1 when one is worse, or
-has no figure.
+A bar is worse if its median over the pairs exceeds that of the base by more than `ALLOWED`. The
+ratios of single pairs beside it show how much of that is noise. The exit code is 1 if a bar is
+worse or has no figure.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MEASURES = ("worker.py", "measures.py", "ours.py", "lives.py", "trainer.py", "i
 
 @dataclass(frozen=True)
 class Change:
-    """One bar in both checkouts. `ratio` above 1 is worse; `pairs` are the ratios of each pair.
+    """One bar in both checkouts. A `ratio` above 1 is worse; `pairs` has the ratio of each pair.
 
     `missing` says why there is no figure.
     """
@@ -54,7 +54,7 @@ class Change:
 
     @property
     def worse(self) -> bool:
-        """By more than what is allowed."""
+        """Whether this checkout is worse by more than is allowed."""
         return not self.missing and self.ratio > ALLOWED
 
 
@@ -109,7 +109,7 @@ def _jobs(number: int, size: int) -> list[Job]:
 
 
 def compared(bar: Bar, results: dict[str, Results], size: int) -> Change:
-    """That bar's figure in both checkouts, over all pairs and in each."""
+    """The figure of `bar` in both checkouts, over all pairs and in each."""
     try:
         base, this = (bar.figure(results[which], size) for which in (BASE, THIS))
         ratio = _ratio(bar, results, size)
@@ -121,13 +121,13 @@ def compared(bar: Bar, results: dict[str, Results], size: int) -> Change:
         try:
             pairs.append(_ratio(bar, only, size))
         except LookupError:
-            continue  # one of its workers failed; said when it did
+            continue  # a worker failed, and was reported then
     return Change(bar.name, bar.unit, base, this, ratio, tuple(pairs))
 
 
 def _ratio(bar: Bar, results: dict[str, Results], size: int) -> float:
     base, this = (bar.figure(results[which], size) for which in (BASE, THIS))
-    # what is measured beyond a floor may be below nought: then its change counts against the floor
+    # a figure that is measured beyond a floor may be negative: then scale its change by the floor
     scale = base if base > 0 else bar.floor_value(results[BASE], size)
     return 1 + (this - base) / scale
 
@@ -142,7 +142,7 @@ def _described(
     directory: Path, trees: dict[str, Path], options: argparse.Namespace
 ) -> dict[str, str]:
     described = machine.describe(directory)
-    # paths of checkouts say nothing to a reader of the results: their commits do
+    # to a reader of the results, commits mean something, and paths of checkouts do not
     described["command"] = (
         f"python -m bench.compare --base TREE --pairs {options.pairs} --size {options.size}"
         + (f" --only {' '.join(options.only)}" if options.only else "")
@@ -159,7 +159,7 @@ def _described(
 
 
 def commit(tree: Path) -> str:
-    """Of a checkout, and whether its sources were changed since."""
+    """The commit of a checkout, and whether its sources have changed since."""
 
     def git(*words: str) -> str:
         done = subprocess.run(

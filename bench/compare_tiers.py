@@ -1,11 +1,12 @@
 """Compares tiers and reshards of two checkouts on one quiet machine, in interleaved pairs.
 
 `python -m bench.compare_tiers --base TREE --pairs 5`: each pair runs `bench.peer`, `bench.archive`
-and `bench.reshard` of TREE and of this checkout one right after the other; which comes first turns.
-`bench.compare` does the same for the bars of a save and a restore on one machine.
+and `bench.reshard` of TREE and of this checkout, one right after the other. Which checkout comes
+first alternates. `bench.compare` does the same for the bars of a save and a restore on one machine.
 
-A figure is worse when the median of the pairs' ratios is beyond what `bench.compare` allows. The
-floors that the commands measure, too, are not ours: how they differ shows the machine's noise.
+A figure is worse if the median of the pairs' ratios exceeds what `bench.compare` allows. The
+commands also measure floors, which do not depend on keepstep: their ratios show the machine's
+noise.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from bench.processes import ROOT
 
 @dataclass(frozen=True)
 class Figure:
-    """What `pattern` finds in what a command prints. `rate`: more is better; `floor`: not ours."""
+    """A figure that `pattern` finds in the output of a command. `rate`: more is better. `floor`: it
+    does not depend on keepstep."""
 
     name: str
     unit: str
@@ -102,7 +104,7 @@ def _measure(name: str, words: list[str], tree: Path, directory: Path, found: _F
 
 
 def report(found: dict[str, _Found], described: dict[str, str], size_mib: int) -> tuple[str, bool]:
-    """The whole table, and whether something of ours is worse. Ratios above 1 are worse."""
+    """The whole table, and whether a figure of keepstep is worse. Ratios above 1 are worse."""
     worse = False
     rows = []
     for figure in FIGURES:

@@ -1,11 +1,11 @@
-"""Time to durable with one drive and with two: file systems of their own on loop devices (root).
+"""Time to durable with one drive and with two, which are file systems on loop devices (root).
 
     python -m bench.drives [--mib 192] [--ranks 2] [--mb-per-second 100] [--rounds 3]
 
-Both drives are slowed to the same speed by the kernel (cgroup v1, blkio.throttle), because two
-files on one real drive share it. Where that cannot be had, nothing is measured. Writes go as a
-sidecar's do: one thread a volume, each rank's image on its own volume. The bar is 1.8 for two
-ranks; one rank's image lies on one volume, so for one rank a second drive changes nothing.
+The kernel slows both drives to the same speed (cgroup v1, blkio.throttle), because two files on one
+real drive share its speed. Without this throttle nothing is measured. Writes are those of a
+sidecar: one thread for each volume, each rank's image on its own volume. The bar is 1.8 for two
+ranks. One rank's image lies on one volume, so a second drive does not help a single rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(drives: list[Path], *, ranks: int, mib: int, rounds: int) -> dict[str, Any]:
-    """Seconds until all ranks are durable, one drive and two in turns."""
+    """Seconds until the images of all ranks are durable, on one drive and on two in turns."""
     slots = [staged(_layout(rank, ranks, mib), 1) for rank in range(ranks)]
     seconds: dict[int, list[float]] = {1: [], _DRIVES: []}
     for number in range(rounds):
@@ -108,7 +108,7 @@ def _drive(point: Path, size_bytes: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _throttled(drives: list[Path], bytes_per_second: int) -> Iterator[None]:
-    """This process in a cgroup that may write so fast to each of the drives."""
+    """Put this process into a cgroup that limits its writes to each drive."""
     group = _THROTTLE / f"keepstep-drives-{os.getpid()}"
     home = _THROTTLE / _own_group()
     group.mkdir()

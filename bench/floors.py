@@ -1,4 +1,4 @@
-"""The floors: what the machine itself takes to copy, write and read the same number of bytes."""
+"""The floors: how long the machine itself takes to copy, write and read as many bytes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _fio(file: Path, size_bytes: int, direction: str, options: list[str]) -> Fig
     command += [f"--bs={CHUNK_BYTES}", f"--size={share}", f"--offset_increment={share}"]
     command += ["--thread", "--output-format=json", *options]
     if hugepages.mount() is not None:
-        command.append("--iomem=shmhuge")  # mmaphuge has one file for all threads, and aborts
+        command.append("--iomem=shmhuge")  # mmaphuge uses one file for all threads, and aborts
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     results = json.loads(done.stdout)["jobs"]
     seconds = max(job[direction]["runtime"] for job in results) / 1e3

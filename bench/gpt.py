@@ -1,7 +1,7 @@
 """The state that is saved: the parameters of a GPT and AdamW's moments, of any total size.
 
-The tensors have a GPT's shapes and number (twelve blocks, some 590 tensors), so that a saver pays
-what it would pay in life for each tensor. The memory is touched and filled beforehand.
+The tensors have a GPT's shapes and number (twelve blocks, some 590 tensors), so that the overhead
+per tensor is as in a real training. The memory is touched and filled beforehand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Weights(nn.Module):
-    """Parameters of a GPT with `count` weights, give or take one row of the embedding."""
+    """Parameters of a GPT with `count` weights, up to a difference of one row of the embedding."""
 
     def __init__(self, count: int, *, device: str = "cpu", dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -54,7 +54,7 @@ def _shapes(count: int, width: int) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def filled(shape: tuple[int, ...], noise: Tensor, *, device: str = "cpu") -> Tensor:
-    """New touched memory that holds `noise` again and again; huge pages on a CPU."""
+    """A new tensor in touched memory, filled with repetitions of `noise`; huge pages on a CPU."""
     tensor = torch.empty(shape, dtype=noise.dtype, device=device)
     if device == "cpu":
         advise_huge_pages(tensor)
@@ -66,7 +66,7 @@ def filled(shape: tuple[int, ...], noise: Tensor, *, device: str = "cpu") -> Ten
 
 
 def advise_huge_pages(tensor: Tensor) -> None:
-    """madvise(MADV_HUGEPAGE) for new memory; first touch is several times cheaper with it."""
+    """Call madvise(MADV_HUGEPAGE) on new memory: its first touch is then several times cheaper."""
     begin = -(-tensor.data_ptr() // 4096) * 4096
     length = (tensor.data_ptr() + tensor.nbytes - begin) // 4096 * 4096
     if length >= 2 << 20:
@@ -74,7 +74,7 @@ def advise_huge_pages(tensor: Tensor) -> None:
 
 
 class TrainingState:
-    """A model and an optimizer of `size_bytes` together, as training would have them."""
+    """A model and an optimizer with `size_bytes` together, as a training would have them."""
 
     def __init__(self, size_bytes: int, *, device: str = "cpu") -> None:
         self.model = Weights(size_bytes // _BYTES_PER_PARAMETER, device=device)
@@ -99,7 +99,7 @@ class TrainingState:
         return flat
 
     def nested(self) -> dict[str, Any]:
-        """What a script hands to `torch.save`."""
+        """The state as a script would pass it to `torch.save`."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -107,7 +107,7 @@ class TrainingState:
         }
 
     def components(self) -> dict[str, Any]:
-        """What a script hands to `keepstep.Checkpointer`."""
+        """The components that a script would pass to `keepstep.Checkpointer`."""
         return {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
 
     @property
@@ -116,8 +116,8 @@ class TrainingState:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def step_off_cpu(self, step: int) -> None:
-        """An optimizer step whose work is elsewhere: real, but only the smallest parameter has a
-        gradient, as the rest would be updated by an accelerator."""
+        """A real optimizer step that costs the CPU little: only the smallest parameter has a
+        gradient, as if an accelerator updated the others."""
         self.progress["step"] = step
         self._tiny.grad = self._gradient
         self.optimizer.step()

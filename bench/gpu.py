@@ -34,7 +34,7 @@ _MINUTES = 7.0
 def main() -> int:
     options = _options()
     if options.register_as is not None:
-        # before anything touches CUDA: it must see this process as that user from the start
+        # before anything touches CUDA, which must see this process as that user from the start
         from bench import gpu_copies
 
         gpu_copies.child(
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _missing(device: str) -> str:
-    """What is missing, and what to do; empty when all is there."""
+    """What is missing, and what to do; empty if nothing is."""
     absent = [one for one in (*_NEEDED, *_NEEDED_TOO) if importlib.util.find_spec(one) is None]
     if absent:
         return (
@@ -102,7 +102,7 @@ def _measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     results["registration"] = _guarded(lambda: gpu_copies.registration(device, size))
     results["training"] = {}
     for shape in gpu_training.TINY if smoke else gpu_training.SHAPES:
-        # filled as it goes, so that what was measured before a failure stays
+        # `figures` is filled during the measurement, so that a failure keeps earlier figures
         figures: dict[str, Any] = {}
         results["training"][shape.name] = figures
         if why := gpu_training.obstacle(shape, device, directory):
@@ -120,7 +120,7 @@ def _measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def _guarded(work: Any) -> Any:
-    """A part that fails is reported as such; the other parts still count."""
+    """Run one part. If it fails, report that; the other parts still count."""
     try:
         return work()
     except Exception as error:
@@ -129,7 +129,7 @@ def _guarded(work: Any) -> Any:
 
 
 def _alarm_at(deadline: float) -> None:
-    """Raise TimeoutError in whatever runs then: the deadline is checked only between parts."""
+    """Raise TimeoutError at `deadline`, whatever runs then: parts check it only in between."""
 
     def ring(*_: object) -> None:
         raise TimeoutError("the time budget is used up")

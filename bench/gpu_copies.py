@@ -1,4 +1,4 @@
-"""Copies between GPU and host memory, and what it costs to register a slot with CUDA."""
+"""Measures copies between GPU and host memory, and the cost of registering a slot with CUDA."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Figures = dict[str, float | str]
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device; nothing on a CPU."""
+    """Wait for the device; returns at once on a CPU."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -55,8 +55,8 @@ def bandwidth(device: str, size_bytes: int) -> Figures:
 
 
 def registration(device: str, size_bytes: int) -> dict[str, Figures]:
-    """Seconds per GiB to register touched shared memory: as we are, and as uid 1000 where we are
-    root, there with the usual RLIMIT_MEMLOCK of 8 MiB."""
+    """Seconds per GiB to register touched shared memory, as the current user. If that is root, also
+    as uid 1000 with the usual RLIMIT_MEMLOCK of 8 MiB."""
     who = {f"uid {os.getuid()}": os.getuid()}
     if os.getuid() == 0:
         who[f"uid {_USER}, RLIMIT_MEMLOCK 8 MiB"] = _USER
@@ -64,7 +64,7 @@ def registration(device: str, size_bytes: int) -> dict[str, Figures]:
 
 
 def child(device: str, size_bytes: int, uid: int, path: str) -> None:
-    """What the process of `registration` does: prints one JSON object."""
+    """The work of the process that `registration` starts: prints one JSON object."""
     if uid != os.getuid():
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (_MEMLOCK_BYTES, _MEMLOCK_BYTES))
         os.setgroups([])
@@ -110,14 +110,14 @@ def _register_as(uid: int, device: str, size_bytes: int) -> Figures:
 
 
 def _register(address: int, size_bytes: int) -> str:
-    """Empty when it worked."""
+    """Register memory with CUDA. Returns the error; empty if it worked."""
     error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
     return f"cudaHostRegister failed: cudaError {error}" if error else ""
 
 
 @contextlib.contextmanager
 def _slot(size_bytes: int) -> Iterator[tuple[Tensor, int]]:
-    """Touched shared memory, as a sidecar makes it, and its address."""
+    """Touched shared memory like a sidecar's, and its address."""
     fd, path = tempfile.mkstemp(prefix=MEMORY_PREFIX, dir="/dev/shm")
     os.posix_fallocate(fd, 0, size_bytes)
     os.close(fd)
@@ -134,7 +134,7 @@ def _mapped(path: Path, size_bytes: int) -> Iterator[tuple[mmap.mmap, int]]:
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), size_bytes)
     yield memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    # not closed here: tensors over it may live on, and unmapping is the collector's duty
+    # not closed here: tensors over it may still live; the garbage collector unmaps it
 
 
 def _pinned(size_bytes: int) -> Tensor:

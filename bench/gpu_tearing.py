@@ -1,8 +1,8 @@
 """Does an image ever hold two steps? Tensors are changed right after `save()` returns.
 
-Every element of step k is k. So a shard that was sealed for step k must hold nothing but k: first
-when an optimizer changes them (the fence), then in place behind keepstep's back (the image has to
-be discarded, or to be whole).
+Every element of step k is k, so a shard that was sealed for step k must only hold k. First an
+optimizer changes the tensors, which the fence covers. Then they are changed in place without an
+optimizer: the image has to be discarded or whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TENSORS, _ROWS = 16, 512
 
 
 def measure(device: str, directory: Path, *, steps: int, width: int) -> dict[str, float | str]:
-    """Counts: steps saved, shards checked, torn ones (must be 0), discarded ones."""
+    """Counts of steps saved, shards checked, torn shards (must be 0) and discarded images."""
     figures: dict[str, float | str] = {}
     for name in ("optimizer", "in_place"):
         figures |= {
@@ -51,11 +51,11 @@ def _one(device: str, directory: Path, name: str, steps: int, width: int) -> dic
         for step in range(1, steps):
             change()
             checkpointer.save(step)
-            # the change that must not be seen comes at once, or while the copy runs
+            # the change, which the image must not contain, comes at once or while the copy runs
             time.sleep(0.0 if step % 2 else 0.002)
         checkpointer.fence()
         discarded = checkpointer.stats.discarded
-        # the last one may have been discarded, as it should be
+        # the last image may have been discarded, which is correct
         with contextlib.suppress(keepstep.NotDurableError):
             checkpointer.close(timeout=60.0)
         checked, torn = _check(directory)

@@ -1,4 +1,4 @@
-"""A bf16 GPT trained while every step is saved: what that costs, and how it comes back."""
+"""Trains a bf16 GPT and saves every step: measures the cost, and the restore."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAVERS: tuple[type[Saver], ...] = (KeepstepLazy, KeepstepEager, DcpAsyncReused, 
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT. `batch` sequences of `context` tokens a step."""
+    """A GPT. A step has `batch` sequences of `context` tokens."""
 
     name: str
     layers: int
@@ -42,7 +42,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """About so many weights."""
+        """The approximate number of weights."""
         return self.layers * 12 * self.width**2 + 2 * self.vocabulary * self.width
 
     @property
@@ -159,7 +159,7 @@ class Training:
 
 
 def obstacle(shape: Shape, device: str, directory: Path) -> str:
-    """Why this size cannot run here; empty when it can."""
+    """Why this size cannot run here; empty if it can."""
     need = shape.state_bytes
     shared, disk = shutil.disk_usage("/dev/shm").free, shutil.disk_usage(directory).free
     memory = memory_limit_bytes()
@@ -179,9 +179,9 @@ def measure(
     steps: int,
     deadline: float,
 ) -> None:
-    """Plain steps, then every saver, then restore, into `results` by subject.
+    """Measure plain steps, then every saver, then a restore, into `results` by subject.
 
-    `deadline` by the monotonic clock: savers for which the time does not suffice are skipped.
+    `deadline` is by the monotonic clock. Savers for which there is no time are skipped.
     """
     training = Training(shape, device)
     plain = _loop(training, None, steps=steps, patience_s=20.0)
@@ -230,7 +230,7 @@ def _saver(kind: type[Saver], training: Training, directory: Path) -> Iterator[S
 
 
 def _warm(training: Training, saver: Saver) -> None:
-    """Slots made and each registered once, buffers pinned, processes there."""
+    """Save until all slots are made and registered, buffers pinned and processes started."""
     for _ in range(2):
         _step(training, saver)
         saver.wait_durable()
@@ -244,14 +244,14 @@ def _warm(training: Training, saver: Saver) -> None:
 
 
 def _loop(training: Training, saver: Saver | None, *, steps: int, patience_s: float) -> Figures:
-    """Medians over steps that save each; stops early when a saver is too slow."""
+    """Medians over steps that are all saved. Stops early if a saver is too slow."""
     end = time.perf_counter() + patience_s
     times: list[tuple[float, float]] = []
     for number in range(steps + _WARM_STEPS):
         times.append(_step(training, saver))
         if time.perf_counter() > end and number >= 2:
             break
-    # a slow saver has no steps to spare for warming up: then its last two count
+    # a slow saver may not have made enough steps to drop the warm-up: then its last two count
     measured = times[min(_WARM_STEPS, len(times) - 2) :]
     figures: Figures = {
         "step_s": statistics.median(step for step, _ in measured),
@@ -264,7 +264,7 @@ def _loop(training: Training, saver: Saver | None, *, steps: int, patience_s: fl
 
 
 def _step(training: Training, saver: Saver | None) -> tuple[float, float]:
-    """(seconds of the whole step, seconds that the training thread was held by the saver)."""
+    """(seconds of the whole step, seconds that the saver held up the training thread)."""
     begun = time.perf_counter()
     training.compute()
     before_fence = time.perf_counter()
@@ -273,7 +273,7 @@ def _step(training: Training, saver: Saver | None) -> tuple[float, float]:
     fenced = time.perf_counter()
     step = training.progress["step"] + 1
     training.update(step)
-    # as a script that looks at its loss: from here on the CPU waits for the GPU, not for us
+    # like a script that reads its loss: here the CPU waits for the GPU, not for the saver
     training.loss.item()
     synchronize(training.device)
     before_save = time.perf_counter()

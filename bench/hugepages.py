@@ -1,6 +1,6 @@
 """The same figures on huge pages: `python -m bench --huge-pages` reserves them while it runs.
 
-Slots, and what the floors write from and read into, are of 2 MiB pages then. Needs root.
+Slots, and the memory of the floors, are then on pages of 2 MiB. Needs root.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from tests import hugetlbfs
 
 _VARIABLE = "KEEPSTEP_BENCH_HUGETLBFS"
 _SLOTS = 6
-"""Of the largest image: two more than a rank has by default, for the floors beside it."""
+"""Images of the largest size for which pages are reserved: a rank's default number of slots, and
+two more for the floors."""
 
 
 @contextmanager
 def reserved(size_bytes: int, directory: Path) -> Iterator[None]:
-    """For all that one worker needs at a time. Raises RuntimeError where there are too few."""
+    """Reserve all huge pages that one worker needs at a time. Raises RuntimeError if there are too
+    few."""
     count = _SLOTS * (size_bytes // HUGE_PAGE_BYTES + 16)
     with hugetlbfs.reserved(count), hugetlbfs.mounted(directory) as mount:
         os.environ[_VARIABLE] = str(mount)
@@ -32,13 +34,13 @@ def reserved(size_bytes: int, directory: Path) -> Iterator[None]:
 
 
 def mount() -> Path | None:
-    """Where they are, None without."""
+    """Where the huge pages are mounted; None if none are reserved."""
     found = os.environ.get(_VARIABLE)
     return Path(found) if found else None
 
 
 def memory(size_bytes: int) -> mmap.mmap | None:
-    """So many bytes of them, up to whole pages; None without."""
+    """Memory of `size_bytes`, rounded up to whole huge pages; None if none are reserved."""
     if (there := mount()) is None:
         return None
     path = there / f"floor-{os.getpid()}"
@@ -50,7 +52,7 @@ def memory(size_bytes: int) -> mmap.mmap | None:
 
 
 def clean() -> None:
-    """Give back what a worker left that was killed."""
+    """Free the huge pages that a killed worker left."""
     if (there := mount()) is not None:
         for path in sorted(there.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()

@@ -1,4 +1,4 @@
-"""What `import keepstep` adds to `import torch`: each in processes of their own."""
+"""Measures what `import keepstep` adds to `import torch`, each in its own processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print(json.dumps([torch_s, package_s, time.perf_counter() - begun]))
 
 
 def measure(*, repeats: int = 5) -> dict[str, float]:
-    """Seconds: torch alone, keepstep after it, and keepstep with its `Checkpointer`."""
+    """Seconds to import torch alone, keepstep after it, and keepstep with its `Checkpointer`."""
     rows = []
     for _ in range(repeats + 1):
         done = subprocess.run(

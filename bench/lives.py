@@ -1,4 +1,5 @@
-"""Lives of one run: started plainly, killed with SIGKILL, restored from memory and from disk."""
+"""Measures lives of one run: started without keepstep, killed with SIGKILL, restored from memory
+and from disk."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _PATIENCE_S = 120.0
 
 
 def measure(size_bytes: int, directory: Path) -> Figures:
-    """All lives, one after the other; seconds."""
+    """All lives, one after the other. Returns seconds."""
     plain = _first_step(Trainer(size_bytes, "--plain"))
     sidecar = Sidecar(directory, slots=slots_for(size_bytes))
     try:
@@ -57,7 +58,7 @@ class Trainer:
         )
 
     def until(self, event: str) -> dict[str, Any]:
-        """The next line of that kind. Raises RuntimeError when the process ends without it."""
+        """The next line with this event. Raises RuntimeError if the process ends without it."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             said = json.loads(line)
@@ -66,13 +67,14 @@ class Trainer:
         raise RuntimeError(f"the trainer ended ({self.process.wait()}) before {event!r}")
 
     def kill(self) -> float:
-        """SIGKILL; when, by the monotonic clock. The process is reaped later, as in life."""
+        """Send SIGKILL. Returns the time, by the monotonic clock. Does not reap the process: in a
+        real run that happens later, too."""
         at = time.monotonic()
         os.kill(self.process.pid, signal.SIGKILL)
         return at
 
     def end(self) -> None:
-        """Reap it."""
+        """Kill the process if it still runs, and reap it."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(_PATIENCE_S)
@@ -88,7 +90,7 @@ def _first_step(trainer: Trainer) -> float:
 
 
 def _killed(size_bytes: int, sidecar: Sidecar) -> Figures:
-    """Kill a trainer after three commits; its successor starts at once."""
+    """Kill a trainer after at least three commits. Its successor starts at once."""
     options = ("--steps", "1000", "--commit")
     first = Trainer(size_bytes, *options, socket=sidecar.socket)
     try:
@@ -115,7 +117,7 @@ def _killed(size_bytes: int, sidecar: Sidecar) -> Figures:
 
 
 def _engine(directory: Path) -> Figures:
-    """The newest shard read and verified into touched memory, beside a bare read of that file."""
+    """Read and verify the newest shard into touched memory, beside a bare read of its file."""
     from keepstep_sidecar.tiers import transfer
     from keepstep_sidecar.tiers.source import local_source
     from keepstep_sidecar.volume.volume import Volume
@@ -126,7 +128,7 @@ def _engine(directory: Path) -> Figures:
         shard = max(volume.scan().shards, key=lambda shard: shard.step_id)
         source = local_source(VolumeSet([volume]), shard)
         path, size = shard.path, shard.size_bytes
-        # as in a slot: shared memory in small pages, unless huge ones are measured
+        # memory as of a slot: shared, on small pages unless huge pages are measured
         with hugepages.memory(size) or mmap.mmap(-1, size) as memory:
             ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, size)
             loads, reads = [], []
@@ -142,11 +144,11 @@ def _engine(directory: Path) -> Figures:
 
 
 def _from_local(size_bytes: int, sidecar: Sidecar, kind: str, *, ahead_s: float = 0.0) -> Figures:
-    """Trainer and sidecar gone, and every image in memory too.
+    """Restore after trainer, sidecar and all images in memory are gone.
 
-    So the first touch of a slot is paid for again. `bare`: the trainer asks as soon as the
-    sidecar's socket is there. `ahead`: the sidecar has `ahead_s` before, as in life while the
-    trainer still imports torch.
+    So the first touch of a slot is paid for again. `kind` is `bare` if the trainer asks as soon as
+    the sidecar's socket is there. It is `ahead` if the sidecar starts `ahead_s` before that, as in
+    a real restart, in which the trainer still imports torch.
     """
     sidecar.kill()
     sidecar.forget_memory()

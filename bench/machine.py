@@ -1,4 +1,4 @@
-"""What machine the figures come from."""
+"""Describes the machine that the figures come from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def describe(directory: Path) -> dict[str, str]:
 
 
 def slug() -> str:
-    """A short name for files, from processor, cores and memory."""
+    """A short name for files, made of processor, cores and memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     name = f"{_processor()}-{len(os.sched_getaffinity(0))}core-{memory:.0f}gib"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -1,7 +1,7 @@
 """What is measured of a saver, on a CPU. All values are seconds unless their name says otherwise.
 
-The training thread is this thread. "Compute off the CPU" is a sleep: an accelerator works, the
-thread waits. "Compute on every core" is a matrix product on all of torch's threads.
+The training thread is the calling thread. "Compute off the CPU" is a sleep: an accelerator works
+and the thread waits. "Compute on every core" is a matrix product on all of torch's threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Figures = dict[str, float]
 
 @dataclass
 class Steps:
-    """Hands out growing step numbers, over all measures of one saver."""
+    """Hands out ascending step numbers, across all measures of one saver."""
 
     last: int = -1
 
@@ -32,7 +32,7 @@ class Steps:
 
 
 def warm_up(saver: Saver, steps: Steps, *, saves: int = 2) -> Figures:
-    """Let it make its buffers, slots and processes; nothing of this is measured."""
+    """Let the saver make its buffers, slots and processes. This is not measured."""
     for _ in range(saves):
         saver.save(steps.next())
         time.sleep(0.2)
@@ -43,7 +43,7 @@ def warm_up(saver: Saver, steps: Steps, *, saves: int = 2) -> Figures:
 
 
 def blocked(saver: Saver, steps: Steps, *, gap_s: float, repeats: int = 2) -> Figures:
-    """What one save costs the training thread: the call, and the fence after `gap_s` of work."""
+    """How long one save blocks the training thread: the call, and the fence after `gap_s`."""
     samples = []
     for _ in range(repeats):
         begun = time.perf_counter()
@@ -59,8 +59,8 @@ def blocked(saver: Saver, steps: Steps, *, gap_s: float, repeats: int = 2) -> Fi
 
 
 def once(saver: Saver, steps: Steps, *, gap_s: float, size_bytes: int) -> Figures:
-    """One save that gives both: what it blocks (call, and fence after `gap_s`), and when it is
-    durable, seen by a thread beside. For savers too slow to be asked twice."""
+    """One save that gives both: how long it blocks (the call, and the fence after `gap_s`), and
+    when it is durable, as another thread sees it. For savers that are too slow for two saves."""
     ended: list[float] = []
 
     def watch() -> None:
@@ -89,7 +89,7 @@ def once(saver: Saver, steps: Steps, *, gap_s: float, size_bytes: int) -> Figure
 
 
 def durable(saver: Saver, steps: Steps, *, size_bytes: int, repeats: int = 2) -> Figures:
-    """From the call to durable, from staged to durable, and the CPU it took."""
+    """The time from the call to durable and from staged to durable, and the CPU seconds."""
     samples = []
     for _ in range(repeats):
         time.sleep(0.1)
@@ -126,13 +126,13 @@ def durable(saver: Saver, steps: Steps, *, size_bytes: int, repeats: int = 2) ->
 
 
 def inflation(saver: Saver, steps: Steps, *, wait_s: float, count: int) -> Figures:
-    """Step time when every step is saved, over the same steps without; compute off the CPU."""
+    """The ratio of step times with a save in every step and without, with compute off the CPU."""
     return _every_step(saver, steps, lambda: time.sleep(wait_s), count=count)
 
 
 def busy(saver: Saver, steps: Steps, *, step_s: float, count: int) -> Figures:
-    """The same with compute on every core: seconds that a save adds to a step, and the CPU
-    seconds that others than this process spent meanwhile."""
+    """The same with compute on every core: the seconds that a save adds to a step, and the CPU
+    seconds that the saver's helper processes spent for it."""
     work = Compute(step_s)
     before = saver.background_cpu_s()
     figures = _every_step(saver, steps, work.step, count=count)
@@ -143,8 +143,8 @@ def busy(saver: Saver, steps: Steps, *, step_s: float, count: int) -> Figures:
 def lost(saver: Saver, steps: Steps, *, step_s: float, quiet_s: float) -> Figures:
     """Training time lost while a staged step is persisted, with compute on every core.
 
-    Lost is what the steps between staged and durable took beyond the mean of the steps around
-    them.
+    The lost time is how much longer the steps between the save and durable took than the mean of
+    the steps before and after.
     """
     work = Compute(step_s)
     quiet = work.times_for(quiet_s)
@@ -182,7 +182,7 @@ class Compute:
         self._products = max(1, round(step_s / once))
 
     def step(self) -> None:
-        """One step's work."""
+        """Do the work of one step."""
         for _ in range(self._products):
             torch.mm(self._left, self._right, out=self._out)
 
@@ -193,7 +193,7 @@ class Compute:
         return time.perf_counter() - begun
 
     def times_for(self, seconds: float) -> list[float]:
-        """Step times, for about that long."""
+        """The times of steps for about so many `seconds`; at least four."""
         end = time.perf_counter() + seconds
         times: list[float] = []
         while time.perf_counter() < end or len(times) < 4:

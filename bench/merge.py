@@ -1,8 +1,8 @@
 """Joins the samples of several runs of one machine and commit into one report.
 
-`python -m bench.merge NAME A.json B.json ...`: for when one run has no time for every size. Floors
-are pooled with everything else, so each median has its floors of the same runs beside it. A subject
-that failed at a size is left out where another run measured it.
+`python -m bench.merge NAME A.json B.json ...` is for sizes that do not fit into the time of one
+run. Floors are pooled like all other samples, so each median has floors of the same runs beside it.
+If a subject failed at a size in one run and another run measured it, the failure is left out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from bench.results import Results, Sample
 
 
 def merge(reports: list[dict[str, Any]]) -> tuple[Results, dict[str, str]]:
-    """All samples, and the machine with every run's command. Raises ValueError when the reports
-    are of different machines."""
+    """All samples, and the machine with every run's command. Raises ValueError if the reports are
+    of different machines."""
     machines = [report["machine"] for report in reports]
     for fixed in ("processor", "kernel", "torch", "python"):
         if len({machine[fixed] for machine in machines}) > 1:
@@ -26,7 +26,7 @@ def merge(reports: list[dict[str, Any]]) -> tuple[Results, dict[str, str]]:
     results = Results()
     for number, report in enumerate(reports):
         for one in report["samples"]:
-            # rounds of different runs stay apart
+            # keep rounds of different runs apart
             results.samples.append(Sample(**{**one, "round": 100 * number + one["round"]}))
     measured = {(one.subject, one.size_bytes) for one in results.samples if not one.missing}
     results.samples = [
