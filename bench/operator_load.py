@@ -1,13 +1,15 @@
-"""The operator at size: `python -m bench.operator_load` says what it takes and how soon.
+"""The operator at size: `python -m bench.operator_load` measures its resources and its delays.
 
-Ten thousand pods of eight ranks in a thousand runs, each with a hundred archived steps; as many
-runs that are finished, and twenty thousand pods of others. The stand-in for the API server, all
-reporters, and whoever asks the reconciler's health are processes of their own; the webhook's
-client is this one. Then the same goes on beside one hostile tenant, whose pods send every report
-that the API accepts as often as it lets them, and beside five thousand connections that ask for
-nothing. `--scale 0.01` is a hundredth of the size. Needs what the tests need.
+The load: ten thousand pods of eight ranks in a thousand runs, each with a hundred archived steps; a
+thousand finished runs; and twenty thousand pods without keepstep. The stand-in for the API server,
+the reporters, and the probe of the reconciler's health are each a process of their own. This
+process is the client of the webhook. The load is then measured beside five thousand connections
+that ask for nothing, and beside one hostile tenant, whose pods send the most expensive reports that
+the API accepts, as often as it lets them. `--scale 0.01` is a hundredth of the size. Needs what the
+tests need.
 
-(Not `operator`: a script in this folder would import that in place of the standard library's.)
+(The module is not called `operator`: scripts in this folder would import it in place of the
+standard library's.)
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ _RANKS, _STEP, _NAMESPACES = 8, 1_000_000, 100
 _ARCHIVED_STEPS = tuple(range(1000, 101_000, 1000))
 _NONCE = epoch()["nonce"]
 _AT_ONCE = asyncio.Semaphore(64)
-"""Reports on their way: one process cannot be as fast as ten thousand pods, and if it tries its own
-handshakes time out."""
+"""Limits concurrent reports: one process cannot be as fast as ten thousand pods, and without the
+limit its own handshakes time out."""
 _RESULTS = Path(__file__).parent / "results"
 _BARS = {
     "rss_mib": 300.0, "cores": 0.5, "ready_s": 60.0, "condition_visible_s": 3.0,
@@ -82,8 +84,8 @@ _IDLE_SOURCES = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """`changes`: runs a second of which a condition changes. `period_s`: of each pod's reports.
-    `idle`: connections of the last phase."""
+    """The size of the load. `changes`: runs of which a condition changes, per second. `period_s`:
+    the interval of each pod's reports. `idle`: connections that ask for nothing."""
 
     runs: int
     pods: int
@@ -116,12 +118,13 @@ class Size:
 
 
 def _namespace(run: int) -> str:
-    """Of one tenant's reports only so many are taken as all of them together may cost."""
+    """The namespace of a run. Runs are spread over many namespaces, because the operator limits
+    what all reports of one tenant together may cost."""
     return f"team-{run % _NAMESPACES}"
 
 
 class Watched(Cluster):
-    """The stand-in, which also remembers when `Committing` of a run became something else."""
+    """The stand-in for the API server, which also records when `Committing` of a run changes."""
 
     changed: dict[str, list[tuple[float, str]]]
 
@@ -164,13 +167,15 @@ def _cluster(size: Size) -> Watched:
 
 
 def _hostile_pods() -> Iterator[Body]:
-    """Each a run of its own, or they would take turns in what they say."""
+    """The pods of the hostile tenant. Each is a run of its own: pods of one run would take turns in
+    their reports."""
     for number in range(_HOSTILE_PODS):
         yield pod(run=f"{_HOSTILE}-{number}", namespace=_HOSTILE)
 
 
 def _archived(size: Size, run: int) -> Iterator[tuple[str, Body]]:
-    """Path and body of a run and of its archived steps, as reconcile has written them before."""
+    """Path and body of a run and of each of its archived steps, as an earlier reconciler wrote
+    them."""
     name, namespace, uid = f"run-{run}", _namespace(run), f"u-run-{run}"
     base = f"{GROUP}/namespaces/{namespace}"
     metadata = {"name": name, "namespace": namespace, "uid": uid, "generation": 1}
@@ -193,7 +198,7 @@ async def _serve(size: Size) -> None:
 
 @dataclass
 class Apart:
-    """The same in another process."""
+    """The stand-in for the API server in another process."""
 
     url: str = ""
 
@@ -209,7 +214,7 @@ class Apart:
                 child.kill()
 
     async def seen(self) -> dict[str, Any]:
-        """What was written there, and which conditions changed when."""
+        """The number of writes so far, and when conditions changed."""
         async with (
             aiohttp.ClientSession() as session,
             session.get(f"{self.url}/bench") as answer,
@@ -219,7 +224,7 @@ class Apart:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Apart]:
-        """What `reconciler` asks for: it runs already."""
+        """The interface that `reconciler` needs; the stand-in already runs."""
         yield self
 
 
@@ -260,7 +265,8 @@ class Reporter:
 
     @property
     def stalls(self) -> bool:
-        """Whether the report says why no step becomes committed, which every second one does."""
+        """Whether the report says why no step becomes committed. Every second report of a changing
+        run's first pod does."""
         return self.size.changing(self.run) and self.number == 0 and self.sequence % 2 == 0
 
     def _steps(self) -> tuple[int, ...]:
@@ -280,7 +286,7 @@ class Reporter:
         }
 
     async def go_on(self, operator: Operator) -> None:
-        """Report until cancelled, the first time when its turn has come."""
+        """Report until cancelled. The first reports of all pods are spread over a period."""
         loop = asyncio.get_running_loop()
         each_s = self.size.period_s / (self.size.runs * self.size.pods)
         await asyncio.sleep((self.run * self.size.pods + self.number) * each_s)
@@ -295,7 +301,8 @@ class Reporter:
             await asyncio.sleep(max(0.0, next_s - loop.time()))
 
     async def _told(self, operator: Operator, body: bytes) -> Body:
-        """Again when a connection breaks, or it is to come later, after the pauses of a sidecar."""
+        """Send a report. Like a sidecar, retry with pauses if the connection breaks or the operator
+        asks to come later."""
         failures = 0
         while True:
             try:
@@ -316,7 +323,7 @@ class Reporter:
 
 
 def _ask_health(url: str) -> None:
-    """Until it is killed: a line with each answer's milliseconds."""
+    """Probe the health until killed; print a line with the milliseconds of each answer."""
     host = url.removeprefix("http://")
     while True:
         begun = time.perf_counter()
@@ -329,7 +336,7 @@ def _ask_health(url: str) -> None:
 
 
 async def _admit(hook: Webhook, until_s: float) -> list[float]:
-    """Milliseconds of twenty injections a second."""
+    """Inject pods, twenty per second, until `until_s`. Returns the milliseconds of each, sorted."""
     loop, spent = asyncio.get_running_loop(), list[float]()
     template = pod(0)
     template["metadata"]["labels"] = {}
@@ -346,8 +353,8 @@ async def _admit(hook: Webhook, until_s: float) -> list[float]:
 @dataclass(frozen=True, kw_only=True)
 class Told:
     """What all reporters did. `toggled`: by run, when a report that changes a condition was
-    answered, and whether it stalls commits. `answered`: when a report began, and how long it took
-    until it was taken in, with all that it had to come again."""
+    answered, and whether it stalls commits. `answered`: when a report began, and how many seconds
+    passed until it was accepted, with all its retries."""
 
     reports: int
     answered: list[tuple[float, float]]
@@ -356,13 +363,14 @@ class Told:
 
 
 async def _report(size: Size, url: str, certificate: Path) -> Told:
-    """Until SIGTERM; says in a line when every reporter's whole report was taken, and what
-    conditions become counts from then on."""
+    """Report until SIGTERM. Prints a line when every reporter's whole report was accepted. The
+    figures count only what comes after that."""
     trust = trusting(certificate.read_bytes())
     sslproto.SSLProtocol.max_size = 16 << 10  # 256 KiB for each of ten thousand connections else
 
     async def go_on(one: Reporter) -> None:
-        """From an address of its own, as every pod: of one source few connections are taken."""
+        """Report from an address of its own like a pod: the operator accepts few connections from
+        one source."""
         number = one.run * size.pods + one.number
         connector = aiohttp.TCPConnector(
             ssl=trust,
@@ -398,7 +406,8 @@ async def _report(size: Size, url: str, certificate: Path) -> Told:
 
 
 def _visible_s(told: Told, changed: dict[str, list[list[Any]]], phase: Phase) -> list[float]:
-    """From the answer to a report that changes a condition until the object says so."""
+    """Seconds from the answer to a report that changes a condition until the object shows the
+    change; sorted."""
     found = []
     for run, toggled in told.toggled.items():
         seen = changed.get(f"run-{run}", [])
@@ -414,8 +423,8 @@ def _visible_s(told: Told, changed: dict[str, list[list[Any]]], phase: Phase) ->
 
 
 async def _harm(url: str) -> None:
-    """Until it is killed: each pod of one tenant sends what is dearest, the next as soon as the
-    one before is answered, whatever that says."""
+    """Do harm until killed: each pod of one tenant sends the most expensive reports. It sends the
+    next one soon after each answer, whatever the answer says."""
     bodies = [msgspec.json.encode(one() | {"sequence": 0}) for one in REPORTS]
     cut = [one.partition(b'"sequence":0') for one in bodies]
 
@@ -438,8 +447,8 @@ async def _harm(url: str) -> None:
 
 
 async def _idle(url: str, count: int) -> None:
-    """Until it is killed: so many connections are held open, each with a handshake and a part of a
-    head; what is ended is opened again."""
+    """Hold `count` connections open until killed, each with a handshake and a part of a request's
+    head. A connection that ends is opened again."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     port = int(url.rpartition(":")[2])
@@ -466,7 +475,7 @@ async def _idle(url: str, count: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What was seen from `since` to `until`, in Unix seconds. Times are sorted."""
+    """What was measured from `since` to `until`, in Unix seconds. Lists of times are sorted."""
 
     since: float
     until: float
@@ -486,7 +495,7 @@ class Phase:
 
 @asynccontextmanager
 async def _beside(*options: str) -> AsyncIterator[None]:
-    """This program does something else meanwhile, and has begun to."""
+    """Run this program with `options` in another process meanwhile, after it has settled."""
     if not options:
         yield
         return
@@ -502,7 +511,7 @@ async def _beside(*options: str) -> AsyncIterator[None]:
 async def _phase(
     operator: Operator, hook: Webhook, apart: Apart, minutes: float, *harm: str
 ) -> Phase:
-    """Measure for so long, while a process with these options does harm."""
+    """Measure for `minutes`, while a process with the options `harm`, if any, does harm."""
     loop = asyncio.get_running_loop()
     async with _beside(*harm):
         probe = await _begun("--probe", operator.metrics_url)
@@ -513,7 +522,7 @@ async def _phase(
         rss_mib = operator.memory_mib()
         probe.kill()
         health = sorted(float(one) for one in (await asked)[0].splitlines()[:-1])
-    await asyncio.sleep(Size.period_s)  # what was put off is told, before the next one
+    await asyncio.sleep(Size.period_s)  # delayed reports come before the next phase
     return Phase(
         since=since,
         until=until,
@@ -540,14 +549,14 @@ async def _measure(scale: float, apart: Apart, minutes: float, directory: Path) 
         assert reporting.stdout is not None
         await reporting.stdout.readline()
         taken_s = loop.time() - begun - ready_s
-        await asyncio.sleep(size.period_s)  # what was put off, and is written now
+        await asyncio.sleep(size.period_s)  # for delayed writes
         to_begin = (await apart.seen())["writes"]
         usual = await _phase(operator, hook, apart, minutes)
         harmed = {
             "idle": await _phase(
                 operator, hook, apart, minutes, "--idle", operator.url, "--scale", str(scale)
             ),
-            # the last one: the memory that it takes is not given back at once
+            # last, because the memory that it takes is not given back at once
             "hostile": await _phase(operator, hook, apart, minutes, "--harm", operator.url),
         }
         reporting.terminate()
@@ -577,12 +586,12 @@ async def _measure(scale: float, apart: Apart, minutes: float, directory: Path) 
 
 
 def _p99(found: list[float]) -> float:
-    """Of what is sorted."""
+    """The 99th percentile of a sorted list; NaN if it is empty."""
     return found[int(len(found) * 0.99)] if found else float("nan")
 
 
 def _seen(told: Told, changed: dict[str, list[list[Any]]], phase: Phase) -> dict[str, float]:
-    """What runs saw of the operator."""
+    """The figures of the operator as runs saw it in `phase`."""
     visible = _visible_s(told, changed, phase)
     taken = sorted(seconds for begun, seconds in told.answered if phase.has(begun))
     return {
@@ -596,7 +605,7 @@ def _seen(told: Told, changed: dict[str, list[list[Any]]], phase: Phase) -> dict
 def _added(
     usual: Phase, seen: dict[str, float], phase: Phase, told: dict[str, float]
 ) -> Iterator[tuple[str, float]]:
-    """What became of living runs beside harm, and of the operator."""
+    """The figures of a phase with harm: what it added for live runs, and how the operator did."""
     for name in ("reports_p99", "condition_visible"):
         yield f"{name}_added_s", told[f"{name}_s"] - seen[f"{name}_s"]
     yield "slowest_report_s", told["slowest_report_s"]
@@ -607,7 +616,7 @@ def _added(
 
 
 async def _begun(*options: str) -> asyncio.subprocess.Process:
-    """This program once more, as something else."""
+    """Start this program with `options` in another process."""
     command = (sys.executable, "-m", "bench.operator_load", *options)
     return await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
 

@@ -16,7 +16,7 @@ _DURABLE_TIMEOUT_S = 120.0
 
 
 def slots_for(size_bytes: int) -> int:
-    """Four slots, as by default, unless the machine's memory has no room for them."""
+    """Four slots, the default, unless the machine's memory has no room for them."""
     memory = memory_limit_bytes()
     shared = shutil.disk_usage("/dev/shm").free
     return 4 if 7 * size_bytes < memory and 4.1 * size_bytes < shared else 2
@@ -56,7 +56,7 @@ class KeepstepLazy(Saver):
 
     def wait_ready(self) -> None:
         self._sidecar.wait_slots()
-        # until then there was none for every save
+        # until all slots are made, saves may find none: do not count those
         self._unready = self._checkpointer.stats.skipped
 
     def wait_staged(self) -> None:
@@ -80,13 +80,14 @@ class KeepstepLazy(Saver):
         }
 
     def restore_again(self, tier: str) -> float:
-        """Close, lose the memory if `tier` is local, and restore in this process; seconds of
-        `restore()`. The sidecar has had the time to adopt its slots, or to fetch and hash ahead."""
+        """Close, lose the memory if `tier` is local, and restore in this process. Returns the
+        seconds of `restore()`. Before it, the sidecar has time to adopt its slots, or to fetch and
+        hash ahead."""
         from keepstep import Checkpointer
 
         self._checkpointer.close()
-        # a new sidecar in both cases: the old one gives the rank of a process that lives on to a
-        # second Checkpointer only after two seconds, which no restart ever meets
+        # Both tiers need a new sidecar. The old one would give the rank to a second Checkpointer of
+        # the same live process only after two seconds, a wait that no real restart has.
         self._sidecar.kill()
         if tier == "local":
             self._sidecar.forget_memory()

@@ -1,13 +1,13 @@
-"""What `keepstep ui` costs a run's sidecar while somebody looks, and how soon a change is shown.
+"""What `keepstep ui` costs a run's sidecar while it has viewers, and how soon it shows a change.
 
     python -m bench.page [--rounds 3] [--seconds 20] [--write]
 
-A training keeps a step each 100 ms and waits for its commit. In turns nobody, one and three look at
-its page, over the stream that a browser reads; each turn is preceded by two seconds that do not
-count. Cost: CPU seconds of the sidecar, and of `keepstep ui` itself, by the wall; medians over the
-rounds, and what the page costs is the difference to nobody, round by round. Shown: from a commit,
-as the trainer sees it, to the first event that names that step or a later one; all commits of
-these turns. Bars: at most 1 % of a core, and 2 s.
+A training keeps a step each 100 ms and waits for its commit. In turns, no viewer, one and three
+look at its page, over the stream that a browser reads. The first two seconds of each turn do not
+count. The cost is CPU seconds of the sidecar, and of `keepstep ui` itself, per second of wall time,
+as medians over the rounds. What the page adds is the difference to a turn without viewers in the
+same round. The delay is measured for all commits of these turns: from a commit, as the trainer sees
+it, to the first event that names that step or a later one. Bars: at most 1 % of a core, and 2 s.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def main() -> None:
 
 
 class Page:
-    """Figures by number of viewers: shares of a core, one a round; seconds until shown."""
+    """Figures by number of viewers: shares of a core, one for each round, and seconds until
+    shown."""
 
     def __init__(self) -> None:
         self.sidecar: dict[int, list[float]] = {number: [] for number in VIEWERS}
@@ -106,7 +107,7 @@ async def _measured(home: Path, rounds: int, seconds: float) -> Page:
                     begun, before = time.monotonic(), (cpu_s(sidecar), cpu_s(ui))
                     await asyncio.sleep(seconds)
                     after, wall = (cpu_s(sidecar), cpu_s(ui)), time.monotonic() - begun
-                    await asyncio.sleep(_SETTLED_S)  # the last ones are shown, too
+                    await asyncio.sleep(_SETTLED_S)  # so that the last commits are shown, too
                 page.sidecar[number].append((after[0] - before[0]) / wall)
                 page.ui[number].append((after[1] - before[1]) / wall)
                 within = [one for one in list(commits) if 0 <= one[1] - begun <= wall]
@@ -117,11 +118,12 @@ async def _measured(home: Path, rounds: int, seconds: float) -> Page:
 
 
 Seen = tuple[int, float]
-"""A step, and when: `time.monotonic()`, which all processes of a machine share."""
+"""A step, and its time by `time.monotonic()`, which all processes of a machine share."""
 
 
 def _after_s(commit: Seen, events: list[Seen]) -> float:
-    """Raises RuntimeError where it was not shown at all."""
+    """Seconds from the commit to the first event that shows it. Raises RuntimeError if there is
+    none."""
     step, at = commit
     for shown, when in events:
         if shown >= step:
@@ -131,9 +133,10 @@ def _after_s(commit: Seen, events: list[Seen]) -> float:
 
 @contextlib.asynccontextmanager
 async def _looking(url: str, number: int) -> Any:
-    """So many viewers of the run's page; what each saw as committed, as it comes."""
+    """Look at the run's page with `number` viewers. Yields what each has seen as committed; the
+    lists grow meanwhile."""
     seen: list[list[Seen]] = [[] for _ in range(number)]
-    jar = aiohttp.CookieJar(unsafe=True)  # cookies for an address, not a name
+    jar = aiohttp.CookieJar(unsafe=True)  # takes cookies from an address without a name
     limits = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(cookie_jar=jar, timeout=limits) as client:
         async with client.get(url) as answer:
@@ -165,7 +168,7 @@ async def _read(client: aiohttp.ClientSession, changes: str, seen: list[Seen]) -
 
 @contextlib.contextmanager
 def _training(home: Path) -> Iterator[list[Seen]]:
-    """`keepstep run` of bench/trainer.py; its commits, as they come."""
+    """Run bench/trainer.py under `keepstep run`. Yields its commits; the list grows meanwhile."""
     words = ["--bytes", _BYTES, "--steps", 10**6, "--step-s", _STEP_S, "--commit"]
     script = ROOT / "bench" / "trainer.py"
     command = [*_KEEPSTEP, "run", "--run", "bench", "--", sys.executable, script, *words]
@@ -197,7 +200,7 @@ def _ui(home: Path) -> Iterator[tuple[int, str]]:
 
 @contextlib.contextmanager
 def _started(command: list[Any], home: Path) -> Iterator[subprocess.Popen[str]]:
-    """Ended with SIGTERM. What it says beside its output is in `home`."""
+    """Start `command`, and end it with SIGTERM. Its stderr goes to a file in `home`."""
     words = [str(word) for word in command]
     with (home / "errors").open("a") as errors:
         process = subprocess.Popen(

@@ -1,8 +1,9 @@
-"""What a write is made of: CPU seconds per GB of the digest alone, and of O_DIRECT alone.
+"""The parts of a write: CPU seconds per GB of the digest alone, and of O_DIRECT alone.
 
     python -m bench.parts [--mib 1024] [--directory DIR]
 
-Both over the same memory and in the writers' chunks, each for itself, in turns; medians.
+Both run over the same memory in the chunks of a writer, separately and in turns. The figures are
+medians.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _fill(memory: mmap.mmap) -> None:
 
 
 def _cpu_s(part: Callable[[memoryview, int], object], view: memoryview) -> float:
-    """Of this thread, over the whole memory."""
+    """CPU seconds of this thread for `part` over the whole memory."""
     begun = time.thread_time()
     for at in range(0, len(view), CHUNK_BYTES):
         with view[at : at + CHUNK_BYTES] as chunk:

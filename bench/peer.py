@@ -1,17 +1,18 @@
-"""One lost rank from its buddy over loopback, beside a plain copy over the same TLS.
+"""Restores one lost rank from its buddy over loopback, beside a plain copy over the same TLS.
 
     python -m bench.peer [--mib 512] [--rounds 5] [--dir DIR] [--twin]
 
-The floors are what two processes reach over plain TLS, `sendall` from memory on one side and
-`recv_into` on the other, over as many streams as we use: the receiver of a restore digests each
-8 MiB in memory of the image's size, that of a copy digests and writes each 8 MiB with O_DIRECT and
-flushes at the end. Ours also reads the sender's drive; a copy is checked before it is sent, too.
-One plain stream whose receiver does nothing with its bytes stands beside them. Medians, ratios of
-each round's own two; in odd rounds the floors come first.
+The floors are what two processes reach over plain TLS, with `sendall` from memory on one side and
+`recv_into` on the other, over as many streams as keepstep uses. The receiver of a restore digests
+each 8 MiB, in memory of the image's size. The receiver of a copy digests each 8 MiB, writes it with
+O_DIRECT, and flushes at the end. keepstep also reads the sender's drive, and checks a copy before
+it is sent. A third floor is one plain stream whose receiver does nothing with the bytes. Figures
+are medians, and ratios are within a round. In odd rounds the floors come first.
 
-`--twin`: instead, what a buddy does with a copy of which its own shard has all chunks but one:
-they are read there and written, or share blocks, where the file system of DIR (XFS, btrfs) can. No
-link: seconds and CPU from the copy's begin to its name, bytes written, space taken.
+`--twin` measures instead what a buddy does with a copy if its own shard has all chunks of it but
+one. It reads these chunks there, and writes them or shares their blocks if the file system of DIR
+can (XFS, btrfs). There is no link. The figures are seconds and CPU from the start of the copy until
+it has its name, bytes written, and space taken.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ COPY_FLOOR = f"plain TLS, {STREAMS} streams, received, digested and written"
 
 
 def _pour(listener: socket.socket, files: Files, size: int, streams: int) -> None:
-    """Send `size` bytes over `streams` connections, as often as somebody connects."""
+    """Send `size` bytes over `streams` connections, each time that a receiver connects."""
     data = memoryview(mmap.mmap(-1, CHUNK))
 
     def one(plain: socket.socket) -> None:
@@ -74,11 +75,11 @@ def _pour(listener: socket.socket, files: Files, size: int, streams: int) -> Non
 
 
 Use = Callable[[int, memoryview], object]
-"""What a receiver does with each `CHUNK` bytes, by their number."""
+"""What a receiver does with each chunk of `CHUNK` bytes; the number counts chunks."""
 
 
 def _drink(address: Any, files: Files, views: list[memoryview], streams: int, use: Use) -> None:
-    """Receive `views` over `streams` connections."""
+    """Fill `views` over `streams` connections, and call `use` for each."""
     each = len(views) // streams
 
     def one(stream: int) -> None:
@@ -115,7 +116,7 @@ def floor(files: Files, views: list[memoryview], streams: int, use: Use) -> floa
 
 
 def floors(files: Files, memory: memoryview, directory: Path) -> dict[str, float]:
-    """Seconds of each, into `memory`."""
+    """Seconds of each floor, received into `memory`."""
     views = [memory[at : at + CHUNK] for at in range(0, len(memory) // CHUNK * CHUNK, CHUNK)]
     found = {
         PLAIN: floor(files, views, 1, lambda *_: None),
@@ -148,7 +149,7 @@ def _buddy(node: Node, files: Files) -> subprocess.Popen[str]:
 
 
 async def ours(node: Node, view: memoryview, found: Any, files: Files) -> tuple[float, float]:
-    """Seconds to send one copy to a buddy in a process of its own, and to restore it."""
+    """Seconds to send one copy to a buddy in another process, and to restore it from there."""
     buddy = _buddy(node, files)
     try:
         assert buddy.stdout is not None
@@ -169,7 +170,7 @@ async def ours(node: Node, view: memoryview, found: Any, files: Files) -> tuple[
 
 
 async def one_round(directory: Path, mib: int, *, ours_first: bool) -> dict[str, float]:
-    """GB/s of each way, in one round."""
+    """GB/s of each way in one round."""
     authority = Authority(directory / "certificates")
     node = Node(directory / "drives", 0, authority.files(0))
     files = authority.files(1)
@@ -190,7 +191,7 @@ async def one_round(directory: Path, mib: int, *, ours_first: bool) -> dict[str,
 
 
 class Unshared(Filesystem):
-    """What one says that cannot share blocks."""
+    """A file system that cannot share blocks."""
 
     def clone(self, source: int, fd: int, offset: int, size_bytes: int) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -204,13 +205,13 @@ def _twins(mib: int) -> tuple[Slot, Slot]:
 
 
 def _written_bytes() -> int:
-    """By this process, to drives."""
+    """How many bytes this process has written to drives."""
     told = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(told["write_bytes"])
 
 
 def _keep_copy(copies: Copies, shards: Shards, sent: Path, slot: Slot) -> None:
-    """All that the keeper of a copy does, but for TLS."""
+    """Do all that the keeper of a copy does, except for TLS."""
     layout, name = slot.layout, ShardName(id=slot.id, rank=0, world=2)
     with sent.open("rb") as file, aligned_buffer(CHUNK) as first, memoryview(first) as data:
         file.readinto(data)
@@ -226,7 +227,7 @@ def _keep_copy(copies: Copies, shards: Shards, sent: Path, slot: Slot) -> None:
 
 
 def twin(directory: Path, mib: int, filesystem: Filesystem) -> tuple[float, ...]:
-    """Seconds, seconds of CPU, MiB written and MiB of space taken."""
+    """(seconds, CPU seconds, MiB written, MiB of space taken) of one copy of a twin's shard."""
     one, other = _twins(mib)
     sender = Volume(directory / "sender" / RUN, run=RUN)
     sent = sender.write(one.view, one.layout, one.control).shard.path
@@ -246,7 +247,7 @@ def twin(directory: Path, mib: int, filesystem: Filesystem) -> tuple[float, ...]
 
 
 def twins(options: argparse.Namespace) -> None:
-    """Both ways in turns; medians."""
+    """Measure both ways in turns, and print medians."""
     found: dict[str, list[tuple[float, ...]]] = {"written": [], "shared": []}
     for _ in range(options.rounds):
         for way, filesystem in (("written", Unshared()), ("shared", Filesystem())):

@@ -1,6 +1,6 @@
 """The other ways to save a PyTorch state, each in the best configuration that it documents.
 
-`build/peers` holds what `python -m bench.setup_peers` installed and compiled there, apart from the
+`python -m bench.setup_peers` installs and compiles some of them in `build/peers`, apart from the
 environment that pins torch.
 """
 
@@ -72,7 +72,7 @@ class DcpSave(Saver):
 
 
 class _DcpAsync(Saver):
-    """`dcp.async_save`; every save waits for the one before it, as it requires."""
+    """`dcp.async_save`. Every save waits for the previous one, as torch requires."""
 
     process: ClassVar[bool] = False
     keeps_stager: ClassVar[bool] = False
@@ -223,7 +223,7 @@ class FastPersist(Saver):
                 aio = builder.AsyncIOBuilder().load(verbose=False)
         except Exception as error:
             raise PeerMissing(f"DeepSpeed's async_io does not load: {error}") from error
-        # torch.save never calls the casts that this op offers, and without CUDA it refuses to load
+        # torch.save never calls the casts of this op, which does not load without CUDA
         vars(importlib.import_module("deepspeed.io.fast_file_writer"))["UtilsBuilder"] = _NoCasts
         self._io = io
         self._handle = aio.aio_handle(
@@ -296,6 +296,6 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _to_stderr() -> Iterator[None]:
-    """DeepSpeed prints to stdout, where our result goes."""
+    """Send DeepSpeed's prints to stderr, because the result goes to stdout."""
     with contextlib.redirect_stdout(sys.stderr):
         yield

@@ -1,4 +1,4 @@
-"""The report's pictures: how blocked time and time to durable grow, and what saving costs."""
+"""Draws the report's pictures: how blocked time and time to durable grow, and what saving costs."""
 
 from __future__ import annotations
 

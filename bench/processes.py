@@ -1,4 +1,4 @@
-"""Processes seen through /proc: CPU seconds, memory, and the sidecar that `keepstep run` starts."""
+"""CPU seconds and memory of processes, read from /proc, and a sidecar to measure."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MEMORY_PREFIX = "keepstep-bench-"
 
 
 def environment(*, tree: Path = ROOT, **extra: str) -> dict[str, str]:
-    """This environment with the packages of `tree`, a checkout, first on PYTHONPATH."""
+    """This process's environment with the packages of the checkout `tree` first on PYTHONPATH."""
     parts = [str(tree / "lib/src"), str(tree / "sidecar/src"), str(tree)]
     parts += filter(None, [os.environ.get("PYTHONPATH")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(parts)), **extra}
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process, all threads, to the nanosecond; 0 when it is gone."""
+    """CPU seconds of all threads of a process, to the nanosecond; 0 if it is gone."""
     try:
         # CPUCLOCK_SCHED of another process: include/linux/posix-timers.h
         return time.clock_gettime((~pid << 3) | 2)
@@ -39,7 +39,7 @@ def cpu_s(pid: int) -> float:
 
 
 def tree_cpu_s(pid: int | None = None) -> float:
-    """CPU seconds of a process and its living descendants, and of its children that ended."""
+    """CPU seconds of a process, of its live descendants, and of its children that ended."""
     pid = pid or os.getpid()
     ended = 0.0
     if pid == os.getpid():
@@ -57,7 +57,7 @@ def _children(pid: int) -> list[int]:
 
 
 def machine_cpu_s() -> float:
-    """CPU seconds that the whole machine has spent, kernel threads too (resolution 10 ms)."""
+    """CPU seconds that the whole machine has spent, with kernel threads (resolution 10 ms)."""
     words = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     user, nice, system, _idle, _iowait, irq, softirq = map(int, words[:7])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
@@ -75,7 +75,7 @@ def memory_kib(pid: int) -> dict[str, int]:
 
 
 def memory_limit_bytes() -> int:
-    """The machine's memory, or the control group's limit when that is less."""
+    """The machine's memory, or the control group's limit if that is lower."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):  # "max", or no such file
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -107,7 +107,7 @@ class Sidecar:
         return self._process.pid
 
     def start(self, *, wait: bool = True, timeout_s: float = 30.0) -> float:
-        """Start it; returns the seconds until its socket was there. Raises RuntimeError."""
+        """Start the sidecar. Returns the seconds until its socket exists. Raises RuntimeError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
         command = [sys.executable, "-m", "keepstep_sidecar", "--run", "bench"]
@@ -126,7 +126,7 @@ class Sidecar:
         return time.perf_counter() - started
 
     def cpu_s(self) -> float:
-        """CPU seconds since it started."""
+        """CPU seconds of the sidecar since it started."""
         return cpu_s(self.pid)
 
     def status(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class Sidecar:
             connection.close()
 
     def wait_slots(self, *, timeout_s: float = 120.0) -> None:
-        """Return when every slot of rank 0 is made: their first touch costs seconds per GiB."""
+        """Wait until every slot of rank 0 is made: their first touch takes seconds per GiB."""
         deadline = time.monotonic() + timeout_s
         while sum(len(rank["slots"]) for rank in self.status()["ranks"]) < self._slots:
             if time.monotonic() > deadline:
@@ -149,7 +149,7 @@ class Sidecar:
             time.sleep(0.05)
 
     def wait_sealed(self, *, timeout_s: float = 120.0) -> None:
-        """Return when rank 0 has an image in memory: fetched, hashed, ready to be restored."""
+        """Wait until rank 0 has an image in memory that is fetched, hashed and ready to restore."""
         deadline = time.monotonic() + timeout_s
         while not any(
             slot["state"] == "sealed" for rank in self.status()["ranks"] for slot in rank["slots"]
@@ -159,14 +159,15 @@ class Sidecar:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """SIGKILL, as an out-of-memory killer would; nothing when it does not run."""
+        """Send SIGKILL, like an out-of-memory killer. Does nothing if the sidecar does not run."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
             self.socket.unlink(missing_ok=True)
 
     def forget_memory(self) -> None:
-        """Lose every slot, as when the machine was switched off. Only while it is not running."""
+        """Lose every slot, as if the machine had been switched off. Only while the sidecar does not
+        run."""
         shutil.rmtree(self.memory_dir)
         self.memory_dir.mkdir(mode=0o700)
         self._forget_huge()
@@ -176,11 +177,11 @@ class Sidecar:
             shutil.rmtree(self._huge, ignore_errors=True)
 
     def log_tail(self) -> str:
-        """The end of what it logged."""
+        """The end of the sidecar's log."""
         return self._log.read_text()[-3000:] if self._log.exists() else ""
 
     def close(self) -> None:
-        """End it and free its memory; the volume's files stay."""
+        """End the sidecar and free its memory. The files on the volume stay."""
         self.kill()
         shutil.rmtree(self.memory_dir, ignore_errors=True)
         self._forget_huge()

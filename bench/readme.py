@@ -1,7 +1,7 @@
-"""Copies tables of results to where people read them: README, and docs/measured.md.
+"""Copies tables of results into README and docs/measured.md.
 
-`python -m bench.readme BARS.md PEERS.md` after runs that should be shown (one file twice is fine);
-no figure there is typed by hand.
+Call `python -m bench.readme BARS.md PEERS.md` after runs that should be shown. Both may be the same
+file. No figure in these pages is typed by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
 def bars_of(report: Path) -> str:
-    """What docs/measured.md shows: the machine, and the table of floors and bars."""
+    """The part for docs/measured.md: the machine, and the table of floors and bars."""
     text = report.read_text()
     machine = f"{_row(text, 'processor')}, {_row(text, 'memory')}, {_row(text, 'volume')}"
     made = _made(text, report, "../")
@@ -24,7 +24,7 @@ def bars_of(report: Path) -> str:
 
 
 def peers_of(report: Path) -> str:
-    """What README shows: the table of other tools."""
+    """The part for README: the table of other tools."""
     text = report.read_text()
     where = report.resolve().relative_to(ROOT)
     intro = (

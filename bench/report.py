@@ -1,4 +1,4 @@
-"""Results as Markdown and JSON: the bars first, then every figure beside the peers, then growth."""
+"""Writes results as Markdown and JSON: the bars, then all figures beside the peers, then growth."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Column:
 
 
 def seconds(value: float) -> str:
-    """Three significant digits, in s or ms."""
+    """A time in s or ms, with three significant digits."""
     if abs(value) < 0.0995:
         return f"{value * 1e3:.3g} ms"
     return f"{value:.3g} s"
@@ -118,7 +118,7 @@ def to_json(results: Results, *, machine: dict[str, str], main: int) -> str:
 
 
 def size_name(size_bytes: int) -> str:
-    """ "2 GiB"."""
+    """The name of a size, like "2 GiB"."""
     gib = size_bytes / (1 << 30)
     return f"{gib:g} GiB" if gib >= 1 else f"{size_bytes >> 20} MiB"
 
@@ -227,8 +227,8 @@ def _by_size(results: Results, rows: Iterable[Sequence[str]]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """In Markdown."""
+    """A table in Markdown."""
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    # a reason may hold several lines; a cell may not
+    # a reason may have several lines, but a cell must have one
     lines += ["| " + " | ".join(cell.replace("\n", " ") for cell in row) + " |" for row in rows]
     return "\n".join(lines)

@@ -24,8 +24,8 @@ _WORLDS = (256, 1024, 4096)
 def plan(world: int, tensors: int) -> tuple[float, float, int]:
     """Seconds and MiB to plan for one of `world` // 2 ranks, and the pieces of that plan.
 
-    The layouts are those of a 2-D mesh: rows over `world` / 8, columns over 8 ranks; simulated, as
-    the index has them once all headers were read.
+    The layouts are those of a 2-D mesh: rows over `world` / 8 ranks, columns over 8. They are
+    simulated as the index holds them after all headers were read.
     """
     import torch
 
@@ -62,7 +62,7 @@ def _peak_mib() -> float:
 def _plans() -> None:
     print("ranks   tensors      boxes   pieces   seconds   MiB beyond torch")
     for world in _WORLDS:
-        # a process each: a peak never goes down again
+        # each in its own process, because a process's peak never goes down
         command = [sys.executable, "-m", "bench.reshard", "--plan-one", str(world)]
         subprocess.run(command, check=True)
 

@@ -1,11 +1,11 @@
 """Four ranks save, two restore, on one machine: seconds and memory, beside floors and stock DCP.
 
-The ranks of a life are forked from a process that has imported torch, and talk by gloo. The state
-is sharded by rows; the sidecar is killed and its memory emptied in between, so that everything
-comes from the drive. That it does is part of the figures: `..._device_mib` is what the kernel's
-block layer read for each side, where a page that was in the cache counts nothing. Floor and restore
-read the same files, with O_DIRECT, 8 MiB at a time on 4 threads; stock DCP reads buffered, from
-files whose pages are dropped before.
+The ranks of a life are forked from a process that has imported torch, and communicate by gloo. The
+state is sharded by rows. Between the lives the sidecar is killed and its memory is emptied, so that
+all bytes come from the drive. The figures prove this: `..._device_mib` is what the kernel's block
+layer read for each side, without pages from the cache. Floor and restore read the same files with
+O_DIRECT, 8 MiB at a time on 4 threads. Stock DCP uses buffered reads, from files whose pages were
+dropped before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.processes import Sidecar, environment, memory_kib
 Figures = dict[str, float]
 
 FRAMES = 6
-"""Of a window: `keepstep.restore.images.FRAMES`, without importing torch."""
+"""The frames of a window: equals `keepstep.restore.images.FRAMES`, whose import needs torch."""
 
 _TENSORS = 32
 _COLUMNS = 4096
@@ -37,7 +37,7 @@ _SAVED, _RUNNING = 4, 2
 
 
 def measure(size_bytes: int, directory: Path) -> Figures:
-    """One life of four ranks, one of two; and what the same bytes take otherwise."""
+    """Measure a life of four ranks and one of two, floors for the same bytes, and stock DCP."""
     sidecar = Sidecar(directory, slots=2)
     try:
         sidecar.start()
@@ -48,7 +48,7 @@ def measure(size_bytes: int, directory: Path) -> Figures:
                 file.unlink()
         step = max(one for one in directory.glob("bench/0*") if one.is_dir())
         figures = _floors(step, size_bytes)
-        # no memory to fetch whole images ahead: all bytes come through the ranks' windows
+        # leave no memory to fetch whole images ahead: all bytes come through the ranks' windows
         windows = _RUNNING * FRAMES * CHUNK_BYTES
         sidecar.options = ("--memory-limit", str(windows + (1 << 20)))
         sidecar.start()
@@ -79,7 +79,7 @@ def _floors(step: Path, size_bytes: int) -> Figures:
 
 
 def _device_mib(pid: int) -> float:
-    """What was read from block devices for a process since it began."""
+    """MiB that were read from block devices for a process since it began."""
     for line in Path(f"/proc/{pid}/io").read_text().splitlines():
         if line.startswith("read_bytes:"):
             return int(line.split()[1]) / 2**20
@@ -152,7 +152,7 @@ def _save(size_bytes: int, rank: int, world: int, where: str) -> Figures:
         for step in itertools.count():
             kept = torch.tensor(int(checkpointer.save(step)))
             torch.distributed.all_reduce(kept, torch.distributed.ReduceOp.MIN)
-            if kept:  # the first saves find no slot yet
+            if kept:  # the first saves may find no slot
                 return {}
             time.sleep(0.2)
 
@@ -190,8 +190,8 @@ def _stock(size_bytes: int, rank: int, world: int, where: str) -> Figures:
 
 
 def _timed(work: Callable[[], Any]) -> Figures:
-    """Seconds, what this process itself read from the drive, and the peaks of memory beyond what
-    was there before, MiB: of this process alone, and what it mapped of the sidecar's."""
+    """Seconds of `work`, MiB that this process itself read from the drive, and the growth of memory
+    at its peak in MiB: of this process alone, and of what it maps of the sidecar's."""
     import torch.distributed as dist
 
     dist.barrier()

@@ -1,9 +1,10 @@
-"""kill -9 of a trainer to the next finished step: cold beside `keepstep run --warm`.
+"""Time from kill -9 of a trainer to the next finished step: cold beside `keepstep run --warm`.
 
     python -m bench.restart [--rounds 5]
 
-Interleaved, medians. The example GPT in its default size, each step kept, one process and two ranks
-under torchrun; rank 0 is killed once it has finished 25 steps. The bar is on torchrun: at most 1 s.
+The figures are medians of interleaved rounds. The training is the example GPT in its default size,
+with each step kept, as one process and as two ranks under torchrun. Rank 0 is killed after it has
+finished 25 steps. The bar is for torchrun: at most 1 s.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _shown(seconds: list[float]) -> str:
 
 
 def gap_s(ranks: int, *, warm: bool) -> float:
-    """One run that is killed once; seconds until a step is finished again."""
+    """Run a training and kill it once. Returns the seconds until a step is finished again."""
     home = Path(tempfile.mkdtemp(prefix="keepstep-bench-"))
     journal = home / "log.jsonl"
     options = ["--dir", str(home), "--run", "gpt", "--restarts", "1", *["--warm"][: int(warm)]]
@@ -94,7 +95,7 @@ def _await(command: subprocess.Popen[bytes], reached: Callable[[], bool]) -> Non
 
 
 def _events(journal: Path) -> list[dict[str, Any]]:
-    """What the training has logged, whole lines only."""
+    """What the training has logged, without an incomplete last line."""
     if not journal.exists():
         return []
     whole = journal.read_bytes().rpartition(b"\n")[0]
@@ -102,7 +103,7 @@ def _events(journal: Path) -> list[dict[str, Any]]:
 
 
 def _first_after(journal: Path, killed: float) -> float | None:
-    """When the first step of the next life was finished (unix seconds)."""
+    """When the first step of the next life was finished, in unix seconds; None if none is yet."""
     events = _events(journal)
     lives = [at for at, one in enumerate(events) if "first" in one and one["wall"] > killed]
     return next((one["wall"] for at in lives for one in events[at:] if "step" in one), None)

@@ -1,4 +1,4 @@
-"""Samples of all rounds, and what is computed from them: medians, spread, the bars."""
+"""Samples of all rounds, and the figures computed from them: medians, spread, the bars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class Sample:
-    """One process's figures for one subject and size in one round, or why there are none."""
+    """The figures of one process for one subject and size in one round, or why it has none."""
 
     subject: str
     size_bytes: int
@@ -38,7 +38,7 @@ class Results:
         self.samples: list[Sample] = []
 
     def spread(self, subject: str, size_bytes: int, figure: str) -> Spread | None:
-        """None when nothing was measured."""
+        """The spread of a figure; None if it was not measured."""
         values = sorted(
             one.figures[figure]
             for one in self.samples
@@ -54,7 +54,7 @@ class Results:
         return Spread(statistics.median(values), low, high, len(values))
 
     def median(self, subject: str, size_bytes: int, figure: str) -> float:
-        """Median; raises LookupError when nothing was measured."""
+        """The median of a figure. Raises LookupError if it was not measured."""
         spread = self.spread(subject, size_bytes, figure)
         if spread is None:
             raise LookupError(f"{subject}: no {figure} at {size_bytes} bytes")
@@ -75,7 +75,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Bar:
-    """One line of "what done means": `figure` must not exceed `limit`."""
+    """One requirement: `figure` must not exceed `limit`."""
 
     name: str
     limit: float

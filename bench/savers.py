@@ -1,7 +1,8 @@
-"""One shape for every way to save: what the training thread calls, and when it is durable.
+"""One interface for every way to save: what the training thread calls, and when it is durable.
 
 A saver's `save` returns when training may go on, `fence` when the tensors may change, and
-`wait_durable` when the bytes are on media and flushed: where a peer does not flush, we do.
+`wait_durable` when the bytes are on media and flushed. If a peer does not flush, its saver here
+does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 
 class Savable(Protocol):
-    """A training state, in the shapes that the savers want."""
+    """A training state, in the forms that the savers need."""
 
     @property
     def size_bytes(self) -> int:
@@ -32,7 +33,7 @@ class Savable(Protocol):
         """What a script hands to `keepstep.Checkpointer`."""
 
     def step_off_cpu(self, step: int) -> None:
-        """An optimizer step that takes no time of the CPU."""
+        """An optimizer step that costs the CPU little, as if an accelerator did it."""
 
 
 class Saver(abc.ABC):
@@ -41,7 +42,7 @@ class Saver(abc.ABC):
     name: ClassVar[str]
     note: ClassVar[str] = ""
     blocking: ClassVar[bool] = False
-    """Durable when `save` returns: nothing goes on beside the training."""
+    """Whether a step is durable when `save` returns: nothing runs in the background."""
 
     def __init__(self, state: Savable, directory: Path) -> None:
         self.state = state
@@ -50,13 +51,13 @@ class Saver(abc.ABC):
 
     @abc.abstractmethod
     def save(self, step: int) -> None:
-        """Begin to save, after what was begun before is durable."""
+        """Begin to save, once the previous save is durable."""
 
     def fence(self) -> None:  # noqa: B027  (most savers copy before `save` returns)
         """Return when the tensors may change."""
 
     def wait_ready(self) -> None:  # noqa: B027  (most savers make nothing in the background)
-        """Return when nothing is being prepared any more; called after a first save."""
+        """Return when all preparation is done; called after a first save."""
 
     def wait_staged(self) -> None:  # noqa: B027  (most savers have no such state)
         """Return when the step no longer depends on the training process's tensors."""
@@ -65,11 +66,11 @@ class Saver(abc.ABC):
         """Return when the last saved step is on media and flushed."""
 
     def background_cpu_s(self) -> float:
-        """CPU seconds of helper processes alone (they count in this process's tree as well)."""
+        """CPU seconds of helper processes alone, which this process's tree includes, too."""
         return 0.0
 
     def extra(self) -> dict[str, float]:
-        """Further figures, at the end."""
+        """Further figures, asked for at the end."""
         return {}
 
     def close(self) -> None:
@@ -77,7 +78,7 @@ class Saver(abc.ABC):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def path(self, step: int) -> Path:
-        """Where this step goes."""
+        """The path to which this step is saved."""
         return self.directory / f"step-{step:06d}"
 
 

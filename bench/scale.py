@@ -1,16 +1,17 @@
-"""A restart of thousands of ranks, part by part: what it takes, and how that grows.
+"""Measures a restart of thousands of ranks, part by part, and how its costs grow.
 
     python -m bench.scale                              all parts for 256, 1,024, 4,096, 16,384 ranks
     python -m bench.scale --worlds 256 1024 --parts vote gossip
     python -m bench.scale --parts operator --write     the result into bench/results
 
-Each part runs the product's own code for one process of the restart, in a process of its own; what
-all others would say is made beforehand and not timed. There is no network: bytes are counted, not
-sent, but for those of the operator, whose pods are simulated clients on loopback
-(`bench.scale_operator`). A node has 8 ranks and the model 195 parameters and AdamW's state.
+Each part runs the product's own code for one process of the restart, in a process of its own. What
+the other processes would send is made beforehand and not timed. There is no network: bytes are
+counted instead of sent. Only the operator's part sends them: its pods are simulated clients on
+loopback (`bench.scale_operator`). A node has 8 ranks. The model has 195 parameters and AdamW's
+state.
 
-`ddp`: each rank has all of the model, each node keeps it once, in 8 parts. `fsdp`: each rank has
-one slice of each tensor, none where there are more ranks than rows.
+`ddp`: each rank has the whole model, and each node keeps it once, in 8 parts. `fsdp`: each rank has
+one slice of each tensor, which is empty for some ranks if there are more ranks than rows.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ NODE = 8
 LAYERS, WIDTH, WORDS = 32, 4096, 50304
 _LIMIT_S, _LIMIT_BYTES = 900, 8 << 30
 _PARSED = 64
-"""Headers are read one like the other: so many are, and the rest of their time is worked out."""
+"""How many headers are read. The time for all is extrapolated, because all are read alike."""
 _RESULTS = Path(__file__).parent / "results"
 
 _EPOCH = EpochId(3, "1f9c2d7a")
@@ -73,8 +74,8 @@ NEWEST = StepId(_EPOCH, _MEMORY[-1])
 
 @dataclass
 class Measured:
-    """Figures by name; one that ends in `_s` is in seconds of this process's CPU (others share the
-    cores), in `_bytes` and `_mib` in these."""
+    """Figures by name, whose ending is the unit. `_s` is CPU seconds of this process, because other
+    processes share the cores; `_bytes` and `_mib` are bytes and MiB."""
 
     found: dict[str, float] = field(default_factory=dict)
 
@@ -89,7 +90,7 @@ class Measured:
 
 
 def parameters() -> Parameters:
-    """Name and shape, of a GPT of 6.6 billion."""
+    """The name and shape of each parameter of a GPT with 6.6 billion weights."""
     layer = {
         "ln_1.weight": (WIDTH,), "attn.qkv.weight": (3 * WIDTH, WIDTH),
         "attn.proj.weight": (WIDTH, WIDTH), "ln_2.weight": (WIDTH,),
@@ -102,7 +103,8 @@ def parameters() -> Parameters:
 
 
 def _tensors() -> Iterator[tuple[str, tuple[int, ...], Section]]:
-    """Of model and optimizer, in the order of their names; a step counter has no dimension."""
+    """Name, shape and section of each tensor of model and optimizer, in the order of names. Step
+    counters are scalars."""
     found = []
     for name, shape in parameters():
         found.append((name, shape, Section.PARAMS))
@@ -113,7 +115,8 @@ def _tensors() -> Iterator[tuple[str, tuple[int, ...], Section]]:
 
 
 def _rows(kind: str, world: int) -> list[Callable[[int], tuple[int, int]]]:
-    """For each tensor: first row and number of rows that a rank stages."""
+    """For each tensor, a function from a rank to the first row and the number of rows that the rank
+    stages."""
     shapes = [shape for _, shape, _ in _tensors()]
     if kind == "fsdp":
         return [
@@ -130,13 +133,13 @@ def _rows(kind: str, world: int) -> list[Callable[[int], tuple[int, int]]]:
 
 
 def twins_of(kind: str, rank: int, world: int) -> tuple[int, ...]:
-    """As `Topology.twins` finds them."""
+    """The twins of a rank, as `Topology.twins` finds them."""
     same = range(rank % NODE, world, NODE) if kind == "ddp" else ()
     return tuple(one for one in same if one != rank)
 
 
 def alike_of(kind: str, rank: int, world: int) -> Ranks:
-    """The rank and its twins."""
+    """The rank and its twins; nobody if it has no twins."""
     alike = kind == "ddp" and world > NODE
     return Ranks.of(range(rank % NODE, world, NODE)) if alike else NOBODY
 
@@ -153,13 +156,13 @@ class Model:
         self._skeleton = json.dumps(["d", [[name, ["t", name]] for name in names]])
 
     def box(self, number: int, rank: int) -> Box:
-        """What a rank stages of a tensor."""
+        """The box of a tensor that a rank stages."""
         shape = self.tensors[number][1]
         begin, size = self._rows[number](rank)
         return Box((begin, *(0,) * len(shape[1:])), (size, *shape[1:])) if shape else Box((), ())
 
     def header(self, rank: int) -> bytes:
-        """Of the rank's image."""
+        """The header of the rank's image."""
         specs = []
         for number, (name, shape, section) in enumerate(self.tensors):
             box = self.box(number, rank)
@@ -181,8 +184,8 @@ class Model:
 
 
 class _Everyone(Collective):
-    """Whose other ranks say what this one says; each value is pickled once and read by this rank as
-    often as there are ranks, as `all_gather_object` does."""
+    """A collective in which all other ranks send what this rank sends. As in `all_gather_object`,
+    each value is pickled once, and this rank unpickles one for each rank."""
 
     gathered_bytes = 0
 
@@ -193,7 +196,8 @@ class _Everyone(Collective):
 
 
 def candidates(world: int) -> Candidates:
-    """Of a rank with four steps in memory, three on local, and a hundred in the archive."""
+    """The candidates of a rank with four steps in memory, three on local, and a hundred in the
+    archive."""
     tiers = {StepId(_EPOCH, step): Tier.ARCHIVE for step in _ARCHIVED}
     tiers |= {StepId(_EPOCH, step): Tier.LOCAL for step in _LOCAL}
     tiers |= {StepId(_EPOCH, step): Tier.MEMORY for step in _MEMORY}
@@ -209,8 +213,8 @@ def candidates(world: int) -> Candidates:
 
 
 def vote(kind: str, world: int) -> dict[str, float]:
-    """All that the ranks tell each other in one restore, as one of them hears it: leases, ballots,
-    claims, four stages. Then the layout of what it has."""
+    """Exchange all that the ranks tell each other in one restore, as one rank receives it: leases,
+    ballots, claims, four stages. Then find the rank's twins."""
     measured, shared = Measured(), tuple(range(world))
     text = to_json(candidates(world))
     with measured.timed("candidates_read_s"):
@@ -245,7 +249,8 @@ def vote(kind: str, world: int) -> dict[str, float]:
 
 
 def plan(kind: str, world: int) -> dict[str, float]:
-    """One rank's plan: from its own image at the same world, and from all images at half of it."""
+    """Make one rank's plan from its own image at the same world, and then from the saved images at
+    half that world."""
     measured, model = Measured(), Model(kind, world)
     _own_plan(measured, model)
     needed = _needed(kind, world)
@@ -293,8 +298,8 @@ def plan(kind: str, world: int) -> dict[str, float]:
 
 
 def _needed(kind: str, world: int) -> list[int]:
-    """The saved ranks of which a sidecar with nothing in memory shows a node's trainers an image;
-    what it reads of each is once the bytes at rest."""
+    """The saved ranks whose images a sidecar with empty memory offers to a node's trainers. It
+    reads the bytes at rest of each image once."""
     shards = {
         rank: [_Copy(Tier.PEER, Shard(step_id=NEWEST, rank=rank, world=world, alike=alike))]
         for rank in range(world)
@@ -316,7 +321,8 @@ def _own_plan(measured: Measured, model: Model) -> Plan:
 
 
 def _headers(measured: Measured, model: Model, needed: Sequence[int]) -> None:
-    """What a rank reads of all these images before it can plan, from a part of them."""
+    """Read what a rank needs of these images before it can plan. Only some headers are read; the
+    figures are scaled to all."""
     texts = [model.header(rank) for rank in needed[:: max(1, len(needed) // _PARSED)]]
     packed = [base64.b64encode(zlib.compress(one, 1)) for one in texts]
     share = len(needed) / len(texts)
@@ -329,7 +335,7 @@ def _headers(measured: Measured, model: Model, needed: Sequence[int]) -> None:
 
 
 def _as_of(like: Layout, model: Model, rank: int) -> Layout:
-    """The layout of another rank, as far as an index looks at it."""
+    """The layout of another rank, correct in all that an index reads."""
     entries = {}
     for number, (name, shape, _) in enumerate(model.tensors):
         one, box = like.entries[name], model.box(number, rank)
@@ -342,7 +348,7 @@ def _as_of(like: Layout, model: Model, rank: int) -> Layout:
 
 
 def _listing(kind: str, node: int, world: int) -> bytes:
-    """What a pod says that it holds: its own shards on drives, and copies of the pod before."""
+    """What a pod says that it holds: its own shards on drives, and copies for the previous pod."""
     pods = world // NODE
     shards = [
         Listed(
@@ -358,7 +364,7 @@ def _listing(kind: str, node: int, world: int) -> bytes:
 
 
 class _Copy(NamedTuple):
-    """A source, of which nothing is read."""
+    """A source that is never read."""
 
     tier: Tier
     shard: Shard
@@ -380,7 +386,7 @@ class _Peers:
 
 
 def gossip(kind: str, world: int) -> dict[str, float]:
-    """One sidecar hears what all others hold, and says what its ranks can go on from."""
+    """One sidecar receives what all others hold, and finds what it can offer to its ranks."""
     measured, directory = Measured(), Directory(complete=True)
     decode = msgspec.json.Decoder(Listing).decode
     heard_bytes, read_s, pods = 0, 0.0, world // NODE
@@ -420,14 +426,14 @@ KINDS = ("ddp", "fsdp")
 
 
 def run_one(part: str, kind: str, world: int) -> dict[str, float]:
-    """What it took in this process; `peak_mib` beyond what the process had before."""
+    """The figures of one part, run in this process. `peak_mib`: how much the peak grew."""
     before = _peak_mib()
     found = PARTS[part](kind, world)
     return found | {"peak_mib": _peak_mib() - before}
 
 
 def apart(part: str, kind: str, world: int) -> dict[str, float] | str:
-    """The same in a process of its own, or why not."""
+    """The figures of one part, run in another process; or why there are none."""
     command = [sys.executable, "-m", "bench.scale", "--one", part, kind, str(world)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -435,7 +441,7 @@ def apart(part: str, kind: str, world: int) -> dict[str, float] | str:
         try:
             told, complaint = child.communicate(timeout=_LIMIT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)  # with the processes that it has started
+            os.killpg(child.pid, signal.SIGKILL)  # with the processes that it started
             return f"not within {_LIMIT_S} s"
     if child.returncode:
         return (complaint.strip().splitlines() or ["it was killed"])[-1]
@@ -444,7 +450,7 @@ def apart(part: str, kind: str, world: int) -> dict[str, float] | str:
 
 
 def exponent(points: Sequence[tuple[int, float]]) -> float:
-    """Of the power of the world that fits best; NaN for fewer than two points."""
+    """The exponent of the power of the world that fits best; NaN for fewer than two points."""
     logs = [(math.log(world), math.log(value)) for world, value in points if value > 0]
     if len(logs) < 2:
         return math.nan
@@ -454,7 +460,8 @@ def exponent(points: Sequence[tuple[int, float]]) -> float:
 
 
 def table(results: dict[tuple[str, str, int], dict[str, float] | str], worlds: list[int]) -> str:
-    """Figures by part and kind of state, a column a world, and how each grows."""
+    """A table of the figures by part and kind of state, with a column for each world, and how each
+    figure grows."""
     rows = [f"| part | state | figure | {' | '.join(f'{one:,}' for one in worlds)} | grows as |"]
     rows.append("| --- " * (4 + len(worlds)) + "|")
     for part, kind in dict.fromkeys((part, kind) for part, kind, _ in results):

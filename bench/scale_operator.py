@@ -1,9 +1,9 @@
-"""A run of thousands of ranks comes back, through one operator: see `bench.scale`.
+"""Measures how a run of thousands of ranks restarts through one operator: see `bench.scale`.
 
-The reconciler is a process of its own, and so is the stand-in for the API server. All pods are
-clients of this process, each from an address of its own, with bodies that are made beforehand: a
-whole report of eight ranks, then, each second as a sidecar does while a vote waits, changes, until
-the reply names all pods and the step to restore.
+The reconciler and the stand-in for the API server are each a process of their own. All pods are
+clients in this process, each with an address of its own. Their reports are made beforehand: first a
+whole report of eight ranks, then changes each second, like a sidecar while a vote waits, until the
+reply names all pods and the step to restore.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ NODE = 8
 _MEMORY, _LOCAL = range(1_000_007, 1_000_011), range(1_000_004, 1_000_010, 2)
 _ARCHIVED = range(1000, 101_000, 1000)
 _GIVEN_UP_S = 330.0
-"""After `readiness.START_S` a rank votes without the operator's word."""
+"""The restart has failed after this time: after `readiness.START_S` a rank votes without an answer
+from the operator."""
 _AT_ONCE = 64
-"""Requests on their way: one process cannot be as fast as all pods."""
+"""Limits concurrent requests: one process cannot be as fast as all pods."""
 
 
 def whole_report(kind: str, node: int, world: int) -> Body:
-    """Of a pod whose ranks have four steps in memory, three on local, a hundred in the archive; it
-    keeps copies for the pod before it."""
+    """The whole report of a pod whose ranks have four steps in memory, three on local, and a
+    hundred in the archive. The pod keeps copies for the previous pod."""
     ranks = [
         _with_twins(kind, rank(one, world, memory=(*_MEMORY,), local=(*_LOCAL,), archive=_ARCHIVED))
         for one in range(node * NODE, node * NODE + NODE)
@@ -84,7 +85,7 @@ def whole_report(kind: str, node: int, world: int) -> Body:
 
 
 def _with_twins(kind: str, told: Body) -> Body:
-    """Archived shards name none."""
+    """Add twins to the shards of a rank's report; archived shards name none."""
     number = told["rank"]
     for tier in ("memory", "local", "peer"):
         for one in told.get(tier, []):
@@ -95,8 +96,8 @@ def _with_twins(kind: str, told: Body) -> Body:
 
 @dataclass
 class _Pod:
-    """One simulated pod. `first_s`: when its whole report was answered; `done_s`: when it knew the
-    step to restore, from the operator, which has heard of all."""
+    """One simulated pod. `first_s`: when its whole report was answered. `done_s`: when the operator
+    had told it all pods and the step to restore."""
 
     number: int
     token: str
@@ -218,14 +219,14 @@ async def _measured(operator: Operator, pods: list[_Pod], trust: Any) -> dict[st
 
 
 def restart(kind: str, world: int) -> dict[str, float]:
-    """From the first report to the last pod that knows what to restore."""
+    """Measure from the first report until the last pod knows what to restore."""
     with tempfile.TemporaryDirectory() as directory, _apart(world) as cluster:
         return asyncio.run(_restart(kind, world, cluster, Path(directory) / "reconcile"))
 
 
 def reports(kind: str, world: int) -> dict[str, float]:
-    """CPU of the reconciler's own work on the first report of each pod, in this process, without
-    connections: to read it, to take it in, to answer it."""
+    """CPU seconds of the reconciler's own work on the first report of each pod: to read it, to
+    apply it, and to answer it. Runs in this process, without connections."""
     registry, found = Registry(), dict.fromkeys(("read_s", "take_s", "reply_s"), 0.0)
     pods = [parse_pod_record(pod(node)) for node in range(world // NODE)]
     records = [one for one in pods if one is not None]

@@ -1,7 +1,7 @@
 """Install the peers that are not in the environment into `build/peers`, away from the pinned torch.
 
-`python -m bench.setup_peers` takes about five minutes on two cores, nearly all of it the compiler
-on DeepSpeed's async_io. What cannot be had is written down there, and the report says why.
+`python -m bench.setup_peers` takes about five minutes on two cores, most of it to compile
+DeepSpeed's async_io. If that fails, a file in `build/peers` and the report say why.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bench.peers import PEERS_DIR
 _PACKAGES = (
     "torch-checkpointing==0.1.1",
     "deepspeed==0.19.8",
-    # what importing deepspeed needs, without its torch
+    # needed to import deepspeed, which is installed without its dependency torch
     "hjson",
     "py-cpuinfo",
     "ninja",
@@ -31,7 +31,7 @@ _BUILD = "from deepspeed.ops.op_builder import AsyncIOBuilder as b; b().load(ver
 
 
 def main() -> int:
-    """Returns 0 even when DeepSpeed cannot be built: the report says so."""
+    """Install the peers. Returns 0 even if DeepSpeed cannot be built: the report says so."""
     site, failed = PEERS_DIR / "site", PEERS_DIR / "deepspeed-failed.txt"
     site.mkdir(parents=True, exist_ok=True)
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]

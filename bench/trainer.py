@@ -1,7 +1,7 @@
 """A training process to be killed: prints JSON lines with `time.monotonic()` stamps.
 
-`--plain` trains without keepstep. `--wait-for PATH` restores only once that file is there, so that
-the state is built and the clock starts with the sidecar.
+`--plain` trains without keepstep. `--wait-for PATH` delays the restore until that file exists, so
+that the state is already built and the clock starts with the sidecar.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def main() -> None:
         state.step_off_cpu(step)
         say("step", step=step)
         if checkpointer is not None:
-            # the first ones are not kept while the slots are being made
+            # the first steps are not kept, while the slots are being made
             kept = checkpointer.save(step)
             if kept and options.commit:
                 checkpointer.wait(step, "committed", timeout=120)
                 say("committed", step=step)
     if checkpointer is not None:
-        # close() rightly complains of a last step that found no slot: train until one is kept
+        # close() raises an error if the last step found no slot: train until a step is kept
         while not kept:
             step += 1
             time.sleep(options.step_s)
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def say(event: str, **values: Any) -> None:
-    """One line for whoever watches."""
+    """Print one event as a line of JSON."""
     print(json.dumps({"event": event, "at": time.monotonic(), **values}), flush=True)
 
 

@@ -60,10 +60,10 @@ def _measure_saver(options: argparse.Namespace) -> dict[str, float]:
 
 def _measure_all(saver: Saver, options: argparse.Namespace) -> dict[str, float]:
     steps = measures.Steps()
-    # longer than the copy, as the bar asks
+    # longer than the copy, as the bar requires
     gap_s = 0.1 + 0.45 * options.bytes / (1 << 30)
     if saver.blocking:
-        # nothing is left from one save to the next, and the loops follow from the one figure
+        # a blocking save leaves nothing behind, so the other figures follow from this one
         figures = measures.once(saver, steps, gap_s=0.0, size_bytes=options.bytes)
         blocked_s = figures["blocked_s"]
         return figures | {"lost_s": blocked_s, "ratio": 1 + blocked_s / options.wait}
