@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a real sidecar on memory and a volume of its own."""
+"""Fixtures of all tests: a real sidecar with its own memory and volume."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ warm.begin()  # before xdist starts its workers
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The workers of xdist are forked, too: each would import torch for as long as tests take.
-    Those of the end-to-end tests need no torch."""
+    """Fork xdist's workers from a warm process, too: otherwise each spends as much time importing
+    torch as tests take. Workers of the end-to-end tests need no torch."""
     if str(config.getoption("markexpr")).startswith("e2e"):
         return
     if not hasattr(config, "workerinput") and "popen" in (config.getoption("tx", None) or ()):
         config.option.tx = [f"popen//python={warm.python()}" for _ in config.option.tx]
 
 
-# a busy machine is no failure: what a step of a test may take is not what it tests
+# no deadline: a slow machine must not fail a test, because no test checks how long an example takes
 settings.register_profile("keepstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("keepstep")
 
 
 @pytest.fixture
 def memory_dir() -> Iterator[Path]:
-    """A directory in shared memory, gone after the test."""
+    """A directory in shared memory, which is removed after the test."""
     path = Path(tempfile.mkdtemp(prefix="keepstep-test-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
@@ -43,7 +43,7 @@ def memory_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def sidecars(memory_dir: Path, tmp_path: Path) -> Iterator[Callable[..., SidecarProcess]]:
-    """Makes sidecars (not started) that share one memory and one volume; ends them all."""
+    """Makes sidecars, not yet started, that share one memory and one volume. Ends them all."""
     made: list[SidecarProcess] = []
 
     def make(run: str = "run", *, memory: Path | None = None) -> SidecarProcess:
@@ -60,7 +60,7 @@ def sidecars(memory_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Sidecar
 def sidecar(
     sidecars: Callable[..., SidecarProcess], monkeypatch: pytest.MonkeyPatch
 ) -> SidecarProcess:
-    """A running sidecar; KEEPSTEP_SOCKET names it."""
+    """A running sidecar, whose socket is in KEEPSTEP_SOCKET."""
     one = sidecars().start()
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(one.socket))
     return one
@@ -68,7 +68,7 @@ def sidecar(
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts things below the test's directory; skips where that is not allowed."""
+    """Mounts file systems below the test's directory. Skips the test if that is not allowed."""
     if os.geteuid() != 0:
         pytest.skip("needs root to mount a small drive")
     points: list[Path] = []

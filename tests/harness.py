@@ -1,4 +1,5 @@
-"""A real sidecar process over a real socket, memory and disk; its images; waiting on conditions."""
+"""Runs a real sidecar process on a real socket, memory and disk; checks its images; waits for
+conditions."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def eventually(
     what: str | Callable[[], str] = "",
     every_s: float = 0.01,
 ) -> Any:
-    """The first true value of `condition`; fails the test when there is none in time. `what`: what
-    was waited for, or what says so then."""
+    """Wait for the first true value of `condition` and return it. Fails the test if there is none
+    in time. `what`: what the test waits for, or a function that says so after the time is up."""
     deadline = time.monotonic() + within_s
     while True:
         value = condition()
@@ -58,7 +59,7 @@ def eventually(
 
 
 async def until(condition: Callable[[], Any], *, within_s: float = 60.0, what: str = "") -> Any:
-    """`eventually` beside an event loop; `condition` may also return what is to be awaited."""
+    """`eventually` on an event loop. `condition` may also return an awaitable of the value."""
     deadline = time.monotonic() + within_s
     while True:
         value = condition()
@@ -72,8 +73,8 @@ async def until(condition: Callable[[], Any], *, within_s: float = 60.0, what: s
 
 
 def files_below(directory: Path, *endings: str) -> list[Path]:
-    """Files with such names, also while others make and remove directories there: `Path.rglob`
-    fails when one goes as it looks."""
+    """All files below `directory` whose names have one of these endings. Works while other
+    processes make and remove directories there; `Path.rglob` fails if a directory goes then."""
     return [
         Path(place) / name
         for place, _, names in os.walk(directory)
@@ -83,13 +84,13 @@ def files_below(directory: Path, *endings: str) -> list[Path]:
 
 
 def digests(layout: Layout, view: memoryview) -> list[bytes]:
-    """Of every chunk of an image, in order."""
+    """The digests of all chunks of an image, in order."""
     bounds = (chunk_bounds(layout, chunk) for chunk in range(layout.chunk_count))
     return [xxh3_128(view[begin:end]) for begin, end in bounds]
 
 
 def layout_of(path: Path) -> Layout:
-    """The layout of a shard. Errors name it."""
+    """The layout of a shard. Errors name its path."""
     with path.open("rb") as file:
         try:
             return read_layout(file.fileno())
@@ -98,7 +99,7 @@ def layout_of(path: Path) -> Layout:
 
 
 def control_of(path: Path) -> ControlPage:
-    """The control page of a shard; checks its seal."""
+    """The control page of a shard, whose seal is checked."""
     with path.open("rb") as file:
         return read_control(file.fileno(), read_layout(file.fileno()))
 
@@ -111,7 +112,7 @@ def verify_image(
     run: str | None = None,
     id: StepId | None = None,
 ) -> ControlPage:
-    """Check a whole image against its seal and every digest. Raises ImageError and its kin."""
+    """Check a whole image against its seal and every digest. Raises ImageError or a subclass."""
     if len(view) != layout.size_bytes:
         raise TornError(f"{len(view)} bytes, but the image has {layout.size_bytes}", path=path)
     control = ControlPage.from_bytes(view[layout.control_begin :])
@@ -129,7 +130,7 @@ def verify_image(
 def torchrun(
     world: int, script: Path, *arguments: object, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `world` ranks of a script to their end, by torchrun as users do."""
+    """Run `world` ranks of a script to their end under torchrun, as users do."""
     program = warm.python()
     command = [program, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(world), str(script), *map(str, arguments)]
@@ -139,13 +140,14 @@ def torchrun(
 
 
 class SidecarProcess:
-    """`python -m keepstep_sidecar` on directories of its own; survives its own SIGKILL."""
+    """Controls `python -m keepstep_sidecar` on directories of its own. After a `kill`, `start`
+    starts it again on the same directories."""
 
     def __init__(self, run: str, memory: Path, volume: Path, log: Path) -> None:
         self.run, self.memory, self.volume, self.log = run, memory, volume, log
         self.program: tuple[str, ...] = PROGRAM
         self.huge: Path | None = None
-        """A hugetlbfs for its slots, while that has pages."""
+        """A hugetlbfs for the slots, used as long as it has free pages."""
         self.process: subprocess.Popen[bytes] | warm.Process | None = None
 
     @property
@@ -158,16 +160,16 @@ class SidecarProcess:
         return self.volume / self.run
 
     def published(self) -> list[int]:
-        """Numbers of the steps that readers see, in order."""
+        """The numbers of the steps that readers see, in order."""
         return sorted(StepId.parse(path.name).step for path in self.root.glob("0*"))
 
     def lose_memory(self) -> None:
-        """As a deleted pod does; its sidecar is dead."""
+        """Remove the memory, as when a pod is deleted. The sidecar must be dead."""
         for path in (*self.memory.iterdir(), *(self.huge.iterdir() if self.huge else ())):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def slots(self, rank: int) -> list[Path]:
-        """The rank's slots, on pages of either size."""
+        """The slots of a rank, on small and on huge pages."""
         roots = (self.memory, self.huge) if self.huge else (self.memory,)
         return [path for root in roots for path in root.glob(f"rank-{rank:05d}/*.slot")]
 
@@ -198,13 +200,13 @@ class SidecarProcess:
         return self.log.read_text(errors="replace")
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Send SIGKILL, and wait until the sidecar is gone."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
 
     def terminate(self, *, within_s: float = 30.0) -> int:
-        """SIGTERM: it flushes, then ends. Returns its exit code."""
+        """Send SIGTERM, on which the sidecar flushes and ends. Returns its exit code."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(within_s)

@@ -1,12 +1,13 @@
-"""Real Python processes without the seconds that their imports take: forked from one that has them.
+"""Starts real Python processes without the seconds of their imports: forks them from a server.
 
-A server a test run and set of modules: it imports them once, and forks a process for whoever asks
-on its socket: with the argv, environment, directory and files of the one who asked. That process is
-as real as one of `subprocess`: its own pid, its own memory, ended by SIGKILL. It dies with the one
-who asked for it, and the server with the test run.
+Each test run has one server for each set of modules. The server imports the modules once. For each
+client that asks on its socket, it forks a process with the argv, environment, directory and files
+of the client. That process is as real as one of `subprocess`: it has its own pid and memory, and
+SIGKILL ends it. It dies with its client, and the server dies with the test run.
 
-`Process` starts one as `subprocess.Popen` does. Where a command is wanted, as in `keepstep run --
-python train.py`, `python()` is the path of a program that passes its place on to such a process.
+`Process` starts one like `subprocess.Popen`. If a command is needed, as in `keepstep run -- python
+train.py`, `python()` returns the path of a program that is a client of the server: it hands its
+arguments to such a process, and passes signals and the exit code on.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import IO, Any
 
 DIRECTORY_ENV = "KEEPSTEP_TEST_WARM"
 SIDECAR = ("keepstep_sidecar.__main__", "keepstep_sidecar.app")
-# torch._dynamo: the first optimizer of a process imports it, which takes longer than many a test
+# torch._dynamo: the first optimizer of a process imports it, which takes longer than many tests
 TRAINER = (
     "torch._dynamo",
     "torch.distributed.launcher.api",
@@ -49,7 +50,8 @@ _LARGEST_REQUEST_BYTES = 1 << 17
 
 
 def begin() -> Path:
-    """Where the servers of this test run are met; called before it has workers, for them too."""
+    """The directory with the sockets of this test run's servers. Called before xdist starts
+    workers, so that they share it."""
     if DIRECTORY_ENV not in os.environ:
         owner = os.getpid()
         directory = tempfile.mkdtemp(prefix=f"keepstep-warm-{owner}-")
@@ -59,7 +61,7 @@ def begin() -> Path:
 
 
 def _server(modules: Sequence[str]) -> str:
-    """The socket of the server that has imported `modules`; the first who asks starts it."""
+    """The socket of the server that has imported `modules`. The first call starts the server."""
     path = begin() / modules[0]
     if not path.exists():
         with Path(f"{path}.lock").open("w") as lock:
@@ -76,7 +78,7 @@ def _start_server(path: Path, modules: Sequence[str]) -> None:
     root, before = str(Path(__file__).parents[1]), environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{root}:{before}" if before else root
     log = Path(f"{path}.log")
-    server = os.posix_spawn(  # not `subprocess`: it is to outlive this process
+    server = os.posix_spawn(  # not `subprocess`: the server must outlive this process
         sys.executable,
         [sys.executable, "-m", "tests.warm", owner, str(path), *modules],
         environment,
@@ -95,8 +97,8 @@ def _start_server(path: Path, modules: Sequence[str]) -> None:
 
 
 class Process:
-    """`words` are those after `python`: `-m MODULE`, `-c CODE` or a script, and its arguments.
-    As much of `subprocess.Popen` as tests need."""
+    """A forked process, with as much of the interface of `subprocess.Popen` as tests need. `words`
+    are those after `python`: `-m MODULE`, `-c CODE` or a script, and its arguments."""
 
     def __init__(
         self,
@@ -125,11 +127,12 @@ class Process:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises TimeoutExpired while the process lives."""
+        """Wait for the exit code. Raises TimeoutExpired if the process still lives after
+        `timeout`."""
         if self.returncode is None:
             if not select.select([self._server], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self._words, timeout or 0)
-            # without an answer the server was ended, and with it what it started
+            # without an answer, the server has ended, and its processes with it
             self.returncode = int(self._server.recv(64) or -signal.SIGKILL)
             self._server.close()
         return self.returncode
@@ -165,8 +168,8 @@ os._exit(code)
 
 
 def python(modules: Sequence[str] = TRAINER) -> str:
-    """A program that is used as `sys.executable` is, and starts faster. A SIGKILL of it is one of
-    the process behind it, too."""
+    """The path of a program that is used like `sys.executable` and starts faster. A SIGKILL to the
+    program also kills the process behind it."""
     server = _server(modules)
     path = f"{server}.bin/python"
     if not os.path.exists(path):
@@ -183,11 +186,12 @@ def python(modules: Sequence[str] = TRAINER) -> str:
 
 
 class _Forked(Exception):
-    """In the new process: what it is to run."""
+    """Raised in a new process; has the words that it must run."""
 
 
 def _serve(owner: int, path: str) -> None:
-    """Fork for whoever asks, until the owner has ended. Raises _Forked in each new process."""
+    """Fork a process for each client, until the owner has ended. Raises _Forked in each new
+    process."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"{path}.new")
     listener.listen(64)
@@ -203,7 +207,7 @@ def _serve(owner: int, path: str) -> None:
                 _fork(listener.accept()[0], waiting)
             elif isinstance(key.data, socket.socket):
                 _say_end(key, waiting)
-            else:  # who asked is gone; without an entry, so is what was asked for
+            else:  # the client is gone: kill its process, unless that is gone, too (no entry)
                 with contextlib.suppress(KeyError, ValueError, ProcessLookupError):
                     waiting.unregister(key.fileobj)
                     os.kill(key.data, signal.SIGKILL)
@@ -241,7 +245,7 @@ def _say_end(key: selectors.SelectorKey, waiting: selectors.BaseSelector) -> Non
     code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
     waiting.unregister(key.fd)
     os.close(key.fd)
-    with contextlib.suppress(KeyError, ValueError):  # gone already
+    with contextlib.suppress(KeyError, ValueError):  # already unregistered
         waiting.unregister(asking)
     with contextlib.suppress(OSError):
         asking.send(str(code).encode())
@@ -249,7 +253,7 @@ def _say_end(key: selectors.SelectorKey, waiting: selectors.BaseSelector) -> Non
 
 
 def _run(words: list[str]) -> None:
-    """What the command line says, as the interpreter would; never returns."""
+    """Run what the command line says, as the interpreter would. Never returns."""
     code = 0
     try:
         _become(words)
@@ -297,7 +301,7 @@ def _become(words: list[str]) -> None:
 
 
 def _prepare_torch() -> None:
-    """What torch would have read of the environment, and seeds that must differ."""
+    """Apply what torch would have read from the environment, and set seeds that must differ."""
     import numpy
     import torch
 
@@ -307,12 +311,12 @@ def _prepare_torch() -> None:
 
 
 def _main() -> list[str]:
-    """The server; returns in new processes only, with what they are to run."""
+    """Run the server. Returns only in new processes, with the words that they must run."""
     owner, path, *modules = sys.argv[1:]
     for module in modules:
         importlib.import_module(module)
         if module.endswith(".__main__"):
-            del sys.modules[module]  # it is run anew; what it has imported stays
+            del sys.modules[module]  # a new process runs it again; its imports stay loaded
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -324,7 +328,8 @@ def _main() -> list[str]:
 
 
 def _end(code: int) -> None:
-    """As the interpreter ends, but for the taking apart of all that torch has imported."""
+    """End like the interpreter, but without tearing down all the modules that torch has
+    imported."""
     threading._shutdown()
     atexit._run_exitfuncs()
     for file in (sys.stdout, sys.stderr):

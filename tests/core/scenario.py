@@ -1,7 +1,7 @@
-"""Reads scenario files: a command, `----`, what it prints; in the manner of etcd raft's testdata.
+"""Plays scenario files: a command, `----`, what it prints; the format follows etcd raft's testdata.
 
 A step is written 2-17: epoch 2, step 17. 2b-17 is a step of another epoch with the number 2.
-An image may carry its digests: 2-17:root@params. Comments begin with #.
+An image may have its digests: 2-17:root@params. Comments begin with #.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _LONG = re.compile(r"(\d{4})\.(\w)\w{7}(?:-(\d{9}))?")
 
 
 def shorten(text: str) -> str:
-    """Long names in messages, as the scenario writes them."""
+    """`text` with long names in the form that scenarios use."""
 
     def one(match: re.Match[str]) -> str:
         epoch = f"{int(match[1])}{match[2].strip('0')}"
@@ -78,7 +78,7 @@ def listed(ids: Iterable[StepId]) -> str:
 
 
 class Scenario:
-    """One file's state: a ledger, a planner, a slot table and votes, made when first used."""
+    """The state of one scenario: a ledger, a planner, a slot table and votes."""
 
     def __init__(self) -> None:
         self.ledger = Ledger(LedgerConfig(retention={Tier.LOCAL: Retention(last=2)}))
@@ -170,7 +170,7 @@ class Scenario:
         return [listed(self.ledger.whole())]
 
     def _do_without(self, *nodes: str, tier: str = "local") -> Iterable[str]:
-        """What could be restored with each of these nodes gone."""
+        """Print what could be restored if each of these nodes were gone."""
         for node in nodes:
             yield f"node {node}: {short(self.ledger.without(int(node), tier=Tier(tier)))}"
 
@@ -234,7 +234,7 @@ class Scenario:
         return []
 
     def _do_stage(self, *ids: str) -> Iterable[str]:
-        """Assign and seal, as a trainer does."""
+        """Assign and seal slots, as a trainer does."""
         for id in ids:
             if (index := self.table.assign()) is None:
                 yield f"{id} waits"
@@ -296,7 +296,7 @@ class Scenario:
         epoch: str = "1",
         offers: str = "",
     ) -> Iterable[str]:
-        """`offers`: 1-8/4 is step 1-8, saved by 4 ranks; offered from `local`."""
+        """Add votes. `offers`: 1-8/4 is step 1-8, saved by 4 ranks and offered from `local`."""
         images = tuple(
             Candidate(id=one.step_id, tier=Tier(tier), world=one.world, bytes=4096)
             for one in _held(held, 0, int(world))
@@ -372,7 +372,7 @@ def _writes(writes: Sequence[Write]) -> list[str]:
 
 
 def play(text: str) -> str:
-    """The scenario with the output that its commands print now."""
+    """The scenario with the output that its commands print now, in place of the old output."""
     scenario, output, lines = Scenario(), [], iter(text.splitlines())
     for line in lines:
         if not line or line.startswith("#"):

@@ -1,4 +1,4 @@
-"""`bench.scale` runs, and what it counts does not grow faster than it has to."""
+"""`bench.scale` runs, and its counts do not grow faster than they have to."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from keepstep_sidecar.tiers.peer.protocol import Listing
 
 @pytest.mark.parametrize("kind", scale.KINDS)
 def test_each_part_of_a_restart_says_what_it_takes(kind: str) -> None:
-    # Each in a process of its own: memory is told as growth of the process, and a process with a
-    # past may give some back meanwhile.
+    # Each part runs in its own process: memory is measured as growth of the process, and an older
+    # process may give some memory back meanwhile.
     found = {part: scale.apart(part, kind, 32) for part in ("vote", "gossip", "plan", "reports")}
     for each in found.values():
         assert isinstance(each, dict), each
@@ -42,7 +42,7 @@ def test_a_pod_tells_of_its_ranks_and_of_the_copies_that_it_keeps() -> None:
     assert [*told["ranks"][0]["memory"][0]["twin_runs"]] == [0, 8, 16, 24]
 
 
-# --- what was mended for it --------------------------------------------------------------------
+# --- what keeps the figures low ----------------------------------------------------------------
 
 
 def heard_bytes(world: int) -> float:
@@ -50,7 +50,8 @@ def heard_bytes(world: int) -> float:
 
 
 def test_a_rank_says_no_more_in_a_larger_world() -> None:
-    """Two kilobytes, where a hundred steps are archived; as objects they would be fourteen."""
+    """With a hundred archived steps, a rank sends two kilobytes. As objects that would be
+    fourteen."""
     assert heard_bytes(128) < 2048
     assert heard_bytes(128) == pytest.approx(heard_bytes(32), rel=0.1)
 
@@ -64,7 +65,7 @@ def test_ranks_that_say_the_same_are_looked_at_once(monkeypatch: pytest.MonkeyPa
 
 
 class Counted(tuple[int, ...]):
-    """Nodes of ranks, that count how often they are looked at."""
+    """The nodes of all ranks. Counts how often a node is read."""
 
     looks = 0
 
@@ -82,7 +83,7 @@ def test_twins_are_found_in_one_look_at_each_rank() -> None:
 
 
 class Looked(Holding):
-    """Counts how often it is asked where it is."""
+    """Counts how often its place is read."""
 
     __slots__ = ("_at",)
     looks = 0
@@ -119,7 +120,8 @@ def test_what_all_other_nodes_hold_is_not_looked_at_again_with_each_report(
 
 
 def test_what_a_sidecar_hears_of_twins_grows_no_faster_than_the_ranks() -> None:
-    """Bytes and memory; a list of twins with each shard makes both grow as the square."""
+    """This holds for bytes and for memory. A list of twins with each shard would make both grow
+    with the square of the ranks."""
     small, large = (len(scale._listing("ddp", 1, world)) for world in (256, 16_384))
     assert large < 1.1 * small
     shards = [

@@ -1,4 +1,4 @@
-"""What is remembered of all copies of a step is what a look at each of them says."""
+"""What `Completeness` remembers of all copies of a step equals what a look at each copy finds."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_union_is_what_adding_all_up_says(changes: list[tuple[int, int]]) -> N
 
 
 def compared(nodes: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many copies are looked at as each node's images come, and each goes."""
+    """How many copies are looked at while each node's images come and each node's own go."""
     looked = 0
     of = commit_rule.Tally._of
 

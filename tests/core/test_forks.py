@@ -1,4 +1,4 @@
-"""What a fork means: which step of the other run, and whose epochs are kin."""
+"""What a fork means: from which step of the other run it begins, and which epochs are kin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""docs/frameworks.md's table is what frameworks.json proves; adapters refuse other versions."""
+"""The table of docs/frameworks.md is what frameworks.json proves. Adapters refuse versions outside
+their range."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def test_the_table_names_the_range_and_tests_run_within_it(
 
 
 def junit(path: Path, *cases: tuple[dict[str, Any], str]) -> Path:
-    """As pytest writes it: what each test recorded, and what is in its element besides."""
+    """Write a JUnit file like pytest's. A case is what the test recorded, and the other contents of
+    its element."""
     body = "".join(
         f"<testcase name='{number}'><properties>"
         + "".join(f"<property name='{key}' value='{value}'/>" for key, value in told.items())

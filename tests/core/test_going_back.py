@@ -1,4 +1,4 @@
-"""A step that a person wants to go back to: all ranks use the same one, or none goes on."""
+"""A user wants to go back to a step: all ranks restore the same one, or no rank goes on."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_without_a_wish_the_newest_step_wins() -> None:
     assert limit_of([vote(3), vote(3)]) == (None, False)
 
 
-# --- when it is done with ------------------------------------------------------------------------
+# --- when a wish is fulfilled --------------------------------------------------------------------
 
 
 def test_a_wish_is_done_with_once_an_epoch_began_from_its_step() -> None:

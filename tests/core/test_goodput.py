@@ -1,4 +1,5 @@
-"""Goodput: a fold of events, beside a simulation that knows where each second went."""
+"""Goodput, which is a fold of events, compared with a simulation that knows where each second
+went."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from keepstep.core.goodput import INTERRUPTIONS, SEGMENTS, Badput, Goodput, Tall
 from keepstep.core.history import Event, Kind
 from keepstep.steps import Epoch, EpochId, StepId
 
-# --- a run that is simulated -----------------------------------------------------------------
+# --- a simulated run -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """Seconds of its parts. `back`: how many steps before the newest one it went on from.
-    `torn`: of the step that it did not finish. `bundle`: steps in an event."""
+    """A life; times are seconds. `back`: how many steps before the newest step it went on. `torn`:
+    the time of the step that it did not finish. `bundle`: the number of steps in an event."""
 
     away: float = 4.0
     prep: float = 3.0
@@ -38,7 +39,7 @@ class Life:
 
 @dataclass
 class Truth:
-    """Second by second, by what happened, with no look at events."""
+    """Where each second went, from what happened and not from events."""
 
     parts: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(Goodput(since=0).seconds, 0.0)
@@ -51,7 +52,7 @@ class Truth:
 
 
 def simulate(lives: list[Life], began: float = 1e6) -> tuple[list[Event], Truth]:
-    """Events of two ranks, and the truth."""
+    """The events of a run of two ranks, and the truth."""
     events: list[Event] = []
     truth = Truth()
     now, newest = began, -1
@@ -97,7 +98,7 @@ def simulate(lives: list[Life], began: float = 1e6) -> tuple[list[Event], Truth]
             truth.steps[newest] = life.step
             if life.steps > 1:
                 truth.add("program_startup", startup)
-            else:  # how long a step takes is never known
+            else:  # with one step, nothing shows how long a step takes without its startup
                 truth.steps[newest] += startup
             bundle.append((newest, now))
             if len(bundle) == life.bundle or count == life.steps - 1:
@@ -111,7 +112,7 @@ def simulate(lives: list[Life], began: float = 1e6) -> tuple[list[Event], Truth]
         if life.known_end:
             say(Kind.ENDED, rank=1, text="gone")
             say(Kind.ENDED, rank=0, text="gone")
-    if not lives[-1].known_end:  # nobody knows of it yet
+    if not lives[-1].known_end:  # no event shows the torn step yet
         truth.add("infrastructure_recovery", -lives[-1].torn)
     truth.parts["productive"] = sum(truth.steps.values())
     return events, truth
@@ -132,11 +133,11 @@ some_lives = st.lists(
 @settings(max_examples=300)
 @given(lives=some_lives)
 def test_the_fold_finds_where_every_second_of_a_run_went(lives: list[Life]) -> None:
-    """A life's end is told, or it is not, as when its sidecar died with it."""
+    """The end of a life may have no event, as when its sidecar died with it."""
     events, truth = simulate(lives)
     found = Tally().after(events).goodput(events[-1].until)
     assert found is not None
-    first_life = min(lives[0].prep / 2, 3600.0) - lives[0].prep / 2  # older is not its preparation
+    first_life = min(lives[0].prep / 2, 3600.0) - lives[0].prep / 2  # at most an hour of it counts
     truth.parts["training_prep"] += first_life
     assert found.seconds == pytest.approx(truth.parts, abs=1e-3)
     wall_s = events[-1].until - 1e6 - first_life * -1
@@ -151,7 +152,7 @@ def test_the_fold_finds_where_every_second_of_a_run_went(lives: list[Life]) -> N
 @settings(max_examples=100)
 @given(lives=some_lives, cuts=st.lists(st.integers(0, 200), max_size=3))
 def test_a_fold_goes_on_from_wherever_it_was_left(lives: list[Life], cuts: list[int]) -> None:
-    """As when old events are forgotten, and the sidecar begins anew in between."""
+    """A sidecar forgets old events, and may restart between two events."""
     events, _ = simulate(lives)
     tally = Tally()
     for begin, end in pairwise([0, *sorted(cuts), None]):
@@ -174,7 +175,7 @@ def test_what_one_interruption_cost() -> None:
     )  # fmt: skip
 
 
-# --- what a simulation of failures does not have ---------------------------------------------
+# --- what the simulation does not have -------------------------------------------------------
 
 
 def happened(kind: Kind, at: float, **fields: object) -> Event:
@@ -222,7 +223,7 @@ def test_a_history_that_begins_in_the_middle_counts_from_there() -> None:
 
 
 def test_rounding_makes_no_second_negative() -> None:
-    """A tally with one would not be believed by the next sidecar."""
+    """The next sidecar would not accept a tally with negative seconds."""
     tally, now, parent = Tally(), 1000.0, None
     for number in range(1, 9):
         epoch = Epoch(EpochId(number, f"{number:08x}"), parent)
@@ -262,7 +263,8 @@ any_events = st.builds(
 @settings(max_examples=500)
 @given(events=st.lists(any_events, max_size=40))
 def test_whatever_the_events_say_the_figure_is_one(events: list[Event]) -> None:
-    """They come from a file that anybody may have written, and times from clocks that are set."""
+    """Events come from a file that any program may have written, and their times from clocks that
+    are set."""
     tally = Tally().after(events)
     assert tally.sane
     found = tally.goodput(2e9)

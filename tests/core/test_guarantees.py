@@ -1,4 +1,4 @@
-"""The table of guarantees is what docs/guarantees.json proves, and both name real tests."""
+"""The table of guarantees is what docs/guarantees.json proves, and its rows name real tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The packages stand one above the other, in few floors, and the root holds what all share."""
+"""The sidecar's packages import each other without cycles and in few layers; few files are in its
+root."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""With four slots a crash costs one finished step at most, with fewer more: all states are visited.
+"""With four slots a crash costs at most one finished step; with fewer, more. Visits all states.
 
-The model is a lock-step run as the trainers and sidecars really move, with everything that may
-interleave: each rank's copy is finished early or late (lazy), slots are asked for ahead of time,
-and a persister that is as inconvenient as it can be pins any one image of a rank for as long as it
-likes. After each move, what the slots' bytes seal is what a restart would find if all died now:
-no more than one of the steps that all ranks have saved may be missing there.
+The model is a lock-step run of trainers and sidecars with all their interleavings: each rank's copy
+ends early or late (lazy), ranks ask for slots ahead of time, and a worst-case persister pins any
+one image of a rank for any time. After each move, a restart would find the sealed slots if all
+processes died now. Of the steps that all ranks have saved, at most the newest may be missing there.
 
-States are compared relative to the slowest rank, and steps far behind it are one, so there are
-finitely many and the search visits all of them, rather than some by chance.
+States are relative to the slowest rank, and all steps far behind it count as the same. So there are
+finitely many states, and the search visits all of them instead of a random sample.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from keepstep.steps import EpochId, StepId
 
 _EPOCH = EpochId(1, "0" * 8)
 _LONG_AGO = -4
-"""Relative step from which on older is all the same; nobody can have it in common."""
+"""The relative step that stands for all older steps. It never counts as a step in common."""
 _NONE = -100
 
 
 @dataclass(frozen=True)
 class Rank:
-    """`saved`: the step of the last `save`. `next_slot`: asked for, not zeroed yet. `filling`: the
-    slot that the copy of `saved` fills, None once it is sealed. `bytes`: the seals in memory.
-    `protected`: see `SlotTable.protect`."""
+    """`saved`: the step of the last `save`. `next_slot`: a slot that the rank asked for and has not
+    zeroed yet. `filling`: the slot that the copy of `saved` fills, None once it is sealed. `bytes`:
+    the seals in memory. `protected`: see `SlotTable.protect`."""
 
     slots: tuple[Slot, ...]
     bytes: tuple[int | None, ...]
@@ -50,10 +49,10 @@ class Rank:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is possible. `pins`: the persister may hold one image per rank. `zeroed_early`: a victim
-    is zeroed as soon as it is assigned, without waiting for the collective (a trainer's bug).
-    `protects`: the host names the newest step in common at each seal, as `Node` does. `lost`: so
-    many finished steps may be missing."""
+    """What is possible. `pins`: the persister may pin one image per rank. `zeroed_early`: a victim
+    is zeroed as soon as it is assigned, without waiting for the collective (a bug of a trainer).
+    `protects`: at each move the host protects the images that are worth keeping, as `Node` does.
+    `lost`: how many finished steps may be missing."""
 
     slots: int
     pins: bool = True
@@ -94,8 +93,9 @@ def _rank_moves(rank: Rank, rules: Rules, slowest: int) -> Iterator[tuple[str, R
             yield "asks ahead", replace(rank, slots=table.slots, bytes=bytes_, next_slot=index)
     if rank.filling is not None:
         yield "seals", _sealed(rank)
-    # The next step's collective needs every rank to have returned from the last save; the fence
-    # before the optimizer needs the own copy to be sealed; only then is the victim zeroed.
+    # The collective of the next step needs every rank to have returned from the last save. The
+    # fence before the optimizer needs the rank's own copy to be sealed. Only then does the rank
+    # zero the victim.
     elif rank.next_slot is not None and rank.saved == slowest:
         saved = _saved(rank)
         yield "saves", saved if rules.lazy else _sealed(saved)
@@ -137,7 +137,7 @@ def _put(values: tuple[int | None, ...], index: int, value: int | None) -> tuple
 
 
 def _id(step: int) -> StepId:
-    return StepId(_EPOCH, step - _LONG_AGO)  # the model's steps may lie before 0, no id's do
+    return StepId(_EPOCH, step - _LONG_AGO)  # the model has negative steps, but ids must not
 
 
 def _number(id: StepId) -> int:
@@ -145,7 +145,7 @@ def _number(id: StepId) -> int:
 
 
 def _relative(state: State) -> State:
-    """The same state with the slowest rank at step 0, and the slots in order of age."""
+    """The same state with the slowest rank at step 0, and with the slots in a fixed order."""
     base = min(rank.saved for rank in state)
     return tuple(_shifted(rank, base) for rank in state)
 
@@ -173,7 +173,7 @@ def _common(state: State) -> set[int]:
 
 
 def _start(rules: Rules, ranks: int) -> State:
-    """Right after a restore: each rank's first slot holds the step that was restored."""
+    """The state right after a restore: each rank's first slot holds the restored step."""
     slots = (Slot(SlotState.SEALED, _id(0)), *[Slot()] * (rules.slots - 1))
     return (Rank(slots, (0, *[None] * (rules.slots - 1)), saved=0),) * ranks
 
@@ -181,7 +181,8 @@ def _start(rules: Rules, ranks: int) -> State:
 def search(
     rules: Rules, ranks: int = 2, *, each: Callable[[State], None] = lambda state: None
 ) -> tuple[int, list[str] | None]:
-    """(states visited, the shortest way to one that would lose two finished steps, or None)."""
+    """(states visited, the shortest way to a state that would lose more finished steps than
+    `rules.lost`, or None). Calls `each` for each state."""
     start = _relative(_start(rules, ranks))
     came_from: dict[State, tuple[str, State] | None] = {start: None}
     queue = deque([start])
@@ -214,7 +215,7 @@ def test_with_four_slots_one_finished_step_is_lost_at_most(protects: bool) -> No
 
 
 def test_to_protect_what_all_ranks_have_and_nothing_newer_would_lose_two_steps(monkeypatch) -> None:
-    """What a rank ahead gives up then is the step that the others are about to seal."""
+    """A rank that is ahead would then give up the step that the others are about to seal."""
 
     def common_alone(ranks: Sequence[Memory]) -> frozenset[StepId]:
         return frozenset([newest_common(ranks)]) - {None}

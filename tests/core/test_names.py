@@ -1,4 +1,4 @@
-"""A step, an epoch and a shard have exactly one name each: two names would be two directories."""
+"""A step, an epoch and a shard have exactly one name each: two names would make two directories."""
 
 from __future__ import annotations
 

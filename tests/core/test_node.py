@@ -1,4 +1,4 @@
-"""What a node decides where an operator sees the whole run, and when its drive is full."""
+"""What a node decides if an operator sees the whole run, and when its drive is full."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def node(*, managed: bool = True, last: int = 2) -> Node:
 
 
 def listed(*numbers: int, world: int = 2, shown: Iterable[int] = ()) -> Listed:
-    """Rank 0 has these steps on its drive; there may be others elsewhere."""
+    """A listing in which rank 0 has these steps on its drive. `shown`: steps that readers see."""
     shards = tuple(Shard(step_id=step(one), rank=0, world=world, root="r") for one in numbers)
     answers = {Tier.LOCAL: Answer.STEPS, Tier.MEMORY: Answer.NONE}
     report = RankReport(sealed={Tier.LOCAL: shards, Tier.MEMORY: ()}, answers=answers)
@@ -200,7 +200,7 @@ def test_what_could_not_be_written_is_tried_once_more_by_a_flush_and_by_nothing_
 
 
 def copying(*held: int, slots: int = 4) -> tuple[Node, OneRank]:
-    """A rank that holds these steps and copies step 9."""
+    """A node and its rank, which holds these steps and copies step 9."""
     rank = OneRank(*held)
     one = Node({0: rank}, grid=Grid(1))
     one.step(EpochStarted(Epoch(EPOCH, None)))

@@ -1,4 +1,5 @@
-"""How often `persist: Auto` writes: replayed against failures, and from what a run shows."""
+"""How often `persist: Auto` writes: replayed against failures, and chosen from what a run
+measures."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ def _exponential(chance: random.Random, mtbf_s: float) -> Iterator[float]:
 
 
 def _bursts(chance: random.Random, mtbf_s: float) -> Iterator[float]:
-    """Gaps as production systems show them (Schroeder and Gibson 2006): Weibull of shape 0.7, whose
-    mean is 1.266 times its scale; and every third failure is followed by another in minutes."""
+    """Gaps between failures like those of production systems (Schroeder and Gibson 2006). They are
+    Weibull distributed with shape 0.7, whose mean is 1.266 times its scale. On average every third
+    failure is followed by another within minutes."""
     while True:
         yield chance.weibullvariate(1.5 * mtbf_s / 1.266, 0.7)
         if chance.random() < 1 / 3:
@@ -49,8 +51,9 @@ def _bursts(chance: random.Random, mtbf_s: float) -> Iterator[float]:
 
 
 def _replay(gaps: list[float], choose: Callable[[list[Epoch], int], int]) -> tuple[float, int]:
-    """(seconds of neither new nor kept work, images written), where each failure costs all that is
-    not on the drive. `choose`: steps between two images, from the run's epochs and newest step."""
+    """(seconds that did not become kept work, images written). A failure costs all work that is not
+    on the drive. `choose` returns the number of steps between two images, from the run's epochs and
+    newest step."""
     epochs, step, writes = [_epoch(0)], 0, 0
     for number, gap_s in enumerate(gaps, 1):
         every = choose(epochs, step)
@@ -61,7 +64,8 @@ def _replay(gaps: list[float], choose: Callable[[list[Epoch], int], int]) -> tup
 
 
 def _auto(measured: Measured) -> Callable[[list[Epoch], int], int]:
-    """As a sidecar does: from the failures so far, the interval that holds kept where it does."""
+    """Choose like a sidecar: from the failures so far, and keep the current interval if it still
+    holds."""
     interval = Interval(0, "", {})
 
     def choose(epochs: list[Epoch], step: int) -> int:
@@ -133,8 +137,9 @@ def _train(
     stall_s: float = 0.0,
     jitter_s: float = 0.0,
 ) -> Interval | None:
-    """Steps of a second, those after a persisted one longer by `stall_s`. Two ranks on two drives
-    write 3 GB each, for a quarter and half of a second."""
+    """Train with steps of one second; a step after a persisted one is longer by `stall_s`. Two
+    ranks on two drives write 3 GB each, in a quarter and in half a second. Returns the last
+    interval."""
     chance, now, interval = random.Random(7), 100.0 * steps.start, None
     for step in steps:
         wrote = (step - 1) % persist == 0
@@ -231,7 +236,7 @@ def test_copies_for_other_nodes_wear_the_drive_too() -> None:
 
 
 def _persisted(planner: PersistPlanner, steps: range) -> list[int]:
-    """Every write ends before the next step is sealed."""
+    """The steps that the planner persists if every write ends before the next step is sealed."""
     found = []
     for step in steps:
         id = StepId(EpochId(0, "0" * 8), step)

@@ -1,4 +1,4 @@
-"""docs/python-api.md is what the code has, and every public name says what it is."""
+"""docs/python-api.md is what the code has, and every public name has a docstring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sets of ranks as runs: the same ranks, few numbers, and no work by what somebody claims."""
+"""Sets of ranks as runs: they hold the same ranks in few numbers, and a claim of many ranks costs
+no work."""
 
 from __future__ import annotations
 

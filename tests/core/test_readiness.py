@@ -14,8 +14,8 @@ LISTED = replace(ALONE, tiers=True, listed_at=BEGAN)
 AWAY = replace(LISTED, unknown="the archive is away")
 UNNAMED = replace(AWAY, introduced=False, unknown="not all pods are known")
 
-# (what, when, what is known) -> until when it waits (None: it may vote), and whether tiers are
-# asked again meanwhile
+# Each row: a name, the time, and what the sidecar knows; then until when the rank waits (None: it
+# may vote), and whether the tiers are asked again meanwhile.
 TABLE = [
     ("nothing but this machine", 0, ALONE, None, False),
     ("before the scan", 500, replace(ALONE, scanned_at=NEVER), NEVER, False),

@@ -1,4 +1,4 @@
-"""What the policy keeps; the newest committed step is kept whatever it says."""
+"""What a policy keeps. Every policy keeps the newest committed step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_newest_is_never_retired_and_nothing_is_retired_twice(
 
 
 _HELD = st.dictionaries(st.integers(0, 60), st.integers(0, 100), min_size=1)
-"""Step -> its size, or seconds since the step before."""
+"""Step -> its size, or the seconds since the previous step."""
 
 _POLICIES = st.builds(
     lambda last, every, every_s, pins: Retention(
@@ -52,7 +52,7 @@ _POLICIES = st.builds(
 
 
 def _times(held: dict[int, int]) -> dict[StepId, float]:
-    """Later steps are written later."""
+    """When each step was written: later steps later."""
     seconds, times = 0.0, {}
     for step, gap in sorted(held.items()):
         seconds += gap

@@ -1,4 +1,5 @@
-"""Every scenario prints what its file says. Rewrite them with KEEPSTEP_REWRITE=1, then read."""
+"""Every scenario prints what its file says. KEEPSTEP_REWRITE=1 rewrites the files: then read the
+difference."""
 
 from __future__ import annotations
 

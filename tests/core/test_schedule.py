@@ -105,10 +105,10 @@ def test_milestones_are_due_whatever_the_interval_is_and_survive_its_changes() -
     [
         ((8, 9, 10, 11, 12), [10]),
         ((8, 9, 11, 12, 13), [11]),
-        ((8, 27, 28), [27]),  # one for all that were left out
+        ((8, 27, 28), [27]),  # one step stands in for all due steps that were left out
         ((8, 9, 19, 20, 21), [19, 20]),
         ((10, 11, 20), [10, 20]),
-        ((13, 14, 15), []),  # what came before 13 is not known
+        ((13, 14, 15), []),  # it is not known what came before 13
     ],
 )
 def test_the_first_commit_after_a_due_step_that_never_was_one_stands_in_for_it(

@@ -1,4 +1,4 @@
-"""Slots: what the table refuses, so that a host's mistake is seen before it destroys an image."""
+"""What the slot table refuses, so that a host's mistake shows before it destroys an image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large a step is: one image of each rank, whatever number of copies there are."""
+"""The size of a step: one image of each rank, however many copies there are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEP = StepId(EpochId(1, "0" * 8), 10)
 
 
 def told(ledger: Ledger, sizes: dict[int, int], tier: Tier, *, world: int = 2) -> int:
-    """What it says after these images were reported."""
+    """The size that the ledger tells after these images were reported."""
     ranks = {
         rank: RankReport(
             sealed={tier: (Shard(step_id=STEP, rank=rank, world=world, size_bytes=size),)}

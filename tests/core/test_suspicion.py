@@ -1,4 +1,5 @@
-"""Crash loops end: what failed twice after its restore is passed over for a proven step."""
+"""Crash loops end: a step after whose restore the script failed twice is passed over for a proven
+step."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def test_a_proven_step_is_never_retired_and_goes_last_from_a_full_volume(last: i
 
 @dataclass
 class Run:
-    """A run on one machine: its lives, what is held of them, and how they failed."""
+    """A run on one machine: its lives, the steps that are held, and the failures."""
 
     every: int
     keep: Retention
@@ -126,7 +127,7 @@ class Run:
     failed: list[StepId] = field(default_factory=list)
 
     def begin(self) -> StepId | None:
-        """A life begins from what the ranks vote for."""
+        """Begin a life from the step that the ranks vote for. Returns that step."""
         lineage = trace({one.id: one for one in self.epochs})
 
         def alive(id: StepId) -> bool:
@@ -168,8 +169,8 @@ def test_a_poisoned_step_costs_two_lives_that_fail_and_no_signal_counts(
     every: int,
     last: int,
 ) -> None:
-    """From some step on the state is bad, and whoever goes on from there fails a few steps later;
-    signals end some of these lives before."""
+    """From some step on the state is bad, and every life that goes on from there fails a few steps
+    later. Signals end some of these lives before."""
     run = Run(every, Retention(last=last))
     run.begin()
     for number in range(poisoned_at + noticed_after + 1):
@@ -185,7 +186,7 @@ def test_a_poisoned_step_costs_two_lives_that_fail_and_no_signal_counts(
         assert parent is not None
         assert parent.step >= poisoned_at, "one failure is no reason to lose steps"
         if signals and signals.pop():
-            continue  # before it came to a step
+            continue  # the signal came before the first step
         at = parent.step
         for _ in range(own.pop()):
             at = run.save(at + 1).step

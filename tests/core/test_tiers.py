@@ -1,8 +1,8 @@
 """A run on several nodes with far tiers, replicas and changing worlds, as a state machine.
 
-Memory, volumes, what buddies keep and the archive are sets of names; which step may be restored is
-worked out from these sets alone. Every decision is made by the real code: a ledger on each node (as
-its sidecar has it), one that all report to (as the operator has it), and the vote.
+Memory, volumes, the copies of buddies and the archive are sets of names. The test works out from
+these sets alone which step may be restored. The real code makes every decision: a ledger on each
+node (like a sidecar's), a ledger that all nodes report to (like the operator's), and the vote.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ _SOME = st.sets(st.integers(0, 5), max_size=2)
 """A few ranks or nodes."""
 
 Image = tuple[StepId, int]
-"""A step and the rank whose image it is; how many ranks saved the step is known of the step."""
+"""A step, and the rank whose image it is. `worlds` has the number of ranks that saved a step."""
 
 
 @dataclass
 class Node:
-    """`kept`: for others. `up`: its pod is there; else nobody reaches what is on it. `told`: ranks
-    that it reported; one that lost its last copy must be reported as empty."""
+    """One node. `kept`: its copies for other nodes. `up`: its pod exists; without the pod, nothing
+    on the node can be reached. `told`: ranks that it has reported. If such a rank has lost its last
+    copy, the node must report it as empty."""
 
     memory: set[Image] = field(default_factory=set)
     local: set[Image] = field(default_factory=set)
@@ -53,7 +54,7 @@ class Node:
 
 
 class Tiers(RuleBasedStateMachine):
-    """Small, so that rare interleavings are not."""
+    """The run. It is small, so that rare interleavings become likely."""
 
     @initialize(
         nodes=st.integers(2, 3),
@@ -92,7 +93,8 @@ class Tiers(RuleBasedStateMachine):
         return len(self.nodes) * self.per_node
 
     def _twins(self, rank: int, world: int) -> tuple[int, ...]:
-        """Every node has a whole replica, cut alike."""
+        """The twins of a rank if the run is replicated: every node has a whole replica, divided in
+        the same way."""
         if not self.replicated:
             return ()
         per_node = world // len(self.nodes)
@@ -105,7 +107,8 @@ class Tiers(RuleBasedStateMachine):
     # --- ledgers -------------------------------------------------------------------------
 
     def _rebuild(self) -> None:
-        """The operator was restarted: its ledger knows what it is told, and who is away."""
+        """Restart the operator: its ledger is built anew from the epochs and reports of the nodes
+        that are up."""
         self.ledger = Ledger(self.config)
         for epoch in self._epochs():
             self.ledger.apply(EpochStarted(epoch))
@@ -135,7 +138,7 @@ class Tiers(RuleBasedStateMachine):
         return self.archive if self.has_archive else set()
 
     def _reported(self, number: int, archive: set[Image]) -> Reported:
-        """What a sidecar tells of its own ranks, of those it keeps copies of, of the archive's."""
+        """A sidecar's report: its own ranks, the ranks of its copies, and those in the archive."""
         node = self.nodes[number]
         shelves = {Tier.MEMORY: node.memory, Tier.LOCAL: node.local}
         if self.peers:
@@ -166,7 +169,7 @@ class Tiers(RuleBasedStateMachine):
         return set.union(self.archive_epochs if self.has_archive else set(), *each)
 
     def _within_reach(self, number: int) -> dict[Tier, set[Image]]:
-        """What the sidecar of a node can bring, by tier."""
+        """The images that the sidecar of a node can bring, by tier."""
         node, others = self.nodes[number], self.nodes if self.peers else []
         far = {
             image
@@ -182,7 +185,7 @@ class Tiers(RuleBasedStateMachine):
         }
 
     def _alive(self, id: StepId, epochs: set[Epoch]) -> bool:
-        """The chain of parents behind the newest epoch leads by this step."""
+        """Whether the chain of parents of the newest epoch passes through this step."""
         parents = {epoch.id: epoch.parent for epoch in epochs}
         at, last = max(parents, default=id.epoch), None
         while at > id.epoch and at in parents and (parent := parents[at]) is not None:
@@ -206,7 +209,7 @@ class Tiers(RuleBasedStateMachine):
         rounds=st.lists(st.tuples(st.integers(1, 2), _SOME, _SOME, _SOME), min_size=1, max_size=3)
     )
     def the_run_goes_on(self, rounds: list[tuple[int, set[int], set[int], set[int]]]) -> None:
-        """Steps are staged, written, sent and uploaded; now and then somebody is left out."""
+        """Stage, write, send and upload steps. Some ranks or nodes are left out now and then."""
         for steps, not_writing, not_sending, not_uploading in rounds:
             for _ in range(steps):
                 self._stage(set(range(self.world)))
@@ -224,7 +227,8 @@ class Tiers(RuleBasedStateMachine):
         self._report()
 
     def _stage(self, ranks: set[int]) -> None:
-        """In lock step: none is more than one step ahead. The newest two stay in memory."""
+        """Stage the next step of these ranks in lock step: no rank gets more than one step ahead.
+        The newest two images of a rank stay in memory."""
         assert self.epoch is not None
         slowest = min(self.at.values())
         for rank in (one for one in ranks if self.at[one] == slowest):
@@ -237,7 +241,7 @@ class Tiers(RuleBasedStateMachine):
             memory -= set(held[:-2])
 
     def _write(self, *, but: set[int]) -> None:
-        """All that are not left out write the newest step that all ranks staged."""
+        """All ranks that are not left out write the newest step that all ranks have staged."""
         assert self.epoch is not None
         id = StepId(self.epoch.id, min(self.at.values()))
         for rank in set(range(self.world)) - but:
@@ -276,7 +280,7 @@ class Tiers(RuleBasedStateMachine):
         alive = {id for id, _ in left if self.ledger.lineage.restorable(id)}
         assert expected == max((id for id in alive if self._covered(left, id)), default=None)
 
-    @precondition(lambda self: any(node.up for node in self.nodes))  # else nobody tells it anything
+    @precondition(lambda self: any(node.up for node in self.nodes))  # else it gets no reports
     @rule()
     def the_operator_is_restarted(self) -> None:
         self._rebuild()
@@ -325,13 +329,14 @@ class Tiers(RuleBasedStateMachine):
         )
 
     def _without_own(self, reach: dict[Tier, set[Image]], ledger: Ledger) -> Answer:
-        """Images that another world left are something, although no rank of this one votes so."""
+        """The answer of a rank that has no image of its own. If another world left images, the rank
+        must not say that there is nothing."""
         alive = {id for shelf in reach.values() for id, _ in shelf if not ledger.is_dead(id)}
         foreign = any(self.worlds[id] != self.world for id in alive)
         return Answer.UNKNOWN if foreign else Answer.NONE
 
     def _of_node(self, number: int) -> tuple[Ledger, dict[Tier, set[Image]]]:
-        """The ledger that its sidecar has, and what it can bring."""
+        """The ledger of a node's sidecar, and the images that the sidecar can bring."""
         reach, ledger = self._within_reach(number), Ledger(self.config)
         for epoch in self._epochs() if self.peers else self.nodes[number].epochs:
             ledger.apply(EpochStarted(epoch))
@@ -343,7 +348,8 @@ class Tiers(RuleBasedStateMachine):
         return ledger, reach
 
     def _expected(self) -> tuple[set[StepId], set[StepId]]:
-        """Steps that every rank could restore by an image of its own, and those by any images."""
+        """The steps that every rank could restore from an image of its own, and the steps that
+        every rank could restore from any images."""
         exact, covered = set(self.worlds), set(self.worlds)
         for number in range(len(self.nodes)):
             images = set.union(*self._within_reach(number).values())
@@ -383,14 +389,14 @@ class Tiers(RuleBasedStateMachine):
             self._forget_all()
         for node in self.nodes:
             node.epochs.add(epoch)
-            # where a trainer restores, what is dead goes first; the image that it restored stays
+            # a restore drops dead images from memory; the image that was restored stays
             node.memory = {one for one in node.memory if self._alive(one[0], self._epochs())}
         self.epoch = epoch
         self.at = dict.fromkeys(range(self.world), decision.id.step if decision.id else -1)
         self._rebuild()
 
     def _remove_the_run(self) -> None:
-        """Somebody read the error and begins anew."""
+        """A user has read the error and starts the run from nothing."""
         self._forget_all()
         self._rebuild()
 
@@ -430,8 +436,8 @@ TestTiers.settings = settings(max_examples=40, stateful_step_count=40, print_blo
 
 
 def test_an_exact_step_that_only_all_sidecars_see_together_comes_before_one_by_twins() -> None:
-    """Node 0 is lost. Its ranks have step 0 at node 1 and step 1 by twins; ranks 2 and 3 have
-    step 0 in their node's memory, where node 0 does not see it."""
+    """Node 0 is lost. Its ranks can get step 0 from node 1 and step 1 by twins. Ranks 2 and 3 have
+    step 0 in the memory of their node, which node 0 does not see."""
     run = Tiers()
     run.begin(nodes=2, per_node=2, replicated=True, peers=True, archive=False)
     run.the_run_goes_on([(1, {2}, set(), set()), (1, set(), {0}, set())])

@@ -1,8 +1,8 @@
-"""A whole run as a state machine: ranks, a node that decides for them, votes, killed at any point.
+"""A whole run as a state machine: ranks, a node that decides for them, votes, kills at any point.
 
-All decisions are made by the real code: `Node` is what the sidecar runs. What lies in memory and on
-disk is a set of names here, the node's actions move them, and what must come out is computed from
-those sets alone, in a much simpler way (`WholeRun.restorable`).
+The real code makes all decisions: `Node` is what the sidecar runs. Memory and disk are sets of
+names here, which the node's actions change. The expected result is computed from these sets alone,
+in a much simpler way (`WholeRun.restorable`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ _KEEP = Retention(last=2)
 
 @dataclass
 class Rank:
-    """One rank: its slots' seals and its shards survive what they survive, the rest is a process.
+    """One rank. The seals of its slots are in memory, and its shards are on disk. The rest belongs
+    to processes.
 
     `saved`: the step of the last `save` of this life. `filling`: the slot of its unsealed copy.
     """
@@ -76,7 +77,7 @@ class Rank:
 
     @property
     def filled(self) -> int | None:
-        """The slot that the trainer has, zeroed yet or not."""
+        """The slot that the trainer has, whether it has zeroed it or not."""
         return self.next_slot if self.filling is None else self.filling
 
     def in_memory(self) -> set[StepId]:
@@ -84,7 +85,7 @@ class Rank:
 
 
 class WholeRun(RuleBasedStateMachine):
-    """The world is small, so that rare interleavings are not."""
+    """The run. The world is small, so that rare interleavings become likely."""
 
     @initialize(
         world=st.sampled_from([2, 3]),
@@ -97,18 +98,18 @@ class WholeRun(RuleBasedStateMachine):
         self.epochs_on_disk: list[Epoch] = []
         self.alive: set[StepId] = set()  # steps that no later life left behind
         self.epoch: Epoch | None = None  # of the live trainers
-        self.failed: set[StepId] = set()  # steps of which a write failed: it is not tried again
-        self.unharmed = True  # nothing was lost that a restart may count on
-        self.left_out = False  # by a rank, before this life had a step in common
+        self.failed: set[StepId] = set()  # steps with a failed write, which is not tried again
+        self.unharmed = True  # nothing that a restart relies on was lost
+        self.left_out = False  # a copy was discarded before this life had a step in common
         self._start_sidecar()
 
     # --- the sidecar ---------------------------------------------------------------------
 
     def _start_sidecar(self) -> None:
         self.writing: dict[int, StepId] = {}
-        self.stopped: set[int] = set()  # ranks whose write is to leave nothing
-        self.shown: set[StepId] = set()  # to readers, by this sidecar
-        self.read: set[StepId] = set()  # by somebody, from the drive
+        self.stopped: set[int] = set()  # ranks whose write must leave nothing
+        self.shown: set[StepId] = set()  # what this sidecar has shown to readers
+        self.read: set[StepId] = set()  # steps that are being read from the drive
         for rank in self.ranks:
             rank.table = SlotTable(self.slots)
             for index, id in enumerate(rank.seals):
@@ -124,7 +125,7 @@ class WholeRun(RuleBasedStateMachine):
             self._feed(EpochStarted(epoch))
         for rank in self.ranks:
             if (held := rank.filled) is not None:
-                rank.table.hold(held)  # its live trainer says so with its next lease
+                rank.table.hold(held)  # its live trainer names the slot with its next lease
         self._list()
         self._feed(Serves(frozenset(range(len(self.ranks))), self.slots))
         if self.epoch is None:
@@ -149,7 +150,7 @@ class WholeRun(RuleBasedStateMachine):
     def _begin_write(self, write: Write) -> None:
         rank = self.ranks[write.rank]
         index = rank.table.holds(write.id)
-        if index is None:  # it is still copied: its slot is its trainer's
+        if index is None:  # the image is still being copied: its trainer has the slot
             assert self._copied(rank) == write.id, "asked to write what is not there"
         else:
             assert rank.table.slots[index].pinned, "and nobody may be given its slot meanwhile"
@@ -157,7 +158,7 @@ class WholeRun(RuleBasedStateMachine):
         self.writing[write.rank] = write.id
 
     def _copied(self, rank: Rank) -> StepId | None:
-        """The image that the rank's trainer copies now."""
+        """The image that the rank's trainer is copying now; None if there is none."""
         copies = self.epoch is not None and rank.filling is not None
         return StepId(self.epoch.id, rank.saved) if copies and self.epoch else None
 
@@ -169,8 +170,8 @@ class WholeRun(RuleBasedStateMachine):
         ]
 
     def _list(self) -> None:
-        for _ in range(2):  # what was retired is gone in the second round
-            for number, rank in enumerate(self.ranks):  # each as it is by then
+        for _ in range(2):  # the second round shows what the first one retired
+            for number, rank in enumerate(self.ranks):  # each rank as it is then
                 held = {number: _report(number, rank, len(self.ranks))}
                 self._feed(Listed(ranks=held, shown=self.shown))
 
@@ -182,7 +183,8 @@ class WholeRun(RuleBasedStateMachine):
     @precondition(_training)
     @rule(moves=st.lists(st.integers(0, 4), min_size=10, max_size=90), writes_fail=st.booleans())
     def the_run_moves_on(self, moves: list[int], writes_fail: bool) -> None:
-        """Each move is of one rank; those beyond the last rank are of the writer."""
+        """Each number is a move of one rank; numbers beyond the last rank are moves of the
+        writer."""
         for move in moves:
             if move < len(self.ranks):
                 self._move(move, self.ranks[move])
@@ -196,8 +198,8 @@ class WholeRun(RuleBasedStateMachine):
         elif rank.next_slot is None:
             self._ask(number, rank)
         elif rank.saved == min(one.saved for one in self.ranks):
-            # Every rank returned from the last save, and this one's copy is sealed: only now is
-            # the victim zeroed.
+            # Every rank has returned from the last save, and this rank's copy is sealed. Only now
+            # does this rank zero the victim.
             rank.saved += 1
             rank.seals[rank.next_slot] = None
             rank.filling, rank.next_slot = rank.next_slot, None
@@ -227,7 +229,8 @@ class WholeRun(RuleBasedStateMachine):
     @precondition(_training)
     @rule(number=st.integers(0, 2))
     def a_copy_is_discarded(self, number: int) -> None:
-        """A tensor changed before it was copied: the slot is free, and the step is never sealed."""
+        """A tensor changed before it was copied. The slot becomes free, and the step is never
+        sealed."""
         number %= len(self.ranks)
         rank = self.ranks[number]
         if (id := self._copied(rank)) is not None and rank.filling is not None:
@@ -239,7 +242,8 @@ class WholeRun(RuleBasedStateMachine):
     # --- writing -------------------------------------------------------------------------
 
     def _end_write(self, number: int, *, ok: bool = True) -> None:
-        """One that began early has no end before the seal, but for a failure or a `Stop`."""
+        """End a write. A write that began before the seal does not end before it either, except by
+        a failure or a `Stop`."""
         rank, id = self.ranks[number], self.writing[number]
         if ok and number not in self.stopped and id == self._copied(rank):
             return
@@ -256,7 +260,7 @@ class WholeRun(RuleBasedStateMachine):
         self._list()
 
     def _end_all_writes(self) -> None:
-        """But those that wait for a seal."""
+        """End all writes except those that wait for a seal."""
         while ended := [
             number
             for number, id in self.writing.items()
@@ -329,7 +333,8 @@ class WholeRun(RuleBasedStateMachine):
     # --- restoring -----------------------------------------------------------------------
 
     def restorable(self, excluded: set[StepId]) -> StepId | None:
-        """What must be restored, from the bytes alone: the newest living step that all hold."""
+        """The step that must be restored, from the bytes alone: the newest step that is not dead
+        and that all ranks hold."""
         each = [rank.in_memory() | rank.shards for rank in self.ranks]
         return max((set.intersection(*each) & self.alive) - excluded, default=None)
 
@@ -378,7 +383,7 @@ class WholeRun(RuleBasedStateMachine):
         self._begin_epoch(decision.epoch("0" * 8))
 
     def _remove_the_run(self) -> None:
-        """Somebody read the error and begins anew."""
+        """A user has read the error and starts the run from nothing."""
         for rank in self.ranks:
             rank.seals = [None] * self.slots
             rank.shards.clear()
@@ -387,9 +392,9 @@ class WholeRun(RuleBasedStateMachine):
     def _load(self, id: StepId) -> None:
         for rank in self.ranks:
             if rank.table.holds(id) is None:
-                # A slot is always to be had: newer images are dead once all agreed on this step.
+                # There is always a slot: newer images are dead once all have agreed on this step.
                 index = rank.table.reserve({one for one in rank.table.sealed() if one != id})
-                while index is None and self.writing:  # the only unpinned ones are being written
+                while index is None and self.writing:  # the other slots are being written
                     self._end_write(min(self.writing))
                     index = rank.table.reserve({one for one in rank.table.sealed() if one != id})
                 assert index is not None

@@ -1,4 +1,4 @@
-"""What runs elsewhere calls what there is here: workflows, make targets, versions of packages."""
+"""Workflows call make targets that exist, and the packages ask for each other's versions."""
 
 from __future__ import annotations
 
