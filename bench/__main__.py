@@ -71,8 +71,8 @@ class Plan:
         peers, present = "once", PEERS
         if size == self.main:
             lazy, eager = "blocked,durable,inflation,busy,lost", "blocked,durable,inflation,lost"
-            # Some peers take minutes. All peers are in the first round; later rounds have only the
-            # peer that the bars use.
+            # Some peers take minutes, so later rounds have only FastPersist of them. The subjects
+            # of the bars are in all rounds.
             peers, present = "once,inflation,lost", PEERS if number == 0 else (FastPersist,)
         savers = [
             Job(one.name, ("--measures", lazy if one is KeepstepLazy else eager, *loop))

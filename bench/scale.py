@@ -139,7 +139,7 @@ def twins_of(kind: str, rank: int, world: int) -> tuple[int, ...]:
 
 
 def alike_of(kind: str, rank: int, world: int) -> Ranks:
-    """The rank and its twins; nobody if it has no twins."""
+    """The rank and its twins; `NOBODY` if it has no twins."""
     alike = kind == "ddp" and world > NODE
     return Ranks.of(range(rank % NODE, world, NODE)) if alike else NOBODY
 

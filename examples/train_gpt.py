@@ -128,7 +128,7 @@ class Batches:
         return windows[:, :-1], windows[:, 1:]
 
 
-# --- where this process stands ------------------------------------------------------------------
+# --- rank, world and device ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

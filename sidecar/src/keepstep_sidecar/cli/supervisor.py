@@ -167,7 +167,7 @@ class Supervisor:
             if pid == self._command_pid:
                 self._command_pid = 0
                 yield CommandEnded(code)
-        # an adopted sidecar is not a child of this process: it has to be polled
+        # an adopted sidecar is not a child of this process, so it must be polled
         if self._sidecar is not None and not self._sidecar.alive():
             self._sidecar = None
             yield SidecarEnded(time.monotonic() - self._sidecar_since)

@@ -63,15 +63,15 @@ class News(enum.Enum):
 
 @dataclass(frozen=True)
 class CommandEnded:
-    """`code` is as in a shell: 128 + n for a command that died of signal n."""
+    """The command ended. `code` is as in a shell: 128 + n for a command that died of signal n."""
 
     code: int
 
 
 @dataclass(frozen=True)
 class Signalled:
-    """`delivered`: the command already has the signal from the terminal, as it is in the process
-    group of `keepstep run`."""
+    """A signal came. `delivered`: the command already has it from the terminal, because it is in
+    the process group of `keepstep run`."""
 
     number: signal.Signals
     delivered: bool = False

@@ -101,7 +101,7 @@ def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> Ru
         )
     if config.wish is None:
         return kept
-    # once a newer epoch than this one exists, the rollback has happened; a fork does not need it
+    # the rollback has happened once an epoch newer than this began from its step; forks need none
     newest = max((epoch.id.number for epoch in inventory.epochs(kept)), default=0)
     return RunDir.of(directory, name, **given, restore_since=newest)
 
