@@ -366,7 +366,7 @@ async def _report(size: Size, url: str, certificate: Path) -> Told:
     """Report until SIGTERM. Prints a line when every reporter's whole report was accepted. The
     figures count only what comes after that."""
     trust = trusting(certificate.read_bytes())
-    sslproto.SSLProtocol.max_size = 16 << 10  # 256 KiB for each of ten thousand connections else
+    sslproto.SSLProtocol.max_size = 16 << 10  # the default is 256 KiB for each connection
 
     async def go_on(one: Reporter) -> None:
         """Report from an address of its own like a pod: the operator accepts few connections from

@@ -188,7 +188,7 @@ def _training(home: Path) -> Iterator[list[Seen]]:
                 raise RuntimeError(f"nothing was committed:\n{(home / 'errors').read_text()}")
             yield commits
     finally:
-        _said(home, "stop", "--run", "bench")  # its memory
+        _said(home, "stop", "--run", "bench")  # frees its memory
 
 
 @contextlib.contextmanager

@@ -191,7 +191,7 @@ async def _restart(kind: str, world: int, cluster: Cluster, directory: Path) -> 
                 changes,
             )
         )  # fmt: skip
-    sslproto.SSLProtocol.max_size = 16 << 10  # 256 KiB for each of many connections else
+    sslproto.SSLProtocol.max_size = 16 << 10  # the default is 256 KiB for each connection
     async with reconciler(cluster, directory, "--host-path", PREFIX) as operator:
         await until(lambda: operator.knows(len(pods)), within_s=60, what="all pods are seen")
         return await _measured(operator, pods, trusting((directory / "tls.crt").read_bytes()))

@@ -314,7 +314,7 @@ class WholeRun(RuleBasedStateMachine):
             if (held := rank.filled) is not None:
                 kept = rank.seals[held]
                 rank.table.release(held, keep=kept)
-                if kept is not None and rank.table.holds(kept) is not None:  # else it is dead
+                if kept is not None and rank.table.holds(kept) is not None:  # else the step is dead
                     self._feed(Sealed(number, kept))
             rank.filling = rank.next_slot = None
             self._feed(Died(number))

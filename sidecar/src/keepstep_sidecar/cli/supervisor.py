@@ -154,7 +154,7 @@ class Supervisor:
         yield from self._deaths()
         while not self._events.empty():
             event = self._events.get()
-            if event is not News.SIDECAR_UP or self._sidecar is not None:  # it died since
+            if event is not News.SIDECAR_UP or self._sidecar is not None:  # else it has died since
                 yield event
         self._tick()
 
@@ -257,7 +257,7 @@ class Supervisor:
             case StartSidecar(delay_s):
                 self._start_sidecar(delay_s)
             case Do.AWAIT_SIDECAR:
-                if self._sidecar is not None:  # else its death is the next event
+                if self._sidecar is not None:  # else its death becomes the next event
                     self._await_sidecar(self._sidecar)
             case AnnounceRestart(attempt, code):
                 self._announce(attempt, code)
