@@ -1,4 +1,4 @@
-"""What the core asks the shell to do. Doing any of them twice, late or never loses no step."""
+"""What the core asks the shell to do. No step is lost if an action is done twice, late or never."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from keepstep_operator.api.model import Job, RunKey
 
 @dataclass(frozen=True, slots=True)
 class WriteStatus:
-    """The run's status has changed; ask the registry for it when it is time to write. `soon`: more
-    than its numbers did, so that a person may wait for it."""
+    """The run's status has changed; ask the registry for it when it is time to write. `soon`: not
+    only its numbers changed, so a person may be waiting for it."""
 
     run: RunKey
     soon: bool = True
@@ -19,9 +19,9 @@ class WriteStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmitEvent:
-    """Tell whoever looks at the job. `about` None: the CheckpointRun itself.
+    """Emit a Kubernetes event about the job. `about` None: about the CheckpointRun itself.
 
-    `period_s`: an event of the same run, reason and `topic` is not said again before that.
+    `period_s`: an event of the same run, reason and `topic` is not repeated within this time.
     """
 
     run: RunKey
@@ -35,7 +35,8 @@ class EmitEvent:
 
 @dataclass(frozen=True, slots=True)
 class AskJob:
-    """All pods are gone or over: is the job? Answer with `Registry.job_answered`."""
+    """All pods are gone or over: find out whether the job is, too. Answer with
+    `Registry.job_answered`."""
 
     run: RunKey
     job: Job
@@ -43,7 +44,7 @@ class AskJob:
 
 @dataclass(frozen=True, slots=True)
 class FindOwner:
-    """Which job made this one, if any? Answer with `Registry.owner_found`."""
+    """Find the job that owns this one, if any. Answer with `Registry.owner_found`."""
 
     run: RunKey
     job: Job
@@ -58,7 +59,7 @@ class DeleteRun:
 
 @dataclass(frozen=True, slots=True)
 class NameFreshStart:
-    """Write the epoch over "newest" in the annotation: it must never mean a later one."""
+    """Replace "newest" in the annotation with this epoch, so that it never means a later one."""
 
     run: RunKey
     epoch: EpochId
@@ -66,7 +67,7 @@ class NameFreshStart:
 
 @dataclass(frozen=True, slots=True)
 class NoteCommit:
-    """Write into the run's annotation when its newest step was committed, in unix seconds."""
+    """Write the time of the newest commit, in unix seconds, into the run's annotation."""
 
     run: RunKey
     at: float

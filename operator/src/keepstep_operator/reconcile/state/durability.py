@@ -1,10 +1,11 @@
-"""What a run would outlive now, from what it holds and where. Pure.
+"""What a run would survive now, given what it holds and where. Pure.
 
-emptyDir and ephemeral volumes go with their pod, so they outlive containers only. A hostPath stays
-on its node: a pod that comes back to that node finds it. Copies with peers lie on another node, the
-archive on none. Another job finds any of it only under the same run key, which needs the user's
-label (see docs/support-matrix.md, "What a run survives"). A rank whose image has twins (ranks that
-hold the very same boxes) is there as long as one of them is.
+emptyDir and ephemeral volumes are lost with their pod, so they survive container restarts only. A
+hostPath stays on its node, and a pod that comes back to that node finds it. Peers keep copies on
+another node; the archive is on no node. Another job finds any of these only under the same run key,
+which needs the user's label (see docs/support-matrix.md, "What a run survives"). A rank whose image
+has twins (images of other ranks with the very same boxes) can be restored as long as one of the
+twins exists.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from keepstep_operator.api.policy import VolumeKind
 
 
 class Survives(str, enum.Enum):
-    """What may happen to a run; values as users see them."""
+    """Events that a run may survive. Users see the values."""
 
     CONTAINER_RESTART = "ContainerRestart"
     POD_RESTART = "PodRestart"
@@ -30,7 +31,7 @@ class Survives(str, enum.Enum):
 
 
 def volumes_outlive_pod(kinds: Collection[VolumeKind]) -> bool:
-    """Every one of them must: ranks are spread over the volumes of a pod."""
+    """Whether all volumes of a pod outlive it. All must, since its ranks are spread over them."""
     return bool(kinds) and all(kind is VolumeKind.HOST_PATH for kind in kinds)
 
 
@@ -43,11 +44,14 @@ def survives(
     kinds: Collection[VolumeKind],
     labelled: bool,
 ) -> tuple[Survives, ...]:
-    """`common`: all ranks hold one step somewhere; `committed`: one is durable on all ranks;
-    `spread`: one is left whichever node is lost; `archived`: one is in the archive.
+    """The events that the run would survive now.
 
-    Whatever outlives a node outlives a pod of it. All pods of a job at once go with a new job, so
-    copies with peers do not outlive that on volumes that go with their pod.
+    `common`: there is a step that all ranks hold somewhere. `committed`: a step is durable on all
+    ranks. `spread`: a step is left whichever single node is lost. `archived`: a step is in the
+    archive.
+
+    What survives the loss of a node also survives the loss of a pod. A new job replaces all pods at
+    once, so copies on peers do not survive it if they lie on volumes that are lost with their pod.
     """
     on_nodes = committed and volumes_outlive_pod(kinds)
     held = {
@@ -60,10 +64,10 @@ def survives(
 
 
 def sole_nodes(by_node: Mapping[str, int], *, world: int) -> frozenset[str] | None:
-    """Nodes that each hold the only copy of something of a step; None: it is not complete at all.
+    """The nodes that each hold the only copy of some part of a step; None: the step is incomplete.
 
-    `by_node`: ranks, as bits, of which the node's drives hold an image or a twin's, of this one
-    step.
+    `by_node`: for each node, the ranks, as bits, of which its drives hold an image of this step, or
+    a twin's image.
     """
     once = twice = 0
     for ranks in by_node.values():
@@ -76,7 +80,7 @@ def sole_nodes(by_node: Mapping[str, int], *, world: int) -> frozenset[str] | No
 
 
 def refuges(sole: Mapping[StepId, frozenset[str] | None]) -> frozenset[StepId]:
-    """For each node the newest step that its loss would leave. `sole`: `sole_nodes` of each."""
+    """For each node, the newest step that survives its loss. `sole`: `sole_nodes` of each step."""
     unspared = frozenset().union(*(nodes for nodes in sole.values() if nodes))
     found = set()
     for id in sorted(sole, reverse=True):

@@ -1,11 +1,13 @@
-"""Goodput of a run: what the sidecars of its first pod counted, one after the other, as one sum.
+"""Goodput of a run: one sum over what the sidecars of its first pod counted, one after the other.
 
-The job steps together, so one pod's tally is the run's (docs/goodput.md). It goes on over trainers
-and sidecars, and over pods that come back to the volume that it lies on; elsewhere the next pod
-begins another one. So what is added is by how much a tally has grown since it was last told, and
-every second from the run's first to its newest is in one bucket: what two tallies both count is
-taken from the later one, and what none counts is the time between two pods. Whole seconds, so that
-a sum that was read back from a status goes on exactly. Pure; time is passed in.
+All ranks of the job step together, so one pod's tally is the run's (docs/goodput.md). A tally goes
+on when a trainer or sidecar is replaced, and when a pod comes back to the volume that holds it. On
+another volume the next pod begins a new tally.
+
+The sum grows by what a tally has gained since it was last reported. Every second from the run's
+first to its newest is in exactly one bucket. If two tallies count the same time, the later one's
+buckets are taken. If none counts it, it is the time between two pods. All times are whole seconds,
+so that a sum that is read back from a status goes on exactly. Pure; time is passed in.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from keepstep.wire.reports import ReportedGoodput
 from keepstep_operator.api.run import BadputStatus, GoodputStatus, TallyStatus, seconds_of, utc
 
 SHOWN_S: Final = 60.0
-"""A figure that changes with each report is written that seldom."""
+"""The shown figure changes at most this often, although each report changes the sum."""
 
 MOST_TALLIES: Final = 8
-"""That are remembered. One that is forgotten and comes back counts as a new one."""
+"""The most tallies that are remembered. A forgotten tally that comes back counts as a new one."""
 
 _AHEAD_S: Final = 3600.0
-"""A tally that ends later than that was counted by a clock that is wrong."""
+"""A tally that ends farther ahead of our clock was counted by a wrong clock."""
 
 _ROUNDING_S: Final = 1.0
 _MOST: Final = 10**15
@@ -43,9 +45,12 @@ _NONE: Final = (0,) * len(BUCKETS)
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """What was counted from `since` until `until`; all of it is in `seconds`, by `BUCKETS`. `step`:
-    the newest one, `steps`: those that nothing went back over; `epoch`: the newest life. `id`, and
-    `epoch`: '' for the sum of a run."""
+    """The time from `since` until `until`, in unix seconds, and how it was spent.
+
+    `seconds`: by `BUCKETS`; they add up to that time. `step`: the newest step. `steps`: the steps
+    that no restore went back over. `epoch`: the newest epoch. `id` and `epoch` are '' for the sum
+    of a run.
+    """
 
     id: str = ""
     epoch: str = ""
@@ -57,12 +62,13 @@ class Tally:
 
     @property
     def ratio(self) -> float:
-        """0 to 1."""
+        """The productive part of the time, 0 to 1."""
         return self.seconds[_PRODUCTIVE] / max(1, sum(self.seconds))
 
     @property
     def sane(self) -> bool:
-        """Whether it can have come of a count: it may be read from a status."""
+        """Whether this can be the result of a count. It may come from a status, which anybody can
+        edit."""
         return (
             all(0 <= one < _MOST for one in (self.since, self.steps, *self.seconds))
             and -1 <= self.step < _MOST
@@ -73,14 +79,14 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class Sum:
-    """Of a run. `known`: each tally as it was last told, the newest last."""
+    """The sum of a run. `known`: each tally as it was last reported, the newest last."""
 
     total: Tally
     known: tuple[Tally, ...]
 
 
 def is_sane(told: ReportedGoodput, *, at: float) -> bool:
-    """Whether a sidecar whose clock is right can have counted this."""
+    """Whether a sidecar with a right clock can have counted this."""
     seconds = _seconds(told)
     times = (told.since, told.until, *seconds)
     return (
@@ -94,8 +100,9 @@ def is_sane(told: ReportedGoodput, *, at: float) -> bool:
 
 
 def whole(told: ReportedGoodput) -> Tally:
-    """In seconds that add up to the whole. What the sidecar found no bucket for was before it knew
-    of a restore. `told` has to be sane."""
+    """The reported tally in whole seconds, which add up to its whole time. Time that the sidecar
+    put into no bucket was before it knew of a restore, so it counts as infrastructure recovery.
+    `told` must be sane."""
     seconds = list(_seconds(told))
     seconds[_AWAY] += max(0.0, told.until - told.since - sum(seconds))
     edges = [0, *map(round, accumulate(seconds))]
@@ -112,8 +119,8 @@ def whole(told: ReportedGoodput) -> Tally:
 
 
 def added(sum_: Sum | None, one: Tally) -> Sum:
-    """The sum with this tally, as it is now. One that another has followed says nothing before
-    a trainer has restored there again."""
+    """The sum with the present state of this tally. A tally that another one has followed counts
+    again only after a trainer has restored there."""
     if sum_ is None:
         begun = Tally(since=one.since, until=one.since, step=one.step - one.steps)
         sum_ = Sum(total=begun, known=())
@@ -126,8 +133,9 @@ def added(sum_: Sum | None, one: Tally) -> Sum:
 
 
 def _before(sum_: Sum, one: Tally) -> Tally:
-    """Of a tally that is told for the first time: nothing. If it is older than another one, it was
-    told under an id that is forgotten: its steps are in the sum already."""
+    """The former state of a tally that is reported for the first time: empty. If it is older than
+    another tally, it was reported before and then forgotten, so its steps are in the sum
+    already."""
     nothing = Tally(since=one.since, until=one.since, step=-1)
     if one.since > max((known.since for known in sum_.known), default=-1):
         return nothing
@@ -135,12 +143,15 @@ def _before(sum_: Sum, one: Tally) -> Tally:
 
 
 def _grown(total: Tally, before: Tally, one: Tally) -> Tally:
-    """By what the tally has more than `before`."""
+    """The total, plus what the tally gained since `before`."""
     more = [now - then for now, then in zip(one.seconds, before.seconds, strict=True)]
     until = max(total.until, one.until)
     untold_s = until - total.until - sum(more)
     usual_s = total.seconds[_PRODUCTIVE] / total.steps if total.steps else 0.0
-    # steps of the run that are no growth of this tally. More: an earlier pod made them and did not
+    # By how many steps the run advanced beyond the growth of this tally. Positive: an earlier pod
+    # made these steps and died before it reported them, or this tally, which had paused, now gives
+    # up steps that the run gave up when another pod went back over them. Negative: this tally goes
+    # back over steps that another tally counts. More: an earlier pod made them and did not
     # live to tell, or this tally, which waited meanwhile, gives up steps that were given up when
     # another pod went back over them. Less: it goes back over steps that another tally counts
     untold = (one.step - total.step) - (one.steps - before.steps)
@@ -170,7 +181,7 @@ def _grown(total: Tally, before: Tally, one: Tally) -> Tally:
 
 
 def _take(seconds: list[int], amount: int, *, first: Iterable[int]) -> None:
-    """Take so much away, from those that have something, in this order."""
+    """Take `amount` seconds away from the buckets in this order. No bucket goes below 0."""
     for bucket in first:
         taken = min(amount, max(0, seconds[bucket]))
         seconds[bucket] -= taken
@@ -185,7 +196,7 @@ def _seconds(told: ReportedGoodput) -> tuple[float, ...]:
 
 
 class RunGoodput:
-    """The sum of one run, and the figure of it that its status shows."""
+    """The sum of one run, and the state of it that the run's status shows."""
 
     def __init__(self) -> None:
         self._sum: Sum | None = None
@@ -197,14 +208,15 @@ class RunGoodput:
         self._sum = self._shown = _read(status) if status is not None else None
 
     def take(self, told: ReportedGoodput, *, at: float) -> None:
-        """What the sidecar of the first pod counts. What cannot be is left out: it is only shown,
-        and the rest of the report counts."""
+        """Take in the tally of the first pod's sidecar. An impossible tally is ignored, while the
+        rest of the report counts: goodput is only shown and decides nothing."""
         if is_sane(told, at=at):
             self._sum = added(self._sum, whole(told))
             self.show(at=at)
 
     def show(self, *, at: float) -> bool:
-        """Whether the status shows something else from now on."""
+        """Renew the shown figure, unless that was done within `SHOWN_S`. Returns whether it
+        changed."""
         if self._shown == self._sum or abs(at - self._shown_at) < SHOWN_S:
             return False
         self._shown, self._shown_at = self._sum, at
@@ -212,11 +224,11 @@ class RunGoodput:
 
     @property
     def total(self) -> Tally | None:
-        """As of the newest report; None where nobody told."""
+        """The sum as of the newest report; None without a report."""
         return self._sum.total if self._sum is not None else None
 
     def status(self) -> GoodputStatus | None:
-        """As it is shown."""
+        """The figure that the run's status shows; None: none yet."""
         return _written(self._shown) if self._shown is not None else None
 
 
@@ -252,7 +264,7 @@ def _badput(tally: Tally) -> BadputStatus:
 
 
 def _read(status: GoodputStatus) -> Sum | None:
-    """None for what nobody can have counted."""
+    """The sum in a status; None if it cannot be the result of a count."""
     tallies = [_tally(one, id=one.id, epoch=one.epoch) for one in status.tallies[-MOST_TALLIES:]]
     total = _tally(status)
     known = [one for one in tallies if one is not None and one.sane and one.id]

@@ -1,4 +1,4 @@
-"""What becomes true of a run by waiting: silence, a trainer that never comes, stalled commits."""
+"""Problems of a run that only time shows: silent sidecars, missing trainers, stalled commits."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ if TYPE_CHECKING:
     from keepstep_operator.reconcile.state.run import Run
 
 SILENT_S = 90.0
-"""Three reports missed: a sidecar reports at least every 30 s."""
+"""A sidecar is silent after this time: three missed reports, as it reports at least every 30 s."""
 LIBRARY_S = 60.0
-"""From the training container's start until its trainer must have come to the sidecar."""
+"""From the start of a training container until its trainer must have come to the sidecar."""
 FIRST_COMMIT_S = 600.0
 SLOWEST_COMMIT_S = 120.0
 INTERVALS = 5.0
-"""Commits are stalled after so many times the last interval between two."""
+"""Commits are stalled after this many times the interval between the last two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """Names of pods, and why no step becomes committed ('' while all is well). `draining`: nodes
-    that take no new pods and hold the only copy of something of the newest commit."""
+    """`silent`, `without_library`: names of pods. `stalled`: why no step becomes committed; ''
+    while all is well. `draining`: cordoned nodes that hold the only copy of some part of the newest
+    commit."""
 
     silent: frozenset[str] = frozenset()
     without_library: frozenset[str] = frozenset()
@@ -32,7 +33,7 @@ class Health:
 
 
 def look(run: Run, *, at: float) -> Health:
-    """How it stands now. The status is written when this changes."""
+    """The health of the run now. The status is written when it changes."""
     return Health(
         silent=frozenset(_silent(run, at)),
         without_library=frozenset(_without_library(run, at)),
@@ -53,7 +54,7 @@ def _draining(run: Run) -> set[str]:
 
 
 def _silent(run: Run, at: float) -> set[str]:
-    """Pods that train and whose sidecar has not reported for a while, or never."""
+    """Training pods whose sidecar has not reported for `SILENT_S`."""
     heard = {place.pod: place.heard_at for place in run.ledger.places.values()}
     return {
         run.pods[uid].name
@@ -63,7 +64,8 @@ def _silent(run: Run, at: float) -> set[str]:
 
 
 def _without_library(run: Run, at: float) -> set[str]:
-    """A sidecar that began anew has to hear of its trainer first."""
+    """Training pods whose sidecar knows of no trainer. A restarted sidecar gets time to hear of
+    it."""
     places = {place.pod: place for place in run.ledger.places.values()}
     return {
         run.pods[uid].name
@@ -97,7 +99,8 @@ def _stalled(run: Run, at: float) -> str:
 
 
 def _patience(run: Run) -> tuple[float | None, float]:
-    """Since when a commit is waited for, and for how long. Time without trainers does not count."""
+    """Since when a commit is due, and how long to wait for it. Time without trainers does not
+    count."""
     if run.commit is None or run.alive_since is None:
         return run.alive_since, FIRST_COMMIT_S
     since = max(run.commit.at, run.alive_since)
@@ -107,6 +110,7 @@ def _patience(run: Run) -> tuple[float | None, float]:
 
 
 def _overdue(run: Run) -> bool:
-    """With a fixed number of steps between two commits, time alone says nothing."""
+    """Whether the commit is overdue in steps, too: if the policy fixes the number of steps between
+    two commits, time alone says nothing."""
     every = run.policy.persist_every if run.policy else None
     return every is None or (run.behind or 0) > 2 * every

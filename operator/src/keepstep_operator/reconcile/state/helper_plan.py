@@ -1,8 +1,9 @@
-"""Which helper pods a run needs now: one on each node where a shard lies that nobody else serves.
+"""Which helper pods a run needs now: one on each node with a needed shard that no pod serves.
 
-Pure and level-triggered: the shell compares this with the helper pods that there are, and makes or
-deletes. A helper begins once every pod of the run has told what it holds, so that no guess of a
-reconciler that has just begun starts one; it ends when the run holds a newer commit without it.
+Pure and level-triggered: the shell compares the plan with the existing helper pods, and creates or
+deletes pods. A helper begins only after every pod of the run has reported what it holds, so that a
+reconciler that has just started begins none by a guess. It ends once the run holds a newer commit
+without it.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
     from keepstep_operator.reconcile.state.run import Run
 
 FIRST_NUMBER = 100_000_000
-"""Of a helper, in place of a node rank: far beyond those of pods, and within nine digits."""
+"""The lowest number of a helper, which it has instead of a node rank: far above the node ranks of
+pods, and of at most nine digits."""
 _NUMBERS = 800_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Helper:
-    """One helper pod. `paths`: hostPaths of the run, below which its directories lie."""
+    """One helper pod. `paths`: hostPaths of the run, below which the run's directories lie."""
 
     run: RunKey
     node: str
@@ -38,24 +40,26 @@ class Helper:
 
     @property
     def number(self) -> int:
-        """What stands for a node rank in its certificate and in the ledger; of the node's name."""
+        """Its number instead of a node rank, in its certificate and in the ledger. It is derived
+        from the node's name."""
         return number_of(self.node)
 
     @property
     def name(self) -> str:
-        """The pod's: another one for other directories, as a pod's mounts cannot change."""
+        """The pod's name. Other directories give another name, since a pod's mounts cannot
+        change."""
         what = f"{self.run}/{self.node}/{self.node_ranks}/{self.paths}"
         return f"keepstep-helper-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
 
 
 def number_of(node: str) -> int:
-    """See `Helper.number`. Two nodes of one run share it once in a hundred million."""
+    """See `Helper.number`. Two nodes of a run have the same number once in a hundred million."""
     return FIRST_NUMBER + zlib.crc32(node.encode()) % _NUMBERS
 
 
-@lru_cache(maxsize=1024)  # asked with each report, of directories that are the same for most runs
+@lru_cache(maxsize=1024)  # asked with each report; most runs have the same directories
 def allowed(paths: tuple[str, ...], prefixes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those directories of a node that lie below what the administrator allows."""
+    """The directories of a node that lie below a prefix that the administrator allows."""
     below = [PurePosixPath(one) for one in prefixes]
     return tuple(
         path
@@ -66,7 +70,7 @@ def allowed(paths: tuple[str, ...], prefixes: tuple[str, ...]) -> tuple[str, ...
 
 
 def wanted(run: Run) -> list[Helper]:
-    """The helpers of this run, by node."""
+    """The helpers that this run needs, sorted by node."""
     paths = run.helper_paths
     if not paths or run.finished_at is not None or run.object is None:
         return []
@@ -80,24 +84,25 @@ def wanted(run: Run) -> list[Helper]:
 
 
 def needed(run: Run) -> Iterator[OrphanedShard]:
-    """What was left behind, is not restorable without, and lies on a node that is up."""
+    """The orphaned shards that lie on a node that is up, and without which their step cannot be
+    restored."""
     told = _all_told(run)
     orphans = [one for one in _reachable(run) if told or number_of(one.node) in run.ledger.helpers]
     if not orphans:
         return
-    without = run.ledger.unaided()  # walks all copies there are
+    without = run.ledger.unaided()  # walks all copies
     yield from (one for one in orphans if without is None or without < one.step)
 
 
 def _reachable(run: Run) -> Iterator[OrphanedShard]:
-    """What could be served again, be it needed or not."""
+    """The orphaned shards that a helper could serve, needed or not."""
     for left in run.ledger.orphans:
         if _went_on(run, left) and _is_up(run, left.node):
             yield left
 
 
 def peers(run: Run) -> tuple[Peer, ...]:
-    """Where what was left behind is served now."""
+    """The helper pods that serve now, as peers."""
     return tuple(
         Peer(node_rank=number, address=place.sidecar.peer_address)
         for number, place in sorted(run.ledger.helpers.items())
@@ -106,8 +111,9 @@ def peers(run: Run) -> tuple[Peer, ...]:
 
 
 def awaits(run: Run, node_rank: int) -> str:
-    """What the pod of this place has left on another node and can have back in a moment; also
-    while nobody knows yet whether it needs that: its vote must not come before."""
+    """Which shards the pod of this place has left on another node and will soon have back; '':
+    none. Also while it is not known yet whether it needs them, because its vote must not come
+    earlier."""
     if not any(run.ledger.orphans):
         return ""
     if run.helper_paths and not _all_told(run):
@@ -127,7 +133,8 @@ def awaits(run: Run, node_rank: int) -> str:
 
 
 def served(helpers: Iterable[Helper], serving: Container[int]) -> str:
-    """For people: what is served from where. `serving`: numbers of those that have reported."""
+    """A message: which shards are served from which node. `serving`: numbers of the helpers that
+    have reported."""
     return "; ".join(
         f"shards of node ranks {', '.join(map(str, one.node_ranks))} are served from node"
         f" {one.node} by pod {one.name}"
@@ -148,13 +155,14 @@ def _all_told(run: Run) -> bool:
 
 
 def _went_on(run: Run, left: OrphanedShard) -> bool:
-    """Whether the place has a pod, on another node. One that ended there serves nobody."""
+    """Whether the place has a pod on another node and none on the shards' node. Pods that have
+    ended do not count: they serve nothing."""
     pods = [pod for pod in run.pods.values() if pod.node_rank == left.node_rank]
     nodes = {pod.node for pod in pods if not pod.over}
     return bool(nodes - {""}) and left.node not in nodes
 
 
 def _is_up(run: Run, node: str) -> bool:
-    """Where nodes are not followed, every one is taken to be."""
+    """Whether the node is up. If nodes are not watched, every node counts as up."""
     known = run.nodes.get(node)
     return known.ready if known is not None else not run.nodes

@@ -1,4 +1,4 @@
-"""What people read: sentences that say what happened, what it cost and what to do. Pure."""
+"""Messages for people: what happened, what it cost and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def not_injected(pod: PodRecord) -> str:
 
 
 def _why(pod: PodRecord) -> str:
-    """What admission said of it, or what must have happened; and what to do."""
+    """The reason that admission gave, or otherwise the likely one, and what to do."""
     again = f"kubectl delete pod -n {pod.namespace} {pod.name}"
     if pod.trouble:
         return f"{pod.trouble.rstrip('.')}. Then let its job make it again: {again}"
@@ -30,7 +30,7 @@ def _why(pod: PodRecord) -> str:
 
 
 def without_library(pod: str, *, after_s: float) -> str:
-    """A trainer runs, but does not speak to its sidecar."""
+    """A training container runs, but no trainer has come to its sidecar."""
     return (
         f"the training container of pod {pod} runs for more than {after_s:.0f} s, but no trainer"
         " came to its sidecar: is keepstep in the image (pip install keepstep), and does the script"
@@ -39,7 +39,8 @@ def without_library(pod: str, *, after_s: float) -> str:
 
 
 def restarted(restart: Restart, run: RunKey, *, kept_aside: bool) -> str:
-    """Where a life of the run began, and what it cost. `kept_aside`: older steps still exist."""
+    """Where an epoch of the run began, and what the restart cost. `kept_aside`: older steps still
+    exist."""
     lost = _steps_lost(restart.lost_steps)
     if restart.parent:
         where = f" from {restart.tier}" if restart.tier else ""
@@ -66,13 +67,13 @@ def acknowledge(run: RunKey) -> str:
 
 
 def rolled_back(restore_request: RestoreRequest) -> str:
-    """A life of the run began where somebody wanted it to."""
+    """An epoch began from the step that `spec.restoreFrom` asked for."""
     step = restore_request.id.step if restore_request.id else 0
     return f"epoch {restore_request.epoch} went on from step {step}, as spec.restoreFrom asked"
 
 
 def draining(node: str, step: int | None) -> str:
-    """A node that takes no new pods holds what nobody else has."""
+    """A cordoned node holds the only copy of some shards of the newest commit."""
     which = f"step {step}, the newest commit," if step is not None else "the newest commit"
     return (
         f"node {node} is cordoned, and some shards of {which} lie on it alone: when it goes, the"
@@ -88,7 +89,7 @@ def _steps_lost(count: int) -> str:
 
 
 def last_step_lost(pod: PodRecord, before: StepId | None, after: StepId | None) -> str:
-    """A pod was deleted before its last step was anywhere else."""
+    """A pod was deleted before its last step was on anything that outlives the pod."""
     step, onward = before.step if before else 0, after.step if after else 0
     return (
         f"pod {pod.name} was deleted before step {step}, which all ranks had finished, was kept"

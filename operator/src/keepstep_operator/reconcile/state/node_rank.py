@@ -1,8 +1,8 @@
-"""A node rank of a run: the pod that holds it, and what its sidecar said last.
+"""A node rank of a run: the pod that holds it, and what its sidecar reported last.
 
-What lies where is in the ledger alone; here is what a report says besides. Ranks are bits of an
-integer, as in the ledger. What comes anew with each report is nothing that the garbage collector
-looks at (`gc=False`): it is part of no cycle.
+Only the ledger knows where images lie; this module has the rest of each report. Ranks are bits of
+an integer, as in the ledger. Objects that each report creates anew are not tracked by the garbage
+collector (`gc=False`), because they are part of no cycle.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from keepstep.wire.reports import Report, ReportedRank
 from keepstep.wire.status import TierProgress
 
 MOST_PAST = 64
-"""Sidecars of one pod that were replaced, and whose late reports are known as such."""
+"""The most replaced sidecars of one pod whose late reports are recognized."""
 
 
 class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a sidecar says of itself and of its pod. `failed`: volumes that take no writes, by name,
-    and why."""
+    """What a sidecar reports of itself and of its pod. `failed`: pairs of name and reason, for
+    volumes that take no writes."""
 
     version: str
     started_at: float
@@ -56,14 +56,14 @@ class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def troubles(self) -> tuple[object, ...]:
-        """What conditions are made of, without numbers that change with each report."""
+        """The facts that conditions depend on, without numbers that change with each report."""
         ways = tuple((one.tier, one.trouble, one.backlog > 0) for one in self.depots)
         return self.ready, self.library, self.failed, self.warnings, bool(self.peer_address), ways
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What was told of one rank besides its images. `own`: it trains, or trained, here; else its
-    pod only keeps copies of it (`copied`), or saw it archived."""
+    """What was reported of one rank besides its images. `own`: it trains, or trained, in this pod.
+    Otherwise the pod only keeps copies of it (`copied`), or saw it archived."""
 
     world: int
     alive: bool
@@ -78,18 +78,19 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """One node rank: the pod that holds it, and what its sidecar said last. What is asked again and
-    again is worked out once: a run of thousands of ranks asks with each report.
+    """One node rank: the pod that holds it, and what its sidecar reported last. Fields that are
+    needed with each report are computed once, since a run may have thousands of ranks.
 
-    `own`: the ranks that train, or trained, here; not those of which it only tells what is kept.
-    `copied`: those of other pods of which this one keeps copies. `archive_told`: its own ones of
-    which it told what is archived. `alive`: those of which a trainer is there. `worlds`: of all its
-    ranks, whether a trainer is there, and the world it told. `staged`: the newest steps that ranks
-    staged, and which ranks each.
+    `own`: the ranks that train, or trained, here, without those of which it only keeps or reports
+    copies. `copied`: the ranks of other pods of which it keeps copies. `archive_told`: the ranks of
+    its own of which it reported what is archived. `alive`: the ranks whose trainer is running.
+    `worlds`: for all its ranks, whether the trainer is running and which world it reported.
+    `staged`: for each newest staged step, the ranks that staged it.
 
-    `since`: when this process of the sidecar was first heard, `heard_at`: last; by our clock.
-    `past`: starts of sidecars of this pod that were replaced. `gone`: the pod is; `dropped`: what
-    it held is out of the ledger, too. `stays`: its volumes outlive it, on its node.
+    `since`, `heard_at`: when this process of the sidecar reported first and last, by the
+    reconciler's clock. `past`: start times of replaced sidecars of this pod. `gone`: the pod is
+    gone. `dropped`: its images are removed from the ledger, too. `stays`: its volumes outlive it,
+    on its node.
     """
 
     pod: str
@@ -136,13 +137,14 @@ class Place:
 
     @property
     def settled(self) -> bool:
-        """Its silence about a step means that the step is not there."""
+        """Whether a step that this place does not report is certainly not there."""
         return not self.gone and self.sidecar.ready
 
 
 class Places(Mapping[int, Place]):
-    """All places of a run by node rank, and what those whose pods are there add up to: with each
-    report one of thousands changes. `moved` grows when another pod, node or address is found."""
+    """All places of a run by node rank, and sums over those whose pods exist. The sums are kept up
+    to date, since each report changes one place of thousands. `moved` grows when the pod, node or
+    peer address of a place changes."""
 
     def __init__(self) -> None:
         self._of: dict[int, Place] = {}
@@ -186,7 +188,7 @@ class Places(Mapping[int, Place]):
 
     @property
     def settled(self) -> bool:
-        """Whether their silence about a step means that the step is not there."""
+        """Whether a step that no place reports is certainly at none of them."""
         return not self._unsettled
 
     @property
@@ -195,7 +197,7 @@ class Places(Mapping[int, Place]):
         return set().union(*self._worlds)
 
     def staged(self, epoch: EpochId) -> dict[int, int]:
-        """The newest steps of this epoch that ranks staged, and which ranks each."""
+        """For each newest staged step of this epoch, the ranks that staged it, as a bitmap."""
         return {id.step: ranks.once for id, ranks in self._staged.items() if id.epoch == epoch}
 
     def _count(self, place: Place | None, by: int) -> None:
@@ -219,14 +221,14 @@ def _there(place: Place | None) -> Place | None:
 
 
 def _found(place: Place | None) -> tuple[object, ...]:
-    """By what others find it."""
+    """What other pods need to find it."""
     return () if place is None else (place.pod, place.node, place.gone, place.sidecar.peer_address)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sender:
-    """The pod that a report came from. `created_at` as the API server wrote it: it sorts.
-    `local_stays`: its volumes outlive it, on its node."""
+    """The pod that a report came from. `created_at`: as the API server wrote it, in a form that
+    sorts. `local_stays`: its volumes outlive it, on its node."""
 
     pod: str
     node_rank: int
@@ -236,7 +238,7 @@ class Sender:
 
 
 def overtaken(place: Place, sender: Sender, report: Report) -> bool:
-    """Whether something newer was heard of this place already."""
+    """Whether a newer report of this place is known already."""
     if place.pod != sender.pod:
         return sender.created_at < place.created_at
     if place.sidecar.started_at != report.started_at:
@@ -245,7 +247,7 @@ def overtaken(place: Place, sender: Sender, report: Report) -> bool:
 
 
 def follows(place: Place, sender: Sender, report: Report) -> bool:
-    """Whether the changes that this report carries are changes to what is known."""
+    """Whether the changes in this report apply to what is known."""
     return (
         place.pod == sender.pod
         and place.sidecar.started_at == report.started_at
@@ -262,7 +264,7 @@ def renewed(
     epochs: tuple[Epoch, ...],
     ranks: Mapping[int, RankState],
 ) -> Place:
-    """The place as this report leaves it; None: the pod is new there."""
+    """The place after this report. `place`: the place before it; None: the pod is new there."""
     past, since = (place.past, place.since) if place else (frozenset(), at)
     if place is not None and place.sidecar.started_at != report.started_at:
         newest = sorted({*past, place.sidecar.started_at})[-MOST_PAST:]
@@ -288,7 +290,8 @@ def rank_state(
     staged: StepId | None,
     archive_answer: Answer | None,
 ) -> RankState:
-    """`tiers`: whether anything of it lies there."""
+    """The state of a rank after a report. `tiers`: for each tier, whether it holds an image of the
+    rank."""
     copied = tiers[Tier.PEER]
     here = one.alive or tiers[Tier.MEMORY] or tiers[Tier.LOCAL]
     return RankState(
@@ -305,16 +308,17 @@ def rank_state(
 
 
 def kept(one: ReportedRank) -> bool:
-    """Whether a pod tells of this rank only because it keeps copies of it, or saw it archived.
+    """Whether a pod reports this rank only because it keeps copies of it, or saw it archived.
 
-    A rank of its own that has nothing here yet looks the same; it counts when its trainer comes.
+    A rank of the pod's own that has no image here yet looks the same; it counts as its own once its
+    trainer comes.
     """
     return bool(one.peer or one.archive) and not (one.alive or one.memory or one.local)
 
 
 @lru_cache(maxsize=256)
 def _shared(worlds: frozenset[tuple[bool, int]]) -> frozenset[tuple[bool, int]]:
-    """One object for all places that say the same."""
+    """One object for all places that report the same."""
     return worlds
 
 
@@ -322,9 +326,12 @@ _NEWEST_EPOCHS = 64
 
 
 def epochs_needed(report: Report, *, most: int) -> tuple[Epoch, ...]:
-    """The epochs of a report without those that no step, no restore and no later life names: a run
-    that begins again each minute has thousands of them, and they decide nothing. The newest ones
-    stay in any case; of more than `most` the oldest go, whose steps are then left alone."""
+    """The epochs of a report, without those that no step, no restore and no later epoch names.
+    Those decide nothing, and a run that begins again each minute has thousands of them.
+
+    The newest 64 epochs always stay. If more than `most` remain, the oldest are dropped, and their
+    steps are then left alone.
+    """
     if len(report.epochs) <= _NEWEST_EPOCHS:
         return report.epochs
     recorded = {epoch.id: epoch for epoch in report.epochs}

@@ -1,8 +1,8 @@
-"""Shards that a run's pods left behind on drives of nodes, when they went on elsewhere. Pure.
+"""Shards that a run's pods left on the drives of nodes when they went on elsewhere. Pure.
 
-A drive outlives its pod, but nobody on that node speaks for it any more, so the ledger knows
-nothing of it. Here is remembered where what lies: from the last report of the pod that left, or,
-after the reconciler itself was restarted, from CheckpointRun.status.holders.
+A drive outlives its pod, but no pod reports its shards any more, so the ledger does not know them.
+This module remembers them: from the last report of the pod that left or, after a restart of the
+reconciler, from CheckpointRun.status.holders.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from keepstep_operator.spans import numbers
 
 @dataclass(frozen=True, kw_only=True)
 class OrphanedShard:
-    """What one place of the run left on one node. `step`: the newest that was committed when it
-    was still there, and so what a restart needs these shards for."""
+    """The shards that one place of the run left on one node. `step`: the newest step that was
+    committed when the place was still there. A restart needs these shards for that step."""
 
     node: str
     node_rank: int
@@ -28,7 +28,7 @@ class OrphanedShard:
 
 
 class OrphanedShards:
-    """Of one run."""
+    """All orphaned shards of one run."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, int], OrphanedShard] = {}
@@ -38,7 +38,7 @@ class OrphanedShards:
 
     @property
     def newest(self) -> StepId | None:
-        """The newest step that anything left behind is needed for."""
+        """The newest step for which orphaned shards are needed."""
         return max((one.step for one in self._held.values()), default=None)
 
     def moved(
@@ -50,8 +50,9 @@ class OrphanedShards:
         commit: StepId | None,
         newest: StepId | None,
     ) -> None:
-        """The place is now on node `to`. What stays behind, of which `newest` is the last step, is
-        needed as far as it is committed."""
+        """The place is now on node `to`. Its shards on the former node are needed for the newest
+        committed step that they can have: `commit`, or `newest`, their newest step, if that is
+        older."""
         if commit is None or newest is None:
             return
         if place.stays and place.node and place.node != to:
@@ -59,11 +60,13 @@ class OrphanedShards:
             self._held[left.node, node_rank] = left
 
     def back(self, node_rank: int, node: str) -> None:
-        """A pod of this place is on this node (again), and speaks for what lies there itself."""
+        """A pod of this place is on this node (again), and itself reports the shards that lie
+        there."""
         self._held.pop((node, node_rank), None)
 
     def superseded(self, by: StepId | None) -> bool:
-        """Forget what a newer step makes needless, which lies elsewhere. Whether anything was."""
+        """Forget the shards of steps older than `by`, which is available elsewhere. Returns whether
+        there were any."""
         done = [key for key, one in self._held.items() if by is not None and one.step < by]
         for key in done:
             del self._held[key]
@@ -72,14 +75,15 @@ class OrphanedShards:
     def resume(
         self, holders: Iterable[HolderStatus], *, commit: StepId | None, epoch: EpochId | None
     ) -> None:
-        """What an earlier reconciler wrote down; pods that are still there take it back.
+        """Take over what an earlier reconciler wrote down. Pods that still exist take their shards
+        back.
 
-        With no commit known any more it is about the newest step that lies there.
+        If no commit is known any more, the shards are needed for the newest step that lies there.
         """
         for holder in holders:
             step = commit
             if step is None and epoch is not None and holder.step is not None:
-                with contextlib.suppress(ValueError):  # a status that somebody edited
+                with contextlib.suppress(ValueError):  # the status was edited
                     step = StepId(epoch, holder.step)
             if step is None:
                 continue

@@ -1,13 +1,13 @@
-"""The pods of a run as each other's peers: who sends to whom, and where each is found.
+"""The pods of a run as each other's peers: which pod sends to which, and the address of each.
 
-The ring is made of the pods that are there, and of the places of those that will come back, so that
-the restart of a pod moves no copies. It waits until every pod has a node: a ring of half the run
-would send gigabytes to buddies that are others a second later.
+The ring consists of the existing pods and of the places whose pods will come back, so the restart
+of a pod moves no copies. There is no ring until every pod has a node: a ring of half the run would
+send gigabytes to buddies that are replaced a second later.
 
-Places stand in the ring so that neighbours are of different domains (values of the policy's
-topologyKey, usually nodes) as far as there are any: first one place of each domain, by node rank,
-then a second of each, and so on. Whoever is next on another node is a buddy. So every place keeps
-as many copies as it sends, wherever the domains are of equal size. Pure.
+The ring is ordered so that neighbours are in different domains as far as possible. A domain is a
+value of the policy's topologyKey, usually a node. The order is: one place of each domain, by node
+rank, then a second place of each, and so on. The buddy of a place is the next place on another
+node. So every place keeps as many copies as it sends, if the domains are of equal size. Pure.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 
 _KEPT: Final = 1 << 14
-"""Of all runs: what is told of a pod is made once."""
+"""Size of the caches, for all runs together. A pod's entry is then made only once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Listed:
-    """All that serve, as JSON by node rank. `of`: what it was made from; `digest`: what it says."""
+    """All pods that serve, as JSON by node rank. `at`: when the list was made. `of`: what it was
+    made from. `digest`: a digest of its content."""
 
     at: float
     of: tuple[object, ...]
@@ -48,10 +49,10 @@ class _Listed:
 
 
 class PeerAssignment:
-    """Remembers the ring until something moves. `nodes`: by name, empty where they are not seen."""
+    """Keeps the ring until something moves. `nodes`: by name; empty if nodes are not watched."""
 
     def __init__(self, run: Run, nodes: Mapping[str, NodeRecord]) -> None:
-        self._run: Run = weakref.proxy(run)  # no cycle: a run that is over goes with its last word
+        self._run: Run = weakref.proxy(run)  # no cycle: a deleted run is freed at once
         self._nodes = nodes
         self._known: tuple[object, dict[int, tuple[int, ...]]] | None = None
         self._looked: object = None
@@ -60,11 +61,12 @@ class PeerAssignment:
     def told(
         self, node_rank: int, *, holds: str | None = None, at: float
     ) -> tuple[str, msgspec.Raw]:
-        """For the sidecar of this place: all others that serve, its buddies marked, and the version
-        of this list, by what it says. Nobody where the sidecar `holds` that version.
+        """For the sidecar of this place: the version of its list of peers, and the list. The list
+        has all other pods that serve, with its buddies marked. It is empty if `holds`, the version
+        that the sidecar has, is this version. The version is a digest of the content.
 
-        While pods of a large run have not reported yet, of the others those are named that had a
-        moment ago; of its buddies, which hold copies of its shards, always all.
+        While pods of a large run have not reported yet, the list may be a little old, except for
+        the place's buddies, which hold copies of its shards.
         """
         listed = self._list(at)
         buddies = {rank: self._buddy(rank) for rank in self.ring().get(node_rank, ())}
@@ -96,18 +98,19 @@ class PeerAssignment:
         return self._listed
 
     def _buddy(self, node_rank: int) -> bytes:
-        """Nothing where it does not serve now."""
+        """The entry of a buddy; empty if it does not serve now."""
         place = self._run.ledger.places.get(node_rank)
         if place is None or not _serves(place):
             return b""
         return _entry(node_rank, place.sidecar.peer_address, True)
 
     def look_again(self) -> None:
-        """Labels of nodes may be others now."""
+        """Compute the ring anew when next asked, because labels of nodes may have changed."""
         self._looked = None
 
     def ring(self) -> dict[int, tuple[int, ...]]:
-        """node rank -> those that it sends its shards to; empty while that is not certain."""
+        """node rank -> the node ranks that it sends its shards to; empty while this is
+        uncertain."""
         peers = self._run.policy.peers if self._run.policy else None
         if peers is None:
             return {}
@@ -133,7 +136,8 @@ class PeerAssignment:
         return {rank: self._spot(node, peers) for rank, node in there.items() if node}
 
     def _spot(self, node: str, peers: Peers) -> Spot:
-        """A node without the label, or one that is not seen, is a domain of its own."""
+        """The place's node and domain. A node that is unknown or lacks the label is its own
+        domain."""
         known = self._nodes.get(node)
         if peers.topology_key == HOSTNAME or known is None:
             return _spot_of(node, node)
@@ -142,7 +146,7 @@ class PeerAssignment:
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a place of the run is. `domain`: the node's value of the topology key."""
+    """Where a place of the run is. `domain`: the value of the node's label topologyKey."""
 
     node: str
     domain: str
@@ -165,8 +169,8 @@ def _serves(place: Place) -> bool:
 def buddies(spots: Mapping[int, Spot], *, replicas: int) -> dict[int, tuple[int, ...]]:
     """node rank -> the node ranks that it sends its shards to, best first.
 
-    At most `replicas`, each on another node, none on the sender's own; fewer where the run has
-    fewer nodes. Domains that have no copy yet come first.
+    At most `replicas`, each on another node, none on the sender's own node; fewer if the run has
+    fewer nodes. Domains without a copy come first.
     """
     ring = _ring(spots)
     domains = len({spot.domain for spot in spots.values()})
@@ -190,7 +194,8 @@ def _ring(spots: Mapping[int, Spot]) -> list[int]:
 def _chosen(
     ring: list[int], at: int, spots: Mapping[int, Spot], replicas: int, *, domains: int, nodes: int
 ) -> Iterator[int]:
-    """`domains`, `nodes`: how many there are, so that nobody looks for one that cannot be."""
+    """The buddies of the place at index `at`. `domains`, `nodes`: how many exist, so that the
+    search stops when all have a copy."""
     chosen = [spots[ring[at]]]
     for _ in range(replicas):
         found = None
@@ -207,7 +212,8 @@ def _chosen(
 def _next(
     ring: list[int], at: int, spots: Mapping[int, Spot], chosen: list[Spot], *, other_domain: bool
 ) -> int | None:
-    """The first one after `at` that shares no node, or no domain either, with those chosen."""
+    """The first place after `at` on a node without a chosen place. With `other_domain`, its domain
+    has no chosen place either."""
     nodes, domains = {one.node for one in chosen}, {one.domain for one in chosen}
     for ahead in range(1, len(ring)):
         rank = ring[(at + ahead) % len(ring)]

@@ -1,4 +1,4 @@
-"""What an earlier reconciler wrote down of a run: the part that no report can bring back. Pure."""
+"""What an earlier reconciler wrote down of a run and no report can tell again. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from keepstep_operator.api.run import (
 )
 
 FINISHED = "Finished"
-"""Both the phase, and the kind of entry in `recent` that says since when."""
+"""The phase, and also the type of the entry in `recent` that says since when."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """The newest commit that was ever seen. `at`: when, by our clock; `interval_s`: since the one
-    before, None while there was none."""
+    """The newest commit that was ever seen. `at`: when it was seen, by our clock. `interval_s`: the
+    time since the commit before; None if there was none."""
 
     id: StepId
     at: float
@@ -33,7 +33,7 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True)
 class PreviousStatus:
-    """A status that was read back. `status` keeps when conditions last changed."""
+    """A status that was read back. `status` keeps the times when conditions last changed."""
 
     status: RunStatus
     restarts: int
@@ -47,7 +47,7 @@ class PreviousStatus:
 
 
 def read_previous(body: Mapping[str, Any]) -> PreviousStatus:
-    """From CheckpointRun.status; one that makes no sense is an empty past."""
+    """Read CheckpointRun.status. An invalid status counts as an empty one."""
     status = read_status(body)
     return PreviousStatus(
         status=status,
@@ -63,7 +63,7 @@ def read_previous(body: Mapping[str, Any]) -> PreviousStatus:
 
 
 def parse_epoch(text: str) -> EpochId | None:
-    """None for what names no epoch."""
+    """Parse an epoch id; None if it is not one."""
     try:
         return EpochId.parse(text)
     except ValueError:
@@ -71,7 +71,8 @@ def parse_epoch(text: str) -> EpochId | None:
 
 
 def parse_steps(texts: Iterable[str]) -> Iterator[StepId]:
-    """Those that are step ids; the schema refuses others, but may be newer than the object."""
+    """The step ids among the texts. The schema refuses other texts, but the object may be older
+    than the schema."""
     for text in texts:
         with contextlib.suppress(ValueError):
             yield StepId.parse(text)

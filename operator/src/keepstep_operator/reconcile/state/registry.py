@@ -1,6 +1,6 @@
-"""All runs, and who belongs to which: routes what the shell sees to the runs it is about.
+"""All runs. Passes what the shell sees to the runs that it concerns.
 
-Pure like `runs`: events in, actions out, time passed in. Nothing is indexed that grows with steps.
+Pure like `run`: events in, actions out, time passed in. No index here grows with steps.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from keepstep_operator.reconcile.state.reply import Reply
 from keepstep_operator.reconcile.state.run import Run
 
 REPORT_S = 0.0015
-"""CPU time of one report with its connection, whatever the number of pods of its run (measured by
-tests/operator/reconcile/load.py and bench/scale.py)."""
+"""CPU seconds for one report with its connection, independent of the number of pods of its run
+(measured by tests/operator/reconcile/load.py and bench/scale.py)."""
 BUDGET = 0.3
-"""Of a core, for reports; each run has an equal part of it, and reports as often as that allows."""
+"""The part of a core that reports may use. Each run gets an equal share of it, which limits how
+often its pods report."""
 LONGEST_GAP_S = 30.0
 
 
@@ -35,14 +36,14 @@ class Registry:
     def __init__(self, *, helper_paths: tuple[str, ...] = ()) -> None:
         """`helper_paths`: prefixes of node directories below which helper pods may be started."""
         self.helpers: dict[str, PodRecord] = {}
-        """Helper pods by uid; in place of a node rank each has its number."""
+        """Helper pods by uid. Each has its number instead of a node rank."""
         self._helper_paths = helper_paths
         self.runs: dict[RunKey, Run] = {}
         self._runs_of: dict[str, dict[RunKey, Run]] = {}
-        """The same by namespace: what concerns one is no walk over all runs of a cluster."""
+        """The same by namespace, so that an event in one namespace needs no walk over all runs."""
         self._living: set[RunKey] = set()
-        """Runs with a pod that may report: they alone share the time there is. Pods of queued jobs
-        may wait for a node for days."""
+        """Runs with a pod that may report. Only they share the CPU time for reports, because pods
+        of queued jobs may wait for a node for days."""
         self._run_of_pod: dict[str, RunKey] = {}
         self._policies: dict[tuple[str, str], PolicyRecord] = {}
         self._nodes: dict[str, NodeRecord] = {}
@@ -50,17 +51,17 @@ class Registry:
     # --- pods ----------------------------------------------------------------------------
 
     def pod(self, uid: str) -> PodRecord | None:
-        """The pod with this uid, if it asked for keepstep and is still there."""
+        """The pod with this uid, if it asked for keepstep and still exists."""
         key = self._run_of_pod.get(uid)
         return self.runs[key].pods.get(uid) if key in self.runs else None
 
     def uid_of(self, key: RunKey) -> str:
-        """Of the run's object; '' while there is none."""
+        """The uid of the run's CheckpointRun; '' if there is none."""
         run = self.runs.get(key)
         return run.object.uid if run is not None and run.object is not None else ""
 
     def pod_seen(self, pod: PodRecord, *, at: float) -> list[Action]:
-        """A pod is there, or has changed."""
+        """A pod exists or has changed."""
         actions: list[Action] = []
         if self._run_of_pod.get(pod.uid, pod.run) != pod.run:
             actions += self.pod_gone(pod.uid, at=at)
@@ -75,7 +76,8 @@ class Registry:
         return actions
 
     def _earlier(self, run: Run) -> RunKey | None:
-        """The newest run of another job of this name that has a commit."""
+        """Of the runs of other jobs with the same kind and name, the one with the newest commit;
+        None if there is none, or if the run's name comes from a label."""
         found = [
             other
             for other in self._runs_of[run.key.namespace].values()
@@ -90,7 +92,7 @@ class Registry:
         return newest.key if newest is not None else None
 
     def pod_gone(self, uid: str, *, at: float) -> list[Action]:
-        """The pod's object is deleted."""
+        """The pod's object was deleted."""
         key = self._run_of_pod.pop(uid, None)
         if key not in self.runs:
             return []
@@ -105,11 +107,11 @@ class Registry:
     # --- helper pods ---------------------------------------------------------------------
 
     def helper_seen(self, helper: PodRecord) -> None:
-        """A helper pod of ours is there: its reports are taken."""
+        """A helper pod of ours exists: its reports are accepted from now on."""
         self.helpers[helper.uid] = helper
 
     def helper_gone(self, uid: str, *, at: float) -> list[Action]:
-        """A helper pod is deleted, or has ended."""
+        """A helper pod was deleted or has ended."""
         helper = self.helpers.pop(uid, None)
         if helper is None or helper.run not in self.runs:
             return []
@@ -118,12 +120,12 @@ class Registry:
     # --- objects -------------------------------------------------------------------------
 
     def policy_seen(self, policy: PolicyRecord) -> list[Action]:
-        """A CheckpointPolicy is there, or has changed."""
+        """A CheckpointPolicy exists or has changed."""
         self._policies[policy.namespace, policy.name] = policy
         return self._tell_of_policy(policy.namespace, policy.name, policy)
 
     def policy_gone(self, namespace: str, name: str) -> list[Action]:
-        """A CheckpointPolicy is deleted; the runs that go by it keep doing so."""
+        """A CheckpointPolicy was deleted. The runs that go by it keep doing so."""
         self._policies.pop((namespace, name), None)
         return self._tell_of_policy(namespace, name, None)
 
@@ -137,7 +139,7 @@ class Registry:
         return actions
 
     def object_seen(self, object: RunObject, *, at: float) -> list[Action]:
-        """A CheckpointRun is there, or has changed."""
+        """A CheckpointRun exists or has changed."""
         run = self._run(object.key)
         actions = run.object_seen(object, at=at)
         if run.policy is not None and run.policy_now is None:
@@ -146,7 +148,7 @@ class Registry:
         return actions
 
     def object_gone(self, key: RunKey) -> list[Action]:
-        """A CheckpointRun is deleted."""
+        """A CheckpointRun was deleted."""
         actions = self.runs[key].object_gone() if key in self.runs else []
         self._drop_if_empty(key)
         return actions
@@ -154,30 +156,31 @@ class Registry:
     # --- nodes ---------------------------------------------------------------------------
 
     def node_seen(self, node: NodeRecord) -> None:
-        """A node is there, or has changed; the next tick tells whom that concerns."""
+        """A node exists or has changed. The runs that this concerns look at it with the next
+        tick."""
         self._nodes[node.name] = node
 
     @property
     def nodes(self) -> Mapping[str, NodeRecord]:
-        """By name; empty where they are not followed."""
+        """The nodes by name; empty if nodes are not watched."""
         return self._nodes
 
     def node_gone(self, name: str) -> None:
-        """A node's object is deleted."""
+        """A node's object was deleted."""
         self._nodes.pop(name, None)
 
     # --- reports -------------------------------------------------------------------------
 
     def reported(self, uid: str, report: Report, *, at: float) -> list[Action]:
-        """What the sidecar of this pod said. Raises KeyError for a pod that is not known."""
+        """Take in the report of this pod's sidecar. Raises KeyError for an unknown pod."""
         if (helper := self.helpers.get(uid)) is not None:
             return self.runs[helper.run].helped(helper, report, at=at)
         run = self.runs[self._run_of_pod[uid]]
         return run.reported(run.pods[uid], report, at=at)
 
     def reply(self, uid: str, *, holds: str | None = None, at: float) -> Reply:
-        """What to tell the sidecar of this pod, which `holds` that version of the list of peers.
-        Raises KeyError."""
+        """What to tell the sidecar of this pod. `holds`: the version of the list of peers that it
+        has. Raises KeyError for an unknown pod."""
         if uid in self.helpers:
             return Reply(reads_runs=True)
         run = self.runs[self._run_of_pod[uid]]
@@ -185,27 +188,29 @@ class Registry:
         return run.reply(run.pods[uid], holds=holds, least_gap_s=gap_s, at=at)
 
     def least_gap_of(self, uid: str) -> float:
-        """The same by a pod; a helper pod's run is not alive, and it has little to say."""
+        """`least_gap_s` for the run of this pod; 1 s for a helper pod, which has little to report,
+        and for an unknown pod."""
         run = self.runs.get(self._run_of_pod.get(uid) or RunKey("", ""))
         return self.least_gap_s(run) if run is not None else 1.0
 
     def least_gap_s(self, run: Run) -> float:
-        """The shortest time between two reports of one pod, so that all can be taken in."""
+        """The shortest time between two reports of one pod with which all reports can be taken
+        in."""
         all_pods_s = len(run.pods) * REPORT_S
         return min(LONGEST_GAP_S, max(1.0, all_pods_s * len(self._living) / BUDGET))
 
     # --- time ----------------------------------------------------------------------------
 
     def job_answered(self, key: RunKey, state: JobState, *, at: float) -> list[Action]:
-        """What a look at a run's root job said."""
+        """The state of a run's root job."""
         return self.runs[key].job_answered(state, at=at) if key in self.runs else []
 
     def owner_found(self, key: RunKey, job: Job, owner: Job | None) -> list[Action]:
-        """What made the job of a run's pods; None: nothing did."""
+        """The owner of the job of a run's pods; None: it has none."""
         return self.runs[key].owner_found(job, owner) if key in self.runs else []
 
     def tick(self, *, at: float) -> Iterator[Action]:
-        """Every few seconds: what becomes true by waiting."""
+        """Called every few seconds: what becomes true by waiting."""
         for key in list(self.runs):
             yield from self.tick_run(key, at=at)
 
@@ -216,7 +221,7 @@ class Registry:
         return actions
 
     def waits(self, key: RunKey, *, at: float) -> bool:
-        """What was written before should stand for a moment longer."""
+        """Whether the status that an earlier reconciler wrote should stand a little longer."""
         return key in self.runs and self.runs[key].resumes(at=at)
 
     def _run(self, key: RunKey) -> Run:

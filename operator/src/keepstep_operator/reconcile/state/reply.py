@@ -1,4 +1,4 @@
-"""What all sidecars of a run are told: watermarks, the plan, and what nobody needs any more."""
+"""What all sidecars of a run are told: watermarks, the plan, and the expendable steps."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ _OLD_S_A_RANK: Final = 0.001
 
 
 def may_be_old_s(world: int | None) -> float:
-    """What costs time for each rank may be worked out so long ago."""
+    """The age, in seconds, up to which a result may be used again whose computation takes time for
+    each rank."""
     return ((world or 0) - _SMALL_WORLD) * _OLD_S_A_RANK
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply(ReportReply):
-    """With the peers as JSON, which is made once for all pods of a run."""
+    """A reply with the peers as JSON, which is encoded once for all pods of a run."""
 
     peers: msgspec.Raw = field(default_factory=lambda: NOBODY)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """As of `at`. `committed`: watermark by tier; `commits`: all on local; `expendable`: steps on
-    local that may go. Steps are oldest first."""
+    """Advice as of `at`. `committed`: the watermark by tier. `commits`: all commits on local.
+    `expendable`: steps on local that may be deleted. Steps are oldest first."""
 
     at: float
     committed: dict[str, StepId]
@@ -41,19 +42,19 @@ class Advice:
 
 
 class AdviceCache:
-    """Remembers the advice of large runs for a moment: it costs time for each rank, and being told
-    a second later loses nothing."""
+    """Keeps the advice of large runs for a moment. Computing it takes time for each rank, and a
+    sidecar that hears it a second later loses nothing."""
 
     def __init__(self, host: RunLedger) -> None:
         self._ledger = host
         self._known: Advice | None = None
 
     def forget(self) -> None:
-        """What is kept, or for how long, was changed by somebody."""
+        """Compute the advice anew when next asked, because what it depends on has changed."""
         self._known = None
 
     def advise(self, *, at: float) -> Advice:
-        """The present advice, or one that is a little old."""
+        """The present advice, or advice that is a little old."""
         known = self._known
         if known is None or not known.at <= at < known.at + may_be_old_s(self._ledger.world):
             known = self._known = self._work_out(at)

@@ -1,8 +1,8 @@
-"""Restarts of a run and what each of them cost: counted once, however often they are told.
+"""Restarts of a run and what each of them cost. Each is counted once, however often it is reported.
 
-Every rank tells of every restore since its sidecar started, with each report. One epoch is one
-restart. It is accounted for when all ranks told of it, or when those who will not have had their
-time. What was counted before the reconciler itself restarted is known from CheckpointRun.status.
+With each report, every rank lists all restores since its sidecar started. One epoch is one restart.
+It is accounted for once all ranks have reported it, or once the ranks that will not report it have
+had their time. What was counted before the reconciler restarted is known from CheckpointRun.status.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from keepstep.steps import NEAREST_FIRST, Epoch, EpochId, Tier
 from keepstep.wire.reports import Report, ReportedRestore
 
 PATIENCE_S = 35.0
-"""For ranks that did not tell of a restore yet: a sidecar that died forgets it, and one of a large
-run may report every half minute only."""
+"""How long to wait for ranks that have not reported a restore: a sidecar that died forgets the
+restore, and a sidecar of a large run may report only every half minute."""
 
 
 MOST_WAITING = 1024
-"""Epochs that are told of and not accounted for; what is told beyond that is not looked at."""
+"""The most epochs that are reported and not accounted for. Further ones are ignored."""
 MOST_DONE = 4096
-"""Epochs that are remembered as counted: the newest."""
+"""The most epochs that are remembered as counted; the newest ones are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """One life of the run that began after another. `parent` None: it began at step 0.
+    """One epoch of the run that began after another. `parent` False: it began at step 0.
 
-    `step`: where it went on. `tier`: the farthest that a rank needed, None if nobody said.
-    `origin`: the other run that the step is of, where this run began as its fork.
+    `step`: where it went on. `tier`: the farthest tier that a rank needed; None if no rank named
+    one. `origin`: if this run began as a fork, the other run that the step belongs to.
     """
 
     epoch: EpochId
@@ -44,9 +44,12 @@ class Restart:
 
 @dataclass(kw_only=True)
 class _Told:
-    """What was heard of one epoch. `before`: newest step that all had staged when it began.
-    `ranks`: those that told, as bits; of them only what counts is kept, as a pod may tell of
-    thousands with each report: the farthest `tier`, the most `seconds`, the least `lost` steps."""
+    """What was reported of one epoch. `before`: the newest step that all ranks had staged when it
+    began. `ranks`: the ranks that reported it, as bits.
+
+    A pod may report thousands of ranks each time. So of all ranks together only what counts is
+    kept: the farthest `tier`, the most `seconds`, the fewest `lost` steps.
+    """
 
     epoch: Epoch
     since: float
@@ -57,7 +60,7 @@ class _Told:
     lost: int | None = None
 
     def add(self, one: ReportedRestore) -> None:
-        """A rank tells; what it told before it may tell again."""
+        """Add a rank's report. The same report may come again."""
         self.ranks |= 1 << one.rank
         tiers = [tier for tier in (self.tier, one.tier) if tier is not None]
         self.tier = max(tiers, key=NEAREST_FIRST.index, default=None)
@@ -81,7 +84,7 @@ class _Told:
 
 
 class RestartHistory:
-    """Which restarts are known, and which of them were counted."""
+    """The known restarts, and which of them were counted."""
 
     def __init__(self) -> None:
         self.restarts = 0
@@ -104,8 +107,8 @@ class RestartHistory:
         before: int | None,
         at: float,
     ) -> None:
-        """One report. `named`: the epochs that its sidecar has on record; `current`: the newest
-        epoch now; `before`: the newest step that all ranks had staged before this report."""
+        """Take in one report. `named`: the epochs that its sidecar has on record. `current`: the
+        newest epoch now. `before`: the newest step that all ranks had staged before this report."""
         if current is not None and current in recorded:
             self._note(recorded[current], named, before, at)
         for one in report.restores:
@@ -120,15 +123,16 @@ class RestartHistory:
             self._told[epoch.id] = _Told(epoch=epoch, since=at, before=before)
 
     def _is_counted(self, id: EpochId, named: set[EpochId]) -> bool:
-        """An older number than the counted one is news only to those who never saw that one:
-        everything was gone, and the numbers began anew."""
+        """Whether this epoch is counted already. An epoch with a lower number than the counted one
+        is new only if its sidecar has no record of the counted one: then all records were lost, and
+        the numbers began anew."""
         if id in self._done or id == self.counted:
             return True
         counted = self.counted
         return counted is not None and id.number < counted.number and counted in named
 
     def due(self, *, world: int | None, at: float) -> list[Restart]:
-        """Restarts that are now accounted for, oldest first. Each is returned once."""
+        """The restarts that are accounted for now, oldest first. Each is returned once."""
         ripe = [
             told
             for told in self._told.values()
@@ -157,5 +161,5 @@ class RestartHistory:
 
     @property
     def waiting(self) -> bool:
-        """Something was told that is not accounted for yet."""
+        """Whether an epoch was reported that is not accounted for yet."""
         return bool(self._told)

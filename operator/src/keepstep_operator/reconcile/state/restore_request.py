@@ -1,8 +1,8 @@
-"""`spec.restoreFrom`: a person wants the next life of the run to begin from a certain step.
+"""`spec.restoreFrom`: a person wants the next epoch of the run to begin from a certain step.
 
-It is a wish about one restart. It is done with when an epoch began whose parent is that step, which
-is written down in the status; what comes later goes on from the newest step again, until somebody
-writes something else there.
+The request is for one restart. It is done once an epoch has begun whose parent is that step; the
+status records this. Later epochs go on from the newest step again, until the field gets another
+value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WANTED = re.compile(
 
 
 class Stage(str, enum.Enum):
-    """How far it is. `WAITING`: for the restart."""
+    """How far the request is. `UNRESOLVED`: the step is not found. `WAITING`: for the restart."""
 
     NONE = "none"
     UNRESOLVED = "unresolved"
@@ -32,7 +32,8 @@ class Stage(str, enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """`run`: '' for the run's own steps. Either a number or a full id."""
+    """A parsed request: either the `number` of a step or its full `id`. `run`: the run that the
+    step belongs to; '' for this run."""
 
     run: str = ""
     number: int | None = None
@@ -40,7 +41,7 @@ class Wanted:
 
 
 def parse_wanted(text: str) -> Wanted | None:
-    """None for what the schema should have refused."""
+    """Parse the field; None if the schema should have refused it."""
     match = _WANTED.match(text)
     if match is None:
         return None
@@ -55,7 +56,7 @@ def parse_wanted(text: str) -> Wanted | None:
 
 
 class RestoreRequest:
-    """What is wanted, which step that is, and whether it came about."""
+    """The request, the step that it means, and whether it is done."""
 
     def __init__(self) -> None:
         self.asked = ""
@@ -66,7 +67,7 @@ class RestoreRequest:
         self._told: set[str] = set()
 
     def resume(self, status: RestoreFromStatus | None) -> None:
-        """What an earlier reconciler wrote down."""
+        """Go on from what an earlier reconciler wrote down."""
         if status is not None:
             self.asked, self.run = status.asked, status.run
             self.id = next(parse_steps([status.step]), None)
@@ -74,7 +75,7 @@ class RestoreRequest:
             self._since = status.since
 
     def ask(self, text: str, *, own: str, newest: EpochId | None) -> None:
-        """The field says this now. `own`: the run's name; `newest`: its present epoch."""
+        """The present value of the field. `own`: the run's name. `newest`: its present epoch."""
         if text == self.asked:
             return
         wanted = parse_wanted(text)
@@ -84,7 +85,11 @@ class RestoreRequest:
         self._since = newest.number if newest is not None else 0
 
     def look(self, held: Iterable[StepId], epochs: Iterable[Epoch]) -> bool:
-        """Find the step, and see whether a life of the run began from it. True when that is new."""
+        """Find the step, and whether an epoch began from it. Returns True when such an epoch is
+        new.
+
+        `held`: the committed steps.
+        """
         if self.stage is Stage.UNRESOLVED:
             self.id = self._resolve(held)
         if self.stage is not Stage.WAITING:
@@ -94,25 +99,25 @@ class RestoreRequest:
         return self.epoch is not None
 
     def tell(self, pod: str) -> StepId | None:
-        """`wanted`, which the sidecar of this pod hears now."""
+        """Returns `wanted`, and notes that the sidecar of this pod is told it."""
         if self.wanted is not None:
             self._told.add(pod)
         return self.wanted
 
     def is_known_by(self, pods: Iterable[str]) -> bool:
-        """Whether the sidecars of all these have heard what is wanted."""
+        """Whether the sidecars of all these pods were told what is wanted."""
         return self._told.issuperset(pods)
 
     def _resolve(self, held: Iterable[StepId]) -> StepId | None:
         wanted = parse_wanted(self.asked)
         if wanted is None or self.run:
-            return None  # a step of another run: no sidecar can bring it yet
+            return None  # no sidecar can bring a step of another run yet
         found = [id for id in held if wanted.id == id or wanted.number == id.step]
         return max(found, default=None)
 
     @property
     def stage(self) -> Stage:
-        """How far it is."""
+        """How far the request is."""
         if not self.asked:
             return Stage.NONE
         if self.epoch is not None:
@@ -121,11 +126,11 @@ class RestoreRequest:
 
     @property
     def wanted(self) -> StepId | None:
-        """The step that the next restart must begin from; None: whatever is newest."""
+        """The step that the next restart must begin from; None: the newest."""
         return self.id if self.stage is Stage.WAITING else None
 
     def status(self) -> RestoreFromStatus | None:
-        """For CheckpointRun.status."""
+        """The request as CheckpointRun.status shows it; None: there is none."""
         if not self.asked:
             return None
         return RestoreFromStatus(

@@ -1,7 +1,7 @@
-"""One run: its pods, its ledger, what happened to it. Events in, actions out; time is passed in.
+"""One run: its pods, its ledger and its history. Events in, actions out; time is passed in.
 
-Everything but a few counters comes again from pods and reports after the reconciler restarts; the
-counters (`restarts`, `lostSteps`, `goodput`, `recent`, the time of the last commit) are taken over
+After a restart of the reconciler, everything but a few counters is rebuilt from pods and reports.
+The counters (`restarts`, `lostSteps`, `goodput`, `recent`, the time of the last commit) are read
 from the CheckpointRun's status.
 """
 
@@ -61,24 +61,26 @@ from keepstep_operator.reconcile.state.restore_request import RestoreRequest
 from keepstep_operator.reconcile.state.run_ledger import LARGEST_WORLD, MOST_RANKS, RunLedger
 
 FRESH_START_S = 120.0
-"""How long an acknowledgement of "newest" waits for reports that show what it is about."""
+"""How long an acknowledgement of "newest" waits for the reports that show which epoch it means."""
 ASK_JOB_S = 30.0
 COMMITTED_EVENT_S = 300.0
 NOTE_COMMIT_S = 60.0
 ALARM_S = 3600.0
 MOST_ALARMS = 64
-"""Remembered for so long, the newest: a pod can cause thousands with each report."""
+"""An alarm is remembered for `ALARM_S`, and at most the newest `MOST_ALARMS` are: one report of a
+pod can cause thousands."""
 NOT_INJECTED_S = 1800.0
-"""An API server keeps an Event for an hour, and a run without a sidecar may fail for days."""
+"""Time between two warnings about pods without a sidecar. They are repeated because an API server
+keeps an Event for an hour only, while such a run may fail for days."""
 RESUME_S = 45.0
 UNKNOWN_JOB_S = 30 * 24 * 3600.0
-"""A run without pods is over after so long when nobody can say what became of its job."""
+"""A run without pods counts as finished after this time if the state of its job is unknown."""
 
 
 class Run:
-    """The state of one run. Methods named after events return what the shell has to do.
+    """The state of one run. Methods that are named after events return what the shell has to do.
 
-    `nodes`: the cluster's, by name; empty where they are not watched.
+    `nodes`: the cluster's nodes by name; empty if nodes are not watched.
     """
 
     def __init__(
@@ -97,12 +99,12 @@ class Run:
         self._adviser = AdviceCache(self.ledger)
         self.pods: dict[str, PodRecord] = {}
         self.pods_moved = 0
-        """Grows when pods that stay, or their nodes, are others."""
+        """Grows when the pods that stay, or their node ranks or nodes, change."""
         self._leaving: set[str] = set()
         self.job: Job | None = None
         self._job_of_pods: Job | None = None
         self._ownerless: Job | None = None
-        """The same while nobody has said what made it."""
+        """The pods' job, while it is not known which job owns it."""
         self._owner_asked_at = 0.0
         self.policy: Policy | None = None
         self.policy_now: PolicyRecord | None = None
@@ -110,9 +112,9 @@ class Run:
         self.restores = RestartHistory()
         self.goodput = RunGoodput()
         self.failures: tuple[Failure, ...] = ()
+        """The script's own failures that pods reported since this process started."""
         self._stand_in: StepId | None = None
-        """A commit that is to be archived though it is not due, until it is."""
-        """How the script failed by itself, as long as this process remembers what pods told."""
+        """A commit to archive although it is not due; None again once it is archived."""
         self.recent: list[RecentStatus] = []
         self.commit: Commit | None = None
         self.finished_at: float | None = None
@@ -121,7 +123,7 @@ class Run:
         self.written = RunStatus()
         self.past: PreviousStatus | None = None
         self.earlier: RunKey | None = None
-        """Another run of a job of the same name, which holds steps that this one will not find."""
+        """Another run of a job of the same name. It holds steps that this run will not find."""
         self.volumes: tuple[VolumeKind, ...] = ()
         self.labelled = False
         self._resumed_at: float | None = None
@@ -139,7 +141,7 @@ class Run:
     # --- pods ----------------------------------------------------------------------------
 
     def pod_seen(self, pod: PodRecord, *, at: float) -> list[Action]:
-        """A pod is there, or has changed."""
+        """A pod exists or has changed."""
         before = self.pods.get(pod.uid)
         if before == pod:
             return []
@@ -158,11 +160,11 @@ class Run:
         elif before is None or before.restarts != pod.restarts or not before.training:
             self.training_since[pod.uid] = at
         said = self._ended(pod, at) if pod.over else []
-        soon = before is not None or bool(pod.trouble)  # else all pods of a cluster at each start
+        soon = before is not None or bool(pod.trouble)  # not for all pods at each start
         return [WriteStatus(self.key, soon=soon), *looked_up, *said, *self._not_injected(pod)]
 
     def pod_gone(self, uid: str, *, at: float) -> list[Action]:
-        """The pod's object is deleted."""
+        """The pod's object was deleted."""
         pod = self.pods.pop(uid, None)
         if pod is None:
             return []
@@ -171,7 +173,8 @@ class Run:
         return [WriteStatus(self.key), *self._ended(pod, at)]
 
     def _ended(self, pod: PodRecord, at: float) -> list[Action]:
-        """Its containers will not run again: memory is gone, and what goes with a pod."""
+        """The pod's containers will not run again: its memory is lost, and its volumes with it
+        unless they outlive the pod."""
         before = self.ledger.restorable() if pod.uid in self._leaving else None
         said = self.ledger.pod_gone(pod.uid, local_stays=volumes_outlive_pod(pod.volumes))
         self._know_alive(at)
@@ -180,8 +183,11 @@ class Run:
         return [*self._alarmed(said, at=at), *left]
 
     def _left(self, pod: PodRecord, before: StepId | None) -> Iterator[Action]:
-        """A pod was made to leave a run that stays: what went with it is said, not only counted
-        when the run is back. `before`: what could be restored while it was there."""
+        """A pod was deleted while other pods of the run stay. If a step was lost with it, report
+        that now, and do not only count it when the run is back.
+
+        `before`: the newest step that could be restored while the pod existed.
+        """
         after = self.ledger.restorable()
         gone = before is not None and (after is None or after < before)
         if gone and any(one.stays for one in self.pods.values()):
@@ -209,14 +215,15 @@ class Run:
     # --- objects -------------------------------------------------------------------------
 
     def policy_seen(self, policy: PolicyRecord | None) -> list[Action]:
-        """The policy that the pods name, as it is now; None: there is none (any more)."""
+        """The present state of the policy that the pods name; None: it does not exist (any
+        more)."""
         self.policy_now = policy
         self._adopt()
         return [WriteStatus(self.key)]
 
     def _adopt(self) -> None:
-        """A change holds for pods that are made after it, so the run goes by the policy that its
-        newest pod was made with, even when that was deleted meanwhile."""
+        """A change of the policy holds for pods that are created after it. So the run goes by the
+        policy that its newest pod was created with, even if that policy was deleted meanwhile."""
         now, held = self.policy_now.policy if self.policy_now else None, self.policy
         if now is None:
             return
@@ -225,19 +232,21 @@ class Run:
             self._configure()
 
     def _made_with(self, policy: str) -> int:
-        """The newest generation of this policy that a pod was made with."""
+        """The newest generation of this policy that a pod was created with; 0 if no pod names
+        it."""
         pods = (pod for pod in self.pods.values() if pod.policy == policy)
         return max((pod.policy_generation for pod in pods), default=0)
 
     def _resume_policy(self, written: Policy | None) -> None:
-        """What the run went by before this process holds, unless a pod was made with a newer one:
-        pods that join get it."""
+        """Go on with the policy that an earlier reconciler wrote down, unless a pod was created
+        with a newer one: pods that join get the newer one."""
         if written is not None and self._made_with(written.name) <= written.generation:
             self.policy = written
         self._adopt()
 
     def object_seen(self, object: RunObject, *, at: float) -> list[Action]:
-        """The CheckpointRun. What it says of the past is taken over when nothing else is known."""
+        """The CheckpointRun exists or has changed. Its record of the past is taken over if nothing
+        else is known of the run."""
         before, self.object = self.object, replace(object, status={}, policy=None)
         if before is None and not self.recent and not self.ledger.places:
             self._resume_policy(object.policy)
@@ -251,7 +260,7 @@ class Run:
         return [*self._acknowledge(at=at), *write]
 
     def object_gone(self) -> list[Action]:
-        """Somebody deleted it; as long as the run has pods it is made again."""
+        """The CheckpointRun was deleted. It is created again as long as the run has pods."""
         self.object = None
         self.written = RunStatus()
         return [WriteStatus(self.key)] if self.pods else []
@@ -278,13 +287,14 @@ class Run:
 
     @property
     def pins(self) -> tuple[StepId, ...]:
-        """Steps that stay: what people pinned, and what they want to go back to."""
+        """Steps that stay: the pinned ones, and the step that `spec.restoreFrom` asks for."""
         pinned = tuple(parse_steps(self.object.pins)) if self.object else ()
         wanted = self.restore_request.wanted
         return pinned if wanted is None or wanted in pinned else (*pinned, wanted)
 
     def _request_restore(self) -> list[Action]:
-        """What the object asks for, with what is known of steps and epochs."""
+        """Pass on `spec.restoreFrom` of the object, and match it with the known steps and
+        epochs."""
         asked, before = (
             self.object.restore_from if self.object else "",
             self.restore_request.status(),
@@ -308,7 +318,7 @@ class Run:
     # --- reports -------------------------------------------------------------------------
 
     def reported(self, pod: PodRecord, report: Report, *, at: float) -> list[Action]:
-        """What a sidecar said. One that comes too late changes nothing."""
+        """Take in a sidecar's report. A report that comes too late changes nothing."""
         before = self.ledger.progress.step if self.ledger.progress else self._past_step
         place, settled = self.ledger.places.get(pod.node_rank), self.ledger.settled
         sender = Sender(
@@ -323,9 +333,9 @@ class Run:
         if said is None:
             return []
         if place is None and self._resumed_at is not None:
-            self._resumed_at = at  # of a large cluster they come over minutes, one after the other
+            self._resumed_at = at  # in a large cluster the first reports arrive over minutes
         if self.ledger.settled and not settled:
-            self._adviser.forget()  # the last pod was waited for
+            self._adviser.forget()  # this was the last missing pod
         if report.goodput is not None and pod.node_rank == 0:
             self.goodput.take(report.goodput, at=at)
         if report.failures:
@@ -362,7 +372,8 @@ class Run:
         ]
 
     def helped(self, helper: PodRecord, report: Report, *, at: float) -> list[Action]:
-        """What a helper pod said that serves shards which were left on its node."""
+        """Take in the report of a helper pod, which serves the shards that were left on its
+        node."""
         new = helper.node_rank not in self.ledger.helpers
         sender = Sender(
             pod=helper.uid,
@@ -380,7 +391,7 @@ class Run:
         return [WriteStatus(self.key), *said]
 
     def helper_gone(self, helper: PodRecord, *, at: float) -> list[Action]:
-        """A helper pod was deleted, or has ended."""
+        """A helper pod was deleted or has ended."""
         known = self.ledger.helpers.get(helper.node_rank)
         if known is None or known.pod != helper.uid:
             return []
@@ -389,7 +400,7 @@ class Run:
 
     @property
     def helper_paths(self) -> tuple[str, ...]:
-        """hostPaths of the newest pod that the administrator (still) allows."""
+        """Those hostPaths of the newest pod with any that the administrator (still) allows."""
         newest = max(
             (pod for pod in self.pods.values() if pod.host_paths),
             key=lambda pod: pod.created_at,
@@ -398,7 +409,8 @@ class Run:
         return helper_plan.allowed(newest.host_paths, self.host_paths) if newest else ()
 
     def _warned(self, pod: PodRecord, report: Report) -> Iterator[Action]:
-        """Each kind of warning once an hour, whatever step and number it names."""
+        """Report each kind of warning once an hour. Warnings that differ only in numbers and step
+        ids are of one kind."""
         for text in report.warnings:
             kind = re.sub(r"[0-9a-f.-]*\d[0-9a-f.-]*", "#", text)
             message = f"{pod.name}: {cut(text)}"
@@ -412,8 +424,8 @@ class Run:
     def reply(
         self, pod: PodRecord, *, holds: str | None = None, least_gap_s: float, at: float
     ) -> Reply:
-        """What this pod's sidecar should know, which `holds` that version of the list of peers.
-        Without a known policy nothing is ever retired."""
+        """What to tell the sidecar of this pod. `holds`: the version of the list of peers that it
+        has. Without a known policy, no step is ever retired."""
         version, peers = self.peer_assignment.told(pod.node_rank, holds=holds, at=at)
         advice = self._adviser.advise(at=at)
         held = sorted(self.ledger.local(pod.node_rank))
@@ -441,7 +453,7 @@ class Run:
     def _committed(self, at: float) -> Iterator[Action]:
         id, known = self.ledger.committed(), self.commit
         if id is None:
-            # it went with a pod, or is just out of sight while somebody is missing
+            # lost with a pod, or only out of sight while a pod has not reported
             self.commit = None if self.ledger.settled else known
             return
         if known is not None and (id == known.id or not self._is_news(id, known)):
@@ -461,7 +473,8 @@ class Run:
         )
 
     def _stands_in(self, id: StepId, before: StepId) -> bool:
-        """See `schedule.stands_in`: the grid is that of the sidecars (`ArchiveConfig.base`)."""
+        """See `schedule.stands_in`. The grid is the one that the sidecars use
+        (`ArchiveConfig.base`)."""
         policy = self.policy
         if policy is None or policy.archive is None or id.epoch != before.epoch:
             return False
@@ -470,20 +483,20 @@ class Run:
         return stands_in(id.step, before=before.step, commits=commits, every=every)
 
     def _is_news(self, id: StepId, known: Commit) -> bool:
-        """A lower watermark is believed only when everybody is there: else somebody's copy may
-        just be out of sight."""
+        """Whether the watermark replaces the known commit. A lower one does only when all ranks
+        have reported: otherwise a copy may just be out of sight."""
         return id > known.id or self.ledger.settled
 
     def _alarmed(self, said: Iterable[ledger.Action], *, at: float) -> Iterator[Action]:
         for one in said:
             if not isinstance(one, ledger.Alarm) or one.kind is AlarmKind.FRESH_START:
-                continue  # a fresh start is told as a restart, with what it cost
+                continue  # a fresh start is reported as a restart, with its cost
             self._remember_alarm(cut(one.text), at)
             reason = "".join(word.capitalize() for word in str(one.kind).split("-"))
             yield self._event(reason, cut(one.text), warning=True, topic=one.text)
 
     def _remember_alarm(self, text: str, at: float) -> None:
-        self._alarms.pop(text, None)  # the newest last, so that the oldest is forgotten first
+        self._alarms.pop(text, None)  # to the end: the oldest is forgotten first
         self._alarms[text] = at
         while len(self._alarms) > MOST_ALARMS:
             del self._alarms[next(iter(self._alarms))]
@@ -519,8 +532,9 @@ class Run:
         self.recent = [one, *self.recent][:MOST_RECENT]
 
     def _acknowledge(self, *, at: float) -> Iterator[Action]:
-        """The annotation names an epoch, or the newest one that began anew; that one is looked for
-        a while only, so that a later one is never acknowledged by it."""
+        """Acknowledge the fresh start that the annotation names: an epoch, or "newest". For
+        "newest", a fresh start is looked for only a while, so that it never acknowledges a later
+        one."""
         if self._fresh_start_until is None or self.object is None:
             return
         named = parse_epoch(self.object.fresh_start)
@@ -537,8 +551,8 @@ class Run:
     # --- the job's end -------------------------------------------------------------------
 
     def _belongs(self, job: Job | None) -> Iterator[Action]:
-        """Pods name the job that made them; another one may have made that, which people look at.
-        Until it is known anew, what was known of one of this name stands."""
+        """Note the pods' job, and ask for its owner if jobs of its kind can have one: people look
+        at the owner. Until the answer, a known job of the same name is kept."""
         if job is None or job == self._job_of_pods:
             return
         self._job_of_pods, self._ownerless = job, None
@@ -552,14 +566,14 @@ class Run:
         yield FindOwner(self.key, job)
 
     def _still_ownerless(self, at: float) -> Iterator[Action]:
-        """The API server may not have answered."""
+        """Ask for the owner again, because the API server may not have answered."""
         if self._ownerless is not None and at - self._owner_asked_at >= ASK_JOB_S:
             if self._owner_asked_at:
                 yield FindOwner(self.key, self._ownerless)
             self._owner_asked_at = at
 
     def owner_found(self, job: Job, owner: Job | None) -> list[Action]:
-        """What a look at the pods' job said."""
+        """The owner of the pods' job; None: it has none."""
         if job == self._ownerless:
             self._ownerless = None
         if job != self._job_of_pods or self.job == (owner or job):
@@ -568,7 +582,7 @@ class Run:
         return [WriteStatus(self.key)]
 
     def job_answered(self, state: JobState, *, at: float) -> list[Action]:
-        """What a look at the root job said."""
+        """The state of the root job."""
         if state is JobState.ACTIVE or self.finished_at is not None or not self.idle:
             return []
         if state is not JobState.UNKNOWN:
@@ -579,7 +593,7 @@ class Run:
 
     @property
     def idle(self) -> bool:
-        """No pod of it will go on."""
+        """Whether no pod of the run will go on."""
         return all(pod.over for pod in self.pods.values())
 
     def _finish(self, at: float, how: str) -> list[Action]:
@@ -591,7 +605,7 @@ class Run:
         return [WriteStatus(self.key)]
 
     def _look_after(self, at: float) -> Iterator[Action]:
-        """Is the job over, and was it so for long enough?"""
+        """Find out whether the job is over; delete the run once it has been so for `ttl_s`."""
         if not self.idle:
             self._idle_since = None
             return
@@ -613,7 +627,7 @@ class Run:
     # --- time ----------------------------------------------------------------------------
 
     def tick(self, *, at: float) -> list[Action]:
-        """Every few seconds: what becomes true by waiting."""
+        """Called every few seconds: what becomes true by waiting."""
         self.peer_assignment.look_again()
         actions: list[Action] = [*self._restarted(at), *self._acknowledge(at=at)]
         if self._resumed_at is not None and not self.resumes(at=at):
@@ -629,12 +643,13 @@ class Run:
         return [*actions, *later, *self._look_after(at)]
 
     def _look(self, at: float) -> Health:
-        """How it stood before."""
+        """Renew `health`. Returns the former one."""
         before, self.health, self._looked_at = self.health, look(self, at=at), at
         return before
 
     def _may_look(self, at: float) -> bool:
-        """Not with the first report of each of thousands of pods: the next tick looks."""
+        """Whether to look now or leave it to the next tick: in a large run, not with each pod's
+        first report."""
         return not 0 <= at - self._looked_at < may_be_old_s(self.ledger.world)
 
     def _changed_outlook(self, before: Health, at: float) -> Iterator[Action]:
@@ -653,26 +668,27 @@ class Run:
             yield self._event("LibraryMissing", message, warning=True, topic=name)
 
     def note_status(self, status: RunStatus) -> None:
-        """This is written now: its conditions keep the times of their last change."""
+        """This status is now written. Its conditions keep the times of their last change."""
         self.written = status
 
     # --- asking --------------------------------------------------------------------------
 
     @property
     def step(self) -> int | None:
-        """The newest step that all ranks staged, as far as anybody knows."""
+        """The newest step that is known to be staged by all ranks; None: unknown."""
         return self.ledger.progress.step if self.ledger.progress else self._past_step
 
     @property
     def behind(self) -> int | None:
-        """Steps staged by all and not committed."""
+        """How many steps the newest step staged by all ranks is ahead of the newest commit."""
         if self.step is None:
             return None
         return max(0, self.step - (self.commit.id.step if self.commit else 0))
 
     def resumes(self, *, at: float) -> bool:
-        """What an earlier reconciler wrote is better than what is known yet: sidecars report
-        within half a minute of each other, and until then nothing has changed but our knowledge."""
+        """Whether the status of an earlier reconciler is still better than what this one knows.
+        Sidecars report within half a minute of each other; until then only our knowledge changes,
+        not the run."""
         since = self._resumed_at
         return since is not None and at - since < RESUME_S and not self.ledger.settled
 
@@ -682,7 +698,7 @@ class Run:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is left to tell about."""
+        """Whether neither the CheckpointRun nor any pod exists."""
         return self.object is None and not self.pods
 
     def _event(

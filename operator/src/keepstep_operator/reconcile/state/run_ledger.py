@@ -1,8 +1,9 @@
-"""One run's ledger and the last word of each node rank: the host's duties of docs/ledger.md.
+"""The ledger of one run, and the last report of each node rank: the duties that docs/ledger.md
+gives to the host of a ledger.
 
-Reports may come late, twice, from a sidecar that was replaced, or from a pod that is going. Here
-they are put in order, and what a pod takes with it when it goes is taken out of the ledger. No
-clock but the reconciler's own (passed in) is ever compared.
+Reports may come late, twice, from a replaced sidecar, or from a pod that is being deleted. This
+module puts them in order, and removes from the ledger what is lost with a pod. It compares no times
+but those of the reconciler's own clock, which are passed in.
 """
 
 from __future__ import annotations
@@ -50,19 +51,24 @@ T = TypeVar("T")
 _TIERS = (Tier.MEMORY, Tier.LOCAL)
 LARGEST_WORLD = 65_536
 MOST_RANKS = 1024
-"""Of one pod."""
+"""The most ranks of one pod."""
 MOST_STEPS = 4096
-"""At one place, that reports of changes add up to: beyond that it has to say again, whole, what
-there is. In the archive: the newest ones count, and the older ones are left alone."""
+"""The most steps of one place that reports of changes may add up to; beyond it, its next report
+must be whole. Also the most archived steps that count: the newest do, and older ones are left
+alone."""
 MOST_EPOCHS = 8192
-"""On record, of one run; beyond that the ledger is made again from what is there now."""
+"""The most epochs on record for one run. Beyond that, only epochs that a pod has on record now are
+kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Safety:
-    """`step`: the newest one that is left whichever single node is lost (or that is archived, which
-    `archived` names). `sole`: nodes that hold the only copy of something of the newest commit.
-    `refuges`: for each node the newest step that its loss would leave."""
+    """What the loss of one node would leave.
+
+    `step`: the newest step that survives the loss of any single node; it may be the archived one.
+    `archived`: the newest archived step. `sole`: nodes that hold the only copy of some part of the
+    newest commit. `refuges`: for each node, the newest step that survives its loss.
+    """
 
     step: StepId | None = None
     archived: StepId | None = None
@@ -75,18 +81,18 @@ class RunLedger:
 
     def __init__(self) -> None:
         self._keep = Retention()
-        self._config = LedgerConfig()  # no retention: what may go is worked out when it is told
+        self._config = LedgerConfig()  # without retention: see `expendable`
         self.core = Ledger(self._config)
         self.places = Places()
         self.helpers: dict[int, Place] = {}
-        """Pods that serve what others left behind, by the number that stands for a node rank."""
+        """Helper pods, by the number that they have instead of a node rank."""
         self.orphans = OrphanedShards()
         self.progress: StepId | None = None
         self._acknowledged: set[EpochId] = set()
         self._told: dict[int, int] = {}
-        """Ranks that a node rank has told of since its volumes were scanned."""
+        """By node rank, the ranks that it has named since its volumes were scanned, as a bitmap."""
         self._asked: set[int] = set()
-        """Node ranks whose next report has to be whole."""
+        """Node ranks whose next report must be whole."""
         self._ordered = 0
         self._changes = 0
         self._most_epochs = MOST_EPOCHS
@@ -96,11 +102,11 @@ class RunLedger:
     # --- changing ------------------------------------------------------------------------
 
     def configure(self, *, keep: Retention, pins: Iterable[StepId], archived: bool = False) -> None:
-        """What the policy and the CheckpointRun ask to keep on local. `archived`: the run has an
-        archive, so that it must answer, too, before a start at step 0 is right.
+        """Set what the policy and the CheckpointRun ask to keep on local.
 
-        A peer need not: copies there are told of by who keeps them, and nobody can say that there
-        are none.
+        `archived`: the run has an archive, which must also have answered before a start at step 0
+        is right. Peers need not have answered: copies on peers are reported by the pods that keep
+        them, and no pod can say that there are none.
         """
         self._configure(
             replace(
@@ -113,8 +119,9 @@ class RunLedger:
     def take(
         self, sender: Sender, report: Report, *, at: float, most_world: int = LARGEST_WORLD
     ) -> tuple[Action, ...] | None:
-        """One report; None when something newer was heard of this node rank already. `most_world`:
-        how many ranks the pods that there are can run."""
+        """Take in one report. Returns None if a newer report of this node rank is known already, or
+        if a report of changes cannot be used. `most_world`: the most ranks that the present pods
+        can run."""
         self._changes += 1
         place = self.places.get(sender.node_rank)
         if place is not None and overtaken(place, sender, report):
@@ -126,7 +133,7 @@ class RunLedger:
         self._asked.discard(sender.node_rank) if not report.since else None
         said: list[Action] = []
         if place is not None and place.pod != sender.pod:
-            # the first pod that moves takes the watermark with it; the others left the same step
+            # the watermark is lost with the first pod that moves; the others left the same step
             commit = self.core.watermark(Tier.LOCAL) or self.orphans.newest
             newest = max(self.drives(sender.node_rank), default=None)
             self.orphans.moved(
@@ -141,7 +148,7 @@ class RunLedger:
         said += self._hear(sender.node_rank, report)
         now = self.places[sender.node_rank] = self._renewed(place, sender, report, at)
         if place is not None and report.since and now.archive_told & ~place.archive_told:
-            self._asked.add(sender.node_rank)  # till now others may have been believed of these
+            self._asked.add(sender.node_rank)  # others may have been believed
         if place is not None and place.archive_told & ~now.archive_told:
             self._ask_all()
         if len(self.core.epochs) > self._most_epochs:
@@ -153,7 +160,7 @@ class RunLedger:
         return tuple(said)
 
     def _has_room(self, node_rank: int, report: Report) -> bool:
-        """Whether what is known of a place can grow by a report of changes."""
+        """Whether a place may grow by another report of changes."""
         epochs = len(self.places[node_rank].epochs) + len(report.epochs)
         return self.core.steps_at(node_rank) <= MOST_STEPS and epochs <= MOST_EPOCHS
 
@@ -175,7 +182,7 @@ class RunLedger:
         return said
 
     def _only_kept(self, node_rank: int, one: ReportedRank) -> bool:
-        """As `kept`, also where only changes are told."""
+        """As `kept`, but also right for a report of changes only."""
         told = one.by_tier()
         return kept(one) and not any(
             self.core.held(node_rank, tier) >> one.rank & 1
@@ -184,9 +191,13 @@ class RunLedger:
         )
 
     def _believed(self, one: ReportedRank, told: RankReport, heard: int) -> RankReport:
-        """Of the archive each rank's own pod knows all. The pods of the first and of the last rank
-        tell of all ranks, but for a large run of the newest steps only: that must not make the
-        older ones look gone. `heard`: ranks whose own pods are there and have told themselves."""
+        """What to believe of a pod that reports archived steps of a rank that is not its own.
+
+        Each rank's own pod knows all archived steps of that rank. The pods of the first and the
+        last rank report archived steps of all ranks, but in a large run only the newest ones. This
+        must not make the older ones look gone. `heard`: ranks whose own pods exist and have
+        reported.
+        """
         if heard >> one.rank & 1:
             return replace(
                 told, sealed=_but_archive(told.sealed), answers=_but_archive(told.answers)
@@ -199,14 +210,14 @@ class RunLedger:
         return replace(told, gone={**told.gone, Tier.ARCHIVE: gone})
 
     def _renewed(self, place: Place | None, sender: Sender, report: Report, at: float) -> Place:
-        """The place as this report, which the ledger has heard, leaves it."""
+        """The place after this report, which the ledger has already taken in."""
         before = place if report.since else None
         ranks = dict(before.ranks) if before is not None else {}
         held = {tier: self.core.held(sender.node_rank, tier) for tier in Tier}
         last: RankState | None = None
         for one in report.ranks:
             state = self._rank_state(one, ranks.get(one.rank), held)
-            last = ranks[one.rank] = last if state == last else state  # most say the same
+            last = ranks[one.rank] = last if state == last else state  # most are equal
         epochs = (*before.epochs, *report.epochs) if before is not None else report.epochs
         if epochs == self.core.epochs:
             epochs = self.core.epochs  # one tuple for all places
@@ -226,7 +237,7 @@ class RunLedger:
         return rank_state(one, tiers=there, staged=staged, archive_answer=answer)
 
     def pod_gone(self, pod: str, *, local_stays: bool) -> tuple[Action, ...]:
-        """The pod is gone, its memory with it; `local_stays`: its volumes outlive it."""
+        """The pod is gone, and its memory with it. `local_stays`: its volumes outlive it."""
         self._changes += 1
         for node_rank, place in self.places.items():
             if place.pod == pod and not place.dropped:
@@ -241,12 +252,13 @@ class RunLedger:
         return ()
 
     def helped(self, sender: Sender, report: Report, *, at: float) -> tuple[Action, ...]:
-        """What a helper pod serves: copies of other pods' shards, and nothing of its own."""
+        """Take in a helper pod's report. It serves copies of other pods' shards and has none of its
+        own."""
         before = self.helpers.get(sender.node_rank)
         if before is not None and overtaken(before, sender, report):
             return ()
         if report.since:
-            return ()  # a helper is told nothing, so not either that it may
+            return ()  # helpers are never allowed to report changes only
         self._changes += 1
         self._ordered += 1
         said = list(self._forget_unnamed(sender.node_rank, report))
@@ -256,7 +268,7 @@ class RunLedger:
         return tuple(said)
 
     def helper_gone(self, number: int) -> tuple[Action, ...]:
-        """It serves no more."""
+        """This helper pod no longer serves."""
         self._changes += 1
         self._told.pop(number, None)
         if self.helpers.pop(number, None) is None:
@@ -267,12 +279,13 @@ class RunLedger:
         return said
 
     def _ask_all(self) -> None:
-        """Somebody who told of the archive does so no more: the others, who were not believed of
-        these ranks, have to say again what they know."""
+        """Ask all node ranks for whole reports. A pod that reported archived steps no longer does
+        so; the other pods, which were not believed about its ranks, must say again what they
+        know."""
         self._asked.update(self.places)
 
     def acknowledge(self, epoch: EpochId) -> tuple[Action, ...]:
-        """Somebody knows that this epoch rightly began anew."""
+        """A person confirms that this epoch rightly began at step 0."""
         self._acknowledged.add(epoch)
         return self.core.apply(FreshStartAcknowledged(epoch))
 
@@ -287,7 +300,7 @@ class RunLedger:
         return self.core.apply(event)
 
     def _forget_unnamed(self, node_rank: int, report: Report) -> Iterator[Action]:
-        """Ranks that this node had and, now that its volumes are scanned, has no more."""
+        """Remove the ranks that this node had and, after the scan of its volumes, no longer has."""
         named = bitmap(one.rank for one in report.ranks)
         known = self._told.get(node_rank, 0)
         if report.ready and not report.since:
@@ -297,8 +310,9 @@ class RunLedger:
         self._told[node_rank] = known | named
 
     def _forget_epochs(self) -> None:
-        """An epoch that nobody has a record of any more must not outrank one that begins anew. What
-        is in the archive has its epochs on record there."""
+        """Forget epochs of which no pod has a record any more: they must not outrank an epoch that
+        begins anew. If anything is archived, no epoch is forgotten, since the archive has its
+        epochs on record."""
         if self.archived():
             return
         on_record = self._on_record()
@@ -307,12 +321,13 @@ class RunLedger:
             self.core.keep_epochs(on_record)
 
     def _on_record(self) -> list[Epoch]:
-        """Every epoch that somebody who is there has a record of."""
+        """All epochs on record at the places and helpers that are not dropped."""
         places = (*self.places.values(), *self.helpers.values())
         return [epoch for place in places if not place.dropped for epoch in place.epochs]
 
     def _heard(self, but: int) -> int:
-        """Ranks whose own pods, all `but` one, are there and have told what is archived."""
+        """Ranks whose own pods exist and have reported what is archived, as a bitmap. The pod of
+        node rank `but` does not count."""
         found = 0
         for at, place in self.places.items():
             found |= place.archive_told if at != but and not place.gone else 0
@@ -330,7 +345,8 @@ class RunLedger:
         self._config = self.core.config = config
 
     def _advance(self) -> None:
-        """The newest step that all ranks staged, or the one that the newest epoch went on from."""
+        """Renew `progress`: the newest step that all ranks staged, or else the step that the newest
+        epoch went on from."""
         current = self.core.lineage.current
         if current is None:
             return
@@ -339,13 +355,15 @@ class RunLedger:
             parent = self.core.parent(current)
             staged = parent.step if parent else 0
         here = StepId(current, staged)
-        # A new epoch replaces what was: with all its records gone, its number may even be lower.
+        # A new epoch always replaces the old one. If all records were lost, its number may be
+        # lower.
         known = self.progress
         if known is None or known.epoch != current or here > known:
             self.progress = here
 
     def _staged(self, epoch: EpochId) -> int | None:
-        """Of this epoch, by all ranks of the world; None while one has none."""
+        """The newest step of this epoch such that each rank of the world has staged it or a newer
+        one; None if some rank has staged none."""
         by_step = self.places.staged(epoch)
         everybody = functools.reduce(operator.or_, by_step.values(), 0)
         if not self.world or everybody.bit_count() < self.world:
@@ -360,8 +378,8 @@ class RunLedger:
     # --- asking --------------------------------------------------------------------------
 
     def follows(self, node_rank: int, pod: str) -> int:
-        """The sequence of the last report of this pod, when all that it told since it began is
-        known; 0: its next one has to be whole."""
+        """The sequence of this pod's last report, if all that it reported since its start is known.
+        0: its next report must be whole."""
         place = self.places.get(node_rank)
         if place is None or place.pod != pod or place.gone or node_rank in self._asked:
             return 0
@@ -369,12 +387,14 @@ class RunLedger:
 
     @property
     def world(self) -> int | None:
-        """Ranks running now: as living trainers say, else as those did that are gone."""
+        """The number of ranks: as running trainers report it, otherwise as the trainers that are
+        gone did. None: unknown."""
         return self._config.world
 
     @property
     def settled(self) -> bool:
-        """All ranks have told, from pods that are there and have scanned their volumes."""
+        """Whether all ranks have been reported, and all reporting pods that exist have scanned
+        their volumes."""
         there = self.places
         return self.world is not None and there.settled and there.own.once.bit_count() >= self.world
 
@@ -387,23 +407,23 @@ class RunLedger:
         return self.core.committed(Tier.LOCAL)
 
     def restorable(self) -> StepId | None:
-        """The newest step that all ranks could restore now, each from whatever tier."""
+        """The newest step that all ranks could restore now, each from any tier."""
         return self.core.watermark(Tier.MEMORY)
 
     def archived(self) -> tuple[StepId, ...]:
-        """Steps that the archive holds whole, oldest first."""
+        """Steps of which the archive has all shards, oldest first."""
         return self.core.committed(Tier.ARCHIVE)
 
     def newest_archived(self) -> StepId | None:
         return self.core.watermark(Tier.ARCHIVE)
 
     def plan(self) -> StepId | None:
-        """The step that a restart would restore, when that is certain."""
+        """The step that a restart would restore; None if that is uncertain, or if there is none."""
         plan = self._plan()
         return plan if isinstance(plan, StepId) else None
 
     def doubt(self) -> str:
-        """Why nobody can say what a restart would restore, '' when that is certain."""
+        """Why it is uncertain what a restart would restore; '' if it is certain."""
         plan = self._plan()
         return plan.reason if isinstance(plan, Unknown) else ""
 
@@ -433,7 +453,8 @@ class RunLedger:
         )
 
     def unaided(self) -> StepId | None:
-        """The newest step that is whole on drives (or archived) without what helper pods serve."""
+        """The newest step that is complete on drives, or archived, without the shards that helper
+        pods serve."""
         whole = (
             id
             for id in reversed(self.core.steps)
@@ -443,9 +464,11 @@ class RunLedger:
         return max((id for id in newest if id is not None), default=None)
 
     def _sole_nodes(self, id: StepId, *, helpers: bool) -> frozenset[str] | None:
-        """Of what lies on nodes' drives that are still there, also of pods that left them.
+        """As `durability.sole_nodes`. Counts all drives that still exist, also those of pods that
+        are gone.
 
-        From a pod that serves no peers nobody else can have it: there it is no rank's twin.
+        No other pod can read from a pod that does not serve peers. So the images of such a pod do
+        not count as twins.
         """
         known = {**self.places, **(self.helpers if helpers else {})}
         by_node: dict[str, int] = {}
@@ -462,8 +485,8 @@ class RunLedger:
     def expendable(self) -> tuple[StepId, ...]:
         """Steps of which no copy on local is needed, oldest first.
 
-        Not those that the loss of a node would leave: where a link is slower than the steps these
-        are older than what retention keeps.
+        Steps that would survive the loss of a node are not among them: if a link is slower than the
+        steps, they are older than the steps that retention keeps.
         """
         gone = self.core.expendable(Tier.LOCAL, self._keep)
         kept = [id for id in self.safety().refuges if is_among(id, gone)] if gone else ()
@@ -477,15 +500,15 @@ class RunLedger:
         return {id for id, _ in self.core.of_node(node_rank, Tier.LOCAL)}
 
     def common(self, node_rank: int, tier: Tier) -> Iterator[StepId]:
-        """Steps that all its own ranks hold there."""
+        """Steps that all ranks of this place's own hold on this tier."""
         own = self.places[node_rank].own
         return (
             id for id, held in self.core.of_node(node_rank, tier) if own and not own & ~held.ranks
         )
 
     def oldest_newest(self, node_rank: int) -> int:
-        """The newest step on local of that rank of this place which is the farthest behind; -1 when
-        one has none."""
+        """The newest step on local of the rank of this place that is the farthest behind; -1 if a
+        rank has none."""
         left = bitmap(self.places[node_rank].ranks)
         newest_first = sorted(self.core.of_node(node_rank, Tier.LOCAL), key=_step_of, reverse=True)
         for id, held in newest_first:
@@ -499,7 +522,7 @@ class RunLedger:
         return self.places.alive.once.bit_count()
 
     def drives(self, node_rank: int) -> Iterator[StepId]:
-        """Steps of which anything lies on this place's drives, its own or copies."""
+        """Steps of which this place's drives hold any image, its own or a copy."""
         for tier in (Tier.LOCAL, Tier.PEER):
             yield from (id for id, _ in self.core.of_node(node_rank, tier))
 

@@ -1,7 +1,7 @@
-"""A run at one moment, as values: what its status and its Checkpoint objects are made from.
+"""A run at one moment, as values. Its status and its Checkpoint objects are made from them.
 
-The run goes on changing, a view does not. Nothing here is an age or a "now", so two views of a run
-to which nothing happened are equal.
+The run goes on changing, a view does not. A view has no ages and no "now", so two views are equal
+if nothing happened to the run between them.
 """
 
 from __future__ import annotations
@@ -40,15 +40,17 @@ MOST_ARCHIVED = 100
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """What people are told of a run. `pods` by uid, `places` by node rank, steps oldest first.
+    """What people are told of a run. `pods` is by uid, `places` by node rank; steps are oldest
+    first.
 
-    `epoch`: the newest one that was accounted for: what an heir of this reconciler need not count.
-    `fresh`: the one that began at step 0 beside older steps. `origin`: run and step that a fork
-    began from. `tiers`: those that hold the newest commit of every rank. `newest`: by node rank, of
-    those that are shown, the newest step that all its ranks hold there. `on_drives`: by node rank
-    the newest step of which anything lies on its drives, also copies; `own_drives`: node ranks with
-    shards of their own there. `slowest`: the pod that is the farthest behind where commits stall.
-    `serving`: numbers of those `helpers` that have reported.
+    `epoch`: the newest epoch whose restart was counted, so that a later reconciler does not count
+    it again. `fresh`: the epoch that began at step 0 although older steps exist. `origin`: run and
+    step that a fork began from. `tiers`: the tiers that hold the newest commit of every rank.
+    `newest`: by node rank and tier, the newest step that all ranks of its own hold there; only for
+    the node ranks that are shown. `on_drives`: by node rank, the newest step of which its drives
+    hold any image, its own or a copy. `own_drives`: node ranks whose drives hold shards of their
+    own. `slowest`: if commits stall, the pod that is the farthest behind. `serving`: numbers of
+    those `helpers` that have reported.
     """
 
     key: RunKey
@@ -100,12 +102,13 @@ class RunView:
 
     @property
     def committed(self) -> StepId | None:
-        """The newest step that is durable on every rank, as far as reports show now."""
+        """The newest step that is durable on every rank, as far as reports show now; None: no
+        step."""
         return self.commits[-1] if self.commits else None
 
 
 def view_of(run: Run) -> RunView:
-    """The run as it is now."""
+    """The view of the run as it is now."""
     ledger, restores = run.ledger, run.restores
     safety, commits, restorable = ledger.safety(), ledger.commits(), ledger.restorable()
     origins = (f"{one.origin}/{one.parent}" for one in ledger.core.epochs if one.origin)
@@ -183,7 +186,7 @@ def _tiers(run: Run) -> Iterator[Tier]:
 
 
 def _newest(run: Run) -> Iterator[tuple[tuple[int, Tier], int]]:
-    """Not a step that a later life of the run left behind."""
+    """See `RunView.newest`. Steps that a later epoch left behind do not count."""
     for node_rank, place in sorted(run.ledger.places.items())[:MOST_RANKS]:
         for tier, lost in ((Tier.MEMORY, place.gone), (Tier.LOCAL, place.dropped)):
             held = () if lost else run.ledger.common(node_rank, tier)
@@ -207,8 +210,8 @@ def _slowest(run: Run) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptStep:
-    """A step that is there whole. `tiers`: each of them holds all of it. `bytes`: of one copy, 0
-    while that is not known, or nobody asked (`measured`)."""
+    """A complete step. `tiers`: the tiers that each hold all its shards. `bytes`: the size of one
+    copy; 0 while it is unknown or was not computed (`measured`)."""
 
     run: str
     step: str
@@ -218,12 +221,13 @@ class KeptStep:
 
     @property
     def name(self) -> str:
-        """Of the object: a DNS subdomain, since both parts are."""
+        """The name of its object. It is a DNS subdomain, since both parts are."""
         return f"{self.run}-{self.step}"
 
 
 def kept_steps(run: Run) -> tuple[KeptStep, ...]:
-    """The steps that deserve an object, newest first; the newest of the archive, and all pins."""
+    """The steps that get an object, newest first: the newest ones in the archive, and all pinned
+    steps that are complete."""
     archived = run.ledger.archived()[-MOST_ARCHIVED:]
     pins = set(parse_steps(run.object.pins)) if run.object else set()
     found = sorted({*archived, *(pins & {*run.ledger.commits()})}, reverse=True)
@@ -244,12 +248,14 @@ def _kept(run: Run, id: StepId) -> KeptStep:
 
 
 def measured(run: Run, one: KeptStep) -> KeptStep:
-    """With its bytes, which are summed up over all ranks: only for an object that is made."""
+    """The same with its bytes. They are summed up over all ranks, so this is done only for an
+    object that is created."""
     return replace(one, bytes=run.ledger.core.size_bytes(StepId.parse(one.step)))
 
 
 def is_certain(run: Run) -> bool:
-    """Whether a step that nobody tells of is not there: all who could hold it have answered."""
+    """Whether a step that is not reported certainly does not exist: all ranks have reported, and
+    where the policy has an archive, it has answered."""
     if run.policy is None or not run.ledger.settled:
         return False
     if run.policy.archive is None:
