@@ -1,4 +1,4 @@
-"""How the core's actions are carried out: each by whoever does it; nothing waits."""
+"""Passes the core's actions to the parts that carry them out, without waiting for them."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from keepstep_operator.reconcile.writers.status_writer import StatusWriter
 _TRIES: Final = 5
 _PAUSE_S: Final = 2.0
 _AT_ONCE: Final = 4
-"""Jobs looked at, and runs deleted."""
+"""How many requests about jobs, and deletions of runs, may be under way at a time."""
 
 
 class Errands:
-    """Carries out actions. `group`: owns the tasks."""
+    """Carries out actions. `group`: owns the tasks for that."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Errands:
         self._running: set[asyncio.Task[None]] = set()
 
     def carry_out(self, actions: Iterable[Action]) -> None:
-        """Take each action to whoever does it; returns at once."""
+        """Pass each action to the part that carries it out. Returns at once."""
         for action in actions:
             if isinstance(action, WriteStatus):
                 self._writer.mark(action.run, soon=action.soon)
@@ -98,7 +98,7 @@ class Errands:
                 self._spawn(self._annotate(action.run, said), f"annotate {action.run}")
 
     def write_policy_status(self, policy: PolicyRecord, status: Body) -> None:
-        """Say whether a policy is accepted."""
+        """Write a policy's status, which says whether it is accepted."""
         work = self._write_policy_status(policy, status)
         self._spawn(work, f"status of policy {policy.namespace}/{policy.name}")
 
@@ -108,14 +108,14 @@ class Errands:
         task.add_done_callback(self._running.discard)
 
     def stop(self) -> None:
-        """Leave off what is under way."""
+        """Cancel all errands under way."""
         for task in self._running:
             task.cancel()
 
     @asynccontextmanager
     async def _one_of_few(self, action: AskJob | FindOwner | DeleteRun) -> AsyncIterator[bool]:
-        """Whether it is to be done: ticks ask for it again and again, also while an API server
-        that does not answer holds up what they asked for before."""
+        """Yields whether to do this errand. It is skipped while the same one is under way: each
+        tick asks for it again, even while a slow API server holds up an earlier request."""
         key = type(action), action.run
         if key in self._under_way:
             yield False
@@ -155,7 +155,7 @@ class Errands:
                     uid=known.object.uid,
                     version=known.object.version,
                 )
-            except (NotFound, Conflict):  # or somebody wrote it, or made another one of that name
+            except (NotFound, Conflict):  # also if it was written, or replaced by one of that name
                 return
         self._metrics.wrote("run")
         say("run deleted", run=str(run), reason="finished for its policy's runTTL")
@@ -182,7 +182,7 @@ class Errands:
         )
 
     async def _patiently(self, write: Callable[[], Coroutine[Any, Any, object]], what: str) -> None:
-        """Try again a few times while the API server does not answer."""
+        """Write, and retry a few times while the API server does not answer."""
         for attempt in range(1, _TRIES):
             if await self._try(write, what):
                 return
@@ -190,7 +190,7 @@ class Errands:
         await self._try(write, what)
 
     async def _try(self, write: Callable[[], Coroutine[Any, Any, object]], what: str) -> bool:
-        """Whether it is settled: written, or the object is gone."""
+        """Returns whether it is settled: it is written, or the object is gone."""
         try:
             await write()
         except NotFound:
@@ -204,7 +204,7 @@ class Errands:
 
 
 async def _guarded(work: Coroutine[Any, Any, None], name: str) -> None:
-    """A failure is logged; what it left undone is asked for again by a later event."""
+    """Log failures. What was left undone is asked for again after a later event."""
     try:
         await work
     except KubeError as error:
@@ -214,18 +214,18 @@ async def _guarded(work: Coroutine[Any, Any, None], name: str) -> None:
 
 
 async def asked(client: Client, action: AskJob) -> JobState:
-    """What has become of the job. Raises KubeError."""
+    """The state of the job. Raises KubeError."""
     job, resource = action.job, _resource(action.job)
     if resource is None:
         return JobState.UNKNOWN
     try:
         body = await client.get(resource, job.name, namespace=action.run.namespace)
     except NotFound as error:
-        # a version that is not served (any more) says nothing of the job; its 404 has no reason
+        # a 404 without a reason: the version is not served, which says nothing of the job
         return JobState.GONE if error.reason else JobState.UNKNOWN
     except Denied:
-        # of a kind that we may not read. It may be suspended or scaled to nothing: what it left
-        # must outlast that. A run whose pods all succeeded is finished without asking
+        # We may not read this kind. The job may be suspended or scaled to zero, and its steps must
+        # outlast that. A run whose pods all succeeded is finished without asking.
         return JobState.UNKNOWN
     if job.uid and (body.get("metadata") or {}).get("uid") != job.uid:
         return JobState.GONE
@@ -233,7 +233,7 @@ async def asked(client: Client, action: AskJob) -> JobState:
 
 
 async def owner_of(client: Client, action: FindOwner) -> Job | None:
-    """The job that made this one, if it is of the kind that may have. Raises KubeError."""
+    """The job that owns this one, if its kind is one that may. Raises KubeError."""
     job, resource = action.job, _resource(action.job)
     kind = kind_of(job.api_version, job.kind)
     if resource is None or kind is None:
@@ -253,7 +253,7 @@ async def owner_of(client: Client, action: FindOwner) -> Job | None:
 
 
 def _resource(job: Job) -> Resource | None:
-    """Where the job is served; None for a kind that is not known, and a name that no object has."""
+    """The API resource of the job; None for an unknown kind or a name that no object can have."""
     kind = kind_of(job.api_version, job.kind)
     if kind is None or not is_name(job.name):
         return None

@@ -1,11 +1,11 @@
-"""When the interpreter looks for cycles of objects that nobody refers to any more.
+"""When the interpreter looks for unreachable cycles of objects.
 
-By itself it looks at all objects there are whenever a quarter of them is new. Reports replace what
-is known of runs, so that is every second or so here, and nobody is answered meanwhile: for 90 ms
-with 1,000 pods, for most of a second with 10,000. But that state has no cycles: it goes with its
-last reference. Cycles are what connections and watched objects leave behind, and nearly all of them
-end young. So only what is young is looked at by itself, and everything when memory has grown by a
-quarter: once an hour or so with 10,000 pods that report.
+By default it looks at all objects whenever a quarter of them is new. Each report replaces what is
+known of a run, so here that would be every second or so, and no request is answered meanwhile: for
+90 ms with 1,000 pods, for most of a second with 10,000. But this state has no cycles: it is freed
+with its last reference. The cycles come from connections and watched objects, and nearly all of
+them die young. So only the young generations are collected automatically. Everything is collected
+when memory has grown by a quarter: about once an hour with 10,000 pods that report.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import sys
 from typing import Final
 
 _YOUNG: Final = 5_000, 2
-"""Objects more than when the young were looked at last; how often until the middle-aged are, too.
-Each is a pause of some milliseconds."""
+"""Thresholds: by how many objects their number must grow for a collection of the youngest, and how
+many of these there are for one of the middle generation. Each collection is a pause of some
+milliseconds."""
 _NEVER: Final = 1 << 30
 _SETTLED_S: Final = 120.0
-"""After the start, until all sidecars have reported."""
+"""From the start until all sidecars have reported."""
 _LOOK_S: Final = 1.0
 _GROWN: Final = 1.25
 _GIVE_BACK_S: Final = 60.0
 
 
 def spare_what_stays() -> None:
-    """Leave what was imported alone for ever, and what has become old until `collect_when_grown`
-    looks at it."""
+    """Never collect what was imported, and collect old objects only in `collect_when_grown`."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_YOUNG, _NEVER)
 
 
 async def collect_when_grown() -> None:
-    """For ever."""
+    """Collect all generations each time memory has grown by a quarter. Runs for ever."""
     await asyncio.sleep(_SETTLED_S)
     known = sys.getallocatedblocks()
     while True:
@@ -47,8 +47,9 @@ async def collect_when_grown() -> None:
 
 
 async def give_back_freed() -> None:
-    """For ever: what the C library keeps of freed memory goes back to the kernel. Buffers of a few
-    hundred connections at once, as after a start, leave it 80 MB in pieces; that takes 10 ms."""
+    """Every minute, return the freed memory that the C library keeps to the kernel; it takes 10 ms.
+    Otherwise buffers of a few hundred connections at once, as after a start, leave 80 MB in pieces.
+    Runs for ever."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:
         await asyncio.sleep(_GIVE_BACK_S)

@@ -1,10 +1,12 @@
-"""Which replica reconciles: the one that holds a Lease, and has the label by which reports find it.
+"""Which replica reconciles: the one that holds a Lease and has the label by which reports find it.
 
-Whoever holds it goes on while the API server is away: commits need no API server, and only another
-holder ends the role. Writes to the API end sooner: what was not renewed for `WRITES_S` another
-replica may take soon. The other one follows nothing and writes nothing until it leads.
+The leader goes on while the API server is away, because commits need no API server: only another
+holder of the Lease ends its role. Its writes to the API end sooner: once the Lease was not renewed
+for `WRITES_S`, another replica may soon take it. The other replicas watch nothing and write nothing
+until they lead.
 
-`kubernetes.aio.leaderelection` ends the role when it cannot renew, and keeps local time as UTC.
+`kubernetes.aio.leaderelection` does not serve here: it ends the role when it cannot renew, and
+stores local time as UTC.
 """
 
 from __future__ import annotations
@@ -34,13 +36,15 @@ LEASE_S: Final = 15.0
 RENEW_S: Final = 5.0
 RETRY_S: Final = 2.0
 MARK_S: Final = 60.0
-"""The label is looked at again: somebody may have removed it."""
+"""How often the label is checked, since it may have been removed."""
 WRITES_S: Final = 10.0
-"""After the last renewal; below the time after which somebody else may take the Lease."""
+"""How long after the last renewal this replica may write. Shorter than `LEASE_S`, after which
+another replica may take the Lease."""
 
 
 class Leadership:
-    """`identity`: the pod's name. `acquire` the role, then `hold` it; `release` it at the end."""
+    """The leadership of one replica: `acquire` the role, `hold` it, and `release` it at the end.
+    `identity`: the pod's name."""
 
     def __init__(
         self,
@@ -71,18 +75,18 @@ class Leadership:
         return bool(self._lease)
 
     def may_write(self) -> bool:
-        """Whether nobody else can have the role by now."""
+        """Whether no other replica can have the role yet."""
         at = self._renewed_at
         return at is not None and self._clock() - at < WRITES_S * self._scale
 
     async def acquire(self) -> None:
-        """Until this replica leads."""
+        """Wait until this replica leads."""
         seen, since = "", self._clock()
         while True:
             try:
                 lease = await self._get()
             except KubeError as error:
-                # what could not be looked at may have been renewed meanwhile
+                # the Lease may be renewed while it cannot be read
                 self._miss(error)
                 seen = ""
                 await self._pause(RETRY_S)
@@ -101,7 +105,7 @@ class Leadership:
             await self._pause(min(RETRY_S, left_s / self._scale) if left_s > 0 else RETRY_S)
 
     async def hold(self) -> None:
-        """Until another replica leads."""
+        """Renew the Lease until another replica leads."""
         while True:
             await self._mark()
             await self._pause(RETRY_S if self._away or self._marked_at is None else RENEW_S)
@@ -115,7 +119,7 @@ class Leadership:
                 self._miss(error)
 
     async def release(self) -> None:
-        """Let the other one lead at once."""
+        """Give the Lease up, so that another replica can lead at once."""
         spec = {**(self._lease.get("spec") or {}), "holderIdentity": ""}
         try:
             await self._client.replace(
@@ -126,7 +130,8 @@ class Leadership:
         self._lease, self._renewed_at = {}, None
 
     async def _take_again(self) -> bool:
-        """Somebody wrote or deleted it: whether this replica leads still."""
+        """The Lease was written or deleted by another client. Returns whether this replica still
+        leads."""
         try:
             found = await self._get()
         except KubeError as error:
@@ -151,7 +156,7 @@ class Leadership:
         return True
 
     async def _get(self) -> Body:
-        """Empty where there is none. Raises KubeError."""
+        """Read the Lease; empty if there is none. Raises KubeError."""
         try:
             async with _soon():
                 return await self._client.get(LEASES, self._name, namespace=self._namespace)
@@ -159,7 +164,8 @@ class Leadership:
             return {}
 
     async def _put(self, lease: Body) -> None:
-        """Write it as ours: under the version that was read, so that one of two is refused."""
+        """Write the Lease as ours. The write names the version that was read, so that of two
+        replicas one is refused."""
         before: dict[str, Any] = lease.get("spec") or {}
         asked_at, now = self._clock(), _micro_time()
         own = before.get("holderIdentity") == self._identity
@@ -183,7 +189,8 @@ class Leadership:
         self._renewed_at = asked_at
 
     async def _mark(self) -> None:
-        """Have the label, alone: the Service of the reports selects it."""
+        """Make this replica the only pod with the label, by which the Service of the reports
+        selects."""
         if self._marked_at is not None and self._clock() - self._marked_at < MARK_S * self._scale:
             return
         try:
@@ -203,8 +210,8 @@ class Leadership:
             self._marked_at = self._clock()
 
     async def _label(self, name: str, value: str | None) -> None:
-        """By way of `pods/status`: the right to patch pods themselves would be one to change the
-        image of any pod beside the keys."""
+        """Set or remove the label, through `pods/status`: the right to patch `pods` would allow
+        changing the image of the pod with the keys."""
         patch = {"metadata": {"labels": {LEADER_LABEL: value}}}
         try:
             await self._client.patch(
@@ -224,7 +231,8 @@ class Leadership:
 
 
 class FencedClient(Client):
-    """Writes only while `may_write`; whether a token is genuine it asks all the same."""
+    """A client that writes only while `may_write`. TokenReviews are not writes: it always sends
+    them."""
 
     def __init__(self, access: Access, *, may_write: Callable[[], bool]) -> None:
         super().__init__(access)
@@ -239,7 +247,7 @@ class FencedClient(Client):
 
 @asynccontextmanager
 async def _soon() -> AsyncIterator[None]:
-    """Raises KubeError for an answer that takes longer than a renewal may."""
+    """Raises KubeError if the answer takes longer than `RENEW_S`."""
     try:
         async with asyncio.timeout(RENEW_S):
             yield

@@ -52,7 +52,8 @@ from keepstep_operator.settings import (
 from keepstep_operator.tls import ServerTls
 
 _TICK_S: Final = 2.0
-"""What becomes true by waiting takes half a minute at least; a thousand runs are 40 ms."""
+"""Whatever becomes true by waiting takes at least half a minute. A tick of a thousand runs takes 40
+ms."""
 _CRASH_LOGGED_S: Final = 600.0
 
 
@@ -80,7 +81,7 @@ class Settings:
     clean_after: float | None
 
     def helpers(self, reports_ca: Callable[[], str]) -> HelperDefaults | None:
-        """None: helper pods are switched off, or have no directory that they might mount."""
+        """The settings of helper pods; None if they are switched off, or may mount no directory."""
         if not self.helper_image or not self.host_paths:
             return None
         return HelperDefaults(
@@ -98,7 +99,7 @@ class Settings:
 
 
 class Clock:
-    """Unix seconds that never jump: the wall clock at the start, and what has passed since."""
+    """Unix seconds that never jump: the wall clock at the start, plus the monotonic time since."""
 
     def __init__(self) -> None:
         self._wall = time.time() - time.monotonic()
@@ -197,7 +198,7 @@ def reconcile(**options: Any) -> None:
 
 
 class Reconciler:
-    """All parts of the process, wired. `group` owns every task; an exception in one ends it.
+    """All parts of the process, connected. `group`: owns all tasks; an exception in one ends it.
     `authorities`: see `ReportsApi`."""
 
     def __init__(
@@ -274,12 +275,12 @@ class Reconciler:
             )
 
     def start(self) -> None:
-        """Begin all tasks."""
+        """Start all tasks."""
         feeds: list[Feed[Any]] = [*self.objects, self.pods, *self.nodes]
         seen = [feed.loaded for feed in feeds]
         if self.helper_controller is not None:
             feeds += [self.helper_controller.pods, self.helper_controller.records]
-            # only once all that is there was seen is anything made, or said to be gone
+            # it makes or deletes nothing before all existing objects are seen
             self._spawn(self.helper_controller.run(seen), "look after helper pods")
         self._spawn(follow(self._client, feeds), "follow")
         self._spawn(self._uninjected.run(), "look for pods without a sidecar")
@@ -289,7 +290,7 @@ class Reconciler:
         self._spawn(self._tick(), "tick")
 
     def stop(self) -> None:
-        """End them. What was not written yet is known again after a restart."""
+        """Cancel all tasks. What is not written yet is known again after a restart."""
         for task in self._tasks:
             task.cancel()
         self.errands.stop()
@@ -298,12 +299,12 @@ class Reconciler:
         self._tasks.append(self._group.create_task(work, name=name))
 
     def ready(self) -> str:
-        """Why no report can be taken in yet, '' when it can."""
+        """Why no report can be taken in yet; '' if reports can."""
         missing = [feed.name for feed in self.objects if not feed.loaded.is_set()]
         return f"waiting for the API server to list {', '.join(missing)}" if missing else ""
 
     async def _tick(self) -> None:
-        """What becomes true by waiting; not before everything that is there has been seen."""
+        """Tick all runs, once all existing objects are seen."""
         for feed in (*self.objects, self.pods):
             await feed.loaded.wait()
         while True:
@@ -311,12 +312,12 @@ class Reconciler:
             began = time.perf_counter()
             for key in list(self.registry.runs):
                 self._tick_run(key)
-                if time.perf_counter() - began >= SLICE_S / 4:  # reports have theirs besides
+                if time.perf_counter() - began >= SLICE_S / 4:  # reports have slices too
                     await asyncio.sleep(0)
                     began = time.perf_counter()
 
     def _tick_run(self, key: RunKey) -> None:
-        """One run that is not as expected is left out, and does not end the process."""
+        """Tick one run. An error is logged and does not end the process."""
         try:
             self.errands.carry_out(self.registry.tick_run(key, at=self._clock()))
         except Exception:
@@ -326,7 +327,7 @@ class Reconciler:
 
 
 async def serve(settings: Settings) -> None:
-    """Until SIGTERM, or until another replica leads."""
+    """Run until SIGTERM, or until another replica leads."""
     tls, access = ServerTls(settings.tls_dir), await find_access()
     async with Client(access) as lease_client:
         role = _role(lease_client, settings)
@@ -358,7 +359,7 @@ async def serve(settings: Settings) -> None:
 
 
 def _role(client: Client, settings: Settings) -> Leadership | None:
-    """None for the only replica."""
+    """The leadership that this replica shares; None if it is the only one."""
     if not settings.lease:
         return None
     return Leadership(
@@ -381,7 +382,8 @@ async def _work(
     *,
     ended: asyncio.Task[str],
 ) -> None:
-    """Stand by, then lead. A replica that stands by is ready: it takes over within seconds."""
+    """Stand by, then lead. A replica that stands by counts as ready: it can take over within
+    seconds."""
 
     def ready() -> str:
         return parts.ready() if role is None or role.leads else ""
@@ -403,7 +405,7 @@ async def _work(
 
 
 async def _either(ended: asyncio.Task[str], work: Coroutine[Any, Any, None]) -> None:
-    """Until the work is done, or the process is to end."""
+    """Wait until the work is done, or until the process is to end."""
     task = asyncio.ensure_future(work)
     await asyncio.wait((ended, task), return_when=asyncio.FIRST_COMPLETED)
     if task.done():

@@ -1,7 +1,6 @@
-"""Every metric of the reconciler, in two tables. docs/metrics.md lists the same.
+"""Every metric of the reconciler, in two tables. docs/metrics.md lists them, too.
 
-What is known of runs is read from the registry when somebody scrapes; what the process does is
-counted.
+Metrics of runs are read from the registry at each scrape. Metrics of the process are counters.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ class Row:
 
 
 def _counted(value: Callable[[Run], int]) -> Callable[[Run], float | None]:
-    """Nothing before the run's object is known, whose status says from where to count on: a count
-    that began at 0 for a moment would be taken for as many new ones."""
+    """A counter; no value before the run's object is known. Its status has the value to count on
+    from, and a counter that began at 0 for a moment would look like that many new events."""
     return lambda run: float(value(run)) if run.object is not None else None
 
 
 def _condition(type: str) -> Callable[[Run], float | None]:
-    """1, 0, or nothing while it is unknown."""
+    """The condition as 1 or 0; no value while it is unknown."""
 
     def value(run: Run) -> float | None:
         found = next((one for one in run.written.conditions if one.type == type), None)
@@ -129,7 +128,7 @@ class _Runs(Collector):
 
 
 class Metrics:
-    """Of one process, with a registry of their own."""
+    """The metrics of one process, with their own registry."""
 
     def __init__(self, registry: Registry) -> None:
         self.registry = metrics_registry()
@@ -162,13 +161,13 @@ class Metrics:
         )
 
     def left_out(self, part: str) -> None:
-        """A run raised while this part looked at it."""
+        """A part of the reconciler raised at a run, and left it out."""
         self._left_out.labels(part).inc()
 
     def wrote(self, what: str, *, failed: bool = False) -> None:
-        """One write."""
+        """Count one write to the API server."""
         self._writes.labels(what, "failed" if failed else "ok").inc()
 
     def following(self, collection: str, works: bool) -> None:
-        """Whether a watch works."""
+        """Set whether the watch of this collection works."""
         self._following.labels(collection).set(works)

@@ -1,4 +1,4 @@
-"""Kubernetes objects into records: the only place where bodies are taken apart. Pure."""
+"""Turns Kubernetes objects into records. No other module takes bodies apart. Pure."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _PHASES = {
     "Failed": JobState.FAILED,
     "Terminated": JobState.FAILED,
 }
-"""Of a Volcano Job that is over. One that is Aborted may have been suspended, and be resumed."""
+"""The phases of a Volcano Job that is over. An Aborted one may be suspended, and be resumed."""
 
 
 def asks(body: Body) -> bool:
-    """Whether the pod asks for keepstep, or was given the sidecar."""
+    """Whether the pod asks for keepstep, or has the sidecar."""
     metadata = body.get("metadata") or {}
     return names.POLICY_ANNOTATION in (
         metadata.get("annotations") or {}
@@ -60,9 +60,9 @@ def asks(body: Body) -> bool:
 
 
 def parse_pod_record(body: Body) -> PodRecord | None:
-    """The pod, if it asks for keepstep and belongs to a run; None if not.
+    """The pod, if it asks for keepstep and belongs to a run; None otherwise.
 
-    Un-injected pods come here too: what run they would belong to is what admission would have said.
+    This includes pods without a sidecar. Their run is the one that admission would have named.
     """
     pod = parse_pod(body)
     injected = pod.has_sidecar and placement_of(pod) is not None
@@ -104,7 +104,7 @@ def parse_pod_record(body: Body) -> PodRecord | None:
 
 
 def _shared(text: str) -> str:
-    """One object for what thousands of pods have in common."""
+    """One object for a text that thousands of pods share."""
     return sys.intern(text) if type(text) is str else text
 
 
@@ -130,20 +130,21 @@ def _volumes(body: Body) -> tuple[VolumeKind, ...]:
 
 
 def _host_paths(body: Body) -> tuple[str, ...]:
-    """Directories of the node."""
+    """The node's directories that the pod mounts as volumes of its policy."""
     sources = (one.get("hostPath") for one in _added(body))
     return tuple(str(source.get("path") or "") for source in sources if source)
 
 
 def _added(body: Body) -> Iterator[Body]:
-    """The volumes of a policy that injection added."""
+    """The volumes that injection added for the policy."""
     for one in (body.get("spec") or {}).get("volumes") or []:
         if str(one.get("name", "")).startswith(names.VOLUME_PREFIX):
             yield one
 
 
 def _trouble(status: Body) -> str:
-    """Why it does not run: the scheduler's words, or those of the kubelet about a container."""
+    """Why the pod does not run, in the words of the scheduler, or of the kubelet about a
+    container."""
     for one in status.get("conditions") or []:
         if one.get("type") == "PodScheduled" and one.get("status") == "False":
             return f"not scheduled: {one.get('message') or one.get('reason') or 'no reason given'}"
@@ -157,7 +158,7 @@ def _trouble(status: Body) -> str:
 
 
 def parse_policy_record(body: Body, *, allowed_paths: Iterable[str]) -> PolicyRecord:
-    """The policy, with why it is not accepted, if so."""
+    """The policy and, if it is not accepted, the reason."""
     metadata = body.get("metadata") or {}
     record = PolicyRecord(
         namespace=str(metadata.get("namespace") or ""),
@@ -174,7 +175,7 @@ def parse_policy_record(body: Body, *, allowed_paths: Iterable[str]) -> PolicyRe
 
 
 def advice_on(policy: Policy) -> str:
-    """What an accepted policy does and does not give, said before somebody misses it."""
+    """What an accepted policy protects against and what not, so that people know it in time."""
     return "; ".join((_of_volumes(policy), _of_tiers(policy)))
 
 
@@ -202,7 +203,7 @@ def _of_tiers(policy: Policy) -> str:
 
 
 def parse_run_object(body: Body) -> RunObject:
-    """A CheckpointRun; what is not of the schema counts as absent."""
+    """A CheckpointRun. Fields that do not fit the schema count as absent."""
     metadata = body.get("metadata") or {}
     spec, status = _object(body.get("spec")), _object(body.get("status"))
     pins, restore_from = spec.get("pins"), spec.get("restoreFrom")
@@ -226,7 +227,8 @@ def _object(value: object) -> Body:
 
 
 def _snapshot(status: Body, namespace: str) -> Policy | None:
-    """The policy that the run was known to go by; it was allowed then."""
+    """The policy in the run's status. Its directories are not checked again: they were allowed when
+    it was written."""
     try:
         written = msgspec.convert(status.get("policy"), PolicyStatus)
     except msgspec.ValidationError:
@@ -237,7 +239,7 @@ def _snapshot(status: Body, namespace: str) -> Policy | None:
 
 
 def job_state(body: Body) -> JobState:
-    """Whether a job is over: a Volcano Job tells by its phase, all others by their conditions."""
+    """Whether a job is over: by the phase of a Volcano Job, and by the conditions of all others."""
     status = body.get("status") or {}
     if phase := (status.get("state") or {}).get("phase"):
         return _PHASES.get(str(phase), JobState.ACTIVE)

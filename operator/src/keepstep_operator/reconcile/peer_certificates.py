@@ -1,9 +1,9 @@
-"""Certificates by which the pods of a run know each other; asked for by their sidecars.
+"""Certificates by which the pods of a run know each other. Their sidecars ask for them.
 
-Nothing of a request but its public key gets into what is signed: namespace, run and node rank are
-those of our own record of the pod. The authority is another one than those of the webhook and of
-the reports: whoever holds a pod's certificate can pose as that pod to its own run, and no more. It
-is mounted, so that this process needs no right to read Secrets.
+Of a request, only its public key gets into the certificate: namespace, run and node rank come from
+our own record of the pod. The authority differs from those of the webhook and of the reports API:
+with a pod's certificate one can pose as that pod to its own run, and nothing more. The authority is
+mounted, so that this process needs no right to read Secrets.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from keepstep_operator.reconcile.token_auth import Refused
 LIFE: Final = timedelta(hours=24)
 LARGEST_REQUEST: Final = 16_384
 _CERTIFICATES: Final = ("tls.crt", "next.crt", "previous.crt")
-"""As the Secret of an authority has them (`certificates.secrets`); all of them are trusted."""
+"""The certificates in the Secret of an authority (`certificates.secrets`). All are trusted."""
 
 
 class PeerCertificates:
-    """Signs with what lies in `directory`, read anew each time: the kubelet swaps it."""
+    """Signs with the key in `directory`. It is read each time, because the kubelet replaces it."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
 
     def issue(self, pod: PodRecord, request: CertificateRequest) -> IssuedCertificate:
         """A certificate for this pod's place in its run. Raises Refused."""
-        from keepstep_operator.certificates import peers  # with peers only: `cryptography` is big
+        from keepstep_operator.certificates import peers  # large: only with peers
 
         if len(request.request) > LARGEST_REQUEST:
             raise Refused(400, "bad-request", "this is no certificate request")
@@ -61,6 +61,6 @@ class PeerCertificates:
 
 
 def identity(pod: PodRecord) -> str:
-    """What sidecars look at: `keepstep://<namespace>/<run>/<node rank>`."""
+    """The identity that sidecars check: `keepstep://<namespace>/<run>/<node rank>`."""
     names = quote(pod.namespace, safe=""), quote(pod.run.name, safe="")
     return f"keepstep://{names[0]}/{names[1]}/{pod.node_rank}"

@@ -1,4 +1,4 @@
-"""When something may be done again: status writes, events, log lines. Pure, time passed in."""
+"""When something may be done again: status writes, events, log lines. Pure; time is passed in."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 SETTLE_S = 0.2
-"""Changes come in groups: reports of all pods of a run, after each step."""
+"""How long to wait after a change: changes come in groups, like the reports of all pods of a run
+after each step."""
 LEAST_PERIOD_S = 2.0
 WRITES_A_SECOND = 25.0
-"""Over all runs; with more than fifty, each is written less often than every two seconds."""
+"""For all runs together. With more than fifty runs, each is written less often than every two
+seconds."""
 SOON_AT_ONCE = 3.0
 SOON_EVERY_S = 15.0
-"""How often one key may go before those that can wait."""
+"""How often one key may be written ahead of others: three times at once, then every 15 s."""
 _LONGEST_BACKOFF_S = 15.0
 
 
 class Pacer(Generic[Key]):
-    """Which keys are due for a write: soon after a change, never twice within the period, later
-    and later while it fails."""
+    """Which keys are due for a write: soon after a change, never twice within the period, and after
+    longer and longer pauses while writes fail."""
 
     def __init__(
         self,
@@ -41,12 +43,13 @@ class Pacer(Generic[Key]):
 
     @property
     def period_s(self) -> float:
-        """Between two writes of one key, now."""
+        """The present time between two writes of one key."""
         return max(self._least_period_s, len(self._began) / self._writes_a_second)
 
     def mark(self, key: Key, *, at: float, soon: bool = False) -> float:
-        """It has changed; when it is due. What waits already keeps its turn. `soon`: it is not to
-        wait until all others had theirs, as long as it seldom asks for that, and does not fail."""
+        """The key has changed. Returns when its write is due; a key that already waits keeps its
+        turn. `soon`: it need not wait until all others had their turn, as long as it seldom asks
+        for this and its writes do not fail."""
         if key not in self._due:
             self._due[key] = self._turn(key, at, self.period_s)
         hurries = soon and key not in self._failures and key not in self._wanted
@@ -59,8 +62,8 @@ class Pacer(Generic[Key]):
         return max(at + self._settle_s, self._began.get(key, -period_s) + period_s)
 
     def take(self, *, at: float, most: int | None = None) -> list[Key]:
-        """What is due, in order, what is wanted soon first; it counts as begun now. `most`: where
-        that takes time, in which others may be wanted sooner."""
+        """The keys that are due, those wanted soon first. They count as begun now. `most`: take at
+        most so many, if writing takes time in which others may become wanted sooner."""
         keys = sorted(
             (key for key, when in self._due.items() if when <= at),
             key=lambda key: (key not in self._wanted, self._due[key]),
@@ -72,24 +75,24 @@ class Pacer(Generic[Key]):
         return keys
 
     def next_at(self) -> float | None:
-        """When the next key is due; None: nothing waits."""
+        """When the next key is due; None if none waits."""
         return min(self._due.values(), default=None)
 
     def done(self, key: Key, *, rests: bool = False) -> None:
-        """It was written, or needed no write. `rests`: it will hardly change again, so it takes no
-        part of the writes that there are."""
+        """The key was written, or needed no write. `rests`: it will hardly change again, so it no
+        longer counts in the period of the others."""
         self._failures.pop(key, None)
         if rests:
             self._began.pop(key, None)
 
     def failed(self, key: Key, *, at: float) -> None:
-        """It was not written: again, later."""
+        """The write failed: try again later."""
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         pause_s = min(_LONGEST_BACKOFF_S, self._least_period_s * 2.0**failures)
         self._due[key] = at + pause_s
 
     def forget(self, key: Key) -> None:
-        """It is gone."""
+        """The key is gone."""
         self._wanted.discard(key)
         for known in (self._due, self._began, self._failures):
             known.pop(key, None)
@@ -102,7 +105,7 @@ class _Bucket:
 
 
 class Buckets(Generic[Key]):
-    """A bucket of tokens for each key: `burst` at once, then one each `refill_s`."""
+    """A token bucket for each key: `burst` tokens at once, then one each `refill_s`."""
 
     def __init__(self, *, burst: float, refill_s: float, remembered: int = 20_000) -> None:
         self._burst = burst
@@ -111,35 +114,36 @@ class Buckets(Generic[Key]):
         self._buckets: dict[Key, _Bucket] = {}
 
     def left(self, key: Key, *, at: float, each_s: float | None = None) -> float:
-        """Tokens that it has now. `each_s`: in place of `refill_s`."""
+        """The tokens that the key has now. `each_s`: replaces `refill_s`."""
         bucket = self._buckets.pop(key, None) or _Bucket(self._burst, at)
         since_s = at - bucket.at
         bucket.tokens = min(self._burst, bucket.tokens + since_s / (each_s or self._refill_s))
         bucket.at = at
-        self._buckets[key] = bucket  # the newest last, so that the oldest is forgotten first
+        self._buckets[key] = bucket  # to the end: the oldest is forgotten first
         while len(self._buckets) > self._remembered:
             del self._buckets[next(iter(self._buckets))]
         return bucket.tokens
 
     def take(self, key: Key, *, at: float, each_s: float | None = None) -> bool:
-        """One token, if there is one."""
+        """Take one token. Returns whether there was one."""
         if self.left(key, at=at, each_s=each_s) < 1.0:
             return False
         self.spend(key, 1.0)
         return True
 
     def spend(self, key: Key, tokens: float) -> None:
-        """What was used; it may be more than there was, and is paid for by waiting."""
+        """Take tokens away. They may be more than there are; then the key waits until the debt is
+        paid."""
         if (bucket := self._buckets.get(key)) is not None:
             bucket.tokens -= tokens
 
     def give_back(self, key: Key) -> None:
-        """One that was taken for nothing."""
+        """Return a token that was taken needlessly."""
         self.spend(key, -1.0)
 
 
 class Throttle:
-    """Says the same thing at most once a period, and at most `burst` things a subject at once."""
+    """Allows each thing at most once per period, and at most `burst` things per subject at once."""
 
     def __init__(
         self, *, burst: int = 20, refill_s: float = 30.0, remembered: int = 20_000
@@ -149,13 +153,13 @@ class Throttle:
         self._buckets = Buckets[Hashable](burst=burst, refill_s=refill_s, remembered=remembered)
 
     def allows(self, subject: Hashable, thing: Hashable, *, period_s: float, at: float) -> bool:
-        """Whether to say it; then it counts as said."""
+        """Whether to say this thing now. If so, it counts as said."""
         key = (subject, thing)
         if key in self._said and at - self._said[key] < max(period_s, 0.0):
             return False
         if not self._buckets.take(subject, at=at):
             return False
-        self._said.pop(key, None)  # the newest last, so that the oldest is forgotten first
+        self._said.pop(key, None)  # to the end: the oldest is forgotten first
         self._said[key] = at
         while len(self._said) > self._remembered:
             del self._said[next(iter(self._said))]

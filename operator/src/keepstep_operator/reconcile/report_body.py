@@ -1,8 +1,8 @@
-"""The body of a report, taken apart and checked in small parts: the event loop answers others
-between them. What a pod may make us remember, compute and write is bounded here.
+"""Decodes and checks the body of a report in small parts; the event loop answers other requests
+between them. It also bounds what a pod may make us remember, compute and write.
 
-One of 4 MiB is read in half a second; msgspec holds the interpreter until it is through, so a
-thread would not help. So whatever may be long is first left as it is (`msgspec.Raw`), and counted.
+Decoding 4 MiB takes half a second, and msgspec holds the interpreter all the while, so a thread
+would not help. So any field that may be long is first left undecoded (`msgspec.Raw`) and counted.
 """
 
 from __future__ import annotations
@@ -31,24 +31,28 @@ from keepstep_operator.reconcile.token_auth import Refused
 from keepstep_operator.reconcile.turns import Parts
 
 MOST_OTHERS: Final = 8192
-"""Ranks of other pods of which one saw something archived; a sidecar tells of so many copies."""
+"""The most ranks of other pods of which one report has only archived images. A sidecar reports at
+most this many copies of other pods' ranks."""
 MOST_IMAGES: Final = 4096
-"""Of one rank."""
+"""The most images of one rank."""
 MOST_STEPS: Final = 1024
-"""Of one rank on one tier: of more the newest count, and the older ones are left alone."""
+"""The most steps of one rank on one tier. If there are more, the newest count, and the older ones
+are left alone."""
 _MOST_BITS: Final = 1 << 23
-"""A step costs a bit for each rank up to the highest: of ranks beyond 8,192 fewer steps count."""
+"""A step takes a bit for each rank up to its highest, so fewer steps count for ranks beyond
+8,192."""
 MOST_BITS_OF_ALL: Final = 1 << 26
-"""The same over all ranks and tiers of a report: 8 MiB."""
+"""The same for all ranks and tiers of a report together: 8 MiB."""
 MOST_EPOCHS: Final = 1024
-"""Of those that a step, a restore or another epoch's parent names; more are dropped, not refused:
-a run may have begun any number of times."""
+"""The most epochs that a step, a restore or another epoch's parent names. Further ones are dropped
+and not refused, since a run may have begun any number of times."""
 MOST_TWINS: Final = 1 << 18
-"""Listed in one report; of those that are told as runs the different sets count, as bitmaps."""
+"""The most twins that one report lists. Twins that are reported as runs are bounded otherwise: the
+bitmaps of their different sets must fit into `MOST_BITS_OF_ALL`."""
 MOST_WARNINGS: Final = 32
 MOST_RESTORES: Final = 16 * MOST_RANKS
 MOST_DOUBTED: Final = KEPT * KEPT
-"""Steps that failures of the script name."""
+"""The most steps that the reported failures of the script name."""
 MOST_VOLUMES: Final = 64
 MOST_DEPOTS: Final = 64
 LONGEST_ADDRESS: Final = 280
@@ -57,17 +61,17 @@ LARGEST_STEP: Final = 10**15
 LARGEST_EPOCH: Final = 10**9
 _HEX: Final = frozenset("0123456789abcdef")
 _SMALL_BYTES: Final = 16 << 10
-"""A rank up to this is read at once."""
+"""A rank of up to this size is decoded at once."""
 _ALL_DOUBTED_BYTES: Final = 256 * MOST_DOUBTED
 _AT_ONCE: Final = 64
-"""Of whatever there are many."""
+"""How many items of a long list are decoded at once."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Outer(Report):
-    """A report with all that may be long as it came."""
+    """A report in which all fields that may be long are still undecoded."""
 
     epochs: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
     ranks: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
@@ -80,7 +84,7 @@ class _Outer(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class _OuterRank(ReportedRank):
-    """The same of a rank."""
+    """A rank in which all fields that may be long are still undecoded."""
 
     memory: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
     local: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
@@ -90,7 +94,7 @@ class _OuterRank(ReportedRank):
 
 
 class _OuterShard(msgspec.Struct, frozen=True):
-    """Of an image what is not read before its length is known."""
+    """The field of an image that is not decoded before its length is known."""
 
     twin_runs: msgspec.Raw = msgspec.Raw(b"")
 
@@ -110,7 +114,8 @@ _text: Final = msgspec.json.Decoder(str).decode
 
 
 def read(body: bytes) -> Parts[Report]:
-    """The report. Raises Refused, msgspec.DecodeError, UnicodeDecodeError, RecursionError."""
+    """Decode the report. Raises Refused, msgspec.DecodeError, UnicodeDecodeError,
+    RecursionError."""
     outer = _outer(body)
     if len(outer.ranks) > LARGEST_WORLD:
         raise Refused(400, "bad-report", "more ranks than one pod can have")
@@ -190,7 +195,8 @@ def _long_rank(raw: msgspec.Raw) -> Parts[ReportedRank]:
 
 
 def _checked_shard(raw: msgspec.Raw) -> ReportedShard:
-    """Endless runs are refused unread: one takes several times as long as a rank of a list."""
+    """Decode an image. Very long runs of twins are refused undecoded: one run takes several times
+    as long as one rank of a list."""
     is_long = len(memoryview(raw)) > _SMALL_BYTES
     if is_long and len(memoryview(_outer_shard(raw).twin_runs)) > _SMALL_BYTES:
         raise Refused(400, "bad-report", "more runs of twins than are read")
@@ -207,7 +213,8 @@ def _check_epochs(report: Report) -> None:
 
 
 def _bits(ranks: Sequence[ReportedRank]) -> Parts[int]:
-    """What the steps of a report take as bitmaps of ranks; more where that is little anyhow."""
+    """How many bits the steps of a report take as bitmaps of ranks; an upper bound if that is below
+    the limit."""
     named = [(one.rank, len((*one.memory, *one.local, *one.peer, *one.archive))) for one in ranks]
     most = max(named, default=(0, 0))[0] * sum(count for _, count in named)
     if most <= MOST_BITS_OF_ALL:
@@ -252,7 +259,7 @@ def _last(held: tuple[ReportedShard, ...], most: int) -> tuple[ReportedShard, ..
 
 
 def _check_rank(one: ReportedRank) -> int:
-    """How many twins it lists."""
+    """Check a rank. Returns how many twins it lists. Raises Refused."""
     held = _images(one)
     worlds = {one.world, *(image.world for image in held)}
     with_twins = [image for image in held if image.twins]
@@ -282,5 +289,5 @@ def _is_step(id: StepId) -> bool:
 
 
 def _is_epoch(id: EpochId) -> bool:
-    """As `EpochId.parse` reads it back from a status or a directory's name."""
+    """Whether `EpochId.parse` can read it back from a status or a directory's name."""
     return 0 <= id.number < LARGEST_EPOCH and len(id.nonce) == 8 and set(id.nonce) <= _HEX

@@ -1,8 +1,8 @@
-"""The reports API: `POST /v1/reports`, and `/v1/certificates`, over HTTPS, for sidecars only.
+"""The reports API: `POST /v1/reports` and `/v1/certificates`, over HTTPS, for sidecars only.
 
-Order matters: first who it is (the token), then which pod that is by our own record, then what it
-says. Everything that is refused leaves as {code, message}, is counted, and is logged once per
-source and reason.
+The order matters: first the token says which pod asks, then our own record says what pod that is,
+and only then its body is read. Every refused request is answered with {code, message}, counted, and
+logged once per source and reason.
 """
 
 from __future__ import annotations
@@ -37,17 +37,19 @@ from keepstep_operator.serving import Ready, body_of, health_routes
 
 LARGEST_REPORT_BYTES: Final = 4 << 20
 _LARGEST_REQUEST_BYTES: Final = 64 << 10
-"""For a certificate: `LARGEST_REQUEST` and how JSON writes it."""
+"""The largest body of a request for a certificate: `LARGEST_REQUEST` as JSON."""
 _LOGGED_EVERY_S: Final = 600.0
 _READ_S: Final = 20.0
 _EARLY: Final = 0.8
-"""Of the gap that a reply asked for: clocks and networks are not exact."""
+"""A report may come after this part of the gap that the last reply asked for, because clocks and
+networks are not exact."""
 _REPORTS_AT_ONCE: Final = 5.0
-"""Of one pod: a sidecar that begins, or ends, has some to say at once."""
+"""How many reports one pod may send at once: a sidecar that starts or ends has several."""
 MOST_READ: Final = SERVED // 4
-"""Bodies of one namespace, at a time."""
+"""How many bodies of one namespace are read at a time."""
 _CPU_AT_ONCE_S: Final = 3.0
-"""Of one namespace; after that it has as much of a core as all namespaces together are to need."""
+"""The CPU seconds that one namespace may use at once. After that it has `BUDGET` of a core, as much
+as all namespaces together should need."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CarryOut = Callable[[Iterable[Action]], None]
@@ -58,8 +60,8 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class ReportsApi:
-    """Takes reports into the registry and answers from it. `carry_out` does what follows.
-    `authorities`: by which clients are to know this server."""
+    """Takes reports into the registry and answers from it. `carry_out`: does what follows from a
+    report. `authorities`: by which clients are to recognize this server."""
 
     def __init__(
         self,
@@ -92,14 +94,14 @@ class ReportsApi:
         self._reading: Counter[str] = Counter()
 
     def application(self) -> web.Application:
-        """The routes, with every error as a `Problem`."""
+        """The application. Every error is answered with a `Problem`."""
         app = web.Application(middlewares=[self._ends])
         mine = [web.post(PATH, self._take), web.post(CERTIFICATES_PATH, self._sign)]
         app.add_routes([*mine, *health_routes(self._ready)])
         return app
 
     async def _sender(self, request: web.Request) -> PodRecord:
-        """The pod that asks, by its token and our own record. Raises Refused."""
+        """The pod that sent the request, by its token and our own record. Raises Refused."""
         if reason := self._ready():
             raise Refused(503, "starting", reason)
         source = request.remote or "?"
@@ -112,7 +114,8 @@ class ReportsApi:
         return pod
 
     async def _sign(self, request: web.Request) -> web.Response:
-        """A pod needs one a day; who asks for more has no more of all than with reports."""
+        """Sign a certificate. A pod needs one a day; further ones use up the CPU budget that its
+        namespace has for reports."""
         pod = await self._sender(request)
         self._require_budget(pod.namespace)
         if not 0 < (request.content_length or 0) <= _LARGEST_REQUEST_BYTES:
@@ -132,7 +135,7 @@ class ReportsApi:
         return reply
 
     def _parts(self, pod: PodRecord, body: bytes) -> Parts[web.Response]:
-        self._require_budget(pod.namespace)  # others of it were worked on while this one came
+        self._require_budget(pod.namespace)  # others used it up while this one was read
         report = yield from self._paid(pod.namespace, report_body.read(body))
         yield
         with self._spending(pod.namespace), _known(pod):
@@ -144,8 +147,8 @@ class ReportsApi:
 
     @contextmanager
     def _one_of_few(self, namespace: str) -> Iterator[None]:
-        """Raises Refused where so many bodies of a namespace are on their way that slow ones could
-        take all places of the listener."""
+        """Counts the bodies of a namespace that are being read. Raises Refused if they are so many
+        that slow ones could take all connections of the listener."""
         if self._reading[namespace] >= MOST_READ:
             message = f"{MOST_READ} requests of namespace {namespace} are on their way already"
             raise Refused(429, "busy", f"{message}; come again later")
@@ -176,8 +179,8 @@ class ReportsApi:
             self._cpu.spend(namespace, time.thread_time() - begun_s)
 
     def _require_pace(self, pod: PodRecord) -> None:
-        """What replies ask for is no advice: whoever comes sooner, or belongs to a namespace whose
-        reports cost more than all of them may, comes again later. Raises Refused."""
+        """The gap that replies ask for is binding. A pod that reports sooner is told to come again
+        later, and so is a pod whose namespace has used up its CPU budget. Raises Refused."""
         self._require_budget(pod.namespace)
         gap_s = self._registry.least_gap_of(pod.uid)
         if not self._pace.take(pod.uid, at=self._clock(), each_s=gap_s * _EARLY):
@@ -190,7 +193,8 @@ class ReportsApi:
             raise Refused(429, "budget", message)
 
     async def _look_up(self, identity: Identity) -> PodRecord:
-        """A pod that the watch has not shown yet: the sidecar may be faster."""
+        """Look up a pod that the watch has not shown yet, since a sidecar may be faster than the
+        watch. Raises Refused."""
         try:
             body = await self._client.get(PODS, identity.pod_name, namespace=identity.namespace)
         except NotFound:
@@ -209,8 +213,8 @@ class ReportsApi:
 
     @web.middleware
     async def _ends(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """An answer ends its connection: an open one holds some 80 KiB, which is 800 MiB for 10,000
-        sidecars; a handshake costs a millisecond."""
+        """Close the connection with each answer. An open one takes some 80 KiB, 800 MiB for 10,000
+        sidecars, while a handshake costs a millisecond."""
         response = await self._answer(request, handler)
         response.force_close()
         return response
@@ -242,7 +246,7 @@ class ReportsApi:
 
 @contextmanager
 def _known(pod: PodRecord) -> Iterator[None]:
-    """Raises Refused for one that was deleted while its report was worked on."""
+    """Raises Refused if the pod was deleted while its report was processed."""
     try:
         yield
     except KeyError:
@@ -255,7 +259,7 @@ def _bearer(request: web.Request) -> str:
 
 
 async def _body(request: web.Request) -> bytes:
-    """Raises Refused for one that does not come."""
+    """The body of a request. Raises Refused if it does not arrive within `_READ_S`."""
     try:
         async with asyncio.timeout(_READ_S):
             return await body_of(request, most_bytes=LARGEST_REPORT_BYTES)

@@ -1,7 +1,7 @@
-"""Who sent this report? The API server says which pod a token belongs to; we remember it a while.
+"""Who sent a report. The API server says which pod a token belongs to; the answer is cached.
 
-A token is bound to its pod, and made for our audience only. Nothing that the sender says about
-itself is believed. Tokens are remembered by their hash, never logged.
+A token is bound to its pod and made for our audience only. Nothing that the sender says about
+itself is believed. Tokens are cached by their hash, and never logged.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from keepstep_operator.kube import TOKEN_REVIEWS, Client, KubeError
 from keepstep_operator.reconcile.ratelimit import Buckets
 
 KNOWN_S: Final = 300.0
-"""A pod that is deleted loses its token; we notice after so long at the latest."""
+"""How long an answer is valid. A deleted pod loses its token; we notice that after at most this
+time."""
 AGAIN_S: Final = 30.0
-"""While the API server does not answer it is asked again so often, about each token."""
+"""How often it is asked again about each token while the API server does not answer."""
 REFUSED_S: Final = 10.0
-"""The same wrong token is not asked about again before that."""
+"""The API server is not asked about the same wrong token again within this time."""
 _REMEMBERED: Final = 20_000
 _LONGEST_TOKEN: Final = 16_384
 _AT_ONCE: Final = 16
 _WRONG_AT_ONCE: Final = 30
 _WRONG_REFILL_S: Final = 2.0
-"""Of one source: so many wrong tokens become TokenReviews at once, then one each so often."""
+"""Limits the TokenReviews for wrong tokens of one source: `_WRONG_AT_ONCE` at once, then one every
+`_WRONG_REFILL_S`."""
 _USER: Final = "system:serviceaccount:"
 _POD_NAME: Final = "authentication.kubernetes.io/pod-name"
 _POD_UID: Final = "authentication.kubernetes.io/pod-uid"
@@ -43,7 +45,7 @@ Cached = TypeVar("Cached")
 
 
 class Refused(KeepstepError):
-    """A request that gets no answer. `status`: HTTP's; `code` is stable, the message says why."""
+    """A refused request. `status`: the HTTP status. `code` is stable; the message says why."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -62,7 +64,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """`until`: when it is asked about again; `ends`: when the token itself does."""
+    """A known token. `until`: when the API server is asked again. `ends`: when the token ends."""
 
     identity: Identity
     until: float
@@ -70,10 +72,11 @@ class _Known:
 
 
 class TokenAuth:
-    """Tokens that the API server was asked about. `clock`: unix seconds.
+    """The tokens that the API server was asked about. `clock`: unix seconds.
 
-    What it refused is remembered apart from what it accepted, so that no flood of wrong tokens
-    pushes out the good ones; and each source is asked about a bounded number of wrong ones.
+    Refused and accepted tokens are cached separately, so that a flood of wrong tokens does not push
+    out the good ones. For each source, the API server is asked about a limited number of wrong
+    tokens.
     """
 
     def __init__(self, client: Client, *, clock: Callable[[], float]) -> None:
@@ -93,23 +96,25 @@ class TokenAuth:
             return identity
         self._require_plausible(token)
         async with self._turns:
-            # somebody with the same token may have asked while this one waited
+            # a request with the same token may have asked meanwhile
             return self._remembered(digest) or await self._ask(digest, token, source)
 
     def _remembered(self, digest: bytes) -> Identity | None:
-        """Raises Refused for one that was refused a moment ago."""
+        """The identity from the cache; None: ask. Raises Refused if the token was refused a moment
+        ago."""
         now = self._clock()
         if (wrong := self._refused.get(digest)) is not None and wrong[1] > now:
             raise Refused(wrong[0].status, wrong[0].code, str(wrong[0]))
         known = self._known.get(digest)
         if known is None or known.until <= now:
             return None
-        self._known[digest] = self._known.pop(digest)  # the one that was used last goes last
+        self._known[digest] = self._known.pop(digest)  # to the end
         return known.identity
 
     def _require_plausible(self, token: str) -> None:
-        """What the token says of itself is no proof, but one that says it is not for us needs no
-        question. Whether it is over the API server knows by its own clock. Raises Refused."""
+        """Refuse a token that itself says that it is not for us: the API server need not be asked.
+        Otherwise a token's own claims prove nothing; whether it has expired, the API server knows
+        by its own clock. Raises Refused."""
         audience = _claims(token).get("aud", AUDIENCE)
         if AUDIENCE not in (audience if isinstance(audience, list) else [audience]):
             raise Refused(401, "bad-audience", f"the token was not made for {AUDIENCE}")
@@ -142,8 +147,8 @@ class TokenAuth:
         return identity
 
     def _as_before(self, digest: bytes, error: KubeError) -> Identity:
-        """The API server does not answer: whoever was known stays so until the token itself ends.
-        Raises Refused."""
+        """The API server does not answer: a token that was known stays so until it ends. Raises
+        Refused."""
         known, now = self._known.get(digest), self._clock()
         if known is None or known.ends <= now:
             message = f"the API server could not be asked about the token: {error}"
@@ -160,7 +165,7 @@ def _remember(cache: dict[bytes, Cached], digest: bytes, value: Cached) -> None:
 
 
 def _identity(status: Body) -> Identity:
-    """From TokenReview.status. Raises Refused."""
+    """The identity in TokenReview.status. Raises Refused."""
     if not status.get("authenticated"):
         raise Refused(401, "bad-token", "the API server does not accept this token")
     if AUDIENCE not in (status.get("audiences") or []):
@@ -179,7 +184,7 @@ def _only(values: Any) -> str:
 
 
 def _claims(token: str) -> Body:
-    """What a JWT says of itself; empty for what is none."""
+    """The claims of a JWT, unverified; empty if it is not one."""
     try:
         part = token.split(".")[1]
         found = msgspec.json.decode(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))
@@ -189,6 +194,6 @@ def _claims(token: str) -> Body:
 
 
 def _expiry(claims: Body) -> float | None:
-    """`exp` of a JWT: unix seconds."""
+    """The claim `exp` of a JWT, in unix seconds; None if it has none."""
     expiry = claims.get("exp")
     return float(expiry) if isinstance(expiry, int | float) else None

@@ -1,7 +1,8 @@
-"""Long work on the event loop, a slice of each of its turns: what else asks is answered between.
+"""Long work on the event loop, done in slices of its turns. Other requests are answered between
+them.
 
-Were each piece of work a coroutine that yields, a turn would take a part of all of them: with a
-thousand reports at once whoever asks for health would wait for seconds.
+If each piece of work were a coroutine that yields, each turn would take a part of all of them: with
+a thousand reports at once, a health check would wait for seconds.
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 Parts = Generator[None, None, T]
-"""Work that may be interrupted where it yields."""
+"""Work that may be interrupted at each `yield`."""
 
 SLICE_S: Final = 0.01
-"""Of a turn; one part may take longer."""
+"""The part of a turn, in seconds. A single part of the work may take longer."""
 
 
 class Turns:
-    """One piece of work after the other, of each tenant in the order in which they came. The slices
-    go round the tenants, so that a short piece waits for a slice of each, not for a long one."""
+    """Does one piece of work after the other, for each tenant in the order of arrival. Slices go
+    round the tenants, so a short piece waits for one slice of each other tenant, not for a long
+    piece."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[tuple[Parts[Any], asyncio.Future[Any]]]] = {}
         self._worker: asyncio.Task[None] | None = None
 
     async def work(self, parts: Parts[T], *, tenant: str) -> T:
-        """What it returns, or raises, when its turn has come."""
+        """Do this work when its turn comes. Returns or raises what it does."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
         self._waiting.setdefault(tenant, deque()).append((parts, answer))

@@ -1,9 +1,9 @@
-"""What is done when the cluster changes: the feeds put objects into the registry. Nothing waits
+"""What happens when the cluster changes: the feeds put objects into the registry. Nothing waits
 inside a feed.
 
-Pods come by one selection, the label that admission sets on all that it was asked about: whether it
-gave them a sidecar ("true") or refused ("refused"). Those that admission never saw have no label;
-`Uninjected` looks for them now and then, instead of following the pods of everybody's jobs.
+Pods are selected by the label that admission sets on all pods that it was asked about: "true" if it
+gave them a sidecar, "refused" if it did not. Pods that admission never saw have no label.
+`Uninjected` looks for them now and then, instead of watching the pods of all jobs.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ _UNINJECTED: Final = (
     f"!{names.INJECTED_LABEL},training.kubeflow.org/job-name",
     f"!{names.INJECTED_LABEL},batch.kubernetes.io/job-name",
 )
-"""Pods of jobs that admission did not see: those of PyTorchJobs, and of Jobs (a JobSet's and a
-TrainJob's are a Job's). The others carry no label that the server could select by."""
+"""Selects pods that admission did not see: pods of PyTorchJobs, and of Jobs (a JobSet and a
+TrainJob consist of Jobs). Pods of other kinds of jobs have no label by which the server could
+select them."""
 _LIVING: Final = "status.phase!=Succeeded,status.phase!=Failed"
 UNINJECTED_S: Final = 20.0
 _AGAIN_S: Final = 3.0
 
 
 class Handlers:
-    """The feeds, and what each of them does to the registry."""
+    """The feeds, and what each does to the registry."""
 
     def __init__(
         self,
@@ -71,12 +72,12 @@ class Handlers:
         self._host_paths = host_paths
         self._clock = clock
         self._policies: dict[RunKey, tuple[PolicyRecord, Body]] = {}
-        """With the status that each was given last."""
+        """Each policy with the status that was written last."""
         self._mends = Mends[RunKey](self._mend_policy)
 
     def objects(self) -> list[Feed[Any]]:
-        """Policies and runs: must be loaded before a report is taken in, or a restart that was
-        counted would be counted again."""
+        """The feeds of policies and runs. They must be loaded before a report is taken in:
+        otherwise a restart that was counted already would be counted again."""
         told = self._metrics.following
         return [
             Feed[RunKey](
@@ -98,7 +99,7 @@ class Handlers:
         ]
 
     def pods(self) -> Feed[str]:
-        """Pods that admission was asked about."""
+        """The feed of the pods that admission was asked about."""
         return Feed[str](
             name="pods",
             resource=PODS,
@@ -110,7 +111,7 @@ class Handlers:
         )
 
     def nodes(self) -> Feed[str]:
-        """Which zone a node is in, and whether it is about to go."""
+        """The feed of nodes: their zones, and whether they are being drained."""
         return Feed[str](
             name="nodes",
             resource=NODES,
@@ -121,13 +122,13 @@ class Handlers:
         )
 
     def pod_seen(self, body: Body) -> None:
-        """A pod is there, or has changed."""
+        """A pod exists or has changed."""
         pod = parse_pod_record(body)
         if pod is not None:
             self._errands.carry_out(self._registry.pod_seen(pod, at=self._clock()))
 
     def pod_gone(self, uid: str) -> None:
-        """It is not any more."""
+        """The pod no longer exists."""
         self._errands.carry_out(self._registry.pod_gone(uid, at=self._clock()))
 
     def _policy_seen(self, body: Body) -> None:
@@ -162,8 +163,8 @@ class Handlers:
 
 
 class Uninjected:
-    """Pods that ask for keepstep, belong to a job that goes on, and were created while admission
-    did not answer. Asked for by name, so that the pods of others cost no memory."""
+    """Looks for pods that ask for keepstep, have not ended, and were created while admission did
+    not answer. Only metadata is listed, so that the pods of others take no memory."""
 
     def __init__(self, handlers: Handlers, client: Client) -> None:
         self._handlers = handlers
@@ -171,7 +172,7 @@ class Uninjected:
         self._known: set[str] = set()
 
     async def run(self) -> None:
-        """For ever."""
+        """Look every `UNINJECTED_S`, for ever."""
         while True:
             wait_s = UNINJECTED_S
             try:
@@ -179,7 +180,7 @@ class Uninjected:
             except KubeError as error:
                 warn("pods without a sidecar not looked for", reason=str(error))
                 wait_s = max(_AGAIN_S, error.retry_after_s)
-            except Exception:  # one pod that is not as expected must not end the process
+            except Exception:  # one odd pod must not end the process
                 crash("pods without a sidecar not looked for")
             await asyncio.sleep(wait_s)
 
@@ -201,7 +202,7 @@ class Uninjected:
         try:
             self._handlers.pod_seen(await self._client.get(PODS, name, namespace=namespace))
         except NotFound:
-            return  # gone since: the next look tells
+            return  # deleted since: the next look handles it
 
 
 def _named(body: Body) -> RunKey:
@@ -210,5 +211,5 @@ def _named(body: Body) -> RunKey:
 
 
 def _uid_if_ours(body: Body) -> str | None:
-    """Only pods that ask for keepstep; the others are not even remembered."""
+    """The uid of a pod that asks for keepstep; None for others, which are not even remembered."""
     return str(body["metadata"]["uid"]) if asks(body) else None

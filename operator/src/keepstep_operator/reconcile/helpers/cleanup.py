@@ -1,9 +1,10 @@
-"""Where runs have directories on nodes, so that they can be removed once a run is gone. Pure.
+"""Where runs have directories on nodes, so that these can be removed once a run is gone. Pure.
 
-One entry a run, kept in a ConfigMap from when a pod of the run is on a node, so that it outlives
-the run's object, its namespace, and a reconciler that was away when they were deleted. In doubt
-nothing is removed: while a CheckpointRun or a pod of that name exists, whatever its uid (it goes on
-in the same directories), and until a time of grace has passed without either.
+Each run has one entry in a ConfigMap, from the time when a pod of it is on a node. The entry
+outlives the run's object, its namespace, and a reconciler that was away when these were deleted. In
+doubt nothing is removed: not while a CheckpointRun or a pod of the same run key exists, whatever
+its uid, since it uses the same directories; and not before a time of grace without either has
+passed.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from keepstep_operator.bodies import Body
 
 LABEL: Final = "keepstep.dev/run-directories"
 FORGET_S: Final = 7 * 24 * 3600.0
-"""After that what lies on a node that is no part of the cluster any more is not waited for."""
+"""How long after the end of a run to wait for nodes that are no longer part of the cluster."""
 MOST_NODES: Final = 1024
 _KEY: Final = "run"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunDirectories:
-    """Of one run: node -> hostPaths below which its directories lie. `gone_since`: unix seconds
-    when neither object nor pod of it was there for the first time, None while it is alive."""
+    """The directories of one run. `nodes`: node -> hostPaths below which they lie. `gone_since`:
+    when it was first seen, in unix seconds, that neither its object nor a pod of it exists; None
+    while the run is alive."""
 
     run: RunKey
     nodes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -36,13 +38,14 @@ class RunDirectories:
 
     @property
     def name(self) -> str:
-        """Of its ConfigMap."""
+        """The name of its ConfigMap."""
         return f"keepstep-run-{_digest(str(self.run))}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cleaning:
-    """One pod that removes the directories of a run from one node. `gone_since`: as in `Grave`."""
+    """One pod that removes the directories of a run from one node. `gone_since`: see
+    `RunDirectories`."""
 
     run: RunKey
     node: str
@@ -55,7 +58,7 @@ class Cleaning:
 
 
 def visited(grave: RunDirectories, pods: Iterator[PodRecord]) -> RunDirectories:
-    """With the nodes that these pods of the run are on; alive, as it has pods."""
+    """The entry, plus the nodes that these pods of the run are on."""
     nodes = dict(grave.nodes)
     for pod in pods:
         if pod.injected and pod.node and pod.host_paths and _fits(nodes, pod.node):
@@ -64,7 +67,7 @@ def visited(grave: RunDirectories, pods: Iterator[PodRecord]) -> RunDirectories:
 
 
 def judged(grave: RunDirectories, alive: Container[RunKey], *, at: float) -> RunDirectories:
-    """Since when it is gone."""
+    """The entry, with `gone_since` set if the run is not in `alive`, and None if it is."""
     if grave.run in alive:
         return replace(grave, gone_since=None)
     return grave if grave.gone_since is not None else replace(grave, gone_since=at)
@@ -73,8 +76,8 @@ def judged(grave: RunDirectories, alive: Container[RunKey], *, at: float) -> Run
 def due(
     grave: RunDirectories, nodes: Mapping[str, NodeRecord], *, grace_s: float, at: float
 ) -> Iterator[Cleaning]:
-    """What may be cleaned now: on nodes that are up. A node that is down is waited for. `nodes`:
-    empty where they are not followed; then every one is taken to be up."""
+    """What may be cleaned now: directories on nodes that are up. A node that is down is waited for.
+    `nodes`: empty if nodes are not watched; every node then counts as up."""
     if grave.gone_since is None or at - grave.gone_since < grace_s:
         return
     for node, paths in sorted(grave.nodes.items()):
@@ -86,24 +89,26 @@ def due(
 def without_lost_nodes(
     grave: RunDirectories, nodes: Mapping[str, NodeRecord], *, at: float
 ) -> RunDirectories:
-    """Nodes that left the cluster long ago will not come back with what they held."""
+    """The entry without nodes that left the cluster, once the run is gone for `FORGET_S`: such
+    nodes will not come back with their drives."""
     if not nodes or grave.gone_since is None or at - grave.gone_since < FORGET_S:
         return grave
     return replace(grave, nodes={name: one for name, one in grave.nodes.items() if name in nodes})
 
 
 def cleaned(grave: RunDirectories, node: str) -> RunDirectories:
-    """Nothing is left on this node."""
+    """The entry without this node, on which nothing is left."""
     return replace(grave, nodes={name: one for name, one in grave.nodes.items() if name != node})
 
 
 def still_used(grave: RunDirectories, *, at: float) -> RunDirectories:
-    """It lived while nobody watched: the time of grace begins anew."""
+    """The entry of a run that was alive while no reconciler watched: the time of grace begins
+    anew."""
     return replace(grave, gone_since=at)
 
 
 def render(grave: RunDirectories, *, namespace: str) -> Body:
-    """As a ConfigMap."""
+    """The entry as a ConfigMap."""
     told = {
         "namespace": grave.run.namespace,
         "run": grave.run.name,
@@ -119,7 +124,7 @@ def render(grave: RunDirectories, *, namespace: str) -> Body:
 
 
 def parse(body: Body) -> RunDirectories | None:
-    """Inverse of `render`; None for what is none, which is left alone."""
+    """Inverse of `render`; None for a ConfigMap that is no entry, which is left alone."""
     try:
         told: dict[str, Any] = json.loads((body.get("data") or {})[_KEY])
         if not is_run_key(str(told["run"])) or not is_run_key(str(told["namespace"])):

@@ -1,7 +1,7 @@
-"""Makes and deletes helper pods: what `helpers` and `graves` want, against what there is.
+"""Creates and deletes helper pods, so that they are those that `helper_plan` and `cleanup` want.
 
-Level-triggered, once a second: nothing is remembered that cannot be seen again, but when a pod may
-be tried again after it failed. Not a step of training or restore waits for any of this.
+Level-triggered, once a second: it remembers nothing that it cannot see again, except when to retry
+a pod that failed. No step of training or restore waits for any of this.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from keepstep_operator.reconcile.state.registry import Registry
 
 EVERY_S: Final = 1.0
 AGAIN_S: Final = 60.0
-"""A pod that could not be made, or failed, is made again after that; a record that could not be
-written is written."""
+"""After how long a pod that failed, or could not be created, is created again, and a record that
+could not be written is written again."""
 PENDING_S: Final = 1800.0
-"""A cleaner that did not begin for so long makes room for others, for as long."""
+"""A cleaning pod that is pending for so long makes room for others, for the same time."""
 MOST_CLEANERS: Final = 8
-"""At once."""
+"""The most cleaning pods at a time."""
 _OVER: Final = ("Succeeded", "Failed")
 _CRASH_LOGGED_S: Final = 600.0
 _NO_RUN: Final = RunKey("", "")
 _AT_ONCE: Final = 100
-"""Runs of a round that are looked at in one go."""
+"""How many runs of a round are looked at before others have their turn."""
 
 T = TypeVar("T")
 
 
 class HelperController:
-    """One task, `run`, after the two feeds. `grace_s`: how long a run is gone before its
-    directories are; None: they are never removed."""
+    """One task, `run`, and two feeds. `grace_s`: how long a run must be gone before its directories
+    are removed; None: they are never removed."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class HelperController:
         self._pending_since: dict[str, float] = {}
         self._left_out: set[RunKey] = set()
         self._crashes = Throttle(burst=5, refill_s=_CRASH_LOGGED_S)
-        # not before; None: done
+        # when to try next; None: done
         self._take_over_at: float | None = 0.0 if defaults.release != defaults.namespace else None
         self.pods = Feed[str](
             name="helper pods",
@@ -126,7 +126,8 @@ class HelperController:
             self._carry_out(self._registry.helper_gone(body["metadata"]["uid"], at=self._clock()))
 
     def _grave_seen(self, body: Body) -> None:
-        """What an earlier reconciler wrote; after that only this one writes it."""
+        """Take over an entry that an earlier reconciler wrote. From then on only this one writes
+        it."""
         grave = cleanup.parse(body)
         if grave is None or body["metadata"]["name"] != grave.name:
             return
@@ -135,7 +136,7 @@ class HelperController:
             self._graves[grave.run] = self._written[grave.run] = grave
 
     def _grave_gone(self, name: str) -> None:
-        """Somebody removed it: what a run left that is gone stays where it lies."""
+        """An entry was deleted. If its run is gone, the directories stay where they are."""
         for run, grave in list(self._graves.items()):
             if grave.name == name and run not in self._registry.runs:
                 del self._graves[run]
@@ -146,7 +147,8 @@ class HelperController:
     # --- working -----------------------------------------------------------------------------
 
     async def run(self, seen: Iterable[asyncio.Event]) -> None:
-        """For ever. `seen`: set once all that is there was listed: before, nothing is gone."""
+        """Do a round each second, for ever. `seen`: set once all existing objects are listed.
+        Before that, an object that was not seen is not known to be gone."""
         for event in (*seen, self.pods.loaded, self.records.loaded):
             await event.wait()
         while True:
@@ -156,7 +158,7 @@ class HelperController:
 
     @contextmanager
     def _guarded(self, run: RunKey) -> Iterator[None]:
-        """One run that is not as expected is left out of this round, and ends nothing."""
+        """Leave a run that raises out of this round; the error does not end the process."""
         try:
             yield
         except Exception:
@@ -179,18 +181,19 @@ class HelperController:
                 with self._guarded(_run_of(body)):
                     await self._end(name, body)
         for name, body in wanted.items():
-            # not what was there a moment ago: if it is wanted still, the next round makes it
+            # a pod that was there a moment ago is made in the next round, if it is still wanted
             if name not in {*there, *self.pods_by_name} and self._may(name):
                 with self._guarded(_run_of(body)):
                     await self._make(name, body)
 
     def _stays(self, body: Body) -> bool:
-        """What a run wants that was left out is not known: in doubt it is served, not cleaned."""
+        """Whether to keep a pod that is not wanted. If its run was left out, it is not known what
+        the run wants; in doubt shards are served, and not removed."""
         told = pod_spec.about(body)
         return told is not None and told[0] != CLEANS and told[1] in self._left_out
 
     def _may(self, name: str) -> bool:
-        """Whether enough time has passed since it failed."""
+        """Whether enough time has passed since this pod or record failed."""
         return self._clock() >= self._not_before.get(name, 0.0)
 
     async def _serving(self) -> dict[str, Body]:
@@ -215,12 +218,12 @@ class HelperController:
             return
         for one in cleanup.due(grave, nodes, grace_s=self._grace_s, at=now):
             allowed = set(one.paths) == set(helper_plan.allowed(one.paths, self._host_paths))
-            # what has failed, or cannot begin, keeps no place that another could have
+            # one that has failed or cannot start must not take the place of another
             if allowed and self._may(one.name) and not self._stuck(one.name):
                 yield one
 
     def _stuck(self, name: str) -> bool:
-        """Whether the pod waits for too long to begin, so that its node may never take it."""
+        """Whether the pod is pending for so long that its node may never take it."""
         body = self.pods_by_name.get(name)
         if body is None or _phase(body) != "Pending":
             return False
@@ -229,8 +232,8 @@ class HelperController:
     # --- records of an earlier release ------------------------------------------------------
 
     async def _take_over(self) -> None:
-        """What 0.1.0 noted lies in the operator's own namespace: each record is removed there once
-        it is written here."""
+        """Move the records of 0.1.0, which lie in the operator's own namespace. Each is removed
+        there once it is written in the helpers' namespace."""
         if self._take_over_at is None or self._clock() < self._take_over_at:
             return
         release, left = self._defaults.release, False
@@ -245,7 +248,7 @@ class HelperController:
         self._take_over_at = self._take_over_at if left else None
 
     async def _take_over_one(self, body: Body) -> bool:
-        """Whether it is still to be written. Raises KubeError."""
+        """Move one record. Returns whether it is still to be written. Raises KubeError."""
         old = cleanup.parse(body)
         if old is None:
             return False
@@ -263,7 +266,7 @@ class HelperController:
     # --- graves ------------------------------------------------------------------------------
 
     async def _bury(self) -> None:
-        """Note where runs are, and since when they are not any more; write what has changed."""
+        """Note which nodes runs are on, and since when runs are gone; write the changed records."""
         now = self._clock()
         async for key, run in _unhurried([*self._registry.runs.items()]):
             with self._guarded(key):
@@ -273,7 +276,7 @@ class HelperController:
                     self._graves[key] = found
         async for key in _unhurried([*self._graves]):
             if key not in self._graves:
-                continue  # its record was removed meanwhile
+                continue  # its record was deleted meanwhile
             with self._guarded(key):
                 grave = cleanup.judged(self._graves[key], self._registry.runs, at=now)
                 self._graves[key] = cleanup.without_lost_nodes(grave, self._registry.nodes, at=now)
@@ -281,7 +284,8 @@ class HelperController:
                     await self._write(self._graves[key])
 
     async def _write(self, grave: RunDirectories) -> None:
-        """An entry without nodes is removed; it is made again when the run is on a node."""
+        """Write an entry. One without nodes is deleted; it is made again once the run is on a
+        node."""
         namespace = self._defaults.namespace
         body = cleanup.render(grave, namespace=namespace)
         try:
@@ -292,7 +296,7 @@ class HelperController:
                 await self._client.replace(CONFIG_MAPS, body, namespace=namespace)
             else:
                 await self._client.create(CONFIG_MAPS, body, namespace=namespace)
-        except Conflict:  # one that was not listed yet: the next round replaces it
+        except Conflict:  # not listed yet: the next round replaces it
             self._written[grave.run] = RunDirectories(run=grave.run)
             return
         except NotFound as error:
@@ -312,7 +316,7 @@ class HelperController:
             say("directories of a run are gone", run=str(grave.run))
 
     def _not_noted(self, grave: RunDirectories, error: KubeError) -> None:
-        """Again later: those of all runs may fail alike."""
+        """Retry later, since all records may fail for the same reason."""
         self._not_before[grave.name] = self._clock() + AGAIN_S
         warn("directories of a run not noted", run=str(grave.run), reason=str(error))
         self._metrics.wrote("other", failed=True)
@@ -336,7 +340,8 @@ class HelperController:
             self._pod_seen(made)  # its first report may be faster than the watch
 
     async def _end(self, name: str, body: Body) -> None:
-        """Delete it; note what a cleaner has done. One that failed is tried again, later."""
+        """Delete a pod, and note what a cleaning pod has done. A pod that failed is retried
+        later."""
         if _phase(body) == "Succeeded":
             self._note_cleaned(body)
         elif _exit_status(body) == STILL_USED_EXIT:
@@ -372,7 +377,7 @@ class HelperController:
             say("run was alive while nobody watched", run=str(run), node=node)
 
     def _gone(self, body: Body) -> tuple[RunKey, str] | None:
-        """The run and the node that a cleaner was for, if that run is gone still."""
+        """The run and the node of a cleaning pod, if the run is still gone."""
         told = pod_spec.about(body)
         if told is None or told[0] != CLEANS:
             return None
@@ -381,7 +386,8 @@ class HelperController:
 
 
 async def _unhurried(found: Iterable[T]) -> AsyncIterator[T]:
-    """Others have their turn between: a round goes over all runs of the cluster each second."""
+    """Iterate, and let others run now and then: each second, a round goes over all runs of the
+    cluster."""
     for number, one in enumerate(found, 1):
         yield one
         if number % _AT_ONCE == 0:
@@ -402,7 +408,7 @@ def _phase(body: Body) -> str:
 
 
 def _ended(body: Body) -> Body:
-    """How its container ended."""
+    """The state of the pod's container if it has terminated; otherwise empty."""
     statuses = (body.get("status") or {}).get("containerStatuses") or [{}]
     found: Body = (statuses[0].get("state") or {}).get("terminated") or {}
     return found

@@ -1,9 +1,9 @@
-"""Helper pods as Kubernetes wants them: on one node, for one run, and gone after a while. Pure.
+"""The specs of helper pods. Each is for one node and one run, and ends after a while. Pure.
 
-They run in a namespace of their own, with a service account that may do nothing, from the sidecar's
-image. One that serves is confined as a sidecar is, and mounts its run's directories read-only, each
-as a subPath, which the kubelet resolves without leaving the volume. One that cleans is root, as the
-directories on the way are root's, with DAC_OVERRIDE alone.
+Helper pods run in their own namespace, with a service account without rights, from the sidecar's
+image. A serving pod is confined like a sidecar. It mounts its run's directories read-only, each as
+a subPath, which the kubelet resolves without leaving the volume. A cleaning pod is root, because
+the directories on the way belong to root, and has DAC_OVERRIDE as its only capability.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ LABEL: Final = "keepstep.dev/helper"
 SERVES: Final = "serve"
 CLEANS: Final = "clean"
 _ABOUT: Final = "keepstep.dev/about"
-"""Annotation, JSON: the run and the node; a label would be too short for a namespace and a name."""
+"""Annotation with the run and the node as JSON. A label would be too short for a namespace and a
+name."""
 _PROGRAM: Final = "keepstep-sidecar"
 _SERVES_S: Final = 6 * 3600
 _CLEANS_S: Final = 1800
@@ -37,9 +38,9 @@ _HOST: Final = "/host"
 
 @dataclass(frozen=True, kw_only=True)
 class HelperDefaults:
-    """What the chart fixes. `release`: namespace of the operator itself. `reports_ca`: gives the
-    PEM of the authorities by which helper pods know the reports API. `resources`: of each
-    such pod's container; None for what it needs."""
+    """The settings that the chart fixes. `release`: the operator's own namespace. `reports_ca`:
+    returns the PEM of the authorities by which helper pods recognize the reports API. `resources`:
+    of the container of each helper pod; None for the default of its kind."""
 
     image: str
     namespace: str
@@ -54,7 +55,7 @@ class HelperDefaults:
 
 
 def serving(helper: Helper, defaults: HelperDefaults) -> Body:
-    """The pod that serves what a run's pods left on a node."""
+    """The pod that serves the shards that a run's pods left on a node."""
     where = [
         (f"{_LEFT}/{number}/{rank}", f"volume-{number}", f"{_below(helper.run)}/{rank}")
         for number in range(len(helper.paths))
@@ -98,7 +99,8 @@ def cleaning(one: Cleaning, defaults: HelperDefaults) -> Body:
 
 
 def about(body: Body) -> tuple[str, RunKey, str] | None:
-    """(what it does, its run, its node) of a helper pod; None for one that is not ours."""
+    """(kind, run, node) of a helper pod, the kind being `SERVES` or `CLEANS`; None for a pod that
+    is not ours."""
     metadata = body.get("metadata") or {}
     try:
         told: dict[str, Any] = json.loads((metadata.get("annotations") or {})[_ABOUT])
@@ -109,8 +111,8 @@ def about(body: Body) -> tuple[str, RunKey, str] | None:
 
 
 def record(body: Body) -> PodRecord | None:
-    """A pod that serves, as the sender of reports: of its run, in place of a node rank its number.
-    None for one that does not, or does no more."""
+    """A serving pod as the sender of reports of its run, with its number instead of a node rank.
+    None for any other pod, and for one that has ended."""
     told, metadata = about(body), body.get("metadata") or {}
     phase = str((body.get("status") or {}).get("phase") or "Pending")
     if told is None or told[0] != SERVES or phase in ("Succeeded", "Failed"):
@@ -130,7 +132,8 @@ def record(body: Body) -> PodRecord | None:
 
 
 def _below(run: RunKey) -> str:
-    """As injection names it (`injection.volumes`): DNS labels, so nothing leaves the volume."""
+    """The run's directory below a hostPath, as in `injection.volumes`. Its parts are DNS labels, so
+    the path cannot leave the volume."""
     return f"{run.namespace}/{run.name}"
 
 
@@ -156,7 +159,7 @@ def _pod(
         },
         "spec": {
             "affinity": _on(node),
-            # also on a node that takes no new pods: it may be the one that is drained
+            # also on a cordoned node, which may be the one that is drained
             "tolerations": [{"operator": "Exists"}],
             "restartPolicy": "Never",
             "activeDeadlineSeconds": longest_s,
@@ -173,7 +176,8 @@ def _pod(
 
 
 def _on(node: str) -> Body:
-    """That node and no other, by way of the scheduler, so that its resources are counted."""
+    """Affinity to this node alone. The scheduler places the pod, so that its resources are
+    counted."""
     name = {"key": "metadata.name", "operator": "In", "values": [node]}
     terms = {"nodeSelectorTerms": [{"matchFields": [name]}]}
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
@@ -192,7 +196,8 @@ def _container(does: str, where: Sequence[str], defaults: HelperDefaults, *, mem
 
 
 def _environment(helper: Helper, defaults: HelperDefaults) -> list[Body]:
-    """The address comes before what names it, or `$(...)` would stay as it is."""
+    """The container's environment. The pod's address comes before the variables that refer to it;
+    otherwise `$(...)` would not be replaced."""
     plain = {
         "KEEPSTEP_RUN": helper.run.name,
         "KEEPSTEP_REPORT_CA": defaults.reports_ca(),
@@ -208,7 +213,8 @@ def _environment(helper: Helper, defaults: HelperDefaults) -> list[Body]:
 
 
 def _host_volumes(paths: Sequence[str]) -> list[Body]:
-    """Never made: a drive that is not mounted is no reason to begin an empty directory there."""
+    """The directories as volumes. They are never created: if a drive is not mounted, no empty
+    directory must take its place."""
     return [
         {"name": f"volume-{number}", "hostPath": {"path": path, "type": "Directory"}}
         for number, path in enumerate(paths)

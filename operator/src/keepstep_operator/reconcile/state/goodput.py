@@ -151,9 +151,7 @@ def _grown(total: Tally, before: Tally, one: Tally) -> Tally:
     # By how many steps the run advanced beyond the growth of this tally. Positive: an earlier pod
     # made these steps and died before it reported them, or this tally, which had paused, now gives
     # up steps that the run gave up when another pod went back over them. Negative: this tally goes
-    # back over steps that another tally counts. More: an earlier pod made them and did not
-    # live to tell, or this tally, which waited meanwhile, gives up steps that were given up when
-    # another pod went back over them. Less: it goes back over steps that another tally counts
+    # back over steps that another tally counts.
     untold = (one.step - total.step) - (one.steps - before.steps)
     if untold_s < 0:
         again_s = max(0, min(more[_WASTED], round(untold * usual_s)))

@@ -25,19 +25,20 @@ NO_REPORTS = ConditionState("Unknown", "NoReports", "no sidecar has reported yet
 
 
 def few(names: Collection[str]) -> str:
-    """The first few, and how many more."""
+    """The first few names, and how many more there are."""
     named = sorted(names)[:_NAMED]
     more = len(names) - len(named)
     return ", ".join(named) + (f" and {more} more" if more > 0 else "")
 
 
 def and_more(names: Collection[str]) -> str:
-    """What is added to a sentence about the first of them."""
+    """The end of a sentence about the first of these pods; '' if there is only one."""
     return f" (the same holds for {len(names) - 1} more pods)" if len(names) > 1 else ""
 
 
 def since(before: Condition | None, status: str, at: float) -> str:
-    """A transition is a change of status; reasons and messages come and go."""
+    """The time of the last transition. Only a change of status is one; reasons and messages may
+    change at any time."""
     if before is not None and before.status == status and before.last_transition_time:
         return before.last_transition_time
     return utc(at)

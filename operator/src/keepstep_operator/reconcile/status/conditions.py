@@ -1,7 +1,7 @@
-"""The conditions of a run, in words for the person who is on call. Pure.
+"""The conditions of a run, worded for the person who is on call. Pure.
 
-`Protected` sums up: True means that a crash now would cost little. What stands first in its list of
-reasons is what to act on first.
+`Protected` sums them up: True means that a crash now would cost little. Its checks are ordered: the
+problem to act on first comes first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ COUNTED_BY_QUEUE = "CountedByQueue"
 
 
 def condition_states(run: RunView) -> dict[str, ConditionState]:
-    """By type, in the order in which they are shown, without those that nobody asked for."""
+    """The conditions by type, in the order in which they are shown, without those that do not apply
+    to this run."""
     injected, twice, committing = _fully_injected(run), _duplicate_node_rank(run), _committing(run)
     peers, archive = replicated(run), archived(run)
     protected = (
@@ -76,7 +77,7 @@ def _failing(verdict: ConditionState | None) -> ConditionState | None:
     return verdict if verdict is not None and verdict.status == "False" else None
 
 
-# --- Protected: each of these is None where it is not what to act on ------------------------------
+# --- Protected: each of these is None if there is nothing to act on -------------------------------
 
 
 def _finished(run: RunView) -> ConditionState | None:
@@ -110,7 +111,7 @@ def _unheard(run: RunView) -> ConditionState | None:
 
 
 def _duplicate_node_rank(run: RunView) -> ConditionState | None:
-    """None where every living pod has a place of its own."""
+    """None if every pod that stays has its own node rank."""
     by_rank: dict[int, list[str]] = {}
     for pod in run.pods.values():
         if pod.stays:
@@ -129,7 +130,7 @@ def _duplicate_node_rank(run: RunView) -> ConditionState | None:
 
 
 def _counted_by_queue(run: RunView) -> ConditionState | None:
-    """None where no queue is concerned, or where it counts all that pods ask for."""
+    """None if no queue is involved, or if it counts all that the pods request."""
     policy = run.policy
     if policy is None or not policy.added_bytes:
         return None
@@ -198,7 +199,7 @@ def _what_is_kept(run: RunView) -> str:
 
 
 def _of_a_pod(run: RunView) -> list[str]:
-    """What the loss of a pod, or of its node, costs."""
+    """What the loss of a pod or its node costs."""
     stays, committed, said = volumes_outlive_pod(run.volumes), run.committed, []
     if stays and committed is not None:
         said.append(
@@ -257,7 +258,7 @@ def _committing(run: RunView) -> ConditionState:
 
 
 def _what_hinders(run: RunView) -> str:
-    """The likeliest reason, and where to look."""
+    """The likeliest reason why no step becomes committed, and where to look."""
     logs = f"kubectl logs -n {run.key.namespace}"
     absent = sorted(pod.name for pod in run.pods.values() if not pod.injected)
     if absent:
@@ -277,7 +278,7 @@ def _what_hinders(run: RunView) -> str:
 
 
 def _warned(run: RunView) -> str:
-    """What a sidecar warns of, the first by node rank; '' when none does."""
+    """The first warning of the sidecar with the lowest node rank that has one; '' if none has."""
     for place in run.places.values():
         pod = run.pods.get(place.pod)
         if pod is not None and place.sidecar.warnings:

@@ -1,7 +1,7 @@
-"""CheckpointRun.status.holders: which nodes hold what of the run on drives that outlive pods.
+"""CheckpointRun.status.holders: what each node holds of the run on drives that outlive pods.
 
-Admission reads it for the next pods of the run; so it is about places, which a pod has from its
-birth, and not about ranks.
+Admission reads it for the next pods of the run. So it names places, which a pod has from its
+creation, and not ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from keepstep_operator.spans import spans
 
 
 def holders(run: RunView) -> list[HolderStatus]:
-    """By name, and those first that pods have left: nobody else remembers what lies there."""
+    """The holders, sorted by node name. Nodes that pods have left come first, because nothing else
+    remembers what lies there."""
     place_of = {one: rank for rank, place in run.places.items() for one in bits(place.own)}
     by_node: dict[str, dict[int, Place]] = {}
     for node_rank, place in run.places.items():
@@ -41,7 +42,7 @@ def _holder(
     place_of: dict[int, int],
     left: Iterable[OrphanedShard],
 ) -> HolderStatus:
-    """`left`: by places of the run that are elsewhere by now."""
+    """One node. `left`: the shards on it of places that are elsewhere now."""
     steps = [run.on_drives[node_rank] for node_rank in places if node_rank in run.on_drives]
     newest = max((*steps, *(one.step for one in left)), default=None)
     return HolderStatus(

@@ -1,4 +1,4 @@
-"""CheckpointPolicy.status: the condition Accepted, with what to change. Pure."""
+"""CheckpointPolicy.status: the condition Accepted, which says what to change. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ACCEPTED = "Accepted"
 
 
 def policy_status(policy: PolicyRecord, before: Body, *, at: float) -> Body | None:
-    """The status to write over `before`; None when that says the same."""
+    """The status to replace `before`; None if it is the same."""
     status, reason, message = "True", ACCEPTED, policy.advice
     if policy.problem is not None:
         status, (reason, message) = "False", policy.problem
@@ -36,7 +36,7 @@ def policy_status(policy: PolicyRecord, before: Body, *, at: float) -> Body | No
 
 
 def problem_event(policy: PolicyRecord) -> EmitEvent | None:
-    """Tells whoever looks at a policy that is not accepted."""
+    """The event on a policy that is not accepted; None if it is."""
     if policy.problem is None:
         return None
     about = Job(

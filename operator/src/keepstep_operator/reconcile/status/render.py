@@ -41,12 +41,13 @@ _WITHOUT_REPORTS = (
     "observed_generation", "phase", "job", "job_name", "nodes", "start", "protected", "recent",
     "warnings", "conditions",
 )  # fmt: skip
-"""While nobody has reported (yet, or ever again), all else stands as it was written before."""
+"""The fields that are written although no sidecar has reported. All others stay as an earlier
+reconciler wrote them."""
 
 
 def render(run: RunView, *, at: float) -> RunStatus:
-    """The whole status as it should be now. Contains no age and no "now": it changes only when the
-    run does."""
+    """The whole status as it should be now. It contains no ages and no "now", so it changes only
+    when the run does."""
     said = condition_states(run)
     survived = [str(one) for one in run.survives]
     status = RunStatus(
@@ -94,13 +95,15 @@ def render(run: RunView, *, at: float) -> RunStatus:
 
 
 def _as_it_ended(before: list[Condition], now: list[Condition]) -> list[Condition]:
-    """Where the steps of a run that is over lie, nobody tells any more: what was said stands."""
+    """The conditions of a finished run. No sidecar reports any more where its steps lie, so its
+    former conditions `Protected` and `Archived` stand."""
     stands = {one.type: one for one in before if one.type in (PROTECTED, ARCHIVED)}
     return [*(stands.pop(one.type, one) for one in now), *stands.values()]
 
 
 def _start(run: RunView) -> StartStatus | None:
-    """None while no pod of the run stays: the next one begins with what holds by then."""
+    """The sidecar that the run's oldest staying pod started with. None if no pod stays: the next
+    one then starts with the sidecar that is current then."""
     staying = (pod for pod in run.pods.values() if pod.stays)
     first = min(staying, key=lambda pod: (pod.created_at, pod.name), default=None)
     if first is None:
@@ -202,7 +205,7 @@ def _warnings(run: RunView) -> list[str]:
 
 
 def _all_warnings(run: RunView) -> Iterator[str]:
-    """What to act on first comes first."""
+    """All warnings, the one to act on first first."""
     if run.policy is not None and not run.finished:
         yield from _of_policy(run.policy, run.policy_now)
     if run.fresh is not None:
@@ -224,7 +227,8 @@ def _all_warnings(run: RunView) -> Iterator[str]:
 
 
 def _of_policy(held: Policy, now: PolicyRecord | None) -> Iterator[str]:
-    """`held`: what the run goes by."""
+    """Warnings about the policy. `held`: the policy that the run goes by. `now`: the policy of that
+    name now."""
     if now is None:
         yield (
             f"CheckpointPolicy {held.name} does not exist any more: this run goes on by what it"
@@ -240,7 +244,7 @@ def _of_policy(held: Policy, now: PolicyRecord | None) -> Iterator[str]:
 
 
 def _said(run: RunView) -> dict[str, list[str]]:
-    """What sidecars warn of, once each, with the pods that say it."""
+    """The warnings of sidecars, each with the names of its pods."""
     said: dict[str, list[str]] = {}
     for place in run.places.values():
         pod = run.pods.get(place.pod)

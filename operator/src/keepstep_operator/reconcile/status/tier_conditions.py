@@ -1,6 +1,8 @@
-"""Conditions of what lies beyond a run's own nodes: `Replicated`, `Archived`, `RestoreFrom`. Pure.
+"""Conditions about what lies beyond a run's own nodes: `Replicated`, `Archived`, `RestoreFrom`,
+`LeftShardsServed`. Pure.
 
-Each is None, and so not shown, where the policy (or nobody) asks for such a thing.
+Each is None, and so not shown, if nothing asks for it: neither the policy, nor `spec.restoreFrom`,
+nor shards that are needed.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ RESTORE_FROM = "RestoreFrom"
 LEFT_SERVED = "LeftShardsServed"
 
 BEHIND_S = {Tier.PEER: 300.0, Tier.ARCHIVE: 1800.0}
-"""For so long a shard may wait to be sent before that is worth a word."""
+"""How long a shard may wait to be sent before the condition says so."""
 _TEXT = 300
 
 
 def replicated(run: RunView) -> ConditionState | None:
-    """Whether the loss of any one node leaves a step of the run, by copies with its peers."""
+    """Whether a step of the run survives the loss of any one node, through copies on peers."""
     if run.policy is None or run.policy.peers is None:
         return None
     if (early := _early(run)) is not None:
@@ -67,7 +69,7 @@ def archived(run: RunView) -> ConditionState | None:
 
 
 def restore_from(run: RunView) -> ConditionState | None:
-    """What became of spec.restoreFrom."""
+    """The state of spec.restoreFrom."""
     asked = run.restore_from
     if asked is None:
         return None
@@ -113,7 +115,8 @@ def _unresolved(run: RunView, asked: RestoreFromStatus) -> ConditionState:
 
 
 def left_served(run: RunView) -> ConditionState | None:
-    """Whether shards that pods left on another node can be reached; only while they are needed."""
+    """Whether shards that pods left on another node can be reached. Shown only while they are
+    needed."""
     if not run.helpers:
         return None
     missing = [helper.node for helper in run.helpers if helper.number not in run.serving]
@@ -130,7 +133,7 @@ def _early(run: RunView) -> ConditionState | None:
 
 
 def _only_node(run: RunView) -> str:
-    """The one node that all pods are on; '' while that is not known, or not so."""
+    """The node that all pods are on; '' if there are several, or none is known."""
     nodes = {pod.node for pod in run.pods.values() if not pod.over}
     return next(iter(nodes)) if len(nodes) == 1 else ""
 
@@ -143,8 +146,8 @@ def _without_address(run: RunView) -> Iterator[str]:
 
 
 def _troubled(run: RunView, tier: Tier) -> ConditionState | None:
-    """What a sidecar says of its way there, when something waits for it. An archive that is away is
-    told of also between two steps that are due: those that waited may have been retired."""
+    """The trouble that a sidecar reports with this tier while shards wait to be sent there. Trouble
+    with the archive counts even if none wait: those that waited may have been retired."""
     waiting = [
         (run.pods[place.pod].name, depot)
         for place in run.places.values()
@@ -164,7 +167,8 @@ def _troubled(run: RunView, tier: Tier) -> ConditionState | None:
 
 
 def _rest(run: RunView, depot: TierProgress) -> str:
-    """No number that changes with each report: this is written to the API server."""
+    """The end of the message. It has no number that changes with each report, since every change is
+    written to the API server."""
     catches_up = "It is tried again until it works; training goes on"
     if depot.tier is Tier.ARCHIVE:
         newest = run.safety.archived

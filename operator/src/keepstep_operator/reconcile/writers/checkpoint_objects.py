@@ -1,8 +1,8 @@
-"""Which Checkpoint objects a run should have: one for each step that is pinned or archived.
+"""Which Checkpoint objects a run should have: one for each pinned or archived step.
 
-They are made of reports alone, so they come back after all objects were lost, as soon as a sidecar
-of the run has looked at its volumes and its archive. Nothing is ever deleted because of them: an
-object is a name for a step, not its owner. Pure.
+They are made from reports alone. So if all objects are lost, they are made again as soon as a
+sidecar of the run has looked at its volumes and its archive. Deleting an object deletes no data: it
+is a name for a step, not its owner. Pure.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MANAGER = "keepstep"
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What is remembered of an object that is there: a run may have hundreds. `since`: when its
-    condition last changed, '' where it has none."""
+    """What is remembered of an existing object; it is little, since a run may have hundreds.
+    `since`: when its condition last changed; '' if it has none."""
 
     uid: str = ""
     tiers: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def seen(body: Body) -> Seen:
-    """Of an object as the API server has it."""
+    """The same, from an object as the API server has it."""
     status = body.get("status") or {}
     times = (one.get("lastTransitionTime") for one in status.get("conditions") or ())
     return Seen(
@@ -45,20 +45,21 @@ def seen(body: Body) -> Seen:
 
 @lru_cache(maxsize=64)
 def _tiers(*told: str) -> tuple[str, ...]:
-    """The same ones as one object."""
+    """One object for equal tuples."""
     return told
 
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What to write so that the objects are what they should be."""
+    """What to write so that the objects are as they should be. `made`, `moved`: to create, and to
+    give another status. `gone`: names to delete."""
 
     made: tuple[KeptStep, ...] = ()
     moved: tuple[KeptStep, ...] = ()
     gone: tuple[str, ...] = ()
 
     def first(self, count: int) -> Changes:
-        """As many of them; whoever asks again gets the rest."""
+        """The first `count` changes. The next comparison finds the rest."""
         made = self.made[:count]
         moved = self.moved[: count - len(made)]
         return Changes(made=made, moved=moved, gone=self.gone[: count - len(made) - len(moved)])
@@ -68,7 +69,8 @@ class Changes:
 
 
 def changes(kept: Iterable[KeptStep], known: Mapping[str, Seen], *, certain: bool) -> Changes:
-    """`known`: our objects of the run as they are, by name. `certain`: what is not kept is gone."""
+    """The changes that are due. `known`: the run's present objects that are ours, by name.
+    `certain`: steps that are not in `kept` do not exist."""
     wanted = {one.name: one for one in kept}
     return Changes(
         made=tuple(one for name, one in wanted.items() if name not in known),
@@ -82,7 +84,7 @@ def changes(kept: Iterable[KeptStep], known: Mapping[str, Seen], *, certain: boo
 
 
 def body_of(one: KeptStep, *, namespace: str, owner_uid: str) -> Body:
-    """The object, as it is made; it goes with its CheckpointRun, of which `owner_uid` is."""
+    """The object to create. It is deleted with its CheckpointRun, whose uid is `owner_uid`."""
     owner = {
         "apiVersion": names.API_VERSION,
         "kind": "CheckpointRun",
@@ -108,7 +110,7 @@ def body_of(one: KeptStep, *, namespace: str, owner_uid: str) -> Body:
 
 
 def status_of(one: KeptStep, *, since: str, at: float) -> Body:
-    """Its status; `since`: the time of the condition, '' for one that it did not have."""
+    """The object's status. `since`: when the condition last changed; '' if the object had none."""
     return {
         "tiers": list(one.tiers),
         "conditions": [

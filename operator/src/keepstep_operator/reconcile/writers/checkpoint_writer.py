@@ -1,9 +1,9 @@
-"""Writes Checkpoint objects, seldom, a few at a time, and only after it has seen those there are.
+"""Writes Checkpoint objects: seldom, a few at a time, and only after listing the existing ones.
 
-Objects that somebody else made are left alone: only those with our label are looked at. Nobody but
-the leading reconciler writes ours, so they are listed run by run, and from time to time again for
-what people deleted: a watch of the hundred objects of each of a thousand runs would keep a process
-from its work for a minute after each start.
+Only objects with our label are looked at, so objects that others made are left alone. Only the
+leading reconciler writes ours. So they are listed run by run, and now and then again, to find those
+that people deleted. A watch of a hundred objects for each of a thousand runs would occupy the
+process for a minute after each start.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from keepstep_operator.reconcile.writers.checkpoint_objects import (
 
 PERIOD_S: Final = 10.0
 LIST_EVERY_S: Final = 600.0
-"""What somebody deleted is made again then."""
+"""How often the objects are listed. Deleted ones are then made again."""
 AT_ONCE: Final = 20
-"""Writes of one run in one period, at most."""
+"""The most writes for one run in one period."""
 _POLL_S: Final = 1.0
 
 
 @dataclass
 class _Listed:
-    """The objects of a run, by name, as they were listed at a time and written since. `owner`: the
-    uid of the CheckpointRun then."""
+    """The objects of a run, by name, as they were listed `at` a time and written since. `owner`:
+    the uid of the CheckpointRun then."""
 
     owner: str
     at: float
@@ -63,7 +63,7 @@ class _Listed:
 
 
 class CheckpointWriter:
-    """A task of its own: `mark` runs, and `run` writes their objects."""
+    """Writes the objects of runs that are `mark`ed, in a task, `run`."""
 
     def __init__(
         self,
@@ -84,11 +84,11 @@ class CheckpointWriter:
         self._listed: dict[RunKey, _Listed] = {}
 
     def mark(self, run: RunKey) -> None:
-        """What it keeps may have changed."""
+        """The steps that this run keeps may have changed."""
         self._pacer.mark(run, at=self._clock())
 
     async def run(self) -> None:
-        """For ever."""
+        """Write what is due, for ever."""
         while True:
             await asyncio.sleep(_POLL_S)
             for key, listed in [*self._listed.items()]:
@@ -96,7 +96,7 @@ class CheckpointWriter:
                     self.mark(key)
             for key in self._pacer.take(at=self._clock()):
                 await self._look_after(key)
-                await asyncio.sleep(0)  # where there is nothing to write, others have their turn
+                await asyncio.sleep(0)  # lets others run even if nothing was written
 
     async def _look_after(self, key: RunKey) -> None:
         run = self._registry.runs.get(key)
@@ -106,7 +106,7 @@ class CheckpointWriter:
             return
         if run.object is None or not run.object.uid:
             self._pacer.done(key, rests=False)
-            self.mark(key)  # their owner is being made
+            self.mark(key)  # the objects' owner is not created yet
             return
         try:
             listed = await self._there(key, owner=run.object.uid)
@@ -117,7 +117,7 @@ class CheckpointWriter:
             self._metrics.wrote("checkpoint", failed=True)
             self._pacer.failed(key, at=self._clock())
             return
-        except Exception:  # one run that is not as expected must not end the process
+        except Exception:  # one odd run must not end the process
             crash("checkpoints not written", run=str(key))
             self._metrics.left_out("checkpoints")
             self._pacer.failed(key, at=self._clock())
@@ -127,7 +127,8 @@ class CheckpointWriter:
             self.mark(key)
 
     async def _there(self, key: RunKey, *, owner: str) -> _Listed:
-        """The objects of a run; they go with their owner."""
+        """The objects of a run. They are listed again if the owner is another, since they are
+        deleted with it."""
         found = self._listed.get(key)
         if found is None or found.owner != owner or self._clock() - found.at >= self._list_every_s:
             found = _Listed(owner=owner, at=self._clock())
@@ -155,7 +156,7 @@ class CheckpointWriter:
         try:
             made = await self._client.create(CHECKPOINTS, body, namespace=key.namespace)
         except Conflict:
-            return  # of that name, but not ours
+            return  # the name is taken by an object that is not ours
         self._metrics.wrote("checkpoint")
         listed.known[one.name] = seen(made)
         await self._tell(key, listed, one)
@@ -174,7 +175,7 @@ class CheckpointWriter:
                 subresource="status",
             )
         except NotFound:
-            listed.known.pop(one.name, None)  # somebody deleted it: it is made again
+            listed.known.pop(one.name, None)  # it was deleted: make it again
             self.mark(key)
             return
         self._metrics.wrote("checkpoint")

@@ -1,7 +1,7 @@
-"""Kubernetes Events on the root job and on the run, said seldom, said once.
+"""Kubernetes Events on the root job and on the run, written seldom and without repetition.
 
-`kubectl describe` of either shows them. What is said again word for word counts as a series of the
-first. An event that cannot be written in three tries is dropped: the run's status says the same.
+`kubectl describe` of either shows them. An Event that is repeated word for word becomes a series.
+An Event that cannot be written in three tries is dropped, because the run's status says the same.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ _LONGEST_NAME: Final = 200
 _WAITING: Final = 1000
 _REMEMBERED: Final = 10_000
 _SERIES_S: Final = 3000.0
-"""The API server keeps an event for an hour after its last change."""
+"""How long a series is continued. The API server keeps an Event for an hour after its last
+change."""
 _TRIES: Final = 3
 _PAUSE_S: Final = 2.0
 
 
 @dataclass(frozen=True)
 class _Said:
-    """An Event that was written: its name, how often it was said, and when last."""
+    """An Event that was written: its name, when it was last written, and how often."""
 
     name: str
     at: float
@@ -47,8 +48,8 @@ class _Said:
 
 
 class EventWriter:
-    """A task of its own: `tell` events, and `run` writes them. `uid_of`: of a run's object, ''
-    while there is none."""
+    """Writes the events given to `tell`, in a task, `run`. `uid_of`: the uid of a run's object; ''
+    if there is none."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class EventWriter:
         self._said: dict[tuple[str, str, str], _Said] = {}
 
     def tell(self, event: EmitEvent) -> None:
-        """Write it, unless the same was said lately or too much was."""
+        """Write the event, unless the same one was written lately, or too many were."""
         now, thing = self._clock(), (event.reason, event.topic)
         if not self._throttle.allows(event.run, thing, period_s=event.period_s, at=now):
             return
@@ -78,7 +79,7 @@ class EventWriter:
             warn("event dropped", run=str(event.run), reason=event.reason)
 
     async def run(self) -> None:
-        """For ever."""
+        """Write what is told, for ever."""
         while True:
             await self._take(await self._waiting.get())
 
@@ -87,7 +88,7 @@ class EventWriter:
         try:
             for body in event_bodies(event, run_uid=self._uid_of(event.run), at=at):
                 await self._write(event, body)
-        except Exception:  # one run that is not as expected must not end the process
+        except Exception:  # one odd run must not end the process
             crash("event not written", run=str(event.run))
             self._metrics.left_out("events")
 
@@ -99,7 +100,7 @@ class EventWriter:
         warn("event dropped", run=str(event.run), reason=event.reason)
 
     async def _try(self, event: EmitEvent, body: Body) -> bool:
-        """Whether it is settled: written, or never to be."""
+        """Returns whether it is settled: the event is written, or will never be accepted."""
         try:
             await self._send(event.run.namespace, body)
         except KubeError as error:
@@ -110,7 +111,7 @@ class EventWriter:
         return True
 
     async def _send(self, namespace: str, body: Body) -> None:
-        """As a new one, or as one more of a series. Raises KubeError."""
+        """Write a new Event, or count one more of a series. Raises KubeError."""
         key = body["regarding"]["uid"], body["reason"], body["note"]
         now, said = self._clock(), self._said.pop(key, None)
         if said is not None and now - said.at < _SERIES_S:
@@ -130,8 +131,8 @@ class EventWriter:
 
 
 def event_bodies(event: EmitEvent, *, run_uid: str, at: float) -> Iterator[Body]:
-    """The Event on the job (or whatever it is about), and the one on the run, each of which names
-    the other. `run_uid` '': there is no such object (yet)."""
+    """The Event on the job (or what else it is about) and the one on the run. Each names the other
+    object. `run_uid` '': the run has no object (yet)."""
     run: Body = {
         "apiVersion": names.API_VERSION,
         "kind": "CheckpointRun",

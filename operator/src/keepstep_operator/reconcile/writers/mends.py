@@ -1,6 +1,5 @@
-"""Statuses that somebody else wrote over, to be written again: after a while, so that two writers
-that do not agree are no loop, and so that a watch that is late is no reason.
-"""
+"""Statuses that others overwrote are written again, but only after a while: two writers that
+disagree must not make a loop, and a watch that is late is no reason to write."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ MEND_S: Final = 10.0
 
 
 class Mends(Generic[Key]):
-    """`mend` is called for a key whose status was another than ours for so long."""
+    """Calls `mend` for a key whose status was not ours for `MEND_S`."""
 
     def __init__(self, mend: Callable[[Key], None]) -> None:
         self._mend = mend
         self._due: dict[Key, asyncio.TimerHandle] = {}
 
     def compared(self, key: Key, *, same: bool) -> None:
-        """It was looked at."""
+        """The status of this key was compared with ours."""
         if same:
             self.forget(key)
         elif key not in self._due:
@@ -31,7 +30,7 @@ class Mends(Generic[Key]):
             self._due[key] = loop.call_later(MEND_S, self._now, key)
 
     def forget(self, key: Key) -> None:
-        """There is nothing to mend."""
+        """This key needs no mending (any more)."""
         if (due := self._due.pop(key, None)) is not None:
             due.cancel()
 

@@ -1,8 +1,8 @@
-"""Writes CheckpointRun.status: what is newest, when it is time, and only when it has changed.
+"""Writes CheckpointRun.status: its newest state, when it is time, and only if it has changed.
 
-One write replaces the whole status (a JSON patch), so it needs nothing of what was there before,
-and one that is lost is made good by the next. A run without an object gets one. What others write
-there is written over (`mends`).
+One write replaces the whole status (a JSON patch). So it does not depend on the former status, and
+a lost write is made good by the next. A run without an object gets one. What others write into the
+status is overwritten (`mends`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _AT_ONCE: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Digests of a status: as it was sent, and as the API server has it then."""
+    """Digests of a status: as it was sent, and as the API server then stored it."""
 
     sent: bytes
     stored: bytes
 
 
 class StatusWriter:
-    """A task of its own: `mark` runs, and `run` writes them."""
+    """Writes the statuses of runs that are `mark`ed, in a task, `run`."""
 
     def __init__(
         self,
@@ -64,18 +64,18 @@ class StatusWriter:
         self._sleeps_until = math.inf
 
     def mark(self, run: RunKey, *, soon: bool = False) -> None:
-        """Its status may have changed."""
+        """The status of this run may have changed. `soon`: see `Pacer.mark`."""
         if self._pacer.mark(run, at=self._clock(), soon=soon) < self._sleeps_until:
             self._bell.set()
 
     def shown(self, run: RunKey, status: Mapping[str, Any]) -> None:
-        """What a watch says that the object has."""
+        """The status that the object has, as a watch shows it."""
         self._shown[run] = _digest(status)
         self._compare(run)
 
     def forget(self, run: RunKey) -> None:
-        """Its object is gone: what was written there is no more. A run that stays is marked again;
-        one that does not must not have a part of the writes for ever."""
+        """The run's object is gone, and with it what was written there. A run that stays is marked
+        again; one that does not must not take part of the writes for ever."""
         self._pacer.forget(run)
         self._written.pop(run, None)
         self._shown.pop(run, None)
@@ -91,7 +91,7 @@ class StatusWriter:
         self.mark(run)
 
     async def run(self) -> None:
-        """For ever."""
+        """Write what is due, for ever."""
         while True:
             await self._wait()
             async with asyncio.TaskGroup() as group:
@@ -99,7 +99,7 @@ class StatusWriter:
                     group.create_task(self._write(key), name=f"status of {key}")
 
     async def _wait(self) -> None:
-        """Until something is due."""
+        """Wait until a write is due."""
         self._bell.clear()
         due = self._pacer.next_at()
         self._sleeps_until = math.inf if due is None else due
@@ -111,12 +111,12 @@ class StatusWriter:
             return
 
     async def _write(self, run: RunKey) -> None:
-        """One run; whatever goes wrong, it is tried again later."""
+        """Write one run's status. After any error it is tried again later."""
         try:
             await self._write_if_changed(run)
             known = self._registry.runs.get(run)
             if known is None:
-                self.forget(run)  # also what went while it was written
+                self.forget(run)  # also if it ended during the write
             else:
                 self._pacer.done(run, rests=known.finished_at is not None)
         except KubeError as error:
@@ -173,17 +173,17 @@ class StatusWriter:
             await self._client.create(RUNS, body, namespace=run.namespace)
             self._metrics.wrote("run")
         except Conflict:
-            return  # somebody was faster
+            return  # another client was faster
 
 
 def _digest(status: object) -> bytes:
-    """A server tells the same fields in an order of its own."""
+    """A digest that does not depend on the order of fields, which the server may change."""
     encoded = msgspec.json.encode(status, order="deterministic")
     return hashlib.blake2b(encoded, digest_size=16).digest()
 
 
 def status_of(registry: Registry, key: RunKey, *, at: float) -> RunStatus | None:
-    """What should be written now; None: there is nothing to write about any more."""
+    """The status to write now; None if nothing is left of the run."""
     run = registry.runs.get(key)
     if run is None or run.is_empty:
         return None
