@@ -1,6 +1,6 @@
-"""The CA bundle that sidecars check the reports API with: one ConfigMap, asked for now and then.
+"""The CA bundle with which sidecars check the reports API: one ConfigMap, read now and then.
 
-Each sidecar gets the bundle of the moment when its pod was created, in its environment.
+Each sidecar gets, in its environment, the bundle that is current when its pod is created.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UNKNOWN_S: Final = 1.0
 
 
 class ReportsAuthority:
-    """`pem` is '' until the ConfigMap is there; what was once known outlives its deletion."""
+    """The bundle. `pem` is '' until the ConfigMap exists, and stays if the ConfigMap is deleted."""
 
     def __init__(self, client: Client, *, namespace: str, name: str) -> None:
         self._client = client
@@ -27,13 +27,13 @@ class ReportsAuthority:
         self.pem = ""
 
     async def run(self) -> None:
-        """Ask for ever: often while nothing is known. A watch would need the right to list."""
+        """Read it for ever; often while it is not known. A watch would need the right to list."""
         while True:
             await self.look()
             await asyncio.sleep(_KNOWN_S if self.pem else _UNKNOWN_S)
 
     async def look(self) -> None:
-        """Ask once. A failure is said once, until another one comes."""
+        """Read it once. The same failure is logged only once in a row."""
         try:
             body = await self._client.get(CONFIG_MAPS, self._name, namespace=self._namespace)
             self._learn((body.get("data") or {}).get(_KEY, ""))

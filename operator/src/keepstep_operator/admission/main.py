@@ -43,7 +43,7 @@ _DRAIN_S: Final = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The command's options. `drain_s`: from SIGTERM until no new connection is taken."""
+    """The command's options. `drain_s`: from SIGTERM until no new connection is accepted."""
 
     sidecar_image: str
     sidecar_pull_policy: str
@@ -59,7 +59,7 @@ class Settings:
     watch_nodes: bool
 
     def defaults(self, reports_ca: str) -> Defaults | None:
-        """What each pod gets; None while the reports CA is unknown."""
+        """The settings for each pod; None while the reports CA is unknown."""
         if not reports_ca:
             return None
         return Defaults(
@@ -139,7 +139,7 @@ def admission(**options: Any) -> None:
 
 
 async def serve(settings: Settings) -> None:
-    """Until SIGTERM, and then until reviews that are under way are answered."""
+    """Serve until SIGTERM, and then until all reviews under way are answered."""
     tls, metrics = ServerTls(settings.tls_dir), Metrics()
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client(await find_access()))

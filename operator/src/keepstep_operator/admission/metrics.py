@@ -1,4 +1,4 @@
-"""Every metric of admission. docs/metrics.md lists the same."""
+"""Every metric of admission. docs/metrics.md lists them, too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.
 
 
 class Metrics:
-    """Of one process, with a registry of their own."""
+    """The metrics of one process, with their own registry."""
 
     def __init__(self) -> None:
         self.registry = metrics_registry()

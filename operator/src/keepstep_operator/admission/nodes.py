@@ -1,9 +1,10 @@
-"""Which nodes give huge pages: what a policy with `memory.hugePages: Auto` is decided by.
+"""Which nodes have huge pages, to decide a policy with `memory.hugePages: Auto`.
 
-A pod that asks for more of them than any node has stays Pending for ever. So it asks only where
-every node that it may run on has enough for as many such pods as its GPUs allow; required affinity
-is not looked at, which only makes that stricter. What others have taken of them is the scheduler's
-affair. And it asks only where an fsGroup, which hugetlbfs needs, changes nothing of the user's.
+A pod that requests more huge pages than any node has stays Pending for ever. So it requests them
+only if every node that it may run on has enough for as many such pods as its GPUs allow. Required
+affinity is not evaluated, which only makes this stricter. Huge pages that other pods have taken are
+left to the scheduler. And a pod requests them only if an fsGroup, which hugetlbfs needs, changes
+nothing of the user's.
 """
 
 from __future__ import annotations
@@ -30,15 +31,17 @@ class _Node:
     allocatable: Mapping[str, str]
 
     def gives(self, amounts: Mapping[str, int], own_bytes: int) -> int:
-        """Bytes of huge pages for each pod that asks for so much of extended resources, beside its
-        own."""
+        """The bytes of huge pages that are left for each pod, when as many pods as fit share this
+        node. `amounts`: the extended resources of a pod. `own_bytes`: the huge pages that its
+        containers request themselves."""
         has = {name: parse_bytes(self.allocatable.get(name) or 0) for name in amounts}
         pods = min((has[name] // amount for name, amount in amounts.items()), default=1)
         return parse_bytes(self.allocatable.get(HUGE_PAGES) or 0) // max(1, pods) - own_bytes
 
 
 class NodeCache:
-    """The cluster's nodes. Without `run`, or before all were seen, none gives any."""
+    """The cluster's nodes. Without `run`, or before all were seen, no policy gets huge pages from
+    Auto."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -53,11 +56,11 @@ class NodeCache:
         return self._feed.loaded.is_set()
 
     async def run(self) -> None:
-        """Follow them for ever."""
+        """Watch the nodes for ever."""
         await follow(self._client, [self._feed])
 
     def seen(self, body: Body) -> None:
-        """A Node is there, or has changed."""
+        """A Node exists or has changed."""
         self._nodes[str(_name(body))] = _Node(
             labels=body["metadata"].get("labels") or {},
             taints=tuple((body.get("spec") or {}).get("taints") or ()),
@@ -65,11 +68,11 @@ class NodeCache:
         )
 
     def gone(self, name: str) -> None:
-        """It is not any more."""
+        """A Node was deleted."""
         self._nodes.pop(name, None)
 
     def settled(self, policy: Policy, spec: Body) -> Policy:
-        """The policy for a pod with this spec: Auto becomes one of the others."""
+        """The policy for a pod with this spec. `HugePages.AUTO` becomes `ALWAYS` or `NONE`."""
         if policy.huge_pages is not HugePages.AUTO:
             return policy
         asking = replace(policy, huge_pages=HugePages.ALWAYS)
@@ -82,7 +85,8 @@ class NodeCache:
 
 
 def _requested(spec: Body) -> dict[str, int]:
-    """By resource, of all containers together: integers, or bytes."""
+    """The requests of all containers together, by resource: extended resources as integers, and
+    huge pages in bytes."""
     found: dict[str, int] = {}
     for container in (*(spec.get("containers") or ()), *(spec.get("initContainers") or ())):
         resources = container.get("resources") or {}
@@ -94,7 +98,7 @@ def _requested(spec: Body) -> dict[str, int]:
 
 
 def _extended(spec: Body) -> dict[str, int]:
-    """Those that a device plugin hands out: GPUs, network cards."""
+    """The requested resources that device plugins hand out, like GPUs and network cards."""
     return {name: amount for name, amount in _requested(spec).items() if "/" in name and amount}
 
 
@@ -103,13 +107,14 @@ def _has_group(spec: Body) -> bool:
 
 
 def _minds(volume: Body) -> bool:
-    """Whether an fsGroup could change what the user's containers find there: files of a claim get
-    another owner, and a Secret's of mode 0600 become 0640, which ssh refuses as a key."""
+    """Whether an fsGroup could change what the user's containers find in this volume: files of a
+    claim get another group, and a Secret's files of mode 0600 become 0640, which ssh refuses for a
+    key."""
     kinds = set(volume) - {"name"}
     if not kinds <= _HARMLESS:
         return True
     if str((volume.get("emptyDir") or {}).get("medium")).startswith("HugePages"):
-        return True  # the kubelet mounts those of one size only
+        return True  # the kubelet mounts huge pages of one size only
     secret = volume.get("secret") or {}
     modes = [secret.get("defaultMode"), *(one.get("mode") for one in secret.get("items") or ())]
     return any(mode is not None and not mode & _GROUP_READS for mode in modes)
@@ -125,7 +130,7 @@ def _may_run(spec: Body, node: _Node) -> bool:
 
 
 def _tolerates(toleration: Body, taint: Body) -> bool:
-    """As the scheduler has it (k8s.io/api/core/v1, Toleration.ToleratesTaint)."""
+    """As the scheduler decides it (k8s.io/api/core/v1, Toleration.ToleratesTaint)."""
     if toleration.get("effect") not in (None, "", taint.get("effect")):
         return False
     if toleration.get("key") not in (None, "", taint.get("key")):

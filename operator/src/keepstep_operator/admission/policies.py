@@ -1,8 +1,9 @@
-"""The policies of the whole cluster in memory, followed by a watch; asked for live on a miss.
+"""The policies of the whole cluster, in memory. A watch keeps them; a missing one is asked for
+live.
 
-`kubectl apply -f` of one file may create the job before its policy. So a policy that is not there
-is waited for a moment, within the webhook's deadline; but only once in a while per name, or a
-wrong name would slow down every pod of its job.
+`kubectl apply -f` of one file may create the job before its policy. So a missing policy is waited
+for a moment, within the webhook's deadline. For each name this is done only once in a while, so
+that a wrong name does not delay every pod of its job.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ Key = tuple[str, str]
 
 
 class PolicyAbsent(UsageError):
-    """No policy of that name came in time; the message names those that are there."""
+    """No policy of that name appeared in time. The message names the existing ones."""
 
 
 class PolicyCache:
-    """What `run` has seen; `get` also works while it does not run."""
+    """The policies that `run` has seen. `get` also works while `run` does not."""
 
     def __init__(
         self,
@@ -59,11 +60,11 @@ class PolicyCache:
 
     @property
     def synced(self) -> bool:
-        """Whether all policies were seen once. It stays true when the API server goes away."""
+        """Whether all policies were seen once. This stays true when the API server goes away."""
         return self._feed.loaded.is_set()
 
     async def run(self) -> None:
-        """Follow the policies for ever."""
+        """Watch the policies for ever."""
         await follow(self._client, [self._feed])
 
     def _seen(self, body: Body) -> None:
@@ -80,7 +81,8 @@ class PolicyCache:
         self._changed = asyncio.Event()
 
     async def get(self, namespace: str, name: str) -> Policy:
-        """Raises PolicyError, PolicyAbsent, or KubeError when the API server does not answer."""
+        """The policy of this name. Raises PolicyError, PolicyAbsent, or KubeError if the API server
+        does not answer."""
         key = (namespace, name)
         found = self._known.get(key) or await self._ask(key)
         if isinstance(found, PolicyError):
@@ -117,7 +119,7 @@ def _key(body: Body) -> Key:
 
 
 def _parsed(body: Body) -> Policy | PolicyError:
-    """A wrong policy is remembered as its error."""
+    """The policy, or the error to remember in its place."""
     try:
         return parse_policy(body)
     except PolicyError as error:

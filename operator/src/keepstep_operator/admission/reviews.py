@@ -1,4 +1,4 @@
-"""AdmissionReview v1: what the API server asks and hears, and the decision between. Pure."""
+"""AdmissionReview v1: the request of the API server, the decision, and the answer. Pure."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from keepstep_operator.injection import Defaults, Near, inject, refuse
 
 _API_VERSION: Final = "admission.k8s.io/v1"
 _LONGEST_WARNING: Final = 256
-"""The API server cuts what is longer."""
+"""The API server cuts longer warnings."""
 
 
 class ReviewError(UsageError):
-    """A request that is no AdmissionReview v1 of a pod."""
+    """The request is not an AdmissionReview v1 of a pod."""
 
 
 class Result(str, enum.Enum):
-    """For the counter: the sidecar is in, was not wanted or not possible, or we failed."""
+    """The result, for the counter: the sidecar was injected, was not wanted or not possible, or we
+    failed."""
 
     INJECTED = "injected"
     SKIPPED = "skipped"
@@ -36,7 +37,7 @@ class Result(str, enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Review:
-    """A pod that is about to be created: what we look at, and `body`, as it came."""
+    """A pod that is about to be created: `pod`, what we use of it, and `body`, the whole pod."""
 
     uid: str
     operation: str
@@ -45,7 +46,7 @@ class Review:
 
     @property
     def about(self) -> dict[str, object]:
-        """For log lines."""
+        """The fields for log lines."""
         pod = self.pod
         name = pod.name or (self.body.get("metadata") or {}).get("generateName", "")
         owner = f"{pod.owner.kind}/{pod.owner.name}" if pod.owner else ""
@@ -54,7 +55,8 @@ class Review:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What becomes of the pod. `reason` is one word, `message` for people, '' when all is well."""
+    """The decision about a pod. `reason` is one word. `message` is for people; '' if all is
+    well."""
 
     result: Result
     reason: str
@@ -64,7 +66,7 @@ class Verdict:
 
 
 def parse_review(raw: bytes) -> Review:
-    """Raises ReviewError."""
+    """Parse a request. Raises ReviewError."""
     try:
         request: dict[str, Any] = msgspec.json.decode(raw)["request"]
         body = request["object"]
@@ -83,7 +85,8 @@ def parse_review(raw: bytes) -> Review:
 def admit(
     review: Review, policy: Policy, defaults: Defaults, *, near: tuple[Near, ...] = ()
 ) -> Verdict:
-    """Inject, or say why not. `near`: nodes that hold shards for the pod."""
+    """Inject the sidecar, or decline with the reason. `near`: nodes that hold shards for the
+    pod."""
     try:
         pod = inject(review.body, policy, defaults, near=near)
     except (PodError, PolicyError) as error:
@@ -100,7 +103,7 @@ def admit(
 def decline(
     review: Review, *, reason: str, message: str, result: Result = Result.SKIPPED
 ) -> Verdict:
-    """The pod passes without a sidecar, and carries the reason."""
+    """Let the pod pass without a sidecar; it carries the reason."""
     pod = refuse(review.body, reason=reason, message=message)
     return Verdict(
         result=result,
@@ -112,7 +115,7 @@ def decline(
 
 
 def passed(reason: str) -> Verdict:
-    """There is nothing to do."""
+    """Let the pod pass unchanged."""
     return Verdict(result=Result.SKIPPED, reason=reason)
 
 
@@ -129,6 +132,6 @@ def answer(uid: str, verdict: Verdict) -> bytes:
 
 
 def _warning(text: str) -> str:
-    """A single line of what an HTTP header may carry."""
+    """The warning as one line that an HTTP header may carry."""
     plain = " ".join(f"keepstep: {text}".split()).encode("ascii", "replace").decode()
     return plain if len(plain) <= _LONGEST_WARNING else plain[: _LONGEST_WARNING - 3] + "..."

@@ -1,8 +1,9 @@
-"""What a pod's run was recorded to be, for a pod that is about to be created: which nodes hold its
-shards, and with which policy and sidecar image its other pods began.
+"""What the CheckpointRun of a pod that is about to be created says: which nodes hold its shards,
+and with which policy and sidecar image the run's other pods started.
 
-Asked live, for a moment only, and remembered for a few seconds: the pods of a job come all at once.
-No answer means no preference and today's policy and image, never a pod that waits.
+It is read live, with a short timeout, and remembered for a few seconds, since all pods of a job
+come at once. If the API server does not answer, the pod gets no preference and today's policy and
+image; it never waits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _MOST_NODES: Final = 4
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """One entry of CheckpointRun.status.holders: what lies on a node. Sets of node ranks."""
+    """One entry of CheckpointRun.status.holders. `node_ranks`, `copies`: the node ranks of which
+    the node holds their own shards, or copies of their shards."""
 
     node: str
     node_ranks: str = ""
@@ -56,8 +58,8 @@ class _Status(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """`policy`, `image`, `version`: of the run's pods that are there; None and '' where the next
-    pod is the first one, or may not have theirs."""
+    """The record of one run. `policy`, `image`, `version`: those of the run's existing pods; None
+    and '' if the next pod is the first one, or may not have the same."""
 
     holders: tuple[Holder, ...] = ()
     policy: Policy | None = None
@@ -65,7 +67,8 @@ class RunRecord:
     version: str = ""
 
     def near(self, node_rank: int) -> tuple[Near, ...]:
-        """First the node with this place's own shards, then those that keep copies of them."""
+        """The nodes to prefer for this place: first those with its own shards, then those with
+        copies."""
         own = [Near(one.node, OWN) for one in self.holders if within(one.node_ranks, node_rank)]
         kept = [Near(one.node, COPIES) for one in self.holders if within(one.copies, node_rank)]
         there = {one.node for one in own}
@@ -73,14 +76,14 @@ class RunRecord:
 
 
 class RunRecords:
-    """Asks the API server through `client`."""
+    """Reads the records through `client`."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._known: TTLCache[tuple[str, str], RunRecord] = TTLCache(_MOST_RUNS, _REMEMBERED_S)
 
     async def get(self, namespace: str, name: str) -> RunRecord:
-        """Never raises."""
+        """The record of this run; empty if the API server does not answer. Never raises."""
         key = namespace, name
         if (known := self._known.get(key)) is not None:
             return known
@@ -93,14 +96,14 @@ class RunRecords:
 
 
 def read(run: Body, namespace: str) -> RunRecord:
-    """As the CheckpointRun has it; nothing where it cannot be read."""
+    """The record in a CheckpointRun; empty if its status cannot be read."""
     try:
         status = msgspec.convert(run.get("status") or {}, _Status)
     except msgspec.ValidationError:
         return RunRecord()
     if status.start is None:
         return RunRecord(holders=status.holders)
-    # an image that older admission chose may not know the arguments that this one gives
+    # an image that an older admission chose may not know the arguments that this one gives
     known = status.start.contract == CONTRACT
     return RunRecord(
         holders=status.holders,
@@ -116,5 +119,5 @@ def _parsed(written: _Policy | None, namespace: str) -> Policy | None:
     metadata = {"namespace": namespace, "name": written.name, "generation": written.generation}
     try:
         return parse_policy({"metadata": metadata, "spec": written.spec})
-    except PolicyError:  # written by a release that took what this one does not
+    except PolicyError:  # written by a release with other rules
         return None

@@ -36,30 +36,34 @@ from keepstep_operator.kube import KubeError
 from keepstep_operator.serving import Ready, body_of, health_routes
 
 TIMEOUT_S: Final = 5
-"""Of the webhook, as the chart has it by default."""
+"""The timeout of the webhook, the chart's default."""
 OF_AN_API_SERVER: Final = SERVED // 2
-"""Connections that are worked on at a time: it brings one for each pod, and some wait for a policy.
-Whoever else reaches the port has no more, and all of them no more than fit into memory."""
+"""How many connections of one source are served at a time. An API server opens one for each pod,
+and some of these wait for a policy. Any other client of the port gets no more than that, and all
+clients together no more than fit into memory."""
 _LARGEST_REVIEW_BYTES: Final = 4 << 20
-"""An API server takes objects of 3 MiB at most."""
+"""An API server accepts objects of at most 3 MiB."""
 _LARGE_BYTES: Final = 128 << 10
 _LARGE_AT_ONCE: Final = 4
-"""Reviews larger than those of usual pods."""
+"""How many reviews larger than those of usual pods are read at a time."""
 
 _SOURCES: Final = 1000
 _TOLD_EVERY_S: Final = 10.0
-"""Of what no API server sends, for each source: else it would fill the log."""
+"""How often, for each source, a request is logged that no API server sends. Otherwise these
+requests would fill the log."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def deadline_of(timeout_s: float) -> float:
-    """Of a review: the way there and back is in the webhook's timeout, too."""
+    """The deadline of a review. It is shorter than the webhook's timeout, which includes the
+    transfers."""
     return 0.7 * timeout_s
 
 
 class Admission:
-    """Reviews pods. `defaults` is asked for each one: it is None until the reports CA is known."""
+    """Reviews pods. `defaults` is called for each pod; it returns None until the reports CA is
+    known."""
 
     def __init__(
         self,
@@ -81,13 +85,13 @@ class Admission:
         self._told: TTLCache[str, bool] = TTLCache(_SOURCES, _TOLD_EVERY_S)
 
     def application(self, ready: Ready) -> web.Application:
-        """The routes of the webhook's port."""
+        """The application of the webhook's port."""
         app = web.Application(middlewares=[_ends])
         app.add_routes([web.post("/inject", self._inject), *health_routes(ready)])
         return app
 
     async def review(self, review: Review) -> Verdict:
-        """Decide about one pod. Never raises, never takes much longer than the deadline."""
+        """Decide about one pod. Never raises, and never takes much longer than the deadline."""
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await self._decide(review)
@@ -165,9 +169,9 @@ class Admission:
 
 @web.middleware
 async def _ends(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """An answer ends its connection. The API server goes on with connections that are open, also
-    with one to a replica whose node was lost (kubernetes/kubernetes#127335): each review there is a
-    pod without a sidecar."""
+    """Close the connection with each answer. The API server reuses open connections, also one to a
+    replica whose node was lost (kubernetes/kubernetes#127335); each review on that one is a pod
+    without a sidecar."""
     try:
         response = await handler(request)
     except web.HTTPException as error:
@@ -180,7 +184,7 @@ async def _ends(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _place(review: Review) -> Placement | None:
     try:
         return placement(review.pod)
-    except PodError:  # `admit` says which
+    except PodError:  # `admit` reports it
         return None
 
 

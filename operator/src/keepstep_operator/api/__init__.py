@@ -1,7 +1,7 @@
-"""What the operator reads and writes in the API: policies, pods, runs; parsed once.
+"""The objects that the operator reads and writes in the API: policies, pods, runs.
 
-policy, tiers           CheckpointPolicy, and what it says of peers and archive
-pod, job_kinds          a training pod; how each kind of job tells its ranks
+policy, tiers           CheckpointPolicy, and its parts for peers and archive
+pod, job_kinds          a training pod; how each kind of job tells its pods apart
 run, model              CheckpointRun and Checkpoint
-fields, quantities      how a field is read; sizes and times
+fields, quantities      how fields are read; sizes and times
 """

@@ -1,7 +1,7 @@
-"""A part of a spec, read field by field; what is wrong is said with its path and what to write.
+"""A part of a spec, read field by field. An error names the wrong field and says what to write.
 
-The CRD's schema refuses the same things first. This is for objects that are older than a rule of
-it, and because one of them must not end a cache of all. Pure.
+The CRD's schema refuses the same errors first. This module is for objects that are older than a
+rule of the schema: one of them must not end the cache of all policies. Pure.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _LEAST_BYTES = 1 << 20
 
 
 class PolicyError(UsageError):
-    """A policy that cannot work. `field` is its path below spec; the message says what to write.
+    """A policy that cannot work. `field`: the wrong field's path below spec. The message says what
+    to write.
 
-    `reason`: of the condition Accepted=False, one word.
+    `reason`: the reason of the condition Accepted=False, one word.
     """
 
     def __init__(self, field: str, message: str, *, reason: str = "Invalid") -> None:
@@ -32,7 +33,7 @@ class PolicyError(UsageError):
 
 
 class Fields:
-    """A part of the spec, and where it stands, so that messages can say so."""
+    """A part of the spec with its path, which messages name."""
 
     def __init__(self, path: str, fields: object) -> None:
         self._path = path
@@ -41,11 +42,11 @@ class Fields:
         self.fields: Body = fields
 
     def wrong(self, name: str, message: str, *, reason: str = "Invalid") -> PolicyError:
-        """The error to raise about the field `name`, or about the whole part when it is ''."""
+        """The error to raise about the field `name`; '': about the whole part."""
         return PolicyError(self._at(name), message, reason=reason)
 
     def child(self, name: str) -> Fields:
-        """A part that may be left out."""
+        """A part below this one; empty if it is left out."""
         value = self.fields.get(name)
         return Fields(self._at(name), {} if value is None else value)
 
@@ -61,7 +62,7 @@ class Fields:
     def text(
         self, name: str, form: re.Pattern[str], what: str, *, default: str | None = None
     ) -> str:
-        """A string of this form; `what` it is, for the message."""
+        """A string of this form. `what`: what is expected, for the message."""
         value = self.fields.get(name, default)
         if not isinstance(value, str) or not form.fullmatch(value):
             raise self.wrong(name, f"{value!r} is not {what}")
@@ -71,8 +72,8 @@ class Fields:
         return None if self.fields.get(name) is None else self.text(name, form, what)
 
     def directory(self, name: str, *, example: str) -> str:
-        """An absolute path in normal form (no `//`, no `/./`, no trailing slash), so that prefixes
-        can be compared."""
+        """An absolute path, returned in normal form (no `//`, no `/./`, no trailing slash), so that
+        prefixes can be compared."""
         path = self.fields.get(name)
         if not isinstance(path, str) or not path.startswith("/"):
             raise self.wrong(name, f"an absolute directory is needed, like {example}")

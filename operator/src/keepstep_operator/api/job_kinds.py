@@ -1,7 +1,7 @@
 """What is known of each kind of job: where it is served, which of its containers trains, and what
 tells its pods apart. docs/support-matrix.md has the same table for people.
 
-Kinds that are not here are neither looked up, nor do their pods get a node rank by themselves.
+Jobs of other kinds are not looked up, and their pods get no node rank by themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 
 class RankSource(enum.Enum):
-    """What tells a pod's node rank. `NONE`: such a job is of one pod, of node rank 0."""
+    """What tells a pod's node rank. `NONE`: the job has one pod, of node rank 0."""
 
     NONE = "one pod"
     COMPLETION_INDEX = "completion index"
@@ -25,10 +25,10 @@ class RankSource(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class JobKind:
-    """`container`: which trains, '' for the first. `label`: of each pod, with its index, where
-    `rank` is `LABEL` or `WRITTEN`. `owner`: (group, kind) of what may have made it, which is the
-    root then. `templated`: a queue admits it by its template, so what is added to its pods is not
-    counted."""
+    """A kind of job. `container`: the one that trains; '' for the first. `label`: the label with
+    each pod's index, if `rank` is `LABEL` or `WRITTEN`. `owner`: (group, kind) of the object that
+    may own the job and is the root then. `templated`: a queue admits the job by its template, so it
+    does not count what is added to its pods."""
 
     group: str
     kind: str
@@ -98,12 +98,12 @@ _KINDS: Final = (
 _BY_NAME: Final = {(one.group, one.kind): one for one in _KINDS}
 _VERSION = re.compile(r"v[0-9][a-z0-9]{0,20}")
 NAME: Final = r"(?!.*\.\.)[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
-"""Of an object, as a pattern."""
+"""Pattern of an object's name."""
 _NAME = re.compile(NAME)
 
 
 def kind_of(api_version: str, kind: str) -> JobKind | None:
-    """The kind of an owner, whatever version of it; None for one that is not known."""
+    """The kind of an owner, in any version; None for an unknown kind."""
     group, _, version = api_version.rpartition("/")
     return _BY_NAME.get((group, kind)) if _VERSION.fullmatch(version) else None
 

@@ -1,4 +1,4 @@
-"""What the reconciler knows of the cluster's objects: small values, parsed once at the edge."""
+"""What the reconciler knows of the cluster's objects: small values, each parsed once on arrival."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from keepstep_operator.api.policy import Policy, VolumeKind
 
 @dataclass(frozen=True, slots=True, order=True)
 class RunKey:
-    """A run: the namespace is the boundary of trust, `name` is that of its CheckpointRun."""
+    """The key of a run. `namespace` is the boundary of trust; `name` is also its
+    CheckpointRun's."""
 
     namespace: str
     name: str
@@ -30,10 +31,11 @@ def _form(pattern: str) -> msgspec.Meta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The root owner of a run's pods: what people look at, and where events go. `name` and `uid`:
-    '' for a pod without an owner, its own root, that is not created yet.
+    """The root owner of a run's pods. People look at it, and events go to it. `name` and `uid`: ''
+    for a pod without an owner, its own root, that is not created yet.
 
-    The forms, and the bounds of CheckpointRun.status.job, hold where msgspec reads one (`job_of`).
+    The patterns, and the bounds of CheckpointRun.status.job, are checked only where msgspec decodes
+    a job (`job_of`).
     """
 
     api_version: Annotated[str, _form(r"([a-z0-9][-a-z0-9.]{0,252}/)?[a-z0-9]{1,62}")]
@@ -43,7 +45,7 @@ class Job:
 
 
 def job_of(**fields: object) -> Job | None:
-    """What others wrote as a job; None where no object can be that."""
+    """The job with these fields, which others wrote; None if no object can have them."""
     try:
         return msgspec.convert(fields, Job)
     except msgspec.ValidationError:
@@ -54,10 +56,11 @@ def job_of(**fields: object) -> Job | None:
 class PodRecord:
     """One pod that asked for keepstep. `injected` False: it was admitted without a sidecar.
 
-    `training`: the training container runs now. `restarts`: of the training container, in place.
-    `trouble`: why the pod does not run as it should, in the kubelet's or scheduler's words.
-    `labelled`: the run's name comes from the user's label, so it outlives the job. `queued`: a
-    queue (Kueue, Volcano) has it in hand. `uncounted`: and admitted its job by the template.
+    `training`: the training container runs now. `restarts`: how often it was restarted in place.
+    `trouble`: why the pod does not run as it should, in the words of the kubelet or the scheduler;
+    without a sidecar, in those of admission. `labelled`: the run's name comes from the user's
+    label, so the run outlives the job. `queued`: a queue (Kueue, Volcano) manages the pod.
+    `uncounted`: the queue admitted its job by the template.
     """
 
     uid: str
@@ -87,19 +90,20 @@ class PodRecord:
 
     @property
     def over(self) -> bool:
-        """It will never run again."""
+        """Whether it will never run again."""
         return self.phase in ("Succeeded", "Failed")
 
     @property
     def stays(self) -> bool:
-        """It has the sidecar, and is neither over nor being deleted: its place is its own."""
+        """Whether it has the sidecar, and is neither over nor being deleted: it holds its place."""
         return self.injected and not self.over and not self.deleting
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRecord:
-    """A CheckpointPolicy as it lies in the cluster. `policy`: what it says, None where it is not
-    accepted, and `problem` has (reason, message). `advice`: what an accepted one does not give."""
+    """A CheckpointPolicy as it is in the cluster. `policy`: its content; None if it is not
+    accepted. `problem` then has (reason, message). `advice`: what an accepted policy protects
+    against and what not."""
 
     namespace: str
     name: str
@@ -112,8 +116,8 @@ class PolicyRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """A node. `cordoned`: no new pod comes to it; it is probably being drained. `ready`: its
-    kubelet says that it works."""
+    """A node. `cordoned`: it takes no new pods and is probably being drained. `ready`: its kubelet
+    reports that it works."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -123,8 +127,8 @@ class NodeRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunObject:
-    """A CheckpointRun as it lies in the cluster. `version`: its resourceVersion. `status` is ours,
-    from an earlier life maybe; `policy`: the snapshot in it."""
+    """A CheckpointRun as it is in the cluster. `version`: its resourceVersion. `status`: ours,
+    maybe from an earlier reconciler. `policy`: the snapshot in the status."""
 
     key: RunKey
     uid: str
@@ -139,8 +143,7 @@ class RunObject:
 
 
 class JobState(str, enum.Enum):
-    """What a look at the root job says. `UNKNOWN`: it is of a kind that may not be read, or is
-    not served."""
+    """The state of the root job. `UNKNOWN`: we may not read its kind, or it is not served."""
 
     ACTIVE = "active"
     UNKNOWN = "unknown"

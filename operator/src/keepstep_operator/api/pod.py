@@ -1,9 +1,9 @@
-"""A pod as small values: which run it belongs to, which place in it, which container trains.
+"""A pod as small values: which run it belongs to, its place there, and which container trains.
 
-Admission sees a pod before it has a uid (and, from a generateName, before it has a name), reconcile
-sees it later. Both must come to the same answers, so everything here is a function of what a pod
-has from its birth: labels, annotations, owner, containers. After injection the labels that
-admission wrote are what counts (`placement_of`). Pure.
+Admission sees a pod before it has a uid (and, with a generateName, before it has a name); reconcile
+sees it later. Both must come to the same answers. So everything here depends only on what a pod has
+from its creation: labels, annotations, owner, containers. After injection, the labels that
+admission wrote count (`placement_of`). Pure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 JOBSET_UID_LABEL = "jobset.sigs.k8s.io/jobset-uid"
 JOBSET_INDEX_LABEL = "jobset.sigs.k8s.io/job-global-index"
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
-"""Annotation of every pod of an Indexed Job; since Kubernetes 1.28 a label, too."""
+"""Annotation of every pod of an Indexed Job; since Kubernetes 1.28 also a label."""
 TRAINJOB_LABELS = (
     "trainer.kubeflow.org/trainjob-name",
     "trainer.kubeflow.org/trainjob-ancestor-step",
@@ -40,11 +40,13 @@ _TRAINJOB_CONTAINER = "node"
 _KUEUE = "kueue.x-k8s.io/"
 """Kueue labels the pods of a job that it admitted (podset, or queue-name)."""
 _VOLCANO = "volcano.sh/"
-"""Its job controller labels the pods of a job (volcano.sh/job-name, volcano.sh/queue-name)."""
+"""Volcano's job controller labels the pods of a job (volcano.sh/job-name,
+volcano.sh/queue-name)."""
 
 PODS_OF_A_JOB = 10_000
-"""Node ranks of a JobSet's job: its global index times this, plus the completion index. Groups
-of a LeaderWorkerSet get as many. An identity within the run, not torch's RANK."""
+"""How many node ranks each job of a JobSet has: a node rank is the job's global index times this,
+plus the completion index. Each group of a LeaderWorkerSet has as many. A node rank identifies a pod
+within the run; it is not torch's RANK."""
 
 _LONGEST_KEY = 63
 _HEX_OF_UID = 8
@@ -61,7 +63,7 @@ class PodError(UsageError):
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
-    """`literals`: environment variables with a value written out (no references)."""
+    """A container. `literals`: its environment variables with a literal value (no references)."""
 
     name: str
     image: str
@@ -70,7 +72,8 @@ class Container:
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """What we look at. `owner`: the controller's reference. `init_containers`: names, in order."""
+    """The parts of a pod that we use. `owner`: the controller's reference. `init_containers`: their
+    names, in order."""
 
     namespace: str
     name: str
@@ -86,23 +89,24 @@ class Pod:
 
     @property
     def policy(self) -> str | None:
-        """The CheckpointPolicy that the pod asks for; None: it does not."""
+        """The CheckpointPolicy that the pod asks for; None: it asks for none."""
         return self.annotations.get(names.POLICY_ANNOTATION)
 
     @property
     def restore_from(self) -> str | None:
-        """The step, of another run, that the pod's run begins from; None: it begins by itself."""
+        """The step of another run that the pod's run begins from; None: it does not fork."""
         return self.annotations.get(names.RESTORE_FROM_ANNOTATION)
 
     @property
     def has_sidecar(self) -> bool:
-        """Whether the sidecar is really there, whatever labels say."""
+        """Whether the pod really has the sidecar, whatever its labels say."""
         return names.SIDECAR_CONTAINER in self.init_containers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a pod stands: its run's key (directory and CheckpointRun name) and its node rank."""
+    """A pod's place: its run's key (the name of its directory and its CheckpointRun) and its node
+    rank."""
 
     run_key: str
     node_rank: int
@@ -118,11 +122,13 @@ _Contract = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 class Injected:
     """The annotation keepstep.dev/status: what admission did to the pod, or why it did nothing.
 
-    `reason` is '' when the sidecar was injected, else one word, and `message` says what to do.
-    `job`: None when refused. `image` and `version`: of the sidecar. `warnings`: what was done in
-    another way than asked. `ranked`: the node rank is the one that the pod asked for by label.
-    `contract`: see `injection.settings`; 0 before there was one. The types hold where it is read,
-    as whoever may write pods may have written it; `policy`, `message` and `warnings` are any text.
+    `reason`: '' if the sidecar was injected; otherwise one word, and `message` says what to do.
+    `job`: None if refused. `image`, `version`: of the sidecar. `warnings`: what was done otherwise
+    than asked. `ranked`: the pod asked for its node rank by label. `contract`: see
+    `injection.settings`; 0 before there was one.
+
+    The types are checked on reading, because anybody who may write pods may have written the
+    annotation. `policy`, `message` and `warnings` may be any text.
     """
 
     policy: str
@@ -138,7 +144,7 @@ class Injected:
     contract: _Contract = 0
 
     def render(self) -> str:
-        """As the annotation's value: JSON without what is empty, keys in a fixed order."""
+        """The annotation's value: JSON without empty fields, keys in a fixed order."""
         fields = {name: value for name, value in asdict(self).items() if value}
         return json.dumps(fields, separators=(",", ":"))
 
@@ -147,7 +153,7 @@ _INJECTED = msgspec.json.Decoder(Injected)
 
 
 def parse_pod(body: Body, *, namespace: str = "") -> Pod:
-    """A Pod object as values. `namespace`: of the admission request; a new pod's may be empty."""
+    """Parse a Pod object. `namespace`: the admission request's, since a new pod's may be empty."""
     metadata, spec = body.get("metadata") or {}, body.get("spec") or {}
     status = body.get("status") or {}
     return Pod(
@@ -166,15 +172,15 @@ def parse_pod(body: Body, *, namespace: str = "") -> Pod:
 
 
 def root_of(pod: Pod) -> Job:
-    """The job that the pod belongs to: a JobSet or a LeaderWorkerSet by its labels, else the
-    controller, else itself."""
+    """The job that the pod belongs to: a JobSet or a LeaderWorkerSet by the pod's labels, else its
+    controller, else the pod itself."""
     name, uid = pod.labels.get(JOBSET_NAME_LABEL), pod.labels.get(JOBSET_UID_LABEL)
     if name and uid:
         version = "jobset.x-k8s.io/v1alpha2"
         if job := job_of(api_version=version, kind="JobSet", name=name, uid=uid):
             return job
     if pod.owner is not None and (name := pod.labels.get(LWS_NAME_LABEL)):
-        # its StatefulSets are many, and no label has its uid
+        # it has many StatefulSets, and no label has its uid
         version = "leaderworkerset.x-k8s.io/v1"
         if job := job_of(api_version=version, kind="LeaderWorkerSet", name=name):
             return job
@@ -184,7 +190,7 @@ def root_of(pod: Pod) -> Job:
 def run_key(pod: Pod) -> str:
     """The run's name, a DNS label: from the label keepstep.dev/run, else from the root job.
 
-    Raises PodError when neither gives one.
+    Raises PodError if neither gives one.
     """
     if (label := pod.labels.get(names.RUN_LABEL)) is not None:
         return _checked(label, f"label {names.RUN_LABEL}")
@@ -207,7 +213,7 @@ def run_key(pod: Pod) -> str:
 
 
 def node_rank(pod: Pod) -> int:
-    """The pod's place in its run, constant over restarts. Raises PodError when nothing tells it."""
+    """The pod's place in its run, constant over restarts. Raises PodError if nothing tells it."""
     if (text := asked_node_rank(pod)) is not None:
         if (asked := _index(text)) is None:
             raise PodError(
@@ -226,7 +232,7 @@ def node_rank(pod: Pod) -> int:
 
 
 def _index_by(pod: Pod, kind: JobKind) -> int | None:
-    """As the kind of job tells its pods apart; None when this one lacks what it should have."""
+    """The node rank by what tells pods of this kind of job apart; None if this pod lacks it."""
     match kind.rank:
         case RankSource.JOBSET:
             return _of_a_set(pod)
@@ -244,14 +250,16 @@ def _index_by(pod: Pod, kind: JobKind) -> int | None:
 
 
 def _of_a_set(pod: Pod) -> int | None:
-    """An older JobSet numbers its jobs only among those of one template."""
+    """The node rank of a JobSet's pod. None for an older JobSet: it has no global index, only one
+    within a template."""
     job = _indexed(pod, JOBSET_INDEX_LABEL)
     return None if job is None else job * PODS_OF_A_JOB + (_indexed(pod, COMPLETION_INDEX) or 0)
 
 
 def _grouped(pod: Pod) -> int | None:
-    """A leader's name ends in its group, which its label says only once the controller's own
-    webhook was called."""
+    """The node rank of a LeaderWorkerSet's pod. A leader's label with its group is set only by the
+    controller's own webhook, maybe later; until then its name, which ends in the group, tells
+    it."""
     index, group = _indexed(pod, LWS_INDEX_LABEL), _indexed(pod, LWS_GROUP_LABEL)
     if group is None and index == 0:
         group = _index(pod.name.rpartition("-")[2])
@@ -264,7 +272,8 @@ def is_queued(pod: Pod) -> bool:
 
 
 def is_queued_by_template(pod: Pod) -> bool:
-    """Whether Kueue admitted the pod's job by its template: what we add to pods it does not see."""
+    """Whether Kueue admitted the pod's job by its template, and so does not see what we add to
+    pods."""
     root = root_of(pod)
     kind = kind_of(root.api_version, root.kind)
     labelled = any(name.startswith(_KUEUE) for name in pod.labels)
@@ -272,7 +281,8 @@ def is_queued_by_template(pod: Pod) -> bool:
 
 
 def asked_node_rank(pod: Pod) -> str | None:
-    """The node rank that its owner gave the pod; None: the label is not there, or ours."""
+    """The node rank that the pod's owner gave it by label; None: the label is missing, or is
+    ours."""
     said = injected_of(pod)
     ours = pod.labels.get(names.INJECTED_LABEL) == names.INJECTED and not (
         said is not None and said.ranked
@@ -295,7 +305,7 @@ def _indexed(pod: Pod, name: str) -> int | None:
 
 def training_container(pod: Pod) -> Container:
     """The container that trains: the annotated one, else the one that the kind of job names, else
-    the first. Raises PodError when the annotated one, or any at all, is not there."""
+    the first. Raises PodError if the annotated one does not exist, or none does."""
     by_name = {one.name: one for one in pod.containers}
     if (wanted := pod.annotations.get(names.CONTAINER_ANNOTATION)) is not None:
         if wanted not in by_name:
@@ -311,13 +321,13 @@ def training_container(pod: Pod) -> Container:
 
 
 def placement(pod: Pod) -> Placement:
-    """Run key and node rank from what a pod is born with. Raises PodError."""
+    """Run key and node rank from what a pod has at its creation. Raises PodError."""
     return Placement(run_key=run_key(pod), node_rank=node_rank(pod))
 
 
 def placement_of(pod: Pod) -> Placement | None:
     """Run key and node rank as admission wrote them; None for a pod that was not injected, and for
-    labels that admission does not write."""
+    labels that admission would not write."""
     key = pod.labels.get(names.RUN_KEY_LABEL)
     rank = _index(pod.labels.get(names.NODE_RANK_LABEL))
     if rank is None or pod.labels.get(names.INJECTED_LABEL) != names.INJECTED:
@@ -328,7 +338,7 @@ def placement_of(pod: Pod) -> Placement | None:
 
 
 def injected_of(pod: Pod) -> Injected | None:
-    """What admission wrote about the pod; None when it wrote nothing, or somebody spoilt it."""
+    """What admission wrote about the pod; None if it wrote nothing, or if it cannot be read."""
     try:
         return _INJECTED.decode(pod.annotations.get(names.STATUS_ANNOTATION, ""))
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -336,7 +346,7 @@ def injected_of(pod: Pod) -> Injected | None:
 
 
 def controller_of(references: list[Body]) -> Job | None:
-    """Of an object's owners the one that made it; None, too, for what can be no owner."""
+    """The object's owner that is its controller; None if there is none, or if it is not valid."""
     for one in references:
         if one.get("controller"):
             return job_of(
@@ -363,7 +373,7 @@ def _usual_container(pod: Pod) -> str:
 
 
 def is_run_key(text: str) -> bool:
-    """Whether a run can have this name: it is a directory's, and a label's value."""
+    """Whether a run can have this name, which is also a directory's name and a label's value."""
     return len(text) <= _LONGEST_KEY and _DNS_LABEL.fullmatch(text) is not None
 
 
@@ -378,7 +388,8 @@ def _checked(name: str, what: str) -> str:
 
 
 def _key_of_job(root: Job) -> str:
-    """Job names may be DNS subdomains, longer and with dots; the uid keeps what is cut apart."""
+    """A run key from a job's name. Job names may be DNS subdomains, which are longer and have dots.
+    The digits of the uid keep shortened names apart."""
     digits = root.uid.replace("-", "").lower()[:_HEX_OF_UID]
     if not digits.isalnum():
         raise PodError("NoRun", f"the owner {root.kind} {root.name} has no uid")
@@ -387,9 +398,9 @@ def _key_of_job(root: Job) -> str:
 
 
 def _written_rank(pod: Pod, label: str) -> int | None:
-    """The training operator, and Volcano's plugin for PyTorch, write the pod's index into RANK
-    (whatever nproc-per-node is); the former not for an elastic job without a master. There the
-    label's index is unique."""
+    """The rank that a controller wrote. The training operator, and Volcano's plugin for PyTorch,
+    write the pod's index into RANK (whatever nproc-per-node is). The training operator does not for
+    an elastic job without a master; there the index in the label is unique."""
     try:
         literals = training_container(pod).literals
     except PodError:

@@ -1,8 +1,9 @@
-"""A CheckpointPolicy as values: parsed once, at the edge, checked again, defaults filled in again.
+"""A CheckpointPolicy as values: parsed once on arrival, checked again, and with defaults filled in
+again.
 
-The CRD's schema says the same (crds/keepstep.dev_checkpointpolicies.yaml). It is repeated here
-because an object may be older than a default or a rule of the schema, and because admission and
-reconcile must agree on what a policy means. Pure.
+The CRD's schema has the same rules (crds/keepstep.dev_checkpointpolicies.yaml). They are repeated
+here because an object may be older than a default or a rule of the schema, and because admission
+and reconcile must agree on what a policy means. Pure.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ _MOST_VOLUMES = 8
 _LONGEST_FLUSH_S = 120
 _HUGE_PAGE_BYTES = 2 << 20
 _FULL_BEFORE_EVICTION = 0.95
-"""Of an emptyDir's sizeLimit: the kubelet evicts the pod beyond it, and looks now and then only."""
+"""The part of an emptyDir's sizeLimit that keepstep uses. The kubelet evicts the pod when it uses
+more than the limit, and checks this only now and then."""
 
 
 class VolumeKind(str, enum.Enum):
-    """What a policy's volume is made of, which decides what its bytes outlive."""
+    """The kind of a policy's volume. It decides what the shards on it outlive."""
 
     EMPTY_DIR = "emptyDir"
     HOST_PATH = "hostPath"
@@ -47,29 +49,30 @@ class VolumeKind(str, enum.Enum):
 
 
 class PersistMode(str, enum.Enum):
-    """Which staged steps become durable: as many as the volumes take, or every N-th."""
+    """Which staged steps become durable: as many as the volumes can take, or every N-th."""
 
     AUTO = "Auto"
     FIXED = "Fixed"
 
 
 class Accounting(str, enum.Enum):
-    """Whose requests the sidecar's are: on top, or carved out of the training container's."""
+    """How the sidecar's requests are counted: added to the pod's, or carved out of the training
+    container's."""
 
     ADD = "Add"
     CARVE_OUT = "CarveOut"
 
 
 class Verify(str, enum.Enum):
-    """What is checked before torch sees a shard: all digests, or only that it is complete."""
+    """What is checked before torch gets a shard: all digests, or only that it is complete."""
 
     FULL = "Full"
     SEAL = "Seal"
 
 
 class HugePages(str, enum.Enum):
-    """What slots are made of. `AUTO`: of huge pages where every node that the pod may run on has
-    enough of them, since a pod that asks for more than any node has is never scheduled."""
+    """The pages of slots. `AUTO`: huge pages if every node that the pod may run on has enough of
+    them, since a pod that requests more than any node has is never scheduled."""
 
     NONE = "None"
     ALWAYS = "2Mi"
@@ -86,7 +89,7 @@ class EmptyDir:
 
 @dataclass(frozen=True, kw_only=True)
 class HostPath:
-    """A directory of the node, absolute and normal; survives the pod."""
+    """A directory of the node; it outlives the pod. `path`: absolute, in normal form."""
 
     kind: ClassVar = VolumeKind.HOST_PATH
     path: str
@@ -94,7 +97,8 @@ class HostPath:
 
 @dataclass(frozen=True, kw_only=True)
 class Ephemeral:
-    """A claim made and deleted with the pod. `storage_class`: None is the cluster's default."""
+    """A claim that is created and deleted with the pod. `storage_class`: None is the cluster's
+    default."""
 
     kind: ClassVar = VolumeKind.EPHEMERAL
     size_bytes: int
@@ -103,7 +107,8 @@ class Ephemeral:
 
 @dataclass(frozen=True, kw_only=True)
 class Volume:
-    """One local drive of each pod. `capacity_bytes`: what the policy allows keepstep to use."""
+    """One local drive of each pod. `capacity_bytes`: how much of it the policy allows keepstep to
+    use."""
 
     name: str
     source: EmptyDir | HostPath | Ephemeral
@@ -111,7 +116,7 @@ class Volume:
 
     @property
     def usable_bytes(self) -> int | None:
-        """The capacity, or less where filling it would get the pod evicted; None: no limit."""
+        """The capacity, or less if filling it would get the pod evicted; None: no limit."""
         limits = [self.capacity_bytes]
         if isinstance(self.source, EmptyDir) and self.source.size_limit_bytes:
             limits.append(int(self.source.size_limit_bytes * _FULL_BEFORE_EVICTION))
@@ -122,10 +127,10 @@ class Volume:
 class Policy:
     """What a CheckpointPolicy asks for. Times in seconds, sizes in bytes, CPU in millicores.
 
-    `memory_limit_bytes`: for the slots of all ranks of one pod; the sidecar gets `overhead_bytes`
-    beside it. `persist_every`: None with mode Auto; `drive_writes_per_day`: a number, as it is
-    written. `keep`: committed steps that stay on volumes.
-    `spec`: as it stands in the object, for snapshots; nobody reads fields from it.
+    `memory_limit_bytes`: for the slots of all ranks of one pod. The sidecar gets `overhead_bytes`
+    in addition. `persist_every`: None with mode Auto. `drive_writes_per_day`: a number, as it is
+    written. `keep`: the committed steps that stay on volumes. `spec`: as in the object, for
+    snapshots; no code reads fields from it.
     """
 
     namespace: str
@@ -154,33 +159,34 @@ class Policy:
 
     @property
     def huge_bytes(self) -> int:
-        """Of huge pages, for each pod; 0 where none are asked for."""
+        """The bytes of huge pages for each pod; 0 if the policy asks for none."""
         if self.huge_pages is not HugePages.ALWAYS:
             return 0
         return -(-self.memory_limit_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
 
     @property
     def added_bytes(self) -> int:
-        """What a pod's memory request grows by; 0 where it is carved out of the trainer's."""
+        """How much a pod's memory request grows; 0 if it is carved out of the trainer's."""
         slots = 0 if self.huge_bytes else self.memory_limit_bytes
         added = slots + self.overhead_bytes
         return added if self.accounting is Accounting.ADD else 0
 
     @property
     def host_paths(self) -> tuple[str, ...]:
-        """Every directory of the node that the policy asks for."""
+        """Every directory of the node that the policy uses."""
         local = [one.source.path for one in self.volumes if isinstance(one.source, HostPath)]
         shared = self.archive.directory.path if self.archive and self.archive.directory else None
         return (*local, *([shared] if shared else []))
 
     @property
     def usable_bytes(self) -> int | None:
-        """Of each volume: the smallest of theirs, as the sidecar knows one. None: no limit."""
+        """The limit for each volume: the smallest of all, since the sidecar has one setting for
+        all. None: no limit."""
         return min((one.usable_bytes for one in self.volumes if one.usable_bytes), default=None)
 
 
 def parse_policy(body: Body) -> Policy:
-    """A CheckpointPolicy object as values. Raises PolicyError that names the first wrong field."""
+    """Parse a CheckpointPolicy object. Raises a PolicyError that names the first wrong field."""
     metadata = body.get("metadata") or {}
     spec = Fields("", body.get("spec") or {})
     persist, memory, restore = spec.child("persist"), spec.child("memory"), spec.child("restore")
@@ -225,7 +231,7 @@ def refused_host_paths(policy: Policy, allowed: Iterable[str]) -> tuple[str, ...
 
 
 def require_allowed(policy: Policy, allowed: Iterable[str]) -> None:
-    """Raises PolicyError (HostPathNotAllowed) when a hostPath lies below no allowed prefix."""
+    """Raises PolicyError (HostPathNotAllowed) if a hostPath lies below no allowed prefix."""
     allowed = tuple(allowed)
     if refused := refused_host_paths(policy, allowed):
         places = ", ".join(allowed) or "none"

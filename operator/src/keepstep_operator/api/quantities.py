@@ -11,7 +11,7 @@ from decimal import ROUND_CEILING, Decimal
 from typing import Final
 
 Written = str | int | float
-"""A quantity as it stands in an object: int-or-string (YAML may make a float of `1.5`)."""
+"""A quantity as an object has it: int-or-string (YAML may make a float of `1.5`)."""
 
 _QUANTITY = re.compile(
     r"^([+-]?(?:\d+\.?\d*|\.\d+))(?:([numkMGTPE]|[KMGTPE]i)|[eE]([+-]?\d{1,2}))?$"

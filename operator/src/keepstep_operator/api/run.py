@@ -1,7 +1,7 @@
-"""CheckpointRun.status as types: what is written, and what an earlier reconciler wrote.
+"""CheckpointRun.status as types, both to write and to read what an earlier reconciler wrote.
 
-Field names follow crds/keepstep.dev_checkpointruns.yaml (camelCase there). Empty fields are left
-out. Reading is lenient: a status that does not fit is as good as none.
+Fields are named as in crds/keepstep.dev_checkpointruns.yaml (camelCase there). Fields with their
+default are left out. Reading is lenient: a status that does not fit counts as none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
 
 
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """The policy that the pods were made with."""
+    """The policy that the run goes by."""
 
     name: str
     generation: int = 0
@@ -40,7 +40,7 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
 class CommittedStatus(
     msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
 ):
-    """The newest committed step; `time` by the reconciler's clock."""
+    """The newest committed step. `time`: when it was first seen, by the reconciler's clock."""
 
     step: int
     id: str
@@ -48,7 +48,7 @@ class CommittedStatus(
 
 
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Slots of a rank."""
+    """The slots of a rank."""
 
     slots: int = 0
 
@@ -73,7 +73,7 @@ class BadputStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
 
 
 class TallyStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """What one history of the run came to when a sidecar told it last."""
+    """One tally of the run's goodput, as a sidecar last reported it."""
 
     id: str
     since: str
@@ -86,9 +86,9 @@ class TallyStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
 
 
 class GoodputStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Of the run from `since` until `until`. `ratio`: three places, as text. `step`: the newest one
-    that was counted, `steps`: those that nothing went back over. `tallies`: what it is made from,
-    so that the next reconciler adds only what is new."""
+    """Goodput of the run from `since` until `until`. `ratio`: as text, with three places. `step`:
+    the newest step that was counted. `steps`: the steps that no restore went back over. `tallies`:
+    what the sum is made from, so that the next reconciler adds only what is new."""
 
     since: str
     until: str
@@ -102,7 +102,7 @@ class GoodputStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", o
 
 
 class RecentStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Something that happened, newest first in the list."""
+    """Something that happened to the run. The list has the newest first."""
 
     time: str
     type: str
@@ -126,8 +126,9 @@ class PlaceStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
 
 
 class HolderStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """What lies on the drives of a node and outlives its pods. `node_ranks`, `copies`: sets of node
-    ranks, whose own shards or copies of whose shards these are. `step`: the newest of them."""
+    """What the drives of a node hold and what outlives its pods. `node_ranks`, `copies`: the node
+    ranks whose own shards, or copies of whose shards, these are. `step`: the newest step of
+    them."""
 
     node: str
     node_ranks: str = ""
@@ -138,8 +139,9 @@ class HolderStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
 class RestoreFromStatus(
     msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
 ):
-    """`asked`: spec.restoreFrom as it was last looked at. `epoch`: the one that began from `step`,
-    '' while none did. `since`: number of the newest epoch when it was asked."""
+    """The state of spec.restoreFrom. `asked`: its value when it was last read. `epoch`: the epoch
+    that began from `step`; '' if none has. `since`: the number of the newest epoch when it was
+    asked."""
 
     asked: str
     run: str = ""
@@ -149,7 +151,7 @@ class RestoreFromStatus(
 
 
 class StartStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """What pods get that join those that are there, beside `policy`: the sidecar of the oldest."""
+    """The sidecar of the oldest pod. Pods that join the existing ones get it, and `policy`."""
 
     image: str
     version: str = ""
@@ -207,11 +209,11 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
 
 
 _ALWAYS = ("phase", "protected", "restarts", "lostSteps", "world", "nodes")
-"""Shown even when they have their default: a column that is empty looks like a fault."""
+"""Fields that are shown even with their default, because an empty column looks like a fault."""
 
 
 def as_json(status: RunStatus) -> dict[str, Any]:
-    """As the API server takes it."""
+    """The status as the API server takes it."""
     body: dict[str, Any] = msgspec.to_builtins(status)
     defaults = RunStatus()
     for name in _ALWAYS:
@@ -221,7 +223,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
 
 
 def read_status(body: Mapping[str, Any]) -> RunStatus:
-    """What somebody wrote before; an empty status when it cannot be read."""
+    """Read a status; an empty one if it cannot be read."""
     try:
         return msgspec.convert(dict(body), RunStatus, strict=False)
     except msgspec.ValidationError:
@@ -229,12 +231,12 @@ def read_status(body: Mapping[str, Any]) -> RunStatus:
 
 
 def utc(seconds: float) -> str:
-    """RFC 3339, whole seconds, as the API server writes times."""
+    """The time in RFC 3339 with whole seconds, as the API server writes times."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def seconds_of(written: str) -> float | None:
-    """Inverse of `utc`; None for what is not a time."""
+    """Inverse of `utc`; None for text that is not a time."""
     try:
         return float(calendar.timegm(time.strptime(written, "%Y-%m-%dT%H:%M:%SZ")))
     except ValueError:
@@ -242,6 +244,6 @@ def seconds_of(written: str) -> float | None:
 
 
 def cut(text: str, *, longest: int = LONGEST_TEXT) -> str:
-    """At most `longest` characters of what others wrote, on one line."""
+    """At most `longest` characters of a text that others wrote, on one line."""
     line = " ".join(text.split())
     return line if len(line) <= longest else line[: longest - 3] + "..."

@@ -1,8 +1,8 @@
-"""What a policy asks for beyond the pod: copies with its peers, and an archive. Pure.
+"""What a policy asks for beyond the pod: copies on peers, and an archive. Pure.
 
-Of credentials only the name of a Secret is known here, never a value. An archive in an object store
-or on the nodes is divided by namespace, since the namespace is the boundary of trust; a claim is of
-one namespace anyway. Pure.
+Of credentials, only the name of a Secret is known here, never a value. An archive in an object
+store or on the nodes is divided by namespace, since the namespace is the boundary of trust. A claim
+belongs to one namespace anyway.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ CREDENTIALS: Final[Mapping[str, tuple[str, ...]]] = {
     "gcs": ("GOOGLE_SERVICE_ACCOUNT_KEY",),
     "azure": ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"),
 }
-"""Keys of the Secret, any of which may be missing, and the sidecar's variables of that name."""
+"""Keys of the Secret, any of which may be missing. The sidecar's variables have the same names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Copies of each durable shard that other pods of the run keep. `topology_key`: label of nodes;
-    copies go to nodes of different values, where there are any."""
+    """Copies of each durable shard, kept by other pods of the run. `topology_key`: a label of
+    nodes; copies go to nodes with different values if there are any."""
 
     replicas: int = 1
     topology_key: str = HOSTNAME
@@ -48,8 +48,8 @@ class Peers:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """An object store. `kind`: s3, gcs or azure. `secret`: with the keys of CREDENTIALS, None for
-    what the node or the service account gives by itself."""
+    """An object store. `kind`: s3, gcs or azure. `secret`: name of a Secret with the keys of
+    CREDENTIALS; None for the credentials that the node or the service account provides."""
 
     kind: str
     name: str
@@ -60,14 +60,15 @@ class Bucket:
     secret: str | None = None
 
     def url(self, namespace: str) -> str:
-        """Below which the runs of this namespace lie."""
+        """The URL below which the runs of this namespace lie."""
         parts = [part for part in (self.name, self.prefix, namespace) if part]
         return f"{_SCHEMES[self.kind]}://{'/'.join(parts)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Directory:
-    """A file system that all nodes see: a claim of the namespace, or a directory of every node."""
+    """A file system that all nodes see: the namespace's `claim`, or the same `path` on every
+    node."""
 
     claim: str | None = None
     path: str | None = None
@@ -75,7 +76,8 @@ class Directory:
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """Committed steps whose number `every` divides go there. `kept`: which ones stay."""
+    """The archive. It gets the committed steps whose number is a multiple of `every`. `kept`: which
+    of them stay."""
 
     store: Bucket | Directory
     every: int = 1000
@@ -91,14 +93,14 @@ class Archive:
 
     @property
     def where(self) -> str:
-        """For people; without the namespace."""
+        """The archive's name for people, without the namespace."""
         if isinstance(self.store, Bucket):
             return self.store.url("")
         return f"claim {self.store.claim}" if self.store.claim else f"directory {self.store.path}"
 
 
 def parse_peers(spec: Fields) -> Peers | None:
-    """`spec.peers`; None when it is left out. Raises PolicyError."""
+    """`spec.peers`; None if it is left out. Raises PolicyError."""
     if spec.value("peers") is None:
         return None
     fields = spec.child("peers")
@@ -110,7 +112,7 @@ def parse_peers(spec: Fields) -> Peers | None:
 
 
 def parse_archive(spec: Fields) -> Archive | None:
-    """`spec.archive` with its retention; None when it is left out. Raises PolicyError."""
+    """`spec.archive` with its retention; None if it is left out. Raises PolicyError."""
     retention = spec.child("retention")
     if spec.value("archive") is None:
         if retention.value("archive") is not None:
@@ -129,7 +131,7 @@ def parse_archive(spec: Fields) -> Archive | None:
 
 
 def parse_retention(fields: Fields, last: int, *, most: int) -> Retention:
-    """Which steps of a tier stay; `last` where it is left out. Raises PolicyError."""
+    """Which steps of a tier stay. `last`: the default of that field. Raises PolicyError."""
     steps = fields.value("everySteps")
     every = fields.value("every")
     if steps is not None and every is not None:

@@ -1,13 +1,13 @@
 """`inject(pod, policy, defaults) -> pod`: pure, idempotent, and nothing of the user's pod is lost.
 
-inject       the whole, in order; the place to begin
+inject       the whole injection, in order; start reading here
 settings     what the chart fixes for all pods (`Defaults`)
 containers   the sidecar, the init container, and what the training container gets
 volumes      memory, token, and the policy's volumes
 tiers        what peers and an archive need: variables, credentials, mounts
 affinity     a preference for nodes that hold shards of the run
 resources    requests and limits; `accounting: CarveOut`
-refusal      what a pod that is not injected carries instead
+refusal      what a pod without a sidecar carries instead
 """
 
 from keepstep_operator.injection.affinity import Near

@@ -1,7 +1,8 @@
-"""A wish, never a must: that a pod comes to a node which holds shards of its run.
+"""A preference, never a requirement: that a pod is scheduled to a node with shards of its run.
 
-Only preferred affinity: a node that is full or gone must not keep a pod from being scheduled. Nodes
-are named by `metadata.name`, since a node's hostname label may be another word.
+Only preferred affinity is used, because a full or lost node must not keep a pod from being
+scheduled. Nodes are selected by `metadata.name`, since a node's hostname label may differ from its
+name.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ _KINDS = ("nodeAffinity", "preferredDuringSchedulingIgnoredDuringExecution")
 
 @dataclass(frozen=True, order=True)
 class Near:
-    """A node that holds something for the pod. `weight` from 1 to 100, as the scheduler adds it."""
+    """A node that holds shards for the pod. `weight`: from 1 to 100, as the scheduler adds it."""
 
     node: str
     weight: int
 
 
 def preferring(spec: Body, near: Iterable[Near]) -> Body | None:
-    """The pod's `affinity` with these nodes beside what its owner prefers; None: leave it alone."""
+    """The pod's `affinity` plus a preference for these nodes; None: do not change it."""
     terms = [_term(one) for one in near]
     if not terms:
         return None

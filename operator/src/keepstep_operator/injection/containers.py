@@ -1,6 +1,6 @@
-"""The containers that injection adds, and what the training container gets.
+"""The containers that injection adds, and what it adds to the training container.
 
-All settings reach the sidecar by environment, so that its arguments can never disagree with them.
+The sidecar gets all settings through its environment, so its arguments can never contradict them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _START: Final = "120s"
 _COPIED = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|NODE_RANK|JOB_COMPLETION_INDEX|PET_[A-Z0-9_]+)$"
 )
-"""Job controllers set these on the containers that they know, which the sidecar is not."""
+"""Variables that job controllers set on the containers that they know. They do not know the
+sidecar."""
 _VERIFY: Final = {Verify.FULL: "full", Verify.SEAL: "seal"}
 
 
@@ -58,16 +59,18 @@ def sidecar(
     host_network: bool = False,
     restore_from: str | None = None,
 ) -> Body:
-    """The native sidecar: starts first, ends last, and never keeps a finished job alive.
+    """The native sidecar: it starts first, ends last, and never keeps a finished job alive.
 
-    No readiness probe: it would keep the pod out of the Service that ranks meet at. And no startup
-    probe: the kubelet looks once a second, while the end of a postStart hook lets the trainer start
-    at once; either way it starts when the sidecar answers, not before. The hook never fails:
-    without an answer in time training begins nonetheless, and says at its restore what is wrong.
-    `training`: the container whose ranks it serves. `storage`: the ephemeral storage it asks for,
-    None for no limit. `host_network`: then no port is declared, as it would become the node's, and
-    two pods would not fit on one. `restore_from`: as the pod's annotation has it. What is wrong
-    with it the sidecar says: a pod that is let through without one would begin at step 0.
+    It has no readiness probe, which would keep the pod out of the Service through which ranks find
+    each other. It has no startup probe: the kubelet runs one once a second, while the trainer
+    starts as soon as a postStart hook ends. In either case the trainer starts once the sidecar
+    answers, not before. The hook never fails: if there is no answer in time, training begins all
+    the same, and its restore says what is wrong.
+
+    `training`: the container whose ranks it serves. `storage`: the ephemeral storage that it
+    requests; None for no limit. `host_network`: no port is declared, since it would be a port of
+    the node, and two pods would not fit on one node. `restore_from`: the value of the pod's
+    annotation. If it is wrong, the sidecar says so: a pod without a sidecar would begin at step 0.
     """
     resources = resources_of(cost)
     if storage is not None:
@@ -94,10 +97,12 @@ def sidecar(
 def directories(
     policy: Policy, placement: Placement, defaults: Defaults, *, cost: Cost
 ) -> Body | None:
-    """The init container that makes the pod's directory below each hostPath; None without one.
+    """The init container that makes the pod's directory below each hostPath; None if there is no
+    hostPath.
 
-    It is root, as a hostPath is root's, with no more than it takes to give a directory away. It
-    ends before the sidecar, of which `cost` is, begins: its CPU adds nothing to the pod's.
+    It runs as root, because a hostPath belongs to root, with only the capabilities to give a
+    directory away. It ends before the sidecar starts. `cost` is the sidecar's, so its CPU adds
+    nothing to the pod's.
     """
     if not policy.host_paths:
         return None
@@ -118,8 +123,8 @@ def directories(
 
 
 def trained(container: Body, policy: Policy) -> Body:
-    """The training container with the shared memory and the way to the sidecar's socket. What its
-    owner set by the same name stays."""
+    """The training container plus the mounts of the shared memory, and variables for the sidecar's
+    socket and the restore timeout. Variables of the same name that its owner set stay."""
     mounts = [*(container.get("volumeMounts") or []), *memory_mounts(policy)]
     environment = container.get("env") or []
     ours = {SOCKET_ENV: SOCKET_PATH, RESTORE_TIMEOUT_ENV: str(policy.restore_timeout_s)}
@@ -129,7 +134,7 @@ def trained(container: Body, policy: Policy) -> Body:
 
 
 def _metrics_port() -> Body:
-    """Its name is what the chart's PodMonitor looks for."""
+    """The port for metrics. The chart's PodMonitor finds it by its name."""
     return {"name": "keepstep", "containerPort": SIDECAR_METRICS_PORT, "protocol": "TCP"}
 
 
@@ -152,18 +157,19 @@ def _environment(
 
 
 def _other_run(text: str | None, *, own: str) -> str | None:
-    """A step of the run itself is asked for in its CheckpointRun: an annotation of the template
-    would hold for every restart. `./` names no run, so the sidecar refuses it and says so."""
+    """The setting for a step of another run. A step of the run itself must be asked for in its
+    CheckpointRun, because an annotation of the pod template would hold for every restart. It
+    becomes `./<step>`, which names no run, so the sidecar refuses it and says so."""
     if text is None:
         return None
-    step = text.removeprefix(f"{own}/").replace("$(", "$$(")  # it is not to be expanded
+    step = text.removeprefix(f"{own}/").replace("$(", "$$(")  # must not be expanded
     return step if "/" in step else f"./{step}"
 
 
 def _settings(
     policy: Policy, placement: Placement, defaults: Defaults
 ) -> dict[str, str | int | None]:
-    """The contract with `keepstep-sidecar`; None is left out."""
+    """The variables that `keepstep-sidecar` reads. Those that are None are left out."""
     return {
         "KEEPSTEP_RUN": placement.run_key,
         "KEEPSTEP_MEMORY_DIR": MEMORY_PATH,
@@ -190,18 +196,20 @@ def _settings(
 
 
 def _copied(environment: list[Body]) -> list[Body]:
-    """What tells ranks apart: written out, or from a field of the pod; never a Secret's content."""
+    """The variables that tell ranks apart, if they have a literal value or come from a field of the
+    pod; never from a Secret."""
     return [dict(one) for one in environment if _COPIED.match(one.get("name", "")) and _plain(one)]
 
 
 def _plain(variable: Body) -> bool:
-    """`$(OTHER)` would expand to nothing in the sidecar, where OTHER is not set."""
+    """Whether the variable can be copied. `$(OTHER)` could not be expanded in the sidecar, where
+    OTHER is not set."""
     source = variable.get("valueFrom")
     return "fieldRef" in source if source else "$(" not in variable.get("value", "")
 
 
 def confined(*, user: int, group: int) -> Body:
-    """Pod Security "restricted", for everybody but root."""
+    """A security context that meets Pod Security "restricted", except for root."""
     return {
         "runAsNonRoot": user != 0,
         "runAsUser": user,

@@ -1,4 +1,4 @@
-"""Pod -> Pod. Raises instead of guessing; whoever calls lets the pod pass unchanged then."""
+"""Pod -> Pod. Raises instead of guessing; the caller then lets the pod pass without a sidecar."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _AFTER_FLUSH_S: Final = 10
 
 
 def inject(pod: Body, policy: Policy, defaults: Defaults, *, near: tuple[Near, ...] = ()) -> Body:
-    """The pod with the sidecar, and whatever it needs; unchanged when it is there already.
+    """The pod with the sidecar and all that this needs; unchanged if it has the sidecar already.
 
-    `pod` is not modified. `near`: nodes that hold shards for it. Raises PodError, or PolicyError
-    when the policy asks for a hostPath that `defaults` do not allow.
+    `pod` is not modified. `near`: nodes that hold shards for it. Raises PodError, or PolicyError if
+    the policy uses a hostPath that `defaults` do not allow.
     """
     parsed = parse_pod(pod, namespace=policy.namespace)
     if is_injected(parsed):
@@ -60,9 +60,10 @@ def inject(pod: Body, policy: Policy, defaults: Defaults, *, near: tuple[Near, .
 
 
 def is_injected(pod: Pod) -> bool:
-    """Whether an earlier call of admission for this pod did its work (webhooks are reinvoked).
+    """Whether an earlier call of admission has already injected this pod (webhooks are reinvoked).
 
-    Not so for a template that was copied from the pod of another job: its labels name another run.
+    A template that was copied from a pod of another job does not count: its labels name another
+    run.
     """
     said = injected_of(pod)
     if not pod.has_sidecar or said is None or said.reason:
@@ -75,7 +76,7 @@ def is_injected(pod: Pod) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Injection:
-    """What was decided about one pod. `warnings` grows while it is applied."""
+    """What was decided about one pod. `apply` adds to `warnings`."""
 
     pod: Pod
     policy: Policy
@@ -126,7 +127,8 @@ class _Injection:
         return result
 
     def _first(self, spec: Body, training: Body) -> list[Body]:
-        """The new init containers, in order: directories, then the sidecar that writes there."""
+        """The new init containers, in order: first the one that makes directories, then the
+        sidecar, which writes there."""
         storage, warning = storage_limit(self.policy, spec["containers"])
         self._warn(warning)
         prepared = directories(self.policy, self.place, self.defaults, cost=self.cost)
@@ -155,7 +157,8 @@ class _Injection:
         return result
 
     def _security(self, spec: Body) -> Body:
-        """One supplemental group lets a trainer of any user fill slots (2770, 0660)."""
+        """The pod's security context. One supplemental group lets a trainer of any user fill slots
+        (modes 2770 and 0660)."""
         security = dict(spec.get("securityContext") or {})
         groups = security.get("supplementalGroups") or []
         if GROUP_ID not in groups:
@@ -165,7 +168,7 @@ class _Injection:
         return security
 
     def _grace_s(self, spec: Body) -> int:
-        """Raised to what a flush needs, never lowered."""
+        """The grace period in seconds: raised to what a flush needs, never lowered."""
         own = spec.get("terminationGracePeriodSeconds")
         needed = min(self.policy.flush_timeout_s + _AFTER_FLUSH_S, _LONGEST_GRACE_S)
         return max(_KUBERNETES_GRACE_S if own is None else own, needed)
@@ -202,7 +205,7 @@ class _Injection:
 
 
 def _require_free(body: Body, pod: Pod, policy: Policy) -> None:
-    """Names and places that we need must not be the user's. Raises PodError."""
+    """Raises PodError if the pod uses a name or path that we need, or cannot have the sidecar."""
     spec = body.get("spec") or {}
     if (spec.get("os") or {}).get("name") == "windows":
         raise PodError("Windows", "keepstep needs Linux; remove the annotation from this pod")

@@ -1,5 +1,5 @@
-"""A pod that asked for keepstep and does not get it carries the reason: whoever looks at the pod
-sees it, and the reconciler turns it into an Event on the job."""
+"""A pod that asked for keepstep and does not get it carries the reason. People see it on the pod,
+and the reconciler turns it into an Event on the job."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from keepstep_operator.names import INJECTED_LABEL, REFUSED, STATUS_ANNOTATION
 
 
 def refuse(pod: Body, *, reason: str, message: str) -> Body:
-    """The pod with keepstep.dev/status saying why it has no sidecar, and the label by which the
-    reconciler finds it; otherwise unchanged."""
+    """The pod plus the annotation keepstep.dev/status, which says why it has no sidecar, and the
+    label by which the reconciler finds it."""
     said = Injected(policy=parse_pod(pod).policy or "", reason=reason, message=message)
     result = deepcopy(pod)
     metadata = result["metadata"] = {**(result.get("metadata") or {})}

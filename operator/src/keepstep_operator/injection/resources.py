@@ -1,15 +1,16 @@
-"""What the sidecar costs, and who pays.
+"""What the sidecar costs, and whose resources it takes.
 
-Its memory is the slots (pages of the shared memory are charged to the sidecar, which touches them
-first) plus the policy's overhead; requests equal limits, as memory cannot be taken back. Slots of
-huge pages are a resource of their own; what it may use of memory stays the same then, as images
-that are small, or of an older library, are on small pages all the same.
+Its memory is the slots plus the policy's overhead: pages of shared memory are charged to the
+sidecar, which touches them first. Requests equal limits, since memory cannot be taken back. Slots
+of huge pages are a resource of their own. The sidecar's memory limit stays the same then, because
+small images, and images of an older library, use small pages all the same.
 
-CPU has no limit where the pod has none: idle it takes next to nothing, but it starts, makes slots
-and flushes at the speed of the CPU that it gets; limited to a tenth of a core, it delayed a pod's
-start by 16 seconds. A Guaranteed pod stays one.
-`CarveOut` takes the same amounts from the training container, for which quotas and queues then see
-no change; it is all or nothing.
+CPU has no limit if the pod has none. An idle sidecar takes next to no CPU, but it starts, makes
+slots and flushes only as fast as its CPU allows: with a limit of a tenth of a core it delayed a
+pod's start by 16 seconds. A Guaranteed pod stays Guaranteed.
+
+`CarveOut` takes the same amounts from the training container, so quotas and queues see no change.
+It takes all of them or none.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _KINDS: Final = ("requests", "limits")
 _ENOUGH_MILLICORES: Final = 500
 _AMPLE_MILLICORES: Final = 2000
 _LOGS_BYTES: Final = 256 << 20
-"""Of ephemeral storage, for the sidecar's log beside its volumes."""
+"""Ephemeral storage for the sidecar's log, in addition to its volumes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """CPU in millicores, memory in bytes. `cpu_limit`: in millicores, None for none. `spare_bytes`:
-    memory that is allowed beyond what is asked for. `huge_bytes`: of huge pages."""
+    """CPU in millicores, memory in bytes. `cpu_limit`: in millicores; None for no limit.
+    `spare_bytes`: how much the memory limit exceeds the request. `huge_bytes`: huge pages."""
 
     millicores: int
     memory_bytes: int
@@ -67,8 +68,8 @@ _UNITS: Final = (
 
 
 def cost_of(policy: Policy, containers: list[Body]) -> Cost:
-    """Of the sidecar of a pod with these containers. Where any has a limit of CPU, a quota may ask
-    for one of all."""
+    """The cost of the sidecar in a pod with these containers. If any has a CPU limit, the sidecar
+    gets one, too: a quota may require it of all containers."""
     cpu, limit, guaranteed = policy.cpu_millicores, None, all(map(_is_guaranteed, containers))
     if guaranteed:
         cpu = limit = max(cpu, _ENOUGH_MILLICORES)
@@ -85,7 +86,8 @@ def cost_of(policy: Policy, containers: list[Body]) -> Cost:
 
 
 def resources_of(cost: Cost) -> Body:
-    """Requests, and limits equal to them but for CPU."""
+    """The container's `resources`: requests, and limits. These equal the requests, except for CPU
+    and `spare_bytes`."""
     requests = {unit.name: unit.format(unit.cost(cost)) for unit in _UNITS}
     limits = {"memory": format_bytes(cost.memory_bytes + cost.spare_bytes)}
     if cost.huge_bytes:
@@ -96,7 +98,7 @@ def resources_of(cost: Cost) -> Body:
 
 
 def _is_guaranteed(container: Body) -> bool:
-    """Whether it asks for all that it may use (requests default to limits)."""
+    """Whether the container's requests equal its limits (requests default to limits)."""
     requests, limits = _amounts(container, "requests"), _amounts(container, "limits")
     return all(
         unit.name in limits
@@ -111,9 +113,11 @@ def _amounts(container: Body, kind: str) -> Body:
 
 
 def carve(resources: Body, cost: Cost) -> tuple[Body, str]:
-    """The training container's `resources` less `cost`, as far as it is requested: what is only
-    allowed is not in both of them, and a request beyond its limit is no pod. Or unchanged, and why.
+    """The training container's `resources` less the requests of `cost`; or unchanged, with the
+    reason.
 
+    Only the requested amounts are subtracted, from requests and from limits. `spare_bytes` are not,
+    since they would go from the limits alone, and a pod whose request exceeds its limit is invalid.
     Every amount of CPU and memory that is named must leave something; memory must be named.
     """
     if not any("memory" in (resources.get(kind) or {}) for kind in _KINDS):
@@ -132,10 +136,11 @@ def carve(resources: Body, cost: Cost) -> tuple[Body, str]:
 
 
 def storage_limit(policy: Policy, containers: list[Body]) -> tuple[str | None, str]:
-    """The ephemeral storage that the sidecar must ask for, and a warning when that is unknown.
+    """The ephemeral storage that the sidecar must request, and a warning if that is unknown.
 
     Once any container has a limit, the kubelet evicts the pod when all its emptyDirs together use
-    more than the sum of the limits: then ours has to be in it. None: no limit is needed.
+    more than the sum of the limits. So our volumes must be included in it. None: no limit is
+    needed.
     """
     limited = any(
         EPHEMERAL_STORAGE in ((one.get("resources") or {}).get("limits") or {})

@@ -1,4 +1,5 @@
-"""What the chart fixes for every injected pod. Nothing of it can come from a pod's annotations."""
+"""The settings that the chart fixes for every injected pod. No annotation of a pod can change
+them."""
 
 from __future__ import annotations
 
@@ -6,15 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 CONTRACT: Final = 1
-"""Which arguments and variables a sidecar gets. Raise it when an image that understood the one
-before would not start with them: such an image is then not given to pods that join its run."""
+"""The version of the arguments and variables that a sidecar gets. Raise it when an image that
+understood the version before would not start with them. Such an image is then not given to pods
+that join its run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """`reports_ca`: PEM bundle that reports' TLS is checked with. `host_paths`: prefixes of the
-    node's directories that policies may use. `version`: of the sidecar image. `root_image`: of the
-    container that prepares directories as root, '' for the same one."""
+    """The settings. `reports_ca`: PEM bundle with which sidecars check the TLS of the reports API.
+    `host_paths`: prefixes of the node's directories that policies may use. `version`: of the
+    sidecar image. `root_image`: image of the container that prepares directories as root; '' for
+    the sidecar's."""
 
     sidecar_image: str
     reports_url: str
@@ -25,8 +28,8 @@ class Defaults:
     root_image: str = ""
 
     def with_sidecar(self, image: str, version: str) -> Defaults:
-        """With another sidecar, as the rest of the pod's run has it; '' for none. What runs as
-        root stays the chart's."""
+        """The settings with the sidecar image that the other pods of the run have; '' for no
+        change. The container that runs as root keeps the chart's image."""
         if not image or image == self.sidecar_image:
             return self
         return replace(self, sidecar_image=image, version=version, root_image=self.sidecar_image)

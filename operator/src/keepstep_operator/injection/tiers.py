@@ -1,7 +1,7 @@
 """What the sidecar gets for the tiers beyond its pod: peers and an archive.
 
-Credentials come from a Secret into the sidecar alone; a training container never sees them. A
-Secret, or a key of it, that is missing keeps no pod from starting: the sidecar says what it lacks.
+Credentials go from a Secret to the sidecar alone; a training container never sees them. A missing
+Secret, or a missing key, does not keep a pod from starting: the sidecar says what it lacks.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from keepstep_operator.bodies import Body
 from keepstep_operator.names import ARCHIVE_PATH, ARCHIVE_VOLUME, SIDECAR_PEER_PORT
 
 HOST_ROOT: Final = "/host"
-"""Where the init container sees the whole of each hostPath."""
+"""The directory below which the init container mounts each whole hostPath."""
 HOST_ARCHIVE: Final = "/host-archive"
-"""Where it sees an archive on the nodes; beside the others, whose names are the policy's."""
+"""Where it mounts an archive that is a directory of the nodes. Not below `HOST_ROOT`, where the
+policy chooses the names."""
 
 POD_IP: Final = "KEEPSTEP_POD_IP"
 
 
 def environment_of(policy: Policy) -> list[Body]:
-    """Variables of the sidecar; none where the policy has neither."""
+    """The sidecar's variables for the archive and for peers."""
     return [*_of_archive(policy), *_of_peers(policy)]
 
 
 def ports_of(policy: Policy) -> list[Body]:
-    """What other pods of the run connect to."""
+    """The port that other pods of the run connect to; none if the policy has no peers."""
     if policy.peers is None:
         return []
     return [{"name": "keepstep-peer", "containerPort": SIDECAR_PEER_PORT, "protocol": "TCP"}]
 
 
 def archive_volumes(policy: Policy) -> list[Body]:
-    """Of the pod, for an archive that is a directory."""
+    """The pod's volume for an archive that is a directory."""
     directory = _directory(policy)
     if directory is None:
         return []
@@ -46,7 +47,8 @@ def archive_volumes(policy: Policy) -> list[Body]:
 
 
 def archive_mounts(policy: Policy) -> list[Body]:
-    """Of the sidecar. A directory of the nodes is shared by namespaces, so each has its own."""
+    """The sidecar's mount of it. Namespaces share a directory of the nodes, so each has its own
+    subdirectory."""
     directory = _directory(policy)
     if directory is None:
         return []
@@ -55,7 +57,7 @@ def archive_mounts(policy: Policy) -> list[Body]:
 
 
 def shared_path(policy: Policy) -> str | None:
-    """The namespace's directory of the archive as the init container sees it, which makes it; None
+    """The namespace's directory of the archive, at the path where the init container makes it; None
     unless the archive is a directory of the nodes."""
     directory = _directory(policy)
     if directory is None or directory.path is None:
@@ -104,9 +106,10 @@ def _credentials(bucket: Bucket) -> list[Body]:
 
 
 def _of_peers(policy: Policy) -> list[Body]:
-    """The address comes before what names it, or `$(...)` would stay as it is."""
+    """The sidecar's variables for peers. The pod's address comes before the variables that refer to
+    it; otherwise `$(...)` would not be replaced."""
     if (peers := policy.peers) is None:
-        # what such a pod leaves behind on its node a helper pod serves to the next one
+        # a helper pod serves what such a pod leaves on its node to the next one
         fetches = [{"name": "KEEPSTEP_PEER_FETCH", "value": "true"}]
         return fetches if policy.host_paths else []
     settings: dict[str, str | int | None] = {

@@ -33,23 +33,24 @@ from keepstep_operator.names import (
 )
 
 _BESIDE_SLOTS_BYTES: Final = 16 << 20
-"""Socket, records and the slots' own pages of metadata."""
+"""For the socket, records, and the slots' own pages of metadata."""
 _TOKEN_S: Final = 6 * 3600
-"""The kubelet renews it after four fifths, so with the API server away it lasts for an hour."""
+"""The life of a token. The kubelet renews it after four fifths of it, so it lasts for an hour when
+the API server is away."""
 _READABLE: Final = 0o444
-"""The kubelet narrows it to 0600 or 0640 where the pod has one user, or an fsGroup."""
+"""The kubelet narrows this mode to 0600 or 0640 if the pod has one user, or an fsGroup."""
 _OWNED_BY_FS_GROUP: Final = ("persistentVolumeClaim", "ephemeral", "csi")
 
 
 def volumes_of(policy: Policy) -> list[Body]:
-    """What goes into `spec.volumes`."""
+    """The volumes to add to `spec.volumes`."""
     local = (_volume(one) for one in policy.volumes)
     trust = {"name": TRUST_VOLUME, "emptyDir": {"sizeLimit": "1Mi"}}
     return [*_memory(policy), token_volume(TOKEN_VOLUME), trust, *local, *archive_volumes(policy)]
 
 
 def mounts_of(policy: Policy, placement: Placement) -> list[Body]:
-    """The sidecar's."""
+    """The sidecar's mounts."""
     return [
         *memory_mounts(policy),
         {"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True},
@@ -60,18 +61,18 @@ def mounts_of(policy: Policy, placement: Placement) -> list[Body]:
 
 
 def memory_mounts(policy: Policy) -> list[Body]:
-    """Of the shared memory: the same in the sidecar and in the training container."""
+    """The mounts of the shared memory, the same in the sidecar and in the training container."""
     small = {"name": MEMORY_VOLUME, "mountPath": MEMORY_PATH}
     return [small, *([{"name": HUGE_VOLUME, "mountPath": HUGE_PATH}] if policy.huge_bytes else [])]
 
 
 def paths_of(policy: Policy) -> list[str]:
-    """Directories of the policy's volumes, as the sidecar sees them."""
+    """The directories of the policy's volumes, as the sidecar sees them."""
     return [f"{VOLUMES_PATH}/{one.name}" for one in policy.volumes]
 
 
 def host_mounts(policy: Policy) -> list[Body]:
-    """The init container's: the hostPaths, whole."""
+    """The init container's mounts: each whole hostPath."""
     local = [
         {"name": VOLUME_PREFIX + one.name, "mountPath": f"{HOST_ROOT}/{one.name}"}
         for one in _on_host(policy)
@@ -82,8 +83,8 @@ def host_mounts(policy: Policy) -> list[Body]:
 
 
 def prepared_paths(policy: Policy, placement: Placement) -> list[str]:
-    """What the init container makes: this pod's directory below each hostPath, and the namespace's
-    in an archive that is a directory of the nodes."""
+    """The directories that the init container makes: this pod's below each hostPath, and the
+    namespace's in an archive that is a directory of the nodes."""
     below = _below(policy, placement)
     local = [f"{HOST_ROOT}/{one.name}/{below}" for one in _on_host(policy)]
     shared = shared_path(policy)
@@ -91,10 +92,10 @@ def prepared_paths(policy: Policy, placement: Placement) -> list[str]:
 
 
 def file_system_group(policy: Policy, spec: Body) -> int | None:
-    """The fsGroup that the pod must get: an ephemeral claim and huge pages are root's otherwise.
-    None: leave it.
+    """The fsGroup that the pod must get, since an ephemeral claim and huge pages would otherwise
+    belong to root. None: do not change it.
 
-    Raises PodError where setting one would change the owner of the user's own claims.
+    Raises PodError if an fsGroup would change the owner of the user's own claims.
     """
     ephemeral = any(isinstance(one.source, Ephemeral) for one in policy.volumes)
     if not ephemeral and not policy.huge_bytes:
@@ -121,7 +122,7 @@ def _memory(policy: Policy) -> Iterator[Body]:
 
 
 def token_volume(name: str) -> Body:
-    """A token of the pod's service account for the reports API."""
+    """The volume with a token of the pod's service account for the reports API."""
     source = {"audience": AUDIENCE, "expirationSeconds": _TOKEN_S, "path": "token"}
     projected = {"defaultMode": _READABLE, "sources": [{"serviceAccountToken": source}]}
     return {"name": name, "projected": projected}
@@ -160,7 +161,8 @@ def _mount(volume: Volume, policy: Policy, placement: Placement) -> Body:
 
 
 def _below(policy: Policy, placement: Placement) -> str:
-    """All three parts were checked: DNS labels and a number, so nothing leaves the hostPath."""
+    """The pod's directory below a hostPath. All three parts were checked to be DNS labels or a
+    number, so the path cannot leave the hostPath."""
     return f"{policy.namespace}/{placement.run_key}/{placement.node_rank}"
 
 
