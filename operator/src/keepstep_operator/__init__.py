@@ -1,3 +1,3 @@
-"""The Kubernetes operator, one program: admission, reconcile, certificates, and a page."""
+"""The Kubernetes operator. One program: admission, reconcile, certificates, and a page."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The type of a Kubernetes object as JSON, which must not travel past a parser."""
+"""The type of a Kubernetes object as JSON. No code but the parsers takes such objects apart."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The group `keepstep-operator`. A component is imported when it is asked for: admission must not
-pay for the ledger, nor reconcile for `cryptography`."""
+"""The group `keepstep-operator`. A component is imported only when it is called, so that admission
+does not load the ledger, nor reconcile `cryptography`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Misuse(click.ClickException):
 
 
 class _Components(click.Group):
-    """Knows the commands by name, and imports the one that is called."""
+    """A group that knows its commands by name and imports only the one that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)

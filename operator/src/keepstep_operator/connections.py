@@ -1,11 +1,13 @@
-"""What one source, and all together, may hold open on a listener without asking for anything.
+"""Limits how many connections one source, and all sources, may hold open without a request.
 
-Whoever reaches a port can open connections, and each one costs a twentieth of a MiB of TLS buffers.
-So a connection is counted before its handshake, and has a few seconds from there to the head of its
-first request. Where a source has too many that young, the next ones wait, as bare sockets, for a
-while; half of the places are for the first one of each source, so that few sources never have them
-all. Those that have asked are as many as clients need: an API server keeps one for each review that
-is under way.
+Anyone who reaches a port can open connections, and each takes a twentieth of a MiB of TLS buffers.
+So a connection is counted before its handshake, and then has a few seconds until the end of its
+first request's head; until then it is young. If a source has too many young connections, its next
+ones wait for a while as bare sockets. Half of the places are kept for the first connection of each
+source, so that a few sources never have them all.
+
+Connections that have sent a request are allowed in the number that clients need: an API server
+keeps one for each review under way.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 HEAD_S: Final = 4.0
-"""From the connection to the end of the first request's head, with the handshake."""
+"""The time from the start of the handshake to the end of the first request's head."""
 SERVED: Final = 256
-"""Where each connection brings one request and ends with its answer, so many are worked on at once.
-After an upgrade all sidecars of a cluster come together with everything they know, and each open
-connection holds a fifth of a MiB then: as bare sockets the others cost nothing."""
+"""How many connections are served at a time, if each brings one request and ends with its answer.
+After an upgrade all sidecars of a cluster come together, with everything they know. Each connection
+then takes a fifth of a MiB; those that wait as bare sockets take nothing."""
 WAIT_S: Final = 15.0
-"""Before its handshake, at most."""
+"""The longest wait of a connection before its handshake."""
 YOUNG_OF_A_SOURCE: Final = 32
 YOUNG: Final = 512
 MOST_OF_A_SOURCE: Final = 384
@@ -32,13 +34,13 @@ MOST: Final = 16_384
 _END_OF_HEAD: Final = b"\r\n\r\n"
 
 sslproto.SSLProtocol.max_size = 32 << 10
-"""asyncio gives each TLS connection a buffer of 256 KiB; a record has 16 KiB at most."""
+"""By default asyncio gives each TLS connection a buffer of 256 KiB; a record has at most 16 KiB."""
 
 
 class Limits:
-    """Of one listener. `serve` makes the protocol that answers requests. `one_request`: its
-    connections end with an answer, and keep their place until then; one source has `of_a_source`
-    of these at most."""
+    """The limits of one listener. `serve`: makes the protocol that answers requests. `one_request`:
+    each connection ends with an answer, and keeps its place until then. `of_a_source`: the most
+    places of one source."""
 
     def __init__(
         self,
@@ -66,7 +68,8 @@ class Limits:
         return _Gate(self)
 
     def admit(self, gate: _Gate) -> bool:
-        """Whether it may stay open; it begins at once, or when its turn comes."""
+        """Returns whether the connection may stay open. It begins at once, or when its turn
+        comes."""
         crowded = self._open_of[gate.source] >= MOST_OF_A_SOURCE or len(self._open) >= MOST
         if self._ended or crowded:
             return False
@@ -77,13 +80,14 @@ class Limits:
         return True
 
     def grown(self, source: str) -> None:
-        """One has asked, or is gone: the next one's turn."""
+        """A young connection of this source has sent its request, or is gone: the next one may
+        begin."""
         _one_less(self._young, source)
         self._young_of_all -= 1
         self._begin()
 
     def ended(self, gate: _Gate) -> None:
-        """An admitted one is closed."""
+        """An admitted connection is closed."""
         del self._open[gate]
         _one_less(self._open_of, gate.source)
         waiting = self._waiting.get(gate.source, {})
@@ -92,8 +96,8 @@ class Limits:
             self._waiting.pop(gate.source, None)
 
     def end_all(self) -> None:
-        """The listener is closed: handshakes, and goodbyes that a client leaves without answer,
-        end with it; so does what was accepted just before."""
+        """The listener is closed: abort all connections, also those in a handshake, those whose TLS
+        shutdown a client does not answer, and those that were accepted just before."""
         self._ended = True
         for gate in [*self._open]:
             gate.abort()
@@ -110,8 +114,9 @@ class Limits:
             gate.begin()
 
     def _next(self) -> str:
-        """Whose turn it is: one that has none, else who has the fewest while half is free; '' where
-        all wait. As many sources as there are places have one, so few are looked at."""
+        """The source whose turn it is: one without a young connection, otherwise the one with the
+        fewest while half of the places are free; '' if all must wait. Only as many sources as there
+        are places have a young connection, so the loop looks at few."""
         found, fewest = "", self._of_a_source
         crowded = self._young_of_all >= self._places // 2
         for source in self._waiting:
@@ -130,7 +135,8 @@ def _one_less(counter: Counter[str], source: str) -> None:
 
 
 class _Gate(asyncio.Protocol):
-    """Stands before the protocol that answers: counts, shakes hands, and passes everything on."""
+    """The protocol before the one that answers: counts, does the TLS handshake, and passes all data
+    on."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -156,7 +162,7 @@ class _Gate(asyncio.Protocol):
             transport.abort()
 
     def begin(self) -> None:
-        """Its turn: from now on time runs."""
+        """The connection's turn has come: its time starts now."""
         self._young = True
         self._stop_timer()
         loop = asyncio.get_running_loop()
@@ -187,7 +193,7 @@ class _Gate(asyncio.Protocol):
             self._end()
             return
         if secured is not None and not self._lost:
-            # what nobody reads yet is the sender's to keep, but for this
+            # beyond this, unread data stays with the sender
             secured.set_read_buffer_limits(sslproto.SSLProtocol.max_size)  # type: ignore[attr-defined]
             self._attach(secured)
 

@@ -1,8 +1,8 @@
-"""`/metrics`, made in parts: others are answered between two of them.
+"""`/metrics`, made in parts, between which other requests are answered.
 
-With a thousand runs it takes a tenth of a second, and whoever reaches the port may ask as often as
-they like. So all who ask within a while are told the same: to make it never takes more than a tenth
-of the loop's time.
+With a thousand runs the text takes a tenth of a second, and any client of the port may ask as often
+as it likes. So all requests within some time get the same text: making it never takes more than a
+tenth of the loop's time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 _AT_ONCE: Final = 500
-"""Samples of a part: a few milliseconds."""
+"""Samples in one part, which takes a few milliseconds."""
 _SHARE: Final = 0.1
 
 
 class Exposition:
-    """What a registry tells; `answer` is the handler."""
+    """The metrics of a registry. `answer` is the handler."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -34,7 +34,7 @@ class Exposition:
     async def answer(self, request: web.Request) -> web.Response:
         if self._making is None or (self._making.done() and time.monotonic() >= self._good_until):
             self._making = asyncio.create_task(self._make(), name="tell metrics")
-        text = await asyncio.shield(self._making)  # somebody else may wait for it, too
+        text = await asyncio.shield(self._making)  # other requests may wait for it, too
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def _make(self) -> bytes:
@@ -60,7 +60,7 @@ class _Part(Collector):
 
 
 def _parts(registry: CollectorRegistry) -> Iterator[bytes]:
-    """The text; what stands above a family's samples stands there once."""
+    """The text in parts. The comment lines of a family appear only once, before its samples."""
     for family in registry.collect():
         samples = family.samples
         for first in range(0, max(1, len(samples)), _AT_ONCE):

@@ -1,4 +1,4 @@
-"""The operator's log, with the component in every line."""
+"""The operator's log. Every line names the component."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ say, warn, crash = _journal.say, _journal.warn, _journal.crash
 
 _SELDOM_S: Final = 10.0
 _NOISY: Final = ("aiohttp.server", "asyncio")
-"""What they log is what strangers send, and whatever goes wrong with a connection."""
+"""Loggers of what strangers send, and of whatever goes wrong with a connection."""
 
 
 class _Few(logging.Filter):
-    """One record every few seconds of each place in a library's code, and how many were left out:
-    whoever reaches a port could else fill the log of a node with tracebacks."""
+    """Lets one record every few seconds pass from each place in a library's code, with the number
+    of those that were left out. Otherwise any client of a port could fill the node's log with
+    tracebacks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Every name that users, pods and the cluster see: labels, annotations, paths, ports, variables.
 
-One place, because admission, reconcile, chart and documentation must agree on them.
+They are in one place, because admission, reconcile, chart and documentation must agree on them.
 """
 
 from __future__ import annotations
@@ -12,38 +12,39 @@ API_VERSION = f"{GROUP}/{VERSION}"
 # --- what users write into a pod template ------------------------------------------------------
 
 POLICY_ANNOTATION = "keepstep.dev/policy"
-"""Name of a CheckpointPolicy of the pod's namespace: this is what asks for keepstep."""
+"""Name of a CheckpointPolicy of the pod's namespace. This annotation asks for keepstep."""
 CONTAINER_ANNOTATION = "keepstep.dev/container"
-"""The training container's name, where it is not the one that the job kind fixes or the first."""
+"""The training container's name, if it is neither the one that the job kind fixes nor the first."""
 RUN_LABEL = "keepstep.dev/run"
 """Continues one run over several jobs."""
 RESTORE_FROM_ANNOTATION = "keepstep.dev/restore-from"
-"""`RUN/STEP`: a run that has no step of its own begins from that one of the archive."""
+"""`RUN/STEP`: a run without a step of its own begins from this step of the archive."""
 FRESH_START_ANNOTATION = "keepstep.dev/fresh-start"
-"""On a CheckpointRun: the epoch (or "newest") that rightly began anew; older steps may go."""
+"""On a CheckpointRun: the epoch (or "newest") that rightly began at step 0. Older steps may then be
+deleted."""
 
 LAST_CHECKPOINT_ANNOTATION = "volcano.sh/last-checkpoint-time"
-"""On a CheckpointRun, RFC 3339: when its newest step was committed. The key that Volcano proposed
+"""On a CheckpointRun: when its newest step was committed, in RFC 3339. Volcano proposed this key
 for pods."""
 
 # --- what injection adds -----------------------------------------------------------------------
 
 INJECTED_LABEL = "keepstep.dev/injected"
-"""On each pod that admission was asked about: `INJECTED`, or `REFUSED` where the annotation below
-says why. One label, so that all of them come by one selection."""
+"""On each pod that admission was asked about: `INJECTED`, or `REFUSED` if the annotation below says
+why. It is one label, so that one selection finds all these pods."""
 INJECTED = "true"
 REFUSED = "refused"
 RUN_KEY_LABEL = "keepstep.dev/run-key"
 """The run's directory name and the name of its CheckpointRun."""
 NODE_RANK_LABEL = "keepstep.dev/node-rank"
 LEADER_LABEL = "keepstep.dev/leader"
-"""On the pod of reconcile that leads."""
+"""On the pod of the leading reconciler."""
 STATUS_ANNOTATION = "keepstep.dev/status"
 """JSON: policy, generation, sidecar image and version, training container, job."""
 
 SIDECAR_CONTAINER = "keepstep-sidecar"
 VOLUMES_CONTAINER = "keepstep-volumes"
-"""Init container that makes this run's directory below a hostPath, and gives it to the group."""
+"""Init container that makes the pod's directory below each hostPath, and gives it to the group."""
 MEMORY_VOLUME = "keepstep-memory"
 HUGE_VOLUME = "keepstep-hugepages"
 TOKEN_VOLUME = "keepstep-token"
@@ -56,28 +57,29 @@ SOCKET_PATH = f"{MEMORY_PATH}/sidecar.sock"
 HUGE_PATH = "/keepstep/hugepages"
 """Slots on huge pages, in both containers."""
 HUGE_PAGES = "hugepages-2Mi"
-"""The resource, as nodes tell of it and containers ask for it."""
+"""The resource that nodes offer and containers request."""
 VOLUMES_PATH = "/keepstep/volumes"
 ARCHIVE_VOLUME = "keepstep-archive"
 ARCHIVE_PATH = "/keepstep/archive"
 TOKEN_PATH = "/var/run/secrets/keepstep.dev/token"
 TRUST_PATH = "/keepstep/trust"
-"""Authorities of the reports API that replies named, for a sidecar that starts again."""
+"""Authorities of the reports API that replies named, for a restarted sidecar."""
 
 SOCKET_ENV = "KEEPSTEP_SOCKET"
 RESTORE_TIMEOUT_ENV = "KEEPSTEP_RESTORE_TIMEOUT"
-"""Seconds; of the library, in the training container."""
+"""In seconds, for the library in the training container."""
 
 USER_ID = 65532
 GROUP_ID = 65532
-"""Of the sidecar; the pod gets the group as a supplemental one, so that trainers may fill slots."""
+"""User and group of the sidecar. The pod gets the group as a supplemental one, so that trainers may
+fill slots."""
 
 # --- the page ----------------------------------------------------------------------------------
 
 UI_AUDIENCE = "ui.keepstep.dev"
-"""Of tokens that are made for the page, and good for nothing else."""
+"""Audience of tokens that are made for the page and are good for nothing else."""
 UI_NAMESPACE_HEADER = "Keepstep-Namespace"
-"""Of a request to the page: whose runs."""
+"""Header of a request to the page: the namespace whose runs to show."""
 UI_PORT = 8790
 """On the pod's loopback."""
 

@@ -1,7 +1,7 @@
-"""Listening, and ending in order: what every component's process does beside its own work.
+"""Listening, and ending in order: what every component's process does besides its own work.
 
-On SIGTERM a component says at once that it is not ready, goes on answering while the cluster takes
-it out of its Services (`drain_s`), then lets requests that are under way finish, and ends.
+On SIGTERM a component at once reports that it is not ready. It goes on answering while the cluster
+takes it out of its Services (`drain_s`), then lets requests under way finish, and ends.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _SHUTDOWN_S: Final = 5.0
 _KEEPALIVE_S: Final = 30.0
 
 Ready = Callable[[], str]
-"""Why the process is not ready, '' when it is."""
+"""Returns why the process is not ready; '' if it is."""
 
 
 def metrics_registry() -> CollectorRegistry:
-    """A process's own, with what is true of every one of ours: its version."""
+    """A new registry for a process, with the metric that all components have: the version."""
     registry = CollectorRegistry()
     build = Gauge(
         "keepstep_operator_build_info",
@@ -42,7 +42,8 @@ def metrics_registry() -> CollectorRegistry:
 
 
 def health_routes(ready: Ready) -> list[web.RouteDef]:
-    """`/healthz`: the process answers. `/readyz`: 503 with a reason until it may get work."""
+    """`/healthz`: 200 while the process answers. `/readyz`: 503 with a reason until it may get
+    work."""
 
     async def healthz(request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -55,7 +56,7 @@ def health_routes(ready: Ready) -> list[web.RouteDef]:
 
 
 def observed(registry: CollectorRegistry, ready: Ready) -> web.Application:
-    """What the metrics port serves: `/metrics`, `/healthz`, `/readyz`."""
+    """The application of the metrics port: `/metrics`, `/healthz`, `/readyz`."""
     app = web.Application()
     app.add_routes([web.get("/metrics", Exposition(registry).answer), *health_routes(ready)])
     return app
@@ -72,11 +73,11 @@ async def listening(
     one_request: bool = False,
     of_a_source: int = YOUNG_OF_A_SOURCE,
 ) -> AsyncIterator[int]:
-    """Serve `app` on `port` while the context lasts; yields the port. 0: any free one of loopback
-    (on all interfaces, IPv4 and IPv6 would get two different ones).
+    """Serve `app` on `port` while the context lasts; yields the port. 0: any free port of loopback
+    (on all interfaces, IPv4 and IPv6 would get different ports).
 
-    At the end no new connection is taken, and requests under way get `shutdown_s` to finish.
-    `one_request`: every answer of `app` ends its connection; `of_a_source`: see `Limits`.
+    At the end no new connection is accepted, and requests under way get `shutdown_s` to finish.
+    `one_request`: every answer of `app` ends its connection. `of_a_source`: see `Limits`.
     """
     host = "127.0.0.1" if host is None and port == 0 else host
     runner = web.AppRunner(
@@ -84,7 +85,7 @@ async def listening(
         access_log=None,
         shutdown_timeout=shutdown_s,
         keepalive_timeout=_KEEPALIVE_S,
-        lingering_time=0.0,  # what is refused by its head is not read
+        lingering_time=0.0,  # if the head is refused, the body is not read
     )
     await runner.setup()
     if runner.server is None:
@@ -98,13 +99,13 @@ async def listening(
     finally:
         for one in listener.sockets:
             loop.remove_reader(one.fileno())
-        # what was accepted is made in the loop's next turns; asyncio loses it if the listener is
-        # closed meanwhile (Python 3.11: Server._attach)
+        # Accepted connections are set up in the loop's next turns. asyncio loses them if the
+        # listener is closed meanwhile (Python 3.11: Server._attach).
         await _turns()
         listener.close()
         await runner.cleanup()
         limits.end_all()
-        await _turns()  # an aborted connection is closed in the next one
+        await _turns()  # an aborted connection is closed in the next turn
 
 
 async def _turns() -> None:
@@ -113,9 +114,9 @@ async def _turns() -> None:
 
 
 async def body_of(request: web.Request, *, most_bytes: int) -> bytes:
-    """What a client sends. Where it leaves off, nothing is kept of it: aiohttp says so by an error
-    that refers to itself by way of its frames, so that only the garbage collector would find what
-    these hold. Raises HTTPRequestEntityTooLarge, HTTPBadRequest."""
+    """The body of a request. If the client stops sending, nothing of the body is kept: aiohttp's
+    error refers to itself through its frames, so only the garbage collector would free what these
+    hold. Raises HTTPRequestEntityTooLarge, HTTPBadRequest."""
     body = bytearray()
     try:
         async for part in request.content.iter_any():
@@ -130,7 +131,7 @@ async def body_of(request: web.Request, *, most_bytes: int) -> bytes:
 
 
 async def until_signal() -> str:
-    """Wait for SIGTERM or SIGINT; its name."""
+    """Wait for SIGTERM or SIGINT. Returns its name."""
     loop = asyncio.get_running_loop()
     caught: asyncio.Future[str] = loop.create_future()
 

@@ -1,5 +1,5 @@
-"""Options that several components share. Each has its variable spelt out: an automatic prefix would
-meet the `<SERVICE>_PORT` variables that Kubernetes sets for Services named `keepstep-...`."""
+"""Options that several components share. Each names its variable: an automatic prefix would meet
+the `<SERVICE>_PORT` variables that Kubernetes sets for Services named `keepstep-...`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def option(name: str, *more: str, **settings: Any) -> Callable[[Command], Command]:
-    """A click option `--<name>` that also reads KEEPSTEP_<NAME>, and says so in the help."""
+    """A click option `--<name>` that also reads KEEPSTEP_<NAME>; its help says so."""
     variable = "KEEPSTEP_" + name.removeprefix("--").replace("-", "_").upper()
     settings.setdefault("envvar", variable)
     return click.option(name, *more, show_envvar=True, show_default=True, **settings)
@@ -51,7 +51,7 @@ metrics_port_option: Final = option(
 
 
 def tls_dir_option(default: str) -> Callable[[Command], Command]:
-    """`--tls-dir`: where the Secret with the server's certificate is mounted."""
+    """`--tls-dir`: the directory where the Secret with the server's certificate is mounted."""
     return option(
         "--tls-dir",
         type=click.Path(file_okay=False, path_type=Path),
@@ -61,7 +61,7 @@ def tls_dir_option(default: str) -> Callable[[Command], Command]:
 
 
 def port_option(default: int) -> Callable[[Command], Command]:
-    """`--port`: of HTTPS."""
+    """`--port`: the HTTPS port."""
     return option(
         "--port", type=click.IntRange(0, 65535), default=default, help="HTTPS. 0: any free port."
     )

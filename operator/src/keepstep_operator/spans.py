@@ -1,4 +1,4 @@
-"""`0-3,8`: sets of numbers in few characters, for people and for status fields. Pure."""
+"""Sets of numbers as short texts like `0-3,8`, for people and for status fields. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 LONGEST = 4096
-"""Characters that the schema allows for such a field."""
+"""The characters that the schema allows for such a field."""
 MOST = 65_536
 _LONGEST_NUMBER = 10
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """`0-3,8` of 0, 1, 2, 3, 8. What does not fit into `LONGEST` is left out at the end."""
+    """`0-3,8` for 0, 1, 2, 3, 8. Numbers that do not fit into `LONGEST` are left out at the end."""
     found: list[list[int]] = []
     for number in sorted(set(numbers)):
         if found and found[-1][1] == number - 1:
@@ -24,12 +24,12 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def within(text: str, number: int) -> bool:
-    """Whether the number is in the set; what cannot be read holds nothing."""
+    """Whether the number is in the set. Parts that cannot be read count as empty."""
     return any(a <= number <= b for a, b in map(_ends, text.split(",")))
 
 
 def numbers(text: str) -> Iterator[int]:
-    """The numbers of the set, at most `MOST`; what cannot be read holds none."""
+    """The numbers of the set, at most `MOST`. Parts that cannot be read count as empty."""
     found = (number for a, b in map(_ends, text.split(",")) for number in range(a, b + 1))
     return islice(found, MOST)
 

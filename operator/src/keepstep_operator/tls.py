@@ -1,8 +1,9 @@
-"""A server's TLS from files that change under it: the kubelet swaps them when a Secret is written.
+"""A server's TLS from files that may change: the kubelet replaces them when their Secret is
+written.
 
-The same `SSLContext` is loaded again, so that listeners stay as they are: new connections get the
-new certificate, those that are open keep theirs. A pair that does not fit together (a half-written
-directory) is left alone until it does.
+The same `SSLContext` is loaded again, so the listeners stay. New connections get the new
+certificate; open ones keep theirs. A certificate and key that do not fit together (a half-written
+directory) are not loaded until they do.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _LOOK_EVERY_S: Final = 5.0
 
 class ServerTls:
     """The context of `directory` (tls.crt, tls.key), and a task that keeps it fresh. `authorities`:
-    PEM of all that clients must trust (ca.crt), '' where there is none.
+    PEM of all CAs that clients must trust (ca.crt); '' if there is none.
 
-    Raises UsageError when there is no usable pair to begin with.
+    Raises UsageError if there is no usable pair at the start.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -43,13 +44,13 @@ class ServerTls:
             ) from error
 
     def reload(self) -> bool:
-        """Load the files again if they changed; whether they did."""
+        """Load the files again if they changed. Returns whether they were loaded."""
         try:
             digest = self._digest()
             if digest == self._loaded:
                 return False
             files = self._directory / CERTIFICATE, self._directory / KEY
-            _context().load_cert_chain(*files)  # a wrong pair must not reach the live context
+            _context().load_cert_chain(*files)  # a wrong pair must not get into the live context
             self.context.load_cert_chain(*files)
             self.authorities = self._read_authorities()
         except (OSError, ssl.SSLError) as error:
@@ -60,7 +61,7 @@ class ServerTls:
         return True
 
     async def keep_fresh(self, *, every_s: float = _LOOK_EVERY_S) -> None:
-        """Look for ever."""
+        """Reload changed files, for ever."""
         while True:
             await asyncio.sleep(every_s)
             self.reload()
@@ -77,5 +78,5 @@ class ServerTls:
 def _context() -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.num_tickets = 0  # nobody resumes a session; they are a tenth of a handshake
+    context.num_tickets = 0  # sessions are not resumed; tickets are a tenth of a handshake
     return context

@@ -1,13 +1,13 @@
-"""The certificates of admission and of the reports API, without another operator.
+"""The certificates of admission and of the reports API, made without another operator.
 
     pki        keys and certificates as PEM; verification
-    rotation   what is due, given what is there and the time: pure
-    secrets    how Secrets hold it
-    keeper     one round: read, decide, write, publish
-    peers      the authority of each run, of which reconcile makes the pods' certificates
+    rotation   what is due, given the certificates and the time: pure
+    secrets    how Secrets hold authorities and leaves
+    keeper     one round for one server: read, decide, write, publish
+    peers      the authority with which reconcile signs the pods' certificates
     main       the process
 
-There are two authorities, so that whoever gets hold of one key cannot pose as the other server. A
-new CA is published before anything is signed with it, and an old one stays published for as long
-after, so at every moment each client trusts what each server shows.
+Each of the two servers has its own authority, so the key of one does not let its holder pose as the
+other. A new CA is published before anything is signed with it, and an old one stays published for
+as long afterwards. So at every moment each client trusts the certificate of each server.
 """

@@ -1,8 +1,9 @@
-"""One round over both authorities: read, decide, write, publish, sign.
+"""One round for the certificates of one server: read, decide, write, publish, sign.
 
-The order matters. A CA is in its Secret before it is published (a process that dies in between
-finds it again), and published before a leaf is signed with it. All writes carry the resource
-version that was read: where somebody else wrote, the round is begun again on what is there now.
+The order matters. A CA is written to its Secret before it is published, so that a process that dies
+in between finds it again. It is published before a leaf is signed with it. All writes carry the
+resource version that was read. If another client wrote in between, the round starts again on the
+new state.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ _ATTEMPTS = 4
 _BUNDLE = "ca.crt"
 
 Clock = Callable[[], datetime]
-"""Now, in UTC."""
+"""Returns the present time in UTC."""
 
 Publish = Callable[[bytes], Awaitable[None]]
-"""Make a bundle of CAs known to the clients. Raises KubeError when it is not certain."""
+"""Makes a bundle of CAs known to the clients. Raises KubeError if that is uncertain."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A Service that shows a leaf. Its Secrets are `<service>-ca` and `<service>-tls`."""
+    """A Service that serves with a leaf. Its Secrets are `<service>-ca` and `<service>-tls`."""
 
     service: str
     publish: Publish
@@ -84,14 +85,14 @@ class Keeper:
         )
 
     async def round(self) -> Facts:
-        """Do all that is due; what the leaf says. Raises KubeError."""
+        """Do all that is due. Returns the facts of the leaf. Raises KubeError."""
         for _ in range(_ATTEMPTS - 1):
             if leaf := await self._attempt():
                 return leaf
         return await self._round()
 
     async def _attempt(self) -> Facts | None:
-        """A round; None when somebody else wrote meanwhile."""
+        """A round; None if another client wrote meanwhile."""
         try:
             return await self._round()
         except Conflict as error:
@@ -109,7 +110,8 @@ class Keeper:
         return await self._leaf(authority)
 
     async def _authority(self) -> tuple[Body | None, StoredAuthority]:
-        """After all moves that are due now: the Secret as it was read, and what it holds."""
+        """Make all moves that are due now. Returns the Secret as it was read last, and its
+        content."""
         while True:
             old = await self._read(self._server.authority_secret)
             authority = read_authority(old)
@@ -136,7 +138,8 @@ class Keeper:
                 return StoredAuthority(signer=made, previous=await self._trusted(), since=now)
 
     async def _trusted(self) -> bytes:
-        """What clients trusted so far: the leaf that is in use may be from there."""
+        """The bundle that clients have trusted so far, since one of its CAs may have signed the
+        present leaf."""
         return read_leaf(await self._read(self._server.leaf_secret)).bundle
 
     async def _leaf(self, authority: StoredAuthority) -> Facts:
@@ -177,8 +180,8 @@ class Keeper:
 
 
 class Publisher:
-    """A round where somebody else (cert-manager) makes a server's certificates: the CA beside the
-    leaf is published, and nothing else is written."""
+    """The counterpart of `Keeper` if cert-manager makes a server's certificates. A round publishes
+    the CA from the leaf's Secret, and writes nothing else."""
 
     def __init__(self, client: Client, server: Server, *, namespace: str) -> None:
         self._client = client
@@ -186,7 +189,7 @@ class Publisher:
         self._namespace = namespace
 
     async def round(self) -> Facts:
-        """What the leaf says. Raises KubeError."""
+        """Publish the CA. Returns the facts of the leaf. Raises KubeError."""
         name = self._server.leaf_secret
         leaf = read_leaf(await self._client.get(SECRETS, name, namespace=self._namespace))
         if leaf.pair is None or not leaf.bundle:
@@ -199,7 +202,7 @@ class Publisher:
 
 
 async def publish_in_webhook(client: Client, name: str, bundle: bytes) -> None:
-    """As `caBundle` of every webhook of a MutatingWebhookConfiguration."""
+    """Publish the bundle as `caBundle` of every webhook of a MutatingWebhookConfiguration."""
     try:
         body = await client.get(WEBHOOKS, name)
     except NotFound:
@@ -210,13 +213,13 @@ async def publish_in_webhook(client: Client, name: str, bundle: bytes) -> None:
         return
     try:
         await client.patch(WEBHOOKS, name, patch, kind=PatchType.JSON)
-    except Rejected as error:  # a `test` failed: the list was changed after we read it
+    except Rejected as error:  # a `test` failed: the list has changed since it was read
         raise Conflict(str(error), status=error.status) from error
     say("CA published", webhook=name, webhooks=len(patch) // 2)
 
 
 async def publish_in_config_map(client: Client, namespace: str, name: str, bundle: bytes) -> None:
-    """As ca.crt of a ConfigMap."""
+    """Publish the bundle as ca.crt of a ConfigMap."""
     old = await _read(client, CONFIG_MAPS, name, namespace=namespace)
     data = {**((old or {}).get("data") or {}), _BUNDLE: bundle.decode()}
     if old is not None and old.get("data") == data:
@@ -228,8 +231,8 @@ async def publish_in_config_map(client: Client, namespace: str, name: str, bundl
 
 
 def _bundle_patch(body: Body, bundle: str) -> list[Body]:
-    """Tests the name at each index, so that a list that changed meanwhile is not hit in the wrong
-    place. Empty when all is well."""
+    """The patch that sets the bundle; empty if all webhooks have it. It tests the name at each
+    index, so that it changes no other webhook if the list has changed meanwhile."""
     patch: list[Body] = []
     for index, webhook in enumerate(body.get("webhooks") or []):
         if webhook["clientConfig"].get("caBundle") == bundle:

@@ -34,16 +34,18 @@ from keepstep_operator.settings import (
 )
 
 _OVERLAP: Final = timedelta(days=1)
-"""The API server hears of a new caBundle within a second, sidecars by the reply to a report."""
+"""Clients learn of a new CA much sooner: the API server hears of a new caBundle within a second, a
+sidecar with the reply to a report."""
 _PEERS_OVERLAP: Final = timedelta(days=2)
-"""A sidecar gets the bundle with its certificate, which lives for a day."""
+"""A sidecar gets the bundle with its certificate, which is valid for a day."""
 _FIRST_S: Final = 2.0
-"""Between two rounds, at most, until one has succeeded: helm --wait waits for that."""
+"""The longest pause between two rounds until one has succeeded, because helm --wait waits for
+that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The command's options. `overlap`: None for each server's own."""
+    """The command's options. `overlap`: None for each server's default."""
 
     namespace: str
     admission_service: str
@@ -65,7 +67,7 @@ class Settings:
 
 
 class Metrics:
-    """Every metric of this component. docs/metrics.md lists the same."""
+    """Every metric of this component. docs/metrics.md lists them, too."""
 
     def __init__(self) -> None:
         self.registry = metrics_registry()
@@ -178,14 +180,14 @@ def certificates(once: bool, **options: Any) -> None:
 
 
 async def run_once(settings: Settings) -> None:
-    """One round. Raises KubeError."""
+    """Do one round. Raises KubeError."""
     async with Client(await find_access()) as client:
         for _, keeper in keepers(client, settings):
             await keeper.round()
 
 
 async def serve(settings: Settings) -> None:
-    """Rounds until SIGTERM; a failed one is said and tried again."""
+    """Do rounds until SIGTERM. A failed round is logged and tried again."""
     metrics, kept = Metrics(), asyncio.Event()
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client(await find_access()))
@@ -205,7 +207,7 @@ async def serve(settings: Settings) -> None:
 
 
 def keepers(client: Client, settings: Settings) -> list[tuple[str, Keeper | Publisher]]:
-    """One for each server, by the name of its Service."""
+    """The keeper or publisher of each server, and of the authority of peers, with its name."""
     servers = (
         Server(
             service=settings.admission_service,
@@ -241,7 +243,7 @@ async def _rounds(
     metrics: Metrics,
     kept: asyncio.Event,
 ) -> None:
-    """For ever. Sets `kept` when all have succeeded in one round."""
+    """Do rounds for ever. Sets `kept` once all keepers have succeeded in one round."""
     while True:
         failed = False
         for service, keeper in served:

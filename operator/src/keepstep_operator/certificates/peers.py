@@ -1,4 +1,4 @@
-"""The authority of sidecars' certificates: kept and rotated like the others, but without a leaf.
+"""The authority of sidecars' certificates. It is kept and rotated like the others, but has no leaf.
 
 Its Secret `<service>-ca` is mounted into reconcile, which signs with it
 (`reconcile.peer_certificates`).
@@ -22,10 +22,10 @@ _SKEW = timedelta(hours=1)
 
 
 class AuthorityKeeper(Keeper):
-    """A round over the authority alone; its facts are the signer's."""
+    """Keeps the authority alone. `round` returns the facts of its signer."""
 
     async def _trusted(self) -> bytes:
-        """There is no leaf of ours, and no right to read one."""
+        """Empty: there is no leaf, and no right to read one."""
         return b""
 
     async def _leaf(self, authority: StoredAuthority) -> Facts:
@@ -34,7 +34,7 @@ class AuthorityKeeper(Keeper):
 
 
 async def published_with_certificates(bundle: bytes) -> None:
-    """Sidecars get the bundle with every certificate, once a day at least."""
+    """Does nothing: sidecars get the bundle with every certificate, at least once a day."""
 
 
 def sign(
@@ -42,8 +42,8 @@ def sign(
 ) -> bytes:
     """PEM of a certificate for `uri` and the key of `request`, for both ends of a connection.
 
-    `authority`: certificate and key. Raises ValueError when `request` is none, is not signed by its
-    own key, or has a key other than one of an elliptic curve.
+    `authority`: certificate and key. Raises ValueError if `request` is not a certificate request,
+    is not signed by its own key, or has a key that is not of an elliptic curve.
     """
     issuer = x509.load_pem_x509_certificate(authority[0])
     signer = serialization.load_pem_private_key(authority[1], password=None)

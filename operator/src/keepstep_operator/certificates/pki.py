@@ -1,4 +1,4 @@
-"""Keys and certificates: ECDSA P-256, as PEM. Knows no Secrets and no schedule."""
+"""Keys and certificates: ECDSA P-256, as PEM. This module knows no Secrets and no schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _MOST_SKEW: Final = timedelta(hours=2)
-"""Certificates are valid from this long before they are made, for clocks that are behind."""
+"""Certificates are valid from this long before they are made, for clients with a slow clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a certificate says. Times are in UTC; `names` are its DNS names."""
+    """The content of a certificate. Times are in UTC; `names` are its DNS names."""
 
     not_before: datetime
     not_after: datetime
@@ -39,8 +39,8 @@ class Facts:
 
 
 def make_authority(name: str, *, now: datetime, life: timedelta) -> Pair:
-    """A self-signed CA that may sign leaves only. Its subject is unique, so that clients tell two
-    CAs of one name apart."""
+    """A self-signed CA that may sign only leaves. Its subject is unique, so that clients can tell
+    two CAs of the same `name` apart."""
     key = ec.generate_private_key(ec.SECP256R1())
     serial = x509.random_serial_number()
     subject = _subject(f"{name} {serial % (1 << 32):08x}")
@@ -55,7 +55,7 @@ def make_authority(name: str, *, now: datetime, life: timedelta) -> Pair:
 
 
 def sign_leaf(authority: Pair, *, names: tuple[str, ...], now: datetime, life: timedelta) -> Pair:
-    """A server certificate for DNS `names`, which does not outlive its authority."""
+    """A server certificate for these DNS names. It does not outlive its authority."""
     issuer = x509.load_pem_x509_certificate(authority.certificate)
     signer = _private(authority.key)
     key = ec.generate_private_key(ec.SECP256R1())
@@ -81,7 +81,7 @@ def sign_leaf(authority: Pair, *, names: tuple[str, ...], now: datetime, life: t
 
 
 def facts(certificate: bytes) -> Facts:
-    """Of the first certificate in a PEM text. Raises ValueError when there is none."""
+    """The facts of the first certificate in a PEM text. Raises ValueError if there is none."""
     read = x509.load_pem_x509_certificate(certificate)
     try:
         extension = read.extensions.get_extension_for_class(x509.SubjectAlternativeName)
@@ -97,7 +97,7 @@ def facts(certificate: bytes) -> Facts:
 
 
 def fits(pair: Pair) -> bool:
-    """Whether both parse and the key is the certificate's."""
+    """Whether both parts can be parsed and the key is the certificate's."""
     try:
         read = x509.load_pem_x509_certificate(pair.certificate)
         return _private(pair.key).public_key() == read.public_key()
@@ -106,7 +106,7 @@ def fits(pair: Pair) -> bool:
 
 
 def is_signed_by(leaf: bytes, authority: bytes) -> bool:
-    """Whether the authority's key signed the leaf; times are not looked at."""
+    """Whether the authority's key signed the leaf. Times are not checked."""
     try:
         issuer = x509.load_pem_x509_certificate(authority)
         x509.load_pem_x509_certificate(leaf).verify_directly_issued_by(issuer)
@@ -116,7 +116,7 @@ def is_signed_by(leaf: bytes, authority: bytes) -> bool:
 
 
 def split(bundle: bytes) -> tuple[bytes, ...]:
-    """The certificates of a PEM bundle, one by one; () when it cannot be read."""
+    """The certificates of a PEM bundle, one by one; () if it cannot be read."""
     try:
         read = x509.load_pem_x509_certificates(bundle)
     except ValueError:
@@ -168,7 +168,8 @@ def _private(pem: bytes) -> ec.EllipticCurvePrivateKey:
 
 
 def _subject(name: str) -> x509.Name:
-    """The common name has room for 64 characters; clients look at the DNS names."""
+    """A subject with this common name, which may have 64 characters. Clients check only the DNS
+    names."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
 
 

@@ -1,12 +1,12 @@
-"""What is due, given what is there and the time. No I/O, no clock, no keys.
+"""What is due, given the certificates and the time. No I/O, no clock, no keys.
 
-An authority goes through three stages, and each lasts `overlap`:
+An authority goes through three stages. The second and the third last `overlap` each:
 
-    signer                    alone; two thirds of its life long
+    signer                    alone; until two thirds of its life are over
     signer + next             the next CA is published, but signs nothing yet
-    signer + previous         the next one signs now; the old one is still trusted
+    signer + previous         the next CA signs now; the old one is still trusted
 
-So a client that learns of a new bundle within one overlap trusts every leaf that it can meet.
+So a client that learns of a new bundle within one overlap trusts every leaf in use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 from keepstep_operator.certificates.pki import Facts
 
 _DUE: Final = 2 / 3
-"""Of its life, then a certificate is made anew."""
+"""After this part of its life a certificate is made anew."""
 _MOST_SETTLE: Final = timedelta(minutes=1)
 
 
@@ -33,16 +33,16 @@ class Lifetimes:
 
     @property
     def settle(self) -> timedelta:
-        """From a change of the signer to the first leaf by it: when a CA had to be replaced at
-        once, its bundle then still reaches the API server first."""
+        """The time from a change of the signer to the first leaf that it signs. So even if a CA had
+        to be replaced at once, its bundle reaches the API server first."""
         return min(_MOST_SETTLE, self.overlap / 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Authority:
-    """What is known of one. `since`: when the present stage began, that is when `next` was
-    published, or when `previous` stopped to sign; None while `next` is not published yet.
-    `asked`: somebody wants another CA now."""
+    """The facts of an authority. `since`: when the present stage began, that is, when `next` was
+    published, or when `previous` stopped signing; None while `next` is not published yet. `asked`:
+    a person asks for another CA now."""
 
     signer: Facts | None = None
     next: Facts | None = None
@@ -56,17 +56,17 @@ class Move(enum.Enum):
 
     NONE = "none"
     BEGIN = "begin"
-    """There is no CA that can sign: make one, and sign with it."""
+    """No CA can sign: make one, and sign with it."""
     ADD_NEXT = "add next"
-    """Make the next CA, and publish it beside the signer."""
+    """Make the next CA, and publish it together with the signer."""
     PROMOTE = "promote"
-    """Sign with the next one from now on."""
+    """Sign with the next CA from now on."""
     DROP_PREVIOUS = "drop previous"
-    """Nothing that it signed is in use any more."""
+    """Nothing that the previous CA signed is in use any more: drop it."""
 
 
 def due(authority: Authority, *, now: datetime, lifetimes: Lifetimes) -> Move:
-    """The one thing to do with an authority now."""
+    """The one move that is due for an authority now."""
     signer, overlap = authority.signer, lifetimes.overlap
     settled = authority.since is not None and now >= authority.since + overlap
     if signer is None or now >= signer.not_after:
@@ -89,10 +89,10 @@ def leaf_due(
     settled: bool,
     now: datetime,
 ) -> str:
-    """Why a new leaf is needed now; '' when it is not.
+    """Why a new leaf is needed now; '' if none is.
 
-    `by_signer`: the signer signed it. `trusted`: any CA of the bundle did. `settled`: the signer
-    has been published long enough.
+    `by_signer`: the signer signed the leaf. `trusted`: some CA of the bundle did. `settled`: the
+    signer has been published long enough.
     """
     if leaf is None:
         return "there is none"
@@ -110,5 +110,5 @@ def leaf_due(
 
 
 def is_due(certificate: Facts, *, now: datetime) -> bool:
-    """Whether two thirds of its life are over."""
+    """Whether two thirds of the certificate's life are over."""
     return now >= certificate.not_before + _DUE * certificate.life

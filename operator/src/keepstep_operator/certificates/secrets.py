@@ -1,10 +1,10 @@
 """How Secrets hold an authority and a leaf.
 
-<service>-ca    tls.crt, tls.key        what signs now
-                next.crt, next.key      what will, already published
-                previous.crt            what did, still published
+<service>-ca    tls.crt, tls.key        the CA that signs now
+                next.crt, next.key      the CA that will sign next, already published
+                previous.crt            the CA that signed before, still published
                 annotations keepstep.dev/since (when the stage began, RFC 3339) and
-                keepstep.dev/rotate-ca (anything: begin a rotation now)
+                keepstep.dev/rotate-ca (any value: begin a rotation now)
 <service>-tls   tls.crt, tls.key, ca.crt (the bundle)
 """
 
@@ -45,7 +45,7 @@ class StoredAuthority:
         return b"".join(dict.fromkeys([*pairs, *split(self.previous)]))
 
     def summary(self) -> Authority:
-        """What decisions are made on."""
+        """The facts on which decisions are based."""
         return Authority(
             signer=_facts(self.signer),
             next=_facts(self.next),
@@ -64,7 +64,8 @@ class StoredLeaf:
 
 
 def read_authority(secret: Body | None) -> StoredAuthority:
-    """What cannot be used (no Secret, a key that is not the certificate's) counts as not there."""
+    """Parse the Secret. What cannot be used (no Secret, a key that is not the certificate's) counts
+    as missing."""
     if secret is None:
         return StoredAuthority()
     annotations = secret["metadata"].get("annotations") or {}
@@ -84,8 +85,8 @@ def read_leaf(secret: Body | None) -> StoredLeaf:
 
 
 def write_authority(old: Body | None, name: str, authority: StoredAuthority) -> Body:
-    """The Secret to write instead of `old`: under its resource version, so that a write of somebody
-    else in between is a conflict."""
+    """The Secret to replace `old`. It carries the resource version of `old`, so that a write of
+    another client in between is a conflict."""
     assert authority.signer is not None
     data = {
         **_pair_data("tls", authority.signer),
@@ -103,7 +104,7 @@ def write_authority(old: Body | None, name: str, authority: StoredAuthority) -> 
 
 
 def write_leaf(old: Body | None, name: str, leaf: StoredLeaf) -> Body:
-    """The Secret to write instead of `old`."""
+    """The Secret to replace `old`."""
     assert leaf.pair is not None
     return _secret(old, name, {**_pair_data("tls", leaf.pair), "ca.crt": leaf.bundle})
 

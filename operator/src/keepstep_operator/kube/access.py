@@ -1,4 +1,4 @@
-"""How to reach the API server, and as whom: a service account, or what KUBECONFIG names."""
+"""How to reach the API server, and with which identity: a service account, or KUBECONFIG's."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """The official client's configuration, and the namespace where we live, or work by default."""
+    """The official client's configuration, and the namespace of the service account or context."""
 
     configuration: Any
     namespace: str = "default"
 
 
 async def find_access() -> Access:
-    """KUBECONFIG when it is set, else the pod's service account. Raises UsageError."""
+    """KUBECONFIG if it is set, otherwise the pod's service account. Raises UsageError."""
     if path := os.environ.get("KUBECONFIG"):
         return await from_kubeconfig(Path(path))
     return in_cluster()
 
 
 def in_cluster(directory: Path = SERVICE_ACCOUNT) -> Access:
-    """The pod's own service account; its token is read again each minute, as the kubelet rotates
+    """The pod's service account. Its token is read again each minute, because the kubelet rotates
     it. Raises UsageError outside a cluster."""
     configuration = Configuration()
     loader = InClusterConfigLoader(str(directory / "token"), str(directory / "ca.crt"))
@@ -58,7 +58,7 @@ async def from_kubeconfig(path: Path) -> Access:
         context = loader.current_context["context"]
         if configuration.host == Configuration().host:
             raise ConfigException("its cluster names no server")
-    # what is wrong in it, or is no YAML, comes as anything
+    # errors in the file come as any of these
     except (ConfigException, OSError, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
         raise UsageError(f"kubeconfig {path}: {type(error).__name__}: {error}") from error
     return Access(configuration=configuration, namespace=context.get("namespace") or "default")

@@ -1,7 +1,7 @@
 """Requests by the official client, `kubernetes.aio`, without its models: objects are JSON.
 
-Its generated methods make one for each field of each object: a list of 10,000 pods is then 36 s of
-CPU. What is used of it is access, connections and `ApiClient.call_api`.
+The client's generated methods make a model for each field of each object, so a list of 10,000 pods
+takes 36 s of CPU. Only its access, its connections and `ApiClient.call_api` are used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keepstep_operator.kube.errors import error_of, mapped_errors
 from keepstep_operator.kube.resources import Patch, PatchType, Resource
 
 MANAGER: Final = "keepstep-operator"
-"""Who wrote which field, for `kubectl get --show-managed-fields`."""
+"""The name of our fields' owner, for `kubectl get --show-managed-fields`."""
 _REQUEST_S: Final = 10.0
 _PAGE: Final = "500"
 _JSON: Final = "application/json"
@@ -32,7 +32,7 @@ _WRITTEN: Final = {"fieldManager": MANAGER}
 
 
 class _Metadata(msgspec.Struct, omit_defaults=True):
-    """Nothing else is made into objects: `managedFields` are most of a page."""
+    """The only metadata that is decoded, because `managedFields` are most of a page."""
 
     name: str = ""
     namespace: str = ""
@@ -56,8 +56,8 @@ def _names(data: bytes) -> Body:
 
 
 class Client:
-    """An asynchronous context that owns the connections; entering raises UsageError. All methods
-    raise KubeError.
+    """An asynchronous context that owns the connections. Entering it raises UsageError if
+    certificates cannot be used. All methods raise KubeError.
 
     `namespace=None` means a cluster-scoped object, or a collection over all namespaces.
     """
@@ -67,7 +67,7 @@ class Client:
         self._api: Any = None
 
     async def __aenter__(self) -> Client:
-        # else each request asks two threads, for a ~/.netrc and for a proxy in the environment
+        # otherwise each request uses two threads, to look for a ~/.netrc and for a proxy
         self._access.configuration.client_session_kwargs = {"trust_env": False}
         try:
             self._api = ApiClient(self._access.configuration)
@@ -81,7 +81,7 @@ class Client:
 
     @property
     def namespace(self) -> str:
-        """Where this process lives."""
+        """The namespace of this process."""
         return self._access.namespace
 
     @property
@@ -90,7 +90,7 @@ class Client:
         return str(self._access.configuration.host)
 
     def session(self) -> aiohttp.ClientSession:
-        """Connections of somebody else's, in the loop that runs now, with the same access."""
+        """A new session for another user of this access, in the running event loop."""
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=self._api.rest_client.ssl_context, limit=0),
             headers={"User-Agent": self._api.user_agent},
@@ -118,7 +118,8 @@ class Client:
         accept: str = _JSON,
         decode: Callable[[bytes], Body] = msgspec.json.decode,
     ) -> AsyncIterator[Body]:
-        """Each object of a collection, asked for in pages. `labels`, `fields`: selectors."""
+        """Yields each object of a collection, which is read in pages. `labels`, `fields`:
+        selectors."""
         path = resource.path(namespace=namespace)
         selectors = {"labelSelector": labels, "fieldSelector": fields}
         query = {"limit": _PAGE, **{name: one for name, one in selectors.items() if one}}
@@ -132,12 +133,12 @@ class Client:
             query["continue"] = token
 
     async def names(self, resource: Resource, **where: Any) -> AsyncIterator[Body]:
-        """The same, of each object its metadata alone, and of that what names and describes it."""
+        """As `list`, but of each object only the metadata in `_Metadata`."""
         async for one in self.list(resource, accept=_METADATA, decode=_names, **where):
             yield one
 
     async def create(self, resource: Resource, body: Body, *, namespace: str | None = None) -> Body:
-        """Raises Conflict when it exists."""
+        """Create the object. Raises Conflict if it exists."""
         path = resource.path(namespace=namespace)
         return await self._call("POST", path, query=_WRITTEN, body=body)
 
@@ -149,8 +150,8 @@ class Client:
         namespace: str | None = None,
         subresource: str = "",
     ) -> Body:
-        """PUT under the body's name. With metadata.resourceVersion in it, raises Conflict when
-        somebody wrote meanwhile."""
+        """PUT under the body's name. If the body has metadata.resourceVersion, raises Conflict if
+        the object was written meanwhile."""
         parts = (body["metadata"]["name"], *filter(None, [subresource]))
         path = resource.path(*parts, namespace=namespace)
         return await self._call("PUT", path, query=_WRITTEN, body=body)
@@ -178,8 +179,8 @@ class Client:
         uid: str = "",
         version: str = "",
     ) -> Body:
-        """`uid`, `version` (its resourceVersion): of the object that was looked at; raises Conflict
-        when another has its name, or when somebody wrote it since."""
+        """Delete the object. `uid`, `version`: uid and resourceVersion of the object that was read.
+        Raises Conflict if another object has its name, or if it was written since."""
         given = {"uid": uid, "resourceVersion": version}
         wanted = {name: value for name, value in given.items() if value}
         options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": wanted}
@@ -198,14 +199,14 @@ class Client:
         timeout_s: float = _REQUEST_S,
         decode: Callable[[bytes], Body] = msgspec.json.decode,
     ) -> Body:
-        """One request, one JSON answer."""
+        """Send one request; returns the decoded JSON answer."""
         headers = {"Accept": accept, "Content-Type": content_type}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         with mapped_errors():
             method, url, headers, body, _ = await self._api.param_serialize(
                 method, path, {}, query, headers, body, auth_settings=["BearerToken"]
             )
-            target = URL(url, encoded=True)  # its parts are quoted already, and stay as they are
+            target = URL(url, encoded=True)  # its parts are quoted already
             response = await self._api.call_api(
                 method, target, headers, body, _request_timeout=timeout
             )
@@ -233,5 +234,5 @@ async def _require_success(response: Any) -> None:
 
 
 def _retry_after_s(text: str) -> float:
-    """The API server writes seconds."""
+    """The value of Retry-After, which the API server writes in seconds; 0 if it is not a number."""
     return min(float(text), _LONGEST_RETRY_AFTER_S) if text.isascii() and text.isdigit() else 0.0

@@ -1,4 +1,4 @@
-"""What can go wrong with a request; the tree is drawn in the package's docstring."""
+"""The errors of requests. The package's docstring shows the tree."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from keepstep.errors import KeepstepError
 
 
 class KubeError(KeepstepError):
-    """The API server said no, or nothing. `status`: HTTP's, 0 when there was no answer.
-    `retry_after_s`: how long it wants to be left alone."""
+    """The API server refused a request, or did not answer. `status`: the HTTP status; 0 without an
+    answer. `retry_after_s`: how long the server asks to wait before the next request."""
 
     def __init__(
         self, message: str, *, status: int = 0, reason: str = "", retry_after_s: float = 0.0
@@ -26,11 +26,11 @@ class KubeError(KeepstepError):
 
 
 class NotFound(KubeError):
-    """404: the object, or the kind, is not there."""
+    """404: the object, or the kind, does not exist."""
 
 
 class Conflict(KubeError):
-    """409: somebody wrote meanwhile, or it exists already; read again, decide again."""
+    """409: it was written meanwhile, or it exists already. Read again and decide again."""
 
 
 class Denied(KubeError):
@@ -38,11 +38,11 @@ class Denied(KubeError):
 
 
 class Rejected(KubeError):
-    """The request is wrong; trying again will not help."""
+    """The request is wrong. Trying again does not help."""
 
 
 class Unavailable(KubeError):
-    """No answer, or one that says try again later."""
+    """No answer, or an answer that says to try again later."""
 
 
 def error_of(
@@ -63,7 +63,7 @@ def error_of(
 
 @contextmanager
 def mapped_errors() -> Iterator[None]:
-    """What the network says, as KubeError."""
+    """Raises network errors and malformed answers as KubeError."""
     try:
         yield
     except TimeoutError as error:

@@ -1,16 +1,16 @@
-"""Collections of the cluster, followed by kopf: every object seen, changed or gone, once each.
+"""Watches collections of the cluster through kopf: one call for each object seen, changed or gone.
 
-kopf lists and watches, and the server selects. What it does not tell (docs/adr/0004-kopf.md):
+kopf lists and watches; the server selects. Three things it does not tell (docs/adr/0004-kopf.md):
 
-  loaded   that all there was has been shown: a list of names says what there is, and `loaded` is
-           set once kopf has shown all of it
-  gone     an object that vanishes while kopf lists anew: after each such listing, and every ten
-           minutes, the names are listed again, and what is not among them is gone
-  works    that it fails: its pauses between two tries are ours, and whoever asks for a second one
-           has failed; the names are listed then, and that says why
+  loaded   when all existing objects were shown. So their names are listed, and `loaded` is set once
+           kopf has shown all of them
+  gone     that an object was deleted while kopf listed anew. So after each such listing, and every
+           ten minutes, the names are listed again; an object that is not among them is gone
+  works    that it fails. It takes its pauses between two tries from us, so when it takes a second
+           one, it has failed. Then the names are listed, and the error of that says why
 
-It runs in a thread of its own: where it runs it takes the signals, and cancels every task at its
-end, which it comes to by a single answer that it does not expect. Then it is begun anew.
+kopf runs in its own thread, because it takes over signals, and cancels every task of its event
+loop when it ends. It ends at a single answer that it does not expect. Then it is started anew.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ Key = TypeVar("Key", bound=Hashable)
 SWEEP_S: Final = 600.0
 _SOON_S: Final = 1.0
 _SHOWN_S: Final = 10.0
-"""Names that kopf has not shown after so long may have gone: they are listed again."""
+"""How long to wait for kopf to show all listed names. After that some may be gone, so they are
+listed again."""
 _ANEW_S: Final = 5.0
 _END_S: Final = 2.0
 _PAUSE_S: Final = (0.5, 15.0)
@@ -48,10 +49,11 @@ _PAUSE_S: Final = (0.5, 15.0)
 
 @dataclass(kw_only=True)
 class Feed(Generic[Key]):
-    """One collection. `key_of`, a function of the metadata alone, is None for what is not
-    interesting. `seen` and `gone` are told of each object, `told` whether it is followed.
+    """One collection. `key_of`: the key of an object, by its metadata alone; None for objects that
+    are not interesting. `seen`, `gone`: called for each object. `told`: called with whether the
+    watch works.
 
-    `known`: what was seen and is not gone.
+    `known`: the keys of objects that were seen and are not gone.
     """
 
     name: str
@@ -65,13 +67,15 @@ class Feed(Generic[Key]):
     known: set[Key] = field(default_factory=set)
     loaded: asyncio.Event = field(default_factory=asyncio.Event)
     served: asyncio.Event = field(default_factory=asyncio.Event)
-    """The API server knows the kind, whether it may be read or not: kopf looks for it once."""
+    """Set once the API server is known to serve the kind, even if we may not read it. kopf looks
+    for the kind only once, and so starts after this."""
     doubted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Something may have been missed, or fails."""
+    """Set when something may have been missed, or fails."""
     _works: bool = True
 
     def take(self, event: str | None, body: Body) -> None:
-        """What kopf shows. `event`: as a watch says, None for an object of a listing."""
+        """Take in an object that kopf shows. `event`: as the watch names it; None for an object of
+        a listing."""
         try:
             key = self.key_of(body)
             if event == "DELETED":
@@ -79,27 +83,28 @@ class Feed(Generic[Key]):
             elif key is not None:
                 self.known.add(key)
                 self.seen(body)
-        except Exception:  # one body that is not as expected must not end the process
+        except Exception:  # one odd body must not end the process
             crash("object not understood", collection=self.name)
         if event is None and self.loaded.is_set():
             self.doubted.set()
 
     def shown(self, key: Key) -> None:
-        """It is there, as somebody else saw; when the names are listed without it, it is gone."""
+        """Another part of the program saw this object. If it is missing when the names are listed,
+        it is gone."""
         self.known.add(key)
         self.doubted.set()
 
     def forget(self, key: Key | None) -> None:
-        """It is gone."""
+        """The object is gone."""
         if key is not None and key in self.known:
             self.known.discard(key)
             try:
                 self.gone(key)
-            except Exception:  # as in `take`: what is listed anew has no other guard
+            except Exception:  # as in `take`
                 crash("end of an object not understood", collection=self.name)
 
     async def look_after(self, client: Client) -> None:
-        """For ever: find out what kopf does not tell."""
+        """Find out what kopf does not tell, for ever."""
         failures = 0
         while True:
             self.doubted.clear()
@@ -114,7 +119,7 @@ class Feed(Generic[Key]):
             failures = 0
             for key in before - listed:
                 self.forget(key)
-                await asyncio.sleep(0)  # others have their turn between two of thousands
+                await asyncio.sleep(0)  # others run in between, as there may be thousands
             await self._listed(listed)
 
     async def _names(self, client: Client) -> set[Key]:
@@ -130,7 +135,7 @@ class Feed(Generic[Key]):
         self.told(self.name, False)
 
     async def _listed(self, listed: set[Key]) -> None:
-        """Until the names are to be listed again."""
+        """Wait until the names are to be listed again."""
         self.served.set()
         if not self.loaded.is_set():
             try:
@@ -149,11 +154,11 @@ class Feed(Generic[Key]):
                 await self.doubted.wait()
         except TimeoutError:
             return
-        await asyncio.sleep(_SOON_S)  # a listing shows one object after the other
+        await asyncio.sleep(_SOON_S)  # objects of a listing come one after the other
 
 
 async def follow(client: Client, feeds: Sequence[Feed[Any]]) -> None:
-    """For ever."""
+    """Watch these collections, for ever."""
     async with asyncio.TaskGroup() as group:
         for feed in feeds:
             group.create_task(feed.look_after(client), name=f"look after {feed.name}")
@@ -176,13 +181,13 @@ async def _watch(client: Client, feeds: Sequence[Feed[Any]], namespace: str | No
 
 
 class _Watches:
-    """kopf in a thread of its own; `loop` is where the feeds live."""
+    """kopf in its own thread. The feeds are called in the event loop that creates this object."""
 
     def __init__(self, client: Client, feeds: Sequence[Feed[Any]], namespace: str | None) -> None:
         self._client = client
         self._feeds = feeds
         where: Any = {"namespaces": [namespace]} if namespace else {"clusterwide": True}
-        # else kopf asks who runs it, and a number without a name has no answer
+        # otherwise kopf looks up the user's name, and a user id without a name has none
         self._options = {**where, "identity": MANAGER, "standalone": True}
         self._loop = asyncio.get_running_loop()
         self._login_at = 0.0
@@ -190,8 +195,8 @@ class _Watches:
         self._end: Callable[[], object] = lambda: None
 
     def run(self) -> None:
-        """Until `end`."""
-        logging.getLogger("kopf").setLevel(logging.CRITICAL)  # `Feed` says what goes wrong
+        """Run until `end`."""
+        logging.getLogger("kopf").setLevel(logging.CRITICAL)  # `Feed` logs what fails
         while not self._ended.is_set():
             try:
                 asyncio.run(self._operate())
@@ -201,9 +206,9 @@ class _Watches:
             self._ended.wait(_ANEW_S)
 
     def end(self) -> None:
-        """From another thread."""
+        """End the thread; called from another one."""
         self._ended.set()
-        with contextlib.suppress(RuntimeError):  # it has just ended by itself
+        with contextlib.suppress(RuntimeError):  # its loop has just ended
             self._end()
 
     async def _operate(self) -> None:
@@ -224,7 +229,7 @@ class _Watches:
 
         @kopf.on.login(registry=registry)
         async def login(**_: Any) -> kopf.AiohttpSession:
-            await asyncio.sleep(self._login_at - time.monotonic())  # or a 401 would become a storm
+            await asyncio.sleep(self._login_at - time.monotonic())  # limits logins after a 401
             self._login_at = time.monotonic() + _ANEW_S
             return kopf.AiohttpSession(
                 server=self._client.server, aiohttp_session=self._client.session()
@@ -253,16 +258,16 @@ class _Watches:
 
 
 def settings(feeds: Sequence[Feed[Any]], failed: Callable[[], None]) -> kopf.OperatorSettings:
-    """Of kopf: little memory for many objects, no end by a failure, and nothing written."""
+    """Settings of kopf: little memory for many objects, no end after a failure, and no writes."""
     made = kopf.OperatorSettings()
     made.peering.standalone = True
     made.posting.enabled = False
-    made.scanning.disabled = True  # kinds are there before it begins: no right to list CRDs needed
+    made.scanning.disabled = True  # the kinds exist by now; needs no right to list CRDs
     made.persistence.diffbase_storage = _NoDiffs()
-    made.watching.chunk_size = 100  # a page is taken apart in one go, and nothing else runs then
+    made.watching.chunk_size = 100  # a page is decoded in one go, which blocks the loop
     made.queueing.worker_limit = 100
-    # a worker keeps its place, of those 100, and its object for so long: what is listed must not
-    # come faster than workers get free, or all of it waits in memory
+    # An idle worker keeps one of the 100 places, and its object, for this time. Objects must not be
+    # listed faster than workers become free, or all of them wait in memory.
     made.queueing.idle_timeout = 0.01
     made.networking.request_timeout = 60.0
     made.networking.connect_timeout = 10.0
@@ -275,7 +280,8 @@ def settings(feeds: Sequence[Feed[Any]], failed: Callable[[], None]) -> kopf.Ope
 
 
 class _Pauses:
-    """Between tries, for ever. kopf takes one before each try, so the second means a failure."""
+    """The pauses between tries, without end. kopf takes one before each try, so the second one
+    means a failure."""
 
     def __init__(self, failed: Callable[[], None]) -> None:
         self._failed = failed
@@ -288,14 +294,15 @@ class _Pauses:
 
 
 class _Forgetful(ResourceMemories):
-    """What kopf remembers of each object for handlers that we have none of: a kilobyte."""
+    """Keeps nothing of objects. kopf would keep a kilobyte of each, for kinds of handlers that we
+    do not have."""
 
     async def recall(self, *arguments: Any, **options: Any) -> ResourceMemory:
         return await super().recall(*arguments, **{**options, "ephemeral": True})
 
 
 class _NoDiffs(kopf.DiffBaseStorage):
-    """What changed in an object, which kopf else finds out for handlers that we have none of."""
+    """Computes no differences. kopf would, for kinds of handlers that we do not have."""
 
     def build(self, **_: Any) -> Any:
         return {}
@@ -308,7 +315,7 @@ class _NoDiffs(kopf.DiffBaseStorage):
 
 
 def pause_s(failures: int) -> float:
-    """Before the next try: grows to 15 s."""
+    """Seconds before the next try; they grow to 15 s."""
     least, most = _PAUSE_S
     longest: float = min(most, least * 2 ** min(failures - 1, 10))
     return longest * random.uniform(0.5, 1.0)

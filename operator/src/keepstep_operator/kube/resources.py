@@ -1,4 +1,4 @@
-"""The kinds that we read or write, and what requests and answers about them are made of."""
+"""The kinds that we read or write, and the types of requests about them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Resource:
     plural: str
 
     def path(self, *parts: str, namespace: str | None = None) -> str:
-        """Of the collection, or of the object and subresource that `parts` name. Names that come
-        from users are quoted, so that none leads anywhere else."""
+        """The path of the collection, or of the object and subresource that `parts` name. Names may
+        come from users, so they are quoted and cannot lead to another path."""
         root = ("apis", self.group, self.version) if self.group else ("api", self.version)
         scope = ("namespaces", namespace) if namespace else ()
         return "".join(f"/{quote(part, safe='')}" for part in (*root, *scope, self.plural, *parts))
@@ -49,7 +49,7 @@ WEBHOOKS: Final = Resource(
 
 
 class PatchType(str, enum.Enum):
-    """The media types of PATCH. `MERGE` replaces lists whole."""
+    """The media types of PATCH. `MERGE` replaces whole lists."""
 
     MERGE = "application/merge-patch+json"
     JSON = "application/json-patch+json"

@@ -1,5 +1,5 @@
-"""`kubectl keepstep`: runs, their steps, and what people ask of them, with the user's own rights.
+"""`kubectl keepstep`: shows runs and their steps, and asks for changes, with the user's own rights.
 
-It reads and patches the objects of the API and nothing else: what it does can be done with
-`kubectl get` and `kubectl patch`, too, and the operator cannot tell the two apart.
+Except for `logs` and `ui`, it only reads and patches objects of the API. This can be done with
+`kubectl get` and `kubectl patch`, too; the operator cannot tell the difference.
 """

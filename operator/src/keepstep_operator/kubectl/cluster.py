@@ -1,7 +1,7 @@
 """The API server, as the user's kubeconfig reaches it: the official client, objects as JSON.
 
 UsageError      no kubeconfig, no such context
-Refused         what the server says: not found, not allowed, not valid, changed meanwhile
+Refused         the server's answer: not found, not allowed, not valid, changed meanwhile
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _JSON_PATCH: Final = "application/json-patch+json"
 
 
 class Refused(KeepstepError):
-    """The API server said no. `code`: of HTTP, 0 where it was not reached."""
+    """The API server refused a request. `code`: the HTTP status; 0 if it was not reached."""
 
     def __init__(self, message: str, *, code: int) -> None:
         super().__init__(message)
@@ -35,10 +35,10 @@ class Refused(KeepstepError):
 
 
 class Cluster:
-    """One context of a kubeconfig. `namespace`: the one that was asked for, or the context's."""
+    """One context of a kubeconfig. `namespace`: the given one, or the context's."""
 
     def __init__(self, *, context: str | None = None, namespace: str | None = None) -> None:
-        # several files, as kubectl takes them; by itself the client reads the variable on import
+        # may name several files, as for kubectl; by itself the client reads the variable on import
         files = os.environ.get("KUBECONFIG") or None
         try:
             self._api = config.new_client_from_config(files, context=context)
@@ -52,28 +52,28 @@ class Cluster:
     # --- keepstep's own objects --------------------------------------------------------------
 
     def runs(self) -> list[Body]:
-        """CheckpointRuns of the namespace, by name. Raises Refused, as all that follow."""
+        """The namespace's CheckpointRuns, sorted by name. Raises Refused, as all methods below."""
         return self.list(self._path("checkpointruns"))
 
     def run(self, name: str) -> Body:
-        """One of them."""
+        """The CheckpointRun of this name."""
         return self._json("GET", self._path("checkpointruns", name))
 
     def checkpoints(self, run: str) -> list[Body]:
-        """Checkpoints of one run: pinned and archived steps."""
+        """The Checkpoints of one run: its pinned and archived steps."""
         found = self.list(self._path("checkpoints"))
         return [one for one in found if one["spec"]["run"] == run]
 
     def ask_to_restore_from(self, run: str, step: str) -> None:
-        """Write `spec.restoreFrom`, whatever stood there."""
+        """Write `spec.restoreFrom`, whatever its value is."""
         body = {"spec": {"restoreFrom": step}}
         self._json("PATCH", self._path("checkpointruns", run), body=body, kind=_MERGE)
 
     def replace_pins(self, run: Body, pins: list[str]) -> None:
-        """Write `spec.pins`, if the spec is still that of `run`: the status, which the operator
-        writes all the time, does not matter."""
+        """Write `spec.pins`, if the spec is still that of `run`. The status does not matter, since
+        the operator writes it all the time."""
         path = self._path("checkpointruns", run["metadata"]["name"])
-        if "spec" not in run:  # and one that came meanwhile stays
+        if "spec" not in run:  # a spec that was written meanwhile stays
             self._json("PATCH", path, body={"spec": {"pins": pins}}, kind=_MERGE)
             return
         operations: list[Body] = [
@@ -89,13 +89,13 @@ class Cluster:
     # --- what Kubernetes has of them ---------------------------------------------------------
 
     def pods(self, run: str) -> list[str]:
-        """Names of the run's pods with a sidecar."""
+        """The names of the run's pods with a sidecar."""
         labels = f"{names.RUN_KEY_LABEL}={run},{names.INJECTED_LABEL}={names.INJECTED}"
         found = self.list(f"/api/v1/namespaces/{self.namespace}/pods", labels=labels)
         return [str(one["metadata"]["name"]) for one in found]
 
     def log(self, pod: str, *, lines: int, previous: bool) -> str:
-        """The end of what a pod's sidecar wrote, in this life or the one before."""
+        """The last `lines` of the log of a pod's sidecar, or of its previous container."""
         query = {"container": names.SIDECAR_CONTAINER, "tailLines": str(lines)}
         query |= {"previous": "true"} if previous else {}
         return self._call("GET", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log", query=query)
@@ -103,7 +103,7 @@ class Cluster:
     # --- what leads to the page --------------------------------------------------------------
 
     def token(self) -> str:
-        """The user's own. Raises UsageError where the kubeconfig has none."""
+        """The user's own token. Raises UsageError if the kubeconfig has none."""
         known = self._api.configuration.auth_settings().get("BearerToken", {}).get("value") or ""
         kind, _, token = str(known).partition(" ")
         if kind.lower() != "bearer" or not token:
@@ -115,14 +115,14 @@ class Cluster:
         return token
 
     def token_of(self, account: str, *, audience: str, seconds: int) -> str:
-        """A new token of a service account of the namespace."""
+        """A new token for a service account of the namespace."""
         path = f"/api/v1/namespaces/{self.namespace}/serviceaccounts/{quote(account, safe='')}"
         spec = {"audiences": [audience], "expirationSeconds": seconds}
         said = self._json("POST", f"{path}/token", body={"spec": spec}, kind="application/json")
         return str(said["status"]["token"])
 
     def open_port(self, namespace: str, pod: str, port: int) -> socket.socket:
-        """A connection to a port of a pod's loopback, by way of the API server."""
+        """A connection to a port of a pod's loopback, through the API server."""
         from kubernetes.stream.ws_client import portforward_call
 
         path = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(pod, safe='')}"
@@ -140,12 +140,12 @@ class Cluster:
         return wire
 
     def served(self) -> set[str]:
-        """Kinds of keepstep's API, by plural."""
+        """The served kinds of keepstep's API, by plural."""
         said = self._json("GET", f"/apis/{names.API_VERSION}")
         return {str(one["name"]) for one in said["resources"]}
 
     def list(self, path: str, *, labels: str = "") -> list[Body]:
-        """Objects of the collection at `path` with these labels, by name."""
+        """The objects of the collection at `path` with these labels, sorted by name."""
         query = {"labelSelector": labels} if labels else {}
         items: list[Body] = self._json("GET", path, query=query)["items"]
         return sorted(items, key=lambda one: str(one["metadata"]["name"]))
@@ -183,7 +183,7 @@ class Cluster:
 
 
 def _not_forwarded(error: ApiException, place: str) -> Refused:
-    """What stands in the way of a port of the pod `place`, and what to do."""
+    """Why a port of the pod `place` cannot be reached, and what to do."""
     cause = error.__context__
     code = int(getattr(cause, "status_code", 0) or 0)
     hints = {
@@ -204,7 +204,7 @@ def _words(path: str, code: int, text: str) -> str:
         message = str(json.loads(text)["message"])
     except (ValueError, TypeError, KeyError):
         message = text[:200] or f"HTTP {code}"
-    # a failed test of a JSON patch, of which the server says nothing more
+    # a failed `test` of a JSON patch; the server says no more than this
     if code == 422 and "is invalid" not in message:
         return (
             f"somebody changed the run's spec meanwhile; look at it, and say it again ({message})"

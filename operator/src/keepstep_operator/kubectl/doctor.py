@@ -1,4 +1,4 @@
-"""What must be there for keepstep to work in a cluster, looked at one by one.
+"""Checks, one by one, what keepstep needs to work in a cluster.
 
 A check that the user has no right to make is neither good nor bad: it says whom to ask.
 """
@@ -22,7 +22,7 @@ _WEBHOOKS: Final = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigu
 
 @dataclass(frozen=True)
 class Finding:
-    """`said`: what is there, and what to do where it is bad."""
+    """The result of one check. `said`: what was found and, if it is bad, what to do."""
 
     check: str
     result: str
@@ -30,11 +30,11 @@ class Finding:
 
 
 Told = tuple[str, str]
-"""Result, and what is said of it."""
+"""Result and message."""
 
 
 def examine(cluster: Cluster) -> list[Finding]:
-    """Every check, in the order in which one thing needs the other."""
+    """All checks, in an order in which each may depend on those before."""
     return [finding for check in _CHECKS for finding in _tried(check, cluster)]
 
 
@@ -97,7 +97,8 @@ def _component(deployment: Body) -> str:
 
 
 def _versions(cluster: Cluster) -> Iterator[Told]:
-    """Library and sidecar may be two minor releases apart; this plugin is of the operator's."""
+    """Library and sidecar may be two minor releases apart. This plugin has the operator's
+    version."""
     for one in cluster.runs():
         status = one.get("status", {})
         sidecar, library = status.get("sidecarVersion", ""), status.get("libraryVersion", "")
@@ -115,7 +116,7 @@ def _minor(version: str) -> bool:
 
 
 def _apart(one: str, other: str) -> int:
-    """Minor releases between two versions; many between two major ones."""
+    """The number of minor releases between two versions; 1000 more for each major release."""
     (major, minor), (its_major, its_minor) = (
         tuple(map(int, version.split(".")[:2])) for version in (one, other)
     )

@@ -1,4 +1,4 @@
-"""`kubectl-keepstep`: what kubectl runs as `kubectl keepstep`. Parses, asks, prints; no more."""
+"""`kubectl-keepstep`, which kubectl runs as `kubectl keepstep`. It only parses, asks and prints."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LATEST: Final = "latest"
 
 
 class _AsWritten(yaml.SafeLoader):
-    """Scalars that only YAML 1.1 takes for a date, or for a number of base 60, stay texts, as they
-    are for kubectl."""
+    """A loader that keeps scalars as texts that only YAML 1.1 takes for a date or for a number of
+    base 60. kubectl does the same."""
 
     yaml_implicit_resolvers: ClassVar[Any] = {  # type: ignore[misc]
         first: [(tag, pattern) for tag, pattern in found if not tag.endswith(("timestamp", ":int"))]
@@ -43,7 +43,8 @@ class _Misuse(click.ClickException):
 
 
 class _Commands(click.Group):
-    """Errors of ours are one line and an exit code; commands stand in the order of their use."""
+    """Our own errors become one line and an exit code. Commands are listed in the order of their
+    definition."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -70,12 +71,12 @@ def cli() -> None:
 
 
 def _printable(text: str) -> str:
-    """What a pod has said may be meant for the terminal."""
+    """The text of a pod without control characters, which could be meant for the terminal."""
     return "".join(one if one.isprintable() or one == "\t" else "\ufffd" for one in text)
 
 
 def _options(command: Any) -> Any:
-    """Those that kubectl has, too."""
+    """Add the options that kubectl has, too."""
     command = click.option("--context", help="Context of the kubeconfig; the current one.")(command)
     return click.option("-n", "--namespace", help="Namespace; the context's.")(command)
 

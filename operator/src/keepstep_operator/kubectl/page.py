@@ -1,8 +1,9 @@
-"""The page of a cluster, on this machine: a browser asks here, and the page's pod is asked for it.
+"""The page of a cluster on this machine: requests of a browser are passed on to the page's pod.
 
-The browser is let in as by `keepstep ui` (a token in the URL, a cookie from then on, no other name
-and no other origin). The viewer's own token never reaches it: it is put on what goes to the pod,
-through the API server and by no port of this machine, where others could wait for it.
+The browser is admitted as by `keepstep ui` (a token in the URL, a cookie from then on, no other
+host name and no other origin). It never gets the viewer's own token. This is added to the requests
+to the pod, which go through the API server and through no port of this machine, where others could
+listen.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from keepstep_page.access import HOST, Access, sign
 from keepstep_page.server import on_loopback
 
 _AT_ONCE: Final = 64
-"""Requests; each page that is open is one."""
+"""The most requests at a time. Each open page is one."""
 _CHUNK: Final = 64 << 10
 _ANSWERS_S: Final = 30.0
 _SILENT_S: Final = 60.0
-"""A page that is open hears more often than that."""
+"""An open page gets data more often than this."""
 _ACCOUNT_S: Final = 3600
-"""Of a service account's token; it is made anew after two thirds of it."""
+"""The life of a service account's token. A new one is made after two thirds of it."""
 
 
 class Upstream:
-    """The page in pod `pod` of `namespace`. `token`: the viewer's, as it is now; may block."""
+    """The page in pod `pod` of `namespace`. `token`: returns the viewer's present token; may
+    block."""
 
     def __init__(
         self, cluster: Cluster, namespace: str, pod: str, token: Callable[[], str]
@@ -43,7 +45,8 @@ class Upstream:
         self._cluster, self._namespace, self._pod, self._token = cluster, namespace, pod, token
 
     def ask(self, path: str) -> Answer:
-        """GET. Blocks; raises Refused without a way to the pod, UsageError without a token."""
+        """GET `path`. Blocks. Raises Refused if the pod cannot be reached, and UsageError without a
+        token."""
         wire = self._cluster.open_port(self._namespace, self._pod, names.UI_PORT)
         wire.settimeout(_ANSWERS_S)
         connection = http.client.HTTPConnection(HOST, names.UI_PORT)
@@ -63,7 +66,7 @@ class Upstream:
 
 
 class Answer:
-    """Of which the body comes as it is sent."""
+    """An answer whose body is read as it arrives."""
 
     def __init__(self, wire: socket.socket, response: http.client.HTTPResponse) -> None:
         self._wire, self._response = wire, response
@@ -74,21 +77,22 @@ class Answer:
         wire.settimeout(_SILENT_S)
 
     def more(self) -> bytes:
-        """Blocks; b'' at the end."""
+        """The next part of the body; b'' at the end. Blocks."""
         try:
             return self._response.read1(_CHUNK)
         except (OSError, http.client.HTTPException):
             return b""
 
     def end(self) -> None:
-        """Also wakes who waits for more."""
+        """Close the connection. This also ends a blocked `more`."""
         with suppress(OSError):
             self._wire.shutdown(socket.SHUT_RDWR)
         self._wire.close()
 
 
 def account_token(cluster: Cluster, account: str) -> Callable[[], str]:
-    """The token of a service account of the namespace, made for the page and for nothing else."""
+    """Returns a function for the token of a service account of the namespace. The token is made for
+    the page and for nothing else."""
     known, until = "", 0.0
 
     def token() -> str:
@@ -103,13 +107,13 @@ def account_token(cluster: Cluster, account: str) -> Callable[[], str]:
 
 @asynccontextmanager
 async def serving(upstream: Upstream, *, port: int) -> AsyncIterator[str]:
-    """Serve the page on this machine; yields its URL. `port` 0: a free one. Raises UsageError where
-    the port cannot be had, and what `Upstream.ask` raises where there is no page to show."""
+    """Serve the page on this machine; yields its URL. `port` 0: any free port. Raises UsageError if
+    it cannot have the port, and the errors of `Upstream.ask` if there is no page to show."""
     threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="keepstep-ui")
     loop = asyncio.get_running_loop()
 
     async def asked(path: str) -> Answer:
-        """One that is not waited for any more ends, too."""
+        """`Upstream.ask`; if it is cancelled, the answer is closed when it comes."""
         asking = loop.run_in_executor(threads, upstream.ask, path)
         try:
             return await asyncio.shield(asking)
@@ -119,7 +123,7 @@ async def serving(upstream: Upstream, *, port: int) -> AsyncIterator[str]:
 
     async def show(request: web.Request) -> web.StreamResponse:
         try:
-            # never the query: a token of ours is there
+            # without the query, which has our token
             answer = await asked(request.rel_url.raw_path)
         except (Refused, UsageError) as error:
             return web.Response(status=502, text=f"{error}\n")

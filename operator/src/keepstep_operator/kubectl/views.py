@@ -1,4 +1,4 @@
-"""What people are shown of runs, from the objects of the API. Pure."""
+"""What people see of runs, from the objects of the API. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIERS = ("memory", "local", "peer", "archive")
 
 
 def summary(run: Body) -> Body:
-    """A run in one row."""
+    """A run as one row."""
     status = run.get("status", {})
     return {
         "run": run["metadata"]["name"],
@@ -29,8 +29,8 @@ def summary(run: Body) -> Body:
 
 
 def steps(run: Body, checkpoints: Iterable[Body]) -> list[Body]:
-    """The run's steps that the API knows of, newest first: the newest of each tier, what is pinned
-    and what is archived. Sidecars hold more: `keepstep steps` in a pod lists those."""
+    """The run's steps that the API knows of, newest first: the newest of each tier, the pinned and
+    the archived ones. Sidecars hold more; `keepstep steps` in a pod lists those."""
     status, pins = run.get("status", {}), pinned(run)
     committed = status.get("committed", {}).get("id", "")
     tiers: dict[str, set[str]] = {one: set() for one in (committed, *pins) if one}
@@ -58,8 +58,8 @@ def pinned(run: Body) -> list[str]:
 
 
 def full_id(step: str, known: Sequence[Body]) -> str:
-    """The step's full id, of a number or of itself. Raises UsageError where none or several of
-    `known` have that number."""
+    """The full id of a step that is given by its number or full id. Raises UsageError if none or
+    several of `known` have this number."""
     try:
         return str(StepId.parse(step))
     except ValueError:
@@ -79,10 +79,11 @@ def full_id(step: str, known: Sequence[Body]) -> str:
 
 
 def tree(run: Body, of_run: Sequence[Body], runs: Iterable[Body]) -> Body:
-    """A run's epochs with the steps that are known of each, where it began, and what began from it.
+    """A run's epochs with their known steps, where the run began, and the runs that began from it.
 
-    Which epoch went on from which step is on the sidecars' volumes, not in the API: they stand in
-    order. `restored`: what the last restore that was asked for came to."""
+    Which epoch went on from which step is recorded on the sidecars' volumes, not in the API; so
+    epochs are only in order. `from`: for the epoch that the last spec.restoreFrom led to, its step.
+    """
     status, name = run.get("status", {}), run["metadata"]["name"]
     epochs: dict[str, list[int]] = {}
     for one in of_run:
@@ -112,7 +113,7 @@ def tree(run: Body, of_run: Sequence[Body], runs: Iterable[Body]) -> Body:
 
 
 def drawn(tree: Body) -> list[str]:
-    """The same as lines of a terminal."""
+    """The tree as lines for a terminal."""
     lines = [f"{tree['run']}" + (f"  (began from {tree['origin']})" if tree["origin"] else "")]
     branches = []
     for one in tree["epochs"]:
@@ -126,7 +127,8 @@ def drawn(tree: Body) -> list[str]:
 
 
 def with_fork(manifest: Body, origin: str, *, annotation: str) -> int:
-    """Put the annotation into every pod template of a manifest, in place; how many there are."""
+    """Put the annotation into every pod template of a manifest, in place. Returns how many there
+    are."""
     found, template = 0, manifest.get("template")
     if isinstance(template, dict) and "containers" in (template.get("spec") or {}):
         metadata = template["metadata"] = dict(template.get("metadata") or {})
@@ -140,7 +142,7 @@ def with_fork(manifest: Body, origin: str, *, annotation: str) -> int:
 
 
 def table(rows: Sequence[Sequence[object]], *, head: Sequence[str]) -> list[str]:
-    """As kubectl prints one."""
+    """A table as kubectl prints it."""
     cells = [list(head), *([_cell(one) for one in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["   ".join(map(str.ljust, row, widths)).rstrip() for row in cells]

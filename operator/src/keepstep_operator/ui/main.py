@@ -42,7 +42,7 @@ def ui(port: int, log_level: str, metrics_port: int) -> None:
 
 
 async def serve(*, port: int, metrics_port: int) -> None:
-    """Until SIGTERM. Raises UsageError where there is no API server, or no port."""
+    """Serve until SIGTERM. Raises UsageError if there is no API server or no free port."""
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client(await find_access()))
         served = page(client, Viewers(client))

@@ -1,4 +1,4 @@
-"""What is shown of a CheckpointRun: values from its status, and HTML of them."""
+"""What the page shows of a CheckpointRun: values from its status, and their HTML."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _STATES: Final = {
     "Waiting": ("waiting", "No sidecar has reported yet."),
     "Finished": ("stopped", "The job is over."),
 }
-"""By phase: the word that has a colour, and a sentence."""
+"""By phase: a word, which has a colour, and a sentence."""
 
 
 POINTS: Final = 400
-"""Commits that are remembered of a run."""
+"""The most commits that are remembered of a run."""
 
 Point = tuple[float, float]
 """Unix seconds, and the number of a step."""
@@ -32,8 +32,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class RunPage:
-    """`steps`: those that the API knows of, newest first, see `views.steps`. `commits`: those that
-    were seen, oldest first; `made`: when the Checkpoints were, by step."""
+    """What is shown of one run. `steps`: the steps that the API knows of, newest first; see
+    `views.steps`. `commits`: the commits that were seen, oldest first. `made`: when each Checkpoint
+    was created, by step."""
 
     name: str
     status: RunStatus = field(default_factory=RunStatus)
@@ -58,12 +59,12 @@ class RunPage:
 
     @property
     def committed_at(self) -> float | None:
-        """Unix seconds."""
+        """When the newest step was committed, in unix seconds."""
         return None if self.status.committed is None else seconds_of(self.status.committed.time)
 
     @property
     def badput(self) -> list[tuple[str, int]]:
-        """Buckets with the seconds that went into them, the largest first."""
+        """The buckets with their seconds, the largest first; empty ones are left out."""
         if self.status.goodput is None:
             return []
         spent = msgspec.structs.asdict(self.status.goodput.badput_seconds)
@@ -72,8 +73,8 @@ class RunPage:
 
 
 def view_of(run: Body, checkpoints: Sequence[Body], before: RunPage | None = None) -> RunPage:
-    """Of an object and the Checkpoints of its run. What does not fit is an error on the page.
-    `before`: as it was seen last."""
+    """The view of a CheckpointRun and its Checkpoints. Invalid content becomes an error on the
+    page. `before`: the former view."""
     name = str(run["metadata"]["name"])
     try:
         found = tuple(views.steps(run, checkpoints))
@@ -95,7 +96,7 @@ def _made_at(checkpoint: Body) -> float | None:
 
 
 def _with(status: RunStatus, commits: tuple[Point, ...]) -> tuple[Point, ...]:
-    """And the one that a status tells."""
+    """The commits, plus the one in the status."""
     if status.committed is None or (at := seconds_of(status.committed.time)) is None:
         return commits
     point = at, float(status.committed.step)
@@ -103,7 +104,7 @@ def _with(status: RunStatus, commits: tuple[Point, ...]) -> tuple[Point, ...]:
 
 
 class ClusterPages(Pages[RunPage]):
-    """`namespace`: whose runs are shown."""
+    """The pages of one namespace."""
 
     templates = Path(__file__).parent / "templates"
     titles: ClassVar[Mapping[str, str]] = {
@@ -142,16 +143,17 @@ class ClusterPages(Pages[RunPage]):
         return {"steps": lines}
 
     def refused(self, title: str, text: str, *, command: str = "") -> str:
-        """A page that says why there is no other. `command`: what somebody else may do about it."""
+        """A page that says why the wanted one is refused. `command`: what an administrator can run
+        about it."""
         return self.render("refused.html", title=title, text=text, command=command)
 
 
 def _line(points: Iterable[Point]) -> tuple[list[float], list[float]]:
-    """As page.js draws it: ascending in time."""
+    """The points as page.js draws them: ascending in time."""
     ordered = sorted(points)
     return [at for at, _ in ordered], [step for _, step in ordered]
 
 
 def printable(text: str) -> str:
-    """What a pod has said: no character that reorders or hides others."""
+    """The text of a pod without characters that could reorder or hide others."""
     return "".join(one if one.isprintable() or one in "\t\n" else "\ufffd" for one in text)

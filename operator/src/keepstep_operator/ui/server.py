@@ -1,4 +1,4 @@
-"""Routes of the page for several viewers and namespaces, and what is said to who may not look."""
+"""Routes of the page for several viewers and namespaces, and refusals."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from keepstep_page.board import Board
 from keepstep_page.server import STATIC_ROUTE, Site, application, html
 
 EVERY_S: Final = 2.0
-"""Between two lists of a namespace that somebody looks at: statuses are not written more often."""
+"""The time between two lists of a namespace that is being viewed. Statuses are not written more
+often."""
 _SITES: Final = 256
 _let_in: ContextVar[tuple[str, Site[RunPage]]] = ContextVar("let in")
-"""Who asks, in the task that answers, and what they see."""
+"""The viewer's name and the site that they see, in the task that answers them."""
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _ACCOUNT: Final = re.compile(r"system:serviceaccount:([^:]+:[^:]+)")
 
 
 def page(client: Client, viewers: Viewers) -> web.Application:
-    """All routes. What `client` may list is shown to those whom `viewers` lets."""
+    """The application. It shows what `client` may list to the viewers whom `viewers` admits."""
     return _Gate(client, viewers).application()
 
 
@@ -55,7 +56,7 @@ class _Gate:
         async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
             if (answer := only_get(request)) is not None:
                 return answer
-            if request.path.startswith(f"{STATIC_ROUTE}/"):  # what anybody has who has keepstep
+            if request.path.startswith(f"{STATIC_ROUTE}/"):  # public: part of the package
                 return await handler(request)
             try:
                 if (refused := await self._refusal(request)) is not None:
@@ -69,7 +70,8 @@ class _Gate:
         return guarded
 
     async def _refusal(self, request: web.Request) -> web.Response | None:
-        """None for who may look; then `_let_in` has what they see. Raises KubeError."""
+        """The refusal of a request; None if the viewer may look, and then `_let_in` is set. Raises
+        KubeError."""
         namespace = request.headers.get(names.UI_NAMESPACE_HEADER, "")
         if not _LABEL.fullmatch(namespace):
             text = f"{namespace!r} is no namespace: its name has small letters, digits and hyphens."
@@ -90,14 +92,15 @@ class _Gate:
         return None
 
     async def _still(self, request: web.Request) -> bool:
-        """Whether who was let in would be let in now."""
+        """Whether an admitted viewer would still be admitted now."""
         try:
             return await self._refusal(request) is None
         except KubeError:
             return False  # the browser asks again by itself
 
     def _site(self, namespace: str) -> Site[RunPage]:
-        """One for all who look at a namespace; those that nobody asked for longest are let go."""
+        """The site of a namespace, one for all its viewers. The sites that were not asked for the
+        longest are dropped."""
         if (site := self._sites.get(namespace)) is None:
             site = self._sites[namespace] = _site_of(self._client, namespace)
         self._sites.move_to_end(namespace)
@@ -131,13 +134,13 @@ def _site_of(client: Client, namespace: str) -> Site[RunPage]:
 
 
 def _token(request: web.Request) -> str:
-    """Of a bearer; '' without one, which nobody knows."""
+    """The bearer token; '' without one, which is then refused."""
     kind, _, token = request.headers.get("Authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else ""
 
 
 def _binding(viewer: Viewer, namespace: str) -> str:
-    """What gives them the right, for a shell."""
+    """The shell command that gives the viewer the right."""
     account = _ACCOUNT.fullmatch(viewer.name)
     who = f"--serviceaccount={account[1]}" if account else f"--user={viewer.name}"
     words = "kubectl", "create", "rolebinding", "keepstep-view", "-n", namespace

@@ -1,7 +1,8 @@
-"""Who asks, and may they see this namespace? The API server says both; we remember it a while.
+"""Who a viewer is, and whether they may see a namespace. The API server says both; answers are
+cached.
 
-Nothing that a viewer says about themselves is believed. Tokens are remembered by their hash, and
-never logged. What was refused is asked about again each time: a right that was just given counts.
+Nothing that viewers say about themselves is believed. Tokens are cached by their hash, and never
+logged. Refusals are not cached, so that a newly given right counts at once.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from keepstep_operator.kube import (
 )
 
 KNOWN_S: Final = 30.0
-"""A token that is over, a right that was taken away: noticed after so long at the latest."""
+"""How long an answer is cached. An expired token or a removed right is noticed after at most this
+time."""
 NEEDED: Final = (RUNS, CHECKPOINTS)
-"""What a viewer must be allowed to list."""
+"""The kinds that a viewer must be allowed to list."""
 _REMEMBERED: Final = 4096
 
 
 class UnknownViewer(KeepstepError):
-    """The API server does not know the token, or it is not for it."""
+    """The API server does not accept the token."""
 
 
 @dataclass(frozen=True)
 class Viewer:
-    """As TokenReview describes a user."""
+    """A user as TokenReview describes them."""
 
     name: str
     uid: str = ""
@@ -48,7 +50,8 @@ class Viewer:
 
 
 class Viewers:
-    """`clock`: seconds that only grow. All methods raise KubeError."""
+    """The known viewers and their rights. `clock`: seconds that only grow. All methods raise
+    KubeError."""
 
     def __init__(self, client: Client, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
@@ -58,13 +61,13 @@ class Viewers:
         )
 
     async def who(self, token: str) -> Viewer:
-        """Whose token it is. Raises UnknownViewer."""
+        """The user whose token this is. Raises UnknownViewer."""
         if not token:
             raise UnknownViewer("a token is needed, which `kubectl keepstep ui` brings")
         digest = hashlib.sha256(token.encode(errors="replace")).digest()
         if (known := self._known.get(digest)) is not None:
             return known
-        # the API server's own audience; then ours, of a token that is good for nothing else
+        # first with the API server's own audience; then with ours, for a token made for the page
         found = await self._review(token) or await self._review(token, names.UI_AUDIENCE)
         if found is None:
             self._known.pop(digest, None)
@@ -73,7 +76,8 @@ class Viewers:
         return found
 
     async def missing(self, viewer: Viewer, namespace: str) -> tuple[str, ...]:
-        """Kinds that `viewer` may not list in `namespace`, by plural; none of who may look."""
+        """The kinds that `viewer` may not list in `namespace`, by plural; empty if they may
+        look."""
         if (viewer, namespace) in self._allowed:
             return ()
         missing = [one.plural for one in NEEDED if not await self._may_list(viewer, one, namespace)]
@@ -88,7 +92,7 @@ class Viewers:
         if not status.get("authenticated"):
             return None
         if audience and audience not in (status.get("audiences") or ()):
-            return None  # by somebody who knows no audiences: it was asked without, too
+            return None  # the authenticator ignores audiences: the first review decides
         user: dict[str, Any] = status.get("user") or {}
         if not user.get("username"):
             return None
