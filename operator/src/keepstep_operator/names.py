@@ -40,7 +40,7 @@ NODE_RANK_LABEL = "keepstep.dev/node-rank"
 LEADER_LABEL = "keepstep.dev/leader"
 """On the pod of the leading reconciler."""
 STATUS_ANNOTATION = "keepstep.dev/status"
-"""JSON: policy, generation, sidecar image and version, training container, job."""
+"""Annotation with JSON: policy, generation, sidecar image and version, training container, job."""
 
 SIDECAR_CONTAINER = "keepstep-sidecar"
 VOLUMES_CONTAINER = "keepstep-volumes"
@@ -81,7 +81,7 @@ UI_AUDIENCE = "ui.keepstep.dev"
 UI_NAMESPACE_HEADER = "Keepstep-Namespace"
 """Header of a request to the page: the namespace whose runs to show."""
 UI_PORT = 8790
-"""On the pod's loopback."""
+"""The page's port on its pod's loopback."""
 
 # --- ports -------------------------------------------------------------------------------------
 

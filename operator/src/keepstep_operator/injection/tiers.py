@@ -109,7 +109,7 @@ def _of_peers(policy: Policy) -> list[Body]:
     """The sidecar's variables for peers. The pod's address comes before the variables that refer to
     it; otherwise `$(...)` would not be replaced."""
     if (peers := policy.peers) is None:
-        # a helper pod serves what such a pod leaves on its node to the next one
+        # it fetches from helper pods, which serve what earlier pods left on nodes
         fetches = [{"name": "KEEPSTEP_PEER_FETCH", "value": "true"}]
         return fetches if policy.host_paths else []
     settings: dict[str, str | int | None] = {

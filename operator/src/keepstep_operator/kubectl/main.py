@@ -203,7 +203,7 @@ def ui(
     if not (place and slash and pod):
         raise UsageError(f"--page {page}: say NAMESPACE/POD, like keepstep-system/keepstep-ui-0")
     token = account_token(cluster, service_account) if service_account else cluster.token
-    token()  # said before anything is opened
+    token()  # an error must come before anything is opened
     site = serving(Upstream(cluster, place, pod, token), port=port)
     what = f"runs in namespace {cluster.namespace}"
     asyncio.run(show(site, what, browser=not no_open, echo=click.echo))

@@ -155,7 +155,7 @@ class Errands:
                     uid=known.object.uid,
                     version=known.object.version,
                 )
-            except (NotFound, Conflict):  # also if it was written, or replaced by one of that name
+            except (NotFound, Conflict):  # also if it was written since, or is another one
                 return
         self._metrics.wrote("run")
         say("run deleted", run=str(run), reason="finished for its policy's runTTL")
@@ -233,7 +233,7 @@ async def asked(client: Client, action: AskJob) -> JobState:
 
 
 async def owner_of(client: Client, action: FindOwner) -> Job | None:
-    """The job that owns this one, if its kind is one that may. Raises KubeError."""
+    """The owner of this job, if it is of the kind that may own it. Raises KubeError."""
     job, resource = action.job, _resource(action.job)
     kind = kind_of(job.api_version, job.kind)
     if resource is None or kind is None:

@@ -1,1 +1,1 @@
-"""Pods that serve what a run left on a node, and clean it when the run is gone."""
+"""Pods that serve what a run left on a node, or clean the node up once the run is gone."""

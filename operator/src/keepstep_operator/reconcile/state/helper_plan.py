@@ -84,8 +84,8 @@ def wanted(run: Run) -> list[Helper]:
 
 
 def needed(run: Run) -> Iterator[OrphanedShard]:
-    """The orphaned shards that lie on a node that is up, and without which their step cannot be
-    restored."""
+    """The orphaned shards that lie on a node that is up, and without which no step as new as theirs
+    can be restored."""
     told = _all_told(run)
     orphans = [one for one in _reachable(run) if told or number_of(one.node) in run.ledger.helpers]
     if not orphans:
@@ -111,9 +111,8 @@ def peers(run: Run) -> tuple[Peer, ...]:
 
 
 def awaits(run: Run, node_rank: int) -> str:
-    """Which shards the pod of this place has left on another node and will soon have back; '':
-    none. Also while it is not known yet whether it needs them, because its vote must not come
-    earlier."""
+    """Why the vote of this place's pod must wait; '': it need not. The pod has left shards on
+    another node and will soon have them back, or it is not known yet whether it needs them."""
     if not any(run.ledger.orphans):
         return ""
     if run.helper_paths and not _all_told(run):

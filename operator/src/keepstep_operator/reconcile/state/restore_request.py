@@ -99,13 +99,13 @@ class RestoreRequest:
         return self.epoch is not None
 
     def tell(self, pod: str) -> StepId | None:
-        """Returns `wanted`, and notes that the sidecar of this pod is told it."""
+        """Returns `wanted`, and notes that the sidecar of this pod now knows it."""
         if self.wanted is not None:
             self._told.add(pod)
         return self.wanted
 
     def is_known_by(self, pods: Iterable[str]) -> bool:
-        """Whether the sidecars of all these pods were told what is wanted."""
+        """Whether the sidecars of all these pods know what is wanted."""
         return self._told.issuperset(pods)
 
     def _resolve(self, held: Iterable[StepId]) -> StepId | None:

@@ -99,7 +99,7 @@ class Run:
         self._adviser = AdviceCache(self.ledger)
         self.pods: dict[str, PodRecord] = {}
         self.pods_moved = 0
-        """Grows when the pods that stay, or their node ranks or nodes, change."""
+        """Grows when the pods that stay, or their node ranks or nodes, may have changed."""
         self._leaving: set[str] = set()
         self.job: Job | None = None
         self._job_of_pods: Job | None = None

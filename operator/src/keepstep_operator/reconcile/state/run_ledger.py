@@ -485,8 +485,8 @@ class RunLedger:
     def expendable(self) -> tuple[StepId, ...]:
         """Steps of which no copy on local is needed, oldest first.
 
-        Steps that would survive the loss of a node are not among them: if a link is slower than the
-        steps, they are older than the steps that retention keeps.
+        For each node, the newest step that survives its loss (`Safety.refuges`) is still needed. If
+        a link is slower than the steps, this one is older than the steps that retention keeps.
         """
         gone = self.core.expendable(Tier.LOCAL, self._keep)
         kept = [id for id in self.safety().refuges if is_among(id, gone)] if gone else ()
