@@ -21,6 +21,7 @@ from keepstep.core.node import (
     Publish,
     Sealed,
     Serves,
+    Settled,
     Stop,
     Wrote,
 )
@@ -269,3 +270,18 @@ def test_what_is_sealed_is_written_before_what_is_copied() -> None:
     one, _ = copying(8)
     assert one.step(Copied(0, step(9), 0, 1)) == ()
     assert one.step(Wrote(0, step(8))) == (Write(0, step(9)),)
+
+
+def test_a_rank_waits_for_another_one_only_while_that_has_a_trainer() -> None:
+    ahead, behind = OneRank(2, 3, 4, 5), OneRank(2)
+    one = Node({0: ahead, 1: behind}, grid=Grid(100))
+    one.step(EpochStarted(Epoch(EPOCH, None)))
+    one.step(Serves(frozenset({0, 1}), 4))
+    assert ahead.table.assign() is None, "3, 4 and 5 may all be the next common step"
+    one.step(Died(1))
+    victim = ahead.table.assign()
+    assert victim is not None
+    assert ahead.table.slots[victim].id == step(3), "the common step stays"
+    ahead.table.release(victim, keep=step(3))
+    one.step(Settled(1))
+    assert ahead.table.assign() is None, "a trainer has come that may seal them"

@@ -277,7 +277,7 @@ class Node:
         self._may_write = may_write
         self._durable: dict[int, set[StepId]] = {}
         self._ended: set[int] = set()
-        """Ranks whose trainer is gone; the next one is noticed when it seals."""
+        """Ranks whose trainer is gone, until the next one comes."""
         self._published: frozenset[StepId] = frozenset()
         self._shown: frozenset[StepId] = frozenset()
         self._writing: dict[tuple[int, StepId], tuple[SlotTable, int] | None] = {}
@@ -372,6 +372,8 @@ class Node:
             case Serves():
                 return self._serve(event)
             case Settled(rank):
+                self._ended.discard(rank)
+                self._protect()
                 return self._settle(rank)
             case Copied(rank, id):
                 return self.planner.copied(rank, id) if self._may_write(id) else ()
@@ -395,11 +397,12 @@ class Node:
 
     def _serve(self, serves: Serves) -> Iterator[Write]:
         """When the ranks changed, make a new planner and tell it what they hold."""
-        self._protect()
         waits, waited = serves.slots <= LEAST_SLOTS, self._serves.slots <= LEAST_SLOTS
         if (serves.ranks, waits) == (self._serves.ranks, waited):
+            self._protect()
             return
         self._serves, before = serves, self.planner
+        self._protect()
         self.planner = PersistPlanner(serves.ranks, before.grid, slots=serves.slots)
         self.planner.counts = before.counts
         self.planner.pace(before.least)
