@@ -303,3 +303,20 @@ def test_a_scan_that_fails_later_is_repeated_too(
     (hostile.root / "pending").unlink()
     eventually(lambda: calls.health(hostile.socket) == "", what="the next scan")
     assert [one.id.step for one in trainer.candidates().candidates] == [5]
+
+
+async def test_until_a_damaged_shard_was_looked_at_nobody_says_that_there_is_nothing(
+    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def looking() -> Scan:
+        said.append(committer.unreadable)
+        return Scan()
+
+    write(committer, 2)
+    monkeypatch.setattr(volumes, "scan", looking)
+    (damaged,) = committer.locator.origins(StepId(EPOCH.id, 2), 0)
+    await committer.reject(damaged, DigestError("chunk 0 is damaged"))
+    assert len(said) == 1
+    assert "is damaged" in said[0]

@@ -332,6 +332,9 @@ class Committer:
             self.feed(Reported(ranks={rank: self.remotes.report(rank)}))
             self._changes.ring()
         elif self.local_shards.holds(rank, source.shard.step_id) is not None:
+            # Lost, never merely absent: until the scan is through nobody knows what is left.
+            self.unreadable = f"step {source.shard.step_id} is damaged; the volumes are scanned"
+            self.ledger_reports.silent = True
             self.local_shards.lose(rank, source.shard.step_id)  # unless the scan finds it sound
             await self.scan()
 
