@@ -131,6 +131,14 @@ def small_drive(sidecars: Sidecars, tmp_path: Path) -> Iterator[SidecarProcess]:
     subprocess.run(["umount", "--lazy", str(one.volume)], check=True, timeout=30)
 
 
+def filled(volume: Path) -> Path:
+    """Somebody else's file takes all the space. Returns it."""
+    filler = volume / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="space"):
+        fill(file)
+    return filler
+
+
 @pytest.mark.root
 def test_what_found_no_room_is_made_durable_at_the_end_when_there_is_some(
     small_drive: SidecarProcess, trainers: Trainers
@@ -138,9 +146,7 @@ def test_what_found_no_room_is_made_durable_at_the_end_when_there_is_some(
     """Somebody else has filled the drive, and it is cleaned up before `keepstep stop`."""
     sidecar = small_drive.start()
     trainer = trainers(sidecar.socket, size=MIB).begin_run()
-    filler = sidecar.volume / "filler"
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="space"):
-        fill(file)
+    filler = filled(sidecar.volume)
     for step in (1, 2):
         waited = trainer.wait(trainer.stage(step), "durable", flush=True)
         assert "no space" in waited.reason
@@ -157,9 +163,7 @@ def test_what_finds_no_room_at_the_end_stays_in_memory_for_a_successor(
 ) -> None:
     sidecar = small_drive.start()
     trainer = trainers(sidecar.socket, size=MIB).begin_run()
-    filler = sidecar.volume / "filler"
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="space"):
-        fill(file)
+    filler = filled(sidecar.volume)
     trainer.stage(1)
     trainer.disconnect()
     assert "no space" in trainer.call("/v1/stop", StopRequest(), Flushed).reason
