@@ -504,6 +504,8 @@ async def _beside(*options: str) -> AsyncIterator[None]:
         await asyncio.sleep(_SETTLES_S)
         yield
     finally:
+        if child.returncode is not None:
+            raise SystemExit(f"{options[0]} ended too early, with {child.returncode}")
         child.kill()
         await child.wait()
 

@@ -92,7 +92,12 @@ for step in range(at.step + 1 if at else 0, 10**9):
         dist.all_reduce(stop)
     if stop:
         break
-while not checkpointer.save(step):
+while True:  # one step that every rank saved: a busy machine may let one of them skip it
+    saved = torch.tensor(float(checkpointer.save(step)))
+    if "RANK" in os.environ:
+        dist.all_reduce(saved, op=dist.ReduceOp.MIN)
+    if saved:
+        break
     step, _ = step + 1, time.sleep(0.01)
 checkpointer.wait(step, "staged", timeout=60)
 os.write(1, b"staged %d\\n" % step)

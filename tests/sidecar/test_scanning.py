@@ -22,6 +22,7 @@ from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.volume import scan as scan_module
+from keepstep_sidecar.volume import volume as volume_module
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import temporary_name
 from keepstep_sidecar.volume.scan import Scan
@@ -186,11 +187,44 @@ async def test_a_volume_that_nothing_can_be_removed_from_any_more_is_scanned_all
     assert [id.step for id in committer.local_shards.shards] == [1]
 
 
+async def test_a_volume_that_cannot_be_scanned_hides_nothing_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a node's drives is dead when the sidecar starts; later it dies while it is there."""
+
+    def survey(root: Path, *, run: str) -> Scan:
+        if root in dead:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return sound(root, run=run)
+
+    sound, dead = scan_module.survey, set[Path]()
+    monkeypatch.setattr(volume_module, "survey", survey)
+    drives = VolumeSet([Volume(tmp_path / name / RUN, run=RUN) for name in ("a", "b")])
+    (tmp_path / "memory").mkdir()
+    with ThreadPoolExecutor(1) as threads:
+        pool = SlotPool(SlotDirectories(tmp_path / "memory"), run=RUN)
+        before = make_committer(drives, pool, threads, managed=True)
+        for rank in (0, 1):
+            write(before, 1, rank=rank, world=2)
+        assert len({drives.holder(one.path) for one in before.local_shards.all()}) == 2
+        committer = make_committer(drives, pool, threads, managed=True)
+        dead.add(drives.volume_for(1).root)
+        await committer.scan()
+        assert committer.ranks() == [0]
+        assert "Input/output" in committer.unreadable, "nobody says that rank 1 has nothing"
+        dead.clear()
+        await committer.scan()
+        assert (committer.ranks(), committer.scan_failed) == ([0, 1], "")
+        dead.add(drives.volume_for(0).root)
+        await committer.scan()
+        assert committer.ranks() == [0, 1], "nothing is taken from what is known"
+        assert "Input/output" in committer.scan_failed
+    drives.close()
+
+
 async def test_a_scan_that_fails_takes_nothing_from_what_is_known_but_what_was_found_damaged(
     committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of two drives may be dead for good: what lies on the other one is as good as before."""
-
     def failing() -> Scan:
         raise StorageError("Input/output error")
 

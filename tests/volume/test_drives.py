@@ -118,6 +118,11 @@ def test_a_drive_that_dies_keeps_no_step_from_being_shown_or_deleted_on_another_
     assert volumes.retire(step_id(1)) > 0
     assert not any((good.root / "retired").iterdir())
     assert (bool(dead.failed), good.failed) == (True, "")
+    scan = volumes.scan()
+    assert list(scan.unread) == [dead.root]
+    assert {(one.step_id.step, one.path.is_relative_to(good.root)) for one in scan.shards} == {
+        (2, True)
+    }
     slots = [staged(make_layout(rank=rank), 3) for rank in range(2)]
     written = [volumes.write(slot.view, slot.layout, slot.control) for slot in slots]
     shown = volumes.publish(step_id(3), made_of=[one.shard.path for one in written])

@@ -42,7 +42,7 @@ from keepstep.core.readiness import NEVER
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid, Pacing
 from keepstep.core.suspicion import WITHIN, Doubt
-from keepstep.errors import KeepstepError, NoSpaceError, StorageError, VersionError
+from keepstep.errors import KeepstepError, NoSpaceError, VersionError
 from keepstep.image import ControlPage
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
@@ -272,20 +272,24 @@ class Committer:
     async def scan(self) -> None:
         """Scan the volumes. Afterwards `scanned` is true, and the ledger knows the result.
 
-        Never raises because of what lies there. `scan_failed` says why the scan failed, "" when it
-        succeeded.
+        Never raises because of what lies there. `scan_failed` says what could not be scanned, ""
+        when all was. A volume that cannot be read hides nothing of the others, and takes nothing
+        from what is known.
         """
-        before, unreadable = self.local_shards.known(), ""
+        before = self.local_shards.known()
         try:
             scan, aside = await self.blocking(self._survey)
         except Exception as error:  # any error: silence would look like an empty volume
-            unreadable, scan, aside = f"the volumes cannot be scanned: {error}", Scan(), 0
-            if not isinstance(error, StorageError):
-                _log.exception("scan failed")
+            _log.exception("scan failed")
+            roots = [volume.root for volume in self.volumes.volumes]
+            scan, aside = Scan(unread=dict.fromkeys(roots, str(error))), 0
         # No await from here on: lost shards must never be seen as merely absent.
-        self.unreadable = self.scan_failed = unreadable
-        if not unreadable:  # a volume that does not answer takes nothing from what is known
-            self.local_shards.replace(scan.shards, before=before)
+        reasons = "; ".join(dict.fromkeys(scan.unread.values()))
+        self.unreadable = self.scan_failed = reasons and f"the volumes cannot be scanned: {reasons}"
+        hidden = (
+            one for one in self.local_shards.all() if scan.unread.keys() & set(one.path.parents)
+        )
+        self.local_shards.replace((*scan.shards, *hidden), before=before)
         for refused in scan.problems:
             warn(
                 "shard refused",
@@ -310,7 +314,8 @@ class Committer:
         scan = self.volumes.scan()
         if self.pacing is not None:
             self.pacing.drive_bytes = self.volumes.drive_bytes() or None
-        return scan, sum(volume.quarantined() for volume in self.volumes.volumes)
+        read = [volume for volume in self.volumes.volumes if volume.root not in scan.unread]
+        return scan, sum(volume.quarantined() for volume in read)
 
     async def look_beyond(self, *, anew: bool = False) -> None:
         """Ask the remote tiers what they hold, and tell the ledger.

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -54,10 +54,12 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class Scan:
-    """Everything on a volume, sorted by step and rank."""
+    """Everything on a volume, sorted by step and rank. `unread`: the volumes of a set that could
+    not be scanned, by their roots, and why. What they hold is unknown."""
 
     shards: tuple[LocalShard, ...] = ()
     problems: tuple[Refused, ...] = ()
+    unread: Mapping[Path, str] = field(default_factory=dict)
 
 
 def survey(root: Path, *, run: str) -> Scan:

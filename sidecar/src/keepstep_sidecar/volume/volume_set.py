@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from keepstep.errors import ImageError, NoSpaceError, StorageError, UsageError, VersionError
 from keepstep.image import ControlPage, Layout
@@ -23,6 +24,8 @@ from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.scan import Scan
 from keepstep_sidecar.volume.shard_file import ShardFile
 from keepstep_sidecar.volume.volume import Unread, Volume, Written
+
+_T = TypeVar("_T")
 
 
 class VolumeSet:
@@ -94,19 +97,27 @@ class VolumeSet:
             raise
 
     def scan(self) -> Scan:
-        """The scans of all volumes as one. Raises StorageError when a volume cannot be read."""
-        scans = [volume.scan() for volume in self.volumes]
+        """The scans of all volumes as one. A volume that cannot be read hides no other one: `unread`
+        names it."""
+        scans, unread = self._scan()
         problems = tuple(problem for scan in scans for problem in scan.problems)
         lost = [problem.path for problem in problems if problem.moved_to is not None]
         if lost and len(self.volumes) > 1:
             for path in lost:
                 self._hide(path)
-            scans = [volume.scan() for volume in self.volumes]
+            scans, unread = self._scan()
         shards = sorted(
             (shard for scan in scans for shard in scan.shards),
             key=lambda shard: (shard.step_id, shard.rank),
         )
-        return Scan(shards=tuple(shards), problems=problems)
+        return Scan(shards=tuple(shards), problems=problems, unread=unread)
+
+    def _scan(self) -> tuple[list[Scan], dict[Path, str]]:
+        told = {volume.root: _tried(Volume.scan, volume) for volume in self.volumes}
+        return (
+            [one for one in told.values() if not isinstance(one, StorageError)],
+            {root: str(one) for root, one in told.items() if isinstance(one, StorageError)},
+        )
 
     def mend(self) -> bool:
         """`Volume.mend` on each volume. True if any was mended. Raises StorageError when one failed
@@ -230,7 +241,7 @@ class VolumeSet:
                 volume.unpublish(StepId.parse(path.parent.name))
 
 
-def _tried(work: Callable[[Volume], int], volume: Volume) -> int | StorageError:
+def _tried(work: Callable[[Volume], T], volume: Volume) -> T | StorageError:
     try:
         return work(volume)
     except StorageError as error:
