@@ -240,3 +240,33 @@ async def test_cycles_are_looked_for_everywhere_when_memory_has_grown(
         gc.enable()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_collection_that_finds_little_is_followed_by_a_longer_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large reports make memory grow for a moment, as often as a tenant likes."""
+    pauses, held = list[float](), list[list[object]]()
+    waits = asyncio.sleep
+
+    async def sleep(pause_s: float) -> None:
+        """Until the fifth, all that memory has grown by is still in use; then it is garbage."""
+        await waits(0)
+        pauses.append(pause_s)
+        if len(pauses) == 7:
+            raise asyncio.CancelledError
+        one: list[object] = [object() for _ in range(sys.getallocatedblocks() // 2)]
+        if len(pauses) == 6:
+            one.append(one)
+        else:
+            held.append(one)
+
+    monkeypatch.setattr(gc_tuning.asyncio, "sleep", sleep)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            await gc_tuning.collect_when_grown()
+    finally:
+        gc.enable()
+    assert pauses == [gc_tuning._SETTLED_S, 1.0, 8.0, 64.0, 512.0, 600.0, 1.0]

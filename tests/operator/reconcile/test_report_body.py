@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import time
+import weakref
 from collections.abc import Callable
 
 import msgspec
@@ -136,3 +139,26 @@ async def test_a_short_report_waits_for_a_slice_of_each_other_tenant(
     assert worked[:4] == ["evil", "team"] * 2
     assert worked.index("team", 4) <= 8
     assert worked[10:] == ["evil"] * (len(worked) - 10)
+
+
+async def test_work_that_fails_leaves_nothing_behind() -> None:
+    """What was read of a refused report is freed at once, not when garbage is looked for."""
+
+    class Body:
+        pass
+
+    def work() -> turns.Parts[None]:
+        held = Body()
+        held_by.append(weakref.ref(held))
+        yield
+        raise Refused(429, "budget", "come again later")
+
+    held_by, worker = list[weakref.ref[Body]](), turns.Turns()
+    gc.disable()
+    try:
+        with contextlib.suppress(Refused):
+            await worker.work(work(), tenant="team")
+        await asyncio.sleep(0)
+        assert held_by[0]() is None
+    finally:
+        gc.enable()

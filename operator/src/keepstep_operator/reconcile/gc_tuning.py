@@ -2,10 +2,12 @@
 
 By default it looks at all objects whenever a quarter of them is new. Each report replaces what is
 known of a run, so here that would be every second or so, and no request is answered meanwhile: for
-90 ms with 1,000 pods, for most of a second with 10,000. But this state has no cycles: it is freed
-with its last reference. The cycles come from connections and watched objects, and nearly all of
-them die young. So only the young generations are collected automatically. Everything is collected
-when memory has grown by a quarter: about once an hour with 10,000 pods that report.
+90 ms with 1,000 pods, for a second with 10,000. But this state has no cycles: it is freed with its
+last reference. The cycles come from connections and watched objects, and nearly all of them die
+young. So only the young generations are collected automatically. Everything is collected when
+memory has grown by a quarter: about once an hour with 10,000 pods that report. Large reports make
+it grow for a moment, and as often as a tenant likes; so a collection that finds little is followed
+by a longer pause.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ _SETTLED_S: Final = 120.0
 """From the start until all sidecars have reported."""
 _LOOK_S: Final = 1.0
 _GROWN: Final = 1.25
+_IN_VAIN: Final = 8.0
+"""How much longer the next pause is when less than half of the growth was garbage."""
+_LONGEST_PAUSE_S: Final = 600.0
 _GIVE_BACK_S: Final = 60.0
 
 
@@ -36,14 +41,16 @@ def spare_what_stays() -> None:
 
 
 async def collect_when_grown() -> None:
-    """Collect all generations each time memory has grown by a quarter. Runs for ever."""
+    """Collect all generations when memory has grown by a quarter. Runs for ever."""
     await asyncio.sleep(_SETTLED_S)
-    known = sys.getallocatedblocks()
+    left, pause_s = sys.getallocatedblocks(), _LOOK_S
     while True:
-        await asyncio.sleep(_LOOK_S)
-        if sys.getallocatedblocks() > known * _GROWN:
+        await asyncio.sleep(pause_s)
+        if (grown := sys.getallocatedblocks()) > left * _GROWN:
             gc.collect()
-            known = sys.getallocatedblocks()
+            before, left = left, sys.getallocatedblocks()
+            in_vain = grown - left < (grown - before) / 2
+            pause_s = min(pause_s * _IN_VAIN, _LONGEST_PAUSE_S) if in_vain else _LOOK_S
 
 
 async def give_back_freed() -> None:

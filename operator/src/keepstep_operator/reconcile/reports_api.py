@@ -8,7 +8,6 @@ logged once per source and reason.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -90,7 +89,7 @@ class ReportsApi:
         self._logged = Throttle(burst=5, refill_s=_LOGGED_EVERY_S)
         self._pace = Buckets[str](burst=_REPORTS_AT_ONCE, refill_s=1.0)
         self._cpu = Buckets[str](burst=_CPU_AT_ONCE_S, refill_s=1.0 / BUDGET)
-        self._turns = Turns()
+        self._turns = Turns(self._cpu.spend)
         self._reading: Counter[str] = Counter()
 
     def application(self) -> web.Application:
@@ -122,8 +121,12 @@ class ReportsApi:
             raise Refused(413, "bad-request", "this is no certificate request")
         with self._one_of_few(pod.namespace):
             body = await _body(request)
-        with self._spending(pod.namespace):
-            return _json(self._signing.issue(pod, _decode_request(body)))
+        return await self._turns.work(self._signed(pod, body), tenant=pod.namespace)
+
+    def _signed(self, pod: PodRecord, body: bytes) -> Parts[web.Response]:
+        self._require_budget(pod.namespace)
+        yield
+        return _json(self._signing.issue(pod, _decode_request(body)))
 
     async def _take(self, request: web.Request) -> web.Response:
         pod = await self._sender(request)
@@ -136,12 +139,12 @@ class ReportsApi:
 
     def _parts(self, pod: PodRecord, body: bytes) -> Parts[web.Response]:
         self._require_budget(pod.namespace)  # others used it up while this one was read
-        report = yield from self._paid(pod.namespace, report_body.read(body))
+        report = yield from report_body.read(body)
         yield
-        with self._spending(pod.namespace), _known(pod):
+        with _known(pod):
             self._carry_out(self._registry.reported(pod.uid, report, at=self._clock()))
         yield
-        with self._spending(pod.namespace), _known(pod):
+        with _known(pod):
             told = self._registry.reply(pod.uid, holds=report.peers_version, at=self._clock())
             return _json(replace(told, authorities=self._authorities()))
 
@@ -159,24 +162,6 @@ class ReportsApi:
             self._reading[namespace] -= 1
             if not self._reading[namespace]:
                 del self._reading[namespace]
-
-    def _paid(self, namespace: str, parts: Parts[T]) -> Parts[T]:
-        while True:
-            with self._spending(namespace):
-                try:
-                    next(parts)
-                except StopIteration as ended:
-                    found: T = ended.value
-                    return found
-            yield
-
-    @contextmanager
-    def _spending(self, namespace: str) -> Iterator[None]:
-        begun_s = time.thread_time()
-        try:
-            yield
-        finally:
-            self._cpu.spend(namespace, time.thread_time() - begun_s)
 
     def _require_pace(self, pod: PodRecord) -> None:
         """The gap that replies ask for is binding. A pod that reports sooner is told to come again

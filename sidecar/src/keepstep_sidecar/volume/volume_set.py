@@ -241,7 +241,7 @@ class VolumeSet:
                 volume.unpublish(StepId.parse(path.parent.name))
 
 
-def _tried(work: Callable[[Volume], T], volume: Volume) -> T | StorageError:
+def _tried(work: Callable[[Volume], _T], volume: Volume) -> _T | StorageError:
     try:
         return work(volume)
     except StorageError as error:
