@@ -97,8 +97,8 @@ class VolumeSet:
             raise
 
     def scan(self) -> Scan:
-        """The scans of all volumes as one. A volume that cannot be read hides no other one: `unread`
-        names it."""
+        """The scans of all volumes as one. A volume that cannot be read hides no other one:
+        `unread` names it."""
         scans, unread = self._scan()
         problems = tuple(problem for scan in scans for problem in scan.problems)
         lost = [problem.path for problem in problems if problem.moved_to is not None]
