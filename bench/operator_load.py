@@ -78,6 +78,7 @@ _BARS = {
     "idle_rss_added_mib": 32.0,
 }  # fmt: skip
 _HARM_EACH_S, _SETTLES_S = 0.05, 5.0
+_PROMPT_S = 1.0
 _HOSTILE, _HOSTILE_PODS = "hostile", 10
 _IDLE_SOURCES = 50
 
@@ -269,6 +270,11 @@ class Reporter:
         run's first pod does."""
         return self.size.changing(self.run) and self.number == 0 and self.sequence % 2 == 0
 
+    @property
+    def prompt(self) -> bool:
+        """Whether the last report was answered at once."""
+        return bool(self.answered) and self.answered[-1][1] < _PROMPT_S
+
     def _steps(self) -> tuple[int, ...]:
         newest = _STEP + self.sequence
         return newest, newest - 1, newest - 2, newest - 3
@@ -363,8 +369,9 @@ class Told:
 
 
 async def _report(size: Size, url: str, certificate: Path) -> Told:
-    """Report until SIGTERM. Prints a line when every reporter's whole report was accepted. The
-    figures count only what comes after that."""
+    """Report until SIGTERM. Prints a line when every reporter's whole report was accepted, and one
+    when reports no longer wait for those that came late because of that. The figures count only
+    what comes after it."""
     trust = trusting(certificate.read_bytes())
     sslproto.SSLProtocol.max_size = 16 << 10  # the default is 256 KiB for each connection
 
@@ -389,6 +396,10 @@ async def _report(size: Size, url: str, certificate: Path) -> Told:
     await until(
         lambda: all(one.known for one in reporters), within_s=1800, what="all have told everything"
     )
+    print(flush=True)
+    async with asyncio.timeout(1800):
+        while sum(one.prompt for one in reporters) < 0.99 * len(reporters):
+            await asyncio.sleep(1.0)
     for one in reporters:
         one.toggled.clear()
         one.answered.clear()
@@ -551,6 +562,8 @@ async def _measure(scale: float, apart: Apart, minutes: float, directory: Path) 
         assert reporting.stdout is not None
         await reporting.stdout.readline()
         taken_s = loop.time() - begun - ready_s
+        await reporting.stdout.readline()
+        settled_s = loop.time() - begun - ready_s
         await asyncio.sleep(size.period_s)  # for delayed writes
         to_begin = (await apart.seen())["writes"]
         usual = await _phase(operator, hook, apart, minutes)
@@ -569,6 +582,7 @@ async def _measure(scale: float, apart: Apart, minutes: float, directory: Path) 
         "pods": size.runs * size.pods,
         "ready_s": ready_s,
         "all_told_everything_s": taken_s,
+        "all_prompt_s": settled_s,
         "rss_mib": usual.rss_mib,
         "cores": usual.cores,
         "reports": told.reports,

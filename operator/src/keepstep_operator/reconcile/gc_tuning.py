@@ -18,7 +18,7 @@ import gc
 import sys
 from typing import Final
 
-_YOUNG: Final = 5_000, 2
+_YOUNG: Final = 5_000, 10
 """Thresholds: by how many objects their number must grow for a collection of the youngest, and how
 many of these there are for one of the middle generation. Each collection is a pause of some
 milliseconds."""

@@ -56,7 +56,7 @@ class Tally:
         self.contested = 0
         self.known = 0
         self._near: dict[int, list[Holding]] | None = None
-        self._reached: dict[tuple[Tier, int], int] | None = {}
+        self._reached: dict[tuple[Tier, int], int] | None = None
         self._rooted = 0
 
     def came(self, held: Holding, ranks: int) -> None:
@@ -64,7 +64,7 @@ class Tally:
         if self._near is not None:
             self._find(held, ranks)
         if self._reached is not None:
-            self._reach_by(held)
+            self._reach_by(self._reached, held)
 
     def went(self, held: Holding, ranks: int) -> None:
         """`held` lost its images of these ranks. If they were all it had, it is no longer among
@@ -89,18 +89,21 @@ class Tally:
         """By (tier, world), the bitmap of all ranks of which there are copies.
 
         Kept up to date, because thousands of nodes may have one copy each, and after the report of
-        each of them completeness is asked again.
+        each of them completeness is asked again. But most steps are one copy, in the archive.
         """
-        if self._reached is None:
-            self._reached, self._rooted = {}, 0
-            for held in self.copies:
-                self._reach_by(held)
-        return self._reached
+        if self._reached is not None:
+            return self._reached
+        reached: dict[tuple[Tier, int], int] = {}
+        self._rooted = 0
+        for held in self.copies:
+            self._reach_by(reached, held)
+        if len(self.copies) > 1:
+            self._reached = reached
+        return reached
 
-    def _reach_by(self, held: Holding) -> None:
-        assert self._reached is not None
+    def _reach_by(self, reached: dict[tuple[Tier, int], int], held: Holding) -> None:
         at = held.place[1:]
-        self._reached[at] = self._reached.get(at, 0) | held.ranks
+        reached[at] = reached.get(at, 0) | held.ranks
         self._rooted |= held.rooted
 
     def worlds(self) -> set[int]:
