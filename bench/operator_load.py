@@ -397,9 +397,10 @@ async def _report(size: Size, url: str, certificate: Path) -> Told:
         lambda: all(one.known for one in reporters), within_s=1800, what="all have told everything"
     )
     print(flush=True)
-    async with asyncio.timeout(1800):
-        while sum(one.prompt for one in reporters) < 0.99 * len(reporters):
-            await asyncio.sleep(1.0)
+    await until(
+        lambda: sum(one.prompt for one in reporters) >= 0.99 * len(reporters),
+        within_s=1800, what="reports are answered promptly",
+    )  # fmt: skip
     for one in reporters:
         one.toggled.clear()
         one.answered.clear()
