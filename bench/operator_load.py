@@ -511,15 +511,11 @@ async def _beside(*options: str) -> AsyncIterator[None]:
     if not options:
         yield
         return
-    child = await _begun(*options)
-    try:
+    async with _running(*options) as child:
         await asyncio.sleep(_SETTLES_S)
         yield
-    finally:
         if child.returncode is not None:
             raise SystemExit(f"{options[0]} ended too early, with {child.returncode}")
-        child.kill()
-        await child.wait()
 
 
 async def _phase(
@@ -527,8 +523,7 @@ async def _phase(
 ) -> Phase:
     """Measure for `minutes`, while a process with the options `harm`, if any, does harm."""
     loop = asyncio.get_running_loop()
-    async with _beside(*harm):
-        probe = await _begun("--probe", operator.metrics_url)
+    async with _beside(*harm), _running("--probe", operator.metrics_url) as probe:
         asked = asyncio.create_task(probe.communicate())
         since, cpu_s, before = time.time(), operator.cpu_s(), await apart.seen()
         admitted = await _admit(hook, loop.time() + minutes * 60)
@@ -551,15 +546,13 @@ async def _phase(
 async def _measure(scale: float, apart: Apart, minutes: float, directory: Path) -> dict[str, float]:
     loop, size = asyncio.get_running_loop(), Size.scaled(scale)
     begun = loop.time()
+    certificate = directory / "reconcile" / "tls.crt"
     async with (
         reconciler(cast(Cluster, apart), directory / "reconcile") as operator,
         webhook(directory / "admission", policy()[1]) as hook,
+        _running("--report", operator.url, str(certificate), "--scale", str(scale)) as reporting,
     ):
         ready_s = loop.time() - begun
-        certificate = str(directory / "reconcile" / "tls.crt")
-        reporting = await _begun(
-            "--report", operator.url, certificate, "--scale", str(scale),
-        )  # fmt: skip
         assert reporting.stdout is not None
         await reporting.stdout.readline()
         taken_s = loop.time() - begun - ready_s
@@ -632,10 +625,17 @@ def _added(
     yield "rss_added_mib", phase.rss_mib - usual.rss_mib
 
 
-async def _begun(*options: str) -> asyncio.subprocess.Process:
-    """Start this program with `options` in another process."""
+@asynccontextmanager
+async def _running(*options: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """This program with `options` in another process, which ends with the context."""
     command = (sys.executable, "-m", "bench.operator_load", *options)
-    return await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    child = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
 
 
 def _table(found: dict[str, float], size: Size, scale: float, minutes: float) -> str:
