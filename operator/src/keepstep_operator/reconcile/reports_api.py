@@ -46,9 +46,9 @@ _REPORTS_AT_ONCE: Final = 5.0
 """How many reports one pod may send at once: a sidecar that starts or ends has several."""
 MOST_READ: Final = SERVED // 4
 """How many bodies of one namespace are read at a time."""
-_CPU_AT_ONCE_S: Final = 3.0
-"""The CPU seconds that one namespace may use at once. After that it has `BUDGET` of a core, as much
-as all namespaces together should need."""
+_WORK_AT_ONCE_S: Final = 3.0
+"""The seconds of work that one namespace may ask for at once. After that it has `BUDGET` of a core,
+as much as all namespaces together should need."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CarryOut = Callable[[Iterable[Action]], None]
@@ -88,8 +88,8 @@ class ReportsApi:
         self._clock = clock
         self._logged = Throttle(burst=5, refill_s=_LOGGED_EVERY_S)
         self._pace = Buckets[str](burst=_REPORTS_AT_ONCE, refill_s=1.0)
-        self._cpu = Buckets[str](burst=_CPU_AT_ONCE_S, refill_s=1.0 / BUDGET)
-        self._turns = Turns(self._cpu.spend)
+        self._budget = Buckets[str](burst=_WORK_AT_ONCE_S, refill_s=1.0 / BUDGET)
+        self._turns = Turns(self._budget.spend)
         self._reading: Counter[str] = Counter()
 
     def application(self) -> web.Application:
@@ -113,7 +113,7 @@ class ReportsApi:
         return pod
 
     async def _sign(self, request: web.Request) -> web.Response:
-        """Sign a certificate. A pod needs one a day; further ones use up the CPU budget that its
+        """Sign a certificate. A pod needs one a day; further ones use up the budget that its
         namespace has for reports."""
         pod = await self._sender(request)
         self._require_budget(pod.namespace)
@@ -165,7 +165,7 @@ class ReportsApi:
 
     def _require_pace(self, pod: PodRecord) -> None:
         """The gap that replies ask for is binding. A pod that reports sooner is told to come again
-        later, and so is a pod whose namespace has used up its CPU budget. Raises Refused."""
+        later, and so is a pod whose namespace has used up its budget. Raises Refused."""
         self._require_budget(pod.namespace)
         gap_s = self._registry.least_gap_of(pod.uid)
         if not self._pace.take(pod.uid, at=self._clock(), each_s=gap_s * _EARLY):
@@ -173,7 +173,7 @@ class ReportsApi:
             raise Refused(429, "too-often", message)
 
     def _require_budget(self, namespace: str) -> None:
-        if self._cpu.left(namespace, at=self._clock()) <= 0.0:
+        if self._budget.left(namespace, at=self._clock()) <= 0.0:
             message = f"the reports of namespace {namespace} cost too much; come again later"
             raise Refused(429, "budget", message)
 
