@@ -24,9 +24,7 @@ from keepstep_operator.kube.resources import Patch, PatchType, Resource
 MANAGER: Final = "keepstep-operator"
 """The name of our fields' owner, for `kubectl get --show-managed-fields`."""
 _REQUEST_S: Final = 10.0
-_PAGE: Final = "250"
-"""Objects of a page. The event loop waits while one is decoded: 10 ms for the metadata of so many
-pods."""
+_PAGE: Final = "500"
 _JSON: Final = "application/json"
 _METADATA: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _LONGEST_RETRY_AFTER_S: Final = 60.0
