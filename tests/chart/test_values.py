@@ -56,6 +56,7 @@ def test_every_value_of_the_schema_has_a_default_in_values_yaml() -> None:
         ({"prometheusRule": {"enable": True}}, "enable"),
         ({"crds": {"install": "yes"}}, "install"),
         ({"fullnameOverride": "123"}, "123"),
+        ({"nameOverride": "123"}, "123"),
     ],
 )
 def test_a_typo_is_refused_by_name(chart: Chart, values: Object, told: str) -> None:

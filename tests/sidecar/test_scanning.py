@@ -197,8 +197,14 @@ async def test_a_volume_that_cannot_be_scanned_hides_nothing_of_the_others(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return sound(root, run=run)
 
+    def quarantined(volume: Volume) -> int:
+        if volume.root in dead:
+            raise StorageError("Input/output error")
+        return 0
+
     sound, dead = scan_module.survey, set[Path]()
     monkeypatch.setattr(volume_module, "survey", survey)
+    monkeypatch.setattr(Volume, "quarantined", quarantined)
     drives = VolumeSet([Volume(tmp_path / name / RUN, run=RUN) for name in ("a", "b")])
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:

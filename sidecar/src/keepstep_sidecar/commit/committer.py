@@ -287,7 +287,9 @@ class Committer:
         reasons = "; ".join(dict.fromkeys(scan.unread.values()))
         self.unreadable = self.scan_failed = reasons and f"the volumes cannot be scanned: {reasons}"
         hidden = (
-            one for one in self.local_shards.all() if scan.unread.keys() & set(one.path.parents)
+            one
+            for one in self.local_shards.all()
+            if self.volumes.holder(one.path).root in scan.unread
         )
         self.local_shards.replace((*scan.shards, *hidden), before=before)
         for refused in scan.problems:
