@@ -178,6 +178,11 @@ class Proxy:
     async def _close(self) -> None:
         """Nothing is left of what is under way, nor of what was just being accepted."""
         assert self._server is not None
+        # Whoever was accepted and has no transport yet gets one first: a closed server refuses it
+        # one, and asyncio leaves its socket open.
+        for listener in self._server.sockets:
+            self._loop.remove_reader(listener.fileno())
+        await asyncio.sleep(0)
         self._server.close()
         while self._connections or len(asyncio.all_tasks()) > 1:
             for connection in [*self._connections]:
