@@ -8,7 +8,6 @@ slower machine gets fewer rounds, but not fewer figures.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -17,7 +16,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench import hugepages, machine, report
@@ -26,17 +26,20 @@ from bench.peers import PEERS, FastPersist
 from bench.processes import MEMORY_PREFIX, ROOT, environment
 from bench.results import BARS, Results, Sample
 from bench.worker import DISK, IMPORTS, LIVES, MEMCPY
+from tests.hugetlbfs import Unavailable
 
 _MIB = 1 << 20
 _WORKER_TIMEOUT_S = 240.0
+_PAGES = {"small": (False,), "huge": (True,), "both": (False, True)}
 
 
 @dataclass(frozen=True)
 class Job:
-    """The command line of one worker."""
+    """The command line of one worker, and whether its memory is on huge pages."""
 
     subject: str
     options: tuple[str, ...] = ()
+    huge_pages: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Plan:
     """What to measure. `sizes` are in bytes; the bars apply to the size `main`.
 
     Without `peers`, only keepstep and the floors are measured: more rounds in the same time.
+    `pages`: keepstep and the floors are measured on these, huge (True) or not, in turns; the others
+    have memory of their own.
     """
 
     sizes: tuple[int, ...]
@@ -54,6 +59,7 @@ class Plan:
     wait_s: float
     steps: int
     peers: bool = True
+    pages: tuple[bool, ...] = (False,)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """(round, size): the main size alternates with the others."""
@@ -78,12 +84,13 @@ class Plan:
             Job(one.name, ("--measures", lazy if one is KeepstepLazy else eager, *loop))
             for one in OURS
         ]
-        if self.peers:
-            savers += [Job(one.name, ("--measures", peers, *few)) for one in present]
         floors = [Job(MEMCPY), Job(DISK), Job(LIVES)]
         if size == self.main:
             floors.append(Job(IMPORTS))
-        jobs = [*floors, *savers]
+        # one after the other on each kind of pages, so that both see the same moods of the machine
+        jobs = [replace(one, huge_pages=on) for one in (*floors, *savers) for on in self.pages]
+        if self.peers:
+            jobs += [Job(one.name, ("--measures", peers, *few)) for one in present]
         turn = number * 3 % len(jobs)
         return jobs[turn:] + jobs[:turn]
 
@@ -97,8 +104,7 @@ def main() -> int:
     try:
         described = machine.describe(directory)
         began = time.monotonic()
-        with _pages(options, plan, directory):
-            _run(plan, results, directory, only=options.only)
+        _run(plan, results, directory, only=options.only)
         described["took"] = f"{(time.monotonic() - began) / 60:.1f} minutes"
         described["rounds"] = rounds_of(results)
     finally:
@@ -107,18 +113,10 @@ def main() -> int:
     return 0
 
 
-def _pages(
-    options: argparse.Namespace, plan: Plan, directory: Path
-) -> contextlib.AbstractContextManager[None]:
-    if not options.huge_pages:
-        return contextlib.nullcontext()
-    return hugepages.reserved(max(plan.sizes), directory / "hugetlbfs")
-
-
 def _run(plan: Plan, results: Results, directory: Path, *, only: str) -> None:
     began = time.monotonic()
     took: dict[int, float] = {}
-    strikes: Counter[str] = Counter()
+    strikes: Counter[tuple[str, bool, int]] = Counter()
     for number, size in plan.blocks():
         spent = time.monotonic() - began
         # later rounds of the main size are shorter: they lack the slow peers
@@ -127,13 +125,15 @@ def _run(plan: Plan, results: Results, directory: Path, *, only: str) -> None:
             print(f"no time for round {number + 1} of {report.size_name(size)}", file=sys.stderr)
             continue
         for job in plan.jobs(number, size):
-            if strikes[job.subject] > 1 or only not in job.subject:
+            # memory may give no huge pages at one size, and enough of them at the others
+            failing = (job.subject, job.huge_pages, size if job.huge_pages else 0)
+            if strikes[failing] > 1 or only not in job.subject:
                 continue
             sample = measure(job, number, size, directory)
             results.samples.append(sample)
             if sample.missing:
                 # do not retry a peer that is not installed; try any other failure a second time
-                strikes[job.subject] += 2 if sample.missing.startswith("PeerMissing") else 1
+                strikes[failing] += 2 if sample.missing.startswith("PeerMissing") else 1
         took[size] = time.monotonic() - began - spent
 
 
@@ -141,11 +141,28 @@ def measure(
     job: Job, number: int, size: int, directory: Path, *, tree: Path = ROOT, note: str = ""
 ) -> Sample:
     """Run one worker of the checkout in `tree`, and print how it went."""
-    place = directory / "worker"
-    command = [sys.executable, "-m", "bench.worker", job.subject, "--bytes", str(size)]
-    command += ["--dir", str(place), *job.options]
+    sample = Sample(job.subject, size, number, huge_pages=job.huge_pages)
     began = time.monotonic()
-    sample = Sample(job.subject, size, number)
+    try:
+        with hugepages.reserved(size, directory) if job.huge_pages else nullcontext():
+            _work(job, sample, directory / "worker", tree=tree)
+    except Unavailable as error:
+        sample.missing = str(error)
+    sample.seconds = time.monotonic() - began
+    verdict = sample.missing.splitlines()[0][:80] if sample.missing else "ok"
+    print(
+        f"round {number + 1}  {report.size_name(size):>8}  {job.subject:<30}"
+        f" {'2 MiB pages' if job.huge_pages else '':<11} {sample.seconds:6.1f} s  {note}{verdict}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return sample
+
+
+def _work(job: Job, sample: Sample, place: Path, *, tree: Path) -> None:
+    """Fill in the figures of the worker, or why it has none. Whatever it made is removed."""
+    command = [sys.executable, "-m", "bench.worker", job.subject]
+    command += ["--bytes", str(sample.size_bytes), "--dir", str(place), *job.options]
     # a process group of its own, so that a hung worker can be killed with all its helpers
     worker = subprocess.Popen(
         command,
@@ -174,15 +191,6 @@ def measure(
         for left in Path("/dev/shm").glob(f"{MEMORY_PREFIX}{worker.pid}-*"):
             shutil.rmtree(left, ignore_errors=True)
         hugepages.clean()
-    sample.seconds = time.monotonic() - began
-    verdict = sample.missing.splitlines()[0][:80] if sample.missing else "ok"
-    print(
-        f"round {number + 1}  {report.size_name(size):>8}  {job.subject:<30}"
-        f" {sample.seconds:6.1f} s  {note}{verdict}",
-        file=sys.stderr,
-        flush=True,
-    )
-    return sample
 
 
 def rounds_of(results: Results) -> str:
@@ -229,6 +237,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         1.0,
         4,
         peers=not options.no_peers,
+        pages=_PAGES[options.pages],
     )
 
 
@@ -247,7 +256,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--name", help="of the result files; default: from the machine")
     parser.add_argument("--no-peers", action="store_true", help="only keepstep and the floors")
     parser.add_argument(
-        "--huge-pages", action="store_true", help="slots and floors on huge pages; needs root"
+        "--pages",
+        choices=_PAGES,
+        default="small",
+        help="of keepstep's slots and the floors' memory; huge ones need root",
     )
     parser.add_argument("--only", default="", help="only subjects whose name has this in it")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""The same figures on huge pages: `python -m bench --huge-pages` reserves them while it runs.
+"""Huge pages, reserved for one worker at a time: `python -m bench --pages huge`.
 
 Slots, and the memory of the floors, are then on pages of 2 MiB. Needs root.
 """
@@ -22,10 +22,10 @@ two more for the floors."""
 
 @contextmanager
 def reserved(size_bytes: int, directory: Path) -> Iterator[None]:
-    """Reserve all huge pages that one worker needs at a time. Raises RuntimeError if there are too
-    few."""
+    """Reserve all huge pages that one worker needs, and mount them below `directory`. Raises
+    Unavailable if there are too few."""
     count = _SLOTS * (size_bytes // HUGE_PAGE_BYTES + 16)
-    with hugetlbfs.reserved(count), hugetlbfs.mounted(directory) as mount:
+    with hugetlbfs.reserved(count), hugetlbfs.mounted(directory / "hugetlbfs") as mount:
         os.environ[_VARIABLE] = str(mount)
         try:
             yield

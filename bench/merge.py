@@ -28,17 +28,19 @@ def merge(reports: list[dict[str, Any]]) -> tuple[Results, dict[str, str]]:
         for one in report["samples"]:
             # keep rounds of different runs apart
             results.samples.append(Sample(**{**one, "round": 100 * number + one["round"]}))
-    measured = {(one.subject, one.size_bytes) for one in results.samples if not one.missing}
+    measured = {_what(one) for one in results.samples if not one.missing}
     results.samples = [
-        one
-        for one in results.samples
-        if not one.missing or (one.subject, one.size_bytes) not in measured
+        one for one in results.samples if not one.missing or _what(one) not in measured
     ]
     described: dict[str, str] = dict(machines[0])
     for key in ("command", "took", "load before"):
         described[key] = "; ".join(machine[key] for machine in machines)
     described["rounds"] = rounds_of(results)
     return results, described
+
+
+def _what(one: Sample) -> tuple[str, int, bool]:
+    return one.subject, one.size_bytes, one.huge_pages
 
 
 def main() -> None:

@@ -11,12 +11,10 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from bench.ours import OURS
-from bench.peers import PEERS
-from bench.report import size_name
+from bench.report import pages_of, savers_of, size_name
 from bench.results import Results
 
 _OURS = {one.name for one in OURS}
-_NAMES = [one.name for one in (*OURS, *PEERS)]
 
 
 def draw(results: Results, *, main: int, prefix: Path) -> list[str]:
@@ -44,19 +42,24 @@ def draw(results: Results, *, main: int, prefix: Path) -> list[str]:
 
 def _growth(axes: Axes, results: Results, figure: str, title: str, floor: tuple[str, str]) -> None:
     sizes = results.sizes()
-    for subject, key, style in [(floor[0], floor[1], "k--")] + [(n, figure, "") for n in _NAMES]:
-        spreads = [(size, results.spread(subject, size, key)) for size in sizes]
+    floors = [
+        (f"{floor[0]} (floor){on.where}", floor[0], floor[1], on.results, ":" if on.huge else "--")
+        for on in pages_of(results)
+    ]
+    savers = [(name, one.name, figure, of, "") for name, one, of in savers_of(results)]
+    for label, subject, key, of, style in [*floors, *savers]:
+        spreads = [(size, of.spread(subject, size, key)) for size in sizes]
         points = [(size / (1 << 30), one) for size, one in spreads if one is not None]
         if not points:
             continue
         lines = axes.plot(
             [x for x, _ in points],
             [one.median for _, one in points],
-            style,
+            f"k{style}" if style else "",
             marker="o",
             markersize=3,
             linewidth=2.5 if subject in _OURS else 1.2,
-            label=f"{subject} (floor)" if style else subject,
+            label=label,
         )
         axes.fill_between(
             [x for x, _ in points],
@@ -76,11 +79,15 @@ def _growth(axes: Axes, results: Results, figure: str, title: str, floor: tuple[
 
 
 def _cost(axes: Axes, results: Results, main: int) -> None:
-    found = [(name, results.spread(name, main, "ratio")) for name in reversed(_NAMES)]
-    rows = [(name, spread) for name, spread in found if spread is not None]
-    colours = ["C2" if name in _OURS else "C7" for name, _ in rows]
+    found = [
+        (label, one.name in _OURS, of.spread(one.name, main, "ratio"))
+        for label, one, of in reversed([*savers_of(results)])
+    ]
+    rows = [(label, ours, spread) for label, ours, spread in found if spread is not None]
     axes.barh(
-        [name for name, _ in rows], [(one.median - 1) * 100 for _, one in rows], color=colours
+        [label for label, _, _ in rows],
+        [(spread.median - 1) * 100 for _, _, spread in rows],
+        color=["C2" if ours else "C7" for _, ours, _ in rows],
     )
     axes.set_xscale("symlog", linthresh=1)
     axes.axvline(3, color="k", linestyle="--", linewidth=1)

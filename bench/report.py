@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.ours import OURS
 from bench.peers import PEERS
 from bench.results import BARS, Bar, Results, Spread
+from bench.savers import Saver
+from bench.worker import MEMCPY
 
 _SAVERS = (*OURS, *PEERS)
 
@@ -84,8 +86,7 @@ def markdown(
         "Made by `make bench`. Ratios are of medians over interleaved rounds;"
         " [a, b] are the quartiles. Every subject runs in processes of its own.",
         table(("machine", ""), ([name, value] for name, value in machine.items())),
-        f"## Bars, {size_name(main)} state",
-        _bars(results, main),
+        *_bars(results, main),
         _skipped(results),
         f"## Beside its peers, {size_name(main)} state",
         "Blocked: the call, and the fence before the next optimizer step, with a wait longer than"
@@ -110,7 +111,11 @@ def markdown(
 
 def to_json(results: Results, *, machine: dict[str, str], main: int) -> str:
     """Machine, bars and every sample."""
-    bars = [_bar_json(bar, results, main) for bar in BARS]
+    bars = [
+        _bar_json(bar, on.results, main, huge_pages=on.huge)
+        for on in pages_of(results)
+        for bar in BARS
+    ]
     samples = results.as_json()
     return json.dumps(
         {"machine": machine, "main_bytes": main, "bars": bars, "samples": samples}, indent=1
@@ -123,9 +128,37 @@ def size_name(size_bytes: int) -> str:
     return f"{gib:g} GiB" if gib >= 1 else f"{size_bytes >> 20} MiB"
 
 
-def _bars(results: Results, main: int) -> str:
-    rows = [_bar_row(bar, results, main) for bar in BARS]
-    return table(("figure", "floor", "keepstep", "against it", "bar", ""), rows)
+@dataclass(frozen=True)
+class Pages:
+    """The samples on pages of one size. `where` stands behind the names of subjects."""
+
+    huge: bool
+    where: str
+    results: Results
+
+
+def pages_of(results: Results) -> list[Pages]:
+    """Small pages first. Where all are of one size, `where` is empty."""
+    found = [Pages(huge, "", results.on(huge_pages=huge)) for huge in (False, True)]
+    found = [one for one in found if any(it.subject == MEMCPY for it in one.results.samples)]
+    if len(found) < 2:
+        return found
+    names = {False: ", 4 KiB pages", True: ", 2 MiB pages"}
+    return [replace(one, where=names[one.huge]) for one in found]
+
+
+def savers_of(results: Results) -> Iterator[tuple[str, type[Saver], Results]]:
+    """Each saver's name and samples: keepstep's on pages of each size, then the others."""
+    for one in OURS:
+        yield from ((f"{one.name}{on.where}", one, on.results) for on in pages_of(results))
+    yield from ((one.name, one, results) for one in PEERS)
+
+
+def _bars(results: Results, main: int) -> Iterator[str]:
+    for on in pages_of(results):
+        rows = [_bar_row(bar, on.results, main, huge_pages=on.huge) for bar in BARS]
+        yield f"## Bars, {size_name(main)} state{on.where}"
+        yield table(("figure", "floor", "keepstep", "against it", "bar", ""), rows)
 
 
 def _skipped(results: Results) -> str:
@@ -142,42 +175,36 @@ def _total(results: Results, subject: str) -> Callable[[str], float]:
     return lambda figure: sum(one.figures.get(figure, 0.0) for one in samples)
 
 
-def _bar_row(bar: Bar, results: Results, main: int) -> list[str]:
-    limit = f"<= {bar.limit:g} {bar.unit}"
+def _bar_row(bar: Bar, results: Results, main: int, *, huge_pages: bool) -> list[str]:
+    most = bar.limit_on(huge_pages=huge_pages)
+    limit = f"<= {most:g} {bar.unit}"
     try:
         value, floor, figure = (f(results, main) for f in (bar.value, bar.floor_value, bar.figure))
     except LookupError as error:
         return [bar.name, bar.floor, "not measured", str(error.args[0]), limit, "?"]
     show = seconds if bar.unit in ("x", "s") else lambda number: f"{number:.3g} {bar.unit}"
     below = bar.floor if bar.floor == "0" else f"{bar.floor}: {show(floor)}"
-    return [bar.name, below, show(value), f"{figure:.3g} {bar.unit}", limit, _verdict(figure, bar)]
+    verdict = "pass" if figure <= most else "**FAIL**"
+    return [bar.name, below, show(value), f"{figure:.3g} {bar.unit}", limit, verdict]
 
 
-def _verdict(figure: float, bar: Bar) -> str:
-    return "pass" if figure <= bar.limit else "**FAIL**"
-
-
-def _bar_json(bar: Bar, results: Results, main: int) -> dict[str, Any]:
+def _bar_json(bar: Bar, results: Results, main: int, *, huge_pages: bool) -> dict[str, Any]:
+    limit = bar.limit_on(huge_pages=huge_pages)
+    of = {"bar": bar.name, "huge_pages": huge_pages, "limit": limit, "unit": bar.unit}
     try:
         figure = bar.figure(results, main)
     except LookupError as error:
-        return {"bar": bar.name, "limit": bar.limit, "unit": bar.unit, "error": error.args[0]}
-    return {
-        "bar": bar.name,
-        "limit": bar.limit,
-        "unit": bar.unit,
-        "figure": figure,
-        "passed": figure <= bar.limit,
-    }
+        return {**of, "error": error.args[0]}
+    return {**of, "figure": figure, "passed": figure <= limit}
 
 
 def _beside(results: Results, main: int) -> str:
     rows = []
-    for saver in _SAVERS:
-        spreads = [results.spread(saver.name, main, column.figure) for column in _BESIDE]
+    for name, saver, samples in savers_of(results):
+        spreads = [samples.spread(saver.name, main, column.figure) for column in _BESIDE]
         if any(spreads):
             cells = [_cell(one, c.show) for one, c in zip(spreads, _BESIDE, strict=True)]
-            rows.append([saver.name, *cells])
+            rows.append([name, *cells])
     return table(("", *(column.title for column in _BESIDE)), rows)
 
 
@@ -198,28 +225,27 @@ def _missing(results: Results) -> str:
 
 def _growth(results: Results, column: Column) -> str:
     rows = []
-    for saver in _SAVERS:
-        spreads = [results.spread(saver.name, size, column.figure) for size in results.sizes()]
+    for name, saver, samples in savers_of(results):
+        spreads = [samples.spread(saver.name, size, column.figure) for size in results.sizes()]
         if any(spreads):
-            rows.append([saver.name, *(_cell(one, column.show) for one in spreads)])
+            rows.append([name, *(_cell(one, column.show) for one in spreads)])
     return f"### {column.title}\n\n" + _by_size(results, rows)
 
 
 def _floors(results: Results) -> str:
-    rows = []
-    for title, subject, figure in _FLOORS:
-        spreads = [results.spread(subject, size, figure) for size in results.sizes()]
-        rows.append([title, *(_cell(one, seconds) for one in spreads)])
-    return _by_size(results, rows)
+    return _by_size(results, _parts(results, _FLOORS))
 
 
 def _lives(results: Results) -> str:
-    rows = []
-    for title, figure in _LIFE:
-        spreads = [results.spread("lives", size, figure) for size in results.sizes()]
-        if any(spreads):
-            rows.append([title, *(_cell(one, seconds) for one in spreads)])
-    return _by_size(results, rows)
+    return _by_size(results, _parts(results, [(title, "lives", one) for title, one in _LIFE]))
+
+
+def _parts(results: Results, of: Iterable[tuple[str, str, str]]) -> Iterator[list[str]]:
+    for title, subject, figure in of:
+        for on in pages_of(results):
+            spreads = [on.results.spread(subject, size, figure) for size in results.sizes()]
+            if any(spreads):
+                yield [f"{title}{on.where}", *(_cell(one, seconds) for one in spreads)]
 
 
 def _by_size(results: Results, rows: Iterable[Sequence[str]]) -> str:

@@ -59,6 +59,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = outcome.get_result()  # type: ignore[attr-defined]
     if report.when == "call":
         item.stash[_FAILED] = report.failed
+    namespace = getattr(item, "funcargs", {}).get("namespace")
+    if report.when != "teardown" and report.failed and namespace is not None:
+        report.sections.append(("its namespace", dump.summary(namespace)))
 
 
 # --- the cluster ---------------------------------------------------------------------------------
@@ -174,7 +177,9 @@ def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Kube
         yield kubectl
     finally:
         if request.node.stash.get(_FAILED, True):
-            dump.namespace(cluster, kubectl, _SCRATCH / "failed" / request.node.name)
+            place = _SCRATCH / "failed" / request.node.name
+            dump.stacks(cluster, kubectl, place)
+            dump.namespace(cluster, kubectl, place)
         _delete(cluster, name)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import NAMESPACE, Cluster
-from tests.e2e.kubectl import Kubectl
+from tests.e2e.kubectl import Kubectl, Object
 
 _KINDS = "pods,jobs,pytorchjobs,jobsets,ckpolicy,ckrun,ckpt,events"
 
@@ -21,6 +21,28 @@ def namespace(cluster: Cluster, kubectl: Kubectl, place: Path) -> None:
     system = cluster.kubectl.namespaced(NAMESPACE)
     _write(system, place / "system.txt", "get", "pods,events", "-o", "wide")
     _logs(system, place)
+
+
+def summary(kubectl: Kubectl) -> str:
+    """What may be all that is left of a failure where nobody keeps files: pods, runs, the ends of
+    all logs. Best effort."""
+    said = [kubectl.attempt("get", "pods", "-o", "wide", timeout_s=60).stdout]
+    for run in _listed(kubectl, "ckrun"):
+        status = run.get("status", {})
+        said += [
+            f"{run['metadata']['name']}: epoch {status.get('epoch')}, {status.get('watermarks')}",
+            *(
+                f"  {one['type']}={one['status']} {one['reason']}: {one['message']}"
+                for one in status.get("conditions", ())
+            ),
+        ]
+    for pod in _listed(kubectl, "pods"):
+        name = pod["metadata"]["name"]
+        for previous in ((), ("--previous",)):
+            command = ("logs", name, "--all-containers", "--prefix", "--tail=12", *previous)
+            lines = kubectl.attempt(*command, timeout_s=60).stdout.splitlines()
+            said += [f"{name} {'before ' if previous else ''}{line[-300:]}" for line in lines]
+    return "\n".join(said)
 
 
 def stacks(cluster: Cluster, kubectl: Kubectl, place: Path) -> None:
@@ -48,6 +70,13 @@ grep -E 'State|Threads|SigPnd|ShdPnd|SigCgt' status; cat net/tcp net/tcp6
 for task in task/*; do
   echo "$task $(cat $task/comm) $(cat $task/wchan) $(cat $task/syscall)"; cat $task/stack
 done 2>&1"""
+
+
+def _listed(kubectl: Kubectl, kind: str) -> list[Object]:
+    try:
+        return kubectl.list(kind)
+    except RuntimeError:
+        return []
 
 
 def _logs(kubectl: Kubectl, place: Path) -> None:

@@ -40,6 +40,8 @@ def trainer(*, steps: int, **container: Any) -> Object:
     ]["containers"]
     # paced and with small batches, so that two cores have time for everything else, too
     one["args"] = ["--steps", str(steps), "--log-file", "-", "--step-seconds", "0.25", *SMALL]
+    # where it stands if it hangs: `dump.stacks`
+    one["env"].append({"name": "PYTHONFAULTHANDLER", "value": "1"})
     one["securityContext"] = {
         "allowPrivilegeEscalation": False,
         "runAsNonRoot": True,

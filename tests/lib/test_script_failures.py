@@ -76,6 +76,41 @@ def test_an_error_that_ends_the_script_is_told_and_shown_as_ever(sidecar):
     assert "ValueError: wrong" in said
 
 
+HANGS = """
+import ctypes
+from keepstep.save import script_failures
+script_failures._ENDS_WITHIN_S = 1.0
+class Group:
+    # as gloo's destructor joins a thread that waits for the lost peer
+    def __del__(self, sleep=ctypes.CDLL(None).sleep):
+        sleep(60)
+group = Group()
+"""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer')",
+        "torch.distributed.DistBackendError('NCCL error')",
+    ],
+)
+def test_a_rank_that_lost_its_peer_ends_although_pythons_end_hangs(sidecar, error):
+    began = time.monotonic()
+    ended = failing(f"{HANGS}\nraise {error}")
+    assert time.monotonic() - began < 50
+    assert ended.returncode == 1
+    assert error.split("(")[0] in ended.stderr
+    assert "Timeout (0:00:01)!" in ended.stderr
+    assert "the script failed" not in sidecar.text()
+
+
+def test_an_end_that_takes_its_time_after_another_error_is_left_alone(sidecar):
+    ended = failing(f"{HANGS.replace('sleep(60)', 'sleep(3)')}\nraise ConnectionError('a store')")
+    assert ended.returncode == 1
+    assert "Timeout" not in ended.stderr
+
+
 @pytest.mark.parametrize(
     "end", ["raise KeyboardInterrupt", "sys.exit(3)", "raise ConnectionError('gone')"]
 )
