@@ -8,12 +8,16 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keepstep.errors import ForeignError, NoSpaceError, StorageError, UsageError
+from keepstep.image.manifest import Manifest
 from keepstep.steps import shard_name
+from keepstep_sidecar.volume import shard_file
 from keepstep_sidecar.volume.direct_io import Engine, RateLimit
+from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.scan import survey
 from keepstep_sidecar.volume.volume import Volume, Written
 from tests.harness import verify_image
@@ -229,3 +233,46 @@ def test_what_a_person_puts_beside_the_shards_is_left_alone(volume: Volume) -> N
     assert (len(scan.shards), scan.problems) == (1, ())
     assert (shown / "config.json").exists()
     assert (volume.root / "notes.txt").exists()
+
+
+class Concurrency:
+    """Counts how many calls of the wrapped functions run at the same time, at most."""
+
+    def __init__(self) -> None:
+        self.most = self._now = 0
+        self._lock = threading.Lock()
+
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            with self._lock:
+                self._now += 1
+                self.most = max(self.most, self._now)
+            try:
+                time.sleep(0.02)  # long enough for the others to come
+                return function(*arguments, **named)
+            finally:
+                with self._lock:
+                    self._now -= 1
+
+        return counted
+
+
+@pytest.mark.parametrize(("cores", "hash_at_a_time"), [(2, 1), (12, 3)])
+def test_many_chunks_are_under_way_but_few_are_hashed_at_a_time(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch, cores: int, hash_at_a_time: int
+) -> None:
+    """Two that hash on two cores take more CPU than one, and take it from the training."""
+    hashing, moving = Concurrency(), Concurrency()
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(shard_file, "xxh3_128", hashing.of(shard_file.xxh3_128))
+    monkeypatch.setattr(Manifest, "check", hashing.of(Manifest.check))
+    monkeypatch.setattr(Filesystem, "write", moving.of(Filesystem.write))
+    monkeypatch.setattr(Filesystem, "read", moving.of(Filesystem.read))
+    slot = staged(make_layout(parameters=4 * THREE_CHUNKS), 7)
+    written = write(volume, slot)
+    assert hashing.most == hash_at_a_time
+    assert moving.most > hash_at_a_time
+    hashing.most = moving.most = 0
+    load(volume, written.shard.path, empty_slot(slot.layout))
+    assert hashing.most == hash_at_a_time
+    assert moving.most > hash_at_a_time

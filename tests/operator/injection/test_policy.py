@@ -40,7 +40,7 @@ def test_an_object_from_before_the_defaults_gets_them_all() -> None:
     assert (parsed.slots, parsed.stage_every, parsed.keep) == (4, 1, Retention())
     assert (parsed.persist_every, parsed.drive_writes_per_day) == (None, None)
     assert (parsed.accounting, parsed.verify) == (Accounting.ADD, Verify.FULL)
-    assert (parsed.cpu_millicores, parsed.overhead_bytes, parsed.io_threads) == (100, 256 << 20, 4)
+    assert (parsed.cpu_millicores, parsed.overhead_bytes, parsed.io_threads) == (100, 256 << 20, 16)
     assert (parsed.restore_timeout_s, parsed.flush_timeout_s) == (600, 60)
     assert (parsed.run_ttl_s, parsed.bytes_per_second) == (604800, None)
     assert parsed.usable_bytes is None

@@ -149,7 +149,7 @@ class Policy:
     restore_timeout_s: int = 600
     cpu_millicores: int = 100
     overhead_bytes: int = 256 << 20
-    io_threads: int = 4
+    io_threads: int = 16
     bytes_per_second: int | None = None
     flush_timeout_s: int = 60
     run_ttl_s: int = 168 * 3600
@@ -210,7 +210,7 @@ def parse_policy(body: Body) -> Policy:
         restore_timeout_s=restore.duration("timeout", "10m", least=1, most=24 * 3600),
         cpu_millicores=resources.millicores("cpu", "100m"),
         overhead_bytes=resources.size("memory", "256Mi", reason="InvalidMemory"),
-        io_threads=sidecar.number("ioThreadsPerVolume", 4, least=1, most=64),
+        io_threads=sidecar.number("ioThreadsPerVolume", 16, least=1, most=64),
         bytes_per_second=sidecar.optional_size("bytesPerSecondLimit"),
         flush_timeout_s=spec.duration("flushTimeout", "60s", least=1, most=_LONGEST_FLUSH_S),
         run_ttl_s=spec.duration("runTTL", "168h", least=60, most=8760 * 3600),

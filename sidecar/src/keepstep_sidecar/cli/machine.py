@@ -26,6 +26,7 @@ from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import StrEnum
 from keepstep_sidecar import __version__
 from keepstep_sidecar.config.quantities import format_duration, format_size
+from keepstep_sidecar.config.sidecar import IO_THREADS
 from keepstep_sidecar.memory.slot_directories import advice, free_huge_bytes
 from keepstep_sidecar.memory.slot_file import may_swap
 from keepstep_sidecar.volume import direct_io
@@ -43,7 +44,6 @@ _IMAGES_ON_A_VOLUME = 3
 """The two newest committed steps, and the step that is being written."""
 
 _LEAST_TORCH = (2, 6)
-_THREADS = 4
 _SYSTEM_USERS = 1000
 """logind treats users with a smaller id as system users (login.defs), and keeps their memory."""
 
@@ -292,7 +292,7 @@ def measure(
     place: Path, engine: Engine, size_bytes: int, clock: Callable[[], float] = time.monotonic
 ) -> tuple[float, float]:
     """Bytes per second written (and flushed), and read. Like a volume, it moves whole chunks, on
-    four threads. `size_bytes` is a multiple of a chunk. Raises OSError."""
+    as many threads. `size_bytes` is a multiple of a chunk. Raises OSError."""
     filesystem, path = Filesystem(), place / f".keepstep-doctor-{os.getpid()}"
     fd = filesystem.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | engine.open_flags)
     try:
@@ -303,7 +303,7 @@ def measure(
             chunk[:] = os.urandom(1 << 20) * (CHUNK_BYTES >> 20)  # drives compress zeros
             began = clock()
             for_each_chunk(
-                lambda at: filesystem.write(fd, chunk, at * CHUNK_BYTES), count, threads=_THREADS
+                lambda at: filesystem.write(fd, chunk, at * CHUNK_BYTES), count, threads=IO_THREADS
             )
             filesystem.sync_data(fd)
             written = clock() - began
@@ -313,7 +313,7 @@ def measure(
                 # all threads read into one buffer: the bytes are not used
                 lambda at: _read(filesystem, fd, chunk, at * CHUNK_BYTES),
                 count,
-                threads=_THREADS,
+                threads=IO_THREADS,
             )
             read = clock() - began
     finally:

@@ -48,6 +48,10 @@ from keepstep_sidecar.config.quantities import parse_duration
 from keepstep_sidecar.config.restore_from import Fork, Wish, parse
 from keepstep_sidecar.config.verify import Verify
 
+IO_THREADS: Final = 16
+"""On huge pages, so many chunks at a time are written as fast as the drive can; 4 take a tenth
+longer. On small pages there is no difference."""
+
 _LONGEST_SOCKET_PATH: Final = 107
 """The size of a unix socket's `sun_path` without its closing zero (unix(7))."""
 
@@ -214,7 +218,7 @@ class Config:
     peer_ca: Path | None = key(
         PATH, None, "PEM: the only authorities that other pods are believed by."
     )
-    io_threads: int = key(whole(1), 4, "Threads for each volume.")
+    io_threads: int = key(whole(1), IO_THREADS, "Chunks under way at a time at each volume.")
     bytes_per_second: int | None = key(RATE, None, "Limit of all writes together, like 500Mi.")
     verify: Verify = key(
         one_of(Verify), Verify.FULL,

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from keepstep.errors import ForeignError, FormatError, UsageError
@@ -20,7 +20,7 @@ from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
 from keepstep_sidecar.volume import faults
-from keepstep_sidecar.volume.direct_io import aligned_buffer, for_each_chunk
+from keepstep_sidecar.volume.direct_io import aligned_buffer, for_each_chunk, hashing
 
 T = TypeVar("T")
 
@@ -29,6 +29,7 @@ Wanted = Sequence[tuple[int, memoryview]]
 
 _PIECE_BYTES = 1 << 20
 _MANIFESTS_KEPT = 256
+_BUFFERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class Opened:
     source: ShardSource
     manifest: Manifest
     fetch: Read
+    turn: threading.Semaphore = field(default_factory=hashing)
 
     def read(self, wanted: Wanted, *, check: bool = True) -> Iterator[tuple[int, memoryview]]:
         """Fill the buffers of consecutive chunks, and yield each once it is verified."""
@@ -45,7 +47,8 @@ class Opened:
         views = self.fetch(begin, [view for _, view in wanted])
         for (chunk, _), view in zip(wanted, views, strict=True):
             if check:
-                self.manifest.check(chunk, view, path=self.source.where)
+                with self.turn:
+                    self.manifest.check(chunk, view, path=self.source.where)
             yield chunk, view
 
 
@@ -197,9 +200,10 @@ def each(
     niceness: int = 0,
     still: Callable[[int], bool] = lambda chunk: True,
 ) -> None:
-    """Call `use(chunk, data)` for each chunk, verified, on `threads` threads. Each thread needs
-    memory for one chunk. After `use` returns, `data` is reused for another chunk. `still`: whether
-    a chunk is still wanted; called just before the chunk is read."""
+    """Call `use(chunk, data)` for each chunk, verified, on `threads` threads (None: as many as the
+    source is worth, but few). Each thread needs memory for one chunk. After `use` returns, `data`
+    is reused for another chunk. `still`: whether a chunk is still wanted; called just before the
+    chunk is read."""
     numbers, own = list(chunks), threading.local()
 
     def take(index: int) -> None:
@@ -211,7 +215,7 @@ def each(
         for chunk, data in open_source.read([(numbers[index], own.buffer[: end - begin])]):
             use(chunk, data)
 
-    count = threads or open_source.source.streams
+    count = threads or min(open_source.source.streams, _BUFFERS)
     for_each_chunk(take, len(numbers), threads=count, niceness=niceness)
 
 

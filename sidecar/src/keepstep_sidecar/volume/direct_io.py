@@ -4,8 +4,10 @@
 and the page cache stays as it was. `Engine.BUFFERED` serves file systems that refuse O_DIRECT.
 Threads release the GIL while they hash or wait for the drive.
 
-Four threads keep a drive's queue full while one of them hashes. In measurements more threads gained
-nothing. Bytes move directly from and to the slot's mapping: no buffer here grows with the image.
+Sixteen chunks under way keep a drive's queue full; nearly all of these threads wait for the drive.
+Only a few may hash at a time: two that hash on two cores take more CPU than one, and leave less of
+it to the training. Bytes move directly from and to the slot's mapping: no buffer here grows with
+the image.
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ WRITER_NICENESS = 5
 it. Beside busy cores, a niceness of 10 doubled the time to durable, and 19 made it ten times as
 long, for the same CPU seconds."""
 
+_COPYING_THREADS = 4
+"""As many at most where the kernel copies to or from the page cache: this is work, no waiting."""
+
+_CORES_PER_HASH = 4
+
 
 class Engine(StrEnum):
     """How a volume reads and writes its files."""
@@ -39,6 +46,10 @@ class Engine(StrEnum):
     def open_flags(self) -> int:
         """The flags to add to those of `open`."""
         return os.O_DIRECT if self is Engine.DIRECT else 0
+
+    def threads(self, threads: int) -> int:
+        """How many of `threads` are worth having."""
+        return threads if self is Engine.DIRECT else min(threads, _COPYING_THREADS)
 
 
 def probe(filesystem: Filesystem, directory: Path) -> tuple[Engine, str]:
@@ -73,6 +84,12 @@ def _write_page(filesystem: Filesystem, path: Path, engine: Engine) -> None:
 def aligned_buffer(size_bytes: int) -> mmap.mmap:
     """Zeroed memory that O_DIRECT accepts: page aligned, a multiple of the page size."""
     return mmap.mmap(-1, size_bytes)
+
+
+def hashing() -> threading.Semaphore:
+    """To be held while a chunk is hashed; one for all threads of an image. Lets one of them hash at
+    a time, or one for four cores."""
+    return threading.Semaphore(max(1, (os.cpu_count() or 1) // _CORES_PER_HASH))
 
 
 class RateLimit:

@@ -27,6 +27,7 @@ from keepstep_sidecar.volume.direct_io import (
     RateLimit,
     aligned_buffer,
     for_each_chunk,
+    hashing,
 )
 from keepstep_sidecar.volume.filesystem import Filesystem
 
@@ -56,14 +57,14 @@ class ShardFile:
 
     def _write_data(self, view: memoryview, layout: Layout, pace: RateLimit) -> list[bytes]:
         """Write every chunk; returns their digests."""
-        digests = [b""] * layout.chunk_count
+        digests, turn = [b""] * layout.chunk_count, hashing()
 
         def write_chunk(index: int) -> None:
             begin, end = chunk_bounds(layout, index)
             pace.wait(end - begin)
             with view[begin:end] as chunk:
-                # Hash first: any later change of these bytes will be noticed.
-                digests[index] = xxh3_128(chunk)
+                with turn:  # Hash first: any later change of these bytes will be noticed.
+                    digests[index] = xxh3_128(chunk)
                 faults.point("write.data")
                 self.filesystem.write(self.fd, chunk, begin)
 

@@ -28,6 +28,7 @@ from keepstep.errors import (
 )
 from keepstep.image import ControlPage, Layout
 from keepstep.steps import StepId
+from keepstep_sidecar.config.sidecar import IO_THREADS
 from keepstep_sidecar.config.verify import Verify
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume import run_record
@@ -67,7 +68,7 @@ class Volume:
         root: Path,
         *,
         run: str,
-        io_threads: int = 4,
+        io_threads: int = IO_THREADS,
         capacity_bytes: int | None = None,
         filesystem: Filesystem | None = None,
         engine: Engine | None = None,
@@ -87,7 +88,6 @@ class Volume:
         self.failed = self.read_only = read_only
         self._unscanned = ""
         """`failed` as the last scan set it, while there is no worse error."""
-        self.io_threads = io_threads
         self.verify = verify
         self._filesystem = filesystem or Filesystem()
         self._tree = Tree(self.root)
@@ -101,6 +101,7 @@ class Volume:
                 self.record = run_record.load(self._tree.record, run=run)
         else:
             self._take(engine)
+        self.io_threads = self.engine.threads(io_threads)
         self._writer = Writer(
             tree=self._tree,
             directories=self._directories,
@@ -108,7 +109,7 @@ class Volume:
             lock=self._lock,
             run=run,
             engine=self.engine,
-            threads=io_threads,
+            threads=self.io_threads,
             capacity_bytes=capacity_bytes,
         )
 
