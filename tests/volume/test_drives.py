@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import NoSpaceError, StorageError
-from keepstep_sidecar.volume.direct_io import Engine, for_each_chunk, probe
+from keepstep_sidecar.concurrency import for_each_chunk
+from keepstep_sidecar.volume.direct_io import Engine, probe
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.prepare import prepare
 from keepstep_sidecar.volume.volume import Volume

@@ -25,12 +25,13 @@ from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import StrEnum
 from keepstep_sidecar import __version__
+from keepstep_sidecar.concurrency import for_each_chunk
 from keepstep_sidecar.config.quantities import format_duration, format_size
 from keepstep_sidecar.config.sidecar import IO_THREADS
 from keepstep_sidecar.memory.slot_directories import advice, free_huge_bytes
 from keepstep_sidecar.memory.slot_file import may_swap
 from keepstep_sidecar.volume import direct_io
-from keepstep_sidecar.volume.direct_io import Engine, aligned_buffer, for_each_chunk
+from keepstep_sidecar.volume.direct_io import Engine, aligned_buffer
 from keepstep_sidecar.volume.filesystem import Filesystem
 
 SLOW_BYTES_PER_SECOND: Final = 200_000_000

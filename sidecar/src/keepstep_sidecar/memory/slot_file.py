@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import re
@@ -29,7 +30,7 @@ from pathlib import Path
 from keepstep.errors import FormatError, ImageError, NoMemoryError
 from keepstep.image import HUGE_PAGE_BYTES, PAGE_BYTES, ControlPage, Layout, read_layout
 from keepstep.steps import StepId
-from keepstep_sidecar.concurrency import yield_to_others
+from keepstep_sidecar.concurrency import for_each_chunk, yield_to_others
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_directories import entered
 
@@ -44,6 +45,7 @@ NOT_YET = "not yet"
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOW_PRIORITY = 10
+_MOST_THREADS = 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -328,17 +330,38 @@ def pinning(slots: Collection[tuple[bool, str]], *, swap: bool, limit_bytes: int
 
 
 def _allocate(fd: int, slot: SlotFile, stop: threading.Event) -> None:
+    """Reserve and touch all pages, on several threads: a restore may wait for them.
+
+    Huge pages are reserved since the file was mapped. To allocate them as well would zero them one
+    after the other, whatever the number of threads.
+    """
+    allocated = slot.huge and _knows_populate()
+
+    def fill(index: int) -> None:
+        begin = index * _PIECE_BYTES
+        with slot.view[begin : begin + _PIECE_BYTES] as piece:
+            if not allocated:
+                os.posix_fallocate(fd, begin, len(piece))
+            populate(piece, stop)
+
+    pieces = -(-slot.layout.size_bytes // _PIECE_BYTES)
+    threads = min(_MOST_THREADS, os.cpu_count() or 1)
     try:
-        for begin in range(0, slot.layout.size_bytes, _PIECE_BYTES):
-            size = min(_PIECE_BYTES, slot.layout.size_bytes - begin)
-            os.posix_fallocate(fd, begin, size)
-            populate(slot.view[begin : begin + size], stop)
+        for_each_chunk(fill, pieces, threads=threads, niceness=_LOW_PRIORITY)
     except OSError as error:
         raise NoMemoryError(
             f"{slot.path.parent}: no room for a slot of {slot.layout.size_bytes} bytes"
             f" ({error.strerror}); give the tmpfs more memory or pass fewer --slots",
             code="no-memory",
         ) from error
+
+
+@functools.cache
+def _knows_populate() -> bool:
+    """Whether this kernel (5.14 or later) populates pages on request, with an error if it cannot.
+    Otherwise a page that cannot be had kills who touches it."""
+    with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
+        return bool(_libc.madvise(_address(view), PAGE_BYTES, _MADV_POPULATE_WRITE) == 0)
 
 
 def _populate_failed(number: int, view: memoryview) -> None:

@@ -18,9 +18,10 @@ from keepstep.errors import ForeignError, FormatError, UsageError
 from keepstep.image import PAGE_BYTES, ControlPage
 from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep_sidecar.concurrency import for_each_chunk
 from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
 from keepstep_sidecar.volume import faults
-from keepstep_sidecar.volume.direct_io import aligned_buffer, for_each_chunk, hashing
+from keepstep_sidecar.volume.direct_io import aligned_buffer, hashing
 
 T = TypeVar("T")
 

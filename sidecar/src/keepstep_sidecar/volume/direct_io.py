@@ -1,4 +1,4 @@
-"""Moves bytes between a slot and a file: chunk by chunk, on a few threads.
+"""How bytes move between a slot and a file: the engine, its limits, and a few threads.
 
 `Engine.DIRECT` uses O_DIRECT: the drive reads and writes the slot's own pages, so nothing is copied
 and the page cache stays as it was. `Engine.BUFFERED` serves file systems that refuse O_DIRECT.
@@ -17,12 +17,11 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from keepstep.steps import StrEnum
-from keepstep_sidecar.concurrency import yield_to_others
 from keepstep_sidecar.volume.filesystem import PAGE_BYTES, Filesystem
 
 WRITER_NICENESS = 5
@@ -132,54 +131,3 @@ class RateLimit:
             yield
         finally:
             self._lifted -= 1
-
-
-def for_each_chunk(
-    work: Callable[[int], None], count: int, *, threads: int, niceness: int = 0
-) -> None:
-    """Call `work(0) ... work(count - 1)` on `threads` threads.
-
-    The first exception ends the loop and is raised. No further chunk is begun, and running chunks
-    are awaited first, so no thread touches the slot once this returns.
-    """
-    crew = _Crew(work, count, niceness)
-    members = [
-        threading.Thread(target=crew.run, name=f"keepstep-io-{index}")
-        for index in range(min(threads, count))
-    ]
-    for member in members:
-        member.start()
-    for member in members:
-        member.join()
-    if crew.errors:
-        raise crew.errors[0]
-    if crew.done != count:  # a thread that ended in another way must not count as one that worked
-        raise RuntimeError(f"{crew.done} of {count} chunks were done")
-
-
-class _Crew:
-    """What the threads of one `for_each_chunk` share."""
-
-    def __init__(self, work: Callable[[int], None], count: int, niceness: int) -> None:
-        self._work = work
-        self._niceness = niceness
-        self._left = iter(range(count))
-        self._lock = threading.Lock()
-        self.errors: list[BaseException] = []
-        self.done = 0
-
-    def run(self) -> None:
-        try:
-            if self._niceness:
-                yield_to_others(self._niceness)
-            while (index := self._take()) is not None:
-                self._work(index)
-                with self._lock:
-                    self.done += 1
-        except BaseException as error:
-            with self._lock:
-                self.errors.append(error)
-
-    def _take(self) -> int | None:
-        with self._lock:
-            return None if self.errors else next(self._left, None)

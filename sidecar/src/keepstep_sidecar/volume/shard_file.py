@@ -20,13 +20,13 @@ from keepstep.image import (
 )
 from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import xxh3_128
+from keepstep_sidecar.concurrency import for_each_chunk
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.direct_io import (
     WRITER_NICENESS,
     Engine,
     RateLimit,
     aligned_buffer,
-    for_each_chunk,
     hashing,
 )
 from keepstep_sidecar.volume.filesystem import Filesystem

@@ -21,6 +21,7 @@ from pathlib import Path
 from keepstep.errors import DigestError, FormatError, StorageError
 from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep_sidecar.concurrency import for_each_chunk
 from keepstep_sidecar.tiers.transfer import Opened
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.direct_io import (
@@ -28,7 +29,6 @@ from keepstep_sidecar.volume.direct_io import (
     Engine,
     RateLimit,
     aligned_buffer,
-    for_each_chunk,
 )
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.shard_file import seal_file
