@@ -226,19 +226,18 @@ def write(
 
 def _plan(options: argparse.Namespace) -> Plan:
     if options.quick:
-        return Plan((64 * _MIB, 256 * _MIB), 256 * _MIB, 1, 1, 3.0, 0.3, 2)
-    sizes = tuple(size * _MIB for size in options.sizes)
-    return Plan(
-        sizes,
-        options.main * _MIB,
-        options.rounds,
-        options.side_rounds,
-        options.minutes,
-        1.0,
-        4,
-        peers=not options.no_peers,
-        pages=_PAGES[options.pages],
-    )
+        plan = Plan((64 * _MIB, 256 * _MIB), 256 * _MIB, 1, 1, 3.0, 0.3, 2)
+    else:
+        plan = Plan(
+            tuple(size * _MIB for size in options.sizes),
+            options.main * _MIB,
+            options.rounds,
+            options.side_rounds,
+            options.minutes,
+            1.0,
+            4,
+        )
+    return replace(plan, peers=not options.no_peers, pages=_PAGES[options.pages])
 
 
 def _options() -> argparse.Namespace:

@@ -12,7 +12,6 @@ from bench.ours import OURS
 from bench.peers import PEERS
 from bench.results import BARS, Bar, Results, Spread
 from bench.savers import Saver
-from bench.worker import MEMCPY
 
 _SAVERS = (*OURS, *PEERS)
 
@@ -139,8 +138,9 @@ class Pages:
 
 def pages_of(results: Results) -> list[Pages]:
     """Small pages first. Where all are of one size, `where` is empty."""
+    peers = {one.name for one in PEERS}
     found = [Pages(huge, "", results.on(huge_pages=huge)) for huge in (False, True)]
-    found = [one for one in found if any(it.subject == MEMCPY for it in one.results.samples)]
+    found = [one for one in found if any(it.subject not in peers for it in one.results.samples)]
     if len(found) < 2:
         return found
     names = {False: ", 4 KiB pages", True: ", 2 MiB pages"}
