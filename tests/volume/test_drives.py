@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -197,6 +199,25 @@ def test_the_first_error_of_a_thread_ends_the_others_and_is_raised() -> None:
     with pytest.raises(OSError, match="chunk 3"):
         for_each_chunk(work, 10_000, threads=4)
     assert len(done) < 10_000
+
+
+@pytest.mark.parametrize(("may_start", "done"), [(2, 100), (0, 0)])
+def test_where_there_may_be_no_more_threads_fewer_do_the_work(
+    monkeypatch: pytest.MonkeyPatch, may_start: int, done: int
+) -> None:
+    start, started, seen = threading.Thread.start, [], []
+
+    def limited(self: threading.Thread) -> None:
+        if len(started) == may_start:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with nullcontext() if may_start else pytest.raises(RuntimeError, match="new thread"):
+        for_each_chunk(seen.append, 100, threads=16)
+    assert len(seen) == done
+    assert not any(one.is_alive() for one in started)
 
 
 def test_writers_give_way_to_training_and_others_do_not_notice() -> None:

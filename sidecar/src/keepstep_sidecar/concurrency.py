@@ -228,15 +228,19 @@ def for_each_chunk(
     """Call `work(0) ... work(count - 1)` on `threads` threads.
 
     The first exception ends the loop and is raised. No further chunk is begun, and running chunks
-    are awaited first, so no thread touches any memory of theirs once this returns.
+    are awaited first, so no thread touches any memory of theirs once this returns. Where there may
+    be no more threads, those that could be started do all the work.
     """
-    crew = _Crew(work, count, niceness)
-    members = [
-        threading.Thread(target=crew.run, name=f"keepstep-io-{index}")
-        for index in range(min(threads, count))
-    ]
-    for member in members:
-        member.start()
+    crew, members = _Crew(work, count, niceness), list[threading.Thread]()
+    for index in range(min(threads, count)):
+        member = threading.Thread(target=crew.run, name=f"keepstep-io-{index}")
+        try:
+            member.start()
+        except RuntimeError:  # a limit of this process, or of its container
+            if not members:
+                raise
+            break
+        members.append(member)
     for member in members:
         member.join()
     if crew.errors:

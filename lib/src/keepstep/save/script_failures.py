@@ -17,8 +17,15 @@ import torch
 
 from keepstep.errors import KeepstepError
 
-_DIST_ERROR: type[BaseException] = getattr(torch.distributed, "DistError", KeepstepError)
-_NOT_OWN = (KeepstepError, ConnectionError, TimeoutError, _DIST_ERROR)
+_DIST_ERRORS: tuple[type[BaseException], ...] = (
+    (torch.distributed.DistError,) if hasattr(torch.distributed, "DistError") else ()
+)
+_NOT_OWN: tuple[type[BaseException], ...] = (
+    KeepstepError,
+    ConnectionError,
+    TimeoutError,
+    *_DIST_ERRORS,
+)
 _OF_PEERS = ("gloo", "NCCL", "ProcessGroup", "closed by peer", "reset by peer")
 """Marks in the bare RuntimeError that a collective raises when another rank is gone."""
 
@@ -42,7 +49,7 @@ def _tells_of_others(error: BaseException) -> bool:
 def _tells_of_a_peer(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and any(mark in str(error) for mark in _OF_PEERS):
         return True
-    return _DIST_ERROR is not KeepstepError and isinstance(error, _DIST_ERROR)
+    return isinstance(error, _DIST_ERRORS)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
