@@ -88,7 +88,7 @@ def once(saver: Saver, steps: Steps, *, gap_s: float, size_bytes: int) -> Figure
     }
 
 
-def durable(saver: Saver, steps: Steps, *, size_bytes: int, repeats: int = 2) -> Figures:
+def durable(saver: Saver, steps: Steps, *, size_bytes: int, repeats: int = 6) -> Figures:
     """The time from the call to durable and from staged to durable, and the CPU seconds."""
     samples = []
     for _ in range(repeats):

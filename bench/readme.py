@@ -15,12 +15,14 @@ BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
 def bars_of(report: Path) -> str:
-    """The part for docs/measured.md: the machine, and the table of floors and bars."""
+    """The part for docs/measured.md: the machine, and a table of floors and bars for each size of
+    pages."""
     text = report.read_text()
     machine = f"{_row(text, 'processor')}, {_row(text, 'memory')}, {_row(text, 'volume')}"
     made = _made(text, report, "../")
     intro = f"{machine}; 2 GiB of state. Against the floors and the bars, {made}:"
-    return f"{intro}\n\n{_table(text, 'Bars')}"
+    tables = [f"{heading}:\n\n{table}" for heading, table in _tables(text, "Bars")]
+    return "\n\n".join([intro, *tables])
 
 
 def peers_of(report: Path) -> str:
@@ -32,7 +34,8 @@ def peers_of(report: Path) -> str:
         " save; *lost*: training time lost while the step is persisted, with compute on both cores."
         f" [All runs and their commands]({where})."
     )
-    return f"{intro}\n\n{_table(text, 'Beside its peers')}"
+    ((_, table),) = _tables(text, "Beside its peers")
+    return f"{intro}\n\n{table}"
 
 
 def _made(report: str, path: Path, up: str) -> str:
@@ -41,10 +44,11 @@ def _made(report: str, path: Path, up: str) -> str:
     return f"medians over rounds ({rounds}) of `{command}` ([all of it]({where}))"
 
 
-def _table(report: str, title: str) -> str:
-    found = re.search(rf"## {title}.*?\n(\|.*?)\n\n", report, re.S)
+def _tables(report: str, title: str) -> list[tuple[str, str]]:
+    """Heading and first table of each section whose heading begins with `title`."""
+    found = re.findall(rf"^## ({title}.*?)\n.*?^(\|.*?)\n\n", report, re.S | re.M)
     assert found, f"no table {title!r}"
-    return found[1]
+    return [(str(heading), str(table)) for heading, table in found]
 
 
 def _row(report: str, key: str) -> str:
