@@ -41,7 +41,7 @@ def summary(kubectl: Kubectl) -> str:
         for previous in ((), ("--previous",)):
             command = ("logs", name, "--all-containers", "--prefix", "--tail=12", *previous)
             lines = kubectl.attempt(*command, timeout_s=60).stdout.splitlines()
-            said += [f"{name} {'before ' if previous else ''}{line[-300:]}" for line in lines]
+            said += [f"{'before: ' if previous else ''}{line[:300]}" for line in lines]
     return "\n".join(said)
 
 
