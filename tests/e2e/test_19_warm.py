@@ -22,7 +22,9 @@ def test_a_trainer_that_is_killed_starts_again_without_the_kubelet(
             lambda pod=pod: _waits_to_be_asked(cluster, namespace, pod),
             what=f"the fork server of {pod} has imported torch",
         )
+    survivor = _child(cluster, namespace, "gpt-master-0", "/train_gpt.py")
     at = _kill_trainer(cluster, namespace, "gpt-worker-0")
+    runs.end_survivor(cluster, *survivor, after_s=5.0)
     life = runs.restarted(namespace)
     measured["kill -9 to the next step, warm"] = life.ended_at[life.first] - at
     assert life.tier == "memory"

@@ -12,7 +12,7 @@ from tests.e2e.cluster import HOST_PATH, Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
 POLICY = "all-tiers"
-SIDECAR = "keepstep-sidecar"
+SIDECAR = runs.SIDECAR
 
 
 def policy(path: str = HOST_PATH, *, archive_every: int = 10, kept: int = 2, **spec: Any) -> Object:
