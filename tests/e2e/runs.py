@@ -140,21 +140,28 @@ def ended(kubectl: Kubectl, before: jobs.Life, *, pod: str = "gpt-master-0") -> 
     return found
 
 
-def kill_trainer(cluster: Cluster, kubectl: Kubectl, pod: str, container: str = "pytorch") -> None:
-    """SIGKILL to the first process of a container. If it trains, the others of its job end by
-    themselves, or `end_survivor` ends them."""
-    body = kubectl.get("pod", pod)
-    assert body is not None, f"no pod {pod}"
+def kill_sidecar(cluster: Cluster, kubectl: Kubectl, pod: str) -> None:
+    """SIGKILL to a sidecar."""
+    _kill(cluster, kubectl, pod, SIDECAR)
+
+
+def kill_trainer(cluster: Cluster, kubectl: Kubectl, pod: str) -> None:
+    """SIGKILL to a training container's first process. The others of its job end by themselves, or
+    `end_survivor` ends them."""
     others = [
-        cluster.process(one, container)
+        cluster.process(one, "pytorch")
         for one in kubectl.list("pods", "keepstep.dev/injected")
-        if container != SIDECAR
-        and one["metadata"]["name"] != pod
-        and one["status"]["phase"] == "Running"
+        if one["metadata"]["name"] != pod and one["status"]["phase"] == "Running"
     ]
-    cluster.kill_container(body, container)
+    _kill(cluster, kubectl, pod, "pytorch")
     for node, pid in others:
         end_survivor(cluster, node, pid, after_s=1.0)
+
+
+def _kill(cluster: Cluster, kubectl: Kubectl, pod: str, container: str) -> None:
+    body = kubectl.get("pod", pod)
+    assert body is not None, f"no pod {pod}"
+    cluster.kill_container(body, container)
 
 
 def end_survivor(cluster: Cluster, node: str, pid: str, *, after_s: float) -> None:

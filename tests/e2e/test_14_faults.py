@@ -125,7 +125,7 @@ def test_a_buddy_that_stands_still_or_loses_its_copies_holds_up_nobody_and_is_br
     tiers.beyond(namespace, "peer", during.last)
 
     tiers.delete_copies(cluster, two, _directory(namespace, run, 1))
-    runs.kill_trainer(cluster, namespace, WORKER, tiers.SIDECAR)
+    runs.kill_sidecar(cluster, namespace, WORKER)
     at = runs.training_beyond(namespace, 0).last
     tiers.beyond(namespace, "peer", at)
     namespace.eventually(

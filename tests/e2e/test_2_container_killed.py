@@ -72,7 +72,7 @@ def test_a_killed_sidecar_comes_back_while_training_goes_on(
 ) -> None:
     namespace.apply(jobs.policy(), jobs.pytorch_job())
     committed = runs.committed_beyond(namespace, 5)
-    runs.kill_trainer(cluster, namespace, "gpt-master-0", "keepstep-sidecar")
+    runs.kill_sidecar(cluster, namespace, "gpt-master-0")
 
     namespace.eventually(
         lambda: _restarts(namespace, "gpt-master-0", "keepstep-sidecar") == 1,

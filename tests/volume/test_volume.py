@@ -236,22 +236,28 @@ def test_what_a_person_puts_beside_the_shards_is_left_alone(volume: Volume) -> N
 
 
 class Concurrency:
-    """Counts how many calls of the wrapped functions run at the same time, at most."""
+    """Counts how many calls of the wrapped functions run at the same time, at most. Calls with a
+    whole chunk wait until there were `expected`, and then a moment for one too many."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, expected: int) -> None:
         self.most = self._now = 0
-        self._lock = threading.Lock()
+        self._expected = expected
+        self._changed = threading.Condition()
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **named: Any) -> Any:
-            with self._lock:
+            if not any(isinstance(one, memoryview) and len(one) == CHUNK for one in arguments):
+                return function(*arguments, **named)
+            with self._changed:
                 self._now += 1
                 self.most = max(self.most, self._now)
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self.most >= self._expected, timeout=10.0)
             try:
-                time.sleep(0.02)  # long enough for the others to come
+                time.sleep(0.02)
                 return function(*arguments, **named)
             finally:
-                with self._lock:
+                with self._changed:
                     self._now -= 1
 
         return counted
@@ -262,7 +268,8 @@ def test_many_chunks_are_under_way_but_few_are_hashed_at_a_time(
     volume: Volume, monkeypatch: pytest.MonkeyPatch, cores: int, hash_at_a_time: int
 ) -> None:
     """Two that hash on two cores take more CPU than one, and take it from the training."""
-    hashing, moving = Concurrency(), Concurrency()
+    hashing = Concurrency(expected=hash_at_a_time)
+    moving = Concurrency(expected=hash_at_a_time + 1)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(shard_file, "xxh3_128", hashing.of(shard_file.xxh3_128))
     monkeypatch.setattr(Manifest, "check", hashing.of(Manifest.check))

@@ -15,7 +15,6 @@ from typing import Protocol
 from keepstep.core.shard import Shard
 from keepstep.errors import TornError
 from keepstep.steps import Tier
-from keepstep_sidecar.config.sidecar import IO_THREADS
 from keepstep_sidecar.config.verify import Verify
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.shard_file import ShardFile
@@ -97,7 +96,7 @@ class FileSource:
     where: str
     run: str
     open: Callable[[], AbstractContextManager[ShardFile]] = field(compare=False, repr=False)
-    streams: int = IO_THREADS
+    streams: int = 4
     verified_loads: bool = True
     chunks_per_read: int = 1
     adopted_by: str = ""
