@@ -256,6 +256,17 @@ def test_a_copy_that_is_discarded_stops_the_write_and_may_begin_anew(slots: int)
     assert one.planner.counts.failed == 0
 
 
+@pytest.mark.parametrize("slots", [2, 4])
+def test_a_node_that_waits_for_a_seal_only_is_idle(slots: int) -> None:
+    one, rank = copying(slots=slots)
+    assert one.step(Copied(0, step(9), 0, 1)) == (Write(0, step(9)),)
+    assert one.idle
+    seal(one, rank, 9)
+    assert not one.idle
+    one.step(Wrote(0, step(9)))
+    assert one.idle
+
+
 def test_a_flush_of_what_is_sealed_does_not_wait_for_what_is_copied() -> None:
     one = Node({0: (rank := OneRank(7))}, grid=Grid(9))
     one.step(Serves(frozenset({0}), 4))

@@ -275,11 +275,11 @@ def test_a_copy_that_fails_costs_its_step_and_nothing_else(sidecar, monkeypatch)
     checkpointer = begun({"m": model})
     run, failed = copying.run, []
 
-    def fail_once(transfers, *, threads=1):
+    def fail_once(transfers, **options):
         if transfers.moves and not failed:
             failed.append(True)
             raise RuntimeError("a copy that cannot be made")
-        run(transfers, threads=threads)
+        run(transfers, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(copying, "run", fail_once)

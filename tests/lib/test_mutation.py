@@ -23,10 +23,10 @@ def held_copy(monkeypatch):
     gate = threading.Event()
     run = copying.run
 
-    def held(transfers, *, threads=1):
+    def held(transfers, **options):
         if threading.current_thread().name == "keepstep-agent":
             assert gate.wait(30)
-        run(transfers, threads=threads)
+        run(transfers, **options)
 
     monkeypatch.setattr(copying, "run", held)
     yield gate

@@ -144,10 +144,10 @@ def test_an_agent_thread_that_ended_is_replaced(sidecar, model, monkeypatch):
 def test_wait_is_about_the_very_step(sidecar, model, monkeypatch):
     gate, run = threading.Event(), copying.run
 
-    def held(transfers, *, threads=1):
+    def held(transfers, **options):
         if threading.current_thread().name == "keepstep-agent":
             assert gate.wait(30)
-        run(transfers, threads=threads)
+        run(transfers, **options)
 
     monkeypatch.setattr(copying, "run", held)
     checkpointer = begun({"m": model})
@@ -204,10 +204,10 @@ def test_an_optimizer_without_hooks_is_kept_eagerly_after_the_second_discarded_s
 ):
     run = copying.run
 
-    def slow(transfers, *, threads=1):
+    def slow(transfers, **options):
         if threading.current_thread().name == "keepstep-agent":
             time.sleep(0.02)
-        run(transfers, threads=threads)
+        run(transfers, **options)
 
     monkeypatch.setattr(copying, "run", slow)
     weight = nn.Parameter(torch.zeros(1000))

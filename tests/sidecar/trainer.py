@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from keepstep.core.candidates import Candidates
 from keepstep.errors import SidecarError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
+from keepstep.image.control import PROGRESS_BEGIN, progress
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.trainer import (
     CandidatesRequest,
@@ -47,6 +48,9 @@ from keepstep.wire.trainer import (
 from tests.harness import eventually
 
 T = TypeVar("T")
+
+LARGE = 72 << 20
+"""Size of an image that is written while it is copied."""
 
 
 class Connection(http.client.HTTPConnection):
@@ -196,8 +200,12 @@ class FakeTrainer:
 
     def fill(self, step: int) -> None:
         """Write tensors and, last, the seal."""
-        self._write(content(self.layout, step), len(self.layout.header))
-        control = ControlPage(
+        self.copy(step, 0, self.layout.size_bytes)
+        self.seal(self.control(step))
+
+    def control(self, step: int) -> ControlPage:
+        """What an image of this step that is begun now is sealed with."""
+        return ControlPage(
             run=self.granted.run if self.granted else "run",
             layout=self.layout.id,
             epoch=self.epoch,
@@ -207,6 +215,19 @@ class FakeTrainer:
             extras_bytes=0,
             staged_at=time.time(),
         )
+
+    def announce(self, control: ControlPage, copied_bytes: int) -> None:
+        """Say how much of an image lies there already, as the library does for large ones."""
+        self._write(control.unsealed()[:PROGRESS_BEGIN], self.layout.control_begin)
+        self._write(progress(copied_bytes), self.layout.control_begin + PROGRESS_BEGIN)
+
+    def copy(self, step: int, begin: int, end: int) -> None:
+        """Write what of the tensors lies in these bytes of the image."""
+        first = len(self.layout.header)
+        begin, end = max(begin, first), min(end, self.layout.extras_begin)
+        self._write(content(self.layout, step)[begin - first : end - first], begin)
+
+    def seal(self, control: ControlPage) -> None:
         self._write(control.to_bytes(), self.layout.control_begin)
 
     def report(self, step: int) -> SlotGranted:
@@ -293,13 +314,18 @@ def lose_memory_and_damage(root: Path, memory_dir: Path, layout: Layout) -> None
 
 
 def main(path: str, steps: int, until: str) -> None:
-    """Train `steps` steps as rank 0; then stop at `until` (filling, sealed), say so, and hang."""
-    trainer = FakeTrainer(Path(path)).begin_run()
+    """Train `steps` steps as rank 0; then stop at `until` (filling, copying, sealed), say so, and
+    hang."""
+    size = LARGE if until == "copying" else 64 << 10
+    trainer = FakeTrainer(Path(path), size=size).begin_run()
     for step in range(steps):
         trainer.stage(step)
     trainer.begin()
     if until == "sealed":
         trainer.fill(steps)
+    if until == "copying":
+        trainer.copy(steps, 0, LARGE // 2)
+        trainer.announce(trainer.control(steps), LARGE // 2)
     print("ready", flush=True)
     time.sleep(600)
 

@@ -309,8 +309,8 @@ class Node:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being written and no image that is held waits to be written."""
-        return not self._writing and self.planner.idle
+        """Whether no sealed image is being written or waits for it."""
+        return not any(self._writing.values()) and self.planner.idle
 
     def busy(self, id: StepId) -> bool:
         """Whether this step is being written to the volumes, or is the planner's target."""

@@ -129,9 +129,11 @@ class PersistPlanner:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being written and no image that is held waits to be written."""
-        busy = any(one.busy for one in self._ranks.values())
-        return not busy and self._target is None and not self._pending
+        """Whether no sealed image is being written or waits for it."""
+        if self._pending or any(one.writing is not None for one in self._ranks.values()):
+            return False
+        target = self._target
+        return target is None or not any(one.has_sealed(target) for one in self._ranks.values())
 
     # --- events --------------------------------------------------------------------------
 

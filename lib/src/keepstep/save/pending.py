@@ -79,7 +79,8 @@ class Pending:
 
     `control`: the control page that seals it. `transfers`: builds the remaining copies; called on
     the agent thread. `done`: per accelerator, the event after its queued copies. `late`: writes
-    into the slot that must wait for these events. `thread`: the thread that trains.
+    into the slot that must wait for these events. `announced`: the slot says how far the copy is,
+    for whoever writes it meanwhile. `thread`: the thread that trains.
     """
 
     slot: Slot
@@ -88,6 +89,7 @@ class Pending:
     transfers: Callable[[], copying.Transfers] | None = None
     late: list[Callable[[], object]] = field(default_factory=list)
     done: dict[torch.device, torch.Event] = field(default_factory=dict)
+    announced: bool = False
     thread: int = field(default_factory=threading.get_ident)
     copied: Gate = field(default_factory=Gate)
     judged: Gate = field(default_factory=Gate)
@@ -121,15 +123,19 @@ class Pending:
     def copy(self) -> None:
         """Move the bytes (agent thread)."""
         started = time.perf_counter()
+        mapping = self.slot.mapping
         if self.transfers is not None:
             # Spread over threads even if all cores are busy: a computation on all cores is as late
             # as its latest thread, so taking one whole core costs twice as much as taking half of
             # two.
-            copying.run(self.transfers(), threads=copying.default_threads())
+            arrived = mapping.arrived if self.announced else None
+            copying.run(self.transfers(), threads=copying.default_threads(), arrived=arrived)
         for event in self.done.values():
             event.synchronize()
         for write in self.late:
             write()
+        if self.announced:
+            mapping.all_arrived()
         self.copy_s += time.perf_counter() - started
         self.copied.set()
 

@@ -15,6 +15,7 @@ write proves that the bytes were whole. A file without that proof is quarantined
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import Counter
@@ -46,6 +47,7 @@ from keepstep.errors import KeepstepError, NoSpaceError, VersionError
 from keepstep.image import ControlPage
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
+from keepstep_sidecar.commit.early_writes import EarlyWrites
 from keepstep_sidecar.commit.epochs import Ancestry, line
 from keepstep_sidecar.commit.eviction_status import EvictionStatus
 from keepstep_sidecar.commit.inventory import (
@@ -67,7 +69,7 @@ from keepstep_sidecar.tiers.tier import LocalInventory
 from keepstep_sidecar.volume.scan import LocalShard, Scan
 from keepstep_sidecar.volume.volume import Written
 from keepstep_sidecar.volume.volume_set import VolumeSet
-from keepstep_sidecar.volume.writer import CUT_OFF
+from keepstep_sidecar.volume.writer import CUT_OFF, EarlyWrite
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 T = TypeVar("T")
@@ -147,6 +149,9 @@ class Committer:
         self.rollback = Rollback(wish, volumes.epochs)
         self.script_failures = ScriptFailures(volumes, self.blocking)
         self.ancestry = Ancestry(remotes, self.node.commits, self.epochs)
+        self.early_writes = EarlyWrites(
+            slots, volumes, on_drive=self._on_drive, feed=self.feed, changes=changes
+        )
         self._slots = slots
         self._names = names
         self._writers = writers
@@ -169,8 +174,9 @@ class Committer:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being written, and what was written is committed where possible."""
-        return not self._ending and self.node.idle
+        """Whether no sealed image is being written, and what was written is committed where
+        possible."""
+        return self._ending <= self.early_writes.unsealed and self.node.idle
 
     @property
     def silent(self) -> bool:
@@ -202,8 +208,8 @@ class Committer:
             match action:
                 case Write():
                     self._spawn(self._write(action), f"write {action.id} {action.rank}")
-                case Stop():
-                    pass  # no write begins before its seal, because `Copied` is not sent here
+                case Stop(rank, id):
+                    self.early_writes.stopped.add(Write(rank, id))
                 case Alarm():
                     warn("alarm", kind=str(action.kind), text=action.text)
                     self.alarms[action.text] = None
@@ -447,6 +453,10 @@ class Committer:
             return None
 
     async def _written(self, write: Write) -> LocalShard | None:
+        async with self.early_writes.begun(write) as early:
+            return await self._completed(write, early)
+
+    async def _completed(self, write: Write, early: EarlyWrite | None) -> LocalShard | None:
         slot = self._slots.rank(write.rank).find(write.id)
         if slot is None:
             return None
@@ -454,24 +464,30 @@ class Committer:
         if file.cut_off:
             warn("not persisted", rank=write.rank, step=str(write.id), reason=CUT_OFF)
         elif control is not None and control.id == write.id:
-            written = await self._write_with_room(slot, control)
+            # Only if this very page was announced all along is what was written of this image.
+            same = early if early is not None and early.control == control else None
+            written = await self._write_with_room(slot, control, same)
             if file.control() == control:
                 self._count(written)
                 return written.shard
             await self._quarantine(written)
         return None
 
-    async def _write_with_room(self, slot: Slot, control: ControlPage) -> Written:
-        view, layout = slot.file.view, slot.layout
+    async def _on_drive(self, rank: int, work: Callable[[], T]) -> T:
+        writer = self._writers[self.volumes.lane(rank)]
+        return await asyncio.get_running_loop().run_in_executor(writer, work)
+
+    async def _write_with_room(
+        self, slot: Slot, control: ControlPage, early: EarlyWrite | None
+    ) -> Written:
+        write = functools.partial(self.volumes.write, slot.file.view, slot.layout, control)
         while True:
             retired = self._retired
-            writer = self._writers[self.volumes.lane(control.rank)]
             try:
-                return await asyncio.get_running_loop().run_in_executor(
-                    writer, self.volumes.write, view, layout, control
-                )
+                return await self._on_drive(control.rank, early.finish if early else write)
             except NoSpaceError:
-                if not await self._make_room(layout.size_bytes, retired=retired):
+                early = None  # nothing is left of it
+                if not await self._make_room(slot.layout.size_bytes, retired=retired):
                     raise
 
     async def _quarantine(self, written: Written) -> None:

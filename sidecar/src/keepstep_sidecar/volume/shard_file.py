@@ -7,8 +7,9 @@ that reaches a file or a slot. The module `volume` is responsible for names and 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +32,10 @@ from keepstep_sidecar.volume.direct_io import (
 )
 from keepstep_sidecar.volume.filesystem import Filesystem
 
+Copied = Callable[[int], bool]
+"""Waits until so many bytes, from the beginning of an image, are in place for good. False when it
+gives up."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardFile:
@@ -40,13 +45,50 @@ class ShardFile:
     fd: int
     threads: int
 
-    def write(
-        self, view: memoryview, layout: Layout, control: ControlPage, pace: RateLimit
-    ) -> Manifest:
-        """Write the image in `view` with its digests, and seal it. Raises OSError."""
+    def allocate(self, layout: Layout) -> None:
+        """Make room for the whole image. Raises OSError."""
         faults.point("write.allocate")
         self.filesystem.allocate(self.fd, layout.size_bytes)
-        digests = self._write_data(view, layout, pace)
+
+    def write_copied(
+        self, view: memoryview, layout: Layout, copied: Copied, pace: RateLimit
+    ) -> Collection[int]:
+        """Write chunks of an image that is still being copied into `view`, as soon as they are in
+        place, until `copied` gives up. Returns the chunks that were written. Raises OSError.
+
+        Nothing is hashed here: it would take time from the copy, and digests must be of the bytes
+        that the seal vouches for.
+        """
+        written, turn, over = set[int](), threading.Lock(), threading.Event()
+        indexes = iter(range(layout.chunk_count))
+
+        def write_chunk(_: int) -> None:
+            with turn:  # so one thread at a time asks how far the copy is, and for the first chunk
+                index = next(indexes)
+                begin, end = chunk_bounds(layout, index)
+                if over.is_set() or not copied(end):
+                    over.set()
+                    return
+            self._write(view, begin, end, pace)
+            written.add(index)
+
+        for_each_chunk(
+            write_chunk, layout.chunk_count, threads=self.threads, niceness=WRITER_NICENESS
+        )
+        return written
+
+    def write(
+        self,
+        view: memoryview,
+        layout: Layout,
+        control: ControlPage,
+        pace: RateLimit,
+        *,
+        there: Collection[int] = (),
+    ) -> Manifest:
+        """Write the image in `view` with its digests, and seal it. Chunks that are `there` are only
+        hashed. Raises OSError."""
+        digests = self._write_data(view, layout, pace, there)
         written = replace(control, written_at=time.time())
         table, seal = seal_for_disk(layout, view, written, digests=digests)
         control = ControlPage.from_bytes(seal)
@@ -55,23 +97,32 @@ class ShardFile:
         seal_file(self.filesystem, self.fd, manifest, phase="write")
         return manifest
 
-    def _write_data(self, view: memoryview, layout: Layout, pace: RateLimit) -> list[bytes]:
-        """Write every chunk; returns their digests."""
+    def _write_data(
+        self, view: memoryview, layout: Layout, pace: RateLimit, there: Collection[int]
+    ) -> list[bytes]:
+        """Write the chunks that are not `there`; returns the digests of all."""
         digests, turn = [b""] * layout.chunk_count, hashing()
+        # What is only hashed comes last: it then overlaps with the last writes.
+        order = sorted(range(layout.chunk_count), key=lambda index: index in there)
 
-        def write_chunk(index: int) -> None:
+        def write_chunk(number: int) -> None:
+            index = order[number]
             begin, end = chunk_bounds(layout, index)
-            pace.wait(end - begin)
-            with view[begin:end] as chunk:
-                with turn:  # Hash first: any later change of these bytes will be noticed.
-                    digests[index] = xxh3_128(chunk)
-                faults.point("write.data")
-                self.filesystem.write(self.fd, chunk, begin)
+            with view[begin:end] as chunk, turn:
+                digests[index] = xxh3_128(chunk)  # first: a later change of it will be noticed
+            if index not in there:
+                self._write(view, begin, end, pace)
 
         for_each_chunk(
             write_chunk, layout.chunk_count, threads=self.threads, niceness=WRITER_NICENESS
         )
         return digests
+
+    def _write(self, view: memoryview, begin: int, end: int, pace: RateLimit) -> None:
+        pace.wait(end - begin)
+        faults.point("write.data")
+        with view[begin:end] as chunk:
+            self.filesystem.write(self.fd, chunk, begin)
 
     def read(self, into: memoryview, offset: int) -> int:
         """Fill the page-aligned `into`. Returns the bytes read: fewer only at the file's end."""

@@ -38,8 +38,8 @@ from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import Tree
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.scan import Refused, Scan, opened, strangers, survey
-from keepstep_sidecar.volume.shard_file import ShardFile, open_shard
-from keepstep_sidecar.volume.writer import CUT_OFF, FULL, Writer, Written
+from keepstep_sidecar.volume.shard_file import Copied, ShardFile, open_shard
+from keepstep_sidecar.volume.writer import CUT_OFF, FULL, EarlyWrite, Writer, Writing, Written
 
 __all__ = ["Unread", "Volume", "Written"]
 
@@ -150,9 +150,26 @@ class Volume:
         `view`, `layout` and `control` do not belong together, NoSpaceError (the file is removed) or
         StorageError (the file is quarantined). Failed writes are never retried here.
         """
+        return self.begin(view, layout, control, pace=pace).finish()
+
+    def begin(
+        self,
+        view: memoryview,
+        layout: Layout,
+        control: ControlPage,
+        *,
+        pace: RateLimit | None = None,
+        copied: Copied | None = None,
+    ) -> EarlyWrite:
+        """Begin to write an image that `control` will seal while it is still being `copied` into
+        `view`; `finish` is for after the seal. Both raise as `write`."""
         self._require_writable()
+        writing = self._writer.writing(view, layout, control, pace or RateLimit(None), copied)
+        return EarlyWrite(control, self._noted(writing))
+
+    def _noted(self, writing: Writing) -> Writing:
         try:
-            written = self._writer.write(view, layout, control, pace or RateLimit(None))
+            written = yield from writing
         except NoSpaceError:
             raise
         except StorageError as error:

@@ -12,7 +12,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from keepstep.errors import (
     VersionError,
 )
 from keepstep.image import ControlPage, Layout, check_control
-from keepstep.image.manifest import Manifest
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.direct_io import Engine, RateLimit
@@ -33,7 +32,7 @@ from keepstep_sidecar.volume.directories import Directories
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import Tree, temporary_name
 from keepstep_sidecar.volume.scan import LocalShard, opened, read_manifest
-from keepstep_sidecar.volume.shard_file import open_shard
+from keepstep_sidecar.volume.shard_file import Copied, ShardFile, open_shard
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full volume."""
@@ -47,6 +46,9 @@ class Written:
 
     shard: LocalShard
     seconds: float = 0.0
+
+
+Writing = Generator[None, None, Written]
 
 
 @dataclass(kw_only=True)
@@ -81,6 +83,18 @@ class Writer:
         self, view: memoryview, layout: Layout, control: ControlPage, pace: RateLimit
     ) -> Written:
         """See `Volume.write`. Raises UsageError, NoSpaceError, StorageError."""
+        return EarlyWrite(control, self.writing(view, layout, control, pace)).finish()
+
+    def writing(
+        self,
+        view: memoryview,
+        layout: Layout,
+        control: ControlPage,
+        pace: RateLimit,
+        copied: Copied | None = None,
+    ) -> Writing:
+        """`write` in two parts: what is `copied` before there is a seal; and, once there is one,
+        all the rest. An end in between leaves no file."""
         _check_arguments(view, layout, control, run=self.run)
         try:
             if (durable := self._durable(control)) is not None:
@@ -90,10 +104,20 @@ class Writer:
         started = time.perf_counter()
         with self._reserved(control, layout.size_bytes) as temporary:
             try:
-                manifest = self._write_file(temporary, view, layout, control, pace)
+                with self._created(temporary, control) as file:
+                    file.allocate(layout)
+                    there = file.write_copied(view, layout, copied, pace) if copied else ()
+                    paused = time.perf_counter()
+                    yield
+                    started += time.perf_counter() - paused
+                    manifest = file.write(view, layout, control, pace, there=there)
                 path = self._give_name(temporary, control)
             except OSError as error:
                 raise self._give_up(temporary, control, error) from error
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self.filesystem.unlink(temporary)
+                raise
         faults.point("write.done")
         seconds = time.perf_counter() - started
         return Written(shard=LocalShard.of(path, manifest), seconds=seconds)
@@ -136,14 +160,8 @@ class Writer:
             with self.lock:
                 del self._in_progress[temporary]
 
-    def _write_file(
-        self,
-        temporary: Path,
-        view: memoryview,
-        layout: Layout,
-        control: ControlPage,
-        pace: RateLimit,
-    ) -> Manifest:
+    @contextlib.contextmanager
+    def _created(self, temporary: Path, control: ControlPage) -> Iterator[ShardFile]:
         with self.lock:
             self.directories.make_pending(control.id)
         faults.point("write.create")
@@ -151,7 +169,7 @@ class Writer:
         with open_shard(
             temporary, flags, filesystem=self.filesystem, engine=self.engine, threads=self.threads
         ) as file:
-            return file.write(view, layout, control, pace)
+            yield file
 
     def _give_name(self, temporary: Path, control: ControlPage) -> Path:
         path = self.tree.pending_shard(control.id, control.rank, control.world)
@@ -190,6 +208,35 @@ class Writer:
             f"step {control.id}, rank {control.rank}: no space on {self.tree.root}{limit}: {why}. "
             "Free space, raise the capacity, or keep fewer steps"
         )
+
+
+class EarlyWrite:
+    """A write that may begin before its image is sealed. `control`: what the seal is, or will be.
+    Blocks; for one thread at a time."""
+
+    def __init__(self, control: ControlPage, writing: Writing) -> None:
+        """Write what is copied so far. Raises UsageError, NoSpaceError, StorageError."""
+        self.control = control
+        self._writing = writing
+        self._written: Written | None = None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        try:
+            next(self._writing)
+        except StopIteration as end:
+            self._written = end.value
+
+    def finish(self) -> Written:
+        """The image is sealed: write the rest of it. Raises as the constructor."""
+        if self._written is None:
+            self._go_on()
+        assert self._written is not None, "it is finished once"
+        return self._written
+
+    def drop(self) -> None:
+        """There will be no such image: leave nothing of it. Changes nothing after `finish`."""
+        self._writing.close()
 
 
 def _check_arguments(view: memoryview, layout: Layout, control: ControlPage, *, run: str) -> None:
