@@ -27,6 +27,19 @@ def test_the_help_names_all_components_and_imports_none() -> None:
     assert done.stdout.endswith("[]\n")
 
 
+@pytest.mark.parametrize("name", ["admission", "certificates", "reconcile"])
+def test_no_component_imports_the_synchronous_client(name: str) -> None:
+    code = (
+        "import sys; from keepstep_operator.cli import cli\n"
+        f"try: cli(['{name}', '--help'])\n"
+        "except SystemExit: pass\n"
+        "names = 'kubernetes.client', 'requests', 'oauthlib'\n"
+        "print([one for one in names if sys.modules.get(one)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n")
+
+
 @pytest.mark.parametrize("name", ["admission", "certificates"])
 def test_each_component_has_help_with_examples(name: str) -> None:
     result = CliRunner().invoke(cli, [name, "--help"])

@@ -3,7 +3,8 @@ does not load the ledger, nor reconcile `cryptography`."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import sys
 from typing import Any, Final
 
 import click
@@ -31,6 +32,16 @@ _COMMANDS: Final = {
 }
 
 
+def _leave_out_synchronous_client() -> None:
+    """Put the package `kubernetes` in place without running it: it would import its synchronous
+    client, requests and oauthlib, 12 MiB of which nothing is used. kopf takes that client for not
+    installed."""
+    for name in ("kubernetes", "kubernetes.aio"):
+        if name not in sys.modules and (spec := importlib.util.find_spec(name)) is not None:
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault("kubernetes.client", None)  # type: ignore[arg-type]
+
+
 class _Misuse(click.ClickException):
     exit_code = 2
 
@@ -44,6 +55,7 @@ class _Components(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
+        _leave_out_synchronous_client()
         module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
