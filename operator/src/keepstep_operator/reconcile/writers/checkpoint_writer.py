@@ -9,8 +9,9 @@ process for a minute after each start.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from keepstep_operator import names
@@ -40,8 +41,10 @@ from keepstep_operator.reconcile.writers.checkpoint_objects import (
     Seen,
     body_of,
     changes,
+    pack,
     seen,
     status_of,
+    unpack,
 )
 
 PERIOD_S: Final = 10.0
@@ -54,12 +57,21 @@ _POLL_S: Final = 1.0
 
 @dataclass
 class _Listed:
-    """The objects of a run, by name, as they were listed `at` a time and written since. `owner`:
+    """The objects of a run, `pack`ed, as they were listed `at` a time and written since. `owner`:
     the uid of the CheckpointRun then."""
 
     owner: str
     at: float
-    known: dict[str, Seen] = field(default_factory=dict)
+    packed: bytes
+
+    @contextmanager
+    def known(self) -> Iterator[dict[str, Seen]]:
+        """The objects by name. What the block changes is kept, also if it raises."""
+        known = unpack(self.packed)
+        try:
+            yield known
+        finally:
+            self.packed = pack(known)
 
 
 class CheckpointWriter:
@@ -110,8 +122,9 @@ class CheckpointWriter:
             return
         try:
             listed = await self._there(key, owner=run.object.uid)
-            due = changes(kept_steps(run), listed.known, certain=is_certain(run))
-            await self._write(key, listed, due.first(AT_ONCE))
+            with listed.known() as known:
+                due = changes(kept_steps(run), known, certain=is_certain(run))
+                await self._write(key, known, due.first(AT_ONCE), owner=listed.owner)
         except KubeError as error:
             warn("checkpoints not written", run=str(key), reason=str(error))
             self._metrics.wrote("checkpoint", failed=True)
@@ -131,38 +144,42 @@ class CheckpointWriter:
         deleted with it."""
         found = self._listed.get(key)
         if found is None or found.owner != owner or self._clock() - found.at >= self._list_every_s:
-            found = _Listed(owner=owner, at=self._clock())
+            at, known = self._clock(), dict[str, Seen]()
             labels = f"{names.RUN_KEY_LABEL}={key.name},{MANAGED_BY}={MANAGER}"
             async for body in self._client.list(
                 CHECKPOINTS, namespace=key.namespace, labels=labels
             ):
-                found.known[str(body["metadata"]["name"])] = seen(body)
-            self._listed[key] = found
+                known[str(body["metadata"]["name"])] = seen(body)
+            found = self._listed[key] = _Listed(owner=owner, at=at, packed=pack(known))
         return found
 
-    async def _write(self, key: RunKey, listed: _Listed, due: Changes) -> None:
+    async def _write(
+        self, key: RunKey, known: dict[str, Seen], due: Changes, *, owner: str
+    ) -> None:
         for one in due.made:
-            await self._make(key, listed, one)
+            await self._make(key, known, one, owner=owner)
         for one in due.moved:
-            await self._tell(key, listed, one)
+            await self._tell(key, known, one)
         for name in due.gone:
-            await self._forget(key, listed, name)
+            await self._forget(key, known, name)
 
-    async def _make(self, key: RunKey, listed: _Listed, one: KeptStep) -> None:
+    async def _make(
+        self, key: RunKey, known: dict[str, Seen], one: KeptStep, *, owner: str
+    ) -> None:
         run = self._registry.runs.get(key)
         if run is None:
             return
-        body = body_of(measured(run, one), namespace=key.namespace, owner_uid=listed.owner)
+        body = body_of(measured(run, one), namespace=key.namespace, owner_uid=owner)
         try:
             made = await self._client.create(CHECKPOINTS, body, namespace=key.namespace)
         except Conflict:
             return  # the name is taken by an object that is not ours
         self._metrics.wrote("checkpoint")
-        listed.known[one.name] = seen(made)
-        await self._tell(key, listed, one)
+        known[one.name] = seen(made)
+        await self._tell(key, known, one)
 
-    async def _tell(self, key: RunKey, listed: _Listed, one: KeptStep) -> None:
-        since = listed.known.get(one.name, Seen()).since
+    async def _tell(self, key: RunKey, known: dict[str, Seen], one: KeptStep) -> None:
+        since = known.get(one.name, Seen()).since
         status = status_of(one, since=since, at=self._clock())
         patch = [{"op": "add", "path": "/status", "value": status}]
         try:
@@ -175,14 +192,14 @@ class CheckpointWriter:
                 subresource="status",
             )
         except NotFound:
-            listed.known.pop(one.name, None)  # it was deleted: make it again
+            known.pop(one.name, None)  # it was deleted: make it again
             self.mark(key)
             return
         self._metrics.wrote("checkpoint")
-        listed.known[one.name] = seen(told)
+        known[one.name] = seen(told)
 
-    async def _forget(self, key: RunKey, listed: _Listed, name: str) -> None:
-        uid = listed.known.pop(name).uid
+    async def _forget(self, key: RunKey, known: dict[str, Seen], name: str) -> None:
+        uid = known.pop(name).uid
         try:
             await self._client.delete(CHECKPOINTS, name, namespace=key.namespace, uid=uid)
         except (NotFound, Conflict):
