@@ -233,6 +233,9 @@ class _Gate(asyncio.Protocol):
             self._inner.connection_lost(exc)
 
     def _end(self) -> None:
+        # asyncio's transport refers to itself by this method, so only the garbage collector would
+        # free a closed connection
+        vars(self._transport).pop("_read_ready_cb", None)
         self._grow()
         if self._admitted:
             self._admitted = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import http.client
 import json
 import sys
 import tracemalloc
@@ -41,7 +42,7 @@ from tests.operator.injection.pods import policy_body
 from tests.operator.promises.surface import idle_connections, rank, report, still_open
 from tests.operator.reconcile.pod_bodies import pod_body
 from tests.operator.reconcile.samples import KEY, T0, Sidecar, pod, policy, run_object
-from tests.operator.reconcile.serving import make_certificate
+from tests.operator.reconcile.serving import make_certificate, trusting
 
 
 @contextmanager
@@ -69,6 +70,37 @@ async def test_a_tls_connection_holds_no_quarter_of_a_mebibyte(tmp_path: Path) -
     for one in held:
         one.close()
     assert more[0] / len(held) < 128 << 10
+
+
+@pytest.mark.parametrize("secured", [False, True])
+async def test_a_closed_connection_is_freed_without_the_garbage_collector(
+    tmp_path: Path, secured: bool
+) -> None:
+    def connections() -> int:
+        return sum(type(one).__name__ == "_SelectorSocketTransport" for one in gc.get_objects())
+
+    def ask(port: int) -> None:
+        connection = (
+            http.client.HTTPSConnection("127.0.0.1", port, context=trusting(authority))
+            if secured
+            else http.client.HTTPConnection("127.0.0.1", port)
+        )
+        connection.request("GET", "/")
+        connection.getresponse().read()
+        connection.close()
+
+    authority = make_certificate(tmp_path)
+    context = ServerTls(tmp_path).context if secured else None
+    gc.collect()
+    gc.disable()
+    try:
+        before = connections()
+        async with listening(web.Application(), port=0, ssl_context=context) as port:
+            for _ in range(3):
+                await asyncio.to_thread(ask, port)
+            await until(lambda: connections() <= before)
+    finally:
+        gc.enable()
 
 
 async def test_nothing_is_remembered_of_an_object_that_was_shown() -> None:
