@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import kopf
 import msgspec
 import psutil
 import pytest
@@ -39,10 +40,12 @@ from keepstep_operator.tls import ServerTls
 from tests.harness import until
 from tests.operator.apiserver import ApiServer
 from tests.operator.injection.pods import policy_body
-from tests.operator.promises.surface import idle_connections, rank, report, still_open
+from tests.operator.promises.surface import Cluster, idle_connections, rank, report, still_open
+from tests.operator.promises.surface import pod as surface_pod
+from tests.operator.promises.surface import policy as surface_policy
 from tests.operator.reconcile.pod_bodies import pod_body
 from tests.operator.reconcile.samples import KEY, T0, Sidecar, pod, policy, run_object
-from tests.operator.reconcile.serving import make_certificate, trusting
+from tests.operator.reconcile.serving import make_certificate, serving, trusting
 
 
 @contextmanager
@@ -99,6 +102,23 @@ async def test_a_closed_connection_is_freed_without_the_garbage_collector(
             for _ in range(3):
                 await asyncio.to_thread(ask, port)
             await until(lambda: connections() <= before)
+    finally:
+        gc.enable()
+
+
+async def test_what_kopf_leaves_of_a_listing_is_freed_when_all_is_listed(tmp_path: Path) -> None:
+    def left() -> int:
+        return sum(type(one) is kopf.Body for one in gc.get_objects())
+
+    cluster = Cluster(objects=dict([surface_policy()]))
+    for number in range(30):
+        cluster.bind(surface_pod(number))
+    gc.collect()
+    gc.disable()
+    try:
+        async with serving(cluster, tmp_path) as served:
+            await until(lambda: served.parts.pods.loaded.is_set() and left() < 5)
+            assert len(served.parts.pods.known) == 30
     finally:
         gc.enable()
 

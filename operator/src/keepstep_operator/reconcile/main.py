@@ -21,6 +21,7 @@ from keepstep_operator.kube import Access, Client, Feed, find_access, follow
 from keepstep_operator.names import REPORTS_PORT
 from keepstep_operator.reconcile.errands import Errands
 from keepstep_operator.reconcile.gc_tuning import (
+    collect_after_listing,
     collect_when_grown,
     give_back_freed,
     spare_what_stays,
@@ -307,6 +308,7 @@ class Reconciler:
         """Tick all runs, once all existing objects are seen."""
         for feed in (*self.objects, self.pods):
             await feed.loaded.wait()
+        collect_after_listing()
         while True:
             await asyncio.sleep(_TICK_S)
             began = time.perf_counter()
