@@ -116,3 +116,13 @@ def test_with_an_image_those_of_the_same_ranks_are_compared_and_not_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert compared(2048, monkeypatch) < 2.2 * compared(1024, monkeypatch)
+
+
+def test_steps_that_the_same_ranks_hold_have_one_bitmap() -> None:
+    copies = Completeness()
+    for half in (range(60), range(60, 120)):
+        images = [(step, f"{step}", 120) for step in range(3)]
+        copies.replace(0, {rank: told(rank, {Tier.ARCHIVE: images}) for rank in half})
+    held = [one for id in copies.steps for one in copies.copies(id)]
+    assert len(held) == 3
+    assert len({id(one.ranks) for one in held}) == 1

@@ -104,7 +104,8 @@ class Tally:
     def _reach_by(self, reached: dict[tuple[Tier, int], int], held: Holding) -> None:
         at = held.place[1:]
         reached[at] = reached.get(at, 0) | held.ranks
-        self._rooted |= held.rooted
+        rooted = held.rooted
+        self._rooted = self._rooted | rooted if self._rooted else rooted  # the same object
 
     def worlds(self) -> set[int]:
         return {world for _, world in self._reach()}

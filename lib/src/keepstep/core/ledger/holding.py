@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import repeat
 from typing import Union
 
@@ -126,7 +127,7 @@ class Holding:
         self._params = _put(self._params, self.ranks, ranks, params, _DIGESTS)
         sizes = [one.size_bytes for one in told]
         self._sizes = _put(self._sizes, self.ranks, ranks, sizes, _SIZES)
-        self.ranks |= bitmap(ranks)
+        self.ranks = _shared(self.ranks | bitmap(ranks))
         self.written_at = max(self.written_at, *(one.written_at or 0.0 for one in told))
         for rank, one in images.items():
             if group := _group(rank, one):
@@ -209,6 +210,12 @@ def _group(rank: int, shard: ShardFacts) -> int:
 def _index(ranks: int, rank: int) -> int:
     """How many of these ranks are lower than this one: its index in their order."""
     return (ranks & ((1 << rank) - 1)).bit_count()
+
+
+@lru_cache(maxsize=256)
+def _shared(ranks: int) -> int:
+    """One object for equal bitmaps: nearly all steps are held of the same ranks."""
+    return ranks
 
 
 def _put(column: Column, there: int, ranks: list[int], values: list[int], kind: str) -> Column:
