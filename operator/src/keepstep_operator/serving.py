@@ -41,12 +41,13 @@ def metrics_registry() -> CollectorRegistry:
     return registry
 
 
-def health_routes(ready: Ready) -> list[web.RouteDef]:
-    """`/healthz`: 200 while the process answers. `/readyz`: 503 with a reason until it may get
-    work."""
+def health_routes(ready: Ready, *, stuck: Ready = str) -> list[web.RouteDef]:
+    """`/healthz`: 200 while the process answers; 503 with a reason while it is `stuck`. `/readyz`:
+    503 with a reason until it may get work."""
 
     async def healthz(request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        reason = stuck()
+        return web.Response(text=f"{reason or 'ok'}\n", status=503 if reason else 200)
 
     async def readyz(request: web.Request) -> web.Response:
         reason = ready()

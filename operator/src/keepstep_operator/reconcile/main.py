@@ -19,6 +19,7 @@ from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import Access, Client, Feed, find_access, follow
 from keepstep_operator.names import REPORTS_PORT
+from keepstep_operator.observing import observing
 from keepstep_operator.reconcile.errands import Errands
 from keepstep_operator.reconcile.gc_tuning import (
     collect_after_listing,
@@ -40,7 +41,7 @@ from keepstep_operator.reconcile.watch import Handlers, Uninjected
 from keepstep_operator.reconcile.writers.checkpoint_writer import CheckpointWriter
 from keepstep_operator.reconcile.writers.events import EventWriter
 from keepstep_operator.reconcile.writers.status_writer import StatusWriter
-from keepstep_operator.serving import listening, observed, until_signal
+from keepstep_operator.serving import listening, until_signal
 from keepstep_operator.settings import (
     host_path_option,
     log_level_option,
@@ -390,8 +391,8 @@ async def _work(
     def ready() -> str:
         return parts.ready() if role is None or role.leads else ""
 
-    observing = observed(parts.metrics.registry, ready)
-    async with listening(observing, port=settings.metrics_port) as metrics_port:
+    port = settings.metrics_port
+    async with observing(parts.metrics.registry, ready, port=port) as metrics_port:
         if role is not None:
             say("standing by", lease=settings.lease, metrics_port=metrics_port)
             await _either(ended, role.acquire())
