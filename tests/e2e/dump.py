@@ -46,8 +46,10 @@ def summary(kubectl: Kubectl) -> str:
 
 
 def stacks(cluster: Cluster, kubectl: Kubectl, place: Path) -> None:
-    """Where every trainer stands: its connections, what the kernel knows of its threads and, on its
-    standard error, Python's stacks (it must run with PYTHONFAULTHANDLER). Best effort."""
+    """Where every trainer stands: the connections of its container, and of each process of Python
+    there what the kernel knows of its threads. On their standard error, Python's stacks (they must
+    run with PYTHONFAULTHANDLER). It ends all of them but the first of each container. Best effort.
+    """
     place.mkdir(parents=True, exist_ok=True)
     try:
         pods = kubectl.list("pods", "keepstep.dev/injected")
@@ -57,16 +59,32 @@ def stacks(cluster: Cluster, kubectl: Kubectl, place: Path) -> None:
     for pod in pods:
         name = pod["metadata"]["name"]
         try:
-            node, pid = cluster.process(pod, "pytorch", within_s=2.0)
-            said = cluster.on_node(node, "sh", "-c", _THREADS.format(pid=pid))
-            cluster.on_node(node, "kill", "-ABRT", pid)  # as the first of its container it lives on
+            said = _stacks(cluster, *cluster.process(pod, "pytorch", within_s=2.0))
         except (RuntimeError, KeyError, pytest.fail.Exception) as error:
             said = f"no process of the trainer: {error}"
         (place / f"{name}.stacks.txt").write_text(said)
 
 
-_THREADS = """cd /proc/{pid}; tr '\\0' ' ' <cmdline; echo
-grep -E 'State|Threads|SigPnd|ShdPnd|SigCgt' status; cat net/tcp net/tcp6
+def _stacks(cluster: Cluster, node: str, first: str) -> str:
+    """Of a container's first process, and of those that it started: a warm trainer is a child."""
+    found = cluster.on_node(node, "sh", "-c", _PYTHONS.format(pid=first)).split()
+    pids = [first, *(pid for pid in found if pid != first)]
+    said = [cluster.on_node(node, "sh", "-c", _CONNECTIONS.format(pid=first))]
+    said += [cluster.on_node(node, "sh", "-c", _THREADS.format(pid=pid)) for pid in pids]
+    for pid in pids:
+        # the first of a container lives on; it goes first, before it notices that others end
+        cluster.on_node(node, "sh", "-c", f"kill -ABRT {pid} || true")
+    return "\n".join(said)
+
+
+_PYTHONS = """cd /proc; space=$(readlink {pid}/ns/pid); for one in [0-9]*; do
+  case "$(readlink $one/ns/pid) $(readlink $one/exe)" in "$space "*python*) echo $one;; esac
+done"""
+
+_CONNECTIONS = "cat /proc/{pid}/net/tcp /proc/{pid}/net/tcp6"
+
+_THREADS = """cd /proc/{pid} || exit 0; echo "process {pid}: $(tr '\\0' ' ' <cmdline)"
+grep -E 'State|PPid|Threads|SigPnd|ShdPnd|SigCgt' status
 for task in task/*; do
   echo "$task $(cat $task/comm) $(cat $task/wchan) $(cat $task/syscall)"; cat $task/stack
 done 2>&1"""

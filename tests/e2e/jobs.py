@@ -18,6 +18,9 @@ STEPS = 300
 SMALL = ("--batch", "2")
 """Images are as large as those of the example, and a step takes a fifth of its time."""
 
+_FAULTHANDLER = {"name": "PYTHONFAULTHANDLER", "value": "1"}
+"""Lets `dump.stacks` see where a trainer stands if it hangs."""
+
 
 def example(name: str) -> Object:
     """A file of examples/kubernetes, as it stands there."""
@@ -40,8 +43,7 @@ def trainer(*, steps: int, **container: Any) -> Object:
     ]["containers"]
     # paced and with small batches, so that two cores have time for everything else, too
     one["args"] = ["--steps", str(steps), "--log-file", "-", "--step-seconds", "0.25", *SMALL]
-    # where it stands if it hangs: `dump.stacks`
-    one["env"].append({"name": "PYTHONFAULTHANDLER", "value": "1"})
+    one["env"].append(_FAULTHANDLER)
     one["securityContext"] = {
         "allowPrivilegeEscalation": False,
         "runAsNonRoot": True,
@@ -88,6 +90,7 @@ def indexed_job(name: str = "gpt", *, pods: int = 2, **of_template: Any) -> Obje
     """A plain Indexed Job whose pods find each other through a headless Service."""
     body = template(**of_template)
     environment = [
+        _FAULTHANDLER,
         {"name": "OMP_NUM_THREADS", "value": "1"},
         {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
         {"name": "MASTER_PORT", "value": "29500"},
