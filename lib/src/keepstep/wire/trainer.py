@@ -4,8 +4,6 @@ The sidecar decodes them with msgspec (strictly). The library decodes them with 
 because the training container may have only the standard library and torch. docs/protocol.md states
 the duties of each side. Within one protocol version a field may be added with a default; no field
 may be removed or change its meaning.
-
-Most messages are never compared. They have `eq=False`, so that `import keepstep` takes less time.
 """
 
 from __future__ import annotations
@@ -15,11 +13,18 @@ import functools
 import json
 import types
 import typing
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from keepstep.errors import ProtocolError
 from keepstep.steps import Epoch, StepId, Tier
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:  # `typing` has it from Python 3.11 on, and only type checkers need it
+
+    def dataclass_transform(**_: bool) -> Any:
+        return lambda kind: kind
+
 
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
@@ -34,11 +39,50 @@ image."""
 T = TypeVar("T")
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Message:
+    """A value, as if each subclass were a `dataclass(frozen=True, kw_only=True)`.
+
+    All messages share these methods. Methods that `dataclass` generates for each of them would take
+    a quarter of the time of `import keepstep`.
+    """
+
+    if TYPE_CHECKING:  # else it would be a hint of every message
+        __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(kw_only=True, init=False, repr=False, eq=False)(cls)
+
+    def __init__(self, **values: Any) -> None:
+        fields = self.__dataclass_fields__
+        made = {name: values.get(name, field.default) for name, field in fields.items()}
+        if unknown := [name for name in values if name not in fields]:
+            raise TypeError(f"{type(self).__name__}() got an unexpected argument {unknown[0]!r}")
+        if missing := [name for name, value in made.items() if value is dataclasses.MISSING]:
+            raise TypeError(f"{type(self).__name__}() is missing the argument {missing[0]!r}")
+        self.__dict__.update(made)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.__dict__ == self.__dict__
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.values()))
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
+        return f"{type(self).__qualname__}({values})"
+
+
 # --- lease -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LeaseRequest:
+class LeaseRequest(Message):
     """POST /v1/lease. The response never ends: the open response *is* the lease. The kernel closes
     it when the process dies.
 
@@ -62,8 +106,7 @@ class LeaseRequest:
     age_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LeaseGranted:
+class LeaseGranted(Message):
     """First line of the lease stream (JSON lines; later lines are `{}` pings).
 
     `held`: those slots of `LeaseRequest.holding` that the trainer may still fill. `archive`: steps
@@ -82,8 +125,7 @@ class LeaseGranted:
     archive: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnseenRequest:
+class UnseenRequest(Message):
     """POST /v1/unseen: this trainer cannot use `LeaseGranted.huge_pages_dir`, for instance because
     its container does not mount it. Answered once every image in it is also available elsewhere."""
 
@@ -93,8 +135,7 @@ class UnseenRequest:
 # --- slots -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayoutRequest:
+class LayoutRequest(Message):
     """POST /v1/layout: this rank's images have the layout of `header` (base64 of the header
     bytes)."""
 
@@ -102,8 +143,7 @@ class LayoutRequest:
     header: str
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayoutAccepted:
+class LayoutAccepted(Message):
     """There are `slots` slots of `slot_bytes` bytes each. They are fewer than configured if memory
     is limited."""
 
@@ -113,8 +153,7 @@ class LayoutAccepted:
     warning: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SlotRequest:
+class SlotRequest(Message):
     """POST /v1/slot: the next slot to fill. Waits up to `timeout_s`. At most one is unsealed."""
 
     lease: str
@@ -122,8 +161,7 @@ class SlotRequest:
     timeout_s: float = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlotGranted:
+class SlotGranted(Message):
     """`slot` None: no slot became free in time. `path`: the slot's file. `generation`: a number for
     this use of the slot."""
 
@@ -132,8 +170,7 @@ class SlotGranted:
     generation: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StagedRequest:
+class StagedRequest(Message):
     """POST /v1/staged: the image in `slot` is complete and sealed. The reply has the next slot.
 
     Times in seconds. `blocked_s`: how long this image blocked the training thread.
@@ -148,8 +185,7 @@ class StagedRequest:
     blocked_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DiscardRequest:
+class DiscardRequest(Message):
     """POST /v1/discard: the image in `slot` is not valid. The slot goes back to the sidecar."""
 
     lease: str
@@ -159,8 +195,7 @@ class DiscardRequest:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SkippedRequest:
+class SkippedRequest(Message):
     """POST /v1/skipped: `count` steps could not be staged. `step`: the last of them."""
 
     lease: str
@@ -169,8 +204,7 @@ class SkippedRequest:
     count: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class FailedRequest:
+class FailedRequest(Message):
     """POST /v1/failed: the script itself failed when it had reached step `id`. The failure is
     recorded durably before the answer."""
 
@@ -179,8 +213,7 @@ class FailedRequest:
     reason: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ReleaseRequest:
+class ReleaseRequest(Message):
     """POST /v1/release: this trainer no longer writes into any slot. Its process may live on."""
 
     lease: str
@@ -189,8 +222,7 @@ class ReleaseRequest:
 # --- restore ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CandidatesRequest:
+class CandidatesRequest(Message):
     """POST /v1/candidates: what this rank could restore. Answered when the scan of the volumes is
     done and the rank may vote (`core.readiness`)."""
 
@@ -198,8 +230,7 @@ class CandidatesRequest:
     timeout_s: float = 60.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class OpenRequest:
+class OpenRequest(Message):
     """POST /v1/restore: bring this step's image into a slot and verify it.
 
     `bad`: path of a slot that an earlier answer named and that failed its verification; '': none.
@@ -211,8 +242,7 @@ class OpenRequest:
     bad: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Opened:
+class Opened(Message):
     """The verified image is in this slot, which is pinned until `RestoredRequest`. `tier`: where
     the image came from."""
 
@@ -223,8 +253,7 @@ class Opened:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RestoredRequest:
+class RestoredRequest(Message):
     """POST /v1/restored: all ranks agreed on `epoch`. Its parent is the restored step, if any."""
 
     lease: str
@@ -233,8 +262,7 @@ class RestoredRequest:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SourcesRequest:
+class SourcesRequest(Message):
     """POST /v1/sources: where the images of all ranks that saved this step are.
 
     The named images stay where they are until `RestoredRequest` or the end of the lease. `bad`:
@@ -248,8 +276,7 @@ class SourcesRequest:
     every: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
+class Source(Message):
     """The sealed image of `rank`, one of the ranks that saved the step (not of those that run now).
 
     `path`: the slot's file if the image is in this machine's shared memory, to be mapped read-only;
@@ -265,8 +292,7 @@ class Source:
     twins: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sources:
+class Sources(Message):
     """One source for each of the `world` ranks whose image is available. Ranks without a source
     have a twin with one.
 
@@ -279,8 +305,7 @@ class Sources:
     left_out: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class HeadersRequest:
+class HeadersRequest(Message):
     """POST /v1/headers: the headers of these saved ranks' images."""
 
     lease: str
@@ -288,15 +313,13 @@ class HeadersRequest:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Headers:
+class Headers(Message):
     """The headers in the order of the request, each as base64 of its zlib-compressed bytes."""
 
     headers: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WindowRequest:
+class WindowRequest(Message):
     """POST /v1/window: shared memory through which verified chunks come. A lease has at most one
     window, until `RestoredRequest` or the end of the lease."""
 
@@ -304,8 +327,7 @@ class WindowRequest:
     frames: int = 6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Window:
+class Window(Message):
     """A file in shared memory with `frames` frames of `frame_bytes` bytes. A frame holds one
     chunk."""
 
@@ -314,8 +336,7 @@ class Window:
     frame_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
+class Chunk(Message):
     """Put chunk number `chunk` (of `CHUNK_BYTES`) of the saved rank `rank` into frame `frame`."""
 
     rank: int
@@ -323,8 +344,7 @@ class Chunk:
     frame: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChunkRun:
+class ChunkRun(Message):
     """Chunks `first` to `end` (exclusive) of the saved rank `rank`."""
 
     rank: int
@@ -332,8 +352,7 @@ class ChunkRun:
     end: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ChunksRequest:
+class ChunksRequest(Message):
     """POST /v1/chunks: bring these chunks into the window, verified. Requests may overlap in time
     if they use different frames.
 
@@ -349,8 +368,7 @@ class ChunksRequest:
     announced: tuple[ChunkRun, ...] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunks:
+class Chunks(Message):
     """All requested chunks are in their frames. `tier`: the farthest tier that was read."""
 
     seconds: float = 0.0
@@ -360,8 +378,7 @@ class Chunks:
 # --- progress --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WaitRequest:
+class WaitRequest(Message):
     """POST /v1/wait: wait until step `id` itself is, or was, in `state`.
 
     With state `archived`: wait until the newest step that the archive's schedule wants is in the
@@ -375,8 +392,7 @@ class WaitRequest:
     flush: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Waited:
+class Waited(Message):
     """`reached` False: the state was not reached, and `reason` says what is missing. `final`: the
     state will never be reached."""
 
@@ -385,24 +401,21 @@ class Waited:
     final: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FlushRequest:
+class FlushRequest(Message):
     """POST /v1/flush: make the newest two staged steps that all ranks have in common durable
     (SIGTERM, preStop)."""
 
     timeout_s: float = 25.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Flushed:
+class Flushed(Message):
     """`steps`: those that are durable on all ranks of this machine after the flush, newest last."""
 
     steps: tuple[StepId, ...] = ()
     reason: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StopRequest:
+class StopRequest(Message):
     """POST /v1/stop: end the sidecar. `drain`: finish writes first. `forget`: free the memory."""
 
     drain: bool = True
@@ -410,16 +423,14 @@ class StopRequest:
     timeout_s: float = 60.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class OwnerRequest:
+class OwnerRequest(Message):
     """POST /v1/owner: while the process `pid` (on the sidecar's machine) lives, the sidecar does
     not end by itself, no matter how long no trainer connects."""
 
     pid: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Problem:
+class Problem(Message):
     """Body of every response that is not 200. `code` is stable; `message` says what to do."""
 
     code: str

@@ -1,0 +1,56 @@
+"""Messages between trainer and sidecar are values, like frozen dataclasses of keywords."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from keepstep.steps import EpochId, StepId
+from keepstep.wire.trainer import Chunk, ChunksRequest, SlotGranted, Waited, from_json, to_json
+
+
+def test_a_message_has_the_defaults_of_what_it_is_not_given():
+    assert SlotGranted(slot="0").__dict__ == {"slot": "0", "path": "", "generation": 0}
+    assert dataclasses.asdict(Waited(reached=True)) == {
+        "reached": True,
+        "reason": "",
+        "final": False,
+    }
+
+
+def test_a_message_of_the_wrong_fields_cannot_be_made():
+    with pytest.raises(TypeError, match="missing the argument 'frame'"):
+        Chunk(rank=0, chunk=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="an unexpected argument 'file'"):
+        Chunk(rank=0, chunk=1, frame=2, file=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        Chunk(0, 1, 2)  # type: ignore[misc]
+
+
+def test_a_message_cannot_be_changed():
+    chunk = Chunk(rank=0, chunk=1, frame=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        chunk.frame = 3  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        del chunk.frame
+
+
+def test_messages_are_equal_if_their_fields_are():
+    chunk, same = Chunk(rank=0, chunk=1, frame=2), Chunk(frame=2, chunk=1, rank=0)
+    assert chunk == same
+    assert hash(chunk) == hash(same)
+    assert chunk != Chunk(rank=0, chunk=1, frame=3)
+    assert chunk != ("rank", "chunk", "frame")
+    assert dataclasses.replace(chunk, frame=3) == Chunk(rank=0, chunk=1, frame=3)
+    assert repr(chunk) == "Chunk(rank=0, chunk=1, frame=2)"
+
+
+def test_library_and_sidecar_read_the_same_message():
+    step = StepId(EpochId(3, "1f9c2d7a"), 12)
+    asked = ChunksRequest(lease="a", id=step, chunks=(Chunk(rank=0, chunk=1, frame=2),))
+    assert msgspec.json.decode(to_json(asked), type=ChunksRequest) == asked
+    assert from_json(ChunksRequest, msgspec.json.encode(asked)) == asked
+    with pytest.raises(msgspec.ValidationError, match="missing required field `chunk`"):
+        msgspec.json.decode(b'{"rank": 0}', type=Chunk)
