@@ -168,7 +168,9 @@ def end_survivor(cluster: Cluster, node: str, pid: str, *, after_s: float) -> No
     """SIGKILL to a trainer that is still there some time after it lost a peer.
 
     With torch 2.13 on two busy cores, about one in thirty is: gloo waits for the lost peer, in a
-    collective or at Python's end, for as long as its timeout (half an hour). Or it ends late, and
+    collective or at Python's end, for as long as its timeout (half an hour). In a collective it
+    does so if the connection broke within a message: `Pair::signalException` tells the operations
+    that wait in the pair's queues, and the one that has begun has left them. Or it ends late, and
     the peer's next life has joined its store by then. Elsewhere a watchdog or a timeout ends them.
     """
     tenths = round(after_s * 10)
