@@ -129,8 +129,10 @@ def _calls() -> Iterator[tuple[Any, str]]:
     yield copying, "run"
 
 
-# the thread's own loop cannot be replaced while it runs
-CALLS = [one for one in _calls() if one != (agent.Agent, "_work")]
+# The thread's own loop cannot be replaced while it runs. An error in what it asks between two tasks
+# ends the thread, which is then replaced: `test_an_agent_thread_that_ended_is_replaced`.
+_LOOP = {"_work", "_is_due", "_next"}
+CALLS = [one for one in _calls() if one not in {(agent.Agent, name) for name in _LOOP}]
 
 
 class AgentFault:

@@ -453,10 +453,12 @@ class Committer:
             return None
 
     async def _written(self, write: Write) -> LocalShard | None:
+        if self._slots.rank(write.rank).find(write.id) is not None:
+            return await self._completed(write)
         async with self.early_writes.begun(write) as early:
             return await self._completed(write, early)
 
-    async def _completed(self, write: Write, early: EarlyWrite | None) -> LocalShard | None:
+    async def _completed(self, write: Write, early: EarlyWrite | None = None) -> LocalShard | None:
         slot = self._slots.rank(write.rank).find(write.id)
         if slot is None:
             return None

@@ -86,13 +86,13 @@ class EarlyWrites:
         """What was written of an image before its seal, once it is known whether it has one. None
         if nothing was. Raises StorageError, UsageError."""
         slots, early = self._slots.rank(write.rank), None
-        filling = None if slots.find(write.id) is not None else slots.filling()
+        filling = slots.filling()
 
         def over() -> bool:
             return slots.filling() != filling or write in self.stopped
 
         try:
-            if filling is not None:
+            if filling is not None and _holds(filling.file, write):
                 self.unsealed.add(write)
                 early = await self._begin(write, filling)
                 while not over():
@@ -134,6 +134,13 @@ class EarlyWrites:
                 return False
             time.sleep(_POLL_S)
         return False
+
+
+def _holds(file: SlotFile, write: Write) -> bool:
+    """Whether this image is being copied there, or was just sealed there."""
+    copying = file.copying()
+    control = file.control() if copying is None else _control(copying)
+    return control is not None and control.id == write.id
 
 
 def _control(copying: Copying) -> ControlPage | None:

@@ -69,7 +69,8 @@ class ShardFile:
                 if over.is_set() or not copied(end):
                     over.set()
                     return
-            self._write(view, begin, end, pace)
+            pace.wait(end - begin)
+            self._write(view, begin, end)
             written.add(index)
 
         for_each_chunk(
@@ -108,18 +109,19 @@ class ShardFile:
         def write_chunk(number: int) -> None:
             index = order[number]
             begin, end = chunk_bounds(layout, index)
+            if index not in there:
+                pace.wait(end - begin)
             with view[begin:end] as chunk, turn:
                 digests[index] = xxh3_128(chunk)  # first: a later change of it will be noticed
             if index not in there:
-                self._write(view, begin, end, pace)
+                self._write(view, begin, end)
 
         for_each_chunk(
             write_chunk, layout.chunk_count, threads=self.threads, niceness=WRITER_NICENESS
         )
         return digests
 
-    def _write(self, view: memoryview, begin: int, end: int, pace: RateLimit) -> None:
-        pace.wait(end - begin)
+    def _write(self, view: memoryview, begin: int, end: int) -> None:
         faults.point("write.data")
         with view[begin:end] as chunk:
             self.filesystem.write(self.fd, chunk, begin)
