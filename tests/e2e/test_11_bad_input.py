@@ -60,8 +60,8 @@ def test_a_library_of_an_older_version_works(namespace: Kubectl) -> None:
 
 def test_a_library_of_another_protocol_is_named_with_both_versions(namespace: Kubectl) -> None:
     change = (
-        "keepstep.wire.trainer.LeaseRequest.__init__.__kwdefaults__"
-        ".update(protocol_min=99, protocol_max=99)"
+        "of = keepstep.wire.trainer.LeaseRequest.__dataclass_fields__;"
+        " of['protocol_min'].default = of['protocol_max'].default = 99"
     )
     namespace.apply(jobs.policy(), _library(change))
     runs.becomes(namespace, "Protected", "False", words="speaks protocol 99", within_s=90)
