@@ -27,8 +27,7 @@ from keepstep_sidecar.volume.writer import EarlyWrite
 T = TypeVar("T")
 
 _LOOK_S = 0.02
-"""How often to check whether a copy has begun: seldom enough to cost a two-hundredth of a core. A
-copy of 2 GiB takes eight times as long."""
+"""How often to check whether a copy has begun. One of 2 GiB takes eight times as long."""
 
 _POLL_S = 0.001
 _PATIENCE_S = 0.05
