@@ -70,6 +70,18 @@ def mounted(directory: Path, *, size_bytes: int | None = None) -> Iterator[Path]
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
+@contextlib.contextmanager
+def for_test(directory: Path, count: int, *, size_bytes: int | None = None) -> Iterator[Path]:
+    """So many pages for one test, mounted there; skips it where there are none."""
+    with (
+        or_skip(),
+        turn(),
+        reserved(count),
+        mounted(directory, size_bytes=size_bytes) as place,
+    ):
+        yield place
+
+
 def require_limits() -> None:
     """Have the kernel limit containers in huge pages, as kubelets expect it: where nobody mounted
     that controller (cgroup v1), mount it. Raises Unavailable."""

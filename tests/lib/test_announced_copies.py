@@ -59,12 +59,7 @@ class TwoParts(nn.Module):
 @pytest.fixture
 def huge(tmp_path):
     """A hugetlbfs with pages for four slots of 80 MiB and a bit."""
-    with (
-        hugetlbfs.or_skip(),
-        hugetlbfs.turn(),
-        hugetlbfs.reserved(5 * 42),
-        hugetlbfs.mounted(tmp_path / "huge") as directory,
-    ):
+    with hugetlbfs.for_test(tmp_path / "huge", 5 * 42) as directory:
         yield directory
 
 

@@ -31,12 +31,7 @@ Trainers = Callable[..., FakeTrainer]
 @pytest.fixture
 def huge(tmp_path: Path) -> Iterator[Path]:
     """A hugetlbfs with pages for all slots of one rank."""
-    with (
-        hugetlbfs.or_skip(),
-        hugetlbfs.turn(),
-        hugetlbfs.reserved((_SLOTS + 1) * _SLOT_PAGES),
-        hugetlbfs.mounted(tmp_path / "huge") as directory,
-    ):
+    with hugetlbfs.for_test(tmp_path / "huge", (_SLOTS + 1) * _SLOT_PAGES) as directory:
         yield directory
 
 
@@ -100,14 +95,9 @@ def test_slots_that_find_no_huge_page_are_of_small_ones(
     sidecar: SidecarProcess, trainers: Trainers, tmp_path: Path
 ) -> None:
     """Of this mount's bytes one slot can be made, though more pages are free."""
-    with (
-        hugetlbfs.or_skip(),
-        hugetlbfs.turn(),
-        hugetlbfs.reserved((_SLOTS + 1) * _SLOT_PAGES),
-        hugetlbfs.mounted(
-            tmp_path / "huge", size_bytes=(2 * _SLOT_PAGES - 1) * HUGE_PAGE_BYTES
-        ) as huge,
-    ):
+    size_bytes = (2 * _SLOT_PAGES - 1) * HUGE_PAGE_BYTES
+    pages = (_SLOTS + 1) * _SLOT_PAGES
+    with hugetlbfs.for_test(tmp_path / "huge", pages, size_bytes=size_bytes) as huge:
         sidecar.end()
         start(sidecar, huge)
         trainer = trainers(sidecar.socket, size=_SIZE).begin_run()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from trainer import LARGE, FakeTrainer, content, read_image
 
-from keepstep.image import HUGE_PAGE_BYTES
+from keepstep.image import HUGE_PAGE_BYTES, ControlPage
 from keepstep.steps import StepId
 from keepstep_sidecar.volume.faults import FAULTS_ENV
 from tests import hugetlbfs
@@ -26,12 +26,8 @@ SLOTS = 4
 @pytest.fixture
 def huge(tmp_path: Path) -> Iterator[Path]:
     """A hugetlbfs with pages for all slots of one rank."""
-    with (
-        hugetlbfs.or_skip(),
-        hugetlbfs.turn(),
-        hugetlbfs.reserved((SLOTS + 1) * (LARGE // HUGE_PAGE_BYTES + 1)),
-        hugetlbfs.mounted(tmp_path / "huge") as directory,
-    ):
+    pages = (SLOTS + 1) * (LARGE // HUGE_PAGE_BYTES + 1)
+    with hugetlbfs.for_test(tmp_path / "huge", pages) as directory:
         yield directory
 
 
@@ -68,6 +64,15 @@ def half_copied(sidecar: SidecarProcess, trainer: FakeTrainer, step: int) -> Non
     trainer.copy(step, 0, LARGE // 2)
     trainer.announce(control, LARGE // 2)
     eventually(lambda: is_written(sidecar, trainer, step, 3), what="its chunks are written")
+
+
+def half_announced(trainer: FakeTrainer, step: int) -> ControlPage:
+    """The whole step is copied, half of it announced, and it is not sealed. Returns its seal."""
+    trainer.begin()
+    control = trainer.control(step)
+    trainer.copy(step, 0, trainer.layout.size_bytes)
+    trainer.announce(control, LARGE // 2)
+    return control
 
 
 def check_durable(
@@ -176,10 +181,7 @@ def test_a_drive_that_is_full_while_a_copy_is_followed_gets_the_image_after_its_
 ) -> None:
     sidecar = sidecars().start(**{FAULTS_ENV: "write.data:enospc@2"})
     trainer = trainers(sidecar.socket, size=LARGE).begin_run()
-    trainer.begin()
-    control = trainer.control(0)
-    trainer.copy(0, 0, trainer.layout.size_bytes)
-    trainer.announce(control, LARGE // 2)
+    control = half_announced(trainer, 0)
     eventually(lambda: list(sidecar.root.glob("pending/*")) and not unfinished(sidecar))
     trainer.seal(control)
     trainer.report(0)
@@ -191,10 +193,7 @@ def test_a_drive_that_fails_while_a_copy_is_followed_costs_that_step(
 ) -> None:
     sidecar = sidecars().start(**{FAULTS_ENV: "write.data:eio@2"})
     trainer = trainers(sidecar.socket, size=LARGE).begin_run()
-    trainer.begin()
-    control = trainer.control(0)
-    trainer.copy(0, 0, trainer.layout.size_bytes)
-    trainer.announce(control, LARGE // 2)
+    control = half_announced(trainer, 0)
     eventually(lambda: "not persisted" in sidecar.text())
     trainer.seal(control)
     trainer.report(0)

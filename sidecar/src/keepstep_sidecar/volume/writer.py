@@ -79,12 +79,6 @@ class Writer:
             at_rest = self.directories.used_bytes(besides=self._in_progress)
             return at_rest + sum(self._in_progress.values())
 
-    def write(
-        self, view: memoryview, layout: Layout, control: ControlPage, pace: RateLimit
-    ) -> Written:
-        """See `Volume.write`. Raises UsageError, NoSpaceError, StorageError."""
-        return EarlyWrite(control, self.writing(view, layout, control, pace)).finish()
-
     def writing(
         self,
         view: memoryview,
@@ -93,8 +87,8 @@ class Writer:
         pace: RateLimit,
         copied: Copied | None = None,
     ) -> Writing:
-        """`write` in two parts: what is `copied` before there is a seal; and, once there is one,
-        all the rest. An end in between leaves no file."""
+        """`Volume.write` in two parts: what is `copied` before there is a seal; and, once there is
+        one, all the rest. An end in between leaves no file. Raises as `Volume.write`."""
         _check_arguments(view, layout, control, run=self.run)
         try:
             if (durable := self._durable(control)) is not None:
