@@ -121,7 +121,7 @@ def test_on_small_pages_nothing_is_written_before_the_seal(sidecar, held):
     seen = []
 
     def look():
-        time.sleep(0.2)  # ten times as long as it takes to notice a copy
+        time.sleep(1.5)  # longer than it takes to notice the first copy, which is a second
         seen.append(begun_files(sidecar))
 
     held.append(look)
