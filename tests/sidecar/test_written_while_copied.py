@@ -182,7 +182,7 @@ def test_a_drive_that_is_full_while_a_copy_is_followed_gets_the_image_after_its_
     sidecar = sidecars().start(**{FAULTS_ENV: "write.data:enospc@2"})
     trainer = trainers(sidecar.socket, size=LARGE).begin_run()
     control = half_announced(trainer, 0)
-    eventually(lambda: list(sidecar.root.glob("pending/*")) and not unfinished(sidecar))
+    eventually(lambda: "enospc (injected)" in sidecar.text(), what="its early write has failed")
     trainer.seal(control)
     trainer.report(0)
     check_durable(sidecar, trainer, StepId(trainer.epoch.id, 0), content_of=0)

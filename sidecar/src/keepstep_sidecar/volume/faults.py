@@ -94,10 +94,12 @@ class _Armed:
             kind = self._faults.get((name, self._hits[name]))
             if kind == "kill":  # under the lock: meanwhile no other thread gets any further
                 os.kill(os.getpid(), signal.SIGKILL)
+        if kind is None:
+            return
+        os.write(2, f"{name}: {kind} (injected)\n".encode())
         if kind == "hang":
-            os.write(2, f"{name} hangs (injected)\n".encode())
             threading.Event().wait()
-        if kind is not None:
+        else:
             code = {"eio": errno.EIO, "enospc": errno.ENOSPC}[kind]
             raise OSError(code, f"{os.strerror(code)} (injected at {name})")
 
