@@ -35,6 +35,7 @@ SHARED = (
     "keepstep_sidecar/volume/filesystem.py",
     "keepstep_sidecar/volume/faults.py",
     "keepstep_sidecar/volume/scan.py",
+    "keepstep_sidecar/volume/spare_files.py",  # over which older file it may be written
     "keepstep_sidecar/commit/epochs.py",  # whose step it is
     "keepstep_sidecar/commit/eviction_status.py",  # whether there is room again
     "keepstep_sidecar/concurrency.py",

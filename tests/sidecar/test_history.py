@@ -117,7 +117,7 @@ def test_a_volume_that_hangs_under_the_history_holds_up_nothing_else(
     sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer]
 ) -> None:
     sidecar = sidecars().start(**{FAULTS_ENV: "history.write:hang"})
-    eventually(lambda: "history.write hangs" in sidecar.log.read_text(), what="a write hangs")
+    eventually(lambda: "history.write: hang" in sidecar.log.read_text(), what="a write hangs")
     trainer = trainers(sidecar.socket).begin_run()
     for number in range(1, 4):
         assert trainer.wait(trainer.stage(number), "committed", flush=True).reached

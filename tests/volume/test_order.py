@@ -34,9 +34,22 @@ sync /
 rename 0001.1f9c2d7a-000000001 to 0001.1f9c2d7a-000000001.1
 sync retired
 sync /
-unlink rank-00000-of-00001.safetensors
-unlink 0001.1f9c2d7a-000000001.1
+write control
+sync shard
 retired
+link 0001.1f9c2d7a-000000002
+sync pending
+rename rank-00000-of-00001.safetensors to .rank-00000-of-00001.safetensors.tmp
+resize shard
+write data
+write digests
+sync shard
+write control
+sync shard
+rename .rank-00000-of-00001.safetensors.tmp to rank-00000-of-00001.safetensors
+sync 0001.1f9c2d7a-000000002
+durable
+unlink 0001.1f9c2d7a-000000001.1
 """
 
 
@@ -45,13 +58,15 @@ def test_the_order_of_writes_is_the_one_that_a_power_cut_cannot_break(tmp_path: 
     root.mkdir()
     recorder = Recorder(root)
     volume = Volume(root, run=RUN, filesystem=recorder, engine=Engine.BUFFERED)
-    slot = staged(make_layout(rank=0, world=1, parameters=1000), 1)
+    slot, later = (staged(make_layout(rank=0, world=1, parameters=1000), step) for step in (1, 2))
     volume.write(slot.view, slot.layout, slot.control)
     recorder.note("durable")
     volume.publish(step_id(1))
     recorder.note("published")
     volume.retire(step_id(1))
     recorder.note("retired")
+    volume.write(later.view, later.layout, later.control)
+    recorder.note("durable")
     volume.close()
     parts = {0: "data", slot.layout.digests_begin: "digests", slot.layout.control_begin: "control"}
     assert _told(recorder, parts) == STORY.strip().splitlines()
@@ -66,7 +81,7 @@ def _told(recorder: Recorder, parts: dict[int, str]) -> list[str]:
             names[entry.node] = "shard" if "tmp" in name else name
             lines.append(f"link {name}")
         elif isinstance(entry, Rename):
-            old, new = re.sub(r"tmp-.*", "tmp", entry.source[1]), entry.target[1]
+            old, new = (re.sub(r"tmp-.*", "tmp", end[1]) for end in (entry.source, entry.target))
             lines.append(f"rename {old} to {new}")
         elif isinstance(entry, Unlink):
             lines.append(f"unlink {entry.name}")

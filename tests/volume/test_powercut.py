@@ -29,7 +29,7 @@ WORLD = 2
 SLOTS = {
     (rank, step): staged(make_layout(rank=rank, world=WORLD, parameters=1000), step)
     for rank in range(WORLD)
-    for step in (1, 2, 3)
+    for step in (1, 2, 3, 4)
 }
 LATER_EPOCH = Epoch(EpochId(2, "0badcafe"), step_id(2))
 ENDS = {1: "retiring 1", 2: "losing 2"}
@@ -38,8 +38,8 @@ ENDS = {1: "retiring 1", 2: "losing 2"}
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> list[Entry]:
-    """Steps 1 and 2 are written and published, 1 is retired, 3 is written by one rank only; then
-    a shard of step 2 is found broken, and a new epoch begins."""
+    """Steps 1 and 2 are written and published, 1 is retired, 3 and 4 are written by one rank
+    each, over its shard of step 1; then a shard of step 2 is found broken, and a new epoch begins."""
     root = tmp_path_factory.mktemp("volume") / RUN
     root.mkdir()
     recorder = Recorder(root)
@@ -54,6 +54,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> list[Entry]:
         volume.retire(step_id(1))
         recorder.note("retired 1")
         _write(volume, recorder, SLOTS[0, 3])
+        _write(volume, recorder, SLOTS[1, 4])
         recorder.note("losing 2")
         volume.quarantine(volume.root / str(step_id(2)) / shard_name(1, WORLD), "digest")
         recorder.note("recording 2")
@@ -182,6 +183,7 @@ def test_no_power_cut_breaks_a_promise(log: list[Entry], memory_dir: Path) -> No
         "publish.sync",
         "unpublish.sync",
         "retire.sync",
+        "retire.unseal-sync",
         "record.write",
         "record.sync",
     ],
@@ -199,4 +201,5 @@ def test_the_story_ends_as_it_was_told(log: list[Entry], memory_dir: Path) -> No
     volume = Volume(memory_dir / RUN, run=RUN, engine=Engine.BUFFERED)
     found = [(shard.step_id, shard.rank, shard.published) for shard in volume.scan().shards]
     volume.close()
-    assert found == [(step_id(2), 0, False), (step_id(3), 0, False)]
+    wanted = [(step_id(2), 0, False), (step_id(3), 0, False), (step_id(4), 1, False)]
+    assert found == wanted

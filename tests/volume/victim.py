@@ -30,10 +30,14 @@ def main(root: Path) -> None:
     load(volume, path, empty_slot(make_layout()))
     print("retiring", flush=True)
     volume.retire(step_id(1))
+    over = staged(make_layout(), 3)  # written over rank 0's shard of step 1
+    volume.write(over.view, over.layout, over.control)
+    print("durable 0 3", flush=True)
     history = History()
     HistoryFile(volume.root / "history.jsonl", run=RUN).append(history.all(), history.before)
     print("losing", flush=True)
     volume.quarantine(path, "test")
+    volume.close()
     print("done", flush=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -53,6 +53,14 @@ class Directories:
     def used_bytes(self, *, besides: Collection[Path]) -> int:
         """Blocks of all files below the root except `besides`, in bytes."""
         return sum(_blocks(path) for path in _walk(self._tree.root) if path not in besides)
+
+    def disk_bytes(self, directories: Iterable[Path]) -> int:
+        """Blocks of all files in these directories, in bytes."""
+        return sum(_blocks(path) for directory in directories for path in _walk(directory))
+
+    def shards_of(self, directories: Iterable[Path]) -> list[Path]:
+        """The shards in these directories, without links to other volumes."""
+        return [path for directory in directories for path in _shards(directory)]
 
     def quarantined(self) -> int:
         """Number of files in quarantine."""
@@ -105,7 +113,7 @@ class Directories:
         self._filesystem.remove_directory(source)
 
     def retire(self, id: StepId) -> tuple[Path, ...]:
-        """Take a step out of sight. Returns the directories that are to be deleted."""
+        """Take a step out of sight. Returns the directories that are left of it in `retired/`."""
         doomed = []
         for place in (self._tree.published_step(id), self._tree.pending_step(id)):
             if place.is_dir():
@@ -117,22 +125,19 @@ class Directories:
                 doomed.append(target)
         return tuple(doomed)
 
-    def delete(self, directory: Path) -> int:
-        """Delete a retired directory; of a link, only the name. Returns the bytes freed."""
-        freed = 0
+    def delete(self, directory: Path) -> None:
+        """Delete a retired directory; of a link, only the name."""
         if directory.is_symlink():
             self._filesystem.unlink(directory)
-            return freed
+            return
         for path in _entries(directory):
             faults.point("retire.unlink")
             if not path.is_symlink() and path.is_dir():
-                freed += self.delete(path)
-                continue
-            freed += _blocks(path)
-            self._filesystem.unlink(path)
+                self.delete(path)
+            else:
+                self._filesystem.unlink(path)
         self._filesystem.remove_directory(directory)
         faults.point("retire.done")
-        return freed
 
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move one file to quarantine; hides its step if published. Returns the new path."""

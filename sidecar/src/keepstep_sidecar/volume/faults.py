@@ -34,6 +34,8 @@ POINTS = (
     "unpublish.sync",
     "retire.rename",
     "retire.sync",
+    "retire.unseal",
+    "retire.unseal-sync",
     "retire.unlink",
     "retire.done",
     "quarantine.rename",

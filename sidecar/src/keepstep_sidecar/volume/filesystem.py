@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import signal
 import struct
 from pathlib import Path
 
@@ -72,6 +73,16 @@ class Filesystem:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+    def is_open_here_only(self, fd: int) -> bool:
+        """Whether nobody else has this file open or mapped. False if the kernel cannot tell."""
+        try:  # it grants this lease only while there is no other descriptor (fcntl(2), F_SETLEASE)
+            fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # for one who opens it now; else SIGIO
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except OSError:
+            return False
+        return True
 
     def forget_cache(self, fd: int) -> None:
         """Drop the file's clean pages from the page cache: they only displace useful ones."""

@@ -8,7 +8,7 @@
         pending/<step>/rank-...                 durable shards of steps not known to be committed
         pending/<step>/.rank-....tmp-<pid>-<n>  a shard being written
         quarantine/<step>.<shard>.<reason>.<n>  files that failed; kept, never read again
-        retired/<step>.<n>/                     a step that is being deleted
+        retired/<step>.<n>/                     a step that is deleted, or written over by the next
 
 A shard moves between these places by rename only, so it is always in exactly one of them.
 """

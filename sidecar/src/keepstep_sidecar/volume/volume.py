@@ -39,6 +39,7 @@ from keepstep_sidecar.volume.paths import Tree
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.scan import Refused, Scan, opened, strangers, survey
 from keepstep_sidecar.volume.shard_file import Copied, ShardFile, open_shard
+from keepstep_sidecar.volume.spare_files import SpareFiles
 from keepstep_sidecar.volume.writer import CUT_OFF, FULL, EarlyWrite, Writer, Writing, Written
 
 __all__ = ["Unread", "Volume", "Written"]
@@ -92,6 +93,7 @@ class Volume:
         self._filesystem = filesystem or Filesystem()
         self._tree = Tree(self.root)
         self._directories = Directories(self._tree, self._filesystem)
+        self._spares = SpareFiles(self.root, self._directories, self._filesystem)
         self._lock = threading.RLock()
         self._ownership: Ownership | None = None
         if read_only:
@@ -105,6 +107,7 @@ class Volume:
         self._writer = Writer(
             tree=self._tree,
             directories=self._directories,
+            spares=self._spares,
             filesystem=self._filesystem,
             lock=self._lock,
             run=run,
@@ -233,6 +236,7 @@ class Volume:
         with self._lock, self._translated(f"cannot scan {self.root}"):
             if self.read_only:
                 return survey(self.root, run=self.run)
+            self._spares.drop()
             self._directories.sweep(keep=self._writer.in_progress)
             seen = survey(self.root, run=self.run)
             for path in strangers(Tree(self.root)):
@@ -268,7 +272,8 @@ class Volume:
             self._directories.unpublish(id)
 
     def retire(self, id: StepId) -> int:
-        """Delete a step, after durably hiding it. Returns the bytes freed, 0 when absent.
+        """Delete a step, after durably hiding it. Returns the bytes freed, 0 when absent. Its files
+        may stay until the next image is written over them; until then they count as free.
 
         Raises UsageError while a shard of the step is being written.
         """
@@ -277,7 +282,13 @@ class Volume:
             self._refuse_while_writing(id)
             doomed = self._directories.retire(id)
         with self._translated(f"cannot delete step {id} below {self.root}"):
-            return sum(map(self._directories.delete, doomed))
+            return self._spares.keep(doomed) if doomed else 0
+
+    def make_room(self, size_bytes: int) -> None:
+        """Make sure that what counts as free is free for a new file of this size."""
+        self._require_writable()
+        with self._translated(f"cannot make room below {self.root}"):
+            self._writer.make_room(size_bytes)
 
     def _refuse_while_writing(self, id: StepId) -> None:
         if any(temporary.parent.name == str(id) for temporary in self._writer.in_progress):
@@ -326,7 +337,8 @@ class Volume:
     # --- space -------------------------------------------------------------------------------
 
     def used_bytes(self) -> int:
-        """Bytes that this volume's files take, with quarantine and writes in progress."""
+        """Bytes that this volume's files take, with quarantine and writes in progress, without what
+        counts as free."""
         if self.read_only:
             return 0
         with self._translated(f"cannot measure {self.root}"):
@@ -337,7 +349,7 @@ class Volume:
         if self.read_only:
             return 0
         with self._translated(f"cannot measure {self.root}"):
-            free = self._filesystem.free_bytes(self.root)
+            free = self._filesystem.free_bytes(self.root) + self._spares.disk_bytes
             if self.capacity_bytes is None:
                 return free
             return max(0, min(free, self.capacity_bytes - self.used_bytes()))
@@ -355,8 +367,11 @@ class Volume:
             return self._directories.quarantined()
 
     def close(self) -> None:
-        """Release the directory. Call it when no other method is running. Idempotent."""
+        """Delete what is only kept to be written over, and release the directory. Call it when no
+        other method is running. Idempotent."""
         if self._ownership is not None:
+            with contextlib.suppress(OSError):
+                self._spares.drop()
             self._ownership.release()
 
     # --- errors ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Makes one staged image durable: a new file is written, sealed and named, or no file is left.
+"""Makes one staged image durable: a file is written, sealed and named, or no file is left.
 
 A file that failed once is never written to again: after a failed fdatasync, the kernel may mark as
 clean what never reached the medium. Such a file goes to quarantine, where it also keeps its bad
@@ -33,6 +33,7 @@ from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import Tree, temporary_name
 from keepstep_sidecar.volume.scan import LocalShard, opened, read_manifest
 from keepstep_sidecar.volume.shard_file import Copied, ShardFile, open_shard
+from keepstep_sidecar.volume.spare_files import SpareFiles
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full volume."""
@@ -57,6 +58,7 @@ class Writer:
 
     tree: Tree
     directories: Directories
+    spares: SpareFiles
     filesystem: Filesystem
     lock: threading.RLock
     run: str
@@ -74,10 +76,22 @@ class Writer:
         return self._in_progress.keys()
 
     def used_bytes(self) -> int:
-        """Bytes that all files take; files in progress count with their final size."""
+        """Bytes that all files take; files in progress count with their final size, and spare files
+        not at all."""
         with self.lock:
             at_rest = self.directories.used_bytes(besides=self._in_progress)
-            return at_rest + sum(self._in_progress.values())
+            return at_rest - self.spares.disk_bytes + sum(self._in_progress.values())
+
+    def make_room(self, size_bytes: int, *, reserved_bytes: int = 0) -> None:
+        """Delete the spare files if a new file of this size needs their space. `reserved_bytes`:
+        what `used_bytes` counts of it. Raises OSError."""
+        with self.lock:
+            free = self.filesystem.free_bytes(self.tree.root)
+            if self.capacity_bytes is not None:
+                besides = self.used_bytes() - reserved_bytes + self.spares.disk_bytes
+                free = min(free, self.capacity_bytes - besides)
+            if free < size_bytes:
+                self.spares.drop()
 
     def writing(
         self,
@@ -98,7 +112,7 @@ class Writer:
         started = time.perf_counter()
         with self._reserved(control, layout.size_bytes) as temporary:
             try:
-                with self._created(temporary, control) as file:
+                with self._created(temporary, control, layout.size_bytes) as file:
                     file.allocate(layout)
                     there = file.write_copied(view, layout, copied, pace) if copied else ()
                     paused = time.perf_counter()
@@ -155,11 +169,18 @@ class Writer:
                 del self._in_progress[temporary]
 
     @contextlib.contextmanager
-    def _created(self, temporary: Path, control: ControlPage) -> Iterator[ShardFile]:
+    def _created(
+        self, temporary: Path, control: ControlPage, size_bytes: int
+    ) -> Iterator[ShardFile]:
+        """The temporary file, open: a spare file of this size, or a new one."""
         with self.lock:
             self.directories.make_pending(control.id)
-        faults.point("write.create")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            faults.point("write.create")
+            flags = os.O_RDWR
+            shard = shard_name(control.rank, control.world)
+            if not self.spares.take(shard, size_bytes, temporary):
+                self.make_room(size_bytes, reserved_bytes=size_bytes)
+                flags |= os.O_CREAT | os.O_EXCL
         with open_shard(
             temporary, flags, filesystem=self.filesystem, engine=self.engine, threads=self.threads
         ) as file:

@@ -206,6 +206,7 @@ class Copies:
                 f"{roomiest.root}: {size_bytes} bytes needed for a copy, {free} free;"
                 " raise the capacity, keep fewer steps, or fewer replicas"
             )
+        roomiest.make_room(size_bytes)
         return roomiest
 
     def _free(self, volumes: Sequence[Volume], size_bytes: int) -> None:
