@@ -67,6 +67,7 @@ _LIFE = (
 _FLOORS = (
     ("memcpy", "memcpy", "memcpy_s"),
     ("fio write, best", "disk", "fio_write_s"),
+    ("the same over a file that is there", "disk", "fio_over_s"),
     ("fio libaio, depth 16", "disk", "fio_libaio_qd16_s"),
     ("fio psync", "disk", "fio_psync_s"),
     ("fio psync, 4 jobs", "disk", "fio_psync_4jobs_s"),
