@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +94,24 @@ def play(
                 await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
+
+
+def test_a_name_that_somebody_elses_object_has_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def told() -> int:
+        return sum(one.message == "checkpoint not made" for one in caplog.records)
+
+    async def scene(bench: Bench) -> None:
+        foreign = bench.cluster.add(path(70), {"metadata": {"name": f"{KEY.name}-{step(70)}"}})
+        for number in (80, 90):
+            bench.archive([70, number])
+            await until(lambda at=path(number): at in bench.there())
+        assert bench.cluster.objects[path(70)] == foreign
+        assert told() == 1
+
+    with caplog.at_level(logging.WARNING, "keepstep.operator"):
+        play(scene)
 
 
 def test_archived_and_pinned_steps_become_objects_and_go_with_their_step() -> None:

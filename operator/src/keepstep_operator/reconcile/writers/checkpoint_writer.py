@@ -26,7 +26,7 @@ from keepstep_operator.kube import (
     PatchType,
 )
 from keepstep_operator.reconcile.metrics import Metrics
-from keepstep_operator.reconcile.ratelimit import Pacer
+from keepstep_operator.reconcile.ratelimit import Pacer, Throttle
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.state.run_view import (
     KeptStep,
@@ -53,6 +53,7 @@ LIST_EVERY_S: Final = 600.0
 AT_ONCE: Final = 20
 """The most writes for one run in one period."""
 _POLL_S: Final = 1.0
+_LOGGED_EVERY_S: Final = 3600.0
 
 
 @dataclass
@@ -94,6 +95,7 @@ class CheckpointWriter:
         self._pacer = pacer or Pacer(least_period_s=PERIOD_S, writes_a_second=5.0)
         self._list_every_s = list_every_s
         self._listed: dict[RunKey, _Listed] = {}
+        self._logged = Throttle(burst=5, refill_s=_LOGGED_EVERY_S)
 
     def mark(self, run: RunKey) -> None:
         """The steps that this run keeps may have changed."""
@@ -173,7 +175,10 @@ class CheckpointWriter:
         try:
             made = await self._client.create(CHECKPOINTS, body, namespace=key.namespace)
         except Conflict:
-            return  # the name is taken by an object that is not ours
+            if self._logged.allows(key, one.name, period_s=_LOGGED_EVERY_S, at=self._clock()):
+                reason = "an object that is not the operator's has this name: delete it"
+                warn("checkpoint not made", run=str(key), checkpoint=one.name, reason=reason)
+            return
         self._metrics.wrote("checkpoint")
         known[one.name] = seen(made)
         await self._tell(key, known, one)
