@@ -23,10 +23,12 @@ MEMORY_PREFIX = "keepstep-bench-"
 
 
 def environment(*, tree: Path = ROOT, **extra: str) -> dict[str, str]:
-    """This process's environment with the packages of the checkout `tree` first on PYTHONPATH."""
+    """This process's environment with the packages of the checkout `tree` first on PYTHONPATH, and
+    with bytecode, which installed packages have."""
     parts = [str(tree / "lib/src"), str(tree / "sidecar/src"), str(tree)]
     parts += filter(None, [os.environ.get("PYTHONPATH")])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(parts)), **extra}
+    path = os.pathsep.join(dict.fromkeys(parts))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "", **extra}
 
 
 def cpu_s(pid: int) -> float:

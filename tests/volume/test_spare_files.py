@@ -120,6 +120,18 @@ def test_where_the_kernel_cannot_tell_it_is_deleted(
     write(volume, staged(make_layout(), 2))
 
 
+@pytest.mark.parametrize("what", ["a directory", "a pipe", "a scrap"])
+def test_what_only_has_the_name_of_a_shard_is_deleted(volume: Volume, what: str) -> None:
+    path = write(volume, staged(make_layout(), 1))
+    path.unlink()
+    {"a directory": Path.mkdir, "a pipe": os.mkfifo, "a scrap": Path.touch}[what](path)
+    volume.retire(step_id(1))
+    volume.retire(step_id(2))
+    write(volume, staged(make_layout(), 2))
+    volume.close()
+    assert list((volume.root / "retired").iterdir()) == []
+
+
 def test_an_image_of_another_size_gets_a_new_file(volume: Volume) -> None:
     inode = retired_shard(volume)
     slot = staged(make_layout(parameters=7000), 2)

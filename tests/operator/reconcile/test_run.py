@@ -134,6 +134,18 @@ def test_a_report_of_a_pod_that_was_replaced_is_ignored() -> None:
     assert play.status.watermarks["local"] == str(step(100))
 
 
+def test_pods_that_were_created_in_the_same_second_do_not_take_turns() -> None:
+    play, pods, sidecars = running()
+    twin, places = replace(pods[0], uid="pod-0-2"), play.registry.runs[KEY].ledger.places
+    play.see(twin)
+    play.hear(twin, Sidecar(rank=0, started_at=T0 + 60).durable(90).report())
+    play.hear(pods[0], sidecars[0].report())
+    assert places[0].pod == twin.uid
+    play.lose(twin)
+    play.hear(pods[0], sidecars[0].report())
+    assert places[0].pod == pods[0].uid
+
+
 def test_a_pod_that_comes_back_to_its_node_finds_what_its_hostpath_kept() -> None:
     play, pods, _ = running()
     play.lose(pods[0])

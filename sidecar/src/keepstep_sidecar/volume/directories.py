@@ -60,7 +60,7 @@ class Directories:
 
     def shards_of(self, directories: Iterable[Path]) -> list[Path]:
         """The shards in these directories, without links to other volumes."""
-        return [path for directory in directories for path in _shards(directory)]
+        return [path for one in directories for path in _shards(one) if path.is_file()]
 
     def quarantined(self) -> int:
         """Number of files in quarantine."""

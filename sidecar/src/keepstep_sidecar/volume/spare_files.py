@@ -28,7 +28,7 @@ class SpareFiles:
         self._filesystem = filesystem
         self._lock = threading.Lock()
         self._files: dict[str, tuple[Path, os.stat_result]] = {}
-        self._retired: list[Path] = []
+        self._retired: Sequence[Path] = ()
 
     @property
     def disk_bytes(self) -> int:
@@ -44,13 +44,14 @@ class SpareFiles:
         """
         freed = self._directories.disk_bytes(retired)
         with self._lock:
-            self._drop()
-            self._retired += retired
+            self._replace(retired)
             if self._filesystem.free_bytes(self._root) >= freed:
                 for path in self._directories.shards_of(retired):
-                    self._spare_or_delete(path)
+                    if not self._spare(path):
+                        faults.point("retire.unlink")
+                        self._filesystem.unlink(path)
             if not self._files:
-                self._drop()
+                self._replace(())
         return freed
 
     def take(self, shard: str, size_bytes: int, path: Path) -> bool:
@@ -70,26 +71,32 @@ class SpareFiles:
     def drop(self) -> None:
         """Delete all spare files."""
         with self._lock:
-            self._drop()
+            self._replace(())
 
-    def _drop(self) -> None:
+    def _replace(self, retired: Sequence[Path]) -> None:
         self._files.clear()
-        while self._retired:
-            self._directories.delete(self._retired.pop())
+        before, self._retired = self._retired, retired
+        for directory in before:
+            self._directories.delete(directory)
 
-    def _spare_or_delete(self, path: Path) -> None:
-        fd = self._filesystem.open(path, os.O_RDWR)
+    def _spare(self, path: Path) -> bool:
+        """Keep this file, unless it is not ours alone to change."""
+        try:
+            fd = self._filesystem.open(path, os.O_RDWR)
+        except PermissionError:
+            return False
         try:
             found = os.fstat(fd)
-            if free := found.st_nlink == 1 and self._filesystem.is_open_here_only(fd):
-                faults.point("retire.unseal")
-                with aligned_buffer(PAGE_BYTES) as zeros, memoryview(zeros) as page:
-                    self._filesystem.write(fd, page, found.st_size - PAGE_BYTES)
-                faults.point("retire.unseal-sync")
-                self._filesystem.sync_data(fd)
-                self._files[path.name] = path, found
+            if found.st_nlink > 1 or found.st_size < PAGE_BYTES:
+                return False
+            if not self._filesystem.is_open_here_only(fd):
+                return False
+            faults.point("retire.unseal")
+            with aligned_buffer(PAGE_BYTES) as zeros, memoryview(zeros) as page:
+                self._filesystem.write(fd, page, found.st_size - PAGE_BYTES)
+            faults.point("retire.unseal-sync")
+            self._filesystem.sync_data(fd)
         finally:
             self._filesystem.close(fd)
-        if not free:
-            faults.point("retire.unlink")
-            self._filesystem.unlink(path)
+        self._files[path.name] = path, found
+        return True

@@ -238,9 +238,11 @@ class Sender:
 
 
 def overtaken(place: Place, sender: Sender, report: Report) -> bool:
-    """Whether a newer report of this place is known already."""
+    """Whether a newer report of this place is known already. Of two pods that were created in the
+    same second, one holds the place while it is there: they must not take turns."""
     if place.pod != sender.pod:
-        return sender.created_at < place.created_at
+        holder = "" if place.gone else place.pod
+        return (sender.created_at, sender.pod) < (place.created_at, holder)
     if place.sidecar.started_at != report.started_at:
         return report.started_at in place.past
     return report.sequence < place.sidecar.sequence
