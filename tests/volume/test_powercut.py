@@ -38,8 +38,8 @@ ENDS = {1: "retiring 1", 2: "losing 2"}
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> list[Entry]:
-    """Steps 1 and 2 are written and published, 1 is retired, 3 and 4 are written by one rank
-    each, over its shard of step 1; then a shard of step 2 is found broken, and a new epoch begins."""
+    """Steps 1 and 2 are written and published, 1 is retired, 3 and 4 are written by one rank each,
+    over its shard of step 1; then a shard of step 2 is found broken, and a new epoch begins."""
     root = tmp_path_factory.mktemp("volume") / RUN
     root.mkdir()
     recorder = Recorder(root)

@@ -104,9 +104,10 @@ def test_a_name_that_somebody_elses_object_has_is_told_once(
 
     async def scene(bench: Bench) -> None:
         foreign = bench.cluster.add(path(70), {"metadata": {"name": f"{KEY.name}-{step(70)}"}})
-        for number in (80, 90):
-            bench.archive([70, number])
-            await until(lambda at=path(number): at in bench.there())
+        bench.archive([70, 80])
+        await until(lambda: path(80) in bench.there())
+        bench.archive([70, 90])
+        await until(lambda: path(90) in bench.there())
         assert bench.cluster.objects[path(70)] == foreign
         assert told() == 1
 
