@@ -158,9 +158,10 @@ class Recorder(Filesystem):
 
     def rename(self, source: Path, target: Path) -> None:
         with self._lock:
+            super().rename(source, target)
             ends = [(self._nodes[path.parent], path.name) for path in (source, target)]
             self.log.append(Rename(ends[0], ends[1], self._nodes[source]))
-            super().rename(source, target)
+            self._nodes.pop(target, None)
             self._nodes = {_moved(path, source, target): n for path, n in self._nodes.items()}
 
     def symlink(self, target: Path, path: Path) -> None:

@@ -146,9 +146,7 @@ def test_an_error_while_reading_sets_the_copy_aside(
         ("publish.rename", lambda volume: volume.publish(step_id(1))),
         ("publish.sync", lambda volume: volume.publish(step_id(1))),
         ("retire.rename", lambda volume: volume.retire(step_id(1))),
-        ("retire.unseal", lambda volume: volume.retire(step_id(1))),
-        ("retire.unseal-sync", lambda volume: volume.retire(step_id(1))),
-        ("retire.unlink", lambda volume: volume.retire(step_id(1)) and volume.scan()),
+        ("retire.unlink", lambda volume: volume.retire(step_id(1), reuse=False)),
         ("record.write", lambda volume: volume.save_record(volume.record)),
         ("record.rename", lambda volume: volume.save_record(volume.record)),
     ],
@@ -162,7 +160,7 @@ def test_other_errors_are_storage_errors_that_say_what_could_not_be_done(
     slot = staged(make_layout(), 1)
     volume.write(slot.view, slot.layout, slot.control)
     armed(f"{point}:eio")
-    with pytest.raises(StorageError, match=r"cannot (publish|retire|delete|scan|write)") as caught:
+    with pytest.raises(StorageError, match=r"cannot (publish|retire|delete|write)") as caught:
         act(volume)
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.EIO

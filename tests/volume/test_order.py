@@ -34,12 +34,17 @@ sync /
 rename 0001.1f9c2d7a-000000001 to 0001.1f9c2d7a-000000001.1
 sync retired
 sync /
-write control
-sync shard
+link spare
+rename rank-00000-of-00001.safetensors to rank-00000-of-00001.safetensors
+unlink 0001.1f9c2d7a-000000001.1
 retired
 link 0001.1f9c2d7a-000000002
 sync pending
+link .rank-00000-of-00001.safetensors.tmp
 rename rank-00000-of-00001.safetensors to .rank-00000-of-00001.safetensors.tmp
+write control
+sync shard
+rename .rank-00000-of-00001.safetensors.tmp to .rank-00000-of-00001.safetensors.tmp
 resize shard
 write data
 write digests
@@ -49,7 +54,6 @@ sync shard
 rename .rank-00000-of-00001.safetensors.tmp to rank-00000-of-00001.safetensors
 sync 0001.1f9c2d7a-000000002
 durable
-unlink 0001.1f9c2d7a-000000001.1
 """
 
 

@@ -4,8 +4,11 @@ Two files are the same one if they have the same inode."""
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,23 +20,44 @@ from keepstep.errors import NoSpaceError
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume.direct_io import Engine
 from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.volume import Volume
-from tests.volume.images import Slot, empty_slot, load, make_layout, staged, step_id
+from tests.volume.images import RUN, Slot, empty_slot, load, make_layout, staged, step_id
 
 
 def write(volume: Volume, slot: Slot) -> Path:
     return volume.write(slot.view, slot.layout, slot.control).shard.path
 
 
-def retired_shard(volume: Volume, *, rank: int = 0) -> int:
+def spare_shard(volume: Volume, *, rank: int = 0) -> int:
     """Write step 1 of this rank and retire it. Returns the inode of its file."""
     inode = write(volume, staged(make_layout(rank=rank), 1)).stat().st_ino
     volume.retire(step_id(1))
+    assert [path.name for path in spare(volume)] == [shard_name(rank, 2)]
     return inode
 
 
-def left(volume: Volume) -> list[Path]:
-    return [path for path in (volume.root / "retired").rglob("*") if path.is_file()]
+def spare(volume: Volume) -> list[Path]:
+    """The spare files; everything else that was retired is deleted."""
+    assert list((volume.root / "retired").iterdir()) == []
+    return sorted((volume.root / "spare").iterdir())
+
+
+def left_over(volume: Volume) -> list[Path]:
+    return list(volume.root.rglob(".rank-*"))
+
+
+class Full(Filesystem):
+    """A volume on which a new file finds no space while there is a spare one."""
+
+    def __init__(self, root: Path, code: int) -> None:
+        self._root = root
+        self._code = code
+
+    def allocate(self, fd: int, size_bytes: int) -> None:
+        if list((self._root / "spare").glob("*")):
+            raise OSError(self._code, os.strerror(self._code))
+        super().allocate(fd, size_bytes)
 
 
 @pytest.mark.parametrize("engine", list(Engine))
@@ -41,7 +65,7 @@ def test_the_next_image_of_the_rank_is_written_over_it(
     open_volume: Callable[..., Volume], engine: Engine
 ) -> None:
     volume = open_volume(engine=engine)
-    inode = retired_shard(volume)
+    inode = spare_shard(volume)
     slot = staged(make_layout(), 2)
     path = write(volume, slot)
     assert path.stat().st_ino == inode
@@ -49,23 +73,7 @@ def test_the_next_image_of_the_rank_is_written_over_it(
     load(volume, path, view)
     assert view[: slot.layout.digests_begin] == slot.view[: slot.layout.digests_begin]
     assert [shard.step_id for shard in volume.scan().shards] == [step_id(2)]
-    assert left(volume) == []
-
-
-def test_its_seal_is_gone_before_it_is_written_over(volume: Volume) -> None:
-    retired_shard(volume)
-    (path,) = left(volume)
-    assert path.read_bytes()[make_layout().control_begin :] == bytes(4096)
-
-
-def test_a_file_that_anybody_has_open_keeps_its_bytes(volume: Volume) -> None:
-    path = write(volume, staged(make_layout(), 1))
-    before = path.read_bytes()
-    with path.open("rb") as reader:
-        volume.retire(step_id(1))
-        write(volume, staged(make_layout(), 2))
-        assert reader.read() == before
-    assert left(volume) == []
+    assert spare(volume) == []
 
 
 def test_a_file_that_anybody_has_mapped_keeps_its_bytes(volume: Volume) -> None:
@@ -97,9 +105,9 @@ def others():
         os.close(os.open(sys.argv[1], os.O_RDONLY))
 threading.Thread(target=others, daemon=True).start()
 while alone != {True, False}:
-    alone.add(Filesystem().is_open_here_only(fd))
+    alone.add(Filesystem().is_open_only_as(fd))
 for _ in range(20_000):
-    Filesystem().is_open_here_only(fd)
+    Filesystem().is_open_only_as(fd)
 os._exit(0)
 """
 
@@ -111,29 +119,8 @@ def test_whoever_opens_it_meanwhile_does_no_harm(tmp_path: Path) -> None:
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
 
 
-def test_where_the_kernel_cannot_tell_it_is_deleted(
-    volume: Volume, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Filesystem, "is_open_here_only", lambda *_: False)
-    retired_shard(volume)
-    assert left(volume) == []
-    write(volume, staged(make_layout(), 2))
-
-
-@pytest.mark.parametrize("what", ["a directory", "a pipe", "a scrap"])
-def test_what_only_has_the_name_of_a_shard_is_deleted(volume: Volume, what: str) -> None:
-    path = write(volume, staged(make_layout(), 1))
-    path.unlink()
-    {"a directory": Path.mkdir, "a pipe": os.mkfifo, "a scrap": Path.touch}[what](path)
-    volume.retire(step_id(1))
-    volume.retire(step_id(2))
-    write(volume, staged(make_layout(), 2))
-    volume.close()
-    assert list((volume.root / "retired").iterdir()) == []
-
-
 def test_an_image_of_another_size_gets_a_new_file(volume: Volume) -> None:
-    inode = retired_shard(volume)
+    inode = spare_shard(volume)
     slot = staged(make_layout(parameters=7000), 2)
     path = write(volume, slot)
     assert (path.stat().st_ino, path.stat().st_size) != (inode, make_layout().size_bytes)
@@ -141,69 +128,8 @@ def test_an_image_of_another_size_gets_a_new_file(volume: Volume) -> None:
 
 
 def test_an_image_of_another_rank_gets_a_new_file(volume: Volume) -> None:
-    inode = retired_shard(volume, rank=1)
+    inode = spare_shard(volume, rank=1)
     assert write(volume, staged(make_layout(rank=0), 2)).stat().st_ino != inode
-
-
-def test_only_the_step_that_was_retired_last_is_kept(volume: Volume) -> None:
-    for step in (1, 2, 3):
-        write(volume, staged(make_layout(), step))
-    for step in (1, 2):
-        volume.retire(step_id(step))
-    assert [path.parent.name for path in left(volume)] == [f"{step_id(2)}.1"]
-
-
-def test_a_file_that_somebody_removed_is_made_anew(volume: Volume) -> None:
-    retired_shard(volume)
-    (path,) = left(volume)
-    path.unlink()
-    write(volume, staged(make_layout(), 2))
-
-
-@pytest.mark.parametrize("act", [Volume.close, Volume.scan])
-def test_nothing_of_it_stays_after(volume: Volume, act: Callable[[Volume], object]) -> None:
-    retired_shard(volume)
-    assert left(volume)
-    act(volume)
-    assert list((volume.root / "retired").iterdir()) == []
-
-
-def test_it_counts_as_free_and_is_deleted_when_others_need_its_space(
-    open_volume: Callable[..., Volume],
-) -> None:
-    size = make_layout().size_bytes
-    volume = open_volume(capacity_bytes=size + 8192)
-    retired_shard(volume, rank=1)
-    assert left(volume)
-    assert (volume.used_bytes() < 8192, volume.free_bytes() >= size) == (True, True)
-    write(volume, staged(make_layout(rank=0), 2))
-    assert left(volume) == []
-
-
-def test_it_takes_no_space_from_its_own_successor(open_volume: Callable[..., Volume]) -> None:
-    volume = open_volume(capacity_bytes=make_layout().size_bytes + 8192)
-    inode = retired_shard(volume)
-    assert write(volume, staged(make_layout(), 2)).stat().st_ino == inode
-    with pytest.raises(NoSpaceError):
-        write(volume, staged(make_layout(), 3))
-
-
-def test_room_for_files_of_others_is_made_of_it(open_volume: Callable[..., Volume]) -> None:
-    size = make_layout().size_bytes
-    volume = open_volume(capacity_bytes=2 * size)
-    retired_shard(volume)
-    volume.make_room(size // 2)
-    assert left(volume)
-    volume.make_room(2 * size - 8192)
-    assert left(volume) == []
-
-
-def test_on_a_drive_that_is_nearly_full_it_is_deleted_at_once(
-    volume: Volume, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Filesystem, "free_bytes", lambda *_: make_layout().size_bytes - 4096)
-    retired_shard(volume)
-    assert left(volume) == []
 
 
 def test_links_to_other_volumes_are_no_spare_files(
@@ -217,3 +143,219 @@ def test_links_to_other_volumes_are_no_spare_files(
     write(volume, staged(make_layout(rank=1), 2))
     assert foreign.read_bytes()[-4096:] != bytes(4096)
     assert foreign.name == shard_name(1, 2)
+
+
+def test_its_seal_is_gone_before_anything_is_written_over(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare_shard(volume)
+    slot, seals = staged(make_layout(), 2), list[bytes]()
+    allocate = Filesystem.allocate
+
+    def look(self: Filesystem, fd: int, size_bytes: int) -> None:
+        (path,) = left_over(volume)
+        seals.append(path.read_bytes()[slot.layout.control_begin :])
+        allocate(self, fd, size_bytes)
+
+    monkeypatch.setattr(Filesystem, "allocate", look)
+    write(volume, slot)
+    assert seals == [bytes(4096)]
+
+
+@pytest.mark.parametrize("opened", ["before it is retired", "as a spare file"])
+def test_a_file_that_anybody_has_open_keeps_its_bytes(volume: Volume, opened: str) -> None:
+    path = write(volume, staged(make_layout(), 1))
+    before = path.read_bytes()
+    reader = path.open("rb") if opened == "before it is retired" else None
+    volume.retire(step_id(1))
+    with reader or spare(volume)[0].open("rb") as file:
+        write(volume, staged(make_layout(), 2))
+        assert file.read() == before
+    assert (spare(volume), left_over(volume)) == ([], [])
+
+
+def test_who_stands_in_the_steps_directory_finds_no_file_that_changes(volume: Volume) -> None:
+    path = write(volume, staged(make_layout(), 1))
+    directory = os.open(path.parent, os.O_RDONLY)
+    volume.retire(step_id(1))
+    with pytest.raises(FileNotFoundError):
+        os.open(path.name, os.O_RDONLY, dir_fd=directory)
+    os.close(directory)
+
+
+def test_where_the_kernel_cannot_tell_who_has_it_open_it_is_deleted(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Filesystem, "is_open_only_as", lambda *_: False)
+    inode = spare_shard(volume)
+    with (volume.root / "spare" / shard_name(0, 2)).open() as file:  # so its number is not free
+        assert write(volume, staged(make_layout(), 2)).stat().st_ino != inode
+        assert os.fstat(file.fileno()).st_nlink == 0
+
+
+@pytest.mark.parametrize("what", ["mode", "attribute"])
+def test_the_next_shard_has_nothing_of_what_somebody_set_on_its_predecessor(
+    volume: Volume, what: str
+) -> None:
+    path = write(volume, staged(make_layout(), 1))
+    usual = stat.S_IMODE(path.stat().st_mode)
+    if what == "mode":
+        path.chmod(0o666)
+    else:
+        os.setxattr(path, "user.label", b"secret")
+    volume.retire(step_id(1))
+    later = write(volume, staged(make_layout(), 2))
+    assert stat.S_IMODE(later.stat().st_mode) == usual
+    assert "user.label" not in os.listxattr(later)
+
+
+@pytest.mark.parametrize("what", ["a directory", "a pipe", "a scrap"])
+def test_what_only_has_the_name_of_a_shard_is_no_spare_file(volume: Volume, what: str) -> None:
+    path = write(volume, staged(make_layout(), 1))
+    path.unlink()
+    {"a directory": Path.mkdir, "a pipe": os.mkfifo, "a scrap": Path.touch}[what](path)
+    volume.retire(step_id(1))
+    slot = staged(make_layout(), 2)
+    load(volume, write(volume, slot), empty_slot(slot.layout))
+    assert (spare(volume), left_over(volume)) == ([], [])
+
+
+def test_what_else_lies_in_a_steps_directory_is_deleted_with_it(volume: Volume) -> None:
+    path = write(volume, staged(make_layout(), 1))
+    (path.parent / "notes.txt").write_bytes(bytes(1 << 20))
+    volume.retire(step_id(1))
+    assert spare(volume)
+    assert volume.used_bytes() < 1 << 20
+
+
+def test_only_the_step_that_was_retired_last_is_kept(volume: Volume) -> None:
+    for step in (1, 2):
+        write(volume, staged(make_layout(rank=0), step))
+    write(volume, staged(make_layout(rank=1), 1))
+    volume.retire(step_id(1))
+    assert [path.name for path in spare(volume)] == [shard_name(rank, 2) for rank in range(2)]
+    volume.retire(step_id(2))
+    assert [path.name for path in spare(volume)] == [shard_name(0, 2)]
+
+
+@pytest.mark.parametrize("what", ["spare", "retired", "all of it"])
+def test_what_somebody_removed_is_not_missed(volume: Volume, what: str) -> None:
+    spare_shard(volume)
+    if what == "all of it":
+        shutil.rmtree(volume.root)
+        assert volume.mend()
+    else:
+        shutil.rmtree(volume.root / what)
+    assert volume.used_bytes() >= 0
+    volume.scan()
+    write(volume, staged(make_layout(), 2))
+    volume.retire(step_id(2))
+    assert volume.failed == ""
+
+
+def test_an_image_goes_to_a_new_file_where_the_spare_one_fails(
+    volume: Volume, armed: Callable[[str], None]
+) -> None:
+    for point in ("spare.unseal", "spare.sync"):
+        inode = spare_shard(volume)
+        armed(f"{point}:eio")
+        with (volume.root / "spare" / shard_name(0, 2)).open():
+            pass
+        slot = staged(make_layout(), 2)
+        path = write(volume, slot)
+        assert (path.stat().st_ino != inode, left_over(volume)) == (True, [])
+        load(volume, path, empty_slot(slot.layout))
+        volume.retire(step_id(2), reuse=False)
+    assert volume.failed == ""
+
+
+@pytest.mark.parametrize("act", [Volume.close, Volume.scan])
+def test_nothing_of_it_stays_after(volume: Volume, act: Callable[[Volume], object]) -> None:
+    spare_shard(volume)
+    act(volume)
+    assert spare(volume) == []
+
+
+def test_a_spare_file_that_cannot_be_deleted_hides_no_shard(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare_shard(volume)
+    write(volume, staged(make_layout(rank=1), 2))
+
+    def refuse(self: Filesystem, path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Filesystem, "unlink", refuse)
+    assert [shard.rank for shard in volume.scan().shards] == [1]
+    volume.close()
+
+
+def test_without_reuse_a_step_is_deleted_at_once(volume: Volume) -> None:
+    write(volume, staged(make_layout(), 1))
+    assert volume.retire(step_id(1), reuse=False) >= make_layout().size_bytes
+    assert not (volume.root / "spare").exists()
+
+
+def test_it_counts_as_free_and_is_deleted_when_others_need_its_space(
+    open_volume: Callable[..., Volume],
+) -> None:
+    size = make_layout().size_bytes
+    volume = open_volume(capacity_bytes=size + 8192)
+    spare_shard(volume, rank=1)
+    assert (volume.used_bytes() < 8192, volume.free_bytes() >= size) == (True, True)
+    write(volume, staged(make_layout(rank=0), 2))
+    assert spare(volume) == []
+
+
+def test_it_takes_no_space_from_its_own_successor(open_volume: Callable[..., Volume]) -> None:
+    volume = open_volume(capacity_bytes=make_layout().size_bytes + 8192)
+    inode = spare_shard(volume)
+    assert write(volume, staged(make_layout(), 2)).stat().st_ino == inode
+    with pytest.raises(NoSpaceError):
+        write(volume, staged(make_layout(), 3))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_drive_is_tried_again_without_it(
+    open_volume: Callable[..., Volume], tmp_path: Path, code: int
+) -> None:
+    volume = open_volume(filesystem=Full(tmp_path / "disk" / RUN, code))
+    write(volume, staged(make_layout(rank=0), 1))
+    for make in (
+        lambda: write(volume, staged(make_layout(rank=0, parameters=7000), 2)),
+        lambda: volume.with_room(lambda: allocated(volume)),
+    ):
+        volume.retire(step_id(1))
+        make()
+        assert spare(volume) == []
+        write(volume, staged(make_layout(rank=0), 1))
+
+
+def allocated(volume: Volume) -> None:
+    with (volume.root / "other").open("wb") as file:
+        volume._filesystem.allocate(file.fileno(), 4096)
+
+
+def test_a_record_finds_room_on_a_drive_that_is_full_of_it(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare_shard(volume)
+    open_ = Filesystem.open
+
+    def full(self: Filesystem, path: Path, flags: int) -> int:
+        if flags & os.O_CREAT and spare(volume):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return open_(self, path, flags)
+
+    monkeypatch.setattr(Filesystem, "open", full)
+    volume.save_record(RunRecord(run=RUN))
+    assert spare(volume) == []
+
+
+def test_on_a_drive_that_is_nearly_full_none_is_kept(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Filesystem, "free_bytes", lambda *_: make_layout().size_bytes - 4096)
+    write(volume, staged(make_layout(), 1))
+    volume.retire(step_id(1))
+    assert spare(volume) == []

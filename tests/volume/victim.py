@@ -37,7 +37,7 @@ def main(root: Path) -> None:
     HistoryFile(volume.root / "history.jsonl", run=RUN).append(history.all(), history.before)
     print("losing", flush=True)
     volume.quarantine(path, "test")
-    volume.close()
+    volume.retire(step_id(2), reuse=False)
     print("done", flush=True)
 
 

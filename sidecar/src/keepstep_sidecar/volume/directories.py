@@ -54,13 +54,17 @@ class Directories:
         """Blocks of all files below the root except `besides`, in bytes."""
         return sum(_blocks(path) for path in _walk(self._tree.root) if path not in besides)
 
-    def disk_bytes(self, directories: Iterable[Path]) -> int:
-        """Blocks of all files in these directories, in bytes."""
-        return sum(_blocks(path) for directory in directories for path in _walk(directory))
+    def disk_bytes(self, path: Path) -> int:
+        """Blocks of a file, or of all files in a directory, in bytes; 0 when it is gone."""
+        return sum(_blocks(one) for one in _walk(path)) if path.is_dir() else _blocks(path)
 
-    def shards_of(self, directories: Iterable[Path]) -> list[Path]:
-        """The shards in these directories, without links to other volumes."""
-        return [path for one in directories for path in _shards(one) if path.is_file()]
+    def shards_in(self, directory: Path) -> list[Path]:
+        """The shards in `directory` itself, without links to other volumes."""
+        return [path for path in _shards(directory) if path.is_file()]
+
+    def entries(self, directory: Path) -> list[Path]:
+        """What `directory` holds, sorted; nothing when it is missing."""
+        return _entries(directory)
 
     def quarantined(self) -> int:
         """Number of files in quarantine."""
@@ -125,19 +129,28 @@ class Directories:
                 doomed.append(target)
         return tuple(doomed)
 
-    def delete(self, directory: Path) -> None:
-        """Delete a retired directory; of a link, only the name."""
+    def delete(self, directory: Path) -> int:
+        """Delete a retired directory; of a link, only the name. Returns the bytes freed."""
+        freed = 0
         if directory.is_symlink():
             self._filesystem.unlink(directory)
-            return
+            return freed
         for path in _entries(directory):
             faults.point("retire.unlink")
             if not path.is_symlink() and path.is_dir():
-                self.delete(path)
-            else:
-                self._filesystem.unlink(path)
+                freed += self.delete(path)
+                continue
+            freed += _blocks(path)
+            self._filesystem.unlink(path)
         self._filesystem.remove_directory(directory)
         faults.point("retire.done")
+        return freed
+
+    def discard(self, paths: Iterable[Path]) -> None:
+        """Delete these files. One that cannot be deleted stays and is logged."""
+        for path in paths:
+            with _said(path), contextlib.suppress(FileNotFoundError):
+                self._filesystem.unlink(path)
 
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move one file to quarantine; hides its step if published. Returns the new path."""

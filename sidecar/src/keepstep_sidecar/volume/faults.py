@@ -19,6 +19,8 @@ FAULTS_ENV = "KEEPSTEP_FAULTS"
 
 POINTS = (
     "write.create",
+    "spare.unseal",
+    "spare.sync",
     "write.allocate",
     "write.data",
     "write.table",
@@ -34,8 +36,6 @@ POINTS = (
     "unpublish.sync",
     "retire.rename",
     "retire.sync",
-    "retire.unseal",
-    "retire.unseal-sync",
     "retire.unlink",
     "retire.done",
     "quarantine.rename",

@@ -20,6 +20,15 @@ _FICLONERANGE = 0x4020940D
 """ioctl_ficlonerange(2); `fcntl` names it from Python 3.12 on."""
 
 
+def _attributes(fd: int) -> dict[str, bytes]:
+    try:
+        return {name: os.getxattr(fd, name) for name in os.listxattr(fd)}
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        return {}
+
+
 class Filesystem:
     """POSIX calls of the standard library. Every method may raise OSError."""
 
@@ -74,8 +83,17 @@ class Filesystem:
         finally:
             os.close(fd)
 
-    def is_open_here_only(self, fd: int) -> bool:
-        """Whether nobody else has this file open or mapped. False if the kernel cannot tell."""
+    def is_alike(self, fd: int, other: int) -> bool:
+        """Whether two open files are of the same kind, owner, permissions and extended attributes
+        (access lists are some of these)."""
+        found, wanted = os.fstat(fd), os.fstat(other)
+        if (found.st_mode, found.st_uid) != (wanted.st_mode, wanted.st_uid):
+            return False
+        return found.st_gid == wanted.st_gid and _attributes(fd) == _attributes(other)
+
+    def is_open_only_as(self, fd: int) -> bool:
+        """Whether nobody has this file open or mapped but by `fd`. False if the kernel cannot
+        tell."""
         try:  # it grants this lease only while there is no other descriptor (fcntl(2), F_SETLEASE)
             fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # for one who opens it now; else SIGIO
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)

@@ -8,7 +8,8 @@
         pending/<step>/rank-...                 durable shards of steps not known to be committed
         pending/<step>/.rank-....tmp-<pid>-<n>  a shard being written
         quarantine/<step>.<shard>.<reason>.<n>  files that failed; kept, never read again
-        retired/<step>.<n>/                     a step that is deleted, or written over by the next
+        retired/<step>.<n>/                     a step that is being deleted
+        spare/rank-...                          retired shards that will be written over
 
 A shard moves between these places by rename only, so it is always in exactly one of them.
 """
@@ -81,6 +82,10 @@ class Tree:
     @property
     def retired(self) -> Path:
         return self.root / "retired"
+
+    @property
+    def spare(self) -> Path:
+        return self.root / "spare"
 
     def pending_step(self, id: StepId) -> Path:
         return self.pending / str(id)

@@ -1,102 +1,98 @@
-"""The shards of the step that was retired last, kept to be written over (docs/adr/0015).
+"""Shards of retired steps, kept to be written over by the next images (docs/adr/0015).
 
-Writing over blocks that a file already has is faster than writing a new file: the file system has
-none to find, and the drive none to make anew. A spare file stays in `retired/`, where no reader
-looks, and its seal is gone from the medium before anything else of it changes.
+Writing over blocks that a file has already is faster than writing a new file: the file system has
+none to find, and the drive none to make anew. A spare file lies in `spare/`, where no reader looks.
+All that is known of it is what lies there. Where anything is in doubt, a new file is written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.direct_io import aligned_buffer
 from keepstep_sidecar.volume.directories import Directories
 from keepstep_sidecar.volume.filesystem import PAGE_BYTES, Filesystem
+from keepstep_sidecar.volume.paths import Tree
 
 
 class SpareFiles:
-    """The spare files of the volume at `root`, by the name of their shard: a rank's next image is
-    most likely of the same size. Every method may raise OSError."""
+    """The spare files of one volume, by the name of their shard: a rank's next image is most likely
+    of the same size."""
 
-    def __init__(self, root: Path, directories: Directories, filesystem: Filesystem) -> None:
-        self._root = root
+    def __init__(self, tree: Tree, directories: Directories, filesystem: Filesystem) -> None:
+        self._tree = tree
         self._directories = directories
         self._filesystem = filesystem
-        self._lock = threading.Lock()
-        self._files: dict[str, tuple[Path, os.stat_result]] = {}
-        self._retired: Sequence[Path] = ()
 
-    @property
     def disk_bytes(self) -> int:
-        """Space that spare files take. It counts as free: `drop` frees it."""
-        return sum(found.st_blocks * 512 for _, found in list(self._files.values()))
+        """Space that spare files take. It counts as free."""
+        return self._directories.disk_bytes(self._tree.spare)
 
     def keep(self, retired: Sequence[Path]) -> int:
-        """Keep the shards in these retired directories, and delete all that was kept before.
-        Returns the bytes that are free now, or count as free.
+        """Keep the shards in these retired directories, in place of all that was kept before.
+        Returns their bytes. A shard stays where it is if less than its size is free: others may
+        need that."""
+        shards = [path for one in retired for path in self._directories.shards_in(one)]
+        kept: dict[str, int] = {}
+        with contextlib.suppress(OSError):  # what is not kept will be deleted, as without all this
+            self._filesystem.make_directory(self._tree.spare)
+            for path in shards:
+                size_bytes = self._directories.disk_bytes(path)
+                if self._filesystem.free_bytes(self._tree.root) >= size_bytes:
+                    self._filesystem.rename(path, self._tree.spare / path.name)
+                    kept[path.name] = size_bytes
+        if shards:
+            self._delete(besides=kept)
+        return sum(kept.values())
 
-        A shard is deleted at once if anybody has it open, or has another name for it: its bytes
-        must not change for them. So are all if less than their size is free besides.
+    def replace(self, path: Path, fd: int, *, shard: str, size_bytes: int, claimed: Path) -> bool:
+        """Put the spare file of this shard in the place of the new, empty file `path`, open as
+        `fd`. False if there is none, or if it must not be used. `claimed`: another temporary name.
+
+        It must be of this size, and else like the new file; and nobody may have it open, or have
+        another name for it, since its bytes will change. Its seal is gone from the medium before
+        they do: a power cut never leaves a seal on other bytes.
         """
-        freed = self._directories.disk_bytes(retired)
-        with self._lock:
-            self._replace(retired)
-            if self._filesystem.free_bytes(self._root) >= freed:
-                for path in self._directories.shards_of(retired):
-                    if not self._spare(path):
-                        faults.point("retire.unlink")
-                        self._filesystem.unlink(path)
-            if not self._files:
-                self._replace(())
-        return freed
-
-    def take(self, shard: str, size_bytes: int, path: Path) -> bool:
-        """Move the spare file of this shard to the temporary name `path`, if there is one of just
-        this size."""
-        with self._lock:
-            spare = self._files.get(shard)
-            if spare is None or spare[1].st_size != size_bytes:
-                return False
-            del self._files[shard]
-            try:
-                self._filesystem.rename(spare[0], path)
-            except FileNotFoundError:  # somebody has removed it
-                return False
-            return True
-
-    def drop(self) -> None:
-        """Delete all spare files."""
-        with self._lock:
-            self._replace(())
-
-    def _replace(self, retired: Sequence[Path]) -> None:
-        self._files.clear()
-        before, self._retired = self._retired, retired
-        for directory in before:
-            self._directories.delete(directory)
-
-    def _spare(self, path: Path) -> bool:
-        """Keep this file, unless it is not ours alone to change."""
         try:
-            fd = self._filesystem.open(path, os.O_RDWR)
-        except PermissionError:
+            self._filesystem.rename(self._tree.spare / shard, claimed)
+            try:
+                if self._unsealed(claimed, fd, size_bytes):
+                    self._filesystem.rename(claimed, path)
+                    return True
+            except BaseException:
+                self._filesystem.unlink(claimed)
+                raise
+            self._filesystem.unlink(claimed)
             return False
+        except OSError:  # most often, there is none
+            return False
+
+    def _unsealed(self, path: Path, new: int, size_bytes: int) -> bool:
+        fd = self._filesystem.open(path, os.O_RDWR)
         try:
             found = os.fstat(fd)
-            if found.st_nlink > 1 or found.st_size < PAGE_BYTES:
+            if found.st_size != size_bytes or found.st_nlink > 1:
                 return False
-            if not self._filesystem.is_open_here_only(fd):
+            if not (self._filesystem.is_alike(fd, new) and self._filesystem.is_open_only_as(fd)):
                 return False
-            faults.point("retire.unseal")
+            faults.point("spare.unseal")
             with aligned_buffer(PAGE_BYTES) as zeros, memoryview(zeros) as page:
-                self._filesystem.write(fd, page, found.st_size - PAGE_BYTES)
-            faults.point("retire.unseal-sync")
+                self._filesystem.write(fd, page, size_bytes - PAGE_BYTES)
+            faults.point("spare.sync")
             self._filesystem.sync_data(fd)
+            return True
         finally:
             self._filesystem.close(fd)
-        self._files[path.name] = path, found
-        return True
+
+    def drop(self) -> bool:
+        """Delete all spare files. Returns whether there were any."""
+        return self._delete(besides=())
+
+    def _delete(self, *, besides: Collection[str]) -> bool:
+        doomed = [p for p in self._directories.entries(self._tree.spare) if p.name not in besides]
+        self._directories.discard(doomed)
+        return bool(doomed)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from keepstep.errors import (
     ImageError,
@@ -43,6 +45,8 @@ from keepstep_sidecar.volume.spare_files import SpareFiles
 from keepstep_sidecar.volume.writer import CUT_OFF, FULL, EarlyWrite, Writer, Writing, Written
 
 __all__ = ["Unread", "Volume", "Written"]
+
+T = TypeVar("T")
 
 _OURS = (errno.EFAULT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of a process that lacks the memory or descriptors to read a file that may be good."""
@@ -93,7 +97,7 @@ class Volume:
         self._filesystem = filesystem or Filesystem()
         self._tree = Tree(self.root)
         self._directories = Directories(self._tree, self._filesystem)
-        self._spares = SpareFiles(self.root, self._directories, self._filesystem)
+        self._spares = SpareFiles(self._tree, self._directories, self._filesystem)
         self._lock = threading.RLock()
         self._ownership: Ownership | None = None
         if read_only:
@@ -271,24 +275,26 @@ class Volume:
         with self._lock, self._translated(f"cannot hide step {id} below {self.root}"):
             self._directories.unpublish(id)
 
-    def retire(self, id: StepId) -> int:
-        """Delete a step, after durably hiding it. Returns the bytes freed, 0 when absent. Its files
-        may stay until the next image is written over them; until then they count as free.
+    def retire(self, id: StepId, *, reuse: bool = True) -> int:
+        """Delete a step, after durably hiding it. Returns the bytes freed, 0 when absent.
 
-        Raises UsageError while a shard of the step is being written.
+        `reuse`: its shards may stay until the next images are written over them; they count as
+        free. Raises UsageError while a shard of the step is being written.
         """
         self._require_writable()
         with self._lock, self._translated(f"cannot retire step {id} below {self.root}"):
             self._refuse_while_writing(id)
             doomed = self._directories.retire(id)
         with self._translated(f"cannot delete step {id} below {self.root}"):
-            return self._spares.keep(doomed) if doomed else 0
+            spared = self._spares.keep(doomed) if reuse else 0
+            return spared + sum(map(self._directories.delete, doomed))
 
-    def make_room(self, size_bytes: int) -> None:
-        """Make sure that what counts as free is free for a new file of this size."""
-        self._require_writable()
-        with self._translated(f"cannot make room below {self.root}"):
-            self._writer.make_room(size_bytes)
+    def with_room(self, make: Callable[[], T]) -> T:
+        """Call `make`, which makes a file of its own below the root; if the volume is full, once
+        more without what only counts as free. Raises as `make`."""
+        made = self._writer.with_room(make)
+        self._writer.keep_to_capacity()
+        return made
 
     def _refuse_while_writing(self, id: StepId) -> None:
         if any(temporary.parent.name == str(id) for temporary in self._writer.in_progress):
@@ -314,7 +320,8 @@ class Volume:
         """Durably replace `run.json` by `record`, which becomes `self.record`."""
         self._require_writable()
         with self._lock, self._translated(f"cannot write {self._tree.record}"):
-            run_record.save(self._tree.record, record, filesystem=self._filesystem)
+            save = functools.partial(run_record.save, filesystem=self._filesystem)
+            self._writer.with_room(lambda: save(self._tree.record, record))
             self.record = record
 
     def mend(self) -> bool:
@@ -349,7 +356,7 @@ class Volume:
         if self.read_only:
             return 0
         with self._translated(f"cannot measure {self.root}"):
-            free = self._filesystem.free_bytes(self.root) + self._spares.disk_bytes
+            free = self._filesystem.free_bytes(self.root) + self._spares.disk_bytes()
             if self.capacity_bytes is None:
                 return free
             return max(0, min(free, self.capacity_bytes - self.used_bytes()))
@@ -371,7 +378,8 @@ class Volume:
         other method is running. Idempotent."""
         if self._ownership is not None:
             with contextlib.suppress(OSError):
-                self._spares.drop()
+                if self._ownership.held:
+                    self._spares.drop()
             self._ownership.release()
 
     # --- errors ------------------------------------------------------------------------------

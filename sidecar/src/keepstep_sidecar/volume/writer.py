@@ -12,9 +12,10 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from keepstep.errors import (
     ImageError,
@@ -34,6 +35,8 @@ from keepstep_sidecar.volume.paths import Tree, temporary_name
 from keepstep_sidecar.volume.scan import LocalShard, opened, read_manifest
 from keepstep_sidecar.volume.shard_file import Copied, ShardFile, open_shard
 from keepstep_sidecar.volume.spare_files import SpareFiles
+
+T = TypeVar("T")
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full volume."""
@@ -80,18 +83,23 @@ class Writer:
         not at all."""
         with self.lock:
             at_rest = self.directories.used_bytes(besides=self._in_progress)
-            return at_rest - self.spares.disk_bytes + sum(self._in_progress.values())
+            return at_rest - self.spares.disk_bytes() + sum(self._in_progress.values())
 
-    def make_room(self, size_bytes: int, *, reserved_bytes: int = 0) -> None:
-        """Delete the spare files if a new file of this size needs their space. `reserved_bytes`:
-        what `used_bytes` counts of it. Raises OSError."""
-        with self.lock:
-            free = self.filesystem.free_bytes(self.tree.root)
-            if self.capacity_bytes is not None:
-                besides = self.used_bytes() - reserved_bytes + self.spares.disk_bytes
-                free = min(free, self.capacity_bytes - besides)
-            if free < size_bytes:
-                self.spares.drop()
+    def keep_to_capacity(self) -> None:
+        """Delete the spare files if with them all files take more than they may. Raises OSError."""
+        if self.capacity_bytes is not None:
+            with self.lock:
+                if self.used_bytes() + self.spares.disk_bytes() > self.capacity_bytes:
+                    self.spares.drop()
+
+    def with_room(self, make: Callable[[], T]) -> T:
+        """Call `make`; if the volume is full, once more without spare files. Raises as `make`."""
+        try:
+            return make()
+        except OSError as error:
+            if error.errno not in FULL or not self.spares.drop():
+                raise
+            return make()
 
     def writing(
         self,
@@ -113,7 +121,7 @@ class Writer:
         with self._reserved(control, layout.size_bytes) as temporary:
             try:
                 with self._created(temporary, control, layout.size_bytes) as file:
-                    file.allocate(layout)
+                    self.with_room(lambda: file.allocate(layout))
                     there = file.write_copied(view, layout, copied, pace) if copied else ()
                     paused = time.perf_counter()
                     yield
@@ -157,10 +165,7 @@ class Writer:
                 free = self.capacity_bytes - self.used_bytes()
                 if size_bytes > free:
                     raise self._no_space(control, f"{size_bytes} bytes needed, {free} free")
-            self._files_made += 1
-            shard = shard_name(control.rank, control.world)
-            name = temporary_name(shard, pid=os.getpid(), number=self._files_made)
-            temporary = self.tree.pending_step(control.id) / name
+            temporary = self._new_name(control)
             self._in_progress[temporary] = size_bytes
         try:
             yield temporary
@@ -168,23 +173,40 @@ class Writer:
             with self.lock:
                 del self._in_progress[temporary]
 
+    def _new_name(self, control: ControlPage) -> Path:
+        with self.lock:
+            self._files_made += 1
+            shard = shard_name(control.rank, control.world)
+            name = temporary_name(shard, pid=os.getpid(), number=self._files_made)
+            return self.tree.pending_step(control.id) / name
+
     @contextlib.contextmanager
     def _created(
         self, temporary: Path, control: ControlPage, size_bytes: int
     ) -> Iterator[ShardFile]:
-        """The temporary file, open: a spare file of this size, or a new one."""
+        """The temporary file, open: a new one, or a spare file of this size."""
         with self.lock:
             self.directories.make_pending(control.id)
-            faults.point("write.create")
-            flags = os.O_RDWR
-            shard = shard_name(control.rank, control.world)
-            if not self.spares.take(shard, size_bytes, temporary):
-                self.make_room(size_bytes, reserved_bytes=size_bytes)
-                flags |= os.O_CREAT | os.O_EXCL
-        with open_shard(
-            temporary, flags, filesystem=self.filesystem, engine=self.engine, threads=self.threads
-        ) as file:
-            yield file
+        faults.point("write.create")
+        with self._opened(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+            is_new = not self.spares.replace(
+                temporary,
+                file.fd,
+                shard=shard_name(control.rank, control.world),
+                size_bytes=size_bytes,
+                claimed=self._new_name(control),
+            )
+            if is_new:
+                self.keep_to_capacity()
+                yield file
+        if not is_new:
+            with self._opened(temporary, os.O_RDWR) as file:
+                yield file
+
+    def _opened(self, path: Path, flags: int) -> contextlib.AbstractContextManager[ShardFile]:
+        return open_shard(
+            path, flags, filesystem=self.filesystem, engine=self.engine, threads=self.threads
+        )
 
     def _give_name(self, temporary: Path, control: ControlPage) -> Path:
         path = self.tree.pending_shard(control.id, control.rank, control.world)

@@ -90,4 +90,4 @@ def _retire(kept: RunDir, doomed: Sequence[StepStatus]) -> int:
             if root.is_dir():
                 volumes.append(Volume(root, run=kept.run))
                 stack.callback(volumes[-1].close)
-        return sum(volume.retire(step.id) for step in doomed for volume in volumes)
+        return sum(volume.retire(step.id, reuse=False) for step in doomed for volume in volumes)

@@ -181,7 +181,11 @@ class Copies:
                     self._filesystem.sync_directory(directory.parent)
             if (old := self._parts.pop(path, None)) is not None:
                 old.close()
-            part = IncomingCopy(path, manifest, filesystem=self._filesystem, engine=volume.engine)
+            part = volume.with_room(
+                lambda: IncomingCopy(
+                    path, manifest, filesystem=self._filesystem, engine=volume.engine
+                )
+            )
         self._parts[path] = part
         while len(self._parts) > 1 and self._too_many_parts():
             self._parts.pop(next(iter(self._parts))).close()
@@ -206,7 +210,6 @@ class Copies:
                 f"{roomiest.root}: {size_bytes} bytes needed for a copy, {free} free;"
                 " raise the capacity, keep fewer steps, or fewer replicas"
             )
-        roomiest.make_room(size_bytes)
         return roomiest
 
     def _free(self, volumes: Sequence[Volume], size_bytes: int) -> None:
