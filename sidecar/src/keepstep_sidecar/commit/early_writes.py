@@ -29,7 +29,7 @@ T = TypeVar("T")
 _LOOK_S = 0.02
 """How often to check whether a copy has begun. One of 2 GiB takes eight times as long."""
 
-_POLL_S = 0.001
+_POLL_S = 0.002
 _PATIENCE_S = 0.05
 """A copy that takes longer for one chunk stands still, and the drive is free for others."""
 
