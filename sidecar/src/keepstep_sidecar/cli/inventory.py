@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from keepstep_sidecar.tiers.source import FileSource
     from keepstep_sidecar.volume.run_record import RunRecord
     from keepstep_sidecar.volume.scan import LocalShard, Refused, Scan
+    from keepstep_sidecar.volume.shard_file import ShardFile
 
 
 _RANKS: Final = {
@@ -232,9 +233,6 @@ def source(shard: LocalShard, *, run: str) -> FileSource:
     """A source that reads `shard`. If the sidecar has published the shard since, the source uses
     its new name. Opening the source raises FileNotFoundError if the shard was retired since."""
     from keepstep_sidecar.tiers.source import FileSource
-    from keepstep_sidecar.volume.direct_io import Engine
-    from keepstep_sidecar.volume.filesystem import Filesystem
-    from keepstep_sidecar.volume.shard_file import open_shard
 
     published = shard.path.parents[2] / str(shard.step_id) / shard.path.name
     path = next((one for one in (shard.path, published) if one.exists()), shard.path)
@@ -243,10 +241,27 @@ def source(shard: LocalShard, *, run: str) -> FileSource:
         tier=Tier.LOCAL,
         where=str(path),
         run=run,
-        open=lambda: open_shard(
-            path, os.O_RDONLY, filesystem=Filesystem(), engine=Engine.BUFFERED, threads=1
-        ),
+        open=lambda: _opened(path, published),
     )
+
+
+@contextlib.contextmanager
+def _opened(path: Path, published: Path) -> Iterator[ShardFile]:
+    from keepstep_sidecar.volume.direct_io import Engine
+    from keepstep_sidecar.volume.filesystem import Filesystem
+    from keepstep_sidecar.volume.shard_file import open_shard
+
+    def file(name: Path) -> contextlib.AbstractContextManager[ShardFile]:
+        return open_shard(
+            name, os.O_RDONLY, filesystem=Filesystem(), engine=Engine.BUFFERED, threads=1
+        )
+
+    with contextlib.ExitStack() as stack:
+        try:
+            found = stack.enter_context(file(path))
+        except FileNotFoundError:  # it may have been published just now
+            found = stack.enter_context(file(published))
+        yield found
 
 
 def chosen(steps: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:
