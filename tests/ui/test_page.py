@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import logging
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -226,7 +227,10 @@ async def test_runs_that_come_and_go_are_seen() -> None:
             await _until_shown(stream, "No run is kept")
 
 
-async def test_what_is_not_there_any_more_is_not_remembered() -> None:
+async def test_what_is_not_there_any_more_is_not_remembered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL, "keepstep.ui")  # a captured traceback keeps what it saw
     async with site_of({"gone": view("gone"), "a": view("a")}) as site:
         await site.enter()
         await _shown_once(site, "gone")
