@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-import logging
 import json
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from typing import Any
 
 import aiohttp
+import pytest
 
 from keepstep.core.goodput import Badput, Goodput
 from keepstep.core.history import Event, Kind, Restart
