@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import os
 import stat
 import threading
@@ -320,8 +319,9 @@ class Volume:
         """Durably replace `run.json` by `record`, which becomes `self.record`."""
         self._require_writable()
         with self._lock, self._translated(f"cannot write {self._tree.record}"):
-            save = functools.partial(run_record.save, filesystem=self._filesystem)
-            self._writer.with_room(lambda: save(self._tree.record, record))
+            self._writer.with_room(
+                lambda: run_record.save(self._tree.record, record, filesystem=self._filesystem)
+            )
             self.record = record
 
     def mend(self) -> bool:
