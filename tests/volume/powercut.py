@@ -171,8 +171,8 @@ class Recorder(Filesystem):
 
     def unlink(self, path: Path) -> None:
         with self._lock:
-            self.log.append(Unlink(self._nodes[path.parent], path.name))
             super().unlink(path)
+            self.log.append(Unlink(self._nodes[path.parent], path.name))
 
 
 def _moved(path: Path, source: Path, target: Path) -> Path:

@@ -10,12 +10,7 @@ from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, make_layout, staged, step_id
 from tests.volume.powercut import Link, Note, Recorder, Rename, Resize, Sync, Unlink, Write
 
-STORY = """
-link pending
-sync /
-link 0001.1f9c2d7a-000000001
-sync pending
-link .rank-00000-of-00001.safetensors.tmp
+WRITTEN = """\
 resize shard
 write data
 write digests
@@ -23,7 +18,15 @@ sync shard
 write control
 sync shard
 rename .rank-00000-of-00001.safetensors.tmp to rank-00000-of-00001.safetensors
-sync 0001.1f9c2d7a-000000001
+"""
+
+STORY = f"""
+link pending
+sync /
+link 0001.1f9c2d7a-000000001
+sync pending
+link .rank-00000-of-00001.safetensors.tmp
+{WRITTEN}sync 0001.1f9c2d7a-000000001
 durable
 rename 0001.1f9c2d7a-000000001 to 0001.1f9c2d7a-000000001
 sync /
@@ -45,14 +48,7 @@ rename rank-00000-of-00001.safetensors to .rank-00000-of-00001.safetensors.tmp
 write control
 sync shard
 rename .rank-00000-of-00001.safetensors.tmp to .rank-00000-of-00001.safetensors.tmp
-resize shard
-write data
-write digests
-sync shard
-write control
-sync shard
-rename .rank-00000-of-00001.safetensors.tmp to rank-00000-of-00001.safetensors
-sync 0001.1f9c2d7a-000000002
+{WRITTEN}sync 0001.1f9c2d7a-000000002
 durable
 """
 

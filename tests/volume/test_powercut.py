@@ -7,6 +7,7 @@ out one sync after the other and expects that the judge notices: each of them is
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,50 +37,51 @@ ENDS = {1: "retiring 1", 2: "losing 2"}
 """From here on a step need not be visible, and of its shards only rank 0's of step 2 must stay."""
 
 
-@pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> list[Entry]:
-    """Steps 1 and 2 are written and published, 1 is retired, 3 is written by one rank only; then
-    a shard of step 2 is found broken, and a new epoch begins."""
-    root = tmp_path_factory.mktemp("volume") / RUN
+@contextlib.contextmanager
+def recorded(root: Path) -> Iterator[tuple[Volume, Recorder]]:
+    """A volume on a recording file system, which also notes each fault point."""
     root.mkdir()
     recorder = Recorder(root)
     volume = Volume(root, run=RUN, filesystem=recorder, engine=Engine.BUFFERED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(faults, "point", lambda name: recorder.note(f"point {name}"))
+        yield volume, recorder
+    volume.close()
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> list[Entry]:
+    """Steps 1 and 2 are written and published, 1 is retired, 3 is written by one rank only; then
+    a shard of step 2 is found broken, and a new epoch begins."""
+    with recorded(tmp_path_factory.mktemp("volume") / RUN) as (volume, recorder):
         volume.save_record(RunRecord(run=RUN, epochs=(EPOCH,)))
         recorder.note("recorded 1")
         _write_and_publish(volume, recorder, 1)
         _write_and_publish(volume, recorder, 2)
-        recorder.note("retiring 1")
-        volume.retire(step_id(1), reuse=False)
-        recorder.note("retired 1")
+        _retire(volume, recorder, reuse=False)
         _write(volume, recorder, SLOTS[0, 3])
         recorder.note("losing 2")
         volume.quarantine(volume.root / str(step_id(2)) / shard_name(1, WORLD), "digest")
         recorder.note("recording 2")
         volume.save_record(volume.record.with_epochs(LATER_EPOCH))
         recorder.note("recorded 2")
-    volume.close()
     return recorder.log
 
 
 @pytest.fixture(scope="module")
 def reusing(tmp_path_factory: pytest.TempPathFactory) -> list[Entry]:
     """Step 1 is retired, and step 2 is written over it."""
-    root = tmp_path_factory.mktemp("reusing") / RUN
-    root.mkdir()
-    recorder = Recorder(root)
-    volume = Volume(root, run=RUN, filesystem=recorder, engine=Engine.BUFFERED)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults, "point", lambda name: recorder.note(f"point {name}"))
+    with recorded(tmp_path_factory.mktemp("reusing") / RUN) as (volume, recorder):
         _write(volume, recorder, SLOTS[0, 1])
-        recorder.note("retiring 1")
-        volume.retire(step_id(1))
-        recorder.note("retired 1")
+        _retire(volume, recorder, reuse=True)
         _write(volume, recorder, SLOTS[0, 2])
-    log = [*recorder.log]
-    volume.close()
-    return log
+    return recorder.log
+
+
+def _retire(volume: Volume, recorder: Recorder, *, reuse: bool) -> None:
+    recorder.note("retiring 1")
+    volume.retire(step_id(1), reuse=reuse)
+    recorder.note("retired 1")
 
 
 def _write_and_publish(volume: Volume, recorder: Recorder, step: int) -> None:

@@ -57,19 +57,13 @@ class SpareFiles:
         another name for it, since its bytes will change. Its seal is gone from the medium before
         they do: a power cut never leaves a seal on other bytes.
         """
-        try:
+        with contextlib.suppress(OSError):  # most often, there is none
             self._filesystem.rename(self._tree.spare / shard, claimed)
-            try:
-                if self._unsealed(claimed, fd, size_bytes):
-                    self._filesystem.rename(claimed, path)
-                    return True
-            except BaseException:
-                self._filesystem.unlink(claimed)
-                raise
-            self._filesystem.unlink(claimed)
-            return False
-        except OSError:  # most often, there is none
-            return False
+            if self._unsealed(claimed, fd, size_bytes):
+                self._filesystem.rename(claimed, path)
+                return True
+        self._directories.discard([claimed])
+        return False
 
     def _unsealed(self, path: Path, new: int, size_bytes: int) -> bool:
         fd = self._filesystem.open(path, os.O_RDWR)
