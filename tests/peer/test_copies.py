@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from keepstep.errors import StorageError
 from keepstep.steps import Answer
 from keepstep_sidecar.tiers.peer import replicate
 from keepstep_sidecar.tiers.tier import RunFacts
+from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.scan import LocalShard, survey
 from tests.harness import until, verify_image
 from tests.peer.nodes import BIG, Node, running, same
@@ -59,6 +62,27 @@ async def test_a_durable_shard_is_copied_to_the_buddy_and_restored_from_it(
         assert verify_image(view, slot.layout, run=RUN, id=found.step_id) == control
         assert (await reading.manifest(here.remote_tier, remote)).layout == slot.layout
         assert (await reading.manifest(here.remote_tier, remote)).control == control
+
+
+async def test_a_copy_finds_room_on_a_drive_that_is_full_of_spare_files(
+    node: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    buddy.volume.retire(buddy.write(1, rank=1)[1].step_id)
+    _, found = here.write(5, rank=0)
+    allocate = Filesystem.allocate
+
+    def full(self: Filesystem, fd: int, size_bytes: int) -> None:
+        if list(buddy.volume.root.glob("spare/*")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(self, fd, size_bytes)
+
+    assert list(buddy.volume.root.glob("spare/*"))
+    monkeypatch.setattr(Filesystem, "allocate", full)
+    async with running(here, buddy):
+        durable(here.remote_tier, found)
+        await until(lambda: buddy.copies() == [(5, 0)])
 
 
 async def test_a_copy_that_is_kept_here_is_read_from_here(node: Make) -> None:
