@@ -20,7 +20,7 @@ TORCH_TESTS ?= $(addprefix tests/,lib image layouts resharding dcp faults archiv
 # the frameworks of training that the library goes into
 FRAMEWORKS := .venv-frameworks
 
-.PHONY: demo test test-torch test-frameworks check e2e chart dist test-dist lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
+.PHONY: demo test test-torch test-gpu test-frameworks check e2e chart dist test-dist lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -44,7 +44,7 @@ build/.browser:
 	@touch $@
 
 test: check build/.browser ## lint, types, import contracts, and every test that needs no cluster
-	$(BIN)/python -m pytest tests --ignore tests/frameworks -n $(JOBS) --dist worksteal -m "not e2e and not soak" \
+	$(BIN)/python -m pytest tests --ignore tests/frameworks --ignore tests/gpu -n $(JOBS) --dist worksteal -m "not e2e and not soak" \
 		--junitxml build/junit-test.xml $(PYTEST_ARGS)
 
 .venv-torch-$(TORCH)/.ready: requirements-dev.txt lib/pyproject.toml sidecar/pyproject.toml operator/pyproject.toml
@@ -57,6 +57,9 @@ test: check build/.browser ## lint, types, import contracts, and every test that
 test-torch: .venv-torch-$(TORCH)/.ready ## the library's tests with another torch: TORCH=2.14.1, TORCH_TESTS=DIRECTORIES
 	.venv-torch-$(TORCH)/bin/python -m pytest $(TORCH_TESTS) -n $(JOBS) --dist worksteal -m "not e2e and not soak" \
 		--junitxml build/junit-torch.xml $(PYTEST_ARGS)
+
+test-gpu: .venv-torch-$(TORCH)/.ready ## kills of a training on a GPU, with a torch that has CUDA
+	.venv-torch-$(TORCH)/bin/python -m pytest tests/gpu -n 4 --junitxml build/junit-gpu.xml $(PYTEST_ARGS)
 
 $(FRAMEWORKS)/.ready: requirements-frameworks.txt lib/pyproject.toml sidecar/pyproject.toml
 	@echo "setting up $(FRAMEWORKS) (some minutes the first time)"

@@ -261,6 +261,12 @@ class Simulated(Accelerator):
     def on(self, stream: Any) -> Any:
         return self.device.on(stream)
 
+    def await_event(self, event: Any) -> None:
+        event.synchronize()
+
+    def pinned_like(self, value: Tensor) -> Tensor:
+        return torch.full_like(value, True, device="cpu")
+
     def keep(self, tensor: Tensor, stream: Any) -> None:
         self.device.keep(tensor, stream)
 

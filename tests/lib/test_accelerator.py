@@ -351,6 +351,19 @@ def test_a_script_that_changes_nothing_in_between_loses_no_step(lazy):
     assert trainer.checkpointer.stats.discarded == 0
 
 
+def test_the_fence_holds_up_the_device_and_not_the_training_thread():
+    with training(pace="late") as trainer:
+        trainer.save()
+        pending = trainer.agent.pending
+        trainer.checkpointer.fence()
+        assert pending.fenced.is_set()
+        assert not pending.judged.is_set(), "the device had to come to the fence"
+        trainer.train()
+        trainer.save()  # waits for that, and finds a slot
+        trainer.drain()
+    assert trainer.slots.staged == [1, 2]
+
+
 # --- what it found, each alone ------------------------------------------------------------------
 
 

@@ -256,7 +256,7 @@ def test_saves_of_several_threads_come_one_after_the_other(sidecar, model):
 def test_a_save_inside_a_save_is_refused_and_the_outer_one_is_kept(sidecar, model, monkeypatch):
     checkpointer = begun({"m": model})
     kept(checkpointer, 0)
-    take = checkpointer._take
+    take = checkpointer._retake
 
     def interrupted():
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -265,7 +265,7 @@ def test_a_save_inside_a_save_is_refused_and_the_outer_one_is_kept(sidecar, mode
     answers = []
     before = signal.signal(signal.SIGUSR1, lambda *_: answers.append(checkpointer.save(2)))
     try:
-        monkeypatch.setattr(checkpointer, "_take", interrupted)
+        monkeypatch.setattr(checkpointer, "_retake", interrupted)
         assert checkpointer.save(1)
     finally:
         signal.signal(signal.SIGUSR1, before)

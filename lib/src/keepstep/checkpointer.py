@@ -47,7 +47,7 @@ from keepstep.save.stats import Stats
 from keepstep.state import rng, topology
 from keepstep.state.leaves import Taken
 from keepstep.state.memory import check_memory
-from keepstep.state.take import check_components, encode, take
+from keepstep.state.take import check_components, encode, retake, take
 from keepstep.state.topology import ALONE
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted
@@ -130,6 +130,7 @@ class Checkpointer:
         self._snapshots: Snapshots | None = None
         self._epoch: Epoch | None = None
         self._probed: Taken | None = None
+        self._taken: Taken | None = None
         self._stage_every = 1
         self._last_step = self._off_grid = self._unhealthy = -1
         self._moved = self._hinted = False
@@ -326,6 +327,11 @@ class Checkpointer:
         """
         return self._probed or take(self._components, self._topology)
 
+    def _retake(self) -> Taken:
+        if self._taken is None:
+            return take(self._components, self._topology)
+        return retake(self._taken, self._components, self._topology)
+
     def _restoring(self, partial: PartialRestore, decision: Decision) -> Restore:
         assert self._agent is not None
         return Restore(
@@ -471,7 +477,7 @@ class Checkpointer:
             agent.warn("rng-later", _NO_RNG)
         self._last_step = step
         agent.settle()
-        taken = self._take()
+        taken = self._taken = self._retake()
         data = self._encode(taken)
         snapshots = self._snapshots_for(agent, taken, len(data))
         try:
@@ -614,6 +620,7 @@ class Checkpointer:
 
     def _let_go(self, reason: str, *, timeout_s: float) -> None:
         agent, self._agent, self._off = self._agent, None, reason
+        self._taken = self._snapshots = None  # they hold the script's tensors
         _LIVE.discard(self)
         if agent is not None:
             self._end.detach()

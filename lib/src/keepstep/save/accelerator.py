@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -26,6 +27,7 @@ from keepstep.state import devices
 
 log = logging.getLogger("keepstep")
 
+_LOOK_S = 0.0005
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process
 
 
@@ -81,6 +83,27 @@ class Accelerator:
         arrive (pytorch#146286).
         """
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+    def await_event(self, event: torch.Event) -> None:
+        """Return when the device has come to the event. This thread sleeps meanwhile, while
+        `Event.synchronize` keeps a core busy (torch 2.13 ignores `blocking=True`).
+        """
+        began = time.monotonic()
+        while not event.query():
+            # each look takes the interpreter from the training thread
+            time.sleep(max(_LOOK_S, (time.monotonic() - began) / 8))
+
+    def told(self, value: Tensor, place: torch.device) -> tuple[Tensor, torch.Event]:
+        """Memory of the host that holds the value of a device once its computing stream has come to
+        the event. This thread waits for nothing.
+        """
+        told = self.pinned_like(value)
+        told.copy_(value, non_blocking=True)
+        return told, self.computing(place).record_event()
+
+    def pinned_like(self, value: Tensor) -> Tensor:
+        """Memory of the host into which a device copies while the host goes on."""
+        return torch.empty_like(value, device="cpu", pin_memory=True)
 
     def keep(self, tensor: Tensor, stream: torch.Stream) -> None:
         """Keep the tensor's memory from being reused before the stream has reached this call."""

@@ -201,6 +201,10 @@ class Agent:
         then waits again only after a slot has come: a slow sidecar costs one wait in total, not one
         per step.
         """
+        pending = self.pending
+        if pending is not None and pending.fenced.is_set():
+            # the device has not come to the fence yet: training runs ahead of it by one step only
+            pending.judged.wait(_COPY_S)
         if timeout_s is None:
             timeout_s = self._patience_s() if self._patient and self.session.connected else 0.0
         self._changed.wait_for(self._knows, timeout_s=timeout_s)
@@ -261,15 +265,14 @@ class Agent:
     def settle(self, *, timeout_s: float = _COPY_S) -> None:
         """The fence: return when the pending image no longer reads the live tensors."""
         pending = self.pending
-        if pending is None or pending.judged.is_set():
+        if pending is None or pending.fenced.is_set() or pending.judged.is_set():
             return
-        if (copied := pending.lazy_events) is not None:
-            device = accelerator.here()
-            if device.is_capturing():
-                return  # nothing runs during a capture; the docs cover the graph's replay
-            for place, event in copied.items():
-                device.computing(place).wait_event(event)
-        elif not self._await_copy(pending, timeout_s):
+        if pending.waits_on_device:
+            if not accelerator.here().is_capturing():
+                # nothing runs during a capture; the docs cover the graph's replay
+                pending.fence()
+            return
+        if not self._await_copy(pending, timeout_s):
             self.warn("slow-copy", f"step {pending.step}: the copy takes over {timeout_s:.0f} s")
             pending.finish(Verdict.LOST, f"the copy took over {timeout_s:.0f} s")
             return
@@ -286,7 +289,7 @@ class Agent:
         deadline = time.monotonic() + timeout_s
         pending = self.pending
         if pending is not None and (
-            pending.lazy_events is not None or self._await_copy(pending, timeout_s)
+            pending.waits_on_device or self._await_copy(pending, timeout_s)
         ):
             self.settle()
         left_s = max(0.0, deadline - time.monotonic())

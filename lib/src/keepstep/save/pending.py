@@ -12,6 +12,10 @@ has not moved its version counter yet. There are two safe moments:
 - The training thread was seen to execute Python after the copy was done, so whatever ran when the
   copy ended has returned. This allows an image to be sealed in the middle of the next forward pass,
   and a kill then loses only the step in flight.
+
+Of an image of an accelerator, the fence only begins the judgement: the device compares the
+fingerprints when it comes to the fence, and the agent thread reads the result. So the training
+thread waits for no device.
 """
 
 from __future__ import annotations
@@ -67,10 +71,19 @@ class Guard:
 
     def changed(self) -> str:
         """The name of a tensor that changed, `?` when only a fingerprint did, or ''."""
+        return self.moved() or ("?" if any(self.differences()) else "")
+
+    def moved(self) -> str:
+        """The name of a tensor whose version or address changed, or ''. Waits for no device."""
         for leaf, version, pointer in zip(self.leaves, self.versions, self.pointers, strict=True):
             if leaf.tensor._version != version or leaf.tensor.data_ptr() != pointer:
                 return leaf.name
-        return "" if all(map(torch.equal, self.fingerprint.take(), self.samples)) else "?"
+        return ""
+
+    def differences(self) -> list[Tensor]:
+        """Whether the fingerprints differ: a truth value per group, where its samples are."""
+        now = self.fingerprint.take()
+        return [torch.ne(one, other).any() for one, other in zip(now, self.samples, strict=True)]
 
 
 @dataclass(eq=False)
@@ -80,7 +93,8 @@ class Pending:
     `control`: the control page that seals it. `transfers`: builds the remaining copies; called on
     the agent thread. `done`: per accelerator, the event after its queued copies. `late`: writes
     into the slot that must wait for these events. `announced`: the slot says how far the copy is,
-    for whoever writes it meanwhile. `thread`: the thread that trains.
+    for whoever writes it meanwhile. `thread`: the thread that trains. `fenced`: of an image of an
+    accelerator, whether everything that changes the tensors waits for its copy.
     """
 
     slot: Slot
@@ -92,6 +106,7 @@ class Pending:
     announced: bool = False
     thread: int = field(default_factory=threading.get_ident)
     copied: Gate = field(default_factory=Gate)
+    fenced: Gate = field(default_factory=Gate)
     judged: Gate = field(default_factory=Gate)
     verdict: Verdict = Verdict.OPEN
     culprit: str = ""
@@ -100,6 +115,7 @@ class Pending:
     counted: bool = False
     copy_s: float = 0.0
     blocked_s: float = 0.0
+    _differences: list[tuple[Tensor, torch.Event]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -108,11 +124,9 @@ class Pending:
         return self.control.step
 
     @property
-    def lazy_events(self) -> dict[torch.device, torch.Event] | None:
-        """Per accelerator, the event after the copies of tensors that an optimizer step changes.
-        None if no accelerator takes part, or if nothing was left to copy later.
-        """
-        return self.done if self.done and self.guard is not None else None
+    def waits_on_device(self) -> bool:
+        """Whether the fence lets an accelerator wait for the copies, and not the host."""
+        return bool(self.done) and self.guard is not None
 
     @property
     def can_be_reported(self) -> bool:
@@ -131,13 +145,31 @@ class Pending:
             arrived = mapping.arrived if self.announced else None
             copying.run(self.transfers(), threads=copying.default_threads(), arrived=arrived)
         for event in self.done.values():
-            event.synchronize()
+            accelerator.here().await_event(event)
         for write in self.late:
             write()
         if self.announced:
             mapping.all_arrived()
         self.copy_s += time.perf_counter() - started
         self.copied.set()
+
+    def fence(self) -> None:
+        """Let the devices' further work wait for the copies, and compare fingerprints then."""
+        guard = self.guard
+        if guard is None:  # the agent thread has given the image up
+            return
+        device = accelerator.here()
+        for place, event in self.done.items():
+            device.computing(place).wait_event(event)
+        self.culprit, self._differences = guard.moved(), []
+        if not self.culprit:
+            for one in guard.differences():
+                on = device.device_of(one)
+                if on is not None:
+                    self._differences.append(device.told(one, on))
+                elif one:
+                    self.culprit = "?"
+        self.fenced.set()
 
     def judge(self) -> None:
         """Decide, once, whether the tensors stayed unchanged. See the module for when this is
@@ -157,8 +189,10 @@ class Pending:
             return
         if self.done:
             # a write through `.data` may still be queued on the device: only the fence can tell
-            while not self.judged.wait(1.0) and not give_up():
+            while not self.fenced.wait(1.0) and not give_up():
                 pass
+            if self.fenced.is_set():
+                self._judge_fenced()
             return
         before, pause_s = _position(self.thread), 0.0005
         while not self.judged.wait(pause_s) and not give_up():
@@ -166,6 +200,17 @@ class Pending:
             if not before or _position(self.thread) != before:
                 self.judge()
             pause_s = min(pause_s * 1.5, 0.01)
+
+    def _judge_fenced(self) -> None:
+        """Wait until the devices have come to the fence, and judge by what they found."""
+        for differs, event in self._differences:
+            accelerator.here().await_event(event)
+            if differs:
+                self.culprit = "?"
+        with self._lock:
+            if self.verdict is Verdict.OPEN:
+                self.verdict = Verdict.MUTATED if self.culprit else Verdict.VALID
+        self.judged.set()
 
     def seal(self) -> None:
         """Write the control page: from here on, the image is complete."""
@@ -186,7 +231,7 @@ class Pending:
         """End this image with any verdict, and let go of all tensors."""
         self.verdict, self.reason = verdict, reason or self.reason
         self.guard = None
-        self.transfers, self.late = None, []
+        self.transfers, self.late, self._differences = None, [], []
         self.judged.set()
 
 

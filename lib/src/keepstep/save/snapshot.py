@@ -23,6 +23,35 @@ from keepstep.state.memory import check_memory
 from keepstep.steps import Epoch
 
 
+class _Divided:
+    """The leaves of a state by when they are copied (`now`, or `later` if `lazy`). Those of each
+    accelerator again: `urgent` are copied before the next forward pass, `patient` beside it.
+    """
+
+    def __init__(self, tensors: tuple[TensorLeaf, ...], *, lazy: bool) -> None:
+        self.tensors, self.lazy = tensors, lazy
+        self.now: list[TensorLeaf] = []
+        self.later: list[TensorLeaf] = []
+        self.urgent: dict[torch.device, list[TensorLeaf]] = {}
+        self.patient: dict[torch.device, list[TensorLeaf]] = {}
+        self._in_host_memory: list[TensorLeaf] = []
+        device_of = accelerator.here().device_of
+        for leaf in tensors:
+            waits = lazy and leaf.lazy and _may_wait(leaf.tensor)
+            (self.later if waits else self.now).append(leaf)
+            place = device_of(leaf.tensor)
+            if place is None:
+                self._in_host_memory.append(leaf)
+            else:
+                (self.patient if waits else self.urgent).setdefault(place, []).append(leaf)
+
+    def host_values(self) -> dict[str, torch.Tensor]:
+        """The values that host memory holds now. Beside those of an accelerator they are small: an
+        optimizer's step counters.
+        """
+        return {leaf.name: leaf.tensor.clone() for leaf in self._in_host_memory}
+
+
 class Snapshots:
     """Makes images of one layout."""
 
@@ -30,15 +59,20 @@ class Snapshots:
         self.layout = layout
         self._run = run
         self._signature = taken.signature()
+        self._fitting = taken.tensors
+        self._divided: _Divided | None = None
         self._fingerprint: tuple[tuple[int, ...], Fingerprint] | None = None
         self._zero_pages: dict[torch.device, torch.Tensor] = {}
 
     def fits(self, taken: Taken, extras_bytes: int) -> bool:
         """Whether this layout can hold the state."""
-        return (
-            extras_bytes <= self.layout.extras_capacity_bytes
-            and taken.signature() == self._signature
-        )
+        if extras_bytes > self.layout.extras_capacity_bytes:
+            return False
+        if taken.tensors is not self._fitting:  # `retake` shares them with the state before
+            if taken.signature() != self._signature:
+                return False
+            self._fitting = taken.tensors
+        return True
 
     def begin(
         self,
@@ -55,9 +89,8 @@ class Snapshots:
         """
         mapping = slot.mapping
         assert mapping.layout.id == self.layout.id, "a slot of another layout"
-        later = [leaf for leaf in taken.tensors if lazy and leaf.lazy and _may_wait(leaf.tensor)]
-        names = {leaf.name for leaf in later}
-        now = [leaf for leaf in taken.tensors if leaf.name not in names]
+        divided = self._divide(taken.tensors, lazy=lazy)
+        later = divided.later
         control = ControlPage.staged(
             self.layout,
             run=self._run,
@@ -68,8 +101,8 @@ class Snapshots:
         )
         guard = Guard.take(later, self._fingerprint_of(later)) if later else None
         pending = Pending(slot, control, guard)
-        if any(accelerator.here().device_of(leaf.tensor) is not None for leaf in taken.tensors):
-            self._queue(pending, now, later, extras)
+        if divided.urgent or divided.patient:
+            self._queue(pending, divided, extras)
         else:
             mapping.erase()
             mapping.write_extras(extras)
@@ -77,13 +110,17 @@ class Snapshots:
             pending.announced = bool(later) and self.layout.size_bytes >= LEAST_ANNOUNCED_BYTES
             if pending.announced:
                 mapping.announce(control)
-            copying.run(self._transfers(mapping, now), threads=copying.default_threads())
+            copying.run(self._transfers(mapping, divided.now), threads=copying.default_threads())
             pending.transfers = functools.partial(self._transfers, mapping, later)
         return pending
 
-    def _queue(
-        self, pending: Pending, now: list[TensorLeaf], later: list[TensorLeaf], extras: bytes
-    ) -> None:
+    def _divide(self, tensors: tuple[TensorLeaf, ...], *, lazy: bool) -> _Divided:
+        known = self._divided
+        if known is None or known.tensors is not tensors or known.lazy is not lazy:
+            known = self._divided = _Divided(tensors, lazy=lazy)
+        return known
+
+    def _queue(self, pending: Pending, divided: _Divided, extras: bytes) -> None:
         """Queue all copies on side streams; the CPU waits for none of them.
 
         Until the gradients of this step are exchanged, the slot may still hold the newest step that
@@ -93,7 +130,8 @@ class Snapshots:
         """
         device, mapping = accelerator.here(), pending.slot.mapping
         pending.late.append(functools.partial(mapping.write_extras, extras))
-        urgent, patient = self._by_device(pending, now), self._by_device(pending, later)
+        pending.late.append(functools.partial(self._write, mapping, divided.host_values()))
+        urgent, patient = divided.urgent, divided.patient
         places = list(urgent | patient)
         first = device.copying(places[0])
         for place in places:
@@ -110,23 +148,9 @@ class Snapshots:
             self._copy(mapping, place, patient.get(place, []))
             pending.done[place] = device.copying(place).record_event()
 
-    def _by_device(
-        self, pending: Pending, leaves: list[TensorLeaf]
-    ) -> dict[torch.device, list[TensorLeaf]]:
-        """The leaves by the device that holds them.
-
-        Leaves in host memory are small (an optimizer's step counters). They are cloned now, and
-        written once the slot is erased.
-        """
-        found: dict[torch.device, list[TensorLeaf]] = {}
-        for leaf in leaves:
-            place = accelerator.here().device_of(leaf.tensor)
-            if place is None:
-                target = pending.slot.mapping.view(self.layout.entries[leaf.name])
-                pending.late.append(functools.partial(target.copy_, leaf.tensor.clone()))
-            else:
-                found.setdefault(place, []).append(leaf)
-        return found
+    def _write(self, mapping: SlotMapping, values: dict[str, torch.Tensor]) -> None:
+        for name, value in values.items():
+            mapping.view(self.layout.entries[name]).copy_(value)
 
     def _erase(self, mapping: SlotMapping, place: torch.device, stream: torch.Stream) -> None:
         device, begin = accelerator.here(), self.layout.control_begin

@@ -43,6 +43,7 @@ class TensorLeaf(NamedTuple):
       under DistributedDataParallel).
     - `fresh`: the tensor cannot be filled in place; a restore makes a new one, as for any value.
     - `unflattened`: see `TensorSpec`.
+    - `pointer`: the address of `whole` when it was taken; its storage may be resized since.
     """
 
     name: str
@@ -58,6 +59,7 @@ class TensorLeaf(NamedTuple):
     lenient: bool = False
     fresh: bool = False
     unflattened: tuple[int, ...] | None = None
+    pointer: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class Taken:
     """The whole state at one moment; `tensors` alias the live ones.
 
     `claims`: what to agree on with other ranks. `twins`: ranks whose images of this state hold the
-    very same boxes. `parameters`: the parameters of each optimizer, by the name of its component.
+    very same boxes. `parameters`: the parameters of each optimizer, by the name of its component;
+    `optimized`: the tensors themselves.
     """
 
     tensors: tuple[TensorLeaf, ...]
@@ -75,6 +78,7 @@ class Taken:
     claims: frozenset[Claim] = frozenset()
     twins: tuple[int, ...] = ()
     parameters: dict[str, Parameters] = field(default_factory=dict)
+    optimized: dict[str, list[Tensor]] = field(default_factory=dict)
 
     @cached_property
     def by_path(self) -> dict[tuple[Any, ...], TensorLeaf]:

@@ -22,6 +22,7 @@ The tree ("skeleton") is a nested tuple that JSON can hold:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from keepstep.errors import FormatError, UsageError
 from keepstep.image import extras
 from keepstep.state.leaves import Taken, TensorLeaf, leaves_of
 from keepstep.state.topology import ALONE, Bulk, Topology, cut
-from keepstep.state.walk import Walker
+from keepstep.state.walk import Again, Walker
 from keepstep.state.wrappers import is_deepspeed
 
 
@@ -75,7 +76,18 @@ def take(components: Mapping[str, Any], topology: Topology = ALONE) -> Taken:
         frozenset(walker.claims),
         _twins(leaves, topology),
         walker.parameters,
+        walker.optimized,
     )
+
+
+def retake(before: Taken, components: Mapping[str, Any], topology: Topology) -> Taken:
+    """The same as `take`, for the same topology. While all tensors are where they were `before`,
+    which it then shares, it is many times as fast.
+    """
+    again = Again(before)
+    if again.finds(components):
+        return replace(before, values=again.values)
+    return take(components, topology)
 
 
 def encode(taken: Taken, *, rng: Mapping[str, Any] | None, trusted: bool) -> bytes:

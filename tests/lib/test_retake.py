@@ -1,0 +1,235 @@
+"""A state is taken again beside how it was taken before: whatever changed, the result is that of a
+walk; where nothing moved, the tensors are those of before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+from keepstep.errors import UsageError
+from keepstep.state.take import retake, take
+from keepstep.state.topology import ALONE
+
+
+class State:
+    """What a script hands over: a module, an optimizer, a dict of all kinds of things."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.optimizer = torch.optim.AdamW(
+            [{"params": [one]} for one in self.model.parameters()], lr=1e-3
+        )
+        self.train()
+        self.extra = {
+            "grid": torch.zeros(4, 4),
+            "more": {"list": [torch.zeros(2), 3], "tuple": (torch.zeros(2), "x")},
+            1: torch.zeros(3),
+            "losses": [0.5],
+            "nothing": None,
+        }
+
+    def train(self) -> None:
+        self.model(torch.randn(3, 4)).sum().backward()
+        self.optimizer.step()
+
+    def components(self) -> dict:
+        return {"model": self.model, "optimizer": self.optimizer, "extra": self.extra}
+
+
+def same(one, other) -> None:
+    assert one.skeleton == other.skeleton
+    assert repr(one.values) == repr(other.values)
+    assert (one.aliases, one.parameters) == (other.aliases, other.parameters)
+    assert one.signature() == other.signature()
+    for a, b in zip(one.tensors, other.tensors, strict=True):
+        assert (a.name, a.lazy, a.section) == (b.name, b.lazy, b.section)
+        assert a.tensor.data_ptr() == b.tensor.data_ptr() or a.fresh
+        assert a.tensor.is_conj() == b.tensor.is_conj()
+
+
+def swap_groups(state: State) -> None:
+    state.optimizer.param_groups.reverse()
+
+
+def alias(state: State) -> None:
+    state.extra["more"]["list"][0] = state.extra["more"]["tuple"][0]
+
+
+MOVES = {
+    "another parameter": lambda s: setattr(s.model[0], "weight", nn.Parameter(torch.ones(4, 4))),
+    "other memory": lambda s: setattr(s.model[0].weight, "data", torch.ones(4, 4)),
+    "one more": lambda s: s.model.append(nn.Linear(4, 1)),
+    "one less": lambda s: s.model.pop(1),
+    "other groups": swap_groups,
+    "one more in a dict": lambda s: s.extra.update(new=torch.zeros(1)),
+    "a key of another type": lambda s: s.extra.update({"1": s.extra.pop(1)}),
+    "another name": lambda s: setattr(
+        s, "extra", {{"grid": "grod"}.get(key, key): one for key, one in s.extra.items()}
+    ),
+    "another order": lambda s: s.extra.update(grid=s.extra.pop("grid")),
+    "a tensor for a number": lambda s: s.extra["more"]["list"].__setitem__(1, torch.ones(1)),
+    "a tensor for nothing": lambda s: s.extra.update(nothing=[[torch.ones(1)]]),
+    "a number for a tensor": lambda s: s.extra.update(grid=1),
+    "a longer list": lambda s: s.extra["more"]["list"].append(torch.ones(1)),
+    "a list for a tuple": lambda s: s.extra["more"].update(tuple=[*s.extra["more"]["tuple"]]),
+    "another kind of dict": lambda s: s.extra.update(more=OrderedDict(s.extra["more"])),
+    "an array": lambda s: s.extra.update(nothing=numpy.zeros(70_000)),
+    "another dtype": lambda s: s.extra.update(grid=s.extra["grid"].view(torch.int32)),
+    "another shape": lambda s: s.extra.update(grid=s.extra["grid"].view(2, 8)),
+    "fewer rows": lambda s: s.extra.update(grid=s.extra["grid"][:2]),
+    "other strides": lambda s: s.extra.update(grid=s.extra["grid"].t()),
+    "an alias": alias,
+    "state that is loaded": lambda s: s.optimizer.load_state_dict(
+        copy.deepcopy(s.optimizer.state_dict())
+    ),
+}
+STAYS = {
+    "nothing": lambda s: None,
+    "a step": State.train,
+    "values": lambda s: s.extra.update(losses=[0.5, {"a": [0.25]}]),
+    "a learning rate": lambda s: s.optimizer.param_groups[0].update(lr=0.5),
+    "the loader's place": lambda s: s.extra["more"]["list"].__setitem__(1, 4),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_what_moved_is_found(move):
+    state = State()
+    before = take(state.components())
+    move(state)
+    now = retake(before, state.components(), ALONE)
+    assert now.tensors is not before.tensors
+    same(now, take(state.components()))
+    same(retake(now, state.components(), ALONE), now)
+
+
+@pytest.mark.parametrize("change", STAYS.values(), ids=STAYS)
+def test_tensors_that_stayed_are_those_of_before(change):
+    state = State()
+    before = take(state.components())
+    change(state)
+    now = retake(before, state.components(), ALONE)
+    assert now.tensors is before.tensors
+    same(now, take(state.components()))
+
+
+def test_parameters_without_state_have_changed_places():
+    state = State()
+    state.optimizer.state.clear()
+    before = take(state.components())
+    state.optimizer.param_groups.reverse()
+    now = retake(before, state.components(), ALONE)
+    assert now.parameters != before.parameters
+    same(now, take(state.components()))
+
+
+def test_components_that_came_went_or_changed_places():
+    state = State()
+    parts = state.components()
+    before = take(parts)
+    for other in (
+        {**parts, "new": {"x": torch.ones(1)}},
+        {name: parts[name] for name in ("model", "extra")},
+        dict(reversed(parts.items())),
+    ):
+        same(retake(before, other, ALONE), take(other))
+
+
+def test_a_conjugate_of_the_same_memory_is_another_value():
+    wave = torch.tensor([1 + 2j, 3 - 4j])
+    before = take({"extra": {"wave": wave}})
+    other = {"extra": {"wave": wave.conj()}}
+    assert retake(before, other, ALONE).tensors[0].tensor.is_conj()
+
+
+def test_an_array_has_become_a_tuple():
+    before = take({"extra": {"array": numpy.zeros(70_000)}})
+    other = {"extra": {"array": (1, 2)}}
+    same(retake(before, other, ALONE), take(other))
+
+
+def test_arrays_are_copied_each_time():
+    parts = {"extra": {"array": numpy.zeros(70_000)}}
+    before = take(parts)
+    parts["extra"]["array"] += 1
+    (leaf,) = retake(before, parts, ALONE).tensors
+    assert leaf.tensor.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda extra: extra["more"]["list"].__setitem__(0, torch.zeros(2).to_sparse()),
+            r"extra\.more\.list\.0: only dense",
+        ),
+        (
+            lambda extra: extra["losses"].append(torch.zeros(2).to_sparse()),
+            r"extra\.losses\.1: only dense",
+        ),
+        (lambda extra: extra.update({True: extra.pop(1)}), "str or int keys, not True"),
+    ],
+)
+def test_what_cannot_be_kept_is_named_by_its_place(change, said):
+    state = State()
+    before = take(state.components())
+    change(state.extra)
+    with pytest.raises(UsageError, match=said):
+        retake(before, state.components(), ALONE)
+
+
+def test_storage_that_was_let_go_is_not_read():
+    model = nn.Linear(4, 4)
+    before = take({"model": model})
+    model.weight.untyped_storage().resize_(0)
+    try:
+        with pytest.raises(UsageError, match=r"model\.weight: .* no memory of its own"):
+            retake(before, {"model": model}, ALONE)
+    finally:
+        model.weight.untyped_storage().resize_(64)  # a failing test prints it
+
+
+def test_memory_that_was_let_go_and_is_another_tensors_now():
+    extra = {"grid": torch.zeros(1 << 18)}
+    before = take({"extra": extra})
+    address = extra["grid"].data_ptr()
+    extra["grid"].untyped_storage().resize_(0)
+    others = []
+    while extra["grid"].data_ptr() != address:  # the allocator gives it away again
+        others.append(torch.ones(1 << 18))
+        extra["grid"] = others[-1]
+        assert len(others) < 1000
+    (leaf,) = retake(before, {"extra": extra}, ALONE).tensors
+    assert leaf.tensor.untyped_storage().nbytes()
+    assert leaf.tensor.eq(1).all()
+
+
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_sharded_tensor_stays_as_long_as_it_is_placed_alike(mesh):
+    local = torch.zeros(4, 4)
+
+    def placed(placement):
+        return {"extra": {"part": DTensor.from_local(local, mesh, [placement])}}
+
+    before = take(placed(Shard(0)))
+    assert retake(before, placed(Shard(0)), ALONE).tensors is before.tensors
+    for other in (Replicate(), Shard(1)):
+        same(retake(before, placed(other), ALONE), take(placed(other)))
+        assert retake(before, placed(other), ALONE).tensors is not before.tensors
+    plain = {"extra": {"part": local}}
+    same(retake(before, plain, ALONE), take(plain))
