@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -196,18 +197,14 @@ def test_storage_that_was_let_go_is_not_read():
         model.weight.untyped_storage().resize_(64)  # a failing test prints it
 
 
-def test_memory_that_was_let_go_and_is_another_tensors_now():
-    extra = {"grid": torch.zeros(1 << 18)}
+def test_an_address_that_is_another_tensors_now():
+    """After a storage was resized, the allocator may give its old place to any tensor."""
+    extra = {"grid": torch.zeros(4)}
     before = take({"extra": extra})
-    address = extra["grid"].data_ptr()
-    extra["grid"].untyped_storage().resize_(0)
-    others = []
-    while extra["grid"].data_ptr() != address:  # the allocator gives it away again
-        others.append(torch.ones(1 << 18))
-        extra["grid"] = others[-1]
-        assert len(others) < 1000
+    extra["grid"] = torch.ones(4)
+    (leaf,) = before.tensors
+    before = replace(before, tensors=(leaf._replace(pointer=extra["grid"].data_ptr()),))
     (leaf,) = retake(before, {"extra": extra}, ALONE).tensors
-    assert leaf.tensor.untyped_storage().nbytes()
     assert leaf.tensor.eq(1).all()
 
 

@@ -182,12 +182,12 @@ class Snapshots:
         moves, copies = [], []
         for leaf in leaves:
             entry = self.layout.entries[leaf.name]
-            check_memory(leaf.tensor, leaf.name)
             if copying.is_plain(leaf.tensor):
                 target = mapping.address + entry.begin
                 size = entry.end - entry.begin
                 moves.append(copying.Move(target, leaf.tensor.data_ptr(), size))
             else:
+                check_memory(leaf.tensor, leaf.name)
                 copies.append(copying.Copy(mapping.view(entry), leaf.tensor))
         return copying.Transfers(moves, copies)
 
