@@ -7,8 +7,10 @@ The reference is the same training, never interrupted and without keepstep.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -67,11 +69,20 @@ def train(variant: str, log: Path, *before: str, **variables: str) -> str:
     paths = [str(ROOT / "lib/src"), str(ROOT / "sidecar/src"), str(ROOT)]
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TRAIN_ON": ON, **variables}
     environment["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, env=environment, cwd=log.parent, capture_output=True, text=True, timeout=800
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return done.stdout + done.stderr
+    said = Path(f"{log}.out")
+    with said.open("w") as out:  # a pipe would be held open by whatever outlives the command
+        process = subprocess.Popen(
+            command, env=environment, cwd=log.parent, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        code = process.wait(800)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    text = said.read_text()
+    assert code == 0, text[-6000:]
+    return text
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -90,6 +101,7 @@ def test_every_life_goes_on_from_the_newest_step(variant: str, tmp_path: Path) -
             restored = began["first"] - 1
             print(variant, rank, "kept", before[-2:], "restored", restored, began["tier"])
             assert began["digest"] == right[restored], f"step {restored} is not what it was"
+            assert len(before) > 1, f"too few steps were kept to tell: {before}\n{said}"
             assert restored >= before[-2], said
             assert began["tier"] == "memory", said
         assert kept.last("ended")["digest"] == plain.last("ended")["digest"]

@@ -162,6 +162,7 @@ class Training:
         """What a graph needs before it can be captured; leaves the state as it was."""
         before = {key: value.clone() for key, value in self.model.state_dict().items()}
         other = torch.Stream(self.device)
+        other.wait_stream(torch.accelerator.current_stream())
         with other:
             for _ in range(3):
                 self._compute(self.inputs)

@@ -261,11 +261,13 @@ class Simulated(Accelerator):
     def on(self, stream: Any) -> Any:
         return self.device.on(stream)
 
-    def await_event(self, event: Any) -> None:
-        event.synchronize()
+    def pinned_zeros_like(self, value: Tensor) -> Tensor:
+        with _disable_current_modes():
+            return torch.zeros(value.shape, dtype=value.dtype)
 
-    def pinned_like(self, value: Tensor) -> Tensor:
-        return torch.full_like(value, True, device="cpu")
+    def await_told(self, told: Tensor, give_up: Callable[[], bool]) -> int:
+        self.device.turns.wait_for(lambda: bool(told) or give_up(), None)
+        return int(told)
 
     def keep(self, tensor: Tensor, stream: Any) -> None:
         self.device.keep(tensor, stream)

@@ -205,6 +205,18 @@ class Trainer:
                 stack.enter_context(self.device.on(side))
             self.train()
 
+    def train_in_forks(self) -> None:
+        """The optimizer's step in streams that forked before the fence of another one."""
+        sides = [Stream(self.device, place) for place in _PLACES]
+        for side in sides:
+            side.wait_stream(self.device.computing(side.place))
+        self.checkpointer._fence(decided=False)
+        with contextlib.ExitStack() as stack:
+            for side in sides:
+                stack.callback(self.device.computing(side.place).wait_stream, side)
+                stack.enter_context(self.device.on(side))
+            self.train()
+
     def save(self) -> None:
         self.step += 1
         self.extra["step"] = self.step
@@ -294,6 +306,7 @@ EXAMPLES = int(os.environ.get("KEEPSTEP_EXAMPLES", "0")) or 30
 ACTIONS = [
     *["train", "train", "train", "save", "save", "save", "wait", "train_beside", "drain", "mutate"],
     *["change", "change_data", "offload", "save_without_memory", "save_interrupted"],
+    "train_in_forks",
 ]
 
 
@@ -345,9 +358,10 @@ def test_no_schedule_tears_an_image_stands_still_or_erases_a_slot_early(actions,
 def test_a_script_that_changes_nothing_in_between_loses_no_step(lazy):
     """Else the property would hold for code that discards everything."""
     with training(lazy=lazy) as trainer:
-        for action in [*["train", "save", "train_beside", "save"] * 3, "mutate", "save", "drain"]:
+        ways = ["train", "save", "train_beside", "save", "train_in_forks", "save"]
+        for action in [*ways * 3, "mutate", "save", "drain"]:
             getattr(trainer, action)()
-    assert trainer.slots.staged == list(range(1, 8))
+    assert trainer.slots.staged == list(range(1, 11))
     assert trainer.checkpointer.stats.discarded == 0
 
 
@@ -355,9 +369,11 @@ def test_the_fence_holds_up_the_device_and_not_the_training_thread():
     with training(pace="late") as trainer:
         trainer.save()
         pending = trainer.agent.pending
-        trainer.checkpointer.fence()
-        assert pending.fenced.is_set()
+        trainer.checkpointer._fence(decided=False)
+        assert all(event.done for event in pending.done.values()), "something still reads"
         assert not pending.judged.is_set(), "the device had to come to the fence"
+        trainer.checkpointer.fence()
+        assert pending.judged.is_set()
         trainer.train()
         trainer.save()  # waits for that, and finds a slot
         trainer.drain()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from keepstep.errors import UsageError
+from keepstep.state.leaves import mark_of
 from keepstep.state.take import retake, take
 from keepstep.state.topology import ALONE
 
@@ -59,6 +60,20 @@ def swap_groups(state: State) -> None:
     state.optimizer.param_groups.reverse()
 
 
+def retyped(state: State) -> None:
+    state.extra["grid"].data = state.extra["grid"].data.view(torch.int32)
+
+
+def moment(state: State) -> torch.Tensor:
+    return state.optimizer.state[state.model[0].weight]["exp_avg"]
+
+
+def as_buffer(state: State) -> None:
+    memory = state.model[0].weight.data
+    del state.model[0].weight
+    state.model[0].register_buffer("weight", memory)
+
+
 def alias(state: State) -> None:
     state.extra["more"]["list"][0] = state.extra["more"]["tuple"][0]
 
@@ -87,6 +102,16 @@ MOVES = {
     "fewer rows": lambda s: s.extra.update(grid=s.extra["grid"][:2]),
     "other strides": lambda s: s.extra.update(grid=s.extra["grid"].t()),
     "an alias": alias,
+    "rows that grew": lambda s: s.extra["grid"].resize_(2, 4),
+    "a dimension in place": lambda s: s.extra["grid"].unsqueeze_(0),
+    "transposed in place": lambda s: s.extra["grid"].t_(),
+    "another dtype in place": retyped,
+    "a smaller moment": lambda s: moment(s).resize_(2, 2),
+    "a parameter over the same memory": lambda s: setattr(
+        s.model[0], "weight", nn.Parameter(s.model[0].weight.data)
+    ),
+    "a buffer for a parameter": as_buffer,
+    "the same numbers by other hands": lambda s: s.extra.update(grid=s.extra["grid"].detach()),
     "state that is loaded": lambda s: s.optimizer.load_state_dict(
         copy.deepcopy(s.optimizer.state_dict())
     ),
@@ -141,6 +166,27 @@ def test_components_that_came_went_or_changed_places():
         dict(reversed(parts.items())),
     ):
         same(retake(before, other, ALONE), take(other))
+
+
+def test_components_that_were_replaced_or_wrapped_otherwise():
+    state = State()
+    parts = state.components()
+    before = take(parts)
+    for name, other in (
+        ("model", dict(state.model.state_dict())),
+        ("extra", dict(state.extra)),
+    ):
+        now = retake(before, {**parts, name: other}, ALONE)
+        assert now.tensors is not before.tensors
+        same(now, take({**parts, name: other}))
+
+
+def test_a_negative_view_of_the_same_memory_is_another_value():
+    wave = torch.tensor([1 + 2j, 3 - 4j])
+    extra = {"part": wave.imag}
+    before = take({"extra": extra})
+    extra["part"] = wave.conj().imag
+    assert retake(before, {"extra": extra}, ALONE).tensors[0].tensor.is_neg()
 
 
 def test_a_conjugate_of_the_same_memory_is_another_value():
@@ -203,7 +249,7 @@ def test_an_address_that_is_another_tensors_now():
     before = take({"extra": extra})
     extra["grid"] = torch.ones(4)
     (leaf,) = before.tensors
-    before = replace(before, tensors=(leaf._replace(pointer=extra["grid"].data_ptr()),))
+    before = replace(before, tensors=(leaf._replace(mark=mark_of(extra["grid"], extra["grid"])),))
     (leaf,) = retake(before, {"extra": extra}, ALONE).tensors
     assert leaf.tensor.eq(1).all()
 
@@ -218,15 +264,14 @@ def mesh():
 
 
 def test_a_sharded_tensor_stays_as_long_as_it_is_placed_alike(mesh):
-    local = torch.zeros(4, 4)
-
-    def placed(placement):
-        return {"extra": {"part": DTensor.from_local(local, mesh, [placement])}}
-
-    before = take(placed(Shard(0)))
-    assert retake(before, placed(Shard(0)), ALONE).tensors is before.tensors
+    module = nn.Module()
+    module.register_buffer("part", DTensor.from_local(torch.zeros(4, 4), mesh, [Shard(0)]))
+    before = take({"m": module})
+    assert retake(before, {"m": module}, ALONE).tensors is before.tensors
     for other in (Replicate(), Shard(1)):
-        same(retake(before, placed(other), ALONE), take(placed(other)))
-        assert retake(before, placed(other), ALONE).tensors is not before.tensors
-    plain = {"extra": {"part": local}}
-    same(retake(before, plain, ALONE), take(plain))
+        module.part = DTensor.from_local(module.part.to_local(), mesh, [other])
+        now = retake(before, {"m": module}, ALONE)
+        assert now.tensors is not before.tensors
+        same(now, take({"m": module}))
+    module.part = module.part.to_local()
+    same(retake(before, {"m": module}, ALONE), take({"m": module}))

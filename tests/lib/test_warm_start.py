@@ -293,6 +293,7 @@ def test_files_beside_the_command_are_not_taken_for_the_modules_to_import(tmp_pa
             "from threading import Event, Thread; Thread(target=Event().wait, daemon=True).start()",
             "a preloaded module has started threads",
         ),
+        ("import torch; torch.cuda._is_in_bad_fork = lambda: True", "has asked for CUDA devices"),
         ("raise OSError('no licence')", "cannot be imported (OSError('no licence'))"),
         ("import os; os._exit(3)", "the fork server has died"),
     ],

@@ -24,7 +24,7 @@ import time
 import weakref
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Literal, NoReturn, cast
 
@@ -59,6 +59,8 @@ _NO_RNG = (
     'restore(rng="later") was called, but restore_rng() was not before the first save(): random'
     " numbers are not those of an undisturbed run"
 )
+_MOVES = 3
+"""After so many saves in a row at which tensors had moved, they are expected to move each time."""
 _STEPS = 10**18  # the name of a step has at most 18 digits
 
 
@@ -131,6 +133,7 @@ class Checkpointer:
         self._epoch: Epoch | None = None
         self._probed: Taken | None = None
         self._taken: Taken | None = None
+        self._moves = 0
         self._stage_every = 1
         self._last_step = self._off_grid = self._unhealthy = -1
         self._moved = self._hinted = False
@@ -328,9 +331,18 @@ class Checkpointer:
         return self._probed or take(self._components, self._topology)
 
     def _retake(self) -> Taken:
-        if self._taken is None:
-            return take(self._components, self._topology)
-        return retake(self._taken, self._components, self._topology)
+        """The taken state, beside how it was taken at the last save. Where it never stays the same,
+        only a walk is tried.
+        """
+        before, self._taken = self._taken, None
+        if before is None:
+            taken = take(self._components, self._topology)
+        else:
+            taken = retake(before, self._components, self._topology)
+            self._moves = 0 if taken.cache is before.cache else self._moves + 1
+        if self._moves < _MOVES:
+            self._taken = replace(taken, values=[None] * len(taken.values))
+        return taken
 
     def _restoring(self, partial: PartialRestore, decision: Decision) -> Restore:
         assert self._agent is not None
@@ -476,8 +488,8 @@ class Checkpointer:
         if self._rng_later:
             agent.warn("rng-later", _NO_RNG)
         self._last_step = step
-        agent.settle()
-        taken = self._taken = self._retake()
+        agent.settle(decided=False)
+        taken = self._retake()
         data = self._encode(taken)
         snapshots = self._snapshots_for(agent, taken, len(data))
         try:
@@ -533,7 +545,13 @@ class Checkpointer:
     def fence(self) -> None:
         """Return when no copy reads the live tensors any more.
 
-        keepstep calls this before every optimizer step; `mutating()` is its public form.
+        keepstep does this before every optimizer step; `mutating()` is its public form.
+        """
+        self._fence(decided=True)
+
+    def _fence(self, *, decided: bool) -> None:
+        """`decided`: wait also until it is certain whether the image is whole. Who changes tensors
+        from here on where no stream of this thread waits for the comparison could spoil it.
         """
         agent = self._agent
         if agent is None:
@@ -543,7 +561,7 @@ class Checkpointer:
             return
         started = time.perf_counter()
         try:
-            agent.settle()
+            agent.settle(decided=decided)
         except Exception as error:
             if self._strict:
                 raise
@@ -748,7 +766,7 @@ def _hook_optimizers() -> None:
         for checkpointer in list(_LIVE):
             if checkpointer._agent is not None:
                 checkpointer._agent.trains = threading.get_ident()
-            checkpointer.fence()
+            checkpointer._fence(decided=False)
 
     # torch.compile traces an optimizer's step together with its hooks, and a traced fence would
     # compare other versions (`torch.compiler.disable` would import torch._dynamo at this point)

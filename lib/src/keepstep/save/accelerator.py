@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from keepstep.state import devices
 
 log = logging.getLogger("keepstep")
 
-_LOOK_S = 0.0005
+_LOOK_S, _LONGEST_S = 0.0005, 0.002
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process
 
 
@@ -84,26 +84,29 @@ class Accelerator:
         """
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
-    def await_event(self, event: torch.Event) -> None:
-        """Return when the device has come to the event. This thread sleeps meanwhile, while
-        `Event.synchronize` keeps a core busy (torch 2.13 ignores `blocking=True`).
+    def tell(self, value: Tensor) -> Tensor:
+        """Memory of the host that is zero until the device's current stream has come to this call,
+        and then holds the value, which is not zero. The host waits for nothing.
+        """
+        told = self.pinned_zeros_like(value)
+        told.copy_(value, non_blocking=True)
+        return told
+
+    def pinned_zeros_like(self, value: Tensor) -> Tensor:
+        """Zeros in memory of the host into which a device copies while the host goes on."""
+        return torch.zeros_like(value, device="cpu", pin_memory=True)
+
+    def await_told(self, told: Tensor, give_up: Callable[[], bool]) -> int:
+        """What `tell` told; 0 after `give_up`. For threads beside the one that trains.
+
+        It only reads memory. Most calls that ask a device, from any thread, break the capture of a
+        graph that is under way, and `Event.synchronize` keeps a core busy.
         """
         began = time.monotonic()
-        while not event.query():
+        while not (value := int(told)) and not give_up():
             # each look takes the interpreter from the training thread
-            time.sleep(max(_LOOK_S, (time.monotonic() - began) / 8))
-
-    def told(self, value: Tensor, place: torch.device) -> tuple[Tensor, torch.Event]:
-        """Memory of the host that holds the value of a device once its computing stream has come to
-        the event. This thread waits for nothing.
-        """
-        told = self.pinned_like(value)
-        told.copy_(value, non_blocking=True)
-        return told, self.computing(place).record_event()
-
-    def pinned_like(self, value: Tensor) -> Tensor:
-        """Memory of the host into which a device copies while the host goes on."""
-        return torch.empty_like(value, device="cpu", pin_memory=True)
+            time.sleep(min(_LONGEST_S, max(_LOOK_S, (time.monotonic() - began) / 16)))
+        return value
 
     def keep(self, tensor: Tensor, stream: torch.Stream) -> None:
         """Keep the tensor's memory from being reused before the stream has reached this call."""

@@ -204,7 +204,7 @@ class Agent:
         pending = self.pending
         if pending is not None and pending.fenced.is_set():
             # the device has not come to the fence yet: training runs ahead of it by one step only
-            pending.judged.wait(_COPY_S)
+            pending.judged.wait(_COPY_S if timeout_s is None else timeout_s)
         if timeout_s is None:
             timeout_s = self._patience_s() if self._patient and self.session.connected else 0.0
         self._changed.wait_for(self._knows, timeout_s=timeout_s)
@@ -262,15 +262,22 @@ class Agent:
             self.put_back()
         self._ensure_thread()
 
-    def settle(self, *, timeout_s: float = _COPY_S) -> None:
-        """The fence: return when the pending image no longer reads the live tensors."""
+    def settle(self, *, timeout_s: float = _COPY_S, decided: bool) -> None:
+        """The fence: return when the pending image no longer reads the live tensors.
+
+        `decided=False`: an accelerator may come to the comparison of the fingerprints later. What
+        this thread's streams do after this call waits for it.
+        """
         pending = self.pending
-        if pending is None or pending.fenced.is_set() or pending.judged.is_set():
+        if pending is None or pending.judged.is_set():
             return
         if pending.waits_on_device:
-            if not accelerator.here().is_capturing():
-                # nothing runs during a capture; the docs cover the graph's replay
-                pending.fence()
+            if accelerator.here().is_capturing():
+                return  # nothing runs during a capture; the docs cover the graph's replay
+            pending.fence()
+            if decided:
+                self._ensure_thread()
+                pending.judged.wait(timeout_s)
             return
         if not self._await_copy(pending, timeout_s):
             self.warn("slow-copy", f"step {pending.step}: the copy takes over {timeout_s:.0f} s")
@@ -291,7 +298,7 @@ class Agent:
         if pending is not None and (
             pending.waits_on_device or self._await_copy(pending, timeout_s)
         ):
-            self.settle()
+            self.settle(decided=False)
         left_s = max(0.0, deadline - time.monotonic())
         return self._changed.wait_for(lambda: self.pending is None, timeout_s=left_s)
 
@@ -426,7 +433,7 @@ class Agent:
         assert pending is not None
         try:
             if not pending.copied.is_set():
-                pending.copy()
+                pending.copy_beside(lambda: self._closing)
             pending.judge_after_progress(lambda: self._closing)
             if not pending.judged.is_set():
                 pending.finish(Verdict.LOST, "the trainer ended before it was certain to be whole")

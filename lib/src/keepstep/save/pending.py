@@ -13,9 +13,9 @@ has not moved its version counter yet. There are two safe moments:
   copy ended has returned. This allows an image to be sealed in the middle of the next forward pass,
   and a kill then loses only the step in flight.
 
-Of an image of an accelerator, the fence only begins the judgement: the device compares the
-fingerprints when it comes to the fence, and the agent thread reads the result. So the training
-thread waits for no device.
+Of an image of an accelerator, the fence waits for the copies, and then only begins the judgement:
+the device compares the fingerprints when it comes to the fence, and the agent thread reads the
+result. So the training thread does not wait until the device has come there.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from keepstep.client.wakeups import Gate
 from keepstep.image import ControlPage
 from keepstep.save import accelerator
 from keepstep.state.leaves import TensorLeaf
+
+_SAME, _DIFFERS = 1, 2
+"""What a device tells of a comparison; 0 is nothing yet."""
 
 
 class Verdict(enum.Enum):
@@ -63,7 +66,7 @@ class Guard:
         """Remember the leaves as they are now."""
         return cls(
             tuple(leaves),
-            tuple(leaf.tensor._version for leaf in leaves),
+            tuple(map(_version, leaves)),
             tuple(leaf.tensor.data_ptr() for leaf in leaves),
             fingerprint,
             fingerprint.take(),
@@ -76,7 +79,7 @@ class Guard:
     def moved(self) -> str:
         """The name of a tensor whose version or address changed, or ''. Waits for no device."""
         for leaf, version, pointer in zip(self.leaves, self.versions, self.pointers, strict=True):
-            if leaf.tensor._version != version or leaf.tensor.data_ptr() != pointer:
+            if _version(leaf) != version or leaf.tensor.data_ptr() != pointer:
                 return leaf.name
         return ""
 
@@ -86,15 +89,23 @@ class Guard:
         return [torch.ne(one, other).any() for one, other in zip(now, self.samples, strict=True)]
 
 
+def _version(leaf: TensorLeaf) -> int:
+    """Grows with each in-place operation on the tensor, or on the DTensor whose part it is: they
+    count apart.
+    """
+    return leaf.tensor._version + leaf.live._version
+
+
 @dataclass(eq=False)
 class Pending:
     """One image on its way; see the module.
 
     `control`: the control page that seals it. `transfers`: builds the remaining copies; called on
-    the agent thread. `done`: per accelerator, the event after its queued copies. `late`: writes
-    into the slot that must wait for these events. `announced`: the slot says how far the copy is,
-    for whoever writes it meanwhile. `thread`: the thread that trains. `fenced`: of an image of an
-    accelerator, whether everything that changes the tensors waits for its copy.
+    the agent thread. `done`: per accelerator, the event after its queued copies; `told`: what tells
+    the agent thread of it. `late`: writes into the slot that must wait for them. `announced`: the
+    slot says how far the copy is, for whoever writes it meanwhile. `thread`: the thread that
+    trains. `fenced`: of an image of an accelerator, whether its copies are done and the devices
+    were asked to compare.
     """
 
     slot: Slot
@@ -103,6 +114,7 @@ class Pending:
     transfers: Callable[[], copying.Transfers] | None = None
     late: list[Callable[[], object]] = field(default_factory=list)
     done: dict[torch.device, torch.Event] = field(default_factory=dict)
+    told: dict[torch.device, Tensor] = field(default_factory=dict)
     announced: bool = False
     thread: int = field(default_factory=threading.get_ident)
     copied: Gate = field(default_factory=Gate)
@@ -115,7 +127,8 @@ class Pending:
     counted: bool = False
     copy_s: float = 0.0
     blocked_s: float = 0.0
-    _differences: list[tuple[Tensor, torch.Event]] = field(default_factory=list)
+    _compared: dict[torch.device, torch.Event] = field(default_factory=dict)
+    _differences: list[Tensor] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -135,7 +148,21 @@ class Pending:
         return done and (self.sealed or self.verdict is not Verdict.VALID)
 
     def copy(self) -> None:
-        """Move the bytes (agent thread)."""
+        """Move the bytes (training thread)."""
+
+        def devices_are_done() -> bool:
+            for event in self.done.values():
+                event.synchronize()
+            return True
+
+        self._copy(devices_are_done)
+
+    def copy_beside(self, give_up: Callable[[], bool]) -> None:
+        """Move the bytes (agent thread). After `give_up`, what devices copy is left as it is."""
+        await_told = accelerator.here().await_told
+        self._copy(lambda: all(await_told(one, give_up) for one in self.told.values()))
+
+    def _copy(self, devices_are_done: Callable[[], bool]) -> None:
         started = time.perf_counter()
         mapping = self.slot.mapping
         if self.transfers is not None:
@@ -144,8 +171,8 @@ class Pending:
             # two.
             arrived = mapping.arrived if self.announced else None
             copying.run(self.transfers(), threads=copying.default_threads(), arrived=arrived)
-        for event in self.done.values():
-            accelerator.here().await_event(event)
+        if not devices_are_done():  # the slot may still hold another image
+            return
         for write in self.late:
             write()
         if self.announced:
@@ -154,22 +181,28 @@ class Pending:
         self.copied.set()
 
     def fence(self) -> None:
-        """Let the devices' further work wait for the copies, and compare fingerprints then."""
+        """Return when the devices have made their copies; begin to compare fingerprints. The later
+        work of this thread's streams waits for that.
+        """
         guard = self.guard
         if guard is None:  # the agent thread has given the image up
             return
         device = accelerator.here()
-        for place, event in self.done.items():
+        if not self.fenced.is_set():
+            for event in self.done.values():
+                event.synchronize()
+            self.culprit, self._differences = guard.moved(), []
+            if not self.culprit:
+                for differs in guard.differences():
+                    if device.device_of(differs) is not None:
+                        self._differences.append(device.tell(differs.to(torch.uint8) + _SAME))
+                    elif differs:
+                        self.culprit = "?"
+            for place in self.done:
+                self._compared[place] = device.computing(place).record_event()
+            self.fenced.set()
+        for place, event in self._compared.items():
             device.computing(place).wait_event(event)
-        self.culprit, self._differences = guard.moved(), []
-        if not self.culprit:
-            for one in guard.differences():
-                on = device.device_of(one)
-                if on is not None:
-                    self._differences.append(device.told(one, on))
-                elif one:
-                    self.culprit = "?"
-        self.fenced.set()
 
     def judge(self) -> None:
         """Decide, once, whether the tensors stayed unchanged. See the module for when this is
@@ -192,7 +225,7 @@ class Pending:
             while not self.fenced.wait(1.0) and not give_up():
                 pass
             if self.fenced.is_set():
-                self._judge_fenced()
+                self._judge_fenced(give_up)
             return
         before, pause_s = _position(self.thread), 0.0005
         while not self.judged.wait(pause_s) and not give_up():
@@ -201,14 +234,14 @@ class Pending:
                 self.judge()
             pause_s = min(pause_s * 1.5, 0.01)
 
-    def _judge_fenced(self) -> None:
-        """Wait until the devices have come to the fence, and judge by what they found."""
-        for differs, event in self._differences:
-            accelerator.here().await_event(event)
-            if differs:
-                self.culprit = "?"
+    def _judge_fenced(self, give_up: Callable[[], bool]) -> None:
+        """Judge by what the devices found when they came to the fence."""
+        told = [accelerator.here().await_told(one, give_up) for one in self._differences]
+        if 0 in told:  # given up
+            return
         with self._lock:
             if self.verdict is Verdict.OPEN:
+                self.culprit = self.culprit or ("?" if _DIFFERS in told else "")
                 self.verdict = Verdict.MUTATED if self.culprit else Verdict.VALID
         self.judged.set()
 

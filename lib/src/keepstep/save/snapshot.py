@@ -29,7 +29,6 @@ class _Divided:
     """
 
     def __init__(self, tensors: tuple[TensorLeaf, ...], *, lazy: bool) -> None:
-        self.tensors, self.lazy = tensors, lazy
         self.now: list[TensorLeaf] = []
         self.later: list[TensorLeaf] = []
         self.urgent: dict[torch.device, list[TensorLeaf]] = {}
@@ -59,20 +58,17 @@ class Snapshots:
         self.layout = layout
         self._run = run
         self._signature = taken.signature()
-        self._fitting = taken.tensors
-        self._divided: _Divided | None = None
         self._fingerprint: tuple[tuple[int, ...], Fingerprint] | None = None
         self._zero_pages: dict[torch.device, torch.Tensor] = {}
+        self._ones: dict[torch.device, torch.Tensor] = {}
 
     def fits(self, taken: Taken, extras_bytes: int) -> bool:
         """Whether this layout can hold the state."""
         if extras_bytes > self.layout.extras_capacity_bytes:
             return False
-        if taken.tensors is not self._fitting:  # `retake` shares them with the state before
-            if taken.signature() != self._signature:
-                return False
-            self._fitting = taken.tensors
-        return True
+        if taken.cache.get("fits") is not self and taken.signature() == self._signature:
+            taken.cache["fits"] = self
+        return taken.cache.get("fits") is self
 
     def begin(
         self,
@@ -89,7 +85,9 @@ class Snapshots:
         """
         mapping = slot.mapping
         assert mapping.layout.id == self.layout.id, "a slot of another layout"
-        divided = self._divide(taken.tensors, lazy=lazy)
+        divided = taken.cache.get(lazy)
+        if divided is None:
+            divided = taken.cache[lazy] = _Divided(taken.tensors, lazy=lazy)
         later = divided.later
         control = ControlPage.staged(
             self.layout,
@@ -113,12 +111,6 @@ class Snapshots:
             copying.run(self._transfers(mapping, divided.now), threads=copying.default_threads())
             pending.transfers = functools.partial(self._transfers, mapping, later)
         return pending
-
-    def _divide(self, tensors: tuple[TensorLeaf, ...], *, lazy: bool) -> _Divided:
-        known = self._divided
-        if known is None or known.tensors is not tensors or known.lazy is not lazy:
-            known = self._divided = _Divided(tensors, lazy=lazy)
-        return known
 
     def _queue(self, pending: Pending, divided: _Divided, extras: bytes) -> None:
         """Queue all copies on side streams; the CPU waits for none of them.
@@ -147,6 +139,10 @@ class Snapshots:
         for place in places:
             self._copy(mapping, place, patient.get(place, []))
             pending.done[place] = device.copying(place).record_event()
+            with device.on(device.copying(place)):
+                if place not in self._ones:
+                    self._ones[place] = device.zeros(1, place) + 1
+                pending.told[place] = device.tell(self._ones[place])
 
     def _write(self, mapping: SlotMapping, values: dict[str, torch.Tensor]) -> None:
         for name, value in values.items():

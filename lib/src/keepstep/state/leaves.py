@@ -43,7 +43,7 @@ class TensorLeaf(NamedTuple):
       under DistributedDataParallel).
     - `fresh`: the tensor cannot be filled in place; a restore makes a new one, as for any value.
     - `unflattened`: see `TensorSpec`.
-    - `pointer`: the address of `whole` when it was taken; its storage may be resized since.
+    - `mark`: what `mark_of` said when it was taken.
     """
 
     name: str
@@ -59,7 +59,7 @@ class TensorLeaf(NamedTuple):
     lenient: bool = False
     fresh: bool = False
     unflattened: tuple[int, ...] | None = None
-    pointer: int = 0
+    mark: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class Taken:
     """The whole state at one moment; `tensors` alias the live ones.
 
     `claims`: what to agree on with other ranks. `twins`: ranks whose images of this state hold the
-    very same boxes. `parameters`: the parameters of each optimizer, by the name of its component;
-    `optimized`: the tensors themselves.
+    very same boxes. `parameters`: the parameters of each optimizer, by the name of its component.
+    `components`, `held`: what was walked, and the parameters of each component. `cache`: what
+    follows from the tensors alone, shared by all states that share them.
     """
 
     tensors: tuple[TensorLeaf, ...]
@@ -78,7 +79,9 @@ class Taken:
     claims: frozenset[Claim] = frozenset()
     twins: tuple[int, ...] = ()
     parameters: dict[str, Parameters] = field(default_factory=dict)
-    optimized: dict[str, list[Tensor]] = field(default_factory=dict)
+    components: dict[str, Any] = field(default_factory=dict)
+    held: dict[str, list[Any]] = field(default_factory=dict)
+    cache: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
     def by_path(self) -> dict[tuple[Any, ...], TensorLeaf]:
@@ -128,6 +131,20 @@ class Taken:
             self.aliases,
             self.parameters,
         )
+
+
+def mark_of(live: Tensor, local: Tensor) -> tuple[Any, ...]:
+    """Where and what a tensor is now, as plain values: all of it can change in place."""
+    return (
+        local.data_ptr(),
+        local.dtype,
+        live.shape,
+        local.shape,
+        local.stride(),
+        local.device,
+        local.is_conj(),
+        local.is_neg(),
+    )
 
 
 def is_wrapper(tensor: Tensor) -> bool:

@@ -76,13 +76,14 @@ def take(components: Mapping[str, Any], topology: Topology = ALONE) -> Taken:
         frozenset(walker.claims),
         _twins(leaves, topology),
         walker.parameters,
-        walker.optimized,
+        dict(components),
+        walker.held,
     )
 
 
 def retake(before: Taken, components: Mapping[str, Any], topology: Topology) -> Taken:
-    """The same as `take`, for the same topology. While all tensors are where they were `before`,
-    which it then shares, it is many times as fast.
+    """The same as `take`, for the same topology. As long as all tensors are those of `before`,
+    which it then shares, it takes a third of the time.
     """
     again = Again(before)
     if again.finds(components):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from keepstep.image.arrays import LARGE_BYTES, ArrayForm
 from keepstep.image.extras import MAX_DEPTH
 from keepstep.state import sharding
 from keepstep.state.devices import check_device
-from keepstep.state.leaves import Node, Taken, TensorLeaf, is_wrapper, plain_tensors
+from keepstep.state.leaves import Node, Taken, TensorLeaf, is_wrapper, mark_of, plain_tensors
 from keepstep.state.memory import check_memory
 from keepstep.state.sharding import Sharing
 from keepstep.state.topology import ALONE, Claim, Members, Topology
@@ -60,7 +60,7 @@ class Walker:
         self.values: list[Any] = []
         self.claims: set[Claim] = set()
         self.parameters: dict[str, Parameters] = {}
-        self.optimized: dict[str, list[Tensor]] = {}
+        self.held: dict[str, list[Any]] = {}
         self._topology = topology
         self._names: set[str] = set()
         self._seen: dict[Any, str] = {}
@@ -84,6 +84,7 @@ class Walker:
     def component(self, name: str, component: Any) -> Node:
         """Walk one component. Returns its branch of the tree."""
         self._begin(component)
+        self.held[name] = _held(self._inner)
         self._owners = self._owners_of(name, self._inner) if self._lazy else {}
         tree = self._tree(name, component)
         with torch.no_grad():  # for `local_of`
@@ -133,8 +134,7 @@ class Walker:
         """
         owners = {}
         named: list[tuple[str, tuple[int, ...]]] = []
-        self.optimized[name] = parameters = parameters_of(optimizer)
-        for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(_held(optimizer)):
             full, members = self._known.get(id(parameter), (str(index), None))
             sharded = sharding.is_dtensor(parameter)
             if sharded:
@@ -267,16 +267,16 @@ class Walker:
         self.claims.add(claim)
         carried = self._topology.owner(claim)
         name = path if carried is None else local_name(path, carried)
-        pointer = local.data_ptr()
+        mark = mark_of(live, local)
+        pointer = mark[0]
         if not pointer or not local.is_cpu:  # other CPU tensors are checked when copied
             check_memory(local, path)
         if pointer:
-            identity = (pointer, local.dtype, live.shape, local.shape, strides, fresh)
-            first = self._seen.setdefault(identity, name)
+            first = self._seen.setdefault((mark, fresh), name)
             if first != name:
                 self.aliases[name] = first
                 return name
-        self._add(name, path, live, local, sharing, fresh=fresh, pointer=pointer)
+        self._add(name, path, live, local, sharing, fresh=fresh, mark=mark)
         return name
 
     def _check_expanded(self, path: str) -> None:
@@ -295,8 +295,9 @@ class Walker:
         sharing: Sharing | None,
         *,
         fresh: bool,
-        pointer: int,
+        mark: tuple[Any, ...],
     ) -> None:
+        pointer = mark[0]
         parameter = path in self._parameters or (
             pointer in self._pointers and pointer != 0 and not fresh
         )
@@ -316,7 +317,7 @@ class Walker:
                 lenient=self._lenient and not parameter,
                 fresh=fresh,
                 unflattened=self._unflattened.get(path),
-                pointer=pointer,
+                mark=mark,
             )
         )
 
@@ -348,8 +349,9 @@ class Walker:
 
 
 class Again(Walker):
-    """A walk beside an earlier one, which collects new values as long as every tensor is where it
-    was. It costs a fraction of a walk, and the training thread pays for one at each save.
+    """A walk beside an earlier one, which collects new values as long as every tensor is the one
+    that was there, unchanged but for its elements. It costs a fraction of a walk, and the training
+    thread pays for one at each save.
     """
 
     def __init__(self, before: Taken) -> None:
@@ -357,31 +359,31 @@ class Again(Walker):
         self._before = before
         self.values = [None] * len(before.values)
         self._leaves = {leaf.name: leaf for leaf in before.tensors}
-        self._leaves |= {alias: self._leaves[name] for alias, name in before.aliases.items()}
 
     def finds(self, components: Mapping[str, Any]) -> bool:
-        """Whether these components have the same tensors in the same tree."""
-        branches = self._before.skeleton[1]
-        if [name for name, _ in branches] != list(components):
+        """Whether these are the same components, with the same tensors in the same tree."""
+        before = self._before.components
+        if list(before) != list(components) or not _all_same(before.values(), components.values()):
             return False
         try:
             with torch.no_grad():
-                return all(self._finds(name, components[name], node) for name, node in branches)
+                return all(
+                    self._finds(name, components[name], node)
+                    for name, node in self._before.skeleton[1]
+                )
         except (UsageError, RuntimeError):  # of a tensor without an address; a walk says where
             return False
 
     def _finds(self, name: str, component: Any, node: Node) -> bool:
         self._begin(component)
-        if self._lazy:
-            now, before = parameters_of(self._inner), self._before.optimized.get(name, ())
-            if len(now) != len(before) or not all(map(operator.is_, now, before)):
-                return False
+        if not _all_same(_held(self._inner), self._before.held[name]):
+            return False
         return self._same(self._tree(name, component), node, name)
 
     def _same(self, tree: Any, node: Node, path: str) -> bool:
         kind, inner = node[0], node[1]
         if kind == "t":
-            return isinstance(tree, Tensor) and _is_there(tree, self._leaves[inner])
+            return isinstance(tree, Tensor) and self._is_there(tree, inner)
         if kind == "v":
             self.values[inner] = tree
             return type(tree) in _PLAIN or self._branch(tree, path) is None
@@ -400,28 +402,38 @@ class Again(Walker):
             return False
         return all(self._same(child, below, path) for child, below in zip(tree, inner, strict=True))
 
+    def _is_there(self, live: Tensor, name: str) -> bool:
+        """Whether a tensor is the one that had this name.
 
-def _is_there(live: Tensor, leaf: TensorLeaf) -> bool:
-    """Whether a tensor is the leaf's, which keeps its memory: nothing else is there. A storage that
-    was resized has moved.
-    """
-    local, before = live, leaf.whole
-    if type(live) is not Tensor and type(live) is not nn.Parameter:
-        if not sharding.is_dtensor(live) or not sharding.placed_alike(live, leaf.live):
+        `state_dict` makes new objects of a module's tensors. Any other tensor must be the same
+        object: another one over the same memory may be changed without its version counter.
+        """
+        leaf = self._leaves.get(name)
+        if leaf is None:  # the first of several names stands for all
+            leaf = self._leaves[self._before.aliases[name]]
+        elif not self._module and live is not leaf.live:
             return False
-        local = sharding.local_of(live)
-    return (
-        local.data_ptr() == before.data_ptr() == leaf.pointer
-        and local.dtype is before.dtype
-        and local.shape == before.shape
-        and local.stride() == before.stride()
-        and not before.is_complex()  # may be conjugated by a flag
-    )
+        if type(live) is Tensor or type(live) is nn.Parameter:
+            return leaf.mark == mark_of(live, live) and leaf.live is leaf.whole
+        return (
+            sharding.is_dtensor(live)
+            and sharding.placed_alike(live, leaf.live)
+            and leaf.mark == mark_of(live, sharding.local_of(live))
+        )
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The parameters of an optimizer, in its order."""
-    return [one for group in optimizer.param_groups for one in group["params"]]
+def _held(inner: Any) -> list[Any]:
+    """The parameters of an optimizer or of a module, in its order."""
+    if isinstance(inner, torch.optim.Optimizer):
+        return [one for group in inner.param_groups for one in group["params"]]
+    if isinstance(inner, nn.Module):
+        # `parameters()` takes four times as long
+        return [one for module in inner.modules() for one in module._parameters.values()]
+    return []
+
+
+def _all_same(some: Collection[object], others: Collection[object]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def check_tensor(tensor: Tensor, name: str) -> None:

@@ -91,8 +91,10 @@ def preload(modules: list[str]) -> None:
     # numpy's OpenBLAS starts threads when it is loaded, and ends them at the first fork
     probe = os.fork()
     if probe == 0:
-        os._exit(0)
-    os.waitpid(probe, 0)
+        # CUDA may be in use without torch's knowledge: `torch.cuda.is_available()` is enough
+        os._exit(torch.cuda._is_in_bad_fork())
+    if os.waitpid(probe, 0)[1]:
+        raise RefusedError("a preloaded module has asked for CUDA devices: no fork may use them")
     if names := _other_threads():
         raise RefusedError(f"a preloaded module has started threads: {', '.join(names)}")
     gc.collect()
