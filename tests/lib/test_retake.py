@@ -32,9 +32,9 @@ class State:
         self.extra = {
             "grid": torch.zeros(4, 4),
             "more": {"list": [torch.zeros(2), 3], "tuple": (torch.zeros(2), "x")},
-            1: torch.zeros(3),
             "losses": [0.5],
             "nothing": None,
+            1: torch.zeros(3),
         }
 
     def train(self) -> None:
@@ -164,6 +164,7 @@ def test_components_that_came_went_or_changed_places():
         {**parts, "new": {"x": torch.ones(1)}},
         {name: parts[name] for name in ("model", "extra")},
         dict(reversed(parts.items())),
+        {"net" if name == "model" else name: one for name, one in parts.items()},
     ):
         same(retake(before, other, ALONE), take(other))
 
@@ -181,19 +182,41 @@ def test_components_that_were_replaced_or_wrapped_otherwise():
         same(now, take({**parts, name: other}))
 
 
-def test_a_negative_view_of_the_same_memory_is_another_value():
-    wave = torch.tensor([1 + 2j, 3 - 4j])
-    extra = {"part": wave.imag}
-    before = take({"extra": extra})
-    extra["part"] = wave.conj().imag
-    assert retake(before, {"extra": extra}, ALONE).tensors[0].tensor.is_neg()
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        (lambda wave: wave, lambda wave: wave.conj()),
+        (lambda wave: wave.imag, lambda wave: wave.conj().imag),
+    ],
+    ids=["conjugated", "negative"],
+)
+@pytest.mark.parametrize("kind", ["buffer", "dict"])
+def test_another_value_of_the_same_memory(was, now, kind):
+    wave, module, extra = torch.tensor([1 + 2j, 3 - 4j]), nn.Module(), {}
+    parts = {"m": module, "extra": extra}
+    put = module.register_buffer if kind == "buffer" else extra.__setitem__
+    put("part", was(wave))
+    before = take(parts)
+    put("part", now(wave))
+    (leaf,) = retake(before, parts, ALONE).tensors
+    assert leaf.tensor.is_conj() or leaf.tensor.is_neg()
 
 
-def test_a_conjugate_of_the_same_memory_is_another_value():
-    wave = torch.tensor([1 + 2j, 3 - 4j])
-    before = take({"extra": {"wave": wave}})
-    other = {"extra": {"wave": wave.conj()}}
-    assert retake(before, other, ALONE).tensors[0].tensor.is_conj()
+def test_nothing_on_another_device_is_refused_as_at_first():
+    module = nn.Module()
+    module.register_buffer("part", torch.zeros(0))
+    before = take({"m": module})
+    module.part = torch.zeros(0, device="meta")
+    with pytest.raises(UsageError, match=r"m\.part: tensors on 'meta'"):
+        retake(before, {"m": module}, ALONE)
+
+
+def test_a_buffer_without_an_address_is_refused_as_at_first():
+    state = State()
+    before = take(state.components())
+    state.model[1].running_mean = torch.zeros(4).to_sparse()
+    with pytest.raises(UsageError, match=r"model\.1\.running_mean: only dense"):
+        retake(before, state.components(), ALONE)
 
 
 def test_an_array_has_become_a_tuple():
@@ -273,5 +296,23 @@ def test_a_sharded_tensor_stays_as_long_as_it_is_placed_alike(mesh):
         now = retake(before, {"m": module}, ALONE)
         assert now.tensors is not before.tensors
         same(now, take({"m": module}))
-    module.part = module.part.to_local()
-    same(retake(before, {"m": module}, ALONE), take({"m": module}))
+    for other in (
+        module.part.to_local(),
+        DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)]),
+    ):
+        module.part = other
+        assert retake(before, {"m": module}, ALONE).tensors is not before.tensors
+
+
+def test_a_part_that_does_not_fit_its_sharding_is_refused_as_at_first(mesh):
+    module, local = nn.Module(), torch.zeros(4)
+    module.register_buffer("part", placed(local, mesh))
+    before = take({"m": module})
+    module.part = placed(local[:3], mesh)
+    with pytest.raises(UsageError, match="does not understand this sharding"):
+        retake(before, {"m": module}, ALONE)
+
+
+def placed(local, mesh):
+    """A part of a tensor of four elements, whatever its own size."""
+    return DTensor.from_local(local, mesh, [Shard(0)], shape=(4,), stride=(1,))
