@@ -14,7 +14,7 @@ import functools
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -195,27 +195,21 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def train_beside(self) -> None:
-        """The optimizer's step in streams of its own."""
-        with contextlib.ExitStack() as stack:
-            for place in _PLACES:
-                side, own = Stream(self.device, place), self.device.computing(place)
-                side.wait_stream(own)
-                stack.callback(own.wait_stream, side)
-                stack.enter_context(self.device.on(side))
-            self.train()
-
-    def train_in_forks(self) -> None:
-        """The optimizer's step in streams that forked before the fence of another one."""
+    def train_beside(self, before: Callable[[], None] = lambda: None) -> None:
+        """The optimizer's step in streams of its own, which fork before what comes `before`."""
         sides = [Stream(self.device, place) for place in _PLACES]
         for side in sides:
             side.wait_stream(self.device.computing(side.place))
-        self.checkpointer._fence(decided=False)
+        before()
         with contextlib.ExitStack() as stack:
             for side in sides:
                 stack.callback(self.device.computing(side.place).wait_stream, side)
                 stack.enter_context(self.device.on(side))
             self.train()
+
+    def train_in_forks(self) -> None:
+        """The same, and the fence of another optimizer comes before it."""
+        self.train_beside(functools.partial(self.checkpointer._fence, decided=False))
 
     def save(self) -> None:
         self.step += 1
@@ -365,7 +359,7 @@ def test_a_script_that_changes_nothing_in_between_loses_no_step(lazy):
     assert trainer.checkpointer.stats.discarded == 0
 
 
-def test_the_fence_holds_up_the_device_and_not_the_training_thread():
+def test_the_fence_waits_for_the_copies_and_not_for_all_that_the_device_has_to_do():
     with training(pace="late") as trainer:
         trainer.save()
         pending = trainer.agent.pending

@@ -56,10 +56,6 @@ def same(one, other) -> None:
         assert a.tensor.is_conj() == b.tensor.is_conj()
 
 
-def swap_groups(state: State) -> None:
-    state.optimizer.param_groups.reverse()
-
-
 def retyped(state: State) -> None:
     state.extra["grid"].data = state.extra["grid"].data.view(torch.int32)
 
@@ -83,7 +79,7 @@ MOVES = {
     "other memory": lambda s: setattr(s.model[0].weight, "data", torch.ones(4, 4)),
     "one more": lambda s: s.model.append(nn.Linear(4, 1)),
     "one less": lambda s: s.model.pop(1),
-    "other groups": swap_groups,
+    "other groups": lambda s: s.optimizer.param_groups.reverse(),
     "one more in a dict": lambda s: s.extra.update(new=torch.zeros(1)),
     "a key of another type": lambda s: s.extra.update({"1": s.extra.pop(1)}),
     "another name": lambda s: setattr(
@@ -125,25 +121,28 @@ STAYS = {
 }
 
 
-@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
-def test_what_moved_is_found(move):
-    state = State()
-    before = take(state.components())
-    move(state)
-    now = retake(before, state.components(), ALONE)
-    assert now.tensors is not before.tensors
-    same(now, take(state.components()))
-    same(retake(now, state.components(), ALONE), now)
-
-
-@pytest.mark.parametrize("change", STAYS.values(), ids=STAYS)
-def test_tensors_that_stayed_are_those_of_before(change):
+def around(change) -> tuple:
+    """A state as it was taken before a change and is taken again after it, which is as a walk would
+    take it; and its components."""
     state = State()
     before = take(state.components())
     change(state)
     now = retake(before, state.components(), ALONE)
-    assert now.tensors is before.tensors
     same(now, take(state.components()))
+    return before, now, state.components()
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_what_moved_is_found(move):
+    before, now, components = around(move)
+    assert now.tensors is not before.tensors
+    same(retake(now, components, ALONE), now)
+
+
+@pytest.mark.parametrize("change", STAYS.values(), ids=STAYS)
+def test_tensors_that_stayed_are_those_of_before(change):
+    before, now, _ = around(change)
+    assert now.tensors is before.tensors
 
 
 def test_parameters_without_state_have_changed_places():
@@ -308,11 +307,12 @@ def test_a_part_that_does_not_fit_its_sharding_is_refused_as_at_first(mesh):
     module, local = nn.Module(), torch.zeros(4)
     module.register_buffer("part", placed(local, mesh))
     before = take({"m": module})
-    module.part = placed(local[:3], mesh)
-    with pytest.raises(UsageError, match="does not understand this sharding"):
-        retake(before, {"m": module}, ALONE)
+    for other in (placed(local[:3], mesh), placed(local, mesh, of=5)):
+        module.part = other
+        with pytest.raises(UsageError, match="does not understand this sharding"):
+            retake(before, {"m": module}, ALONE)
 
 
-def placed(local, mesh):
-    """A part of a tensor of four elements, whatever its own size."""
-    return DTensor.from_local(local, mesh, [Shard(0)], shape=(4,), stride=(1,))
+def placed(local, mesh, *, of=4):
+    """A part of a tensor of so many elements, whatever its own size."""
+    return DTensor.from_local(local, mesh, [Shard(0)], shape=(of,), stride=(1,))

@@ -59,7 +59,7 @@ _NO_RNG = (
     'restore(rng="later") was called, but restore_rng() was not before the first save(): random'
     " numbers are not those of an undisturbed run"
 )
-_MOVES = 3
+_MISSES = 3
 """After so many saves in a row at which tensors had moved, they are expected to move each time."""
 _STEPS = 10**18  # the name of a step has at most 18 digits
 
@@ -133,7 +133,7 @@ class Checkpointer:
         self._epoch: Epoch | None = None
         self._probed: Taken | None = None
         self._taken: Taken | None = None
-        self._moves = 0
+        self._misses = 0
         self._stage_every = 1
         self._last_step = self._off_grid = self._unhealthy = -1
         self._moved = self._hinted = False
@@ -339,8 +339,8 @@ class Checkpointer:
             taken = take(self._components, self._topology)
         else:
             taken = retake(before, self._components, self._topology)
-            self._moves = 0 if taken.cache is before.cache else self._moves + 1
-        if self._moves < _MOVES:
+            self._misses = 0 if taken.cache is before.cache else self._misses + 1
+        if self._misses < _MISSES:
             self._taken = replace(taken, values=[None] * len(taken.values))
         return taken
 

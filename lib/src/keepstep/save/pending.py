@@ -138,7 +138,7 @@ class Pending:
 
     @property
     def waits_on_device(self) -> bool:
-        """Whether the fence lets an accelerator wait for the copies, and not the host."""
+        """Whether an accelerator judges, when it comes to the fence, and not the host."""
         return bool(self.done) and self.guard is not None
 
     @property
@@ -149,13 +149,12 @@ class Pending:
 
     def copy(self) -> None:
         """Move the bytes (training thread)."""
+        self._copy(self._await_devices)
 
-        def devices_are_done() -> bool:
-            for event in self.done.values():
-                event.synchronize()
-            return True
-
-        self._copy(devices_are_done)
+    def _await_devices(self) -> bool:
+        for event in self.done.values():
+            event.synchronize()
+        return True
 
     def copy_beside(self, give_up: Callable[[], bool]) -> None:
         """Move the bytes (agent thread). After `give_up`, what devices copy is left as it is."""
@@ -189,8 +188,7 @@ class Pending:
             return
         device = accelerator.here()
         if not self.fenced.is_set():
-            for event in self.done.values():
-                event.synchronize()
+            self._await_devices()
             self.culprit, self._differences = guard.moved(), []
             if not self.culprit:
                 for differs in guard.differences():
@@ -208,10 +206,13 @@ class Pending:
         """Decide, once, whether the tensors stayed unchanged. See the module for when this is
         sound.
         """
+        guard = self.guard
+        self._decide(lambda: guard.changed() if guard is not None else "")
+
+    def _decide(self, culprit: Callable[[], str]) -> None:
         with self._lock:
             if self.verdict is Verdict.OPEN:
-                guard = self.guard
-                self.culprit = guard.changed() if guard is not None else ""
+                self.culprit = culprit()
                 self.verdict = Verdict.MUTATED if self.culprit else Verdict.VALID
         self.judged.set()
 
@@ -237,13 +238,8 @@ class Pending:
     def _judge_fenced(self, give_up: Callable[[], bool]) -> None:
         """Judge by what the devices found when they came to the fence."""
         told = [accelerator.here().await_told(one, give_up) for one in self._differences]
-        if 0 in told:  # given up
-            return
-        with self._lock:
-            if self.verdict is Verdict.OPEN:
-                self.culprit = self.culprit or ("?" if _DIFFERS in told else "")
-                self.verdict = Verdict.MUTATED if self.culprit else Verdict.VALID
-        self.judged.set()
+        if 0 not in told:  # else it was given up
+            self._decide(lambda: self.culprit or ("?" if _DIFFERS in told else ""))
 
     def seal(self) -> None:
         """Write the control page: from here on, the image is complete."""

@@ -85,9 +85,9 @@ class Snapshots:
         """
         mapping = slot.mapping
         assert mapping.layout.id == self.layout.id, "a slot of another layout"
-        divided = taken.cache.get(lazy)
+        divided = taken.cache.get(("divided", lazy))
         if divided is None:
-            divided = taken.cache[lazy] = _Divided(taken.tensors, lazy=lazy)
+            divided = taken.cache["divided", lazy] = _Divided(taken.tensors, lazy=lazy)
         later = divided.later
         control = ControlPage.staged(
             self.layout,

@@ -57,11 +57,10 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def placed_alike(tensor: Any, other: Any) -> bool:
-    """Whether two DTensors have the same part of the same whole on this rank."""
+    """Whether two tensors are DTensors that are divided alike."""
     return bool(
         is_dtensor(other)
         and tensor.placements == other.placements
-        and tensor.shape == other.shape
         and tensor.device_mesh == other.device_mesh
     )
 

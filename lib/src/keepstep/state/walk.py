@@ -85,7 +85,7 @@ class Walker:
         """Walk one component. Returns its branch of the tree."""
         self._begin(component)
         self.held[name] = _held(self._inner)
-        self._owners = self._owners_of(name, self._inner) if self._lazy else {}
+        self._owners = self._owners_of(name) if self._lazy else {}
         tree = self._tree(name, component)
         with torch.no_grad():  # for `local_of`
             node = self._branch(tree, name)
@@ -128,13 +128,13 @@ class Walker:
                 self._parameters[full] = members
                 self._pointers.add(_pointer(parameter, full))
 
-    def _owners_of(self, name: str, optimizer: torch.optim.Optimizer) -> dict[str, _Owner]:
+    def _owners_of(self, name: str) -> dict[str, _Owner]:
         """The owner of each parameter's state, by the path of that state in the optimizer's
         tree.
         """
         owners = {}
         named: list[tuple[str, tuple[int, ...]]] = []
-        for index, parameter in enumerate(_held(optimizer)):
+        for index, parameter in enumerate(self.held[name]):
             full, members = self._known.get(id(parameter), (str(index), None))
             sharded = sharding.is_dtensor(parameter)
             if sharded:
