@@ -147,7 +147,8 @@ def _seen(component: Any) -> Any:
 
 
 def _everything(training: Training) -> dict[str, str]:
-    components = {name: _seen(one) for name, one in training.components.items()}
+    named = training.components.items()
+    components = {name: _seen(one) for name, one in named if name not in training.uncompared}
     return describe({**components, "also": training.final()})
 
 
