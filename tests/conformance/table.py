@@ -28,11 +28,12 @@ class Result(enum.Enum):
 NOT_WORSE = {
     Result.EQUAL: set(Result),
     Result.AS_CONTROL: {Result.DIFFERS},
-    Result.REFUSED_AT_START: {Result.DIFFERS, Result.RAISES},
+    Result.REFUSED_AT_START: set(Result),
     Result.REFUSED_AT_FIRST_SAVE: {Result.DIFFERS, Result.RAISES},
     Result.NAMED_AT_SAVE: {Result.DIFFERS, Result.RAISES},
 }
-"""Results of keepstep, and the results of the control beside which each is allowed."""
+"""Results of keepstep, and the results of the control beside which each is allowed. What is not
+equal needs a reason. A refusal before the first step costs nothing that was trained."""
 
 
 @dataclass(kw_only=True)

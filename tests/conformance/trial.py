@@ -107,9 +107,8 @@ def of_keepstep(row: Row, undisturbed: Outcome, control: Outcome, kept: Outcome)
         differs = differences(undisturbed.record, kept.record)
         if not differs:
             return Result.EQUAL
-        by_control = set(differences(undisturbed.record, control.record))
-        as_control = control.ended_well and by_control.issuperset(differs)
-        return Result.AS_CONTROL if as_control else Result.DIFFERS
+        beside = {path for path in differs if kept.record.get(path) != control.record.get(path)}
+        return Result.AS_CONTROL if control.ended_well and not beside else Result.DIFFERS
     if len(kept.codes) > 1:
         named = bool(row.says) and any(row.says in line for line in _warnings(kept.said[0]))
         return Result.NAMED_AT_SAVE if named else Result.RAISES
@@ -124,14 +123,18 @@ def _warnings(said: str) -> list[str]:
 
 
 def report(undisturbed: Outcome, other: Outcome) -> str:
-    """What differs, in some lines."""
-    lines = [f"lives ended with {other.codes}, the last one by {other.error[:600] or 'itself'}"]
-    differs = differences(undisturbed.record, other.record)
-    lines.append(f"{len(differs)} of {len(undisturbed.record)} places differ")
-    for path in differs[:8]:
-        lines.append(f"  {path}")
-        lines.append(f"    undisturbed {undisturbed.record.get(path, 'missing')[:200]}")
-        lines.append(f"    restarted   {other.record.get(path, 'missing')[:200]}")
-    for number, said in enumerate(other.said):
-        lines += [f"  life {number} said {line[:400]}" for line in _warnings(said)[:6]]
+    """What differs, and what was said, in some lines."""
+    lines = []
+    if not other.ended_well:
+        said = [line for line in other.said[-1].splitlines() if line.strip()]
+        lines += [f"lives ended with {other.codes}", *(line[:600] for line in said[-5:])]
+    else:
+        differs = differences(undisturbed.record, other.record)
+        lines.append(f"{len(differs)} of {len(undisturbed.record)} places differ")
+        for path in differs[:3]:
+            lines.append(f"  {path}: undisturbed {undisturbed.record.get(path, 'missing')[:200]}")
+            lines.append(f"  {path}:   restarted {other.record.get(path, 'missing')[:200]}")
+    for number, said_then in enumerate(other.said):
+        warned = [line for line in _warnings(said_then) if "restored step" not in line]
+        lines += [f"  life {number} said {line[:400]}" for line in warned[:3]]
     return "\n".join(lines)

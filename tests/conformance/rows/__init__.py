@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from tests.conformance.rows import optimizers, schedulers
+from tests.conformance.rows import modules, optimizers, schedulers
 from tests.conformance.table import Row
 
-_MODULES = (optimizers, schedulers)
+_MODULES = (optimizers, schedulers, modules)
 
 
 @functools.cache

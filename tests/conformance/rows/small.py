@@ -33,7 +33,7 @@ def trained(
     also: dict[str, Any] | None = None,
     **more: Any,
 ) -> Training:
-    """A plain loop. `after`: what it does after the optimizer's step; what that gives is compared."""
+    """A plain loop. `after`: runs after the optimizer's step; what it returns is compared."""
     if optimizer is None:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
