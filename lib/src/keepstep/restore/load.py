@@ -98,20 +98,23 @@ class Loader:
         """
         return self._images.alone
 
-    def plan(self) -> None:
-        """Compare and plan. Raises MismatchError, CoverageError, FormatError, SidecarError."""
+    def plan(self, *, whole: bool = True) -> None:
+        """Compare and plan. Raises MismatchError, CoverageError, FormatError, SidecarError.
+
+        `whole` False: the step may have components that are not here, and the other way round.
+        """
         own = self._images.stand_in(self._rank)
         trees, live = self._trees_of(own), self._live()
         if own == self._rank:
             self.rng = self._extras(own).get("rng")
-        for name in sorted(trees.keys() - self._components.keys()):
+        for name in sorted(trees.keys() - self._components.keys()) if whole else ():
             self.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
         # modules first: a dict may hold the same tensors, and must not keep them from the modules
         for name in sorted(self._components, key=self._is_no_module):
             if name in trees:
                 component = unwrap(self._components[name])
                 self._component(name, component, trees[name], live[name])
-            else:
+            elif whole:
                 self.differ(f"{name}: given to Checkpointer, but not in the checkpoint")
         if self.alone:
             for name in self._unused():
