@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import array
 import collections
 import copy
 import dataclasses
@@ -53,6 +55,10 @@ class Best:
 class Point:
     x: float
     y: float
+
+
+class Config(dict[str, Any]):
+    """Keys as attributes."""
 
 
 class Pair(collections.namedtuple("Pair", "first second")):
@@ -224,6 +230,32 @@ TABLE.add(
     keepstep=Result.REFUSED_AT_START,
     says="itself",
     reason="a tree that contains itself is refused by name",
+)
+
+
+TABLE.add(
+    "argparse.Namespace in a dict",
+    lambda: _kept({"options": argparse.Namespace(lr=0.1, names=["a"])}, _counts),
+    kills=(2,),
+    keepstep=Result.REFUSED_AT_START,
+    says="Namespace",
+    reason="an object that is no data: keep `vars(options)`",
+)
+TABLE.add(
+    "array.array in a dict",
+    lambda: _kept({"numbers": array.array("d", [1.0, -0.0])}, _counts),
+    kills=(2,),
+    keepstep=Result.REFUSED_AT_START,
+    says="array",
+    reason="an object that is no data: keep a list, or an array of numpy",
+)
+TABLE.add(
+    "a dict of its own kind inside a dict",
+    lambda: _kept({"config": Config(lr=0.1)}, _counts),
+    kills=(2,),
+    keepstep=Result.REFUSED_AT_START,
+    says="Config",
+    reason="an object that is no data: keep `dict(config)`",
 )
 
 
