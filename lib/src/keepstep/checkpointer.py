@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Literal, NoReturn, cast
@@ -48,6 +48,7 @@ from keepstep.state.leaves import Taken, text_of
 from keepstep.state.memory import check_memory
 from keepstep.state.take import check_components, encode, retake, take
 from keepstep.state.topology import ALONE
+from keepstep.state.wrappers import is_known
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted
 
@@ -228,7 +229,9 @@ class Checkpointer:
             waits = telling(self._socket, lambda: collective.doing, rank=self._rank)
             with waits, PartialRestore() as partial:
                 begin = functools.partial(self._restoring, partial)
-                agreed = collective.restore(self._connect, begin, meet=self._meet)
+                agreed = collective.restore(
+                    self._connect, begin, meet=self._meet, begin_anew=self._begin_anew
+                )
         finally:
             self._probed = None
         if isinstance(agreed, Unkept):
@@ -294,27 +297,46 @@ class Checkpointer:
     def _meet(self, gather: Gather) -> None:
         """Agree which rank has which tensors, so that every rank knows what to stage.
 
+        Foreign objects are left out: to ask one for its state before it was loaded may change it.
         Raises UsageError, on all ranks, if one of them has something that cannot be kept.
         """
         if self._world == 1:
-            self._probed = self._probe()
+            self._probed = self._probe(self._known())
         else:
-            self._topology = topology.agree(
-                lambda: self._probe().claims,
-                gather,
-                rank=self._rank,
-                world=self._world,
-                node=topology.node_name(self._socket),
-                spread=self._spread,
-            )
+            self._agree(gather, self._known)
 
-    def _probe(self) -> Taken:
-        """Lay out the whole state once.
+    def _begin_anew(self, gather: Gather) -> None:
+        """Agree again, on the whole state, as there is nothing to restore. Raises UsageError as
+        `_meet` does.
+        """
+        if self._world > 1:
+            self._agree(gather, lambda: self._components)
+        elif len(self._known()) < len(self._components):
+            self._probe(self._components)
+
+    def _known(self) -> dict[str, Any]:
+        """The components that give their state without running foreign code: modules, optimizers
+        and dicts.
+        """
+        return {name: one for name, one in self._components.items() if is_known(one)}
+
+    def _agree(self, gather: Gather, components: Callable[[], Mapping[str, Any]]) -> None:
+        self._topology = topology.agree(
+            lambda: self._probe(components()).claims,
+            gather,
+            rank=self._rank,
+            world=self._world,
+            node=topology.node_name(self._socket),
+            spread=self._spread,
+        )
+
+    def _probe(self, components: Mapping[str, Any]) -> Taken:
+        """Lay out the state of these components once.
 
         So the script learns what cannot be kept before the first step, and not from the log of a
         run that kept nothing. Raises UsageError.
         """
-        taken = take(self._components)
+        taken = take(components)
         for leaf in taken.tensors:
             check_memory(leaf.tensor, leaf.name)
         try:
@@ -324,10 +346,11 @@ class Checkpointer:
         return taken
 
     def _take(self) -> Taken:
-        """The taken state. While a single rank restores, this is the result of `_probe`: no part of
-        the state is replaced before every tensor is filled.
+        """What a restore compares with: the taken state without foreign objects. While a single
+        rank restores, this is the result of `_probe`: no part of the state is replaced before every
+        tensor is filled.
         """
-        return self._probed or take(self._components, self._topology)
+        return self._probed or take(self._known(), self._topology)
 
     def _retake(self) -> Taken:
         """The taken state, beside how it was taken at the last save. Where it never stays the same,

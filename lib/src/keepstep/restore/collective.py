@@ -117,15 +117,20 @@ class Collective:
         self._stage_every = 1
 
     def restore(
-        self, connect: Connect, begin: Begin, *, meet: Callable[[Gather], None]
+        self,
+        connect: Connect,
+        begin: Begin,
+        *,
+        meet: Callable[[Gather], None],
+        begin_anew: Callable[[Gather], None],
     ) -> Agreed | Unkept:
         """Agree with all ranks on a step, and restore it.
 
         A step that some rank cannot restore is left out, and all ranks vote again. If some ranks
         have no sidecar, the run may begin unkept, but may not go on from a step. `meet` is called
-        before the step is chosen, once all ranks can gather; it agrees on what each rank has. If
-        any rank fails, RestoreError or a related error is raised on all ranks, so that none trains
-        on alone.
+        before the step is chosen, once all ranks can gather; it agrees on what each rank has.
+        `begin_anew` is called if there is nothing to restore. If any rank fails, RestoreError or a
+        related error is raised on all ranks, so that none trains on alone.
         """
         if self._world == 1 and self._session is not None:
             # there is only this rank: it lays out its state while the sidecar looks for steps
@@ -162,6 +167,7 @@ class Collective:
             self._say_suspects(decision)
             if decision.id is None:
                 self._say_incomplete(decision)
+                begin_anew(self._gather)
                 return Agreed(epoch, self._stage_every)
             restoring = begin(decision)
             self.doing = f"bringing step {decision.id.step} back from {restoring.tier}"

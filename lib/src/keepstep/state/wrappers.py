@@ -125,6 +125,11 @@ def _copy_groups(source: Any, target: Any) -> None:
         other.update({key: value for key, value in one.items() if key != "params"})
 
 
+def is_known(component: Any) -> bool:
+    """Whether it is a module, an optimizer or a dict, and no foreign object."""
+    return isinstance(unwrap(component), nn.Module | torch.optim.Optimizer | dict)
+
+
 def tree_of(component: Any) -> Any:
     """What `component` gives as its state: live tensors, not copies."""
     component = unwrap(component)
