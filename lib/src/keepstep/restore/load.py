@@ -100,13 +100,16 @@ class Loader:
         """
         return self._images.alone
 
-    def plan(self) -> None:
-        """Compare and plan. Raises MismatchError, CoverageError, FormatError, SidecarError."""
+    def plan(self, *, whole: bool = True) -> None:
+        """Compare and plan. Raises MismatchError, CoverageError, FormatError, SidecarError.
+
+        `whole` False: the step may have components that are not here, and the other way round.
+        """
         own = self._images.stand_in(self._rank)
         trees, live = self._trees_of(own), self._live()
         if own == self._rank:
             self.rng = self._extras(own).get("rng")
-        for name in sorted(trees.keys() - self._components.keys()):
+        for name in sorted(trees.keys() - self._components.keys()) if whole else ():
             self.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
         keys = self._live_keys()
         # modules first: a dict may hold the same tensors, and must not keep them from the modules
@@ -114,7 +117,7 @@ class Loader:
             if name in trees:
                 component = unwrap(self._components[name])
                 self._component(name, component, trees[name], live.get(name, {}), keys.get(name))
-            else:
+            elif whole:
                 self.differ(f"{name}: given to Checkpointer, but not in the checkpoint")
         if self.alone:
             for name in self._unused():
