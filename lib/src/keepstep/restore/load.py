@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from keepstep.client import copying
 from keepstep.image import extras
+from keepstep.image.arrays import ArrayForm
+from keepstep.image.forms import ViewForm
 from keepstep.restore import transfer
 from keepstep.restore.boxes import Box, Saved
 from keepstep.restore.images import Images
@@ -41,16 +44,17 @@ from keepstep.state.dtypes import DTYPE_OF
 from keepstep.state.leaves import (
     Node,
     Taken,
-    arrays_of,
     build,
     empty,
+    formed_tensors,
     is_extra,
     leaves_of,
     parse,
     plain_tensors,
-    put_back,
     values_of,
 )
+from keepstep.state.refill import Refill, put_back
+from keepstep.state.rng import is_generator, suits
 from keepstep.state.wrappers import is_zero, tree_of, unwrap
 
 
@@ -90,6 +94,10 @@ class Loader:
         self._made: dict[str, Tensor] = {}
         self._filled: dict[str, tuple[str, Saved | None]] = {}
         self.rng: dict[str, Any] | None = None
+        self.refill = Refill()
+        self._shared: dict[int, Any] = {}
+        self._given: dict[str, Tensor] = {}
+        self._lives: dict[str, Live] = {}
 
     @property
     def alone(self) -> bool:
@@ -102,12 +110,16 @@ class Loader:
         """Compare and plan. Raises MismatchError, CoverageError, FormatError, SidecarError."""
         own = self._images.stand_in(self._rank)
         trees, live = self._trees_of(own), self._live()
+        self._lives = {name: live[name] for name in live if self._is_refilled(name)}
         if own == self._rank:
             self.rng = self._extras(own).get("rng")
         for name in sorted(trees.keys() - self._components.keys()):
             self.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
-        # modules first: a dict may hold the same tensors, and must not keep them from the modules
-        for name in sorted(self._components, key=self._is_no_module):
+        # modules first: a dict may hold the same tensors, and must not keep them from the modules.
+        # Then in the order of the save: what stands in two places is found at its first place
+        order = {name: at for at, name in enumerate(trees)}
+        names = sorted(self._components, key=lambda name: order.get(name, len(order)))
+        for name in sorted(names, key=self._is_no_module):
             if name in trees:
                 component = unwrap(self._components[name])
                 self._component(name, component, trees[name], live[name])
@@ -192,8 +204,12 @@ class Loader:
         replace it.
         """
         if here is None:
-            return self.fresh(name)
+            found = self.names.find(name)
+            given = None if found is None else self._given.get(found.name)
+            return self.fresh(name) if given is None else given
         saved = self.names.find(name, whole=here.whole)
+        if saved is not None and here.whole and saved.name in self._given:
+            return self._given[saved.name]
         first, other = self._first(here, name, saved)
         if saved is not None and first != name and other is saved:  # tied, and already planned
             return here.live
@@ -203,7 +219,30 @@ class Loader:
             if not same or self._are_two(saved, other):
                 return self.fresh(name, here.tensor.device)
         self._want(here._replace(name=name), saved)
+        self._give(saved, here)
         return here.live
+
+    def _give(self, saved: Saved | None, here: Target) -> None:
+        """Note that this live tensor holds the whole saved one: whatever was tied to it, or was a
+        view of it, is so again.
+        """
+        if saved is not None and here.whole and here.live is not None:
+            self._given.setdefault(saved.name, here.live)
+
+    def _base(self, name: str) -> Tensor | None:
+        """The tensor that holds the memory of views: a live one, filled in place, or a new one."""
+        component, path = self._places.get(name, ("", ()))
+        return self.kept(base_of(name)[0], self._lives.get(component, {}).get(path))
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[str, Path]]:
+        """Where in a dict each saved tensor stands itself, and not a view of it."""
+        trees = self._trees_of(self._images.stand_in(self._rank))
+        return {
+            tensor: (name, path)
+            for name in self._lives.keys() & trees.keys()
+            for path, tensor in _plain_places(trees[name].node, trees[name].values)
+        }
 
     def fresh(
         self, name: str, device: torch.device | None = None, *, like: Tensor | None = None
@@ -304,6 +343,9 @@ class Loader:
             self._kept[rank] = kept
         return self._kept[rank]
 
+    def _is_refilled(self, name: str) -> bool:
+        return isinstance(self._components[name], dict)
+
     def _is_no_module(self, name: str) -> bool:
         return not isinstance(unwrap(self._components[name]), nn.Module)
 
@@ -315,8 +357,15 @@ class Loader:
         for component, node in self._taken.skeleton[1]:
             of_component: Live = {}
             live[component] = of_component
+            views = set()
             for path, (kind, name) in leaves_of(node):
-                if kind == "t" and (leaf := leaves.get(str(aliases.get(name, name)))) is not None:
+                if kind == "v" and type(self._taken.values[name]) is ViewForm:
+                    views.add(path)
+                if (
+                    kind == "t"
+                    and path not in views
+                    and (leaf := leaves.get(str(aliases.get(name, name)))) is not None
+                ):
                     of_component[path] = target_of(leaf, name)
         return live
 
@@ -327,12 +376,15 @@ class Loader:
             self._module(component, saved, live)
         elif isinstance(component, torch.optim.Optimizer):
             self._optimizer(name, component, saved, live)
-        elif isinstance(component, dict):
+        elif isinstance(component, dict) or is_generator(component):
             tree = self._tree(saved, live)
-            self.finish_with(lambda: put_back(name, component, tree))
+            if is_generator(component) and not suits(component, tree):
+                self.differ(f"{name}: {_kind(tree)} in the checkpoint, {_kind(component)} here")
+            self.refill.pair(component, tree, whatever=True)
+            self.finish_with(lambda: put_back(name, component, tree, self.refill))
         else:
             tree = self._tree(saved, {})
-            self.finish_with(lambda: component.load_state_dict(tree))
+            self.finish_with(lambda: component.load_state_dict(self.refill.placed(tree)))
 
     def _optimizer(
         self, name: str, optimizer: torch.optim.Optimizer, saved: SavedTree, live: Live
@@ -382,6 +434,7 @@ class Loader:
         first, other = self._first(here, here.name, saved)
         if first == here.name:
             self._want(here, saved)
+            self._give(saved, here)
         elif saved is not None and self._are_two(saved, other):
             self.differ(f"{here.name}: one tensor with {first} here, but not in the checkpoint")
 
@@ -389,7 +442,12 @@ class Loader:
         """A saved tree whose tensors are the live ones, filled in place, where possible, and new
         ones otherwise.
         """
-        arrays = {base_of(name)[0] for name in arrays_of(saved.node)}
+        values = saved.values
+        arrays = {
+            base_of(name)[0]
+            for name, form in formed_tensors(saved.node, values)
+            if type(form) is ArrayForm
+        }
         return self.built(
             saved,
             saved.node,
@@ -403,11 +461,17 @@ class Loader:
         tensors.
         """
         leaves = list(leaves_of(node))
-        made = {
-            leaf[1]: tensor(path, base_of(leaf[1])[0]) for path, leaf in leaves if leaf[0] == "t"
+        named = [(path, leaf[1]) for path, leaf in leaves if leaf[0] == "t"]
+        values = saved.values if len(named) < len(leaves) else []
+        views = {
+            path for path, leaf in leaves if leaf[0] == "v" and type(values[leaf[1]]) is ViewForm
         }
-        values = saved.values if len(made) < len(leaves) else []
-        return build(node, made.__getitem__, values.__getitem__)  # raises if it makes no sense
+        made = {name: tensor(path, base_of(name)[0]) for path, name in named if path not in views}
+        for path, name in named:
+            if path in views and name not in made:
+                made[name] = self._base(name)
+        # raises if it makes no sense
+        return build(node, made.__getitem__, values.__getitem__, self._shared)
 
     def finish_with(self, finish: Callable[[], None]) -> None:
         """Call `finish` once all tensors are filled."""
@@ -419,6 +483,20 @@ def _memory_of(module: nn.Module) -> Iterator[Tensor]:
     for one in (*module.parameters(), *module.buffers()):
         for _, plain in plain_tensors(one, ""):
             yield sharding.local_of(plain) if sharding.is_dtensor(plain) else plain
+
+
+def _plain_places(node: Node, values: Sequence[Any]) -> Iterator[tuple[Path, str]]:
+    """The paths and names of tensors that are not views of other ones."""
+    views: set[Path] = set()
+    for path, (kind, at) in leaves_of(node):
+        if kind == "v" and type(values[at]) is ViewForm:
+            views.add(path)
+        elif kind == "t" and path not in views:
+            yield path, at
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 
 def _spans(saved: Saved) -> dict[int, slice]:

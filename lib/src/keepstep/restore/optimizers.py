@@ -30,6 +30,7 @@ from keepstep.restore.pairing import (
 from keepstep.restore.targets import Live, Path, SavedTree, describe_saved
 from keepstep.state import sharding
 from keepstep.state.leaves import Node
+from keepstep.state.refill import pair_generators, place_generators
 
 if TYPE_CHECKING:
     from keepstep.restore.load import Loader
@@ -86,6 +87,8 @@ class OptimizerLoader:
         position = {at: number for number, at in numbers.items()}
         members = [self._members(at, position) for at in order]
         options = self._options(saved, branches["param_groups"], live, order)
+        live_groups = [self._optimizer.param_groups[at] for at in order]
+        pair_generators(self._loader.refill, live_groups, options)
         self._loader.finish_with(lambda: self._finish(options, order, members))
 
     # --- pairing of parameters and groups ------------------------------------------------------
@@ -305,6 +308,7 @@ class OptimizerLoader:
             kept = {key: value for key, value in saved.items() if key != "param_names"}
             merged.append({**kept, **own})
         load_exactly(self._optimizer, {"state": state, "param_groups": merged})
+        place_generators(self._loader.refill, self._optimizer.param_groups, merged)
 
 
 def _is_number(stored: str) -> bool:
