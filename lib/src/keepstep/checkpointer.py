@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import operator
 import os
@@ -23,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Literal, NoReturn, cast
@@ -37,6 +36,7 @@ from keepstep.core.vote import Decision
 from keepstep.errors import FormatError, NotDurableError, SlotUnavailable, UsageError
 from keepstep.image import Layout, extras
 from keepstep.restore.collective import Collective, Gather, Unkept
+from keepstep.restore.preview import Preview, preview
 from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.restore.waiting import telling
 from keepstep.save import loops
@@ -45,7 +45,7 @@ from keepstep.save.script_failures import is_own, on_uncaught
 from keepstep.save.snapshot import Snapshots
 from keepstep.save.stats import Stats
 from keepstep.state import rng, topology
-from keepstep.state.leaves import Taken
+from keepstep.state.leaves import Taken, text_of
 from keepstep.state.memory import check_memory
 from keepstep.state.take import check_components, encode, retake, take
 from keepstep.state.topology import ALONE
@@ -91,6 +91,7 @@ class Checkpointer:
         trusted: bool = False,
         replicated: str = "PerNode",
         dir: str | os.PathLike[str] | None = None,
+        run: str | None = None,
         **named: Any,
     ) -> None:
         """Name the components to keep: modules, optimizers, schedulers, plain dicts.
@@ -111,6 +112,8 @@ class Checkpointer:
           start one on this machine. It keeps the run below this directory, is started again when it
           dies, and ends when it has had no trainer for five minutes. The environment holds its
           settings, which are those of `keepstep start`.
+        - `run`: with `dir`, the name of the run below it, which then has a sidecar of its own,
+          even if one was started for this process. So one process can train several times.
 
         Raises UsageError for components that keepstep cannot take or cannot put back.
         """
@@ -145,9 +148,9 @@ class Checkpointer:
         self._stats = Stats()
         self._off, self._off_said = "", False
         self._restore_timeout_s = restore_timeout_s()
-        self._socket = embedded.socket(dir)
+        self._socket = embedded.socket(dir, run)
         if self._socket:
-            keeper = embedded.keeper(dir)
+            keeper = embedded.keeper(dir, run)
             self._agent = Agent(self._socket, rank=self._rank, world=self._world, keeper=keeper)
             self._stats = self._agent.stats
             # if close() is never called: at the end of the process, or of this object
@@ -161,6 +164,7 @@ class Checkpointer:
             )
         _LIVE.add(self)
         _hook_optimizers()
+        _hook_storages()
         _hook_failures()
 
     @property
@@ -186,6 +190,31 @@ class Checkpointer:
         SidecarAbsent, SidecarError.
         """
         return sorted(held_steps(self._socket, timeout_s=_CONNECT_S)) if self._socket else []
+
+    def preview(self, name: str) -> tuple[int, dict[str, Any]] | None:
+        """The number of the step that `restore` would bring back now, and what it holds of `name`,
+        a component that is a dict; {} if it has none. None if there is nothing to restore.
+
+        Call it before `restore()`, when the components that the restore fills have to be made as
+        the step says (parameter groups that were added, layers). Only that component is read, and
+        nothing is changed. This is a collective, like `restore`, and raises as `restore` does.
+        """
+        if self._epoch is not None:
+            raise UsageError("preview() comes before restore(), which was called already")
+        found: dict[str, Any] = {}
+        session = self._agent.session if self._agent is not None else None
+        collective = Collective(session, rank=self._rank, world=self._world, quiet=True)
+
+        def begin(decision: Decision) -> Preview:
+            assert session is not None
+            found.clear()
+            options: dict[str, Any] = {"trusted": self._trusted}
+            options["timeout_s"] = self._restore_timeout_s
+            return Preview(name, found, session, decision, rank=self._rank, **options)
+
+        with telling(self._socket, lambda: collective.doing, rank=self._rank):
+            step = preview(collective, self._connect, begin)
+        return None if step is None else (step, found)
 
     def restore(
         self, *, step: int | None = None, rng: Literal["now", "later"] = "now"
@@ -223,6 +252,7 @@ class Checkpointer:
                 raise UsageError('restore(rng="later"): this Checkpointer was made with rng=False')
             self._rng_later = {}
         self._hint()
+        check_components(self._components)  # an adapter completes them after `preview`
         session = self._agent.session if self._agent is not None else None
         collective = Collective(session, rank=self._rank, world=self._world, step=step)
         try:
@@ -246,6 +276,14 @@ class Checkpointer:
         if parent is None or restoring is None:
             return None
         self._last_step = parent.step
+        if self._rank == 0 and self._socket in _SAVED_IN:
+            log.warning(
+                "keepstep: this process has kept steps of this run before: this Checkpointer goes"
+                " on from step %d of that training. A second training needs a run of its own:"
+                " Checkpointer(..., dir=DIR, run=NAME), or another process and `keepstep run --run"
+                " NAME`",
+                parent.step,
+            )
         if self._rank == 0:
             log.warning(
                 "keepstep: restored step %d of epoch %s from %s in %.2f s",
@@ -290,7 +328,7 @@ class Checkpointer:
 
     def _connect(self) -> LeaseGranted:
         assert self._agent is not None
-        return self._agent.connect(timeout_s=_CONNECT_S)
+        return self._agent.session.granted or self._agent.connect(timeout_s=_CONNECT_S)
 
     def _meet(self, gather: Gather) -> None:
         """Agree which rank has which tensors, so that every rank knows what to stage.
@@ -488,6 +526,7 @@ class Checkpointer:
         if self._rng_later:
             agent.warn("rng-later", _NO_RNG)
         self._last_step = step
+        _SAVED_IN.add(self._socket)
         agent.settle(decided=False)
         taken = self._retake()
         data = self._encode(taken)
@@ -532,7 +571,7 @@ class Checkpointer:
             "rank": self._rank,
             "world": self._world,
             "aliases": taken.aliases,
-            "skeleton": json.dumps(taken.skeleton, separators=(",", ":")),
+            "skeleton": text_of(taken.skeleton),
             "extras_capacity_bytes": extras.capacity_for(extras_bytes),
             "twins": taken.twins,
             "parameters": taken.parameters,
@@ -756,6 +795,8 @@ def _rank_and_world() -> tuple[int, int]:
 
 
 _LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+_SAVED_IN: set[str] = set()
+"""The sockets of the runs of which this process has saved a step."""
 
 
 @functools.cache
@@ -771,6 +812,27 @@ def _hook_optimizers() -> None:
     # torch.compile traces an optimizer's step together with its hooks, and a traced fence would
     # compare other versions (`torch.compiler.disable` would import torch._dynamo at this point)
     register_optimizer_step_pre_hook(torch._disable_dynamo(before))  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _hook_storages() -> None:
+    """Run the fence before the memory of a storage is freed while a copy reads it. A copy of memory
+    that is gone would end the process.
+    """
+
+    def fenced(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def after_the_copy(storage: torch.UntypedStorage, *args: Any, **options: Any) -> Any:
+            for checkpointer in list(_LIVE):
+                agent = checkpointer._agent
+                if agent is not None and agent.reads(storage):
+                    checkpointer._fence(decided=True)
+            return method(storage, *args, **options)
+
+        return after_the_copy
+
+    for name in ("resize_", "_share_fd_cpu_", "_share_filename_cpu_"):
+        setattr(torch.UntypedStorage, name, fenced(getattr(torch.UntypedStorage, name)))
 
 
 @functools.cache

@@ -106,11 +106,18 @@ class Collective:
     """The part of one rank in the collective."""
 
     def __init__(
-        self, session: Session | None, *, rank: int, world: int, step: int | None = None
+        self,
+        session: Session | None,
+        *,
+        rank: int,
+        world: int,
+        step: int | None = None,
+        quiet: bool = False,
     ) -> None:
-        """`step`: the step to go back to; None for the newest. `doing`: what takes time at the
-        moment.
+        """`step`: the step to go back to; None for the newest. `quiet`: log nothing of a decision,
+        which another collective logs. `doing`: what takes time at the moment.
         """
+        self._quiet = quiet
         self.doing = "waiting until all ranks have called it"
         self._session = session
         self._rank, self._world, self._step = rank, world, step
@@ -184,14 +191,14 @@ class Collective:
             raise type(error)(f"{error}. The last attempt: {'; '.join(failures)}") from error
 
     def _say_incomplete(self, decision: Decision) -> None:
-        if decision.incomplete and self._rank == 0:
+        if decision.incomplete and self._rank == 0 and not self._quiet:
             log.warning(
                 "keepstep: beginning anew without %s: only some ranks hold it",
                 ", ".join(map(str, decision.incomplete)),
             )
 
     def _say_suspects(self, decision: Decision) -> None:
-        if decision.suspects and decision.id is not None and self._rank == 0:
+        if decision.suspects and decision.id is not None and self._rank == 0 and not self._quiet:
             log.warning(
                 "keepstep: going back to step %d: the script failed twice within %d steps after"
                 " step %s was restored, or one before it. To go on from there nonetheless, name it"
