@@ -362,7 +362,7 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!zoneinfo": _to_zone,
     "!range": lambda parts: range(*_few(parts)),
     "!slice": lambda parts: slice(*_few(parts)),
-    "!ellipsistype": _to_ellipsis,
+    "!ellipsis": _to_ellipsis,
     "!simplenamespace": functools.partial(_to_namespace, types.SimpleNamespace),
     "!namespace": _to_arguments,
     "!uuid": _to_uuid,
