@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from keepstep.errors import UsageError
+from keepstep.state.rng import is_generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,4 +134,6 @@ def is_known(component: Any) -> bool:
 def tree_of(component: Any) -> Any:
     """What `component` gives as its state: live tensors, not copies."""
     component = unwrap(component)
-    return component if isinstance(component, dict) else component.state_dict()
+    if isinstance(component, dict) or is_generator(component):
+        return component
+    return component.state_dict()
