@@ -194,9 +194,9 @@ class Checkpointer:
 
         `step`: go back to this step, one of `all_steps`, instead. The steps after it are dead from
         then on: no later restore takes them. The script goes back each time that it makes this
-        call, so also each time that it is started again. `keepstep run --restore-from` goes back
-        only once, and takes precedence over `step`. `rng="later"` leaves the random generators to
-        `restore_rng`.
+        call, so also each time that it is started again; the step is kept as long as it does.
+        `keepstep run --restore-from` goes back only once, and takes precedence over `step`.
+        `rng="later"` leaves the random generators to `restore_rng`.
 
         This is a collective: every rank must call it. It starts a new epoch. If there is nothing to
         restore and some ranks have no sidecar, all ranks train on and nothing is kept.

@@ -33,13 +33,16 @@ _HANDOVER_S = 2.0
 class Lease:
     """A trainer's hold on its rank. `died`: the trainer's process is certainly gone, or the trainer
     said goodbye. Only then may the slot that it was given be reused. `training`: the trainer has
-    restored and needs no image any more."""
+    restored and needs no image any more. `saved`: it has staged a step. `warned`: the warning that
+    was sent to it last."""
 
     token: str
     request: LeaseRequest
     ended: bool = False
     died: bool = False
     training: bool = False
+    saved: bool = False
+    warned: str = ""
     pidfd: int | None = field(default=None, repr=False)
 
     @property

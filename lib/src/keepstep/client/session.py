@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from keepstep import processes, version
@@ -41,10 +42,17 @@ _REASON = 300  # characters
 
 class Session:
     """The lease of one rank. `changed` rings when the lease is lost. `archive`: the sidecar has an
-    archive. `keeper`: restarts the sidecar, if no other process does."""
+    archive. `keeper`: restarts the sidecar, if no other process does. `warn`: see `Lease`."""
 
     def __init__(
-        self, path: str, *, rank: int, world: int, changed: Changes, keeper: Keeper | None = None
+        self,
+        path: str,
+        *,
+        rank: int,
+        world: int,
+        changed: Changes,
+        keeper: Keeper | None = None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.rank, self.path = rank, path
         self.run, self.archive = "", False
@@ -52,6 +60,7 @@ class Session:
         self._attempt = os.urandom(8).hex()
         self._changed = changed
         self._keeper = keeper
+        self._warn = warn
         self._lease: Lease | None = None
         self._ending = threading.RLock()
 
@@ -80,7 +89,9 @@ class Session:
             age_s=_age_s(),
         )
         try:
-            lease = Lease(self.path, request, self._changed.ring, timeout_s=timeout_s)
+            lease = Lease(
+                self.path, request, self._changed.ring, warn=self._warn, timeout_s=timeout_s
+            )
         except SidecarAbsent as error:
             if self._keeper is not None and error.code == "absent":  # "silent" is slow, not dead
                 self._keeper.revive()

@@ -106,7 +106,12 @@ class Agent:
         self._lock = threading.Lock()
         self._changed = Changes()
         self.session = Session(
-            socket_path, rank=rank, world=world, changed=self._changed, keeper=keeper
+            socket_path,
+            rank=rank,
+            world=world,
+            changed=self._changed,
+            keeper=keeper,
+            warn=lambda text: self.warn(text, text),
         )
         self._client = Client(socket_path)
         self._layout: Layout | None = None

@@ -201,6 +201,16 @@ class VolumeSet:
         """Record epochs durably on every working volume. Raises StorageError when all fail."""
         self._save(lambda record: record.with_epochs(*epochs))
 
+    def asked(self) -> StepId | None:
+        """The step that the script itself asked for, by the volume that knows the newest epoch."""
+        records = [volume.record for volume in self.volumes if volume.record.epochs]
+        newest = max(records, key=lambda record: record.epochs[-1].id, default=None)
+        return None if newest is None else newest.asked
+
+    def save_asked(self, asked: StepId | None) -> None:
+        """Record the step that the script itself asked for, as `save_epochs` does."""
+        self._save(lambda record: replace(record, asked=asked))
+
     def last_commit(self) -> StepId | None:
         """The newest commit that any volume has on record; None if there is none."""
         noted = (volume.record.committed for volume in self.volumes)

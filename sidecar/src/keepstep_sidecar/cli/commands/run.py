@@ -37,7 +37,8 @@ _DYING_S: Final = 10.0
     default=0,
     show_default=True,
     metavar="N",
-    help="Start COMMAND again up to N times when it fails.",
+    help="Start COMMAND again up to N times when it fails, unless the next start would end in the"
+    " same error.",
 )
 @click.option(
     "--warm",
