@@ -251,6 +251,14 @@ class Trainer:
         for model in (self.model, self.twin):
             model.layers[0].data.add_(1)
 
+    def there_and_back(self) -> None:
+        """Other weights are swapped in, past the version counters, and back."""
+        for add in (1, -1):
+            for model in (self.model, self.twin):
+                for layer in model.layers:
+                    layer.data.add_(add)
+            self.wait()
+
     def offload(self) -> None:
         """Away from the device and back to where it was: other data was in its memory meanwhile."""
         layer = self.model.layers[2]
@@ -300,7 +308,7 @@ EXAMPLES = int(os.environ.get("KEEPSTEP_EXAMPLES", "0")) or 30
 ACTIONS = [
     *["train", "train", "train", "save", "save", "save", "wait", "train_beside", "drain", "mutate"],
     *["change", "change_data", "offload", "save_without_memory", "save_interrupted"],
-    "train_in_forks",
+    *["train_in_forks", "there_and_back"],
 ]
 
 

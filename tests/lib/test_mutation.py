@@ -6,6 +6,7 @@ The copy is held back until the change was made, so each test is sure to hit the
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -85,6 +86,123 @@ def test_a_change_between_save_and_copy_discards_the_image(sidecar, held_copy, m
     at, weight = restored_weight(model)
     assert at.step == 2
     assert torch.equal(weight, expected)
+
+
+def channels_last():
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, bias=False), nn.Conv2d(64, 8, 3, bias=False))
+    return model.to(memory_format=torch.channels_last)
+
+
+def columns():
+    model = nn.Linear(300, 200, bias=False)
+    model.weight = nn.Parameter(torch.randn(300, 200).t())
+    return model
+
+
+def doubles():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(40, 30, dtype=torch.complex128).t())
+    return model
+
+
+def scalars():
+    return nn.ParameterList([nn.Parameter(torch.zeros(())) for _ in range(3)])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(256, 256), channels_last, columns, doubles, scalars]
+)
+@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+def test_weights_swapped_out_and_back_during_the_copy_discard_the_image(
+    sidecar, held_copy, make, which
+):
+    """What is compared is the image: the state is the same before and after."""
+    model = make()
+    checkpointer = begun({"model": model})
+    assert checkpointer.save(1)
+    weight = list(model.parameters())[which]
+    before = weight.detach().clone()
+    weight.data.add_(1)
+    held_copy.set()
+    assert checkpointer._agent.pending.copied.wait(10)
+    weight.data.copy_(before)
+    with pytest.raises(keepstep.NotDurableError, match=r"model\..* changed before it was copied"):
+        checkpointer.wait(1, "staged", timeout=10)
+    assert checkpointer.save(2)
+    checkpointer.close()
+    assert checkpointer.stats.discarded == 1
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(256, 256), channels_last, columns, doubles, scalars]
+)
+def test_the_image_of_an_unchanged_state_is_kept_in_any_order_of_dimensions(sidecar, make):
+    model = make()
+    with begun({"model": model}) as checkpointer:
+        for step in range(3):
+            assert checkpointer.save(step)
+            checkpointer.wait(step, "staged")
+    assert checkpointer.stats.discarded == 0
+
+
+def resized(weight):
+    storage = weight.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(size)
+
+
+def given_other_memory(weight):
+    weight.data = weight.data.clone()
+
+
+def set_to_other_memory(weight):
+    weight.data.set_(weight.detach().clone())
+
+
+def shared(weight):
+    weight.share_memory_()
+
+
+@pytest.mark.parametrize("free", [resized, given_other_memory, set_to_other_memory, shared])
+def test_memory_that_is_freed_beside_the_copy_ends_no_training(sidecar, monkeypatch, free):
+    """Large enough to be unmapped at once: a copy that still read it would end this process."""
+    model, run, reads = nn.Linear(4096, 2048, bias=False), copying.run, threading.Event()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+
+    def slow(transfers, **options):
+        if threading.current_thread().name != "keepstep-agent":
+            return run(transfers, **options)
+        for move in transfers.moves:
+            for piece in range(0, move.bytes, 1 << 20):
+                reads.set()
+                copying.move(move.target + piece, move.source + piece, 1 << 20)
+                time.sleep(0.005)
+
+    monkeypatch.setattr(copying, "run", slow)
+    checkpointer = begun({"model": model, "optimizer": optimizer})
+    for step in range(4):
+        reads.clear()
+        expected = model.weight.detach().clone()
+        eager = checkpointer._agent.copies_eagerly
+        assert checkpointer.save(step)
+        if eager:
+            checkpointer._agent.drain(timeout_s=10)
+            continue
+        momentum = optimizer.state[model.weight]["momentum_buffer"]
+        assert reads.wait(10)
+        free(model.weight)
+        free(momentum)
+        checkpointer._agent.drain(timeout_s=10)
+        staged = checkpointer._agent.staged_step
+        if staged is not None and staged.step == step:
+            image = staged.slot.mapping
+            assert torch.equal(image.view(image.layout.entries["model.weight"]), expected)
+        with torch.no_grad():
+            model.weight.copy_(expected)
+    checkpointer._let_go("the test ends", timeout_s=5)
 
 
 @pytest.mark.parametrize("by_optimizer", [True, False], ids=["optimizer step", "mutating"])

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import operator
 import os
@@ -23,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Literal, NoReturn, cast
@@ -45,7 +44,7 @@ from keepstep.save.script_failures import is_own, on_uncaught
 from keepstep.save.snapshot import Snapshots
 from keepstep.save.stats import Stats
 from keepstep.state import rng, topology
-from keepstep.state.leaves import Taken
+from keepstep.state.leaves import Taken, text_of
 from keepstep.state.memory import check_memory
 from keepstep.state.take import check_components, encode, retake, take
 from keepstep.state.topology import ALONE
@@ -161,6 +160,7 @@ class Checkpointer:
             )
         _LIVE.add(self)
         _hook_optimizers()
+        _hook_storages()
         _hook_failures()
 
     @property
@@ -532,7 +532,7 @@ class Checkpointer:
             "rank": self._rank,
             "world": self._world,
             "aliases": taken.aliases,
-            "skeleton": json.dumps(taken.skeleton, separators=(",", ":")),
+            "skeleton": text_of(taken.skeleton),
             "extras_capacity_bytes": extras.capacity_for(extras_bytes),
             "twins": taken.twins,
             "parameters": taken.parameters,
@@ -771,6 +771,27 @@ def _hook_optimizers() -> None:
     # torch.compile traces an optimizer's step together with its hooks, and a traced fence would
     # compare other versions (`torch.compiler.disable` would import torch._dynamo at this point)
     register_optimizer_step_pre_hook(torch._disable_dynamo(before))  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _hook_storages() -> None:
+    """Run the fence before the memory of a storage is freed while a copy reads it. A copy of memory
+    that is gone would end the process.
+    """
+
+    def fenced(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def after_the_copy(storage: torch.UntypedStorage, *args: Any, **options: Any) -> Any:
+            for checkpointer in list(_LIVE):
+                agent = checkpointer._agent
+                if agent is not None and agent.reads(storage):
+                    checkpointer._fence(decided=True)
+            return method(storage, *args, **options)
+
+        return after_the_copy
+
+    for name in ("resize_", "_share_fd_cpu_", "_share_filename_cpu_"):
+        setattr(torch.UntypedStorage, name, fenced(getattr(torch.UntypedStorage, name)))
 
 
 @functools.cache

@@ -59,10 +59,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """What to copy: plain moves, and copies that need torch."""
+    """What to copy: plain moves, and copies that need torch. `holds`: what owns the memory from
+    which the moves read."""
 
     moves: Sequence[Move] = ()
     copies: Sequence[Copy] = ()
+    holds: object = None
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -21,6 +21,8 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from keepstep.client.embedded import Keeper
 from keepstep.client.http import Client
 from keepstep.client.session import Session
@@ -54,6 +56,10 @@ _RETRY_S = 0.2
 _MOST_RETRY_S = 2.0
 _SLOT_WAIT_S = 20.0
 _LARGE_BYTES = 64 << 20
+_MADE_S = 60.0
+"""The longest wait for the first slot of a layout: its memory is being made."""
+_NOTED_S = 1.0
+_REFUSED_S = 10.0
 _KNOWN_STEPS = 10_000
 _KINDS = 100
 _EAGER_WITHIN = 100
@@ -103,7 +109,8 @@ class Agent:
         self._eager = False
         self._discarded_at: int | None = None
         # `with` on a Lock is C code, so no exception can come between acquiring it and holding it
-        self._lock = threading.Lock()
+        # Reentrant: a signal handler may call close() while this thread holds it
+        self._lock = threading.RLock()
         self._changed = Changes()
         self.session = Session(
             socket_path,
@@ -117,6 +124,8 @@ class Agent:
         self._layout: Layout | None = None
         self._registered: Layout | None = None
         self._refusal = ""
+        self._refused_at = 0.0
+        self._asked = self._served = False
         self._held: Held | None = None
         self._mappings: dict[str, SlotMapping] = {}
         self._skips: dict[str, tuple[int, int]] = {}
@@ -195,24 +204,36 @@ class Agent:
             self._refusal = ""
             self._drop_ready()
             self._mappings.clear()
-            self._patient = True
+            self._patient, self._served = True, False
         self._changed.ring()
 
     def await_slot(self, *, timeout_s: float | None) -> Slot:
         """The slot at hand, as soon as there is one. Raises SlotUnavailable when the time is up, or
         if there can be no slot.
 
-        `timeout_s=None` is for callers that can skip a step. Such a call may wait a little, but
-        then waits again only after a slot has come: a slow sidecar costs one wait in total, not one
-        per step.
+        `timeout_s=None` is for callers that can skip a step. Such a call waits for the first slot
+        of a layout, of which the memory is being made, and otherwise only a little. It then waits
+        again only after a slot has come: a slow sidecar costs one wait in total, not one per step.
         """
+        if not self._asked:
+            self._asked = True
+            self._changed.ring()
         pending = self.pending
         if pending is not None and pending.fenced.is_set():
             # the device has not come to the fence yet: training runs ahead of it by one step only
             pending.judged.wait(_COPY_S if timeout_s is None else timeout_s)
         if timeout_s is None:
             timeout_s = self._patience_s() if self._patient and self.session.connected else 0.0
-        self._changed.wait_for(self._knows, timeout_s=timeout_s)
+            knows = self._knows if self._served else self._knows_or_is_away
+        else:
+            knows = self._knows
+        began = time.monotonic()
+        self._changed.wait_for(knows, timeout_s=timeout_s)
+        if (waited_s := time.monotonic() - began) > _NOTED_S:
+            log.warning(
+                "keepstep: rank %d: save() waited %.1f s for memory for its image",
+                *(self.session.rank, waited_s),
+            )
         with self._lock:
             held = self._held
             if held is not None and held.use is Use.READY:
@@ -231,15 +252,23 @@ class Agent:
         at_hand = held is not None and held.use is Use.READY
         return at_hand or bool(self._refusal) or self._closing
 
+    def _knows_or_is_away(self) -> bool:
+        return self._knows() or not self.session.connected
+
     def _patience_s(self) -> float:
-        """How long to wait for a slot, in seconds. Small slots are made in milliseconds and are
-        worth a wait; large ones take seconds.
+        """How long to wait for a slot, in seconds. Without the first slot of a layout no step can
+        be kept. Later ones are written to the drive: small ones within milliseconds, which are
+        worth a wait.
         """
+        if not self._served:
+            return _MADE_S
         return 1.0 if self._layout is None or self._layout.size_bytes < _LARGE_BYTES else 0.1
 
     def submit(self, pending: Pending) -> None:
         """Hand over an image, copied or not. The agent does the rest."""
         with self._lock:
+            if self._closing:
+                raise SlotUnavailable("this process gave its rank back before the step was staged")
             self._held = Held(Use.SUBMITTED, pending.slot, pending)
         self._changed.ring()
 
@@ -289,6 +318,12 @@ class Agent:
             pending.finish(Verdict.LOST, f"the copy took over {timeout_s:.0f} s")
             return
         pending.judge()
+
+    def reads(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a copy may still read this memory of the host."""
+        pending = self.pending
+        guard = None if pending is None or pending.copied.is_set() else pending.guard
+        return guard is not None and guard.fingerprint.holds(storage)
 
     def _await_copy(self, pending: Pending, timeout_s: float) -> bool:
         if not pending.copied.is_set():
@@ -425,11 +460,12 @@ class Agent:
             return None
         if not self.session.connected:
             return self._reconnect
-        if not self._is_registered and not self._refusal:
+        if not self._is_registered and (not self._refusal or self._may_ask_again):
             return self._register
         if pending is not None:
             return self._report
-        if self._registered is not None and self._is_registered and self._held is None:
+        registered = self._registered is not None and self._is_registered
+        if registered and self._asked and self._held is None:
             return self._fetch
         return self._tell_skips if self._skips else None
 
@@ -552,12 +588,30 @@ class Agent:
                 " checkpointer.mutating():` around its step to be copied beside it",
             )
 
+    @property
+    def _may_ask_again(self) -> bool:
+        """Whether it is worth another try: memory may have become free since it was refused."""
+        return time.monotonic() - self._refused_at > _REFUSED_S
+
+    def _refuse(self, layout: Layout, reason: str) -> None:
+        """There is no memory for images of this layout."""
+        with self._lock:
+            if self._layout is layout:
+                self._refusal, self._refused_at = reason, time.monotonic()
+                self._registered = None
+        self._changed.ring()
+
     def _fetch(self) -> None:
-        assert self._layout is not None
-        request = SlotRequest(
-            lease=self.session.lease, layout=self._layout.id, timeout_s=_SLOT_WAIT_S
-        )
-        self._keep(self._client.call("/v1/slot", request, SlotGranted, timeout_s=_SLOT_WAIT_S + 10))
+        layout = self._layout
+        assert layout is not None
+        request = SlotRequest(lease=self.session.lease, layout=layout.id, timeout_s=_SLOT_WAIT_S)
+        seconds = _SLOT_WAIT_S + 10
+        try:
+            granted = self._client.call("/v1/slot", request, SlotGranted, timeout_s=seconds)
+        except NoMemoryError as error:
+            self._refuse(layout, str(error))
+            return
+        self._keep(granted)
 
     def _keep(self, granted: SlotGranted) -> None:
         """Map a granted slot and put it at hand."""
@@ -577,7 +631,7 @@ class Agent:
                 return  # the training thread changed it while the slot was mapped
             self._mappings[granted.path] = mapping
             self._held = Held(Use.READY, Slot(granted, mapping))
-            self._patient = True
+            self._patient = self._served = True
         self._failures, self._retry_at = 0, 0.0
         self._changed.ring()
 
@@ -604,14 +658,11 @@ class Agent:
         try:
             accepted = self._client.call("/v1/layout", request, LayoutAccepted)
         except NoMemoryError as error:
-            with self._lock:
-                if self._layout is layout:
-                    self._refusal = str(error)
-            self._changed.ring()
+            self._refuse(layout, str(error))
             return
         if accepted.warning:
             self.warn(accepted.warning, accepted.warning)
-        self._registered = layout
+        self._registered, self._refusal = layout, ""
 
     def _tell_skips(self) -> None:
         with self._lock:

@@ -4,7 +4,8 @@ The training thread makes it at `save`, and the agent thread copies it. It is *j
 is certain whether the tensors stayed unchanged until they were copied. Then it is sealed, or
 discarded.
 
-Judging compares version counters, addresses and fingerprints with those at `save`. The training
+Judging compares version counters, addresses and fingerprints with those at `save`, and the image's
+own bytes with the fingerprint of `save`. The training
 thread must not be inside an operation at that moment, because an in-place kernel that still runs
 has not moved its version counter yet. There are two safe moments:
 
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from keepstep.client import copying
-from keepstep.client.slot import Slot
+from keepstep.client.slot import Slot, SlotMapping
 from keepstep.client.wakeups import Gate
 from keepstep.image import ControlPage
 from keepstep.save import accelerator
@@ -73,8 +74,8 @@ class Guard:
         )
 
     def changed(self) -> str:
-        """The name of a tensor that changed, `?` when only a fingerprint did, or ''."""
-        return self.moved() or ("?" if any(self.differences()) else "")
+        """The name of a tensor that changed, or ''."""
+        return self.moved() or self._first(self.fingerprint.take(), self.samples)
 
     def moved(self) -> str:
         """The name of a tensor whose version or address changed, or ''. Waits for no device."""
@@ -87,6 +88,19 @@ class Guard:
         """Whether the fingerprints differ: a truth value per group, where its samples are."""
         now = self.fingerprint.take()
         return [torch.ne(one, other).any() for one, other in zip(now, self.samples, strict=True)]
+
+    def torn(self, mapping: SlotMapping, samples: Sequence[Tensor]) -> str:
+        """The name of a tensor whose bytes in an image are not those of `save`, or ''. `samples`:
+        those of `save`, in host memory.
+        """
+        return self._first(self.fingerprint.in_image(mapping.memory), samples)
+
+    def _first(self, now: Sequence[Tensor], before: Sequence[Tensor]) -> str:
+        for group, (one, other) in enumerate(zip(now, before, strict=True)):
+            if not torch.equal(one, other):
+                sample = int(torch.ne(one, other).nonzero()[0])
+                return self.leaves[self.fingerprint.tensor_of(group, sample)].name
+        return ""
 
 
 def _version(leaf: TensorLeaf) -> int:
@@ -103,8 +117,8 @@ class Pending:
     `control`: the control page that seals it. `transfers`: builds the remaining copies; called on
     the agent thread. `done`: per accelerator, the event after its queued copies; `told`: what tells
     the agent thread of it. `late`: writes into the slot that must wait for them. `announced`: the
-    slot says how far the copy is, for whoever writes it meanwhile. `thread`: the thread that
-    trains. `fenced`: of an image of an accelerator, whether its copies are done and the devices
+    slot says how far the copy is, for whoever writes it meanwhile. `samples`: those of the guard, in
+    host memory once the copies are done. `thread`: the thread that trains. `fenced`: of an image of an accelerator, whether its copies are done and the devices
     were asked to compare.
     """
 
@@ -116,6 +130,7 @@ class Pending:
     done: dict[torch.device, torch.Event] = field(default_factory=dict)
     told: dict[torch.device, Tensor] = field(default_factory=dict)
     announced: bool = False
+    samples: list[Tensor] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
     copied: Gate = field(default_factory=Gate)
     fenced: Gate = field(default_factory=Gate)
@@ -129,6 +144,7 @@ class Pending:
     blocked_s: float = 0.0
     _compared: dict[torch.device, torch.Event] = field(default_factory=dict)
     _differences: list[Tensor] = field(default_factory=list)
+    _torn: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -176,6 +192,8 @@ class Pending:
             write()
         if self.announced:
             mapping.all_arrived()
+        if (guard := self.guard) is not None:
+            self._torn = guard.torn(mapping, self.samples)
         self.copy_s += time.perf_counter() - started
         self.copied.set()
 
@@ -212,7 +230,7 @@ class Pending:
     def _decide(self, culprit: Callable[[], str]) -> None:
         with self._lock:
             if self.verdict is Verdict.OPEN:
-                self.culprit = culprit()
+                self.culprit = self._torn or culprit()
                 self.verdict = Verdict.MUTATED if self.culprit else Verdict.VALID
         self.judged.set()
 
@@ -281,9 +299,10 @@ def _position(thread: int) -> tuple[tuple[int, int], ...]:
 # Lazy copying is safe only while nothing writes to the tensors. In-place operations move autograd's
 # version counter, but writes through `.data` do not. So a few elements of every tensor are compared
 # as well: at regular strides from the first, at least 16 per tensor (all of a smaller one) and one
-# in every 256 KiB. Any dense update changes them. A sparse write past the counter (through `.data`,
-# numpy, another process) between save and fence may go unnoticed; the docs say to wrap such code in
-# `checkpointer.mutating()`.
+# in every 256 KiB. Any dense update changes them. The image itself is compared, too, because what
+# was changed and changed back during the copy is the same at both ends. A sparse write past the
+# counter (through `.data`, numpy, another process) between save and fence may go unnoticed; the
+# docs say to wrap such code in `checkpointer.mutating()`.
 
 
 _SAMPLES = 16
@@ -292,26 +311,89 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprint:
-    """Sample positions of a set of dense tensors; `take` reads them."""
+    """Sample positions of a set of dense tensors; `take` reads them.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Prepare the views; copies nothing. Tensors must be dense and non-overlapping."""
+    `aliases`: the same tensors. They hold the memory that the live ones had, so that a copy never
+    reads memory that was freed because a live tensor was given other memory.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], begins: Sequence[int]) -> None:
+        """Prepare the views; copies nothing. Tensors must be dense and non-overlapping. `begins`:
+        where the bytes of each begin in the image.
+        """
+        self.aliases = [tensor.detach() for tensor in tensors]
         device_of = accelerator.here().device_of
-        groups: dict[tuple[torch.device | None, int], list[Tensor]] = {}
-        for tensor in tensors:
+        groups: dict[tuple[torch.device | None, int], _Group] = {}
+        for number, (tensor, begin) in enumerate(zip(self.aliases, begins, strict=True)):
             if tensor.numel() == 0:
                 continue
             size = tensor.element_size()
-            flat = tensor.detach().as_strided((tensor.numel(),), (1,))
             if size not in _BITS:  # complex128: two doubles
-                flat = torch.view_as_real(flat).view(-1)
-                size = 8
-            stride = max(1, min(flat.numel() // _SAMPLES, _STRIDE_BYTES // size))
-            groups.setdefault((device_of(tensor), size), []).append(
-                flat.view(_BITS[size])[::stride]
-            )
+                tensor, size = torch.view_as_real(tensor), 8
+            group = groups.setdefault((device_of(tensor), size), _Group(size))
+            group.add(number, tensor, begin)
         self._groups = list(groups.values())
+        self._storages: frozenset[int] | None = None
 
     def take(self) -> list[Tensor]:
         """The current samples: one small tensor per device and element size."""
-        return [torch.cat(group) for group in self._groups]
+        return [torch.cat(group.views) for group in self._groups]
+
+    def in_image(self, memory: memoryview) -> list[Tensor]:
+        """The samples of an image, in the same order."""
+        return [group.in_image(memory) for group in self._groups]
+
+    def tensor_of(self, group: int, sample: int) -> int:
+        """The number of the tensor from which a sample of a group comes."""
+        return self._groups[group].tensor_of(sample)
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether one of the tensors lies in this storage."""
+        if self._storages is None:
+            self._storages = frozenset(one.untyped_storage()._cdata for one in self.aliases)
+        return storage._cdata in self._storages
+
+
+class _Group:
+    """The samples of tensors of one device and element size."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.views: list[Tensor] = []
+        self._tensors: list[tuple[int, Tensor, int, int]] = []
+        self._places: Tensor | None = None
+
+    def add(self, number: int, tensor: Tensor, begin: int) -> None:
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        stride = max(1, min(flat.numel() // _SAMPLES, _STRIDE_BYTES // self._size))
+        stride = (stride - 1) | 1  # odd: samples come from all columns of a matrix
+        self.views.append(flat.view(_BITS[self._size])[::stride])
+        self._tensors.append((number, tensor, stride, begin // self._size))
+
+    def in_image(self, memory: memoryview) -> Tensor:
+        if self._places is None:
+            self._places = torch.cat([_places(*one[1:]) for one in self._tensors])
+        count = len(memory) // self._size
+        image = torch.frombuffer(memory, dtype=_BITS[self._size], count=count)
+        return image[self._places]
+
+    def tensor_of(self, sample: int) -> int:
+        left = sample
+        for view, (number, *_) in zip(self.views, self._tensors, strict=True):
+            left -= view.numel()
+            if left < 0:
+                return number
+        raise IndexError(sample)
+
+
+def _places(tensor: Tensor, stride: int, begin: int) -> Tensor:
+    """Where every `stride`-th element in memory lies in an image, which is row-major."""
+    samples = torch.arange(0, tensor.numel(), stride)
+    if tensor.is_contiguous():
+        return samples + begin
+    places, row = torch.full_like(samples, begin), 1
+    for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if size > 1:
+            places += samples // step % size * row
+        row *= size
+    return places

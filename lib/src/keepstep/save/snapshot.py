@@ -98,7 +98,7 @@ class Snapshots:
             staged_at=time.time(),
         )
         guard = Guard.take(later, self._fingerprint_of(later)) if later else None
-        pending = Pending(slot, control, guard)
+        pending = Pending(slot, control, guard, samples=list(guard.samples) if guard else [])
         if divided.urgent or divided.patient:
             self._queue(pending, divided, extras)
         else:
@@ -108,8 +108,11 @@ class Snapshots:
             pending.announced = bool(later) and self.layout.size_bytes >= LEAST_ANNOUNCED_BYTES
             if pending.announced:
                 mapping.announce(control)
-            copying.run(self._transfers(mapping, divided.now), threads=copying.default_threads())
-            pending.transfers = functools.partial(self._transfers, mapping, later)
+            now = [leaf.tensor for leaf in divided.now]
+            transfers = self._transfers(mapping, divided.now, now)
+            copying.run(transfers, threads=copying.default_threads())
+            held = guard.fingerprint.aliases if guard is not None else []
+            pending.transfers = functools.partial(self._transfers, mapping, later, held)
         return pending
 
     def _queue(self, pending: Pending, divided: _Divided, extras: bytes) -> None:
@@ -138,11 +141,23 @@ class Snapshots:
             device.computing(place).wait_stream(device.copying(place))
         for place in places:
             self._copy(mapping, place, patient.get(place, []))
+            self._bring_samples(pending, place)
             pending.done[place] = device.copying(place).record_event()
             with device.on(device.copying(place)):
                 if place not in self._ones:
                     self._ones[place] = device.zeros(1, place) + 1
                 pending.told[place] = device.tell(self._ones[place])
+
+    def _bring_samples(self, pending: Pending, place: torch.device) -> None:
+        """Queue copies of what the fingerprint read on a device, for the agent thread."""
+        device, stream = accelerator.here(), accelerator.here().copying(place)
+        for at, samples in enumerate(pending.samples):
+            if device.device_of(samples) != place:
+                continue
+            with device.on(stream):
+                pending.samples[at] = device.pinned_zeros_like(samples)
+                pending.samples[at].copy_(samples, non_blocking=True)
+                device.keep(samples, stream)
 
     def _write(self, mapping: SlotMapping, values: dict[str, torch.Tensor]) -> None:
         for name, value in values.items():
@@ -171,21 +186,25 @@ class Snapshots:
     def _fingerprint_of(self, leaves: list[TensorLeaf]) -> Fingerprint:
         pointers = tuple(leaf.tensor.data_ptr() for leaf in leaves)
         if self._fingerprint is None or self._fingerprint[0] != pointers:
-            self._fingerprint = pointers, Fingerprint([leaf.tensor for leaf in leaves])
+            begins = [self.layout.entries[leaf.name].begin for leaf in leaves]
+            self._fingerprint = pointers, Fingerprint([leaf.tensor for leaf in leaves], begins)
         return self._fingerprint[1]
 
-    def _transfers(self, mapping: SlotMapping, leaves: list[TensorLeaf]) -> copying.Transfers:
+    def _transfers(
+        self, mapping: SlotMapping, leaves: list[TensorLeaf], tensors: list[torch.Tensor]
+    ) -> copying.Transfers:
+        """Copies of the leaves' `tensors` into their places."""
         moves, copies = [], []
-        for leaf in leaves:
+        for leaf, tensor in zip(leaves, tensors, strict=True):
             entry = self.layout.entries[leaf.name]
-            if copying.is_plain(leaf.tensor):
+            if copying.is_plain(tensor):
                 target = mapping.address + entry.begin
                 size = entry.end - entry.begin
-                moves.append(copying.Move(target, leaf.tensor.data_ptr(), size))
+                moves.append(copying.Move(target, tensor.data_ptr(), size))
             else:
-                check_memory(leaf.tensor, leaf.name)
-                copies.append(copying.Copy(mapping.view(entry), leaf.tensor))
-        return copying.Transfers(moves, copies)
+                check_memory(tensor, leaf.name)
+                copies.append(copying.Copy(mapping.view(entry), tensor))
+        return copying.Transfers(moves, copies, holds=tensors)
 
 
 def _may_wait(tensor: torch.Tensor) -> bool:
