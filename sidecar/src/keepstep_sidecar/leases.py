@@ -34,7 +34,7 @@ class Lease:
     """A trainer's hold on its rank. `died`: the trainer's process is certainly gone, or the trainer
     said goodbye. Only then may the slot that it was given be reused. `training`: the trainer has
     restored and needs no image any more. `saved`: it has staged a step. `warned`: the warning that
-    was sent to it last."""
+    was sent to it last. `warning`: what its trainer warns of."""
 
     token: str
     request: LeaseRequest
@@ -43,6 +43,7 @@ class Lease:
     training: bool = False
     saved: bool = False
     warned: str = ""
+    warning: str = ""
     pidfd: int | None = field(default=None, repr=False)
 
     @property
@@ -73,6 +74,11 @@ class Leases:
     def ranks(self) -> Collection[int]:
         """The ranks with a live lease."""
         return self._by_rank.keys()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the trainers warn of, in rank order."""
+        return [lease.warning for _, lease in sorted(self._by_rank.items()) if lease.warning]
 
     def of(self, rank: int) -> Lease | None:
         """The live lease of a rank; None if there is none."""

@@ -25,6 +25,7 @@ from keepstep.wire.trainer import (
     UnseenRequest,
     Waited,
     WaitRequest,
+    WarningRequest,
 )
 
 T = TypeVar("T")
@@ -176,6 +177,13 @@ class Session:
             with contextlib.suppress(SidecarError):
                 request = FailedRequest(lease=self.lease, id=id, reason=reason[:_REASON])
                 self.call("/v1/failed", request, dict, timeout_s=_FAILED_S)
+
+    def warn_of(self, text: str) -> None:
+        """Have this warning stand in the sidecar's status, while this lease lasts."""
+        if self.connected:
+            with contextlib.suppress(SidecarError):
+                request = WarningRequest(lease=self.lease, text=text)
+                self.call("/v1/warning", request, dict, timeout_s=_FAILED_S)
 
     def drop(self) -> None:
         """Give up the lease, so that another can be taken."""

@@ -60,7 +60,8 @@ class Loader:
     """One rank's share of a restore.
 
     `plan` changes nothing, `unused` gives the saved names that it has no place for, `copy` fills
-    tensors, and `finish` hands each component its values. `rng`: the random states of the saved
+    tensors, and `finish` hands each component its values. `difference`: what was known of replicas
+    that differ when the step was saved. `rng`: the random states of the saved
     rank of the same number; None if there are none.
     """
 
@@ -92,6 +93,7 @@ class Loader:
         self._made: dict[str, Tensor] = {}
         self._filled: dict[str, tuple[str, Saved | None]] = {}
         self.rng: dict[str, Any] | None = None
+        self.difference = ""
 
     @property
     def alone(self) -> bool:
@@ -106,6 +108,7 @@ class Loader:
         trees, live = self._trees_of(own), self._live()
         if own == self._rank:
             self.rng = self._extras(own).get("rng")
+            self.difference = str(self._extras(own).get("difference", ""))
         for name in sorted(trees.keys() - self._components.keys()):
             self.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
         keys = self._live_keys()

@@ -378,6 +378,12 @@ class Agent:
             self._warned.add(key)
             log.warning("keepstep: rank %d: %s", self.session.rank, message, exc_info=traceback)
 
+    def warn_everybody(self, text: str) -> None:
+        """Log a warning once, and have it stand in the sidecar's status while this lease lasts. For
+        threads that may wait for the sidecar."""
+        self.warn(text, text)
+        self.session.warn_of(text)
+
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Give the lease back and end the thread; wait at most `timeout_s` for the thread."""
         deadline = time.monotonic() + timeout_s

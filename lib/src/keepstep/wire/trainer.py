@@ -219,6 +219,13 @@ class FailedRequest(Message):
     reason: str = ""
 
 
+class WarningRequest(Message):
+    """POST /v1/warning: `text` stands among the warnings of the status while this lease lasts."""
+
+    lease: str
+    text: str
+
+
 class UncaughtRequest(Message):
     """POST /v1/uncaught: an error ends the process `pid`. Needs no lease. `repeats`: if this
     process kept no step, its next start ends in the same error."""
@@ -435,7 +442,8 @@ class Flushed(Message):
 
 
 class StopRequest(Message):
-    """POST /v1/stop: end the sidecar. `drain`: finish writes first. `forget`: free the memory."""
+    """POST /v1/stop: end the sidecar. `drain`: finish writes first. `forget`: free the memory; with
+    `drain`, not where a step lies in it that no volume has taken."""
 
     drain: bool = True
     forget: bool = True

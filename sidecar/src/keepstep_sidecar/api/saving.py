@@ -28,6 +28,7 @@ from keepstep.wire.trainer import (
     SlotRequest,
     StagedRequest,
     UncaughtRequest,
+    WarningRequest,
 )
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api.restarts import Restarts
@@ -330,6 +331,13 @@ class Saving:
         lease = self.leases.require(request.lease)
         lease.died = True
         await self.ended(lease, released=True)
+
+    def warning(self, request: WarningRequest) -> None:
+        """A trainer has something to tell the run's user."""
+        lease = self.leases.require(request.lease)
+        lease.warning = request.text
+        warn("the trainer warns", rank=lease.rank, reason=request.text)
+        self._changes.ring()
 
     def uncaught_error(self, request: UncaughtRequest) -> None:
         """An error ends a script. Of ranks that end together, the error that repeats counts."""

@@ -39,6 +39,7 @@ from keepstep.wire.trainer import (
     UncaughtRequest,
     UnseenRequest,
     WaitRequest,
+    WarningRequest,
     WindowRequest,
 )
 from keepstep_sidecar.api.service import Service
@@ -72,6 +73,7 @@ def application(service: Service, tasks: Tasks) -> web.Application:
             _post("/v1/release", ReleaseRequest, service.saving.release),
             _post("/v1/skipped", SkippedRequest, service.saving.skipped),
             _post("/v1/failed", FailedRequest, service.restoring.failed),
+            _post("/v1/warning", WarningRequest, service.saving.warning),
             _post("/v1/uncaught", UncaughtRequest, service.saving.uncaught_error),
             _post("/v1/candidates", CandidatesRequest, service.restoring.candidates),
             _post("/v1/restore", OpenRequest, service.restoring.open),

@@ -72,6 +72,7 @@ async def status(service: Service) -> Status:
         scanned=committer.scanned,
         survives=survives(marks),
         warnings=warnings(service),
+        owned=service.owner.present,
         leased_at=service.saving.leased_at,
         uncaught=service.saving.uncaught,
         window_bytes={str(tier): size for tier, size in service.chunk_buffers.read_bytes.items()},
@@ -279,6 +280,7 @@ def warnings(service: Service) -> tuple[str, ...]:
     found += [committer.suspicion(), *committer.alarms, service.saving.unequal]
     found += [one.failed for one in service.committer.volumes.volumes]
     found += service.saving.refused.values()
+    found += service.leases.warnings
     found += [
         f"{one.where}: {one.trouble}" for one in service.remote_tiers.statuses() if one.trouble
     ]

@@ -127,6 +127,10 @@ class VolumeSet:
             {root: str(one) for root, one in told.items() if isinstance(one, StorageError)},
         )
 
+    def is_removed(self) -> bool:
+        """Whether somebody removed the run's directory on every volume. Raises StorageError."""
+        return all(volume.is_removed() for volume in self.volumes)
+
     def mend(self) -> bool:
         """`Volume.mend` on each volume. True if any was mended. Raises StorageError when one failed
         and none was mended."""
