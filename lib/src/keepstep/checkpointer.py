@@ -41,6 +41,7 @@ from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.restore.waiting import telling
 from keepstep.save import loops
 from keepstep.save.agent import Agent
+from keepstep.save.replicas import Replicas
 from keepstep.save.script_failures import is_own, on_uncaught
 from keepstep.save.snapshot import Snapshots
 from keepstep.save.stats import Stats
@@ -134,6 +135,7 @@ class Checkpointer:
         self._rank, self._world = _rank_and_world()
         self._agent: Agent | None = None
         self._snapshots: Snapshots | None = None
+        self._replicas: Replicas | None = None
         self._epoch: Epoch | None = None
         self._probed: Taken | None = None
         self._taken: Taken | None = None
@@ -224,9 +226,9 @@ class Checkpointer:
 
         `step`: go back to this step, one of `all_steps`, instead. The steps after it are dead from
         then on: no later restore takes them. The script goes back each time that it makes this
-        call, so also each time that it is started again. `keepstep run --restore-from` goes back
-        only once, and takes precedence over `step`. `rng="later"` leaves the random generators to
-        `restore_rng`.
+        call, so also each time that it is started again; the step is kept as long as it does.
+        `keepstep run --restore-from` goes back only once, and takes precedence over `step`.
+        `rng="later"` leaves the random generators to `restore_rng`.
 
         This is a collective: every rank must call it. It starts a new epoch. If there is nothing to
         restore and some ranks have no sidecar, all ranks train on and nothing is kept.
@@ -276,6 +278,7 @@ class Checkpointer:
             restoring.release()
         collective.announce(agreed, seconds=time.perf_counter() - started)
         self._stage_every, self._epoch = agreed.stage_every, agreed.epoch
+        self._compare_replicas(agreed.epoch)
         if parent is None or restoring is None:
             return None
         self._last_step = parent.step
@@ -299,6 +302,11 @@ class Checkpointer:
             seconds=seconds,
             bytes=restoring.bytes,
         )
+
+    def _compare_replicas(self, epoch: Epoch) -> None:
+        if self._world > 1 and (agent := self._agent) is not None:
+            self._replicas = Replicas(rank=self._rank, epoch=epoch.id, warn=agent.warn_everybody)
+            weakref.finalize(self, self._replicas.close)
 
     def restore_rng(self) -> bool:
         """Set the random generators to their state at the restored step; returns whether it did.
@@ -552,6 +560,8 @@ class Checkpointer:
         _SAVED_IN.add(self._socket)
         agent.settle(decided=False)
         taken = self._retake()
+        if self._replicas is not None:
+            self._replicas.sample(taken, step)
         data = self._encode(taken)
         snapshots = self._snapshots_for(agent, taken, len(data))
         try:
@@ -602,7 +612,8 @@ class Checkpointer:
 
     def _encode(self, taken: Taken) -> bytes:
         captured = rng.capture() if self._rng else None
-        return encode(taken, rng=captured, trusted=self._trusted)
+        difference = self._replicas.difference if self._replicas is not None else ""
+        return encode(taken, rng=captured, trusted=self._trusted, difference=difference)
 
     def fence(self) -> None:
         """Return when no copy reads the live tensors any more.
@@ -702,6 +713,8 @@ class Checkpointer:
         agent, self._agent, self._off = self._agent, None, reason
         self._taken = self._snapshots = None  # they hold the script's tensors
         _LIVE.discard(self)
+        if self._replicas is not None:
+            self._replicas.close(timeout_s=max(0.0, min(timeout_s, 1.0)))
         if agent is not None:
             self._end.detach()
             agent.close(timeout_s=max(0.2, min(timeout_s, 5.0)))
