@@ -37,6 +37,7 @@ from keepstep.image import extras
 from keepstep.integrations import (
     any_rank,
     loaders,
+    own_state,
     require,
     require_accelerate,
     require_torch,
@@ -109,6 +110,7 @@ class _Training:
     loader: Any = None
     prepared: Any = None
     trainable: Trainable | None = None
+    watch: own_state.Watch | None = None
     at: Restored | None = None
     left_alone: Any = None
     """A Trainer checkpoint that was asked for while the run holds a step."""
@@ -149,7 +151,12 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # in AcceleratedOptimizer
         require_torch(optimizer)
         components = {"model": self.model_wrapped, "optimizer": optimizer}
-        others = {"scheduler": self.lr_scheduler, "scaler": self.accelerator.scaler}
+        others = {
+            "scheduler": self.lr_scheduler,
+            "scaler": self.accelerator.scaler,
+            "reference": own_state.reference_model(self),
+            "own": own if (own := own_state.OwnState(self)).names else None,
+        }
         return components | {name: one for name, one in others.items() if one is not None}
 
     # --- Trainer's methods, in the order in which it calls them ----------------------------------
@@ -210,6 +217,9 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         arguments = kept["arguments"]
         training.at = training.checkpointer.restore(rng="later")
         trainings.begin(training.socket_path, kept["training"])
+        if training.checkpointer.epoch is not None and self.is_world_process_zero():
+            mine = type(self).keepstep_components is KeepstepTrainerMixin.keepstep_components
+            training.watch = own_state.Watch(self, components.values(), own=mine)
         if training.checkpointer.epoch is not None:
             loaders.tell_of_draws(_torchs(training.loader))
         if training.at is None:
@@ -348,6 +358,8 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         if checkpointer is not None:
             if checkpointer.should_save(step):
                 self._note()
+                if self._now.watch is not None:
+                    self._now.watch.step()
             checkpointer.save(step)
 
     def _note(self) -> None:
@@ -505,6 +517,7 @@ def _refuse(trainer: Any) -> None:
             raise UsageError(
                 f"{kind.__name__} has a {name} of its own, which keepstep cannot follow"
             )
+    own_state.require_trl(trainer)
     if trainer.is_deepspeed_enabled:
         raise UsageError(
             "keepstep cannot keep DeepSpeed's partitions in Trainer: use FSDP2 (fsdp_version: 2) or"
