@@ -52,6 +52,19 @@ def test_rollouts_that_last_for_several_steps(trainer, kind):
     check(trainer, kind=kind, arguments=arguments)
 
 
+@pytest.mark.parametrize("bits", ["4", "8"])
+def test_an_adapter_on_a_base_that_is_quantised(trainer, bits):
+    check(trainer, kind="SFT", lora=True, bits=bits, arguments={"max_length": 32})
+
+
+def test_a_base_that_is_quantised_otherwise_is_refused_before_anything_changes(trainer):
+    options = {"kind": "SFT", "lora": True, "bits": "4"}
+    trainer.kept(**options, arguments={"max_steps": 3})
+    _, said = trainer.kept(**options, arguments={"max_steps": 6}, other=True, code=1)
+    assert "step 3 was trained on another frozen base" in said
+    assert "hold NaN" not in said
+
+
 def test_rollouts_that_are_trained_twice_with_accumulation(trainer):
     arguments = {
         "steps_per_generation": 2,

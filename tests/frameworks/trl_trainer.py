@@ -9,9 +9,11 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, prepare_model_for_kbit_training
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -40,10 +42,10 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **special)
 
 
-def model(kind: Any = LlamaForCausalLM, **more: Any) -> Any:
+def model(kind: Any = LlamaForCausalLM, hidden_size: int = 32, **more: Any) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        vocab_size=64, hidden_size=hidden_size, intermediate_size=64, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
         attention_dropout=0.1, pad_token_id=0, eos_token_id=1, bos_token_id=2, **more,
     )  # fmt: skip
@@ -74,6 +76,30 @@ def data(kind: str) -> Any:
     if kind in ("GRPO", "RLOO"):
         return Dataset.from_dict({"prompt": texts(48, 1, 6)})
     return pairs(32)
+
+
+def quantized(how: str) -> Any:
+    """As QLoRA begins: a base of 4 or 8 bits, which bitsandbytes has quantised as it was loaded."""
+    base = OUT / "base"
+    if not base.exists():
+        model(hidden_size=64).save_pretrained(base)
+    options: dict[str, Any] = {
+        "4": {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": torch.float32,
+        },
+        "8": {"load_in_8bit": True},
+    }[how]
+    if SETTINGS.get("other"):
+        options["bnb_4bit_quant_type"] = "fp4"
+    config = BitsAndBytesConfig(**options)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=config, device_map="cpu"
+    )
+    torch.manual_seed(0)
+    return prepare_model_for_kbit_training(loaded, use_gradient_checkpointing=False)
 
 
 class Kill(TrainerCallback):
@@ -121,8 +147,12 @@ def made(kind: str) -> Any:
     if SETTINGS.get("reference"):
         given["ref_model"] = model()
     of = LlamaForSequenceClassification if kind == "Reward" else LlamaForCausalLM
+    if bits := SETTINGS.get("bits"):
+        trained = quantized(bits)
+    else:
+        trained = model(of, **({"num_labels": 1} if kind == "Reward" else {}))
     trainer = recorded(getattr(trl, f"{kind}Trainer"))(
-        model=model(of, **({"num_labels": 1} if kind == "Reward" else {})),
+        model=trained,
         args=getattr(trl, f"{kind}Config")(**options),
         train_dataset=data(kind),
         processing_class=tokenizer(),

@@ -38,6 +38,7 @@ from keepstep.integrations import (
     any_rank,
     loaders,
     own_state,
+    quantized,
     require,
     require_accelerate,
     require_torch,
@@ -101,8 +102,8 @@ class _Training:
     by a restore: `epoch` and the step that it `begun_at`; `epoch_rng`: random states at that
     moment; `own`: those of generators that the loader and its samplers have of their own, then, or
     between two epochs; `fresh`: whether the loader's iterator was made then; `stopped`: the step
-    count to which training was to go when it stopped; `training` and `arguments`: see
-    `trainings`."""
+    count to which training was to go when it stopped; `training` and `arguments`: see `trainings`;
+    `trainable`: see `Trainable`; `base`: see `quantized`."""
 
     kept: dict[str, Any]
     socket_path: str = ""
@@ -150,7 +151,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         """
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # in AcceleratedOptimizer
         require_torch(optimizer)
-        components = {"model": self.model_wrapped, "optimizer": optimizer}
+        components = {"model": quantized.component(self.model_wrapped), "optimizer": optimizer}
         others = {
             "scheduler": self.lr_scheduler,
             "scaler": self.accelerator.scaler,
@@ -213,7 +214,12 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         training.trainable = Trainable(self.model)
         components = {**self.keepstep_components(), "trainer": kept}
         training.checkpointer = Checkpointer(components, **self.keepstep_options)
-        trainings.check_same(training.checkpointer.preview("trainer"), kept["training"])
+        kept["base"] = quantized.digest(self.model)
+        found = training.checkpointer.preview("trainer")
+        trainings.check_same(found, kept["training"])
+        quantized.check_base(found, kept["base"])
+        if found is None and self.is_world_process_zero():
+            trainings.say_frozen(components["model"])
         arguments = kept["arguments"]
         training.at = training.checkpointer.restore(rng="later")
         trainings.begin(training.socket_path, kept["training"])
@@ -445,6 +451,7 @@ def _nothing_yet(device: Any) -> dict[str, Any]:
         "training": "",
         "arguments": "{}",
         "trainable": {},
+        "base": "",
         "epoch": 0,
         "begun_at": 0,
         "epoch_rng": {},
@@ -523,6 +530,8 @@ def _refuse(trainer: Any) -> None:
             "keepstep cannot keep DeepSpeed's partitions in Trainer: use FSDP2 (fsdp_version: 2) or"
             " DDP there; in a loop of your own it keeps them (docs/frameworks.md#deepspeed)"
         )
+    if trainer.is_fsdp_enabled and quantized.is_quantized(trainer.model):
+        raise UsageError("keepstep keeps quantised models without FSDP only: use one rank, or DDP")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         raise UsageError("keepstep keeps FSDP2, not FSDP1: set fsdp_version: 2")
