@@ -48,6 +48,7 @@ class Training:
     - `restored`: called after the restore of a step.
     - `ends`: called after the last step, before the Checkpointer is closed.
     - `options`: of the Checkpointer.
+    - `uncompared`: components that the other ways to train do not use.
     """
 
     components: dict[str, Any]
@@ -59,6 +60,7 @@ class Training:
     ends: Callable[[], Any] = lambda: None
     options: dict[str, Any] = field(default_factory=dict)
     rng_later: bool = False
+    uncompared: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)

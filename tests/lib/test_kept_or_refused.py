@@ -120,7 +120,10 @@ REFUSED = {
     ),
     "a named tuple": (lambda: {"p": Pair(torch.ones(1), 2)}, r"st\['p'\]: .*Pair cannot be"),
     "a name that is no text": (lambda: {"\ud800": torch.ones(1)}, r"Unicode"),
-    "a key that is no text": (lambda: {True: torch.ones(1)}, r"st: .*keys, not True"),
+    "a key that is no data": (
+        lambda: {Odd(): torch.ones(1)},
+        r"st: the key <.*Odd object.* of a dict: .*Odd cannot be kept as data",
+    ),
 }
 
 

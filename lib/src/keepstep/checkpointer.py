@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import operator
 import os
@@ -46,7 +45,7 @@ from keepstep.save.script_failures import is_own, on_uncaught
 from keepstep.save.snapshot import Snapshots
 from keepstep.save.stats import Stats
 from keepstep.state import rng, topology
-from keepstep.state.leaves import Taken
+from keepstep.state.leaves import Taken, text_of
 from keepstep.state.memory import check_memory
 from keepstep.state.take import check_components, encode, retake, take
 from keepstep.state.topology import ALONE
@@ -572,7 +571,7 @@ class Checkpointer:
             "rank": self._rank,
             "world": self._world,
             "aliases": taken.aliases,
-            "skeleton": json.dumps(taken.skeleton, separators=(",", ":")),
+            "skeleton": text_of(taken.skeleton),
             "extras_capacity_bytes": extras.capacity_for(extras_bytes),
             "twins": taken.twins,
             "parameters": taken.parameters,

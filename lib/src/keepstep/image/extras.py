@@ -444,11 +444,11 @@ def _list_of(value: Any) -> list[Any]:
 
 
 def _members(value: Any) -> list[Any]:
-    _check_spread(items := _list_of(value))
+    check_spread(items := _list_of(value))
     return items
 
 
-def _check_spread(keys: Iterable[Any]) -> None:
+def check_spread(keys: Iterable[Any]) -> None:
     """Raises ValueError if too many keys have the same hash. A dict compares such keys with each
     other, which takes quadratic time. A hostile file may have many integers that are equal modulo
     2^61 - 1."""
@@ -459,7 +459,7 @@ def _check_spread(keys: Iterable[Any]) -> None:
 
 def _dict_of(value: Any) -> dict[Any, Any]:
     pairs = _list_of(value)
-    _check_spread(_list_of(pair)[0] for pair in pairs)
+    check_spread(_list_of(pair)[0] for pair in pairs)
     built = dict(pairs)
     if len(built) != len(pairs):
         raise ValueError("a key comes twice")

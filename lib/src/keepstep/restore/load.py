@@ -8,28 +8,31 @@ is compared before anything is changed: one MismatchError lists all differences.
 
 from __future__ import annotations
 
+import functools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from keepstep.client import copying
-from keepstep.image import extras
+from keepstep.errors import KeepstepError, MismatchError
+from keepstep.image import base_of, extras
 from keepstep.restore import transfer
 from keepstep.restore.boxes import Box, Saved
 from keepstep.restore.images import Images
+from keepstep.restore.modules import ModuleLoader
 from keepstep.restore.optimizers import OptimizerLoader
 from keepstep.restore.pairing import group_numbers
 from keepstep.restore.plan import Want, make
 from keepstep.restore.targets import (
+    ADVICE,
     Live,
     Names,
     Path,
     SavedTree,
     Target,
-    base_of,
     describe,
     describe_saved,
     raise_differences,
@@ -44,14 +47,13 @@ from keepstep.state.leaves import (
     arrays_of,
     build,
     empty,
-    is_extra,
     leaves_of,
+    metadata_of,
     parse,
-    plain_tensors,
     put_back,
     values_of,
 )
-from keepstep.state.wrappers import is_zero, tree_of, unwrap
+from keepstep.state.wrappers import is_zero, unwrap
 
 
 class Loader:
@@ -83,7 +85,7 @@ class Loader:
         self._taken = taken
         self._targets: list[Tensor] = []
         self._wants: list[Want] = []
-        self._finishers: list[Callable[[], None]] = []
+        self._finishers: list[tuple[str, Callable[[], None]]] = []
         self._differences: list[str] = []
         self._trees: dict[int, dict[str, SavedTree]] = {}
         self._kept: dict[int, Mapping[str, Any]] = {} if kept is None else {rank: kept}
@@ -109,11 +111,12 @@ class Loader:
             self.rng = self._extras(own).get("rng")
         for name in sorted(trees.keys() - self._components.keys()) if whole else ():
             self.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
+        keys = self._live_keys()
         # modules first: a dict may hold the same tensors, and must not keep them from the modules
         for name in sorted(self._components, key=self._is_no_module):
             if name in trees:
                 component = unwrap(self._components[name])
-                self._component(name, component, trees[name], live[name])
+                self._component(name, component, trees[name], live.get(name, {}), keys.get(name))
             elif whole:
                 self.differ(f"{name}: given to Checkpointer, but not in the checkpoint")
         if self.alone:
@@ -164,8 +167,8 @@ class Loader:
 
     def finish(self) -> None:
         """Hand each component its values."""
-        for finish in self._finishers:
-            finish()
+        for name, finish in self._finishers:
+            _load(name, finish)
         # the finishers and this loader refer to each other: release window and slots now, not at
         # some later garbage collection
         self._finishers.clear()
@@ -207,6 +210,15 @@ class Loader:
                 return self.fresh(name, here.tensor.device)
         self._want(here._replace(name=name), saved)
         return here.live
+
+    def handed(self, name: str, here: Target | None) -> Tensor | None:
+        """A new tensor for the saved one of that name, as `torch.load` makes it: with the saved
+        shape and dtype. If there is a live tensor, it is placed like that.
+        """
+        saved = None if here is None else self.names.find(name, whole=here.whole)
+        if here is None or saved is None:
+            return self.fresh(name)
+        return self.made(saved, here.tensor.device, like=here.live, own=here.own)
 
     def fresh(
         self, name: str, device: torch.device | None = None, *, like: Tensor | None = None
@@ -284,6 +296,18 @@ class Loader:
         flat = self._images.flat(rank)
         return flat is not None and torch.equal(flat[one], flat[other])
 
+    def elsewhere(self, name: str, key: Any) -> tuple[SavedTree, Node] | None:
+        """What another saved rank has under this key of a component; None if none has it."""
+        index = self._images.index
+        for rank in range(0 if self.alone else index.world):
+            tree = None
+            if rank not in index.absent and rank not in index.left_out:
+                tree = self.tree(rank, name)
+            node = None if tree is None else dict(tree.branches(tree.node)).get(key)
+            if tree is not None and node is not None:
+                return tree, node
+        return None
+
     def tree(self, rank: int, name: str) -> SavedTree | None:
         """The tree of a component in the image of a saved rank; None if the image has none."""
         return self._trees_of(rank).get(name)
@@ -294,7 +318,11 @@ class Loader:
         if rank not in self._trees:
             branches = parse(self._images.skeleton(rank))
             self._trees[rank] = {
-                name: SavedTree(node, lambda: values_of(self._extras(rank)))
+                name: SavedTree(
+                    node,
+                    lambda: values_of(self._extras(rank)),
+                    functools.partial(self._metadata, rank, name),
+                )
                 for name, node in branches.items()
             }
         return self._trees[rank]
@@ -306,6 +334,9 @@ class Loader:
             values_of(kept)  # raises if keepstep did not make it
             self._kept[rank] = kept
         return self._kept[rank]
+
+    def _metadata(self, rank: int, name: str) -> Mapping[str, Any] | None:
+        return metadata_of(self._extras(rank)).get(name)
 
     def _is_no_module(self, name: str) -> bool:
         return not isinstance(unwrap(self._components[name]), nn.Module)
@@ -323,27 +354,47 @@ class Loader:
                     of_component[path] = target_of(leaf, name)
         return live
 
+    def _live_keys(self) -> dict[str, frozenset[Any]]:
+        """The keys of each component that was taken."""
+        values = self._taken.values
+        return {
+            name: frozenset(
+                values[node[1]] or () if node[0] == "v" else (key for key, _ in node[1])
+            )
+            for name, node in self._taken.skeleton[1]
+            if not self._is_no_module(name)
+        }
+
     # --- components ----------------------------------------------------------------------------
 
-    def _component(self, name: str, component: Any, saved: SavedTree, live: Live) -> None:
+    def _component(
+        self,
+        name: str,
+        component: Any,
+        saved: SavedTree,
+        live: Live,
+        keys: frozenset[Any] | None,
+    ) -> None:
         if isinstance(component, nn.Module):
-            self._module(component, saved, live)
+            ModuleLoader(self, name, component).plan(saved, live, keys or frozenset())
         elif isinstance(component, torch.optim.Optimizer):
             self._optimizer(name, component, saved, live)
         elif isinstance(component, dict):
             tree = self._tree(saved, live)
-            self.finish_with(lambda: put_back(name, component, tree))
+            self.finish_with(name, lambda: put_back(name, component, tree))
         else:
             tree = self._tree(saved, {})
-            self.finish_with(lambda: component.load_state_dict(tree))
+            self.finish_with(name, lambda: component.load_state_dict(tree))
 
     def _optimizer(
         self, name: str, optimizer: torch.optim.Optimizer, saved: SavedTree, live: Live
     ) -> None:
         groups = group_numbers(saved.without_tensors())
         if groups is None:  # a custom state_dict: only its load_state_dict can read it
-            tree = self._tree(saved, live)
-            self.finish_with(lambda: optimizer.load_state_dict(tree))
+            tree = self.built(
+                saved, saved.node, lambda path, tensor: self.handed(tensor, live.get(path))
+            )
+            self.finish_with(name, lambda: optimizer.load_state_dict(tree))
         else:
             movable = not is_zero(self._components[name])
             loader = OptimizerLoader(
@@ -351,35 +402,7 @@ class Loader:
             )
             loader.plan(saved, groups, live, rank=self._images.stand_in(self._rank))
 
-    def _module(self, module: nn.Module, saved: SavedTree, live: Live) -> None:
-        own = {plain.data_ptr() for plain in _memory_of(module)}
-        copies: dict[Any, Tensor | None] = {}
-        keys = {path[0] for path, leaf in leaves_of(saved.node) if leaf[0] == "v" or is_extra(path)}
-        for path, here in live.items():
-            if is_extra(path):
-                continue
-            if here.tensor.data_ptr() in own or not here.tensor.numel():
-                self._fill(here)
-            elif len(path) == 1:  # made by a custom state_dict: load_state_dict can put it back
-                copies[path[0]] = self._like(here.name, here)
-            else:
-                keys.add(path[0])
-
-        def tensor(path: Path, name: str) -> Tensor | None:
-            here = None if is_extra(path) else live.get(path)
-            if here is None:
-                return self.fresh(name)
-            return here.live if here.tensor.data_ptr() in own else self._like(name, here)
-
-        nodes = tuple((key, node) for key, node in saved.node[1] if key in keys - copies.keys())
-        more = self.built(saved, ("d", nodes), tensor)
-        if nodes or copies:  # load_state_dict needs all keys, also of tensors filled in place
-            self.finish_with(lambda: module.load_state_dict({**tree_of(module), **copies, **more}))
-
-    def _like(self, name: str, here: Target) -> Tensor | None:
-        return self.fresh(name, here.tensor.device, like=here.live)
-
-    def _fill(self, here: Target) -> None:
+    def fill(self, here: Target) -> None:
         """Plan to fill a module's tensor in place."""
         saved = self.names.find(here.name, whole=here.whole)
         first, other = self._first(here, here.name, saved)
@@ -412,16 +435,20 @@ class Loader:
         values = saved.values if len(made) < len(leaves) else []
         return build(node, made.__getitem__, values.__getitem__)  # raises if it makes no sense
 
-    def finish_with(self, finish: Callable[[], None]) -> None:
-        """Call `finish` once all tensors are filled."""
-        self._finishers.append(finish)
+    def finish_with(self, name: str, finish: Callable[[], None]) -> None:
+        """Call `finish` once all tensors are filled. `name`: of the component."""
+        self._finishers.append((name, finish))
 
 
-def _memory_of(module: nn.Module) -> Iterator[Tensor]:
-    """The plain tensors that hold the module's parameters and buffers."""
-    for one in (*module.parameters(), *module.buffers()):
-        for _, plain in plain_tensors(one, ""):
-            yield sharding.local_of(plain) if sharding.is_dtensor(plain) else plain
+def _load(name: str, finish: Callable[[], None]) -> None:
+    try:
+        finish()
+    except KeepstepError:
+        raise
+    except Exception as error:  # foreign code may raise anything
+        raise MismatchError(
+            f"{name}: its load_state_dict() refuses what was saved: {error!r}.\n{ADVICE}"
+        ) from error
 
 
 def _spans(saved: Saved) -> dict[int, slice]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from keepstep.errors import FormatError, few
-from keepstep.image import Parameters, Section, TensorSpec, fields, strictjson
+from keepstep.image import Parameters, Section, TensorSpec, extras, fields, strictjson
 from keepstep.image.arrays import ArrayForm
 from keepstep.state import sharding
 from keepstep.state.devices import device_name
@@ -29,6 +30,8 @@ MAX_DEPTH = 200
 Node = tuple[Any, ...]
 
 _SHOWN = 20
+_KEY = "!key"
+"""The key of an object that stands for a key that is neither a text nor a whole number."""
 
 
 class TensorLeaf(NamedTuple):
@@ -68,7 +71,8 @@ class Taken:
 
     `claims`: what to agree on with other ranks. `twins`: ranks whose images of this state hold the
     very same boxes. `parameters`: the parameters of each optimizer, by the name of its component.
-    `components`, `held`: what was walked, and the parameters of each component. `cache`: what
+    `components`, `held`: what was walked, and the parameters of each component. `metadata`: see
+    `metadata_of`. `cache`: what
     follows from the tensors alone, shared by all states that share them.
     """
 
@@ -81,6 +85,7 @@ class Taken:
     parameters: dict[str, Parameters] = field(default_factory=dict)
     components: dict[str, Any] = field(default_factory=dict)
     held: dict[str, list[Any]] = field(default_factory=dict)
+    metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
     cache: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
@@ -180,7 +185,61 @@ def parse(skeleton: str) -> dict[str, Node]:
         nodes += [(child, depth - 1) for child in _children(node)]
         if depth == 0:
             raise FormatError(f"the tree of this image is nested deeper than {MAX_DEPTH}")
-    return {str(name): node for name, node in root[1]}
+    return {str(name): node for name, node in _with_keys(root)[1]}
+
+
+def text_of(skeleton: Node) -> str:
+    """A tree as JSON; see `parse`."""
+    return json.dumps(_as_json(skeleton), separators=(",", ":"))
+
+
+def _as_json(node: Node) -> Any:
+    kind, inner = node[0], node[1]
+    if kind == "d":
+        return (kind, [(_key_as_json(key), _as_json(child)) for key, child in inner])
+    if kind == "l" or kind == "u":
+        return (kind, [_as_json(child) for child in inner])
+    if kind == "x":
+        return (kind, inner, _as_json(node[2]))
+    return node
+
+
+def _key_as_json(key: Any) -> Any:
+    if type(key) is str or type(key) is int:
+        return key
+    return {_KEY: extras.encode(key).decode("ascii")}
+
+
+def _with_keys(node: Any) -> Any:
+    """A tree of JSON whose nodes were checked, with its keys as they were."""
+    kind, inner = node[0], node[1]
+    if kind == "d":
+        items = [[_key_of(key), _with_keys(child)] for key, child in inner]
+        _check_keys([key for key, _ in items])
+        return [kind, items]
+    if kind == "l" or kind == "u":
+        return [kind, [_with_keys(child) for child in inner]]
+    return [kind, inner, _with_keys(node[2])] if kind == "x" else node
+
+
+def _check_keys(keys: list[Any]) -> None:
+    try:
+        extras.check_spread(keys)
+    except ValueError as error:
+        raise FormatError(f"the tree of this image: {error}") from None
+    if len(set(keys)) != len(keys):
+        raise FormatError("the tree of this image has a key twice")
+
+
+def _key_of(key: Any) -> Any:
+    if type(key) is not dict:
+        return key
+    made = extras.decode(key[_KEY].encode("ascii", "replace"))
+    try:
+        hash(made)
+    except TypeError:
+        raise FormatError(f"a key of the tree of this image cannot be one: {made!r:.80}") from None
+    return made
 
 
 def _children(node: Any) -> list[Any]:
@@ -192,13 +251,18 @@ def _children(node: Any) -> list[Any]:
         case ["l" | "u", list(children)]:
             return children
         case ["d", list(items)] if all(map(_is_item, items)):
-            if len({key for key, _ in items}) == len(items):
-                return [child for _, child in items]
+            return [child for _, child in items]
     raise _senseless(node)
 
 
 def _is_item(item: Any) -> bool:
-    return isinstance(item, list) and len(item) == 2 and type(item[0]) in (str, int)
+    return isinstance(item, list) and len(item) == 2 and _is_key(item[0])
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) is dict:
+        return key.keys() == {_KEY} and type(key[_KEY]) is str
+    return type(key) in (str, int)
 
 
 def _senseless(node: Any) -> FormatError:
@@ -223,6 +287,22 @@ def values_of(kept: Any) -> list[Any]:
     if not isinstance(values, list):
         raise FormatError("the extras of this image hold no values")
     return values
+
+
+def metadata_of(kept: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """The metadata of the modules' state dicts in the decoded extras of an image: by component, of
+    each submodule what is not `PLAIN_METADATA`. Raises FormatError.
+    """
+    metadata: Any = kept.get("metadata", {})
+    parts = [*metadata.values()] if isinstance(metadata, dict) else [None]
+    rows = [row for of in parts for row in (of.values() if isinstance(of, dict) else (None,))]
+    if not isinstance(metadata, dict) or not all(isinstance(row, dict) for row in rows):
+        raise FormatError("the extras of this image hold no metadata of modules")
+    return metadata
+
+
+PLAIN_METADATA = {"version": 1}
+"""What a state dict says of a module that says nothing of itself."""
 
 
 def dim_order(tensor: Tensor) -> tuple[int, ...] | None:

@@ -78,6 +78,7 @@ def take(components: Mapping[str, Any], topology: Topology = ALONE) -> Taken:
         walker.parameters,
         dict(components),
         walker.held,
+        walker.metadata,
     )
 
 
@@ -87,7 +88,7 @@ def retake(before: Taken, components: Mapping[str, Any], topology: Topology) -> 
     """
     again = Again(before)
     if again.finds(components):
-        return replace(before, values=again.values)
+        return replace(before, values=again.values, metadata=again.metadata)
     return take(components, topology)
 
 
@@ -97,6 +98,8 @@ def encode(taken: Taken, *, rng: Mapping[str, Any] | None, trusted: bool) -> byt
     Raises UsageError, naming the component and the keys, for a value that cannot be encoded.
     """
     kept: dict[str, Any] = {"values": taken.values}
+    if taken.metadata:
+        kept["metadata"] = taken.metadata
     if rng is not None:
         kept["rng"] = rng
     try:
@@ -112,6 +115,10 @@ def _named(taken: Taken, trusted: bool) -> str:
                 extras.encode(taken.values[leaf[1]], trusted=trusted)
             except extras.Unheld as error:
                 return f"{'.'.join(map(str, path))}{error.place}: {error.why}"
+    try:
+        extras.encode(taken.metadata, trusted=trusted)
+    except extras.Unheld as error:
+        return f"the metadata of what state_dict() gives: {error.place}: {error.why}"
     return ""
 
 

@@ -17,13 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from keepstep.errors import KeepstepError, UsageError
-from keepstep.image import Parameters, Section, local_name
+from keepstep.errors import FormatError, KeepstepError, UsageError
+from keepstep.image import Parameters, Section, base_of, extras, local_name
 from keepstep.image.arrays import LARGE_BYTES, ArrayForm
 from keepstep.image.extras import MAX_DEPTH
 from keepstep.state import sharding
 from keepstep.state.devices import check_device
-from keepstep.state.leaves import Node, Taken, TensorLeaf, is_wrapper, mark_of, plain_tensors
+from keepstep.state.leaves import (
+    PLAIN_METADATA,
+    Node,
+    Taken,
+    TensorLeaf,
+    is_wrapper,
+    mark_of,
+    plain_tensors,
+)
 from keepstep.state.memory import check_memory
 from keepstep.state.sharding import Sharing
 from keepstep.state.topology import ALONE, Claim, Members, Topology
@@ -61,6 +69,7 @@ class Walker:
         self.claims: set[Claim] = set()
         self.parameters: dict[str, Parameters] = {}
         self.held: dict[str, list[Any]] = {}
+        self.metadata: dict[str, dict[str, Any]] = {}
         self._topology = topology
         self._names: set[str] = set()
         self._seen: dict[Any, str] = {}
@@ -103,6 +112,8 @@ class Walker:
 
     def _tree(self, name: str, component: Any) -> Any:
         tree = self._trees[name] if name in self._trees else _tree_of(name, component)
+        if self._module and isinstance(said := getattr(tree, "_metadata", None), dict):
+            self.metadata[name] = {path: of for path, of in said.items() if of != PLAIN_METADATA}
         # a dict is refilled in place, so its kind is not kept
         return dict(tree) if isinstance(self._inner, dict) else tree
 
@@ -244,7 +255,7 @@ class Walker:
 
     def _item(self, key: Any, child: Any, node: Node | None, path: str) -> tuple[Any, Node]:
         if type(key) is not str and type(key) is not int:
-            raise UsageError(f"{path}: a dict with tensors needs str or int keys, not {key!r}")
+            _check_key(key, path)
         return key, node or self._value(child)
 
     def _value(self, value: Any) -> Node:
@@ -260,10 +271,11 @@ class Walker:
         if 0 in strides and _is_expanded(local):
             self._check_expanded(path)
             fresh = True
-        while path in self._names:
+        told = path
+        while path in self._names or base_of(path)[1] is not None:
             path += "~"
         self._names.add(path)
-        sharing, claim = self._common(live, local, path)
+        sharing, claim = self._common(live, local, path, told)
         self.claims.add(claim)
         carried = self._topology.owner(claim)
         name = path if carried is None else local_name(path, carried)
@@ -276,7 +288,7 @@ class Walker:
             if first != name:
                 self.aliases[name] = first
                 return name
-        self._add(name, path, live, local, sharing, fresh=fresh, mark=mark)
+        self._add(name, told, live, local, sharing, fresh=fresh, mark=mark)
         return name
 
     def _check_expanded(self, path: str) -> None:
@@ -321,14 +333,18 @@ class Walker:
             )
         )
 
-    def _common(self, live: Tensor, local: Tensor, path: str) -> tuple[Sharing | None, Claim]:
-        """How this tensor is shared with other ranks, and the claim on which its name rests."""
+    def _common(
+        self, live: Tensor, local: Tensor, path: str, told: str
+    ) -> tuple[Sharing | None, Claim]:
+        """How this tensor is shared with other ranks, and the claim on which its name rests.
+        `told`: its path before it was made a name of its own.
+        """
         owner = self._owner
         if live is not local:
             sharing = sharding.sharing_of(live, path)
             return sharing, (owner.path or path, sharing.members)
         if owner is _NOBODY:
-            members = self._parameters.get(path)
+            members = self._parameters.get(told)
             return _same_on(members, local), (path, members)
         if not owner.sharded:
             return self._beside(owner, local)
@@ -481,6 +497,13 @@ def _is_expanded(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
+
+
+def _check_key(key: Any, path: str) -> None:
+    try:
+        extras.encode(key)
+    except FormatError as error:
+        raise UsageError(f"{path}: the key {key!r:.200} of a dict: {error}") from None
 
 
 def _tree_of(name: str, component: Any) -> Any:
