@@ -986,6 +986,9 @@ class OfItsOwnKind(Counter):
 TABLE.add(
     "an object whose state is a dict of its own kind",
     lambda: _object(OfItsOwnKind(), Counter.advance),
+    keepstep=Result.REFUSED_AT_START,
+    says="Typed",
+    reason="an object that is no data: return `dict(state)`",
 )
 
 

@@ -265,9 +265,6 @@ TABLE.add(
     "argparse.Namespace in a dict",
     lambda: _kept({"options": argparse.Namespace(lr=0.1, names=["a"])}, _counts),
     kills=(2,),
-    keepstep=Result.REFUSED_AT_START,
-    says="Namespace",
-    reason="an object that is no data: keep `vars(options)`",
 )
 TABLE.add(
     "array.array in a dict",
