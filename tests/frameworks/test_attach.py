@@ -14,7 +14,7 @@ import transformers
 
 import keepstep
 from keepstep import checkpointer
-from keepstep.integrations import trainings
+from keepstep.integrations import _trainings
 from keepstep.integrations import transformers as integration
 from keepstep.state.take import encode, take
 from tests import warm
@@ -145,7 +145,7 @@ def lives(monkeypatch):
     """Each call begins another life of the process, as far as keepstep can see."""
 
     def begin():
-        monkeypatch.setattr(trainings, "_BEGUN", {})
+        monkeypatch.setattr(_trainings, "_BEGUN", {})
         monkeypatch.setattr(checkpointer, "_SAVED_IN", set())
 
     return begin

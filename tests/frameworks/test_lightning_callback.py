@@ -12,8 +12,8 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 import keepstep
+from keepstep.integrations import _trainings
 from keepstep.integrations import lightning as integration
-from keepstep.integrations import trainings
 from keepstep.integrations.lightning import KeepstepCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -134,7 +134,7 @@ def test_a_checkpoint_of_lightnings_that_ends_within_an_epoch_is_warned_of_by_li
 @pytest.fixture
 def lives(monkeypatch):
     """Each call begins another life of the process, as far as keepstep can see."""
-    return lambda: monkeypatch.setattr(trainings, "_BEGUN", {})
+    return lambda: monkeypatch.setattr(_trainings, "_BEGUN", {})
 
 
 def test_the_last_step_is_whole_where_not_every_step_is_staged(
