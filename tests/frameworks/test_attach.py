@@ -249,6 +249,21 @@ def test_layers_that_were_unfrozen_on_the_way_train_on(tmp_path, sidecar, lives)
     assert frozen.seen
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_step_that_mostly_does_not_train_is_told_of(tmp_path, sidecar, caplog, frozen):
+    class Wide(Line):
+        def forward(self, x):
+            return super().forward(x.repeat(1, 8))
+
+    def of_bias(**options):
+        options["model"] = Wide(16, 2)
+        options["model"].weight.requires_grad = not frozen
+        return transformers.Trainer(**options)
+
+    trained(tmp_path, of_bias)
+    assert caplog.text.count("of each step do not train") == frozen
+
+
 class Curriculum(transformers.Trainer):
     """Knows things of its own, as people write it."""
 
