@@ -128,6 +128,11 @@ class Checkpointer:
                     f"{option}= is an option, True or False; name a component so in the dict:"
                     f' Checkpointer({{"{option}": ...}})'
                 )
+        if not isinstance(run, str | None):
+            raise UsageError(
+                "run= is an option, the name of a run; name a component so in the dict:"
+                ' Checkpointer({"run": ...})'
+            )
         self._components = check_components(_joined(components, named))
         self._spread = replicated == "Spread"
         self._topology = ALONE
