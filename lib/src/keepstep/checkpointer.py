@@ -33,11 +33,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from keepstep.client import embedded
 from keepstep.client.session import held_steps, restore_timeout_s
 from keepstep.core.vote import Decision
-from keepstep.errors import FormatError, NotDurableError, SlotUnavailable, UsageError
+from keepstep.errors import FormatError, NotDurableError, SlotUnavailable, UsageError, few
 from keepstep.image import Layout, extras
 from keepstep.restore.collective import Collective, Gather, Unkept
 from keepstep.restore.preview import Preview, preview
 from keepstep.restore.restore import PartialRestore, Restore
+from keepstep.restore.structure import Structure, changes, structure_of
 from keepstep.restore.waiting import telling
 from keepstep.save import loops
 from keepstep.save.agent import Agent
@@ -138,6 +139,8 @@ class Checkpointer:
         self._probed: Taken | None = None
         self._taken: Taken | None = None
         self._misses = 0
+        self._structure: Structure = {}
+        self._names: frozenset[str] = frozenset()
         self._stage_every = 1
         self._last_step = self._off_grid = self._unhealthy = -1
         self._moved = self._hinted = False
@@ -376,6 +379,7 @@ class Checkpointer:
         run that kept nothing. Raises UsageError.
         """
         taken = take(components)
+        self._structure, self._names = structure_of(taken), frozenset(self._components)
         for leaf in taken.tensors:
             check_memory(leaf.tensor, leaf.name)
         try:
@@ -583,10 +587,25 @@ class Checkpointer:
         """
         snapshots = self._snapshots
         if snapshots is None or not snapshots.fits(taken, extras_bytes):
+            self._tell_changes(agent, taken)
             layout = Layout.build(taken.specs, **self._layout_options(taken, extras_bytes))
             snapshots = self._snapshots = Snapshots(layout, taken, run=agent.session.run)
             agent.use_layout(layout)
         return snapshots
+
+    def _tell_changes(self, agent: Agent, taken: Taken) -> None:
+        """Name what a restart could not restore unless the script builds it first."""
+        now = structure_of(taken)
+        said = [f"{name}: a new component" for name in taken.components.keys() - self._names]
+        said += changes(self._structure, now)
+        self._structure, self._names = now, frozenset(taken.components)
+        if said:
+            log.warning(
+                "keepstep: rank %d: %s: a restart must build this before restore(), or it ends in"
+                " an error: latest_step() tells from which step it goes on (docs/add-keepstep.md,"
+                " Models that change)",
+                *(self._rank, few(sorted(said), 4)),
+            )
 
     def _layout_options(self, taken: Taken, extras_bytes: int) -> dict[str, Any]:
         """The arguments of a layout other than the tensors."""
