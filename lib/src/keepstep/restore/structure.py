@@ -7,7 +7,7 @@ first. It is named while the training still lives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -17,13 +17,16 @@ from keepstep.restore.targets import describe
 from keepstep.state.leaves import Node, Taken, is_extra, leaves_of
 from keepstep.state.wrappers import unwrap
 
+COMPONENT = "a component"
+_OWN = ", unless its own loading does"
+
 Structure = Mapping[str, str]
 """What there is, by name: the shape of a tensor, or the sizes of an optimizer's groups."""
 
 
 def structure_of(taken: Taken) -> Structure:
-    """The structure of a taken state. What a module loads in its own way is left out, and so is
-    whatever dicts and foreign objects hold.
+    """The structure of a taken state, without whatever dicts and foreign objects hold, and
+    without the foreign objects that were not taken.
     """
     leaves = {leaf.name: leaf for leaf in taken.tensors}
     shapes = {
@@ -40,32 +43,41 @@ def structure_of(taken: Taken) -> Structure:
     return found
 
 
-def changes(before: Structure, now: Structure) -> Iterator[str]:
-    """What is in one structure and not in the other, as text."""
-    for name in now.keys() | before.keys():
-        here, there = now.get(name), before.get(name)
-        if there is None:
-            yield f"{name}: new ({here})"
-        elif here is None:
-            yield f"{name}: gone"
-        elif here != there:
-            yield f"{name}: {here}, was {there}"
+def changes(before: Structure, now: Structure) -> dict[str, str]:
+    """What is in one structure and not in the other, by name, as text."""
+    found = {name: f"{name} is gone" for name in before.keys() - now.keys()}
+    added = tuple(f"{name}." for name in now.keys() - before.keys() if now[name] == COMPONENT)
+    for name, here in now.items():
+        if name.startswith(added):
+            continue
+        if name not in before:
+            found[name] = f"{name} is new ({here})"
+        elif here != before[name]:
+            found[name] = f"{name} is {here}, was {before[name].removesuffix(_OWN)}"
+    return found
 
 
 def _of_module(
     name: str, module: nn.Module, node: Node, shapes: Mapping[str, str]
 ) -> dict[str, str]:
     prefixes = own_prefixes(module)
-    return {
-        f"{name}.{'.'.join(map(str, path))}": shapes[leaf[1]] if leaf[0] == "t" else "a value"
-        for path, leaf in leaves_of(node)
-        if path and not is_extra(path) and not str(path[0]).startswith(prefixes)
-    }
+    found = {}
+    for path, leaf in leaves_of(node):
+        if not path or is_extra(path):
+            continue
+        shape = shapes[leaf[1]] if leaf[0] == "t" else "a value"
+        if not str(path[0]).startswith(prefixes):
+            found[f"{name}.{'.'.join(map(str, path))}"] = shape
+        else:  # only whether a key is there, and its shape
+            found[f"{name}.{path[0]}"] = f"{shape if len(path) == 1 else 'several'}{_OWN}"
+    return found
 
 
 def _of_optimizer(name: str, optimizer: torch.optim.Optimizer, taken: Taken) -> dict[str, str]:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     return {
-        name: f"parameter groups of {sizes}",
-        **{f"{name} of {path}": str(list(shape)) for path, shape in taken.parameters[name]},
+        f"{name}'s list of parameter groups": f"of {sizes} parameters",
+        **{
+            f"{name}'s parameter {path}": str(list(shape)) for path, shape in taken.parameters[name]
+        },
     }
