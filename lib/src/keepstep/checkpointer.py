@@ -33,11 +33,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from keepstep.client import embedded
 from keepstep.client.session import held_steps, restore_timeout_s
 from keepstep.core.vote import Decision
-from keepstep.errors import FormatError, NotDurableError, SlotUnavailable, UsageError
+from keepstep.errors import FormatError, NotDurableError, SlotUnavailable, UsageError, few
 from keepstep.image import Layout, extras
 from keepstep.restore.collective import Collective, Gather, Unkept
+from keepstep.restore.modules import check_loads
 from keepstep.restore.preview import Preview, preview
 from keepstep.restore.restore import PartialRestore, Restore
+from keepstep.restore.structure import COMPONENT, Structure, changes, structure_of
 from keepstep.restore.waiting import telling
 from keepstep.save import loops
 from keepstep.save.agent import Agent
@@ -49,7 +51,7 @@ from keepstep.state import rng, topology
 from keepstep.state.leaves import Taken, text_of
 from keepstep.state.memory import check_memory
 from keepstep.state.take import check_components, encode, retake, take
-from keepstep.state.topology import ALONE
+from keepstep.state.topology import ALONE, Claim
 from keepstep.state.wrappers import is_known
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted
@@ -145,6 +147,8 @@ class Checkpointer:
         self._probed: Taken | None = None
         self._taken: Taken | None = None
         self._misses = 0
+        self._structure: Structure = {}
+        self._changed: frozenset[str] = frozenset()
         self._stage_every = 1
         self._last_step = self._off_grid = self._unhealthy = -1
         self._moved = self._hinted = False
@@ -362,9 +366,12 @@ class Checkpointer:
         `_meet` does.
         """
         if self._world > 1:
-            self._agree(gather, lambda: self._components)
-        elif len(self._known()) < len(self._components):
-            self._probe(self._components)
+            self._agree(gather, lambda: self._components, check=check_loads)
+            return
+        taken = self._probed
+        if taken is None or len(taken.components) < len(self._components):
+            taken = self._probe(self._components)
+        check_loads(taken)
 
     def _known(self) -> dict[str, Any]:
         """The components that give their state without running foreign code: modules, optimizers
@@ -372,9 +379,20 @@ class Checkpointer:
         """
         return {name: one for name, one in self._components.items() if is_known(one)}
 
-    def _agree(self, gather: Gather, components: Callable[[], Mapping[str, Any]]) -> None:
+    def _agree(
+        self,
+        gather: Gather,
+        components: Callable[[], Mapping[str, Any]],
+        *,
+        check: Callable[[Taken], None] = lambda _: None,
+    ) -> None:
+        def claims() -> frozenset[Claim]:
+            taken = self._probe(components())
+            check(taken)
+            return taken.claims
+
         self._topology = topology.agree(
-            lambda: self._probe(components()).claims,
+            claims,
             gather,
             rank=self._rank,
             world=self._world,
@@ -389,6 +407,8 @@ class Checkpointer:
         run that kept nothing. Raises UsageError.
         """
         taken = take(components)
+        names = dict.fromkeys(self._components, COMPONENT)
+        self._structure = {**structure_of(taken), **names}
         for leaf in taken.tensors:
             check_memory(leaf.tensor, leaf.name)
         try:
@@ -598,10 +618,25 @@ class Checkpointer:
         """
         snapshots = self._snapshots
         if snapshots is None or not snapshots.fits(taken, extras_bytes):
+            self._tell_changes(agent, taken)
             layout = Layout.build(taken.specs, **self._layout_options(taken, extras_bytes))
             snapshots = self._snapshots = Snapshots(layout, taken, run=agent.session.run)
             agent.use_layout(layout)
         return snapshots
+
+    def _tell_changes(self, agent: Agent, taken: Taken) -> None:
+        """Name what a restart could not restore unless the script builds it first."""
+        now = {**structure_of(taken), **dict.fromkeys(taken.components, COMPONENT)}
+        found = changes(self._structure, now)
+        said = [found[name] for name in sorted(found.keys() - self._changed)]
+        self._structure, self._changed = now, self._changed | found.keys()
+        if said:
+            log.warning(
+                "keepstep: rank %d: since restore() %s: a restart must build this before restore(),"
+                " or it ends in an error: latest_step() tells from which step it goes on"
+                " (docs/add-keepstep.md, Models that change)",
+                *(self._rank, few(said, 4)),
+            )
 
     def _layout_options(self, taken: Taken, extras_bytes: int) -> dict[str, Any]:
         """The arguments of a layout other than the tensors."""

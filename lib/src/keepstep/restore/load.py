@@ -380,7 +380,7 @@ class Loader:
         return isinstance(self._components[name], dict)
 
     def _metadata(self, rank: int, name: str) -> Mapping[str, Any] | None:
-        return metadata_of(self._extras(rank)).get(name)
+        return metadata_of(self._extras(rank)).get(name, {})
 
     def _is_no_module(self, name: str) -> bool:
         return not isinstance(unwrap(self._components[name]), nn.Module)

@@ -82,7 +82,7 @@ class Taken:
     parameters: dict[str, Parameters] = field(default_factory=dict)
     components: dict[str, Any] = field(default_factory=dict)
     held: dict[str, list[Any]] = field(default_factory=dict)
-    metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
+    metadata: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     cache: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
@@ -286,13 +286,18 @@ def values_of(kept: Any) -> list[Any]:
     return values
 
 
-def metadata_of(kept: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+def metadata_of(kept: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]] | None]:
     """The metadata of the modules' state dicts in the decoded extras of an image: by component, of
-    each submodule what is not `PLAIN_METADATA`. Raises FormatError.
+    each submodule what is not `PLAIN_METADATA`. None: the state dict has none. Raises FormatError.
     """
     metadata: Any = kept.get("metadata", {})
-    parts = [*metadata.values()] if isinstance(metadata, dict) else [None]
-    rows = [row for of in parts for row in (of.values() if isinstance(of, dict) else (None,))]
+    parts = [*metadata.values()] if isinstance(metadata, dict) else [()]
+    rows = [
+        row
+        for of in parts
+        if of is not None
+        for row in (of.values() if isinstance(of, dict) else (None,))
+    ]
     if not isinstance(metadata, dict) or not all(isinstance(row, dict) for row in rows):
         raise FormatError("the extras of this image hold no metadata of modules")
     return metadata

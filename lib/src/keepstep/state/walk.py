@@ -71,7 +71,7 @@ class Walker:
         self.claims: set[Claim] = set()
         self.parameters: dict[str, Parameters] = {}
         self.held: dict[str, list[Any]] = {}
-        self.metadata: dict[str, dict[str, Any]] = {}
+        self.metadata: dict[str, dict[str, Any] | None] = {}
         self._topology = topology
         self._names: set[str] = set()
         self._seen: dict[Any, str] = {}
@@ -119,10 +119,16 @@ class Walker:
 
     def _tree(self, name: str, component: Any) -> Any:
         tree = self._trees[name] if name in self._trees else _tree_of(name, component)
-        if self._module and isinstance(said := getattr(tree, "_metadata", None), dict):
-            self.metadata[name] = {path: of for path, of in said.items() if of != PLAIN_METADATA}
+        if self._module:
+            self._note_metadata(name, getattr(tree, "_metadata", None))
         # a dict is refilled in place, so its kind is not kept; a plain one may stand elsewhere, too
         return dict(tree) if isinstance(self._inner, dict) and type(tree) is not dict else tree
+
+    def _note_metadata(self, name: str, said: Any) -> None:
+        if not isinstance(said, dict):
+            self.metadata[name] = None
+        elif rows := {path: of for path, of in said.items() if of != PLAIN_METADATA}:
+            self.metadata[name] = rows
 
     # --- parameters and their owners -----------------------------------------------------------
 
