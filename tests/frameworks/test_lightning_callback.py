@@ -121,9 +121,12 @@ def test_a_cell_that_was_interrupted_goes_on_where_it_is_run_again(tmp_path, sid
 
 
 def test_a_checkpoint_of_lightnings_that_ends_within_an_epoch_is_warned_of_by_lightning(tmp_path):
-    trainer = made(tmp_path, max_steps=2)
-    trainer.fit(Model())
-    trainer.save_checkpoint(tmp_path / "within.ckpt")
+    class Save(lightning.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    made(tmp_path, Save()).fit(Model())
     with pytest.warns(UserWarning, match="ended before the epoch ended"):
         made(tmp_path, KeepstepCallback()).fit(Model(), ckpt_path=tmp_path / "within.ckpt")
 

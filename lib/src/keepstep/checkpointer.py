@@ -41,6 +41,7 @@ from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.restore.waiting import telling
 from keepstep.save import loops
 from keepstep.save.agent import Agent
+from keepstep.save.replicas import Replicas
 from keepstep.save.script_failures import is_own, on_uncaught
 from keepstep.save.snapshot import Snapshots
 from keepstep.save.stats import Stats
@@ -50,6 +51,7 @@ from keepstep.state.memory import check_memory
 from keepstep.state.take import check_components, encode, largest, loaders_of, retake, take
 from keepstep.state.topology import ALONE
 from keepstep.state.unsaved import UnsavedBuffers
+from keepstep.state.wrappers import is_known
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted
 
@@ -135,6 +137,7 @@ class Checkpointer:
         self._rank, self._world = _rank_and_world()
         self._agent: Agent | None = None
         self._snapshots: Snapshots | None = None
+        self._replicas: Replicas | None = None
         self._epoch: Epoch | None = None
         self._probed: Taken | None = None
         self._taken: Taken | None = None
@@ -227,9 +230,9 @@ class Checkpointer:
 
         `step`: go back to this step, one of `all_steps`, instead. The steps after it are dead from
         then on: no later restore takes them. The script goes back each time that it makes this
-        call, so also each time that it is started again. `keepstep run --restore-from` goes back
-        only once, and takes precedence over `step`. `rng="later"` leaves the random generators to
-        `restore_rng`.
+        call, so also each time that it is started again; the step is kept as long as it does.
+        `keepstep run --restore-from` goes back only once, and takes precedence over `step`.
+        `rng="later"` leaves the random generators to `restore_rng`.
 
         This is a collective: every rank must call it. It starts a new epoch. If there is nothing to
         restore and some ranks have no sidecar, all ranks train on and nothing is kept.
@@ -264,7 +267,9 @@ class Checkpointer:
             waits = telling(self._socket, lambda: collective.doing, rank=self._rank)
             with waits, PartialRestore() as partial:
                 begin = functools.partial(self._restoring, partial)
-                agreed = collective.restore(self._connect, begin, meet=self._meet)
+                agreed = collective.restore(
+                    self._connect, begin, meet=self._meet, begin_anew=self._begin_anew
+                )
         finally:
             self._probed = None
         if isinstance(agreed, Unkept):
@@ -278,6 +283,7 @@ class Checkpointer:
             restoring.release()
         collective.announce(agreed, seconds=time.perf_counter() - started)
         self._stage_every, self._epoch = agreed.stage_every, agreed.epoch
+        self._compare_replicas(agreed.epoch)
         if parent is None or restoring is None:
             return None
         self._last_step = parent.step
@@ -301,6 +307,11 @@ class Checkpointer:
             seconds=seconds,
             bytes=restoring.bytes,
         )
+
+    def _compare_replicas(self, epoch: Epoch) -> None:
+        if self._world > 1 and (agent := self._agent) is not None:
+            self._replicas = Replicas(rank=self._rank, epoch=epoch.id, warn=agent.warn_everybody)
+            weakref.finalize(self, self._replicas.close)
 
     def restore_rng(self) -> bool:
         """Set the random generators to their state at the restored step; returns whether it did.
@@ -351,27 +362,46 @@ class Checkpointer:
     def _meet(self, gather: Gather) -> None:
         """Agree which rank has which tensors, so that every rank knows what to stage.
 
+        Foreign objects are left out: to ask one for its state before it was loaded may change it.
         Raises UsageError, on all ranks, if one of them has something that cannot be kept.
         """
         if self._world == 1:
-            self._probed = self._probe()
+            self._probed = self._probe(self._known())
         else:
-            self._topology = topology.agree(
-                lambda: self._probe().claims,
-                gather,
-                rank=self._rank,
-                world=self._world,
-                node=topology.node_name(self._socket),
-                spread=self._spread,
-            )
+            self._agree(gather, self._known)
 
-    def _probe(self) -> Taken:
-        """Lay out the whole state once.
+    def _begin_anew(self, gather: Gather) -> None:
+        """Agree again, on the whole state, as there is nothing to restore. Raises UsageError as
+        `_meet` does.
+        """
+        if self._world > 1:
+            self._agree(gather, lambda: self._components)
+        elif len(self._known()) < len(self._components):
+            self._probe(self._components)
+
+    def _known(self) -> dict[str, Any]:
+        """The components that give their state without running foreign code: modules, optimizers
+        and dicts.
+        """
+        return {name: one for name, one in self._components.items() if is_known(one)}
+
+    def _agree(self, gather: Gather, components: Callable[[], Mapping[str, Any]]) -> None:
+        self._topology = topology.agree(
+            lambda: self._probe(components()).claims,
+            gather,
+            rank=self._rank,
+            world=self._world,
+            node=topology.node_name(self._socket),
+            spread=self._spread,
+        )
+
+    def _probe(self, components: Mapping[str, Any]) -> Taken:
+        """Lay out the state of these components once.
 
         So the script learns what cannot be kept before the first step, and not from the log of a
         run that kept nothing. Raises UsageError.
         """
-        taken = take(self._components)
+        taken = take(components)
         for leaf in taken.tensors:
             check_memory(leaf.tensor, leaf.name)
         try:
@@ -381,10 +411,11 @@ class Checkpointer:
         return taken
 
     def _take(self) -> Taken:
-        """The taken state. While a single rank restores, this is the result of `_probe`: no part of
-        the state is replaced before every tensor is filled.
+        """What a restore compares with: the taken state without foreign objects. While a single
+        rank restores, this is the result of `_probe`: no part of the state is replaced before every
+        tensor is filled.
         """
-        return self._probed or take(self._components, self._topology)
+        return self._probed or take(self._known(), self._topology)
 
     def _retake(self) -> Taken:
         """The taken state, beside how it was taken at the last save. Where it never stays the same,
@@ -547,6 +578,8 @@ class Checkpointer:
         _SAVED_IN.add(self._socket)
         agent.settle(decided=False)
         taken = self._retake()
+        if self._replicas is not None:
+            self._replicas.sample(taken, step)
         data = self._encode(taken)
         self._tell_unsaved(agent, taken)
         snapshots = self._snapshots_for(agent, taken, len(data))
@@ -599,7 +632,8 @@ class Checkpointer:
     def _encode(self, taken: Taken) -> bytes:
         captured = rng.capture() if self._rng else None
         started = time.thread_time()
-        data = encode(taken, rng=captured, trusted=self._trusted)
+        difference = self._replicas.difference if self._replicas is not None else ""
+        data = encode(taken, rng=captured, trusted=self._trusted, difference=difference)
         if time.thread_time() - started > _SLOW_VALUES_S and not self._slow_said:
             self._slow_said = True
             log.warning(
@@ -718,6 +752,8 @@ class Checkpointer:
         agent, self._agent, self._off = self._agent, None, reason
         self._taken = self._snapshots = None  # they hold the script's tensors
         _LIVE.discard(self)
+        if self._replicas is not None:
+            self._replicas.close(timeout_s=max(0.0, min(timeout_s, 1.0)))
         if agent is not None:
             self._end.detach()
             agent.close(timeout_s=max(0.2, min(timeout_s, 5.0)))

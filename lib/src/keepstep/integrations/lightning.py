@@ -35,7 +35,14 @@ from keepstep.checkpointer import Checkpointer, Restored
 from keepstep.client import embedded
 from keepstep.client.session import held_steps
 from keepstep.errors import RestoreError, UsageError
-from keepstep.integrations import any_rank, loaders, require, require_torch, trainings
+from keepstep.integrations import (
+    any_rank,
+    loaders,
+    quantized,
+    require,
+    require_torch,
+    trainings,
+)
 from keepstep.integrations.trainable import Trainable
 from keepstep.state import rng
 
@@ -111,7 +118,7 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
         Override it to add anything else that the next step depends on. Raises UsageError for an
         optimizer that is not a torch optimizer.
         """
-        components: dict[str, Any] = {"model": trainer.strategy.model}
+        components: dict[str, Any] = {"model": quantized.component(trainer.strategy.model)}
         for at, optimizer in enumerate(trainer.strategy.optimizers):
             require_torch(optimizer)
             components[f"optimizer{at or ''}"] = optimizer
@@ -313,11 +320,13 @@ class _Fit:
 
     def _load_callbacks(self) -> None:
         """Give callbacks the states of the step that will be restored."""
-        self.kept.update(_nothing_yet(self.trainer.fit_loop), training=self.training)
+        base = quantized.digest(self.trainer.lightning_module)
+        self.kept.update(_nothing_yet(self.trainer.fit_loop), training=self.training, base=base)
         self.components["trainer"] = self.kept
         self.callback.checkpointer = Checkpointer(self.components, **self.callback.options)
         found = self._checkpointer.preview("trainer")
         trainings.check_same(found, self.training)
+        quantized.check_base(found, base)
         if found is None:
             return
         self.previewed, kept = found
@@ -331,7 +340,12 @@ class _Fit:
         self.trainable = Trainable(self.trainer.lightning_module)
         self.components.update(self.callback.keepstep_components(self.trainer))
         arguments = trainings.noted(_arguments(self.trainer))
-        self.kept.update(_nothing_yet(loop), training=self.training, arguments=arguments)
+        self.kept.update(
+            _nothing_yet(loop),
+            training=self.training,
+            arguments=arguments,
+            base=self.kept["base"],
+        )
         self.at = self._checkpointer.restore(rng="later")
         trainings.begin(self.socket_path, self.training)
         if (step := self.at.step if self.at is not None else None) != self.previewed:
@@ -340,6 +354,8 @@ class _Fit:
                 " restored, as the newer one cannot be read; start this job again"
             )
         if self.at is None:
+            if self.trainer.is_global_zero:
+                trainings.say_frozen(self.components["model"])
             if self.left_alone is not None:
                 raise RestoreError(
                     f"ckpt_path={self.left_alone!r} was left alone for a step of this run that not"
@@ -516,6 +532,7 @@ def _nothing_yet(loop: Any) -> dict[str, Any]:
         "training": "",
         "arguments": "{}",
         "trainable": {},
+        "base": "",
         "begun": {},
         "loops": loop.state_dict(),
         "should_stop": False,

@@ -37,6 +37,8 @@ from keepstep.image import extras
 from keepstep.integrations import (
     any_rank,
     loaders,
+    own_state,
+    quantized,
     require,
     require_accelerate,
     require_torch,
@@ -100,8 +102,8 @@ class _Training:
     by a restore: `epoch` and the step that it `begun_at`; `epoch_rng`: random states at that
     moment; `own`: those of generators that the loader and its samplers have of their own, then, or
     between two epochs; `fresh`: whether the loader's iterator was made then; `stopped`: the step
-    count to which training was to go when it stopped; `training` and `arguments`: see
-    `trainings`."""
+    count to which training was to go when it stopped; `training` and `arguments`: see `trainings`;
+    `trainable`: see `Trainable`; `base`: see `quantized`."""
 
     kept: dict[str, Any]
     socket_path: str = ""
@@ -109,6 +111,7 @@ class _Training:
     loader: Any = None
     prepared: Any = None
     trainable: Trainable | None = None
+    watch: own_state.Watch | None = None
     at: Restored | None = None
     left_alone: Any = None
     """A Trainer checkpoint that was asked for while the run holds a step."""
@@ -148,8 +151,13 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         """
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # in AcceleratedOptimizer
         require_torch(optimizer)
-        components = {"model": self.model_wrapped, "optimizer": optimizer}
-        others = {"scheduler": self.lr_scheduler, "scaler": self.accelerator.scaler}
+        components = {"model": quantized.component(self.model_wrapped), "optimizer": optimizer}
+        others = {
+            "scheduler": self.lr_scheduler,
+            "scaler": self.accelerator.scaler,
+            "reference": own_state.reference_model(self),
+            "own": own if (own := own_state.OwnState(self)).names else None,
+        }
         return components | {name: one for name, one in others.items() if one is not None}
 
     # --- Trainer's methods, in the order in which it calls them ----------------------------------
@@ -206,10 +214,18 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         training.trainable = Trainable(self.model)
         components = {**self.keepstep_components(), "trainer": kept}
         training.checkpointer = Checkpointer(components, **self.keepstep_options)
-        trainings.check_same(training.checkpointer.preview("trainer"), kept["training"])
+        kept["base"] = quantized.digest(self.model)
+        found = training.checkpointer.preview("trainer")
+        trainings.check_same(found, kept["training"])
+        quantized.check_base(found, kept["base"])
+        if found is None and self.is_world_process_zero():
+            trainings.say_frozen(components["model"])
         arguments = kept["arguments"]
         training.at = training.checkpointer.restore(rng="later")
         trainings.begin(training.socket_path, kept["training"])
+        if training.checkpointer.epoch is not None and self.is_world_process_zero():
+            mine = type(self).keepstep_components is KeepstepTrainerMixin.keepstep_components
+            training.watch = own_state.Watch(self, components.values(), own=mine)
         if training.checkpointer.epoch is not None:
             loaders.tell_of_draws(_torchs(training.loader))
         if training.at is None:
@@ -348,6 +364,8 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         if checkpointer is not None:
             if checkpointer.should_save(step):
                 self._note()
+                if self._now.watch is not None:
+                    self._now.watch.step()
             checkpointer.save(step)
 
     def _note(self) -> None:
@@ -433,6 +451,7 @@ def _nothing_yet(device: Any) -> dict[str, Any]:
         "training": "",
         "arguments": "{}",
         "trainable": {},
+        "base": "",
         "epoch": 0,
         "begun_at": 0,
         "epoch_rng": {},
@@ -505,11 +524,14 @@ def _refuse(trainer: Any) -> None:
             raise UsageError(
                 f"{kind.__name__} has a {name} of its own, which keepstep cannot follow"
             )
+    own_state.require_trl(trainer)
     if trainer.is_deepspeed_enabled:
         raise UsageError(
             "keepstep cannot keep DeepSpeed's partitions in Trainer: use FSDP2 (fsdp_version: 2) or"
             " DDP there; in a loop of your own it keeps them (docs/frameworks.md#deepspeed)"
         )
+    if trainer.is_fsdp_enabled and quantized.is_quantized(trainer.model):
+        raise UsageError("keepstep keeps quantised models without FSDP only: use one rank, or DDP")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         raise UsageError("keepstep keeps FSDP2, not FSDP1: set fsdp_version: 2")

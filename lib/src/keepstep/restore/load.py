@@ -63,7 +63,8 @@ class Loader:
     """One rank's share of a restore.
 
     `plan` changes nothing, `unused` gives the saved names that it has no place for, `copy` fills
-    tensors, and `finish` hands each component its values. `rng`: the random states of the saved
+    tensors, and `finish` hands each component its values. `difference`: what was known of replicas
+    that differ when the step was saved. `rng`: the random states of the saved
     rank of the same number; None if there are none.
     """
 
@@ -99,6 +100,7 @@ class Loader:
         self._shared: dict[int, Any] = {}
         self._given: dict[str, Tensor] = {}
         self._lives: dict[str, Live] = {}
+        self.difference = ""
 
     @property
     def alone(self) -> bool:
@@ -117,6 +119,7 @@ class Loader:
         self._lives = {name: live[name] for name in live if self._is_refilled(name)}
         if own == self._rank:
             self.rng = self._extras(own).get("rng")
+            self.difference = str(self._extras(own).get("difference", ""))
         for name in sorted(trees.keys() - self._components.keys()) if whole else ():
             self.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
         keys = self._live_keys()

@@ -36,7 +36,7 @@ class _Divided:
         self._in_host_memory: list[TensorLeaf] = []
         device_of = accelerator.here().device_of
         for leaf in tensors:
-            waits = lazy and leaf.lazy and _may_wait(leaf.tensor)
+            waits = lazy and leaf.lazy and may_wait(leaf.tensor)
             (self.later if waits else self.now).append(leaf)
             place = device_of(leaf.tensor)
             if place is None:
@@ -207,7 +207,7 @@ class Snapshots:
         return copying.Transfers(moves, copies, holds=tensors)
 
 
-def _may_wait(tensor: torch.Tensor) -> bool:
+def may_wait(tensor: torch.Tensor) -> bool:
     """Whether later changes of this tensor can be detected: it must be dense, in any order of
     dimensions.
     """

@@ -118,8 +118,11 @@ def retake(before: Taken, components: Mapping[str, Any], topology: Topology) -> 
     return take(components, topology)
 
 
-def encode(taken: Taken, *, rng: Mapping[str, Any] | None, trusted: bool) -> bytes:
-    """The extras of an image: everything in the state that is not a tensor.
+def encode(
+    taken: Taken, *, rng: Mapping[str, Any] | None, trusted: bool, difference: str = ""
+) -> bytes:
+    """The extras of an image: everything in the state that is not a tensor. `difference`: see
+    `save.replicas`.
 
     Raises UsageError, naming the component and the keys, for a value that cannot be encoded.
     """
@@ -128,6 +131,8 @@ def encode(taken: Taken, *, rng: Mapping[str, Any] | None, trusted: bool) -> byt
         kept["metadata"] = taken.metadata
     if rng is not None:
         kept["rng"] = rng
+    if difference:
+        kept["difference"] = difference
     try:
         return extras.encode(kept, trusted=trusted)
     except FormatError as error:

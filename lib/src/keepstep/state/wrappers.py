@@ -126,6 +126,12 @@ def _copy_groups(source: Any, target: Any) -> None:
         other.update({key: value for key, value in one.items() if key != "params"})
 
 
+def is_known(component: Any) -> bool:
+    """Whether it is a module, an optimizer, a dict or a generator, and no foreign object."""
+    inner = unwrap(component)
+    return isinstance(inner, nn.Module | torch.optim.Optimizer | dict) or is_generator(inner)
+
+
 def tree_of(component: Any) -> Any:
     """What `component` gives as its state: live tensors, not copies."""
     component = unwrap(component)
