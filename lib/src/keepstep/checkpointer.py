@@ -50,8 +50,9 @@ from keepstep.save.stats import Stats
 from keepstep.state import rng, topology
 from keepstep.state.leaves import Taken, text_of
 from keepstep.state.memory import check_memory
-from keepstep.state.take import check_components, encode, retake, take
+from keepstep.state.take import check_components, encode, largest, loaders_of, retake, take
 from keepstep.state.topology import ALONE, Claim
+from keepstep.state.unsaved import UnsavedBuffers
 from keepstep.state.wrappers import is_known
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted
@@ -65,6 +66,7 @@ _NO_RNG = (
 )
 _MISSES = 3
 """After so many saves in a row at which tensors had moved, they are expected to move each time."""
+_SLOW_VALUES_S = 0.02
 _STEPS = 10**18  # the name of a step has at most 18 digits
 
 
@@ -149,6 +151,8 @@ class Checkpointer:
         self._misses = 0
         self._structure: Structure = {}
         self._changed: frozenset[str] = frozenset()
+        self._unsaved: UnsavedBuffers | None = None
+        self._slow_said = False
         self._stage_every = 1
         self._last_step = self._off_grid = self._unhealthy = -1
         self._moved = self._hinted = False
@@ -264,6 +268,7 @@ class Checkpointer:
                 raise UsageError('restore(rng="later"): this Checkpointer was made with rng=False')
             self._rng_later = {}
         self._hint()
+        self._warn_of_loaders()
         check_components(self._components)  # an adapter completes them after `preview`
         session = self._agent.session if self._agent is not None else None
         collective = Collective(session, rank=self._rank, world=self._world, step=step)
@@ -344,6 +349,19 @@ class Checkpointer:
                 "keepstep: this loop is a framework's: where its data stood, and what else it"
                 " counts, is in no step; %s keeps that, too, by one line (docs/frameworks.md)",
                 adapter,
+            )
+
+    def _warn_of_loaders(self) -> None:
+        """A loader draws random numbers when its iteration begins."""
+        if not self._rng or self._rng_later is not None or self._rank:
+            return
+        if names := loaders_of(self._components):
+            log.warning(
+                "keepstep: %s draws random numbers after restore() has set the random states, so"
+                ' they will differ after a restart: call restore(rng="later"), and restore_rng()'
+                " once the first batch is there (docs/add-keepstep.md, Where the data loader"
+                " stands)",
+                few(names, 4),
             )
 
     def _connect(self) -> LeaseGranted:
@@ -588,6 +606,7 @@ class Checkpointer:
         if self._replicas is not None:
             self._replicas.sample(taken, step)
         data = self._encode(taken)
+        self._tell_unsaved(agent, taken)
         snapshots = self._snapshots_for(agent, taken, len(data))
         try:
             slot = agent.await_slot(timeout_s=patience_s)
@@ -652,8 +671,28 @@ class Checkpointer:
 
     def _encode(self, taken: Taken) -> bytes:
         captured = rng.capture() if self._rng else None
+        started = time.thread_time()
         difference = self._replicas.difference if self._replicas is not None else ""
-        return encode(taken, rng=captured, trusted=self._trusted, difference=difference)
+        data = encode(taken, rng=captured, trusted=self._trusted, difference=difference)
+        if time.thread_time() - started > _SLOW_VALUES_S and not self._slow_said:
+            self._slow_said = True
+            log.warning(
+                "keepstep: rank %d: each save takes %.0f ms for values that are no tensors, most of"
+                " it for %s; make arrays or tensors of numbers, or keep less of it",
+                *(self._rank, 1000 * (time.thread_time() - started), largest(taken, self._trusted)),
+            )
+        return data
+
+    def _tell_unsaved(self, agent: Agent, taken: Taken) -> None:
+        if self._unsaved is None:
+            self._unsaved = UnsavedBuffers(self._components)
+        if names := self._unsaved.changed(taken):
+            agent.warn(
+                "unsaved",
+                f"{few(names, 4)}: changes while training, but is in no checkpoint, as it has"
+                " persistent=False; register it with persistent=True, or keep it in a dict of the"
+                " Checkpointer, too",
+            )
 
     def fence(self) -> None:
         """Return when no copy reads the live tensors any more.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from keepstep.errors import FormatError
 from keepstep.image import Parameters, Section, TensorSpec, extras, fields, objects, strictjson
 from keepstep.image.arrays import ArrayForm, dtype_of
-from keepstep.image.forms import ClassForm, SharedAgain, SharedForm, ViewForm
+from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
 from keepstep.state import sharding
 from keepstep.state.devices import device_name
 from keepstep.state.dtypes import code_of
@@ -418,6 +418,8 @@ def _formed(form: Any, plain: Any) -> Any:
         return form.over(plain)
     if type(form) is ViewForm and isinstance(plain, Tensor):
         return view_of(plain, form)
+    if type(form) is GradForm and isinstance(plain, Tensor):
+        return _with_gradient(plain, form)
     if type(form) is ClassForm:
         try:
             return objects.of_fields(form.kind, plain)
@@ -432,6 +434,15 @@ def _formed(form: Any, plain: Any) -> Any:
     raise FormatError(
         f"the tree of this image makes a {type(form).__name__} of a {type(plain).__name__}"
     )
+
+
+def _with_gradient(plain: Tensor, form: GradForm) -> Tensor:
+    if plain.requires_grad and isinstance(plain, nn.Parameter) is form.parameter:
+        return plain  # the live one
+    if not (plain.is_floating_point() or plain.is_complex()):
+        raise FormatError(f"the tree of this image asks for a gradient of {plain.dtype}")
+    tensor = plain.detach()
+    return nn.Parameter(tensor) if form.parameter else tensor.requires_grad_()
 
 
 def view_of(base: Tensor, form: ViewForm) -> Tensor:

@@ -21,6 +21,7 @@ The tree ("skeleton") is a nested tuple that JSON can hold:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ import torch
 
 from keepstep.errors import FormatError, UsageError
 from keepstep.image import extras
+from keepstep.image.forms import GradForm
 from keepstep.state.leaves import Taken, TensorLeaf, leaves_of
 from keepstep.state.rng import is_generator
 from keepstep.state.topology import ALONE, Bulk, Topology, cut
@@ -64,10 +66,30 @@ def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return state
 
 
+def loaders_of(components: Mapping[str, Any]) -> list[str]:
+    """The names of the components that are loaders of torch, or made of one."""
+    kind: Any = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
+    return [name for name, one in components.items() if kind is not None and isinstance(one, kind)]
+
+
+def largest(taken: Taken, trusted: bool) -> str:
+    """The path and the size of the value that takes the most bytes, for messages."""
+    sizes = {
+        ".".join(map(str, path)): len(extras.encode(taken.values[leaf[1]], trusted=trusted))
+        for path, leaf in leaves_of(taken.skeleton)
+        if leaf[0] == "v"
+    }
+    name = max(sizes, key=sizes.__getitem__, default="the random states")
+    return f"{name} ({sizes.get(name, 0):,} bytes)"
+
+
 def take(components: Mapping[str, Any], topology: Topology = ALONE) -> Taken:
     """Walk all components. Raises UsageError for tensors that cannot be kept."""
     walker = Walker(components, topology)
     branches = [(name, walker.component(name, one)) for name, one in components.items()]
+    if walker.misses_some(walker.tensors):
+        walker = Walker(components, topology, follows_all=True)
+        branches = [(name, walker.component(name, one)) for name, one in components.items()]
     walker.tie()
     branches = [(name, walker.numbered(node)) for name, node in branches]
     leaves = share(walker.tensors, topology)
@@ -82,6 +104,7 @@ def take(components: Mapping[str, Any], topology: Topology = ALONE) -> Taken:
         dict(components),
         walker.held,
         walker.metadata,
+        {"forms": {at: one for at, one in enumerate(walker.values) if type(one) is GradForm}},
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from keepstep.errors import FormatError, KeepstepError, UsageError
 from keepstep.image import Parameters, Section, base_of, extras, local_name, objects
 from keepstep.image.arrays import LARGE_BYTES, ArrayForm
 from keepstep.image.extras import MAX_DEPTH
-from keepstep.image.forms import ClassForm, SharedAgain, SharedForm, ViewForm
+from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
 from keepstep.state import sharding, views
 from keepstep.state.devices import check_device
 from keepstep.state.leaves import (
@@ -64,7 +64,10 @@ _NOBODY = _Owner("", None, False)
 class Walker:
     """One walk: collects leaves, and recognizes tensors that appear under several names."""
 
-    def __init__(self, components: Mapping[str, Any], topology: Topology) -> None:
+    def __init__(
+        self, components: Mapping[str, Any], topology: Topology, *, follows_all: bool = False
+    ) -> None:
+        """`follows_all`: see `_is_node`."""
         self.tensors: list[TensorLeaf] = []
         self.aliases: dict[str, str] = {}
         self.values: list[Any] = []
@@ -90,6 +93,8 @@ class Walker:
         self._open: list[tuple[int, str]] = []
         self._nodes: dict[int, tuple[Any, Node]] = {}
         self._numbers: dict[int, int] = {}
+        self._small: set[int] = set()
+        self.follows_all = follows_all
         self._fixed: set[str] = set()
         self._kept: set[str] = set()
         self._views: dict[str, tuple[str, ViewForm]] = {}
@@ -217,7 +222,10 @@ class Walker:
         if isinstance(tree, Tensor):
             if self._module and is_wrapper(tree):
                 return self._parts(tree, path)
-            return ("t", self._tensor(tree, path))
+            node: Node | None = ("t", self._tensor(tree, path))
+            if not (self._formed and tree.requires_grad):
+                return node
+            return ("x", self._value(GradForm(isinstance(tree, nn.Parameter)))[1], node)
         if not self._formed:
             return self._plain_branch(tree, path)
         if id(tree) in self._nodes:  # the memory of the first place serves this one, too
@@ -240,7 +248,7 @@ class Walker:
     def _formed_branch(self, tree: Any, path: str) -> Node | None:
         """The same of what a module or an optimizer does not hold."""
         kind = type(tree)
-        if kind is deque and any(map(_is_large, tree)):
+        if kind is deque and self._is_node(tree):
             return self._with_form(self._container("l", tree, path), tree, path)
         if objects.is_named_tuple(kind):
             return self._with_class(self._container("u", tree, path), kind)
@@ -295,6 +303,21 @@ class Walker:
         if kind is not OrderedDict:
             form = deque(maxlen=tree.maxlen) if kind is deque else defaultdict(tree.default_factory)
         return ("x", self._value(form)[1], node)
+
+    def _is_node(self, tree: deque[Any]) -> bool:
+        """Whether it does not belong in the extras. A growing deque may hold any number of small
+        tensors there, which change no layout; but not if their memory is that of other tensors.
+        """
+        if self.follows_all or any(map(_is_large, tree)):
+            return True
+        self._small |= {_storage_of(one) for one in tree if isinstance(one, Tensor)}
+        return False
+
+    def misses_some(self, leaves: Iterable[TensorLeaf]) -> bool:
+        """Whether a tensor that was left to the extras lies in the memory of one of `leaves`."""
+        return bool(self._small) and not self._small.isdisjoint(
+            _storage_of(leaf.tensor) for leaf in leaves
+        )
 
     def _with_class(self, node: Node | None, kind: type) -> Node | None:
         return node and ("x", self._value(ClassForm(kind))[1], node)
@@ -460,6 +483,7 @@ class Again(Walker):
     def __init__(self, before: Taken) -> None:
         super().__init__({}, ALONE)
         self._before = before
+        self._forms: dict[int, GradForm] = before.cache.get("forms", {})
         self.values = [None] * len(before.values)
         self._leaves = {leaf.name: leaf for leaf in before.tensors}
         self._met: dict[int, Any] = {}
@@ -471,10 +495,11 @@ class Again(Walker):
             return False
         try:
             with torch.no_grad():
-                return all(
+                found = all(
                     self._finds(name, components[name], node)
                     for name, node in self._before.skeleton[1]
                 )
+                return found and not self.misses_some(self._before.tensors)
         except (UsageError, RuntimeError):  # of a tensor without an address; a walk says where
             return False
 
@@ -487,7 +512,15 @@ class Again(Walker):
     def _same(self, tree: Any, node: Node, path: str) -> bool:
         kind, inner = node[0], node[1]
         if kind == "t":
-            return isinstance(tree, Tensor) and self._is_there(tree, inner)
+            if not isinstance(tree, Tensor) or (self._formed and tree.requires_grad):
+                return False
+            return self._is_there(tree, inner)
+        if kind == "x" and inner in self._forms:
+            form = self.values[inner] = self._forms[inner]
+            if not isinstance(tree, Tensor) or not tree.requires_grad or node[2][0] != "t":
+                return False
+            same = isinstance(tree, nn.Parameter) is form.parameter
+            return same and self._is_there(tree, node[2][1])
         if kind == "v":
             self.values[inner] = tree
             return type(tree) in _PLAIN or self._branch(tree, path) is None
@@ -573,6 +606,13 @@ def _check_subclass(tensor: Tensor, name: str) -> None:
             f"{name}: a {kind} keeps its values in other tensors, which is kept in a module only;"
             " keep those tensors"
         )
+
+
+def _storage_of(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # none: the extras refuse it by name
+        return 0
 
 
 def _is_large(value: Any) -> bool:
