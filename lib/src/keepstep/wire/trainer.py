@@ -196,12 +196,14 @@ class DiscardRequest(Message):
 
 
 class SkippedRequest(Message):
-    """POST /v1/skipped: `count` steps could not be staged. `step`: the last of them."""
+    """POST /v1/skipped: `count` steps could not be staged. `step`: the last of them. `unkeepable`:
+    the state itself cannot be kept, now and at the next save."""
 
     lease: str
     step: int
     reason: str
     count: int = 1
+    unkeepable: bool = False
 
 
 class FailedRequest(Message):

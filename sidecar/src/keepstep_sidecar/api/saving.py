@@ -280,6 +280,7 @@ class Saving:
         counters.blocked_s += request.blocked_s
         counters.copy_s += request.copy_s
         counters.staged, counters.staged_at = id, time.time()
+        counters.unkept = None
         self._committer.see_epoch(request.epoch)
         self.restarts.staged(slots.rank, id, blocked_s=request.blocked_s)
         say("staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
@@ -297,7 +298,9 @@ class Saving:
         if slot is not None and slot.assigned and slot.used(request.generation):
             slot.file.erase()
             slot.release()
-            self.of(lease.rank).discarded += 1
+            counters = self.of(lease.rank)
+            counters.discarded += 1
+            counters.lose(request.step, request.reason)
             self.history.lost(
                 Kind.DISCARDED, rank=lease.rank, step=request.step, reason=request.reason
             )
@@ -314,7 +317,9 @@ class Saving:
     def skipped(self, request: SkippedRequest) -> None:
         """Record saves that could not be staged."""
         lease = self.leases.require(request.lease)
-        reasons = self.of(lease.rank).skipped
+        counters = self.of(lease.rank)
+        counters.lose(request.step, request.reason, unkeepable=request.unkeepable)
+        reasons = counters.skipped
         reasons[request.reason] = reasons.get(request.reason, 0) + request.count
         self.history.lost(
             Kind.SKIPPED,
@@ -324,6 +329,12 @@ class Saving:
             count=request.count,
         )
 
+    def unkept(self) -> list[str]:
+        """Warnings about trainers of which no step is staged although they save."""
+        lost = {rank: one.unkept for rank, one in self.counters.items() if self.leases.of(rank)}
+        now = time.monotonic()
+        return [one.warning(rank, now=now) for rank, one in lost.items() if one is not None]
+
     def of(self, rank: int) -> RankCounters:
         """A rank's counters."""
         return self.counters.setdefault(rank, RankCounters())
@@ -332,10 +343,30 @@ class Saving:
 # --- counters --------------------------------------------------------------------------------
 
 
+_UNKEPT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Unkept:
+    """Saves that were not kept since a step was staged: the first of them, when it was reported
+    (monotonic), and why the last one is not kept. `unkeepable`: the state itself cannot be kept."""
+
+    step: int
+    at: float
+    reason: str
+    unkeepable: bool = False
+
+    def warning(self, rank: int, *, now: float) -> str:
+        """The warning about it; '' as long as the next save may well be kept."""
+        if not self.unkeepable and now - self.at < _UNKEPT_S:
+            return ""
+        return f"rank {rank}: no step was staged since step {self.step} was not: {self.reason}"
+
+
 @dataclass
 class RankCounters:
     """Counters of one rank since the sidecar started. `staged`: the newest step that the rank
-    sealed, at `staged_at` (Unix seconds)."""
+    sealed, at `staged_at` (Unix seconds). `unkept`: what was lost since; None if nothing was."""
 
     saves: int = 0
     discarded: int = 0
@@ -344,3 +375,9 @@ class RankCounters:
     staged: StepId | None = None
     staged_at: float | None = None
     skipped: dict[str, int] = field(default_factory=dict)
+    unkept: Unkept | None = None
+
+    def lose(self, step: int, reason: str, *, unkeepable: bool = False) -> None:
+        """A step was saved, and is not staged."""
+        first = self.unkept or Unkept(step, time.monotonic(), reason)
+        self.unkept = replace(first, reason=reason, unkeepable=unkeepable)

@@ -276,6 +276,7 @@ def warnings(service: Service) -> tuple[str, ...]:
     found += [committer.suspicion(), *committer.alarms]
     found += [one.failed for one in service.committer.volumes.volumes]
     found += service.saving.refused.values()
+    found += service.saving.unkept()
     found += [
         f"{one.where}: {one.trouble}" for one in service.remote_tiers.statuses() if one.trouble
     ]
