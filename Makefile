@@ -20,7 +20,7 @@ TORCH_TESTS ?= $(addprefix tests/,lib image layouts resharding dcp faults archiv
 # the frameworks of training that the library goes into
 FRAMEWORKS := .venv-frameworks
 
-.PHONY: demo test test-torch test-gpu test-frameworks check e2e chart dist test-dist lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
+.PHONY: demo packages test test-torch test-gpu test-frameworks check e2e chart dist test-dist lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -35,16 +35,19 @@ $(READY): requirements-dev.txt lib/pyproject.toml sidecar/pyproject.toml operato
 demo: $(READY) ## train a small GPT, kill it four times, compare the loss curves bit by bit
 	$(BIN)/python examples/demo.py
 
-# what looks at the page of `keepstep ui`; where it cannot be installed its tests fail, and say so
-build/.browser:
-	@mkdir -p build
-	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
-		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; } >/dev/null || \
-		echo "no chromium here: tests/ui needs it (chromium and chromium-driver)"
-	@touch $@
+# what the tests look for beyond Python: command:package of Debian's; what cannot be installed is named,
+# and the tests that need it fail or are skipped with that reason
+PACKAGES := chromium:chromium chromedriver:chromium-driver mkfs.ext4:e2fsprogs mkfs.xfs:xfsprogs mkfs.btrfs:btrfs-progs
 
-test: check build/.browser ## lint, types, import contracts, and every test that needs no cluster
-	$(BIN)/python -m pytest tests --ignore tests/frameworks --ignore tests/gpu -n $(JOBS) --dist worksteal -m "not e2e and not soak" \
+packages:
+	@lacking() { for one in $(PACKAGES); do PATH=$$PATH:/usr/sbin:/sbin command -v $${one%:*} >/dev/null || echo $${one#*:}; done; }; \
+	if [ -n "$$(lacking)" ]; then \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends $$(lacking); } >/dev/null; \
+		for one in $$(lacking); do echo "missing, and not to be had by apt-get here: $$one; some tests need it"; done; \
+	fi
+
+test: check packages ## lint, types, import contracts, and every test that needs no cluster
+	$(BIN)/python -m pytest tests --ignore tests/frameworks --ignore tests/conformance/packages --ignore tests/gpu -n $(JOBS) --dist worksteal -m "not e2e and not soak" \
 		--junitxml build/junit-test.xml $(PYTEST_ARGS)
 
 .venv-torch-$(TORCH)/.ready: requirements-dev.txt lib/pyproject.toml sidecar/pyproject.toml operator/pyproject.toml
@@ -69,7 +72,7 @@ $(FRAMEWORKS)/.ready: requirements-frameworks.txt lib/pyproject.toml sidecar/pyp
 	@touch $@
 
 test-frameworks: $(FRAMEWORKS)/.ready ## keepstep.integrations with the frameworks themselves, in an environment of their own
-	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks -n 2 --dist worksteal \
+	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks tests/conformance/packages -n 2 --dist worksteal \
 		--junitxml build/junit-frameworks.xml $(PYTEST_ARGS)
 	@# a part of the tests proves a part of the table
 	$(if $(PYTEST_ARGS),,$(FRAMEWORKS)/bin/python scripts/frameworks.py --check build/junit-frameworks.xml)

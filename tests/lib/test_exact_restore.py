@@ -303,6 +303,245 @@ def test_a_dict_that_shares_a_weight_here_takes_nothing_from_the_module(again):
     assert torch.equal(best["best"], torch.ones(2, 2))
 
 
+class Mirrored(nn.Module):
+    """Code of its own runs when it is loaded, of the kind `how`, and notes what it finds."""
+
+    def __init__(self, how="post hook"):
+        super().__init__()
+        self.how, self.seen, self.calls = how, None, 0
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("count", torch.zeros(()))
+        if how == "post hook":
+            self.register_load_state_dict_post_hook(lambda module, _: module.note())
+        elif how == "pre hook":
+            self.register_load_state_dict_pre_hook(
+                lambda module, state, prefix, *_: module.note(state[f"{prefix}count"])
+            )
+
+    def note(self, count=None):
+        self.calls += 1
+        self.seen = float(self.count if count is None else count), self.weight.tolist()
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        before = float(self.count)
+        super()._load_from_state_dict(state, prefix, *rest)
+        if self.how == "from state dict":
+            self.note()
+            self.seen = before, *self.seen
+
+
+class MirroredAbove(nn.Sequential):
+    """Overrides the whole load_state_dict."""
+
+    def load_state_dict(self, state, *args, **kwargs):
+        result = super().load_state_dict(state, *args, **kwargs)
+        self[0].note()
+        return result
+
+
+def mirrored(how):
+    first = Mirrored(how)
+    return (MirroredAbove if how == "above" else nn.Sequential)(first, nn.Linear(3, 3))
+
+
+def trained_for(model, count):
+    model[0].count.fill_(count)
+    return model
+
+
+@pytest.mark.parametrize("how", ["post hook", "pre hook", "from state dict", "above"])
+def test_what_a_module_does_when_it_is_loaded_happens_once_and_as_after_torch_load(again, how):
+    saved, live, control = trained_for(mirrored(how), 7.0), mirrored(how), mirrored(how)
+    control.load_state_dict(live.state_dict())
+    control[0].calls = 0
+    address, untouched = live[0].weight.data_ptr(), live[1].weight.data_ptr()
+    again({"m": saved}, {"m": live})
+    control.load_state_dict(copy.deepcopy(saved.state_dict()))
+    assert (live[0].seen, live[0].calls) == (control[0].seen, 1)
+    assert (live[0].weight.data_ptr(), live[1].weight.data_ptr()) == (address, untouched)
+    for key, value in control.state_dict().items():
+        assert_same(live.state_dict()[key], value)
+
+
+class Observer(nn.Module):
+    """Its buffers get their shape from the first batch, and are loaded so."""
+
+    def __init__(self, size=0):
+        super().__init__()
+        self.register_buffer("low", torch.arange(float(size)))
+        self.register_buffer("maybe", None)
+        self.rows = []
+
+    def _save_to_state_dict(self, state, prefix, keep_vars):
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        state[f"{prefix}rows"] = list(self.rows)
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        self.low = torch.empty_like(state[f"{prefix}low"])
+        if f"{prefix}maybe" in state:
+            self.maybe = torch.empty_like(state[f"{prefix}maybe"])
+        self.rows = state.pop(f"{prefix}rows")
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_buffers_and_lists_that_get_their_shape_while_training_are_loaded_by_their_module(
+    again, back
+):
+    grown, fresh = (nn.Sequential(Observer(size), nn.Linear(2, 2)) for size in (5, 0))
+    grown[0].maybe, grown[0].rows = torch.ones(2), [torch.ones(1), torch.zeros(2)]
+    saved, live = (fresh, grown) if back else (grown, fresh)
+    if back:
+        live[0].maybe = None
+    again({"m": saved}, {"m": live})
+    assert_tree(dict(live.state_dict()), dict(saved.state_dict()))
+
+
+class Versioned(nn.Module):
+    _version = 3
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.loaded = None
+
+    def _save_to_state_dict(self, state, prefix, keep_vars):
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        state._metadata[prefix[:-1]]["scale"] = 2.5
+
+    def _load_from_state_dict(self, state, prefix, metadata, *rest):
+        self.loaded = dict(metadata)
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+class Newer(Versioned):
+    _version = 4
+
+
+def test_a_module_is_loaded_with_the_metadata_that_was_saved(again):
+    live = again({"m": nn.Sequential(Versioned())}, {"m": nn.Sequential(Newer())})["m"]
+    assert live[0].loaded == {"version": 3, "scale": 2.5}
+
+
+def test_a_whole_model_is_loaded_as_one_whose_class_got_its_own_loading_later(again):
+    saved = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+
+    class Later(nn.Sequential):
+        def load_state_dict(self, state, *args, **kwargs):
+            self.metadata = dict(state._metadata)
+            return super().load_state_dict(state, *args, **kwargs)
+
+    live = again({"m": saved}, {"m": Later(nn.BatchNorm1d(2), nn.Linear(2, 2))})["m"]
+    assert live.metadata == dict(saved.state_dict()._metadata)
+
+
+def test_old_names_that_torch_itself_converts_are_converted(tmp_path):
+    with pytest.warns(FutureWarning):
+        saved = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2)))
+    live = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+    keep({"m": saved}, tmp_path / "slot")
+    bring_back({"m": live}, tmp_path / "slot")
+    assert torch.equal(live[0].weight, saved[0].weight)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_a_module_refuses_names_it_and_says_what_to_do(tmp_path, direct):
+    class Refusing(nn.Linear):
+        def _load_from_state_dict(self, *_):
+            raise KeyError("scale")
+
+    keep({"m": nn.Linear(2, 2)}, tmp_path / "slot")
+    with pytest.raises(keepstep.MismatchError, match=r"m: its load_state_dict\(\) refuses .*scale"):
+        bring_back({"m": Refusing(2, 2)}, tmp_path / "slot", direct=direct)
+
+
+class OnlyExtra(nn.Module):
+    n = 0
+
+    def get_extra_state(self):
+        return {"n": self.n}
+
+    def set_extra_state(self, state):
+        self.n = state["n"]
+
+
+@pytest.mark.parametrize("make", [nn.Identity, OnlyExtra, lambda: nn.Sequential(OnlyExtra())])
+def test_a_module_without_tensors_is_restored(again, make):
+    saved, live = make(), make()
+    for one in saved.modules():
+        one.n = 5
+    again({"m": saved}, {"m": live})
+    assert all(one.n == 5 for one in live.modules() if isinstance(one, OnlyExtra))
+
+
+# --- names and keys ------------------------------------------------------------------------------
+
+RANKED = ["w", "w@rank-00000", "w@rank-00001", "w~", "w@rank-00000~", "w@rank-00000@rank-00000"]
+
+
+def test_keys_that_look_like_a_ranks_copy_are_only_keys(again):
+    saved = {key: torch.full((2,), float(at)) for at, key in enumerate(RANKED)}
+    live = again({"p": saved}, {"p": {key: torch.zeros(2) for key in reversed(RANKED)}})["p"]
+    fresh = again({"p": saved}, {"p": {}})["p"]
+    for key, value in saved.items():
+        assert_same(live[key], value)
+        assert_same(fresh[key], value)
+
+
+def test_parameters_whose_names_look_like_a_ranks_copy_are_only_parameters(again):
+    def made(scale):
+        weights = {key: nn.Parameter(torch.full((2,), scale * at)) for at, key in enumerate(RANKED)}
+        model = nn.Module()
+        for key, weight in weights.items():
+            model.register_parameter(key, weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if scale:
+            for at, weight in enumerate(weights.values()):
+                weight.grad = torch.full((2,), 10.0 + at)
+            optimizer.step()
+        return {"m": model, "o": optimizer}
+
+    saved = made(1.0)
+    live = again(saved, made(0.0))
+    assert_tree(dict(live["m"].state_dict()), dict(saved["m"].state_dict()))
+    assert_tree(live["o"].state_dict()["state"], saved["o"].state_dict()["state"])
+
+
+def test_components_whose_names_run_into_each_other_are_told_apart(again):
+    saved = {"a": nn.ModuleDict({"b": nn.Linear(2, 2)}), "a.b": nn.Linear(2, 2)}
+    live = {"a.b": nn.Linear(2, 2), "a": nn.ModuleDict({"b": nn.Linear(2, 2)})}
+    again(saved, live)
+    assert_same(live["a.b"].weight, saved["a.b"].weight)
+    assert_same(live["a"]["b"].weight, saved["a"]["b"].weight)
+
+
+KEYS = [0.5, -0.0, 1e300, (0, "a"), (1, (2.5, None)), None, True, b"x", Path("a/b"), 2**70, 1j]
+
+
+def test_any_data_is_a_key_beside_tensors(again):
+    saved = {key: torch.full((2,), float(at)) for at, key in enumerate(KEYS)}
+    saved |= {"deep": {(1, 2): [torch.ones(1), {frozenset({1}): torch.zeros(1)}]}}
+    live = again({"p": saved}, {"p": {0.5: torch.zeros(2), "deep": {(1, 2): [torch.zeros(1)]}}})[
+        "p"
+    ]
+    assert_tree(live, saved)
+    assert [type(key) for key in live] == [type(key) for key in saved]
+
+
+def test_optimizer_state_has_keys_of_any_data(again):
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    saved, live = Keeping(model.parameters()), Keeping(other.parameters())
+    for one in model.parameters():
+        saved.state[one] = {0.0: torch.ones_like(one), 0.9: torch.zeros_like(one), "step": 3}
+    saved.state[(0, 1)] = {"slow": torch.ones(2)}
+    saved.state[0.5] = {"odd": torch.ones(1)}
+    again({"m": model, "o": saved}, {"m": other, "o": live})
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert_tree(live.state[two], saved.state[one])
+    assert_tree(live.state[(0, 1)], saved.state[(0, 1)])
+    assert_tree(live.state[0.5], saved.state[0.5])
+
+
 # --- optimizers ----------------------------------------------------------------------------------
 
 
@@ -508,3 +747,91 @@ def test_an_optimizer_with_a_state_dict_of_its_own_gets_it_back(again):
     live = again(made(0.25), made(0.5))["o"]
     assert live.param_groups[0]["lr"] == 0.25
     assert live.slow.tolist() == [1, 1]
+
+
+class Counting(torch.optim.SGD):
+    """Its state_dict has more than torch's, in the form `how`."""
+
+    def __init__(self, parameters, how="lenient", **options):
+        super().__init__(parameters, lr=0.1, momentum=0.9, **options)
+        self.how, self.counter, self.mean = how, 0, torch.zeros(3)
+        if how == "hooks":
+            self.register_state_dict_post_hook(lambda one, tree: {"extra": one.extra(), **tree})
+            self.register_load_state_dict_pre_hook(lambda one, tree: one.put(tree["extra"]))
+
+    def extra(self):
+        return {"counter": self.counter, "mean": self.mean, (0, 1): [torch.ones(1) * self.counter]}
+
+    def put(self, extra):
+        assert extra["mean"] is not self.mean
+        self.counter, self.mean, self.rows = extra["counter"], extra["mean"], extra[(0, 1)]
+
+    def state_dict(self):
+        tree = super().state_dict()
+        return tree if self.how == "hooks" else {**tree, **self.extra()}
+
+    def load_state_dict(self, tree):
+        if self.how != "hooks":
+            self.put(tree)
+        super().load_state_dict(tree)
+
+
+@pytest.mark.parametrize("how", ["strict", "hooks"])
+def test_what_an_optimizer_adds_to_its_state_dict_comes_back(again, how):
+    def made(count):
+        model = nn.Linear(2, 2)
+        optimizer = Counting(model.parameters(), how)
+        for _ in range(count):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        optimizer.counter, optimizer.mean = count, torch.full((3,), float(count))
+        return {"m": model, "o": optimizer}
+
+    saved = made(2)
+    live = again(saved, made(0))["o"]
+    assert (live.counter, live.mean.tolist(), live.rows[0].item()) == (2, [2.0] * 3, 2.0)
+    assert_tree(live.state_dict(), saved["o"].state_dict())
+
+
+class Deriving(torch.optim.SGD):
+    """What it derives when it is loaded stays; what torch only casts comes back exactly."""
+
+    def load_state_dict(self, tree):
+        super().load_state_dict(tree)
+        for state in self.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"] * 2
+            state["mode"], state["count"] = "loaded", state["count"] + 1
+
+
+def test_what_an_optimizer_derives_from_its_state_stays(again):
+    model, other = (nn.Linear(2, 2).to(torch.bfloat16) for _ in range(2))
+    saved, live = (Deriving(one.parameters(), lr=0.1, momentum=0.9) for one in (model, other))
+    exact = torch.full((2, 2), 1 + 2**-20)
+    for one in model.parameters():
+        saved.state[one] = {
+            "momentum_buffer": torch.ones_like(one), "exact": exact, "mode": "new", "count": 1,
+            "text": "kept", "nan": torch.tensor([float("nan"), 1 + 2**-20]),
+        }  # fmt: skip
+    again({"m": model, "o": saved}, {"m": other, "o": live})
+    for one in other.parameters():
+        state = live.state[one]
+        assert torch.equal(state["momentum_buffer"], torch.full_like(one, 2.0))
+        assert (state["mode"], state["count"], state["text"]) == ("loaded", 2, "kept")
+        assert_same(state["exact"], exact)
+        assert state["nan"].dtype == torch.float32
+        assert state["nan"][1].item() == 1 + 2**-20
+
+
+def test_names_of_parameters_in_the_groups_come_back_as_load_state_dict_brings_them(again):
+    def made(prefix):
+        model = nn.Linear(2, 2)
+        named = [(f"{prefix}{name}", one) for name, one in model.named_parameters()]
+        return {"m": model, "o": torch.optim.SGD(named if prefix else model.parameters(), lr=0.1)}
+
+    for there, here in (("a", "b"), ("a", ""), ("", "b")):
+        saved, live = made(there), made(here)
+        control = made(here)["o"]
+        control.load_state_dict(saved["o"].state_dict())
+        again(saved, live)
+        groups = live["o"].state_dict()["param_groups"]
+        assert groups == control.state_dict()["param_groups"]

@@ -18,6 +18,7 @@ from keepstep.image.tensors import ELEMENT_BYTES as ELEMENT_BYTES
 from keepstep.image.tensors import Parameters as Parameters
 from keepstep.image.tensors import Section as Section
 from keepstep.image.tensors import TensorSpec as TensorSpec
+from keepstep.image.tensors import base_of as base_of
 from keepstep.image.tensors import local_name as local_name
 from keepstep.image.verify import check_chunk as check_chunk
 from keepstep.image.verify import check_control as check_control

@@ -78,6 +78,12 @@ def _is_fortran(array: Any) -> bool:
     return bool(array.flags.f_contiguous and not array.flags.c_contiguous)
 
 
+def is_tensor(kind: type) -> bool:
+    """Whether it is torch's own tensor."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and kind is torch.Tensor
+
+
 def encode(value: Any) -> dict[str, Any] | None:
     """The tagged form of a value of numpy or torch; None if it has none."""
     if type(value) is ArrayForm:
@@ -92,6 +98,8 @@ def encode(value: Any) -> dict[str, Any] | None:
 
 def _from_numpy(value: Any) -> dict[str, Any] | None:
     numpy: Any = sys.modules["numpy"]
+    if isinstance(value, numpy.dtype) and _NUMPY_DTYPE.fullmatch(value.str):
+        return {"!numpy.dtype": value.str}
     scalar = isinstance(value, numpy.generic)
     if not scalar and type(value) is not numpy.ndarray:
         return None
@@ -122,7 +130,17 @@ def _from_torch(value: Any) -> dict[str, Any] | None:
     # Not .numpy(): torch works without numpy, and numpy has no bfloat16.
     data = ctypes.string_at(plain.data_ptr(), size) if size else b""
     text = base64.b64encode(data).decode("ascii")
-    return {"!torch.Tensor": [_name(plain.dtype), list(plain.shape), text]}
+    more: dict[str, Any] = {} if value.is_contiguous() else {"order": _order(value)}
+    more |= {"requires_grad": True} if value.requires_grad else {}
+    return {
+        "!torch.Tensor": [_name(plain.dtype), list(plain.shape), text, *([more] if more else [])]
+    }
+
+
+def _order(tensor: Any) -> list[int]:
+    """The order of the dimensions in memory, the outermost first."""
+    strides, shape = tensor.stride(), tensor.shape
+    return sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
 
 
 def _to_numpy(value: Any) -> Any:
@@ -138,6 +156,12 @@ def _to_numpy(value: Any) -> Any:
     return array[()] if shape is None else array
 
 
+def _to_numpy_dtype(code: Any) -> Any:
+    if not _NUMPY_DTYPE.fullmatch(code):
+        raise ValueError(f"dtype {code[:80]!r}")
+    return importlib.import_module("numpy").dtype(code)
+
+
 def _to_form(value: Any) -> ArrayForm:
     code, shape, order = value
     if not _NUMPY_DTYPE.fullmatch(code) or order not in ("C", "F"):
@@ -148,19 +172,25 @@ def _to_form(value: Any) -> ArrayForm:
 
 
 def _to_tensor(value: Any) -> Any:
-    name, shape, text = value
+    name, shape, text, *more = value
     torch = importlib.import_module("torch")
-    dtype, data = _to_dtype(name), base64.b64decode(text, validate=True)
+    dtype, data = dtype_of(name), base64.b64decode(text, validate=True)
     sizes = fields.sizes(shape, "shape")
     if math.prod(sizes) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for {sizes} of {dtype}")
-    if not data:
-        return torch.empty(sizes, dtype=dtype)
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return flat.clone().view(dtype).reshape(sizes)
+    if data:
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        made = flat.clone().view(dtype).reshape(sizes)
+    else:
+        made = torch.empty(sizes, dtype=dtype)
+    (told,) = more or [{}]
+    if order := told.get("order"):
+        made = torch.empty_permuted(sizes, order, dtype=dtype).copy_(made)
+    return made.requires_grad_(told.get("requires_grad") is True)
 
 
-def _to_dtype(name: str) -> Any:
+def dtype_of(name: str) -> Any:
+    """torch's dtype of that name. Raises ValueError."""
     torch = importlib.import_module("torch")
     dtype = vars(torch).get(name)  # getattr would import submodules of torch for some names
     if not isinstance(dtype, torch.dtype):
@@ -174,10 +204,11 @@ def _name(dtype: Any) -> str:
 
 BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!numpy": _to_numpy,
+    "!numpy.dtype": _to_numpy_dtype,
     "!numpy.fortran": lambda value: _to_numpy((value[0], value[1][::-1], value[2])).T,
     "!array": _to_form,
     "!torch.Tensor": _to_tensor,
-    "!torch.dtype": _to_dtype,
+    "!torch.dtype": dtype_of,
     "!torch.Size": lambda sizes: importlib.import_module("torch").Size(fields.array(sizes, "size")),
     "!torch.device": lambda text: importlib.import_module("torch").device(text),
 }

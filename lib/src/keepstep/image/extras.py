@@ -3,7 +3,11 @@
 Values that JSON can hold exactly are plain JSON. Any other value is an object with one key that
 begins with `!`: `{"!tuple": [1, 2]}`. A dict that would look like that, or whose keys are not all
 strings, is a list of pairs under `!dict`. So no text has two meanings. Reading runs no code: pickle
-is a tag, too, but is refused unless the caller trusts the file. Shared references become copies.
+is a tag, too, but is refused unless the caller trusts the file.
+
+An object that can change and is met twice is one object again: `!def` holds it at its first place,
+`!ref` stands at the others. Long lists of numbers are bytes behind the JSON, because a script that
+appends each loss to a list pays for the whole list at each save.
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ import math
 import pathlib
 import pickle
 import struct
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from operator import itemgetter
 from typing import Any
 
 from keepstep.errors import FormatError
-from keepstep.image import arrays, objects, strictjson
+from keepstep.image import arrays, forms, generators, objects, pickles, strictjson
 from keepstep.image.fields import reason
 from keepstep.image.strictjson import is_text
 
@@ -30,6 +36,10 @@ _BIG = 1 << 63
 _MOST_ALIKE = 256
 _MIN_ROOM = 64 << 10
 _MAX_SPARE = 1 << 20
+_LEAST_PACKED = 64
+_MOST_COLUMNS = 64
+_NUMBER_BYTES = 8
+_CODES: dict[type, str] = {float: "d", int: "q"}
 _PAIRS: dict[type, str] = {Counter: "!counter", OrderedDict: "!ordereddict"}
 _FACTORIES = {
     kind.__name__: kind
@@ -53,12 +63,18 @@ _PATHS = {
 
 
 def encode(value: Any, *, trusted: bool = False) -> bytes:
-    """JSON of `value`, in ASCII. `trusted`: pickle values that cannot be encoded otherwise.
+    """A line of JSON of `value`, in ASCII, and the bytes of its long lists of numbers. `trusted`:
+    pickle values that cannot be encoded otherwise.
 
     Raises Unheld.
     """
-    tree = _Encoder(trusted).encode(value, MAX_DEPTH)
-    return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode("ascii")
+    encoder = _Encoder(trusted)
+    tree = encoder.encode(value, MAX_DEPTH)
+    if encoder.twice:  # where such an object is met first is known only now
+        encoder = _Encoder(trusted, encoder)
+        tree = encoder.encode(value, MAX_DEPTH)
+    text = json.dumps(tree, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return b"".join([text, b"\n", *encoder.packed]) if encoder.packed else text
 
 
 def decode(data: bytes | bytearray | memoryview, *, trusted: bool = False) -> Any:
@@ -66,7 +82,13 @@ def decode(data: bytes | bytearray | memoryview, *, trusted: bool = False) -> An
 
     Raises FormatError for damaged or hostile data, and for pickles unless `trusted`.
     """
-    return strictjson.loads(data, what="extras", hook=_Decoder(trusted).build)
+    data = bytes(data)
+    end = data.find(b"\n")
+    text, numbers = (data, b"") if end < 0 else (data[:end], memoryview(data)[end + 1 :])
+    decoder = _Decoder(trusted, numbers)
+    value = strictjson.loads(text, what="extras", hook=decoder.build)
+    decoder.end()
+    return value
 
 
 def capacity_for(size_bytes: int) -> int:
@@ -88,11 +110,34 @@ class Unheld(FormatError):
         return f"extras: {self.place or 'the value itself'}: {self.why}"
 
 
-class _Encoder:
-    """Encodes values of exact types only, because a subclass may mean more than its value."""
+def _is_shared(kind: type) -> bool:
+    """Whether an object of this type, met twice, must be one object again: it can change, or is
+    known by its identity.
 
-    def __init__(self, trusted: bool) -> None:
+    It has no hash, or none that depends on other objects. So no hash of a decoded object, and no
+    comparison of two keys, follows a `!ref`: nested ones would take exponential time.
+    """
+    how: Any = kind.__hash__
+    return how is None or how is object.__hash__ or arrays.is_tensor(kind)
+
+
+class _Encoder:
+    """Encodes values of exact types only, because a subclass may mean more than its value.
+
+    `twice`: the ids of objects that were met twice. A second encoder, with the first one as
+    `before`, refers to them. `packed`: the bytes behind the JSON.
+    """
+
+    def __init__(self, trusted: bool, before: _Encoder | None = None) -> None:
         self._trusted = trusted
+        self._before = before  # keeps its objects alive, so that ids stay theirs
+        self._met: dict[int, Any] = {}
+        self._open: set[int] = set()
+        self._numbers: dict[int, int] = {}
+        self._arrays: dict[int, array[Any]] = {} if before is None else before._arrays
+        self._wanted: set[int] = set() if before is None else before.twice
+        self.twice: set[int] = set()
+        self.packed: list[array[Any]] = []
 
     def encode(self, value: Any, depth: int) -> Any:
         kind = type(value)
@@ -107,26 +152,54 @@ class _Encoder:
                 return value
             return {"!str": _base64(value.encode("utf-8", "surrogatepass"))}
         if depth == 0:
-            raise Unheld(f"nested deeper than {MAX_DEPTH}, or it contains itself")
+            raise Unheld(f"nested deeper than {MAX_DEPTH}")
+        if not _is_shared(kind):
+            return self._tree(value, kind, depth - 1)
+        key = id(value)
+        if key in self._met:
+            return self._again(key)
+        self._met[key] = value
+        self._open.add(key)
+        tree = self._tree(value, kind, depth - 1)
+        self._open.discard(key)
+        if key not in self._wanted:
+            return tree
+        self._numbers[key] = len(self._numbers)
+        return {"!def": tree}
+
+    def _again(self, key: int) -> Any:
+        if key in self._open:
+            raise Unheld("it contains itself")
+        if self._before is None:
+            self.twice.add(key)
+            return None
+        if key not in self._numbers:
+            raise Unheld("it changes while it is encoded, in another thread")
+        return {"!ref": self._numbers[key]}
+
+    def _tree(self, value: Any, kind: type, depth: int) -> Any:
         if kind is dict:
-            return self._dict(value, depth - 1)
+            return self._dict(value, depth)
         if kind is list:
-            return self._items(value, depth - 1)
+            return self._items(value, depth)
         if kind in _SEQUENCES:
-            return {_SEQUENCES[kind]: self._items(value, depth - 1)}
+            return {_SEQUENCES[kind]: self._items(value, depth)}
         if kind in _PAIRS:
-            return {_PAIRS[kind]: self._pairs(value, depth - 1)}
+            return {_PAIRS[kind]: self._pairs(value, depth)}
         if kind is deque:
-            return {"!deque": [value.maxlen, self._items(value, depth - 1)]}
+            return {"!deque": [value.maxlen, self._items(value, depth)]}
         try:
-            return self._made(value, kind, depth - 1)
+            return self._made(value, kind, depth)
         except objects.NotData as error:
             return self._pickle(value, kind, str(error))
 
     def _made(self, value: Any, kind: type, depth: int) -> Any:
         if kind is defaultdict:
             return {"!defaultdict": [_factory(value), self._pairs(value, depth)]}
-        parts = objects.parts_of(value)
+        if kind in forms.FORMS:
+            parts = forms.parts_of(value)
+        else:
+            parts = objects.parts_of(value) or generators.parts_of(value)
         if parts is None:
             return self._leaf(value, kind)
         tag, simpler = parts
@@ -146,6 +219,8 @@ class _Encoder:
         return self._pickle(value, kind, f"{_name(kind)} cannot be kept as data")
 
     def _pickle(self, value: Any, kind: type, why: str) -> Any:
+        if (held := pickles.held_by(value)) is not None:
+            raise Unheld(f"{why}: {held}")
         if not self._trusted:
             raise Unheld(f"{why}; pass trusted=True to pickle it")
         try:
@@ -153,7 +228,9 @@ class _Encoder:
         except Exception as error:  # a foreign __reduce__ may raise anything
             raise Unheld(f"{_name(kind)} cannot be pickled: {error}") from error
 
-    def _items(self, items: Iterable[Any], depth: int) -> list[Any]:
+    def _items(self, items: Collection[Any], depth: int) -> Any:
+        if len(items) >= _LEAST_PACKED and (packed := self._packed(items)) is not None:
+            return packed
         encoded: list[Any] = []
         try:
             encoded.extend(self.encode(item, depth) for item in items)
@@ -163,14 +240,14 @@ class _Encoder:
         return encoded
 
     def _dict(self, value: dict[Any, Any], depth: int) -> Any:
-        plain: dict[str, Any] = {}
-        for key, one in value.items():
+        for key in value:  # before any value is encoded, as what is met twice must be in the JSON
             if type(key) is not str or key[:1] == "!" or not is_text(key):
                 return {"!dict": self._pairs(value, depth)}
-            plain[key] = self._value(key, one, depth)
-        return plain
+        return {key: self._value(key, one, depth) for key, one in value.items()}
 
-    def _pairs(self, value: dict[Any, Any], depth: int) -> list[Any]:
+    def _pairs(self, value: dict[Any, Any], depth: int) -> Any:
+        if len(value) >= _LEAST_PACKED and (packed := self._columns([value, value.values()])):
+            return {"!rows": ["list", *packed]}
         return [
             [self._value(key, key, depth), self._value(key, one, depth)]
             for key, one in value.items()
@@ -183,27 +260,155 @@ class _Encoder:
             error.place = f"[{key!r:.80}]{error.place}"
             raise
 
+    # --- numbers -------------------------------------------------------------------------------
+
+    def _packed(self, items: Collection[Any]) -> Any:
+        """Many numbers, or many rows of numbers of one kind, as bytes; None for anything else."""
+        kinds = set(map(type, items))
+        kind = kinds.pop()
+        if kinds:
+            return None
+        if kind in _CODES:
+            packed = self._columns([items])
+            return packed and {"!numbers": [packed[0], packed[1]]}
+        return self._rows(items, kind) if kind in (tuple, list, dict) else None
+
+    def _rows(self, rows: Collection[Any], kind: type) -> Any:
+        first = next(iter(rows))
+        values = first.values() if kind is dict else first
+        if not 0 < len(first) <= _MOST_COLUMNS or not {*map(type, values)} <= _CODES.keys():
+            return None
+        keys = list(first) if kind is dict else list(range(len(first)))
+        if len(set(map(len, rows))) > 1 or (kind is dict and not _are_keys(keys, rows)):
+            return None
+        if kind is not tuple and not self._are_single(rows):
+            return None
+        packed = self._columns([list(map(itemgetter(key), rows)) for key in keys])
+        return packed and {"!rows": [keys if kind is dict else kind.__name__, *packed]}
+
+    def _are_single(self, rows: Collection[Any]) -> bool:
+        """Whether none of these objects is met elsewhere, as far as is known; notes them as met."""
+        met = dict(zip(map(id, rows), rows, strict=True))
+        fresh = self._met.keys().isdisjoint(met) and self._wanted.isdisjoint(met)
+        if len(met) < len(rows) or not fresh:
+            return False
+        self._met |= met
+        return True
+
+    def _columns(self, columns: list[Collection[Any]]) -> list[Any] | None:
+        """`[codes, length]` of columns of numbers, which are packed; None for anything else."""
+        made: list[array[Any]] = []
+        for column in columns:
+            if (numbers := self._array(column)) is None:
+                return None
+            made.append(numbers)
+        self.packed += made
+        return ["".join(one.typecode for one in made), len(made[0])]
+
+    def _array(self, column: Collection[Any]) -> array[Any] | None:
+        if (known := self._arrays.get(id(column))) is not None:
+            return known
+        kinds = set(map(type, column))
+        code = _CODES.get(kinds.pop())
+        if kinds or code is None:
+            return None
+        try:
+            made = array(code, column)
+        except OverflowError:
+            return None
+        if id(column) in self._met:  # alive as long as this is, so the id stays its own
+            self._arrays[id(column)] = made
+        return made
+
+
+def _are_keys(keys: list[Any], rows: Collection[dict[Any, Any]]) -> bool:
+    """Whether all rows have these keys in this order, and the keys are text."""
+    texts = all(type(key) is str and is_text(key) for key in keys)
+    return texts and len(set(map(tuple, rows))) == 1
+
 
 class _Decoder:
-    """Builds objects from the innermost outwards, so the content of a tag is already decoded."""
+    """Builds objects from the innermost outwards, so the content of a tag is already decoded.
 
-    def __init__(self, trusted: bool) -> None:
+    `numbers`: the bytes behind the JSON. They are read once, from first to last, so a small text
+    cannot make many lists of them.
+    """
+
+    def __init__(self, trusted: bool, numbers: bytes | memoryview) -> None:
         self._trusted = trusted
+        self._left = memoryview(numbers)
+        self._defined: list[Any] = []
+        self._builders = {
+            **_BUILDERS,
+            "!def": self._define,
+            "!ref": self._refer,
+            "!numbers": self._to_numbers,
+            "!rows": self._to_rows,
+        }
 
     def build(self, pairs: strictjson.Pairs) -> Any:
         if len(pairs) != 1 or pairs[0][0][:1] != "!":
             return strictjson.unique(pairs)
         tag, value = pairs[0]
-        if tag not in _BUILDERS:
+        if tag not in self._builders:
             raise FormatError(f"unknown tag {tag[:80]!r}")
         if tag == "!pickle" and not self._trusted:
             raise FormatError("holds a pickle: pass trusted=True if you trust who wrote it")
         try:
-            return _BUILDERS[tag](value)
+            return self._builders[tag](value)
         except MemoryError:  # no fault of the value
             raise
         except Exception as error:  # constructors of three libraries may reject a hostile value
             raise FormatError(f"not a {tag[1:]}: {reason(error)}") from None
+
+    def end(self) -> None:
+        """Check that all numbers were read. Raises FormatError."""
+        if len(self._left):
+            raise FormatError(f"extras: {len(self._left)} bytes of numbers that nothing names")
+
+    def _define(self, value: Any) -> Any:
+        if not _is_shared(type(value)):
+            raise TypeError(f"a {type(value).__name__} is not shared")
+        self._defined.append(value)
+        return value
+
+    def _refer(self, number: Any) -> Any:
+        if type(number) is not int or not 0 <= number < len(self._defined):
+            raise ValueError("it names no object that came before")
+        return self._defined[number]
+
+    def _to_numbers(self, parts: Any) -> list[Any]:
+        (numbers,) = self._take(parts[0], parts[1:])
+        return numbers
+
+    def _to_rows(self, parts: Any) -> list[Any]:
+        keys, codes, *count = _list_of(parts)
+        columns = self._take(codes, count)
+        rows = zip(*columns, strict=True)
+        if keys == "tuple":
+            return list(rows)
+        if keys == "list":
+            return [list(row) for row in rows]
+        if len(set(_list_of(keys))) != len(columns) or not all(type(key) is str for key in keys):
+            raise ValueError("its keys do not suit its columns")
+        return [dict(zip(keys, row, strict=True)) for row in rows]
+
+    def _take(self, codes: Any, count: Any) -> list[list[Any]]:
+        (length,) = count
+        if type(codes) is not str or not 0 < len(codes) <= _MOST_COLUMNS or set(codes) - {*"dq"}:
+            raise ValueError("not a kind of numbers")
+        if type(length) is not int or not 0 < length * len(codes) * _NUMBER_BYTES <= len(
+            self._left
+        ):
+            raise ValueError("it has too few bytes")
+        columns = []
+        for code in codes:
+            end = length * _NUMBER_BYTES
+            column = array(code)
+            column.frombytes(self._left[:end])
+            self._left = self._left[end:]
+            columns.append(column.tolist())
+        return columns
 
 
 def _name(kind: type) -> str:
@@ -237,11 +442,11 @@ def _list_of(value: Any) -> list[Any]:
 
 
 def _members(value: Any) -> list[Any]:
-    _check_spread(items := _list_of(value))
+    check_spread(items := _list_of(value))
     return items
 
 
-def _check_spread(keys: Iterable[Any]) -> None:
+def check_spread(keys: Iterable[Any]) -> None:
     """Raises ValueError if too many keys have the same hash. A dict compares such keys with each
     other, which takes quadratic time. A hostile file may have many integers that are equal modulo
     2^61 - 1."""
@@ -252,7 +457,7 @@ def _check_spread(keys: Iterable[Any]) -> None:
 
 def _dict_of(value: Any) -> dict[Any, Any]:
     pairs = _list_of(value)
-    _check_spread(_list_of(pair)[0] for pair in pairs)
+    check_spread(_list_of(pair)[0] for pair in pairs)
     built = dict(pairs)
     if len(built) != len(pairs):
         raise ValueError("a key comes twice")
@@ -288,4 +493,6 @@ _BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!pickle": lambda text: pickle.loads(_bytes(text)),
     **arrays.BUILDERS,
     **objects.BUILDERS,
+    **generators.BUILDERS,
+    **forms.BUILDERS,
 }

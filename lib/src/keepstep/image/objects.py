@@ -1,8 +1,10 @@
-"""Values of the standard library, and of the program's own enums and dataclasses, as plain data.
+"""Values of the standard library, and of the program's own enums, named tuples and dataclasses, as
+plain data.
 
 The extras name a class. It is looked up only in modules that the program has imported itself,
 so a file can import nothing. For an enum, the member with the saved name is returned. A dataclass
-is created without its `__init__` and gets the saved fields; none of its code runs.
+is created without its `__init__` and gets the saved fields; a named tuple gets its items. None of
+their code runs.
 """
 
 from __future__ import annotations
@@ -39,9 +41,13 @@ def parts_of(value: Any) -> tuple[str, Any] | None:
     if late is not None and kind is getattr(sys.modules.get(late[0]), kind.__name__, None):
         return f"!{kind.__name__.lower()}", late[1](value)
     if isinstance(value, enum.Enum):
-        return "!enum", [*_name_of(kind), _member(value)]
+        if isinstance(value, enum.Flag) and value.name not in vars(kind)["_member_map_"]:
+            return "!flag", [*name_of(kind), _bits(value)]
+        return "!enum", [*name_of(kind), _member(value)]
+    if is_named_tuple(kind):
+        return "!namedtuple", [*name_of(kind), list(value)]
     if dataclasses.is_dataclass(kind):
-        return "!dataclass", [*_name_of(kind), _fields(value)]
+        return "!dataclass", [*name_of(kind), fields_of(value)]
     return None
 
 
@@ -61,6 +67,10 @@ def _fraction(value: fractions.Fraction) -> list[int]:
     return [value.numerator, value.denominator]
 
 
+def _attributes(value: Any) -> list[Any]:
+    return [vars(value)]
+
+
 _PARTS: dict[type, Callable[[Any], Any]] = {
     datetime.datetime: _clock,
     datetime.time: _clock,
@@ -68,9 +78,14 @@ _PARTS: dict[type, Callable[[Any], Any]] = {
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     datetime.timezone: lambda value: list(value.__getinitargs__()),
     range: lambda value: [value.start, value.stop, value.step],
+    slice: lambda value: [value.start, value.stop, value.step],
+    types.EllipsisType: lambda _: True,
+    types.SimpleNamespace: _attributes,
 }
 _LATE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "Decimal": ("decimal", str),
+    "Namespace": ("argparse", _attributes),
+    "UUID": ("uuid", lambda value: value.hex),
     "Fraction": ("fractions", _fraction),
     "ZoneInfo": ("zoneinfo", _zone),
 }
@@ -92,7 +107,8 @@ def _find(module: str, name: str) -> type:
     return found
 
 
-def _name_of(kind: type) -> tuple[str, str]:
+def name_of(kind: type) -> tuple[str, str]:
+    """Module and name by which a reader finds this class. Raises NotData."""
     module, name = kind.__module__, kind.__qualname__
     try:
         same = _find(module, name) is kind
@@ -109,12 +125,43 @@ def _member(value: enum.Enum) -> Any:
     return value.name
 
 
+def _bits(value: enum.Flag) -> int:
+    if not _has_plain_bits(type(value)):
+        raise NotData(f"{value!r} is no single member of its enum, so it cannot be kept")
+    return int(value.value)
+
+
+def _has_plain_bits(kind: Any) -> bool:
+    """Whether `enum` itself, and no code of the program, makes this class's combined members."""
+    own = getattr(kind._missing_, "__func__", None)
+    return issubclass(kind, enum.Flag) and own is enum.Flag._missing_.__func__  # type: ignore[attr-defined]
+
+
+def is_namespace(kind: type) -> bool:
+    """Whether instances are attributes without a meaning of their own."""
+    late = sys.modules.get("argparse")
+    return kind is types.SimpleNamespace or (late is not None and kind is late.Namespace)
+
+
+def is_named_tuple(kind: type) -> bool:
+    """Whether instances are tuples whose items have names, and nothing else."""
+    names = getattr(kind, "_fields", None)
+    return (
+        issubclass(kind, tuple)
+        and type(names) is tuple
+        and all(type(name) is str for name in names)
+        and not kind.__dictoffset__  # no attributes beside the items
+        and kind.__hash__ is tuple.__hash__
+        and kind.__eq__ is tuple.__eq__
+    )
+
+
 def _slots(kind: type) -> dict[str, Any]:
     return {
         name: slot
         for one in kind.__mro__
         for name, slot in vars(one).items()
-        if isinstance(slot, types.MemberDescriptorType)
+        if isinstance(slot, types.MemberDescriptorType) and name != "__dict__"
     }
 
 
@@ -134,14 +181,19 @@ def _is_plain(kind: type) -> bool:
     return same and not any("__del__" in vars(one) for one in kind.__mro__)
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object has in its `__dict__` and its slots."""
+    slots = _slots(type(value)).items()
+    kept = dict(getattr(value, "__dict__", {}))
+    return kept | {name: slot.__get__(value) for name, slot in slots if _is_set(slot, value)}
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """All fields and attributes of a dataclass. Raises NotData if it is more than these."""
     kind = type(value)
     if not _is_plain(kind):
         raise NotData(f"{kind.__module__}.{kind.__qualname__} is more than its fields")
-    kept = dict(getattr(value, "__dict__", {}))
-    kept |= {
-        name: slot.__get__(value) for name, slot in _slots(kind).items() if _is_set(slot, value)
-    }
+    kept = attributes_of(value)
     for field in dataclasses.fields(kind):
         if field.name not in kept:
             raise NotData(f"the field {field.name!r} of a {kind.__qualname__} has no value")
@@ -167,22 +219,101 @@ def _to_enum(parts: Any) -> Any:
     return members[member]
 
 
+def _to_flag(parts: Any) -> Any:
+    module, name, bits = parts
+    kind: Any = _find(module, name)
+    if not isinstance(kind, enum.EnumMeta) or not _has_plain_bits(kind) or type(bits) is not int:
+        raise ValueError(f"{module}.{name} has no such flags")
+    return kind(bits)
+
+
+def _to_named_tuple(parts: Any) -> Any:
+    module, name, items = parts
+    kind: Any = _find(module, name)
+    if not is_named_tuple(kind) or len(_few(items)) != len(kind._fields):
+        raise ValueError(f"{module}.{name} is no named tuple of {len(items)} items")
+    return tuple.__new__(kind, items)
+
+
+def _to_namespace(kind: Any, parts: Any) -> Any:
+    (attributes,) = _few(parts)
+    if type(attributes) is not dict or not all(type(key) is str for key in attributes):
+        raise TypeError("not attributes")
+    made = kind()
+    vars(made).update(attributes)
+    return made
+
+
+def _to_arguments(parts: Any) -> Any:
+    import argparse
+
+    return _to_namespace(argparse.Namespace, parts)
+
+
+def _to_uuid(text: Any) -> Any:
+    import uuid
+
+    if type(text) is not str or len(text) != 32:
+        raise TypeError("not 32 hex digits")
+    return uuid.UUID(hex=text)
+
+
+def _to_ellipsis(mark: Any) -> Any:
+    if mark is not True:
+        raise TypeError("not true")
+    return ...
+
+
+def class_of_fields(module: str, name: str) -> type:
+    """The class of that name that `of_fields` can make an object of. Raises ValueError."""
+    kind = _find(module, name)
+    plain = is_namespace(kind) or (dataclasses.is_dataclass(kind) and _is_plain(kind))
+    if not plain and not is_named_tuple(kind):
+        raise ValueError(f"{module}.{name} is no plain dataclass")
+    return kind
+
+
+def of_fields(kind: Any, kept: Any) -> Any:
+    """An object of this class with these fields (a dict), or these items (a tuple). Raises
+    ValueError."""
+    if is_named_tuple(kind) and type(kept) is tuple and len(kept) == len(kind._fields):
+        return tuple.__new__(kind, kept)
+    if type(kept) is not dict or is_named_tuple(kind):
+        raise ValueError(f"no fields of a {kind.__qualname__}")
+    if is_namespace(kind):
+        return _to_namespace(kind, [kept])
+    return with_fields(kind, kept)
+
+
 def _to_dataclass(parts: Any) -> Any:
     module, name, kept = parts
     kind = _find(module, name)
-    slots = _slots(kind)
-    made: Any = object.__new__(kind) if _is_plain(kind) else None
-    if not dataclasses.is_dataclass(made):
+    if not (dataclasses.is_dataclass(kind) and _is_plain(kind)):
         raise ValueError(f"{module}.{name} is no plain dataclass")
-    missing = {field.name for field in dataclasses.fields(made)} - kept.keys()
+    return with_fields(kind, kept)
+
+
+def with_fields(kind: Any, kept: dict[str, Any]) -> Any:
+    """A new dataclass with these fields. Raises ValueError if some are missing."""
+    missing = {field.name for field in dataclasses.fields(kind)} - kept.keys()
     if missing:
-        raise ValueError(f"{module}.{name} has fields that were not saved: {sorted(missing)}")
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        raise ValueError(f"{name} has fields that were not saved: {sorted(missing)}")
+    made = object.__new__(kind)
+    set_fields(made, kept)
+    return made
+
+
+def set_fields(live: Any, kept: dict[str, Any]) -> None:
+    """Give a dataclass, also a frozen one, these fields and no others."""
+    slots = _slots(type(live))
+    if hasattr(live, "__dict__"):
+        vars(live).clear()
     for key, value in kept.items():
         if key in slots:
-            slots[key].__set__(made, value)
+            slots[key].__set__(live, value)
         else:
-            vars(made)[key] = value
-    return made
+            vars(live)[key] = value
 
 
 def _to_clock(kind: Any, parts: Any) -> Any:
@@ -230,6 +361,13 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!timezone": lambda parts: datetime.timezone(*_few(parts)),
     "!zoneinfo": _to_zone,
     "!range": lambda parts: range(*_few(parts)),
+    "!slice": lambda parts: slice(*_few(parts)),
+    "!ellipsis": _to_ellipsis,
+    "!simplenamespace": functools.partial(_to_namespace, types.SimpleNamespace),
+    "!namespace": _to_arguments,
+    "!uuid": _to_uuid,
+    "!flag": _to_flag,
+    "!namedtuple": _to_named_tuple,
     "!decimal": _to_decimal,
     "!fraction": _to_fraction,
 }

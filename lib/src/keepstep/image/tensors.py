@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import NamedTuple
 
 from keepstep.errors import FormatError
@@ -98,3 +99,15 @@ def local_name(name: str, rank: int) -> str:
     join their boxes.
     """
     return f"{name}@rank-{rank:05d}"
+
+
+def base_of(name: str) -> tuple[str, int | None]:
+    """A stored name without its rank, and the rank if the name has one: inverse of
+    `local_name`.
+    """
+    match = _LOCAL.match(name) if _MARK in name else None
+    return (match[1], int(match[2])) if match else (name, None)
+
+
+_MARK = "@rank-"
+_LOCAL = re.compile(r"^(.*)@rank-(\d{5,})$", re.DOTALL)

@@ -27,6 +27,7 @@ from keepstep.core.vote import Decision, choose, limit_of, nothing_is_kept
 from keepstep.errors import (
     CoverageError,
     KeepstepError,
+    MismatchError,
     RestoreError,
     SidecarError,
     UsageError,
@@ -80,10 +81,13 @@ class Unkept:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a stage failed on a rank. `again`: whether another step may succeed."""
+    """Why a stage failed on a rank. `again`: whether another step may succeed. `mismatch`: model
+    and checkpoint disagree, and will at the next start.
+    """
 
     text: str
     again: bool
+    mismatch: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,26 +110,38 @@ class Collective:
     """The part of one rank in the collective."""
 
     def __init__(
-        self, session: Session | None, *, rank: int, world: int, step: int | None = None
+        self,
+        session: Session | None,
+        *,
+        rank: int,
+        world: int,
+        step: int | None = None,
+        quiet: bool = False,
     ) -> None:
-        """`step`: the step to go back to; None for the newest. `doing`: what takes time at the
-        moment.
+        """`step`: the step to go back to; None for the newest. `quiet`: log nothing of a decision,
+        which another collective logs. `doing`: what takes time at the moment.
         """
+        self._quiet = quiet
         self.doing = "waiting until all ranks have called it"
         self._session = session
         self._rank, self._world, self._step = rank, world, step
         self._stage_every = 1
 
     def restore(
-        self, connect: Connect, begin: Begin, *, meet: Callable[[Gather], None]
+        self,
+        connect: Connect,
+        begin: Begin,
+        *,
+        meet: Callable[[Gather], None],
+        begin_anew: Callable[[Gather], None],
     ) -> Agreed | Unkept:
         """Agree with all ranks on a step, and restore it.
 
         A step that some rank cannot restore is left out, and all ranks vote again. If some ranks
         have no sidecar, the run may begin unkept, but may not go on from a step. `meet` is called
-        before the step is chosen, once all ranks can gather; it agrees on what each rank has. If
-        any rank fails, RestoreError or a related error is raised on all ranks, so that none trains
-        on alone.
+        before the step is chosen, once all ranks can gather; it agrees on what each rank has.
+        `begin_anew` is called if there is nothing to restore. If any rank fails, RestoreError or a
+        related error is raised on all ranks, so that none trains on alone.
         """
         if self._world == 1 and self._session is not None:
             # there is only this rank: it lays out its state while the sidecar looks for steps
@@ -161,7 +177,8 @@ class Collective:
             epoch = decision.epoch(ballots[0].nonce)
             self._say_suspects(decision)
             if decision.id is None:
-                self._say_incomplete(decision)
+                self._say_incomplete(decision, votes)
+                begin_anew(self._gather)
                 return Agreed(epoch, self._stage_every)
             restoring = begin(decision)
             self.doing = f"bringing step {decision.id.step} back from {restoring.tier}"
@@ -183,15 +200,23 @@ class Collective:
                 raise
             raise type(error)(f"{error}. The last attempt: {'; '.join(failures)}") from error
 
-    def _say_incomplete(self, decision: Decision) -> None:
-        if decision.incomplete and self._rank == 0:
+    def _say_incomplete(self, decision: Decision, votes: list[Candidates]) -> None:
+        if self._rank != 0 or self._quiet:
+            return
+        if left := "; ".join(dict.fromkeys(vote.never_whole for vote in votes if vote.never_whole)):
+            log.warning(
+                "keepstep: the run begins at step 0: there are %s, which were never whole, because"
+                " not every rank saved them",
+                left,
+            )
+        if decision.incomplete:
             log.warning(
                 "keepstep: beginning anew without %s: only some ranks hold it",
                 ", ".join(map(str, decision.incomplete)),
             )
 
     def _say_suspects(self, decision: Decision) -> None:
-        if decision.suspects and decision.id is not None and self._rank == 0:
+        if decision.suspects and decision.id is not None and self._rank == 0 and not self._quiet:
             log.warning(
                 "keepstep: going back to step %d: the script failed twice within %d steps after"
                 " step %s was restored, or one before it. To go on from there nonetheless, name it"
@@ -213,13 +238,15 @@ class Collective:
             except Exception as caught:  # of any kind: the other ranks are waiting
                 error = caught
                 again = isinstance(caught, SidecarError | CoverageError)
-                failure = _Failure(f"rank {self._rank}: {caught}", again)
+                mismatch = isinstance(caught, MismatchError)
+                failure = _Failure(f"rank {self._rank}: {caught}", again, mismatch)
             answers = self._gather((value, failure))
             failures = [failure for _, failure in answers if failure is not None]
             if any(not one.again for one in failures):
                 if error is not None:
                     raise error
-                raise RestoreError("; ".join(one.text for one in failures))
+                kind = MismatchError if any(one.mismatch for one in failures) else RestoreError
+                raise kind("; ".join(one.text for one in failures))
             if failures:
                 return [one.text for one in failures]
             values = [value for value, _ in answers]
@@ -227,7 +254,8 @@ class Collective:
 
     def announce(self, agreed: Agreed, *, seconds: float) -> None:
         """Tell the sidecar which epoch began. Raises SidecarError."""
-        begin_epoch(self._connected(), agreed.epoch, agreed.tier, seconds=seconds)
+        link = self._connected()
+        begin_epoch(link, agreed.epoch, agreed.tier, seconds=seconds, asked=self._step)
 
     def _connected(self) -> Session:
         if self._session is None:
@@ -314,11 +342,20 @@ def ask_candidates(link: Session) -> Candidates:
     return link.call("/v1/candidates", request, Candidates, timeout_s=_CANDIDATES_S + 10)
 
 
-def begin_epoch(link: Session, epoch: Epoch, tier: Tier | None, *, seconds: float = 0.0) -> None:
-    """Tell the sidecar which epoch begins, and from which tier its parent step came. Raises
-    SidecarError.
+def begin_epoch(
+    link: Session,
+    epoch: Epoch,
+    tier: Tier | None,
+    *,
+    seconds: float = 0.0,
+    asked: int | None = None,
+) -> None:
+    """Tell the sidecar which epoch begins, from which tier its parent step came, and the step that
+    the script `asked` for. Raises SidecarError.
     """
-    request = RestoredRequest(lease=link.lease, epoch=epoch, tier=tier, seconds=seconds)
+    request = RestoredRequest(
+        lease=link.lease, epoch=epoch, tier=tier, seconds=seconds, asked=asked
+    )
     link.call("/v1/restored", request, dict, timeout_s=60.0)
 
 

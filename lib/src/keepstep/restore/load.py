@@ -8,6 +8,7 @@ is compared before anything is changed: one MismatchError lists all differences.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,20 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from keepstep.client import copying
-from keepstep.image import extras
+from keepstep.errors import KeepstepError, MismatchError
+from keepstep.image import base_of, extras
+from keepstep.image.arrays import ArrayForm
+from keepstep.image.forms import ViewForm
 from keepstep.restore import transfer
 from keepstep.restore.boxes import Box, Saved
 from keepstep.restore.images import Images
+from keepstep.restore.modules import ModuleLoader
 from keepstep.restore.optimizers import OptimizerLoader
 from keepstep.restore.pairing import group_numbers
 from keepstep.restore.plan import Want, make
 from keepstep.restore.targets import (
+    ADVICE,
     Live,
     Names,
     Path,
     SavedTree,
     Target,
-    base_of,
     describe,
     describe_saved,
     raise_differences,
@@ -41,24 +46,25 @@ from keepstep.state.dtypes import DTYPE_OF
 from keepstep.state.leaves import (
     Node,
     Taken,
-    arrays_of,
     build,
     empty,
-    is_extra,
+    formed_tensors,
     leaves_of,
+    metadata_of,
     parse,
-    plain_tensors,
-    put_back,
     values_of,
 )
-from keepstep.state.wrappers import is_zero, tree_of, unwrap
+from keepstep.state.refill import Refill, put_back
+from keepstep.state.rng import is_generator, suits
+from keepstep.state.wrappers import is_zero, unwrap
 
 
 class Loader:
     """One rank's share of a restore.
 
     `plan` changes nothing, `unused` gives the saved names that it has no place for, `copy` fills
-    tensors, and `finish` hands each component its values. `rng`: the random states of the saved
+    tensors, and `finish` hands each component its values. `difference`: what was known of replicas
+    that differ when the step was saved. `rng`: the random states of the saved
     rank of the same number; None if there are none.
     """
 
@@ -83,13 +89,18 @@ class Loader:
         self._taken = taken
         self._targets: list[Tensor] = []
         self._wants: list[Want] = []
-        self._finishers: list[Callable[[], None]] = []
+        self._finishers: list[tuple[str, Callable[[], None]]] = []
         self._differences: list[str] = []
         self._trees: dict[int, dict[str, SavedTree]] = {}
         self._kept: dict[int, Mapping[str, Any]] = {} if kept is None else {rank: kept}
         self._made: dict[str, Tensor] = {}
         self._filled: dict[str, tuple[str, Saved | None]] = {}
         self.rng: dict[str, Any] | None = None
+        self.refill = Refill()
+        self._shared: dict[int, Any] = {}
+        self._given: dict[str, Tensor] = {}
+        self._lives: dict[str, Live] = {}
+        self.difference = ""
 
     @property
     def alone(self) -> bool:
@@ -98,20 +109,29 @@ class Loader:
         """
         return self._images.alone
 
-    def plan(self) -> None:
-        """Compare and plan. Raises MismatchError, CoverageError, FormatError, SidecarError."""
+    def plan(self, *, whole: bool = True) -> None:
+        """Compare and plan. Raises MismatchError, CoverageError, FormatError, SidecarError.
+
+        `whole` False: the step may have components that are not here, and the other way round.
+        """
         own = self._images.stand_in(self._rank)
         trees, live = self._trees_of(own), self._live()
+        self._lives = {name: live[name] for name in live if self._is_refilled(name)}
         if own == self._rank:
             self.rng = self._extras(own).get("rng")
-        for name in sorted(trees.keys() - self._components.keys()):
+            self.difference = str(self._extras(own).get("difference", ""))
+        for name in sorted(trees.keys() - self._components.keys()) if whole else ():
             self.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
-        # modules first: a dict may hold the same tensors, and must not keep them from the modules
-        for name in sorted(self._components, key=self._is_no_module):
+        keys = self._live_keys()
+        # modules first: a dict may hold the same tensors, and must not keep them from the modules.
+        # Then in the order of the save: what stands in two places is found at its first place
+        order = {name: at for at, name in enumerate(trees)}
+        names = sorted(self._components, key=lambda name: order.get(name, len(order)))
+        for name in sorted(names, key=self._is_no_module):
             if name in trees:
                 component = unwrap(self._components[name])
-                self._component(name, component, trees[name], live[name])
-            else:
+                self._component(name, component, trees[name], live.get(name, {}), keys.get(name))
+            elif whole:
                 self.differ(f"{name}: given to Checkpointer, but not in the checkpoint")
         if self.alone:
             for name in self._unused():
@@ -161,8 +181,8 @@ class Loader:
 
     def finish(self) -> None:
         """Hand each component its values."""
-        for finish in self._finishers:
-            finish()
+        for name, finish in self._finishers:
+            _load(name, finish)
         # the finishers and this loader refer to each other: release window and slots now, not at
         # some later garbage collection
         self._finishers.clear()
@@ -192,8 +212,12 @@ class Loader:
         replace it.
         """
         if here is None:
-            return self.fresh(name)
+            found = self.names.find(name)
+            given = None if found is None else self._given.get(found.name)
+            return self.fresh(name) if given is None else given
         saved = self.names.find(name, whole=here.whole)
+        if saved is not None and here.whole and saved.name in self._given:
+            return self._given[saved.name]
         first, other = self._first(here, name, saved)
         if saved is not None and first != name and other is saved:  # tied, and already planned
             return here.live
@@ -203,7 +227,39 @@ class Loader:
             if not same or self._are_two(saved, other):
                 return self.fresh(name, here.tensor.device)
         self._want(here._replace(name=name), saved)
+        self._give(saved, here)
         return here.live
+
+    def _give(self, saved: Saved | None, here: Target) -> None:
+        """Note that this live tensor holds the whole saved one: whatever was tied to it, or was a
+        view of it, is so again.
+        """
+        if saved is not None and here.whole and here.live is not None:
+            self._given.setdefault(saved.name, here.live)
+
+    def _base(self, name: str) -> Tensor | None:
+        """The tensor that holds the memory of views: a live one, filled in place, or a new one."""
+        component, path = self._places.get(name, ("", ()))
+        return self.kept(base_of(name)[0], self._lives.get(component, {}).get(path))
+
+    @functools.cached_property
+    def _places(self) -> dict[str, tuple[str, Path]]:
+        """Where in a dict each saved tensor stands itself, and not a view of it."""
+        trees = self._trees_of(self._images.stand_in(self._rank))
+        return {
+            tensor: (name, path)
+            for name in self._lives.keys() & trees.keys()
+            for path, tensor in _plain_places(trees[name].node, trees[name].values)
+        }
+
+    def handed(self, name: str, here: Target | None) -> Tensor | None:
+        """A new tensor for the saved one of that name, as `torch.load` makes it: with the saved
+        shape and dtype. If there is a live tensor, it is placed like that.
+        """
+        saved = None if here is None else self.names.find(name, whole=here.whole)
+        if here is None or saved is None:
+            return self.fresh(name)
+        return self.made(saved, here.tensor.device, like=here.live, own=here.own)
 
     def fresh(
         self, name: str, device: torch.device | None = None, *, like: Tensor | None = None
@@ -281,6 +337,18 @@ class Loader:
         flat = self._images.flat(rank)
         return flat is not None and torch.equal(flat[one], flat[other])
 
+    def elsewhere(self, name: str, key: Any) -> tuple[SavedTree, Node] | None:
+        """What another saved rank has under this key of a component; None if none has it."""
+        index = self._images.index
+        for rank in range(0 if self.alone else index.world):
+            tree = None
+            if rank not in index.absent and rank not in index.left_out:
+                tree = self.tree(rank, name)
+            node = None if tree is None else dict(tree.branches(tree.node)).get(key)
+            if tree is not None and node is not None:
+                return tree, node
+        return None
+
     def tree(self, rank: int, name: str) -> SavedTree | None:
         """The tree of a component in the image of a saved rank; None if the image has none."""
         return self._trees_of(rank).get(name)
@@ -291,7 +359,11 @@ class Loader:
         if rank not in self._trees:
             branches = parse(self._images.skeleton(rank))
             self._trees[rank] = {
-                name: SavedTree(node, lambda: values_of(self._extras(rank)))
+                name: SavedTree(
+                    node,
+                    lambda: values_of(self._extras(rank)),
+                    functools.partial(self._metadata, rank, name),
+                )
                 for name, node in branches.items()
             }
         return self._trees[rank]
@@ -304,6 +376,12 @@ class Loader:
             self._kept[rank] = kept
         return self._kept[rank]
 
+    def _is_refilled(self, name: str) -> bool:
+        return isinstance(self._components[name], dict)
+
+    def _metadata(self, rank: int, name: str) -> Mapping[str, Any] | None:
+        return metadata_of(self._extras(rank)).get(name)
+
     def _is_no_module(self, name: str) -> bool:
         return not isinstance(unwrap(self._components[name]), nn.Module)
 
@@ -315,32 +393,62 @@ class Loader:
         for component, node in self._taken.skeleton[1]:
             of_component: Live = {}
             live[component] = of_component
+            views = set()
             for path, (kind, name) in leaves_of(node):
-                if kind == "t" and (leaf := leaves.get(str(aliases.get(name, name)))) is not None:
+                if kind == "v" and type(self._taken.values[name]) is ViewForm:
+                    views.add(path)
+                if (
+                    kind == "t"
+                    and path not in views
+                    and (leaf := leaves.get(str(aliases.get(name, name)))) is not None
+                ):
                     of_component[path] = target_of(leaf, name)
         return live
 
+    def _live_keys(self) -> dict[str, frozenset[Any]]:
+        """The keys of each component that was taken."""
+        values = self._taken.values
+        return {
+            name: frozenset(
+                values[node[1]] or () if node[0] == "v" else (key for key, _ in node[1])
+            )
+            for name, node in self._taken.skeleton[1]
+            if not self._is_no_module(name)
+        }
+
     # --- components ----------------------------------------------------------------------------
 
-    def _component(self, name: str, component: Any, saved: SavedTree, live: Live) -> None:
+    def _component(
+        self,
+        name: str,
+        component: Any,
+        saved: SavedTree,
+        live: Live,
+        keys: frozenset[Any] | None,
+    ) -> None:
         if isinstance(component, nn.Module):
-            self._module(component, saved, live)
+            ModuleLoader(self, name, component).plan(saved, live, keys or frozenset())
         elif isinstance(component, torch.optim.Optimizer):
             self._optimizer(name, component, saved, live)
-        elif isinstance(component, dict):
+        elif isinstance(component, dict) or is_generator(component):
             tree = self._tree(saved, live)
-            self.finish_with(lambda: put_back(name, component, tree))
+            if is_generator(component) and not suits(component, tree):
+                self.differ(f"{name}: {_kind(tree)} in the checkpoint, {_kind(component)} here")
+            self.refill.pair(component, tree, whatever=True)
+            self.finish_with(name, lambda: put_back(name, component, tree, self.refill))
         else:
             tree = self._tree(saved, {})
-            self.finish_with(lambda: component.load_state_dict(tree))
+            self.finish_with(name, lambda: component.load_state_dict(self.refill.placed(tree)))
 
     def _optimizer(
         self, name: str, optimizer: torch.optim.Optimizer, saved: SavedTree, live: Live
     ) -> None:
         groups = group_numbers(saved.without_tensors())
         if groups is None:  # a custom state_dict: only its load_state_dict can read it
-            tree = self._tree(saved, live)
-            self.finish_with(lambda: optimizer.load_state_dict(tree))
+            tree = self.built(
+                saved, saved.node, lambda path, tensor: self.handed(tensor, live.get(path))
+            )
+            self.finish_with(name, lambda: optimizer.load_state_dict(tree))
         else:
             movable = not is_zero(self._components[name])
             loader = OptimizerLoader(
@@ -348,40 +456,13 @@ class Loader:
             )
             loader.plan(saved, groups, live, rank=self._images.stand_in(self._rank))
 
-    def _module(self, module: nn.Module, saved: SavedTree, live: Live) -> None:
-        own = {plain.data_ptr() for plain in _memory_of(module)}
-        copies: dict[Any, Tensor | None] = {}
-        keys = {path[0] for path, leaf in leaves_of(saved.node) if leaf[0] == "v" or is_extra(path)}
-        for path, here in live.items():
-            if is_extra(path):
-                continue
-            if here.tensor.data_ptr() in own or not here.tensor.numel():
-                self._fill(here)
-            elif len(path) == 1:  # made by a custom state_dict: load_state_dict can put it back
-                copies[path[0]] = self._like(here.name, here)
-            else:
-                keys.add(path[0])
-
-        def tensor(path: Path, name: str) -> Tensor | None:
-            here = None if is_extra(path) else live.get(path)
-            if here is None:
-                return self.fresh(name)
-            return here.live if here.tensor.data_ptr() in own else self._like(name, here)
-
-        nodes = tuple((key, node) for key, node in saved.node[1] if key in keys - copies.keys())
-        more = self.built(saved, ("d", nodes), tensor)
-        if nodes or copies:  # load_state_dict needs all keys, also of tensors filled in place
-            self.finish_with(lambda: module.load_state_dict({**tree_of(module), **copies, **more}))
-
-    def _like(self, name: str, here: Target) -> Tensor | None:
-        return self.fresh(name, here.tensor.device, like=here.live)
-
-    def _fill(self, here: Target) -> None:
+    def fill(self, here: Target) -> None:
         """Plan to fill a module's tensor in place."""
         saved = self.names.find(here.name, whole=here.whole)
         first, other = self._first(here, here.name, saved)
         if first == here.name:
             self._want(here, saved)
+            self._give(saved, here)
         elif saved is not None and self._are_two(saved, other):
             self.differ(f"{here.name}: one tensor with {first} here, but not in the checkpoint")
 
@@ -389,7 +470,12 @@ class Loader:
         """A saved tree whose tensors are the live ones, filled in place, where possible, and new
         ones otherwise.
         """
-        arrays = {base_of(name)[0] for name in arrays_of(saved.node)}
+        values = saved.values
+        arrays = {
+            base_of(name)[0]
+            for name, form in formed_tensors(saved.node, values)
+            if type(form) is ArrayForm
+        }
         return self.built(
             saved,
             saved.node,
@@ -403,22 +489,41 @@ class Loader:
         tensors.
         """
         leaves = list(leaves_of(node))
-        made = {
-            leaf[1]: tensor(path, base_of(leaf[1])[0]) for path, leaf in leaves if leaf[0] == "t"
-        }
-        values = saved.values if len(made) < len(leaves) else []
-        return build(node, made.__getitem__, values.__getitem__)  # raises if it makes no sense
+        names = [leaf[1] for _, leaf in leaves if leaf[0] == "t"]
+        values = saved.values if len(names) < len(leaves) else []
+        made = {name: tensor(path, base_of(name)[0]) for path, name in _plain_places(node, values)}
+        made |= {name: self._base(name) for name in names if name not in made}
+        # raises if it makes no sense
+        return build(node, made.__getitem__, values.__getitem__, self._shared)
 
-    def finish_with(self, finish: Callable[[], None]) -> None:
-        """Call `finish` once all tensors are filled."""
-        self._finishers.append(finish)
+    def finish_with(self, name: str, finish: Callable[[], None]) -> None:
+        """Call `finish` once all tensors are filled. `name`: of the component."""
+        self._finishers.append((name, finish))
 
 
-def _memory_of(module: nn.Module) -> Iterator[Tensor]:
-    """The plain tensors that hold the module's parameters and buffers."""
-    for one in (*module.parameters(), *module.buffers()):
-        for _, plain in plain_tensors(one, ""):
-            yield sharding.local_of(plain) if sharding.is_dtensor(plain) else plain
+def _load(name: str, finish: Callable[[], None]) -> None:
+    try:
+        finish()
+    except KeepstepError:
+        raise
+    except Exception as error:  # foreign code may raise anything
+        raise MismatchError(
+            f"{name}: its load_state_dict() refuses what was saved: {error!r}.\n{ADVICE}"
+        ) from error
+
+
+def _plain_places(node: Node, values: Sequence[Any]) -> Iterator[tuple[Path, str]]:
+    """The paths and names of tensors that are not views of other ones."""
+    views: set[Path] = set()
+    for path, (kind, at) in leaves_of(node):
+        if kind == "v" and type(values[at]) is ViewForm:
+            views.add(path)
+        elif kind == "t" and path not in views:
+            yield path, at
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 
 def _spans(saved: Saved) -> dict[int, slice]:

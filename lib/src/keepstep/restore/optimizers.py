@@ -23,13 +23,15 @@ from keepstep.restore.pairing import (
     is_capturable,
     live_numbers,
     load_exactly,
+    loads_in_its_own_way,
     parameter_names,
     saved_parameters,
     state_device,
 )
-from keepstep.restore.targets import Live, Path, SavedTree, describe_saved
+from keepstep.restore.targets import Live, Path, SavedTree, Target, describe_saved
 from keepstep.state import sharding
 from keepstep.state.leaves import Node
+from keepstep.state.refill import pair_generators, place_generators
 
 if TYPE_CHECKING:
     from keepstep.restore.load import Loader
@@ -53,6 +55,7 @@ class OptimizerLoader:
         """`movable`: whether the optimizer's groups may be reordered."""
         self._loader, self._images, self._name, self._optimizer = loader, images, name, optimizer
         self._movable = movable
+        self._is_own = loads_in_its_own_way(optimizer)
         self._names = parameter_names(components)
         self._called: dict[int, list[str]] = {}
         for path, parameter in self._names.items():
@@ -75,9 +78,9 @@ class OptimizerLoader:
         if order is None:
             return
         count = sum(map(len, groups))
-        branches = dict(_branches(saved, saved.node))
-        for key, node in _branches(saved, branches["state"]):
-            if key in numbers:
+        branches = dict(saved.branches(saved.node))
+        for key, node in saved.branches(branches["state"]):
+            if type(key) is int and key in numbers:
                 self._parameter(numbers[key], saved, node, live)
             elif type(key) is not int or not 0 <= key < count:
                 self._other(key, saved, node, live)
@@ -85,8 +88,19 @@ class OptimizerLoader:
             self._state_of_others(live)
         position = {at: number for number, at in numbers.items()}
         members = [self._members(at, position) for at in order]
+        known = [self._is_known(at, position) for at in order]
         options = self._options(saved, branches["param_groups"], live, order)
-        self._loader.finish_with(lambda: self._finish(options, order, members))
+        live_groups = [self._optimizer.param_groups[at] for at in order]
+        pair_generators(self._loader.refill, live_groups, options)
+        more = {
+            key: self._more(key, saved, node, live)
+            for key, node in branches.items()
+            if key not in ("state", "param_groups")
+        }
+        keys = list(branches)
+        self._loader.finish_with(
+            self._name, lambda: self._finish(keys, more, options, order, members, known)
+        )
 
     # --- pairing of parameters and groups ------------------------------------------------------
 
@@ -170,10 +184,15 @@ class OptimizerLoader:
         of them; else in their live order.
         """
         members = self._optimizer.param_groups[group]["params"]
-        places = [position.get(self._at[id(one)]) for one in members]
-        if any(one is None for one in places):
+        if not self._is_known(group, position):
             return list(members)
-        return [members[at] for at in sorted(range(len(members)), key=lambda at: places[at] or 0)]
+        places = [position[self._at[id(one)]] for one in members]
+        return [members[at] for at in sorted(range(len(members)), key=lambda at: places[at])]
+
+    def _is_known(self, group: int, position: Mapping[int, int]) -> bool:
+        """Whether the place of each parameter of a live group in the checkpoint is known."""
+        members = self._optimizer.param_groups[group]["params"]
+        return all(self._at[id(one)] in position for one in members)
 
     # --- state ---------------------------------------------------------------------------------
 
@@ -210,11 +229,11 @@ class OptimizerLoader:
 
     def _from(self, rank: int, at: int, live: Live) -> None:
         saved = self._loader.tree(rank, self._name)
-        state = None if saved is None else dict(_branches(saved, saved.node)).get("state")
+        state = None if saved is None else dict(saved.branches(saved.node)).get("state")
         if saved is None or state is None:
             return
         told = self._told(rank, saved)
-        for key, node in _branches(saved, state):
+        for key, node in saved.branches(state):
             name = told[key].name if key in told else None
             if name is not None and self._owner(name) == at:
                 self._parameter(at, saved, node, live)
@@ -227,7 +246,7 @@ class OptimizerLoader:
         def tensor(path: Path, name: str) -> Tensor | None:
             here = live.get(("state", at, *path))
             if here is not None:
-                return self._loader.kept(name, here)
+                return self._kept(name, here)
             found = self._loader.names.find(name)
             if found is None:
                 return self._loader.fresh(name)  # notes the difference
@@ -263,7 +282,7 @@ class OptimizerLoader:
         """Plan state that belongs to no parameter, under a key that the optimizer chose."""
 
         def tensor(path: Path, name: str) -> Tensor | None:
-            return self._loader.kept(name, live.get(("state", key, *path)))
+            return self._kept(name, live.get(("state", key, *path)))
 
         self._state.append((key, False, self._loader.built(saved, node, tensor)))
 
@@ -273,9 +292,22 @@ class OptimizerLoader:
         """
 
         def tensor(path: Path, name: str) -> Tensor | None:
-            return self._loader.kept(name, live.get(("param_groups", order[path[0]], *path[1:])))
+            return self._kept(name, live.get(("param_groups", order[path[0]], *path[1:])))
 
         return self._loader.built(saved, node, tensor)
+
+    def _more(self, key: Any, saved: SavedTree, node: Node, live: Live) -> Any:
+        """A further branch of the state dict, which the optimizer or a hook of it has added."""
+
+        def tensor(path: Path, name: str) -> Tensor | None:
+            return self._kept(name, live.get((key, *path)))
+
+        return self._loader.built(saved, node, tensor)
+
+    def _kept(self, name: str, here: Target | None) -> Tensor | None:
+        if self._is_own:
+            return self._loader.handed(name, here)
+        return self._loader.kept(name, here)
 
     def _home(self, parameter: Tensor) -> str | None:
         """The device of the parameter when it was saved; None if that is unknown."""
@@ -287,9 +319,12 @@ class OptimizerLoader:
 
     def _finish(
         self,
+        keys: Sequence[Any],
+        more: Mapping[Any, Any],
         groups: list[dict[str, Any]],
         order: Sequence[int],
         members: Sequence[Sequence[Tensor]],
+        known: Sequence[bool],
     ) -> None:
         bring_in_order(self._optimizer, order, members)
         numbers = {id(one): at for at, one in enumerate(one for row in members for one in row)}
@@ -298,26 +333,16 @@ class OptimizerLoader:
             for key, of_parameter, made in self._state
         }
         merged = []
-        for saved, here in zip(groups, self._optimizer.param_groups, strict=True):
+        for saved, here, named in zip(groups, self._optimizer.param_groups, known, strict=True):
             own = {"params": [numbers[id(one)] for one in here["params"]]}
-            if "param_names" in here:
-                own["param_names"] = here["param_names"]
-            kept = {key: value for key, value in saved.items() if key != "param_names"}
-            merged.append({**kept, **own})
-        load_exactly(self._optimizer, {"state": state, "param_groups": merged})
+            if not named:  # of another world, a group here may have other parameters
+                saved = {key: one for key, one in saved.items() if key != "param_names"}
+            merged.append({**saved, **own})
+        branches = {**more, "state": state, "param_groups": merged}
+        load_exactly(self._optimizer, {key: branches[key] for key in keys}, own=self._is_own)
+        place_generators(self._loader.refill, self._optimizer.param_groups, merged)
 
 
 def _is_number(stored: str) -> bool:
     """Whether the state is stored under the number of its parameter."""
     return stored.partition(".")[0].isdigit()
-
-
-def _branches(saved: SavedTree, node: Node) -> Sequence[tuple[Any, Node]]:
-    """Keys and nodes of a dict. A dict without any tensor is stored as a single value; its items
-    are then added to the values, and become value nodes.
-    """
-    if node[0] == "v" and isinstance(value := saved.values[node[1]], dict):
-        first = len(saved.values)
-        saved.values.extend(value.values())
-        return [(key, ("v", first + at)) for at, key in enumerate(value)]
-    return node[1] if node[0] == "d" else ()

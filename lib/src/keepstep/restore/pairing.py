@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keepstep.image import Parameters
-from keepstep.restore.targets import Path, base_of
+from keepstep.image import Parameters, base_of
+from keepstep.restore.targets import Path
+from keepstep.state import sharding
 from keepstep.state.devices import device_of
 from keepstep.state.leaves import Node, leaves_of
 from keepstep.state.wrappers import unwrap
@@ -62,24 +63,38 @@ def is_capturable(optimizer: torch.optim.Optimizer, number: int) -> bool:
     return False
 
 
-def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """`load_state_dict`, and then every value of the state exactly as it was saved.
+def loads_in_its_own_way(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether more runs when it is loaded than torch's own code."""
+    functions = (
+        optimizer.load_state_dict,
+        optimizer.__setstate__,
+        *getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {}).values(),
+        *getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {}).values(),
+    )
+    origins = (getattr(one, "__module__", None) for one in functions)
+    return not all(isinstance(one, str) and one.startswith("torch.optim.") for one in origins)
+
+
+def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, own: bool) -> None:
+    """`load_state_dict`, and then every value of the state exactly as it was saved, where torch has
+    only cast it.
 
     torch alone would cast nested values to the parameter's dtype, make other strings of strings,
-    and accept no arrays.
+    and accept no arrays. `own`: what the optimizer itself makes of a value stays.
     """
     kept = state.get("state", {})
-    handed = {**state, "state": {key: _plain(one) for key, one in kept.items()}}
+    handed = {key: _plain(one, own=own) for key, one in kept.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Casting complex values to real")
-        optimizer.load_state_dict(handed)
+        optimizer.load_state_dict({**state, "state": handed})
     owners: dict[Any, Any] = dict(
         enumerate(one for group in optimizer.param_groups for one in group["params"])
     )
     for key, one in kept.items():
-        owner = owners.get(key, key)
+        owner = owners.get(key, key) if type(key) is int else key
         if owner in optimizer.state:
-            optimizer.state[owner] = _exact(one, optimizer.state[owner])
+            loaded = optimizer.state[owner]
+            optimizer.state[owner] = _exact(one, handed[key], loaded, own=own)
 
 
 def group_numbers(tree: Any) -> list[list[int]] | None:
@@ -167,20 +182,60 @@ def live_numbers(
     return numbers | {one: one for one in unnamed if one < len(live) and one not in taken}
 
 
-def _plain(value: Any) -> Any:
-    """A value in a form that torch's load_state_dict can cast."""
+def _plain(value: Any, *, own: bool) -> Any:
+    """A value in a form that torch's load_state_dict can cast. `own`: an optimizer that loads in
+    its own way also gets the text that torch would only spoil.
+    """
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(one, own=own) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_plain(one) for one in value)
+        return type(value)(_plain(one, own=own) for one in value)
+    if own and type(value) in (str, bytes, set, frozenset):
+        return value
     return value if isinstance(value, Tensor | int | float) else None
 
 
-def _exact(kept: Any, loaded: Any) -> Any:
-    """`kept`, except where the optimizer turned it into a value of another kind."""
+def _exact(kept: Any, handed: Any, loaded: Any, *, own: bool) -> Any:
+    """`kept`, except where the optimizer made another value of it. `handed`: see `_plain`."""
     if isinstance(kept, dict) and isinstance(loaded, dict):
         if type(kept) is not dict:
             return kept
-        exact = {key: _exact(one, loaded[key]) for key, one in kept.items() if key in loaded}
+        exact = {
+            key: _exact(one, handed[key], loaded[key], own=own)
+            for key, one in kept.items()
+            if key in loaded
+        }
         return exact | {key: one for key, one in loaded.items() if key not in kept}
+    if own:
+        return kept if _is_cast(handed, loaded) else loaded
     return kept if isinstance(kept, Tensor) == isinstance(loaded, Tensor) else loaded
+
+
+def _is_cast(handed: Any, loaded: Any) -> bool:
+    """Whether torch's `load_state_dict` alone would have made `loaded` of `handed`."""
+    if handed is loaded:
+        return True
+    if type(handed) is not type(loaded):
+        return False
+    if isinstance(handed, Tensor):
+        return handed.shape == loaded.shape and _same_bits(handed.to(loaded), loaded)
+    if isinstance(handed, list | tuple):
+        pairs = zip(handed, loaded, strict=False)
+        return len(handed) == len(loaded) and all(_is_cast(one, two) for one, two in pairs)
+    if isinstance(handed, dict):
+        return handed.keys() == loaded.keys() and all(
+            _is_cast(one, loaded[key]) for key, one in handed.items()
+        )
+    if type(handed) is str and loaded.startswith("<generator object "):  # so torch casts a text
+        return True
+    return bool(handed == loaded)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    left, right = _bits(one), _bits(other)
+    return left.shape == right.shape and torch.equal(left, right)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    local = sharding.local_of(tensor) if sharding.is_dtensor(tensor) else tensor
+    return local.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)

@@ -8,8 +8,7 @@ than at the save.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,13 +16,11 @@ import torch
 from torch import Tensor
 
 from keepstep.errors import MismatchError, few
-from keepstep.image import Section, local_name
+from keepstep.image import Section, base_of, local_name
 from keepstep.restore.boxes import Index, Saved
 from keepstep.state.dtypes import DTYPE_OF
 from keepstep.state.leaves import Node, TensorLeaf, build, check_values
 
-_MARK = "@rank-"
-_LOCAL = re.compile(r"^(.*)@rank-(\d{5,})$", re.DOTALL)
 _SHOWN = 20
 
 
@@ -66,12 +63,6 @@ def target_of(leaf: TensorLeaf, name: str) -> Target:
     )
 
 
-def base_of(name: str) -> tuple[str, int | None]:
-    """A stored name without its rank, and the rank if the name has one."""
-    match = _LOCAL.match(name) if _MARK in name else None
-    return (match[1], int(match[2])) if match else (name, None)
-
-
 class Names:
     """Finds the saved tensor that a live tensor continues. `rank`: the saved rank whose own values
     this rank takes.
@@ -83,10 +74,9 @@ class Names:
         self._used: set[str] = set()
         self._locals: dict[str, list[int]] = {}
         for name in (*index.tensors, *index.aliases):
-            if _MARK in name:
-                base, owner = base_of(name)
-                if owner is not None:
-                    self._locals.setdefault(base, []).append(owner)
+            base, owner = base_of(name)
+            if owner is not None:
+                self._locals.setdefault(base, []).append(owner)
 
     @property
     def bases(self) -> set[str]:
@@ -139,11 +129,16 @@ Live = dict[Path, Target]
 
 class SavedTree:
     """The tree of a component in the image of one saved rank. `load`: returns all values of that
-    image; called when the first value is needed.
+    image, `metadata` what the state dict of a module says of itself; called when they are needed.
     """
 
-    def __init__(self, node: Node, load: Callable[[], list[Any]]) -> None:
-        self.node, self._load = node, load
+    def __init__(
+        self,
+        node: Node,
+        load: Callable[[], list[Any]],
+        metadata: Callable[[], Mapping[str, Any] | None],
+    ) -> None:
+        self.node, self._load, self.metadata = node, load, metadata
 
     @cached_property
     def values(self) -> list[Any]:
@@ -154,9 +149,26 @@ class SavedTree:
         check_values(self.node, count=len(values))
         return values
 
+    def branches(self, node: Node) -> Sequence[tuple[Any, Node]]:
+        """Keys and nodes of a dict. A dict without any tensor is stored as a single value; its
+        items are then added to the values, and become value nodes.
+        """
+        if node[0] == "v" and isinstance(value := self.values[node[1]], dict):
+            first = len(self.values)
+            self.values.extend(value.values())
+            return [(key, ("v", first + at)) for at, key in enumerate(value)]
+        return node[1] if node[0] == "d" else ()
+
     def without_tensors(self) -> Any:
         """The tree with None in place of tensors."""
         return build(self.node, lambda _: None, self.values.__getitem__)
+
+
+ADVICE = (
+    "Build what the saved step has before restore(): latest_step() says from which step it goes on"
+    " (docs/add-keepstep.md, Models that change). Or train with the code that saved it, or start a"
+    " new run (keepstep run --run NAME)."
+)
 
 
 def raise_differences(differences: Sequence[str]) -> None:
@@ -166,5 +178,5 @@ def raise_differences(differences: Sequence[str]) -> None:
     raise MismatchError(
         "model and checkpoint disagree, nothing was changed:\n  "
         + few(differences, _SHOWN, by="\n  ", rest="\n  ... and ")
-        + "\nTrain with the code that saved it, or start a new run (keepstep run --run NAME)."
+        + f"\n{ADVICE}"
     )

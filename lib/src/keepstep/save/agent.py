@@ -126,7 +126,12 @@ class Agent:
         self._lock = threading.RLock()
         self._changed = Changes()
         self.session = Session(
-            socket_path, rank=rank, world=world, changed=self._changed, keeper=keeper
+            socket_path,
+            rank=rank,
+            world=world,
+            changed=self._changed,
+            keeper=keeper,
+            warn=lambda text: self.warn(text, text),
         )
         self._client = Client(socket_path)
         self._layout: Layout | None = None
@@ -416,6 +421,12 @@ class Agent:
         if key not in self._warned and len(self._warned) < _KINDS:
             self._warned.add(key)
             log.warning("keepstep: rank %d: %s", self.session.rank, message, exc_info=traceback)
+
+    def warn_everybody(self, text: str) -> None:
+        """Log a warning once, and have it stand in the sidecar's status while this lease lasts. For
+        threads that may wait for the sidecar."""
+        self.warn(text, text)
+        self.session.warn_of(text)
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Give the lease back and end the thread; wait at most `timeout_s` for the thread."""

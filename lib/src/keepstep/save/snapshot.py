@@ -37,7 +37,7 @@ class _Divided:
         self._in_host_memory: list[TensorLeaf] = []
         device_of = accelerator.here().device_of
         for leaf in tensors:
-            waits = lazy and leaf.lazy and _may_wait(leaf.tensor)
+            waits = lazy and leaf.lazy and may_wait(leaf.tensor)
             (self.later if waits else self.now).append(leaf)
             place = device_of(leaf.tensor)
             if place is None:
@@ -186,7 +186,7 @@ class Snapshots:
 
     def guard_of_all(self, taken: Taken) -> Guard | None:
         """A guard of all tensors; None if changes of one of them cannot be detected."""
-        if not all(_may_wait(leaf.tensor) for leaf in taken.tensors):
+        if not all(may_wait(leaf.tensor) for leaf in taken.tensors):
             return None
         fingerprint = taken.cache.get("all")
         if fingerprint is None:
@@ -220,7 +220,7 @@ class Snapshots:
         return copying.Transfers(moves, copies, holds=tensors)
 
 
-def _may_wait(tensor: torch.Tensor) -> bool:
+def may_wait(tensor: torch.Tensor) -> bool:
     """Whether later changes of this tensor can be detected: it must be dense, in any order of
     dimensions.
     """

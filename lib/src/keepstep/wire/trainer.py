@@ -107,7 +107,7 @@ class LeaseRequest(Message):
 
 
 class LeaseGranted(Message):
-    """First line of the lease stream (JSON lines; later lines are `{}` pings).
+    """First line of the lease stream (JSON lines; each later line is a `LeaseNews`).
 
     `held`: those slots of `LeaseRequest.holding` that the trainer may still fill. `archive`: steps
     also go to an archive. `huge_pages_dir`: a second directory in which slots may be; '': there is
@@ -123,6 +123,12 @@ class LeaseGranted(Message):
     stage_every: int = 1
     held: tuple[str, ...] = ()
     archive: bool = False
+
+
+class LeaseNews(Message):
+    """A later line of the lease stream. `warning`: for this rank's log; '': the line is a ping."""
+
+    warning: str = ""
 
 
 class UnseenRequest(Message):
@@ -215,6 +221,22 @@ class FailedRequest(Message):
     reason: str = ""
 
 
+class WarningRequest(Message):
+    """POST /v1/warning: `text` stands among the warnings of the status while this lease lasts."""
+
+    lease: str
+    text: str
+
+
+class UncaughtRequest(Message):
+    """POST /v1/uncaught: an error ends the process `pid`. Needs no lease. `repeats`: if this
+    process kept no step, its next start ends in the same error."""
+
+    reason: str
+    pid: int
+    repeats: bool = False
+
+
 class ReleaseRequest(Message):
     """POST /v1/release: this trainer no longer writes into any slot. Its process may live on."""
 
@@ -256,12 +278,16 @@ class Opened(Message):
 
 
 class RestoredRequest(Message):
-    """POST /v1/restored: all ranks agreed on `epoch`. Its parent is the restored step, if any."""
+    """POST /v1/restored: all ranks agreed on `epoch`. Its parent is the restored step, if any.
+
+    `asked`: the step that the script itself named (`restore(step=...)`); None: it named none.
+    """
 
     lease: str
     epoch: Epoch
     tier: Tier | None = None
     seconds: float = 0.0
+    asked: int | None = None
 
 
 class SourcesRequest(Message):
@@ -418,7 +444,8 @@ class Flushed(Message):
 
 
 class StopRequest(Message):
-    """POST /v1/stop: end the sidecar. `drain`: finish writes first. `forget`: free the memory."""
+    """POST /v1/stop: end the sidecar. `drain`: finish writes first. `forget`: free the memory; with
+    `drain`, not where a step lies in it that no volume has taken."""
 
     drain: bool = True
     forget: bool = True

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from keepstep.core.history import Kind
 from keepstep.core.node import Died, Overwritten, Sealed, Serves, Settled
+from keepstep.core.unequal_steps import UnequalSteps
 from keepstep.errors import NoMemoryError, SidecarError
 from keepstep.steps import StepId
+from keepstep.wire.status import Uncaught
 from keepstep.wire.trainer import (
     DiscardRequest,
     LayoutAccepted,
@@ -25,6 +27,8 @@ from keepstep.wire.trainer import (
     SlotGranted,
     SlotRequest,
     StagedRequest,
+    UncaughtRequest,
+    WarningRequest,
 )
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api.restarts import Restarts
@@ -46,6 +50,9 @@ from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.budget import Sizing
 from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
 from keepstep_sidecar.restore.restorer import Restorer
+
+_TOGETHER_S = 30.0
+"""Errors of several ranks within this time are those of one life."""
 
 
 class Saving:
@@ -79,6 +86,10 @@ class Saving:
         self._restorer = restorer
         self.history = history
         self.restarts = Restarts(history)
+        self.unequal_steps = UnequalSteps()
+        self.unequal = ""
+        self.leased_at: float | None = None
+        self.uncaught: Uncaught | None = None
 
     # --- lease -------------------------------------------------------------------------------
 
@@ -98,6 +109,8 @@ class Saving:
         )
         request = replace(request, local_world=ranks_here)
         lease = await self.leases.take(request, peer_pid=peer_pid)
+        self.unequal_steps.came(lease.rank, time.monotonic())
+        self.leased_at = time.time()
         self.restarts.came(lease.rank, lease.attempt, age_s=request.age_s)
         try:
             held = await self._settle(lease)
@@ -150,6 +163,8 @@ class Saving:
             return
         self.changed_at = time.monotonic()
         self.restarts.ended(lease.rank, lease.attempt, released=released)
+        self.unequal_steps.left(lease.rank, closed=released)
+        self.compare_steps()
         say("lease ended", rank=lease.rank, pid=lease.request.pid, attempt=lease.attempt)
         self._restorer.release(lease.rank)
         self._committer.feed(Died(lease.rank))
@@ -166,6 +181,7 @@ class Saving:
         """Tell the node which ranks are served here: those with a trainer, and those with slots."""
         ranks = {rank for rank, slots in self._slots.ranks.items() if slots.slot_sets}
         ranks |= {rank for rank in self._last if self.leases.of(rank)}
+        ranks |= self.unequal_steps.closed  # without it no step of this epoch will be whole
         worlds = [lease.world for lease in self._last.values() if not lease.ended]
         fewest = min(
             (one.current.wanted for one in self._slots.ranks.values() if one.current),
@@ -258,6 +274,7 @@ class Saving:
         except ValueError as error:
             raise refuse("bad-request", str(error)) from None
         slot = self._filled(slots, request, id)
+        lease.saved = True
         if slot.assigned:
             self._seal(slots, request, slot)
         return self._next(slots)
@@ -282,9 +299,12 @@ class Saving:
         counters.staged, counters.staged_at = id, time.time()
         counters.unkept = None
         self._committer.see_epoch(request.epoch)
+        self.uncaught = None
         self.restarts.staged(slots.rank, id, blocked_s=request.blocked_s)
         say("staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
         self._committer.feed(Sealed(slots.rank, id))
+        self.unequal_steps.staged(slots.rank, id, time.monotonic())
+        self.compare_steps()
         if self._slots.holds_old_layouts(slots):
             alive = [rank for rank in self._slots.ranks if self.leases.of(rank)]
             self._slots.drop_old_layouts(self._committer.node.common(), alive=alive)
@@ -301,6 +321,7 @@ class Saving:
             counters = self.of(lease.rank)
             counters.discarded += 1
             counters.lose(request.step, request.reason)
+            self.unequal_steps.lost(lease.rank, request.step, time.monotonic())
             self.history.lost(
                 Kind.DISCARDED, rank=lease.rank, step=request.step, reason=request.reason
             )
@@ -314,6 +335,22 @@ class Saving:
         lease.died = True
         await self.ended(lease, released=True)
 
+    def warning(self, request: WarningRequest) -> None:
+        """A trainer has something to tell the run's user."""
+        lease = self.leases.require(request.lease)
+        lease.warning = request.text
+        warn("the trainer warns", rank=lease.rank, reason=request.text)
+        self._changes.ring()
+
+    def uncaught_error(self, request: UncaughtRequest) -> None:
+        """An error ends a script. Of ranks that end together, the error that repeats counts."""
+        leases = [lease for rank in self.leases.ranks if (lease := self.leases.of(rank))]
+        saved = any(one.request.pid == request.pid and one.saved for one in leases)
+        repeats = request.repeats and not saved
+        now, known = time.time(), self.uncaught
+        if repeats or known is None or not known.repeats or now - known.at > _TOGETHER_S:
+            self.uncaught = Uncaught(reason=request.reason, at=now, repeats=repeats)
+
     def skipped(self, request: SkippedRequest) -> None:
         """Record saves that could not be staged."""
         lease = self.leases.require(request.lease)
@@ -321,6 +358,7 @@ class Saving:
         counters.lose(request.step, request.reason, unkeepable=request.unkeepable)
         reasons = counters.skipped
         reasons[request.reason] = reasons.get(request.reason, 0) + request.count
+        self.unequal_steps.lost(lease.rank, request.step, time.monotonic(), count=request.count)
         self.history.lost(
             Kind.SKIPPED,
             rank=lease.rank,
@@ -334,6 +372,17 @@ class Saving:
         lost = {rank: one.unkept for rank, one in self.counters.items() if self.leases.of(rank)}
         now = time.monotonic()
         return [one.warning(rank, now=now) for rank, one in lost.items() if one is not None]
+
+    def compare_steps(self) -> None:
+        """Find out whether the ranks here save different steps (`unequal` says so, '' if not). All
+        ranks are told through their leases."""
+        found = self.unequal_steps.difference(time.monotonic())
+        text = "" if found is None else str(found)
+        if text != self.unequal:
+            self.unequal = text
+            if text:
+                warn("ranks save different steps", reason=text)
+            self._changes.ring()
 
     def of(self, rank: int) -> RankCounters:
         """A rank's counters."""

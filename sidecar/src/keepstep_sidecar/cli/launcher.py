@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +19,7 @@ from keepstep.processes import Process, wait_gone
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.run_dir import RunDir, load, make_memory, save
 from keepstep_sidecar.config.sidecar import KEYS
+from keepstep_sidecar.volume.paths import RECORD
 
 UP_S: Final = 30.0
 """A sidecar that has not answered after this time has failed to start."""
@@ -146,6 +149,38 @@ def adopt(kept: RunDir) -> Process | None:
     calls.stop(kept.socket, forget=False, drain=drain, timeout_s=DRAIN_S)
     _await_gone(process, kept)
     return None
+
+
+def free_removed(kept: RunDir, *, orphans: bool) -> bool:
+    """Free what an earlier run of this name left in memory, if its directory was removed: a new
+    directory begins a new run. Returns whether there was anything. Call it before `make_home`.
+
+    `orphans`: also slots without a sidecar. Raises SidecarError.
+    """
+    if kept.record.exists() or any((root / RECORD).exists() for root in kept.roots):
+        return False
+    live = calls.status(kept.socket)
+    if live is None:
+        return orphans and _remove_memory(kept)
+    if live.owned or any(one.alive for one in live.ranks) or any(v.failed for v in live.volumes):
+        return False  # it goes on, or a drive is away
+    held = slots_left(kept)
+    process = Process.of(live.pid)
+    calls.stop(kept.socket, forget=True, drain=False, timeout_s=DRAIN_S)
+    _await_gone(process, kept)
+    return _remove_memory(kept) or held
+
+
+def _remove_memory(kept: RunDir) -> bool:
+    """Remove the directories of a run's memory, which no sidecar has, unless another user owns
+    them. Returns whether slots were there."""
+    held = slots_left(kept)
+    for place in filter(None, (kept.memory, kept.config.huge_pages_dir)):
+        with contextlib.suppress(OSError):
+            found = place.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                shutil.rmtree(place)
+    return held
 
 
 def require_idle_or_same(kept: RunDir) -> None:

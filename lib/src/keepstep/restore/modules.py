@@ -1,0 +1,195 @@
+"""Modules: most are filled in place; what loads in its own way goes through `load_state_dict`.
+
+A submodule loads in its own way if it overrides `_load_from_state_dict` or has load hooks; a whole
+module does if it overrides `load_state_dict`. What torch itself defines so changes nothing as long
+as all keys are those that were saved, so such a module is filled. All keys of a submodule that
+loads in its own way get new tensors, as `torch.load` makes them: a hook must not find the saved
+values in the module before they were loaded. Then `load_state_dict` is called once, with all keys
+and with the metadata that was saved.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from keepstep.image import base_of
+from keepstep.restore.targets import Live, Path, SavedTree, Target
+from keepstep.state import sharding
+from keepstep.state.leaves import PLAIN_METADATA, Node, is_extra, leaves_of, plain_tensors
+from keepstep.state.wrappers import tree_of
+
+if TYPE_CHECKING:
+    from keepstep.restore.load import Loader
+
+_FILLED = ("torch.distributed.", "keepstep.")
+_FILLED_IF_EQUAL = ("torch.nn.",)
+"""Modules of torch whose own loading matters only where keys differ: older names or versions."""
+
+
+def own_prefixes(module: nn.Module) -> tuple[str, ...]:
+    """The prefixes of the keys of the outermost submodules that load in their own way. ('',): the
+    whole module.
+    """
+    return _outermost(module, _FILLED + _FILLED_IF_EQUAL)
+
+
+def _outermost(module: nn.Module, filled: tuple[str, ...]) -> tuple[str, ...]:
+    if _is_own(module.load_state_dict, filled):
+        return ("",)
+    found: tuple[str, ...] = ()
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        if not prefix.startswith(found) and any(_is_own(one, filled) for one in _loading(part)):
+            found = (*found, prefix)
+    return found
+
+
+def _loading(part: nn.Module) -> Iterator[Any]:
+    """The code that runs when this part alone is loaded."""
+    yield part._load_from_state_dict
+    for hooks in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+        yield from getattr(part, hooks, {}).values()
+
+
+def _is_own(function: Any, filled: tuple[str, ...]) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if getattr(function, "__func__", None) in _OF_TORCH:
+        return False
+    origin = getattr(function, "__module__", None)
+    return not (isinstance(origin, str) and origin.startswith(filled))
+
+
+_OF_TORCH = (nn.Module.load_state_dict, nn.Module._load_from_state_dict)
+
+
+class ModuleLoader:
+    """Plans the restore of one module for a `Loader`."""
+
+    def __init__(self, loader: Loader, name: str, module: nn.Module) -> None:
+        self._loader, self._name, self._module = loader, name, module
+        self._memory = {plain.data_ptr() for plain in _memory_of(module)}
+        self._prefixes: tuple[str, ...] = ()
+        self._given: dict[str, Any] = {}
+
+    def plan(self, saved: SavedTree, live: Live, keys: frozenset[Any]) -> None:
+        """Compare and plan; the loader notes the differences. `keys`: the live keys."""
+        nodes = dict(saved.branches(saved.node))
+        self._prefixes = self._own_prefixes(nodes, live, keys)
+        names = _names(saved)
+        whole = {path[0] for path, here in live.items() if len(path) > 1 and self._is_own(here)}
+        for path, here in live.items():
+            key = path[0]
+            if not self._loads(key) or key in whole:
+                self._tensor(path, here._replace(name=names.get(path, here.name)))
+            elif key not in nodes and len(path) == 1 and self._loader.names.find(here.name):
+                self._given[key] = self._loader.handed(here.name, here)
+        for key, node in nodes.items():
+            if key not in whole and self._is_given(key, node, keys):
+                self._given[key] = self._built(key, node, saved, live)
+        self._values_elsewhere(nodes, live, keys)
+        if self._given or self._prefixes:
+            self._loader.finish_with(self._name, lambda: self._finish(list(nodes), saved))
+
+    def _loads(self, key: Any) -> bool:
+        return str(key).startswith(self._prefixes)
+
+    def _own_prefixes(
+        self, nodes: Mapping[Any, Node], live: Live, keys: frozenset[Any]
+    ) -> tuple[str, ...]:
+        """What torch's own modules convert (older names, older versions) loads in its own way, too,
+        where keys or shapes differ.
+        """
+        found = own_prefixes(self._module)
+        if found == ("",):
+            return found
+        differing = [str(key) for key in keys ^ nodes.keys()] if self._loader.alone else []
+        if not differing:
+            return found
+        more = (
+            one
+            for one in _outermost(self._module, _FILLED)
+            if any(key.startswith(one) for key in differing)
+        )
+        return (*found, *(one for one in more if one not in found))
+
+    def _tensor(self, path: Path, here: Target) -> None:
+        """Plan for a live tensor that does not load in its own way."""
+        if is_extra(path):
+            return
+        if self._is_own(here) or not here.tensor.numel():
+            self._loader.fill(here)
+        elif len(path) == 1:  # made by a custom state_dict: load_state_dict can put it back
+            self._given[path[0]] = self._loader.handed(here.name, here)
+
+    def _is_own(self, here: Target) -> bool:
+        """Whether it is the module's own memory, and no copy that a custom state_dict made."""
+        return here.tensor.data_ptr() in self._memory
+
+    def _is_given(self, key: Any, node: Node, keys: frozenset[Any]) -> bool:
+        """Whether `load_state_dict` gets what was saved under this key, and not the live tensor."""
+        if self._loads(key):
+            # of another world, a rank's image may have the keys of other parts of the model
+            return key in keys or self._loader.alone or self._prefixes != ("",)
+        if key in self._given or (node[0] == "t" and not is_extra((key,))):
+            return False
+        if key not in keys and not is_extra((key,)):
+            if self._loader.alone and node[0] == "v":
+                self._loader.differ(f"{self._name}.{key}: in the checkpoint, missing here")
+            return False
+        return node[0] != "d" or key in keys
+
+    def _built(self, key: Any, node: Node, saved: SavedTree, live: Live) -> Any:
+        def tensor(path: Path, name: str) -> Tensor | None:
+            here = None if is_extra(path) else live.get(path)
+            if here is not None and not self._loads(key) and self._is_own(here):
+                return here.live
+            return self._loader.handed(name, here)
+
+        return self._loader.built(saved, ("d", ((key, node),)), tensor)[key]
+
+    def _values_elsewhere(
+        self, nodes: Mapping[Any, Node], live: Live, keys: frozenset[Any]
+    ) -> None:
+        """Values (an extra state, for example) that only another saved rank has."""
+        tensors = {path[0] for path in live if not is_extra(path)}
+        for key in sorted(keys - nodes.keys() - tensors - self._given.keys(), key=str):
+            found = self._loader.elsewhere(self._name, key)
+            if found is not None:
+                self._given[key] = self._built(key, found[1], found[0], {})
+            elif not self._loads(key):
+                self._loader.differ(f"{self._name}.{key}: here, missing in the checkpoint")
+
+    def _finish(self, order: list[Any], saved: SavedTree) -> None:
+        state: OrderedDict[str, Any] = OrderedDict()
+        rest = {} if self._prefixes == ("",) else tree_of(self._module)
+        for key in (*order, *(one for one in rest if not self._loads(one)), *self._given):
+            if key in self._given:
+                state[key] = self._given[key]
+            elif key in rest:
+                state[key] = rest[key]
+        metadata = saved.metadata()
+        if metadata is not None:
+            state._metadata = self._metadata(metadata)  # type: ignore[attr-defined]
+        self._module.load_state_dict(state)
+
+    def _metadata(self, saved: Mapping[str, Any]) -> OrderedDict[str, Any]:
+        paths = (path for path, _ in self._module.named_modules(remove_duplicate=False))
+        return OrderedDict((path, dict(saved.get(path, PLAIN_METADATA))) for path in paths)
+
+
+def _names(saved: SavedTree) -> dict[Path, str]:
+    """The names of the saved tensors by path, without ranks."""
+    return {path: base_of(leaf[1])[0] for path, leaf in leaves_of(saved.node) if leaf[0] == "t"}
+
+
+def _memory_of(module: nn.Module) -> Iterator[Tensor]:
+    """The plain tensors that hold the module's parameters and buffers."""
+    for one in (*module.parameters(), *module.buffers()):
+        for _, plain in plain_tensors(one, ""):
+            yield sharding.local_of(plain) if sharding.is_dtensor(plain) else plain

@@ -1,0 +1,64 @@
+"""Replicas that have diverged are noticed and named, and a restore that mixes them says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keepstep.save.replicas import differing
+from tests.harness import torchrun
+
+SCRIPT = Path(__file__).parent / "replicas_script.py"
+
+
+def warned(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "with the same replica" in line]
+
+
+def test_replicas_that_train_apart_are_named_on_every_rank_and_at_the_restore(sidecar):
+    done = torchrun(2, SCRIPT, "no_sync", 12, 20.0, STATUS="1")
+    assert done.returncode == 0, done.stderr
+    lines = warned(done.stderr)
+    assert sorted(line.partition(": ranks")[0][-6:] for line in lines) == ["rank 0", "rank 1"]
+    assert all("ranks 0, 1 hold other values" in line for line in lines)
+    assert len(warned(done.stdout)) == 1, "and it stands in the status"
+    done = torchrun(2, SCRIPT, "no_sync", 13, 0.0)
+    assert "rank 0 begins at 11" in done.stdout
+    [said] = [one for one in done.stderr.splitlines() if "was saved while its replicas" in one]
+    assert "step 11 was saved while its replicas differed, so what is restored mixes them" in said
+
+
+def test_a_rank_that_computes_wrongly_is_named(sidecar):
+    done = torchrun(3, SCRIPT, "fault", 12, 20.0)
+    lines = warned(done.stderr)
+    assert len(lines) == 3, done.stderr
+    assert all("rank 1 holds other values" in line for line in lines)
+
+
+def test_a_replicated_tensor_of_a_mesh_that_differs_is_named(sidecar):
+    done = torchrun(3, SCRIPT, "mesh", 6, 20.0)
+    lines = warned(done.stderr)
+    assert len(lines) == 3, done.stderr
+    assert all("rank 2 holds other values" in line for line in lines)
+
+
+def test_replicas_that_are_alike_are_not_named(sidecar):
+    done = torchrun(3, SCRIPT, "alike", 70, 2.0)
+    assert done.returncode == 0, done.stderr
+    assert warned(done.stderr) == []
+
+
+@pytest.mark.parametrize(
+    ("digests", "ranks"),
+    [
+        ("aaaa", ()),
+        ("aaba", (2,)),
+        ("ab", (0, 1)),
+        ("aabb", (0, 1, 2, 3)),
+        ("aabc", (0, 1, 2, 3)),
+        ("aaabc", (3, 4)),
+    ],
+)
+def test_the_ranks_that_differ_from_most_are_named(digests, ranks):
+    assert differing(dict(enumerate(one.encode() for one in digests))) == ranks
