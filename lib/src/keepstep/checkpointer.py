@@ -41,6 +41,7 @@ from keepstep.errors import (
     NotDurableError,
     SlotUnavailable,
     UsageError,
+    few,
 )
 from keepstep.image import Layout, extras
 from keepstep.restore.collective import Collective, Gather, Unkept
@@ -57,8 +58,16 @@ from keepstep.save.stats import Stats
 from keepstep.state import rng, topology
 from keepstep.state.leaves import Taken, text_of
 from keepstep.state.memory import check_memory
-from keepstep.state.take import check_components, encode, retake, take
+from keepstep.state.take import (
+    changes,
+    check_components,
+    encode,
+    loose_places,
+    retake,
+    take,
+)
 from keepstep.state.topology import ALONE
+from keepstep.state.walk import NOWHERE, Loose
 from keepstep.state.wrappers import is_known, unwrap
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted
@@ -72,6 +81,11 @@ _NO_RNG = (
 )
 _MISSES = 3
 """After so many saves in a row at which tensors had moved, they are expected to move each time."""
+_MISSES_BETWEEN = 16
+"""Then so many saves pass until it is tried whether they have settled."""
+_MOST_CHANGES = 2
+"""After so many saves in a row at which the layout had changed, small tensors that come and go are
+kept as values are."""
 _STEPS = 10**18  # the name of a step has at most 18 digits
 
 
@@ -148,7 +162,8 @@ class Checkpointer:
         self._epoch: Epoch | None = None
         self._probed: Taken | None = None
         self._taken: Taken | None = None
-        self._misses = 0
+        self._misses = self._layout_changes = 0
+        self._loose: Loose = NOWHERE
         self._stage_every = 1
         self._last_step = self._off_grid = self._unhealthy = -1
         self._moved = self._hinted = False
@@ -419,11 +434,12 @@ class Checkpointer:
         """
         before, self._taken = self._taken, None
         if before is None:
-            taken = take(self._components, self._topology)
+            taken = take(self._components, self._topology, loose=self._loose)
+            self._misses += self._misses >= _MISSES
         else:
-            taken = retake(before, self._components, self._topology)
+            taken = retake(before, self._components, self._topology, loose=self._loose)
             self._misses = 0 if taken.cache is before.cache else self._misses + 1
-        if self._misses < _MISSES:
+        if self._misses < _MISSES or self._misses % _MISSES_BETWEEN == 0:
             self._taken = replace(taken, values=[None] * len(taken.values))
         return taken
 
@@ -601,9 +617,7 @@ class Checkpointer:
         _SAVED_IN.add(self._socket)
         agent.settle(decided=False)
         try:
-            taken = self._retake()
-            data = self._encode(taken)
-            snapshots = self._snapshots_for(agent, taken, len(data))
+            taken, data, snapshots = self._laid_out(agent)
         except Exception as error:
             if is_of_a_handler(error):
                 raise
@@ -651,6 +665,34 @@ class Checkpointer:
             agent.put_back()
             raise
         self._submitted = True
+
+    def _laid_out(self, agent: Agent) -> tuple[Taken, bytes, Snapshots]:
+        """The state, its extras, and the snapshots for its layout.
+
+        A layout that changes at each save costs the training thread a wait for new memory each
+        time. So small tensors that come and go move to the extras, which have room for more.
+        """
+        taken = self._retake()
+        data, before = self._encode(taken), self._snapshots
+        found: dict[str, str] = {}
+        if before is not None and not before.fits(taken, len(data)):
+            found = changes(before.layout, taken)
+        self._layout_changes = self._layout_changes + 1 if found else 0
+        if self._layout_changes >= _MOST_CHANGES:
+            loose = self._loose | loose_places(found, taken)
+            if loose != self._loose:
+                self._loose, self._taken = loose, None
+                taken = self._retake()
+                data = self._encode(taken)
+        if self._layout_changes > _MOST_CHANGES:
+            names = few([f"{name} {what}" for name, what in found.items()], 5)
+            agent.warn(
+                "layout",
+                f"the layout of the state has changed at each of the last {self._layout_changes}"
+                f" saves, and each time save() waits for new memory: {names}. Keep what grows as a"
+                " list of numbers, or in a tensor of its final size",
+            )
+        return taken, data, self._snapshots_for(agent, taken, len(data))
 
     def _snapshots_for(self, agent: Agent, taken: Taken, extras_bytes: int) -> Snapshots:
         """The snapshots for this state's layout. Builds a new layout when tensors were added or

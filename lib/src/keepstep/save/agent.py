@@ -706,11 +706,17 @@ class Agent:
         layout = self._layout
         assert layout is not None
         header = base64.b64encode(layout.header).decode()
-        request = LayoutRequest(lease=self.session.lease, header=header)
+        filling = self._held is not None
+        request = LayoutRequest(lease=self.session.lease, header=header, filling=filling)
         try:
             accepted = self._client.call("/v1/layout", request, LayoutAccepted)
         except NoMemoryError as error:
             self._refuse(layout, str(error))
+            return
+        except SidecarError as error:
+            if error.code != "memory-busy":
+                raise
+            self._retry_at = time.monotonic() + _RETRY_S  # images are on their way to the drive
             return
         if accepted.warning:
             self.warn(accepted.warning, accepted.warning)

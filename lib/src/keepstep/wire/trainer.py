@@ -143,10 +143,12 @@ class UnseenRequest(Message):
 
 class LayoutRequest(Message):
     """POST /v1/layout: this rank's images have the layout of `header` (base64 of the header
-    bytes)."""
+    bytes). `filling`: an image of the former layout is still on its way. If not, a slot of that
+    layout that this trainer was given is free."""
 
     lease: str
     header: str
+    filling: bool = True
 
 
 class LayoutAccepted(Message):

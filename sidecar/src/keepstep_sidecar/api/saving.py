@@ -196,7 +196,7 @@ class Saving:
     def layout(self, request: LayoutRequest) -> LayoutAccepted:
         """Set the layout of this rank's images. Its slots are made in the background.
 
-        Raises NoMemoryError when not even two slots fit, SidecarError `bad-image`.
+        Raises NoMemoryError when not even two slots fit, SidecarError `bad-image` or `memory-busy`.
         """
         lease = self.leases.require(request.lease)
         layout = parse_layout(request.header)
@@ -208,12 +208,17 @@ class Saving:
             )
         slots = self._slots.rank(lease.rank)
         slot_set = slots.slot_sets.get(layout.id) or SlotSet(layout)
+        filling = slots.filling()
+        if filling is not None and filling.slot_set is not slot_set and not request.filling:
+            self._take_back(lease.rank)
         try:
             slots.warning = self._sizing.fit(slots, slot_set, lease)
         except NoMemoryError as error:
             slots.warning = str(error)
             self._changes.ring()
             raise
+        if slots.current is not None and slots.current is not slot_set:
+            slots.current.wanted = slots.current.count  # no trainer fills more of these
         slots.slot_sets[layout.id] = slots.current = slot_set
         self._allocator.fill(slot_set)
         self.plan_persists()
