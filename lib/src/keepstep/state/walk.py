@@ -42,6 +42,12 @@ from keepstep.state.wrappers import Flat, replication_of, tree_of, unwrap
 _PLAIN = frozenset({int, float, str, bool, type(None)})
 
 
+Loose = frozenset[str]
+"""Paths of containers, and of tensors, at and below which small tensors are kept as values are:
+there they come and go, and each time the layout would be another one."""
+
+NOWHERE: Loose = frozenset()
+
 _FORMS = frozenset({OrderedDict, defaultdict, deque})
 
 
@@ -65,9 +71,15 @@ class Walker:
     """One walk: collects leaves, and recognizes tensors that appear under several names."""
 
     def __init__(
-        self, components: Mapping[str, Any], topology: Topology, *, follows_all: bool = False
+        self,
+        components: Mapping[str, Any],
+        topology: Topology,
+        *,
+        loose: Loose = NOWHERE,
+        follows_all: bool = False,
     ) -> None:
-        """`follows_all`: see `_is_node`."""
+        """`loose`: see `Loose`. `follows_all`: see `_is_node`."""
+        self._loose = loose
         self.tensors: list[TensorLeaf] = []
         self.aliases: dict[str, str] = {}
         self.values: list[Any] = []
@@ -328,7 +340,7 @@ class Walker:
         self._enter(tree, path)
         for key, child in tree.items() if kind == "d" else enumerate(tree):
             node = None
-            if type(child) not in _PLAIN:
+            if type(child) not in _PLAIN and not (self._loose and self._is_loose(child, path, key)):
                 node = self._child(child, f"{path}.{key}")
                 found = found or node is not None
             children.append((key, child, node))
@@ -338,6 +350,12 @@ class Walker:
         if kind == "d":
             return ("d", tuple(self._item(key, child, node, path) for key, child, node in children))
         return (kind, tuple(node or self._value(child) for _, child, node in children))
+
+    def _is_loose(self, child: Any, path: str, key: object) -> bool:
+        """Whether it is a small tensor where tensors come and go, which is kept as a value is."""
+        if not self._formed or type(child) is not Tensor or _is_large(child):
+            return False
+        return f"{path}.{key}" in self._loose or any(at in self._loose for _, at in self._open)
 
     def _enter(self, tree: Any, path: str) -> None:
         self._open.append((id(tree), path))
@@ -480,8 +498,8 @@ class Again(Walker):
     thread pays for one at each save.
     """
 
-    def __init__(self, before: Taken) -> None:
-        super().__init__({}, ALONE)
+    def __init__(self, before: Taken, *, loose: Loose = NOWHERE) -> None:
+        super().__init__({}, ALONE, loose=loose)
         self._before = before
         self._forms: dict[int, GradForm] = before.cache.get("forms", {})
         self.values = [None] * len(before.values)
@@ -523,7 +541,9 @@ class Again(Walker):
             return same and self._is_there(tree, node[2][1])
         if kind == "v":
             self.values[inner] = tree
-            return type(tree) in _PLAIN or self._branch(tree, path) is None
+            if type(tree) in _PLAIN or (self._loose and self._is_small(tree)):
+                return True
+            return self._branch(tree, path) is None
         if self._formed and kind != "u" and kind != "x":  # it may have become one of two places
             if id(tree) in self._met:
                 return False
@@ -542,6 +562,15 @@ class Again(Walker):
         if type(tree) is not (list if kind == "l" else tuple) or len(tree) != len(inner):
             return False
         return all(self._same(child, below, path) for child, below in zip(tree, inner, strict=True))
+
+    def _is_small(self, tree: Any) -> bool:
+        """Whether small tensors alone make this no value. The places of values have no names here:
+        where there are loose ones, each may hold small tensors.
+        """
+        return self._formed and type(tree) is Tensor and not _is_large(tree)
+
+    def _is_loose(self, child: Any, path: str, key: object) -> bool:
+        return self._is_small(child)
 
     def _is_there(self, live: Tensor, name: str) -> bool:
         """Whether a tensor is the one that had this name.
