@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,16 @@ def test_a_replicated_tensor_of_a_mesh_that_differs_is_named(sidecar):
     lines = warned(done.stderr)
     assert len(lines) == 3, done.stderr
     assert all("rank 2 holds other values" in line for line in lines)
+
+
+def test_replicas_that_are_given_without_their_wrapper_come_back_as_each_rank_had_them(sidecar):
+    done = torchrun(2, SCRIPT, "apart", 12, 1.0)
+    assert warned(done.stderr) == [], done.stderr
+    ends = dict(re.findall(r"rank (\d) ends with (-?\d+)", done.stdout))
+    done = torchrun(2, SCRIPT, "apart", 12, 0.0)
+    begins = dict(re.findall(r"rank (\d) begins at 11 with (-?\d+)", done.stdout))
+    assert begins == ends, done.stderr
+    assert ends["0"] != ends["1"]
 
 
 def test_replicas_that_are_alike_are_not_named(sidecar):
