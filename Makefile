@@ -47,7 +47,7 @@ packages:
 	fi
 
 test: check packages ## lint, types, import contracts, and every test that needs no cluster
-	$(BIN)/python -m pytest tests --ignore tests/frameworks --ignore tests/gpu -n $(JOBS) --dist worksteal -m "not e2e and not soak" \
+	$(BIN)/python -m pytest tests --ignore tests/frameworks --ignore tests/conformance/packages --ignore tests/gpu -n $(JOBS) --dist worksteal -m "not e2e and not soak" \
 		--junitxml build/junit-test.xml $(PYTEST_ARGS)
 
 .venv-torch-$(TORCH)/.ready: requirements-dev.txt lib/pyproject.toml sidecar/pyproject.toml operator/pyproject.toml
@@ -72,7 +72,7 @@ $(FRAMEWORKS)/.ready: requirements-frameworks.txt lib/pyproject.toml sidecar/pyp
 	@touch $@
 
 test-frameworks: $(FRAMEWORKS)/.ready ## keepstep.integrations with the frameworks themselves, in an environment of their own
-	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks -n 2 --dist worksteal \
+	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks tests/conformance/packages -n 2 --dist worksteal \
 		--junitxml build/junit-frameworks.xml $(PYTEST_ARGS)
 	@# a part of the tests proves a part of the table
 	$(if $(PYTEST_ARGS),,$(FRAMEWORKS)/bin/python scripts/frameworks.py --check build/junit-frameworks.xml)

@@ -1,8 +1,9 @@
 """What a tree of state is, as flat text: values bit by bit, types, order, and what is one object.
 
 Two trees are alike if their descriptions are equal. An object that is met again is described by the
-path at which it was met first, and so is a tensor that shares its storage with another one. So a
-difference in one place stays in one place.
+path at which it was met first, and so is a tensor that shares its storage with another one, with
+the distance between both. So a difference in one place stays in one place. What a storage holds
+beside the tensors that are met is not described: nothing can be seen of it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _Walk:
     def __init__(self) -> None:
         self.found: Description = {}
         self._first: dict[int, str] = {}
-        self._storages: dict[int, str] = {}
+        self._storages: dict[int, tuple[str, int]] = {}
         self._alive: list[Any] = []  # an address says something only while its object lives
 
     def place(self, path: str, value: Any) -> None:
@@ -104,10 +105,9 @@ class _Walk:
             self.found[path] = f"{shape} {value.qscheme()}"
             return self.place(f"{path} values", value.int_repr())
         flags = " conjugate" * value.is_conj() + " negative" * value.is_neg()
-        storage = value.untyped_storage()
-        where = f" at {value.storage_offset()} of {storage.nbytes()} bytes"
-        shared = self._storages.setdefault(storage._cdata, path)
-        where += "" if shared == path else f" of {shared}"
+        offset = value.storage_offset() * value.element_size()
+        shared, begin = self._storages.setdefault(value.untyped_storage()._cdata, (path, offset))
+        where = "" if shared == path else f" {offset - begin:+} bytes in {shared}"
         self.found[path] = f"{shape}{grad}{flags} {value.stride()}{where} {_digest(value)}"
         if own := {key: one for key, one in vars(value).items() if not key.startswith("_")}:
             self.place(f"{path} attributes", own)
@@ -117,8 +117,9 @@ class _Walk:
         while isinstance(root.base, np.ndarray):
             root = root.base
         self._alive.append(root)
-        shared = self._storages.setdefault(id(root), path)
-        where = "" if shared == path else f" of {shared}"
+        offset = value.__array_interface__["data"][0] - root.__array_interface__["data"][0]
+        shared, begin = self._storages.setdefault(id(root), (path, offset))
+        where = "" if shared == path else f" {offset - begin:+} bytes in {shared}"
         text = f"{_kind(value)} {value.dtype} {value.shape} {value.strides}{where}"
         if value.dtype.hasobject:
             self.found[path] = text

@@ -29,11 +29,11 @@ NOT_WORSE = {
     Result.EQUAL: set(Result),
     Result.AS_CONTROL: {Result.DIFFERS},
     Result.REFUSED_AT_START: set(Result),
-    Result.REFUSED_AT_FIRST_SAVE: {Result.DIFFERS, Result.RAISES},
+    Result.REFUSED_AT_FIRST_SAVE: set(Result),
     Result.NAMED_AT_SAVE: {Result.DIFFERS, Result.RAISES},
 }
 """Results of keepstep, and the results of the control beside which each is allowed. What is not
-equal needs a reason. A refusal before the first step costs nothing that was trained."""
+equal needs a reason. A refusal by the end of the first step costs nothing that was trained."""
 
 
 @dataclass(kw_only=True)
@@ -48,6 +48,7 @@ class Training:
     - `restored`: called after the restore of a step.
     - `ends`: called after the last step, before the Checkpointer is closed.
     - `options`: of the Checkpointer.
+    - `uncompared`: components that the other ways to train do not use.
     """
 
     components: dict[str, Any]
@@ -59,6 +60,7 @@ class Training:
     ends: Callable[[], Any] = lambda: None
     options: dict[str, Any] = field(default_factory=dict)
     rng_later: bool = False
+    uncompared: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)

@@ -150,6 +150,53 @@ class Two(Model):
         ]
 
 
+class Backbone(Model):
+    """Its first layers are frozen when training begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.net = self.net, nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+
+    def training_step(self, batch: torch.Tensor, at: int) -> torch.Tensor:
+        loss = ((self.net(self.backbone(batch)) - batch) ** 2).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        record(self.trainer.global_step, loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
+
+
+class Bias(lightning.Callback):  # type: ignore[misc]
+    """Adds a group on its way. What its state says, `on_fit_start` makes again."""
+
+    def __init__(self) -> None:
+        self.added = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"added": self.added}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.added = state["added"]
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.net[0].bias.requires_grad = False
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.added:
+            self._add(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            self.added = True
+            self._add(trainer, pl_module)
+
+    def _add(self, trainer: Any, pl_module: Any) -> None:
+        bias = pl_module.net[0].bias
+        bias.requires_grad = True
+        trainer.optimizers[0].add_param_group({"params": [bias], "lr": 1e-3})
+
+
 class Log(lightning.loggers.logger.Logger):  # type: ignore[misc]
     """Every line of every life."""
 
@@ -195,6 +242,14 @@ def main() -> None:
         callbacks.append(lightning.callbacks.EarlyStopping("val", patience=SETTINGS["patience"]))
     if SETTINGS.get("tuned"):
         callbacks.append(lightning.callbacks.LearningRateFinder())
+    if SETTINGS.get("finetune") == "bias":
+        callbacks.append(Bias())
+    elif SETTINGS.get("finetune"):
+        callbacks.append(
+            lightning.callbacks.BackboneFinetuning(
+                unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.1, should_align=False
+            )
+        )
     if not SETTINGS.get("bare"):
         from keepstep.integrations.lightning import KeepstepCallback
 
@@ -217,11 +272,15 @@ def main() -> None:
         default_root_dir=str(OUT),
         **options,
     )
-    model = Two() if SETTINGS.get("two") else Model()
+    kind = Two if SETTINGS.get("two") else Backbone if SETTINGS.get("finetune") else Model
+    model = kind()
     data = Data()
     trainer.fit(model, datamodule=data, ckpt_path=SETTINGS.get("resume"))
     if SETTINGS.get("checkpoint"):
         trainer.save_checkpoint(OUT / "lightning.ckpt")
+    (OUT / f"groups-{RANK}").write_text(
+        json.dumps([len(group["params"]) for group in trainer.optimizers[0].param_groups])
+    )
     metrics = {name: float(one).hex() for name, one in trainer.callback_metrics.items()}
     result = {
         "weights": digest(model.state_dict()),

@@ -13,6 +13,8 @@ import torch
 import transformers
 
 import keepstep
+from keepstep import checkpointer
+from keepstep.integrations import trainings
 from keepstep.integrations import transformers as integration
 from keepstep.state.take import encode, take
 from tests import warm
@@ -83,13 +85,6 @@ def test_an_optimizer_that_is_none_of_torchs_is_refused(tmp_path):
         trainer.keepstep_components()
 
 
-def test_a_second_training_of_a_process_is_refused(tmp_path, sidecar):
-    trainer = integration.attach(made(tmp_path))
-    trainer._keepstep = integration._Training({})
-    with pytest.raises(keepstep.UsageError, match="a run keeps one training"):
-        trainer.train()
-
-
 def test_a_long_log_is_no_part_of_what_is_written_as_json_for_each_step(tmp_path):
     trainer = integration.attach(made(tmp_path))
     trainer._keepstep = training = integration._Training(integration._nothing_yet("cpu"))
@@ -101,16 +96,6 @@ def test_a_long_log_is_no_part_of_what_is_written_as_json_for_each_step(tmp_path
     del trainer.state.log_history[10:]
     trainer._note_log()
     assert len(integration._entries(training.kept["log"])) == 10
-
-
-def test_a_log_that_an_earlier_version_kept_as_text_is_taken_up(tmp_path):
-    trainer = integration.attach(made(tmp_path))
-    trainer._keepstep = training = integration._Training(integration._nothing_yet("cpu"))
-    training.kept["log"] = '{"loss": 0.5}\n{"loss": 0.25}\n'
-    trainer._take_up_state()
-    trainer.state.log_history.append({"loss": 0.125})
-    trainer._note_log()
-    assert [one["loss"] for one in integration._entries(training.kept["log"])] == [0.5, 0.25, 0.125]
 
 
 class Line(torch.nn.Linear):
@@ -142,6 +127,188 @@ def test_a_dataset_that_draws_as_a_batch_is_fetched_ahead_is_told_of(
     integration.attach(trainer).train()
     assert trainer.checkpointer.stats.staged
     assert caplog.text.count("draws from the random generators") == (0 if seeded else 1)
+
+
+def trained(tmp_path, kind=transformers.Trainer, rows=8, callbacks=(), **arguments):
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "max_steps": 3}
+    args = transformers.TrainingArguments(
+        **options | {"per_device_train_batch_size": 1} | arguments
+    )
+    data = [{"x": torch.ones(2)}] * rows
+    trainer = kind(model=Line(2, 2), args=args, train_dataset=data, callbacks=list(callbacks))
+    integration.attach(trainer).train()
+    return trainer
+
+
+@pytest.fixture
+def lives(monkeypatch):
+    """Each call begins another life of the process, as far as keepstep can see."""
+
+    def begin():
+        monkeypatch.setattr(trainings, "_BEGUN", {})
+        monkeypatch.setattr(checkpointer, "_SAVED_IN", set())
+
+    return begin
+
+
+def test_a_second_training_of_a_process_is_refused_whatever_object_asks(tmp_path, sidecar):
+    first = trained(tmp_path)
+    for train in (first.train, lambda: trained(tmp_path), lambda: trained(tmp_path, Other)):
+        with pytest.raises(keepstep.UsageError, match="a run keeps one training"):
+            train()
+
+
+def test_a_checkpointer_that_goes_on_after_an_adapter_is_refused_by_name(tmp_path, sidecar):
+    trainer = trained(tmp_path)
+    plain = keepstep.Checkpointer(model=trainer.model, optimizer=trainer.optimizer.optimizer)
+    with pytest.raises(keepstep.MismatchError, match="trainer: in the checkpoint, but not given"):
+        plain.restore()
+
+
+def test_steps_of_a_checkpointer_of_the_scripts_own_are_refused_by_name(tmp_path, sidecar, lives):
+    with keepstep.Checkpointer(model=torch.nn.Linear(2, 2)) as plain:
+        plain.restore()
+        plain.save(1)
+    lives()
+    with pytest.raises(keepstep.MismatchError, match="kept by a script's own Checkpointer"):
+        trained(tmp_path)
+
+
+class Other(transformers.Trainer):
+    pass
+
+
+def test_a_step_of_another_kind_of_training_is_refused_before_anything_changes(
+    tmp_path, sidecar, lives, caplog
+):
+    trained(tmp_path)
+    lives()
+    with pytest.raises(keepstep.MismatchError, match="step 3 of this run is of Trainer, and this"):
+        trained(tmp_path, Other)
+    assert "hold NaN" not in caplog.text
+    assert "restored step" not in caplog.text
+    lives()
+    assert trained(tmp_path).state.global_step == 3
+
+
+def test_a_run_that_is_complete_says_so(tmp_path, sidecar, lives, caplog):
+    trained(tmp_path)
+    assert "complete" not in caplog.text
+    assert "not as when" not in caplog.text
+    lives()
+    trained(tmp_path)
+    assert "this run is complete (step 3 of 3): nothing is trained" in caplog.text
+    assert "not as when" not in caplog.text
+
+
+def test_arguments_that_changed_since_the_kept_step_are_named_once(
+    tmp_path, sidecar, lives, caplog
+):
+    trained(tmp_path)
+    lives()
+    changed = {"learning_rate": 0.5, "max_steps": 5, "seed": 7, "logging_steps": 1}
+    assert trained(tmp_path / "elsewhere", rows=9, **changed).state.global_step == 5
+    (said,) = (one for one in caplog.messages if "not as when step 3 was kept" in one)
+    names = ("learning_rate 5e-05 -> 0.5", "max_steps 3 -> 5", "rows 8 -> 9", "seed 42 -> 7")
+    assert all(one in said for one in names)
+    assert "logging" not in said
+    assert "output_dir" not in said
+
+
+class Interrupt(transformers.TrainerCallback):
+    def on_step_end(self, args, state, *_, **__):
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def test_a_cell_that_was_interrupted_goes_on_where_it_is_run_again(tmp_path, sidecar, caplog):
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, callbacks=[Interrupt()])
+    again = trained(tmp_path)
+    assert again.checkpointer.epoch.parent.step in (1, 2)
+    assert again.state.global_step == 3
+
+
+def test_layers_that_were_unfrozen_on_the_way_train_on(tmp_path, sidecar, lives):
+    class Unfreeze(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **_):
+            model.bias.requires_grad = state.global_step >= 1
+
+    class Frozen(transformers.TrainerCallback):
+        def on_train_begin(self, *_, model, **__):
+            self.seen = model.bias.requires_grad
+
+    def with_frozen_bias(**options):
+        options["model"].bias.requires_grad = False
+        return transformers.Trainer(**options)
+
+    trained(tmp_path, with_frozen_bias, callbacks=[Unfreeze()])
+    lives()
+    frozen = Frozen()
+    trained(tmp_path, with_frozen_bias, callbacks=[frozen], max_steps=4)
+    assert frozen.seen
+
+
+class Curriculum(transformers.Trainer):
+    """Knows things of its own, as people write it."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.level, self.fixed = 0, {"a": [1, 2]}
+        self.teacher = torch.nn.Linear(2, 2)
+        self.hardness = types.SimpleNamespace(seen=[0.0])
+
+    def training_step(self, *args, **options):
+        self.level += 1
+        self.hardness.seen[0] += 0.5
+        with torch.no_grad():
+            self.teacher.weight.data.mul_(0.9)
+        return super().training_step(*args, **options)
+
+
+class Average(transformers.TrainerCallback):
+    def __init__(self):
+        self.weight, self.of = torch.zeros(2), "weights"
+
+    def on_step_end(self, args, state, control, model, **_):
+        self.weight.mul_(0.9).add_(model.bias.detach(), alpha=0.1)
+
+
+class Counted(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):
+    def __init__(self, steps=0):
+        self.steps = steps
+
+    def state(self):
+        return {"args": {}, "attributes": {"steps": self.steps}}
+
+    def on_step_end(self, *_, **__):
+        self.steps += 1
+
+
+def test_what_changes_and_is_in_no_step_is_named_once(tmp_path, sidecar, caplog):
+    trained(tmp_path, Curriculum, callbacks=[Average(), Counted()], max_steps=9)
+    (said,) = (one for one in caplog.messages if "is in no step" in one)
+    names, _, _ = said.removeprefix("keepstep: ").partition(": changes")
+    assert names.split(", ") == [
+        "Average.weight", "Curriculum.hardness", "Curriculum.level", "Curriculum.teacher",
+    ]  # fmt: skip
+
+
+def test_a_plain_trainer_has_nothing_that_is_in_no_step(tmp_path, sidecar, caplog):
+    trained(tmp_path, callbacks=[Counted()], max_steps=9, eval_strategy="no", logging_steps=2)
+    assert "is in no step" not in caplog.text
+
+
+def test_what_a_class_names_itself_is_not_named(tmp_path, sidecar, caplog):
+    class Named(integration.KeepstepTrainerMixin, Curriculum):
+        def keepstep_components(self):
+            level = {"level": self.level}
+            return {**super().keepstep_components(), "teacher": self.teacher, "level": level}
+
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "max_steps": 5}
+    args = transformers.TrainingArguments(**options, per_device_train_batch_size=1)
+    Named(model=Line(2, 2), args=args, train_dataset=[{"x": torch.ones(2)}] * 8).train()
+    assert "is in no step" not in caplog.text
 
 
 def test_a_version_that_was_never_tested_is_named(monkeypatch):

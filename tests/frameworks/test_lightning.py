@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,18 @@ def test_two_optimizers_by_hand_in_the_other_package(fit):
     plain = fit.undisturbed(**options)
     kept, _ = fit.kept(**options, kill=drawn(range(2, 30), range(30, 60)))
     assert_same_log(plain, kept, kills=2)
+
+
+@pytest.mark.parametrize("finetune", ["backbone", "bias"])
+def test_layers_that_are_unfrozen_on_the_way_and_groups_that_a_callback_adds(fit, finetune):
+    options = {"finetune": finetune, "arguments": {"max_epochs": 3}}
+    plain = fit.undisturbed(**options)
+    kill = [EPOCH, *drawn(range(EPOCH + 1, 30), range(31, 44))]
+    kept, _ = fit.kept(**options, kill=kill)
+    assert_same_log(plain, kept, kills=3)
+    groups = [(one / "groups-0").read_text() for one in (plain, kept)]
+    assert groups[0] == groups[1]
+    assert len(json.loads(groups[0])) == 2, "a group was added"
 
 
 def test_two_ranks(fit):

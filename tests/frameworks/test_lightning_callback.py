@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import keepstep
 from keepstep.integrations import lightning as integration
+from keepstep.integrations import trainings
 from keepstep.integrations.lightning import KeepstepCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -70,17 +71,78 @@ def test_what_is_no_training_is_left_alone(tmp_path, sidecar):
     assert callback.checkpointer is None
 
 
-def test_a_second_training_of_a_process_is_refused(tmp_path, sidecar):
+def test_a_second_training_of_a_process_is_refused_whatever_object_asks(tmp_path, sidecar):
     callback = KeepstepCallback()
     made(tmp_path, callback).fit(Model())
     assert callback.checkpointer.latest_step() == 4
-    with pytest.raises(keepstep.UsageError, match="a run keeps one training"):
-        made(tmp_path, callback).fit(Model())
+    for again in (callback, KeepstepCallback()):
+        with pytest.raises(keepstep.UsageError, match="a run keeps one training"):
+            made(tmp_path, again).fit(Model())
 
 
-def test_the_last_step_is_whole_where_not_every_step_is_staged(tmp_path, sidecars, monkeypatch):
+class Other(Model):
+    pass
+
+
+def test_a_step_of_another_module_is_refused_before_anything_changes(
+    tmp_path, sidecar, lives, caplog
+):
+    made(tmp_path, KeepstepCallback()).fit(Model())
+    lives()
+    with pytest.raises(keepstep.MismatchError, match="is of Model, and this is Other"):
+        made(tmp_path, KeepstepCallback()).fit(Other())
+    assert "hold NaN" not in caplog.text
+
+
+def test_what_is_complete_and_what_changed_is_told(tmp_path, sidecar, lives, caplog):
+    made(tmp_path, KeepstepCallback()).fit(Model())
+    assert "not as when" not in caplog.text
+    lives()
+    model = Model()
+    model.lr = 0.5
+    made(tmp_path, KeepstepCallback()).fit(model)
+    assert "this run is complete (step 4): nothing is trained" in caplog.text
+    assert "not as when step 4 was kept: optimizer.lr 0.1 -> 0.5" in caplog.text
+
+
+def test_a_cell_that_was_interrupted_goes_on_where_it_is_run_again(tmp_path, sidecar):
+    class Interrupt(lightning.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit):
+        made(tmp_path, KeepstepCallback(), Interrupt()).fit(Model())
+    callback = KeepstepCallback()
+    trainer = made(tmp_path, callback)
+    trainer.fit(Model())
+    assert callback.checkpointer.epoch.parent.step in (1, 2)
+    assert trainer.global_step == 4
+
+
+def test_a_checkpoint_of_lightnings_that_ends_within_an_epoch_is_warned_of_by_lightning(tmp_path):
+    class Save(lightning.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    made(tmp_path, Save()).fit(Model())
+    with pytest.warns(UserWarning, match="ended before the epoch ended"):
+        made(tmp_path, KeepstepCallback()).fit(Model(), ckpt_path=tmp_path / "within.ckpt")
+
+
+@pytest.fixture
+def lives(monkeypatch):
+    """Each call begins another life of the process, as far as keepstep can see."""
+    return lambda: monkeypatch.setattr(trainings, "_BEGUN", {})
+
+
+def test_the_last_step_is_whole_where_not_every_step_is_staged(
+    tmp_path, sidecars, monkeypatch, lives
+):
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecars().start("--stage-every", "3").socket))
     made(tmp_path, KeepstepCallback()).fit(Model())
+    lives()
     trainer = made(tmp_path, KeepstepCallback())
     trainer.fit(Model())
     assert trainer.global_step == 4, "what is over is not trained again"

@@ -135,4 +135,4 @@ def test_a_checkpoint_of_trainers_counts_only_where_the_run_holds_no_step(traine
 
 def test_what_cannot_be_followed_is_refused(trainer):
     _, said = trainer.kept(arguments={"auto_find_batch_size": True}, code=1)
-    assert "auto_find_batch_size begins anew" in said
+    assert "Trainer then begins the training again with half the batch" in said

@@ -224,6 +224,38 @@ def test_an_array_has_become_a_tuple():
     same(retake(before, other, ALONE), take(other))
 
 
+def test_two_dicts_have_become_one_and_two_again():
+    tensor = torch.zeros(2)
+    first, second = {"t": tensor}, {"t": tensor}
+    parts = {"extra": {"a": first, "b": second}}
+    before = take(parts)
+    parts["extra"]["b"] = first
+    shared = retake(before, parts, ALONE)
+    same(shared, take(parts))
+    assert shared.signature() != before.signature()
+    parts["extra"]["b"] = second
+    same(retake(shared, parts, ALONE), before)
+
+
+def test_a_view_has_moved():
+    ring = torch.zeros(4, 2)
+    parts = {"extra": {"ring": ring, "newest": ring[0]}}
+    before = take(parts)
+    parts["extra"]["newest"] = ring[3]
+    now = retake(before, parts, ALONE)
+    same(now, take(parts))
+    assert now.values != before.values
+    assert now.signature() == before.signature()
+
+
+def test_tensors_have_come_to_overlap():
+    one, other = torch.zeros(4), torch.zeros(2)
+    parts = {"extra": {"a": one, "b": other}}
+    before = take(parts)
+    other.set_(one.untyped_storage(), 2, (2,), (1,))
+    same(retake(before, parts, ALONE), take(parts))
+
+
 def test_arrays_are_copied_each_time():
     parts = {"extra": {"array": numpy.zeros(70_000)}}
     before = take(parts)

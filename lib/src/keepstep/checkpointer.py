@@ -36,6 +36,7 @@ from keepstep.core.vote import Decision
 from keepstep.errors import FormatError, NotDurableError, SlotUnavailable, UsageError
 from keepstep.image import Layout, extras
 from keepstep.restore.collective import Collective, Gather, Unkept
+from keepstep.restore.preview import Preview, preview
 from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.restore.waiting import telling
 from keepstep.save import loops
@@ -49,6 +50,7 @@ from keepstep.state.leaves import Taken, text_of
 from keepstep.state.memory import check_memory
 from keepstep.state.take import check_components, encode, retake, take
 from keepstep.state.topology import ALONE
+from keepstep.state.wrappers import is_known
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted
 
@@ -91,6 +93,7 @@ class Checkpointer:
         trusted: bool = False,
         replicated: str = "PerNode",
         dir: str | os.PathLike[str] | None = None,
+        run: str | None = None,
         **named: Any,
     ) -> None:
         """Name the components to keep: modules, optimizers, schedulers, plain dicts.
@@ -111,6 +114,8 @@ class Checkpointer:
           start one on this machine. It keeps the run below this directory, is started again when it
           dies, and ends when it has had no trainer for five minutes. The environment holds its
           settings, which are those of `keepstep start`.
+        - `run`: with `dir`, the name of the run below it, which then has a sidecar of its own,
+          even if one was started for this process. So one process can train several times.
 
         Raises UsageError for components that keepstep cannot take or cannot put back.
         """
@@ -146,9 +151,9 @@ class Checkpointer:
         self._stats = Stats()
         self._off, self._off_said = "", False
         self._restore_timeout_s = restore_timeout_s()
-        self._socket = embedded.socket(dir)
+        self._socket = embedded.socket(dir, run)
         if self._socket:
-            keeper = embedded.keeper(dir)
+            keeper = embedded.keeper(dir, run)
             self._agent = Agent(self._socket, rank=self._rank, world=self._world, keeper=keeper)
             self._stats = self._agent.stats
             # if close() is never called: at the end of the process, or of this object
@@ -189,6 +194,31 @@ class Checkpointer:
         """
         return sorted(held_steps(self._socket, timeout_s=_CONNECT_S)) if self._socket else []
 
+    def preview(self, name: str) -> tuple[int, dict[str, Any]] | None:
+        """The number of the step that `restore` would bring back now, and what it holds of `name`,
+        a component that is a dict; {} if it has none. None if there is nothing to restore.
+
+        Call it before `restore()`, when the components that the restore fills have to be made as
+        the step says (parameter groups that were added, layers). Only that component is read, and
+        nothing is changed. This is a collective, like `restore`, and raises as `restore` does.
+        """
+        if self._epoch is not None:
+            raise UsageError("preview() comes before restore(), which was called already")
+        found: dict[str, Any] = {}
+        session = self._agent.session if self._agent is not None else None
+        collective = Collective(session, rank=self._rank, world=self._world, quiet=True)
+
+        def begin(decision: Decision) -> Preview:
+            assert session is not None
+            found.clear()
+            options: dict[str, Any] = {"trusted": self._trusted}
+            options["timeout_s"] = self._restore_timeout_s
+            return Preview(name, found, session, decision, rank=self._rank, **options)
+
+        with telling(self._socket, lambda: collective.doing, rank=self._rank):
+            step = preview(collective, self._connect, begin)
+        return None if step is None else (step, found)
+
     def restore(
         self, *, step: int | None = None, rng: Literal["now", "later"] = "now"
     ) -> Restored | None:
@@ -225,13 +255,16 @@ class Checkpointer:
                 raise UsageError('restore(rng="later"): this Checkpointer was made with rng=False')
             self._rng_later = {}
         self._hint()
+        check_components(self._components)  # an adapter completes them after `preview`
         session = self._agent.session if self._agent is not None else None
         collective = Collective(session, rank=self._rank, world=self._world, step=step)
         try:
             waits = telling(self._socket, lambda: collective.doing, rank=self._rank)
             with waits, PartialRestore() as partial:
                 begin = functools.partial(self._restoring, partial)
-                agreed = collective.restore(self._connect, begin, meet=self._meet)
+                agreed = collective.restore(
+                    self._connect, begin, meet=self._meet, begin_anew=self._begin_anew
+                )
         finally:
             self._probed = None
         if isinstance(agreed, Unkept):
@@ -249,6 +282,14 @@ class Checkpointer:
         if parent is None or restoring is None:
             return None
         self._last_step = parent.step
+        if self._rank == 0 and self._socket in _SAVED_IN:
+            log.warning(
+                "keepstep: this process has kept steps of this run before: this Checkpointer goes"
+                " on from step %d of that training. A second training needs a run of its own:"
+                " Checkpointer(..., dir=DIR, run=NAME), or another process and `keepstep run --run"
+                " NAME`",
+                parent.step,
+            )
         if self._rank == 0:
             log.warning(
                 "keepstep: restored step %d of epoch %s from %s in %.2f s",
@@ -298,32 +339,51 @@ class Checkpointer:
 
     def _connect(self) -> LeaseGranted:
         assert self._agent is not None
-        return self._agent.connect(timeout_s=_CONNECT_S)
+        return self._agent.session.granted or self._agent.connect(timeout_s=_CONNECT_S)
 
     def _meet(self, gather: Gather) -> None:
         """Agree which rank has which tensors, so that every rank knows what to stage.
 
+        Foreign objects are left out: to ask one for its state before it was loaded may change it.
         Raises UsageError, on all ranks, if one of them has something that cannot be kept.
         """
         if self._world == 1:
-            self._probed = self._probe()
+            self._probed = self._probe(self._known())
         else:
-            self._topology = topology.agree(
-                lambda: self._probe().claims,
-                gather,
-                rank=self._rank,
-                world=self._world,
-                node=topology.node_name(self._socket),
-                spread=self._spread,
-            )
+            self._agree(gather, self._known)
 
-    def _probe(self) -> Taken:
-        """Lay out the whole state once.
+    def _begin_anew(self, gather: Gather) -> None:
+        """Agree again, on the whole state, as there is nothing to restore. Raises UsageError as
+        `_meet` does.
+        """
+        if self._world > 1:
+            self._agree(gather, lambda: self._components)
+        elif len(self._known()) < len(self._components):
+            self._probe(self._components)
+
+    def _known(self) -> dict[str, Any]:
+        """The components that give their state without running foreign code: modules, optimizers
+        and dicts.
+        """
+        return {name: one for name, one in self._components.items() if is_known(one)}
+
+    def _agree(self, gather: Gather, components: Callable[[], Mapping[str, Any]]) -> None:
+        self._topology = topology.agree(
+            lambda: self._probe(components()).claims,
+            gather,
+            rank=self._rank,
+            world=self._world,
+            node=topology.node_name(self._socket),
+            spread=self._spread,
+        )
+
+    def _probe(self, components: Mapping[str, Any]) -> Taken:
+        """Lay out the state of these components once.
 
         So the script learns what cannot be kept before the first step, and not from the log of a
         run that kept nothing. Raises UsageError.
         """
-        taken = take(self._components)
+        taken = take(components)
         for leaf in taken.tensors:
             check_memory(leaf.tensor, leaf.name)
         try:
@@ -333,10 +393,11 @@ class Checkpointer:
         return taken
 
     def _take(self) -> Taken:
-        """The taken state. While a single rank restores, this is the result of `_probe`: no part of
-        the state is replaced before every tensor is filled.
+        """What a restore compares with: the taken state without foreign objects. While a single
+        rank restores, this is the result of `_probe`: no part of the state is replaced before every
+        tensor is filled.
         """
-        return self._probed or take(self._components, self._topology)
+        return self._probed or take(self._known(), self._topology)
 
     def _retake(self) -> Taken:
         """The taken state, beside how it was taken at the last save. Where it never stays the same,
@@ -496,6 +557,7 @@ class Checkpointer:
         if self._rng_later:
             agent.warn("rng-later", _NO_RNG)
         self._last_step = step
+        _SAVED_IN.add(self._socket)
         agent.settle(decided=False)
         taken = self._retake()
         if self._replicas is not None:
@@ -769,6 +831,8 @@ def _rank_and_world() -> tuple[int, int]:
 
 
 _LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+_SAVED_IN: set[str] = set()
+"""The sockets of the runs of which this process has saved a step."""
 
 
 @functools.cache

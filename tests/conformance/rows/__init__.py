@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from tests.conformance.rows import modules, optimizers, schedulers
+from tests.conformance.rows import data, foreign, modules, optimizers, packages, schedulers, values
 from tests.conformance.table import Row
 
-_MODULES = (optimizers, schedulers, modules)
+_MODULES = (optimizers, schedulers, modules, foreign, values, data, packages)
 
 
 @functools.cache

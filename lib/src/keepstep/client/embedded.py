@@ -20,16 +20,18 @@ _START_S = 90.0
 _ENDED_WELL, _MISUSED = 0, 2
 _STEADY_S = 60.0
 _LONGEST_PAUSE_S = 30.0
+_LINGER_ENV = "KEEPSTEP_LINGER"
 
 
 class Keeper:
     """Restarts the sidecar of a script when it has died, as `keepstep run` does: at once, then less
     and less often. It blocks neither the thread that asks nor the training."""
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], run: str | None = None) -> None:
         # The script may change its working directory and environment. A new sidecar must still find
         # the same run and have the same settings.
         self._directory = os.path.abspath(directory)
+        self._run = run
         self._environment = dict(os.environ)
         self._lock = threading.Lock()
         self._failures = 0
@@ -61,7 +63,7 @@ class Keeper:
 
     def _try(self) -> None:
         try:
-            _start(self._directory, self._environment)
+            _start(self._directory, self._run, self._environment)
         except (UsageError, OSError) as error:
             self._say(f"the sidecar ended, and cannot be started again: {error}")
         else:
@@ -79,35 +81,54 @@ class Keeper:
         self._said = text
 
 
-def socket(directory: str | os.PathLike[str] | None) -> str:
+def socket(directory: str | os.PathLike[str] | None, run: str | None = None) -> str:
     """Path of the sidecar's socket.
 
     If `keepstep run` or a pod provides a sidecar for this process, its socket is returned. Else a
     sidecar that keeps this script's run below `directory` is started, or found if it already runs.
     With `directory` None the result is then ''.
 
-    Every rank calls this: the first rank of a machine starts the sidecar, the others find it. The
-    run has the name of the script's file, or `notebook`. Raises UsageError with the message of the
-    command.
+    `run`: keep the run of this name below `directory` instead, with a sidecar of its own, whatever
+    else provides one: one process may train several times, each time in another run.
+
+    Every rank calls this: the first rank of a machine starts the sidecar, the others find it.
+    Without `run`, the run has the name of the script's file, or `notebook`. Raises UsageError with
+    the message of the command.
     """
-    inherited = os.environ.get(SOCKET_ENV, "")
-    return inherited if inherited or directory is None else _start(directory, os.environ)
+    if run is not None and directory is None:
+        raise UsageError(
+            f"run={run!r} names a run below a directory: give that, too (dir=); a run that"
+            " `keepstep run` or a pod provides has its name there"
+        )
+    inherited = os.environ.get(SOCKET_ENV, "") if run is None else ""
+    return inherited if inherited or directory is None else _start(directory, run, os.environ)
 
 
-def keeper(directory: str | os.PathLike[str] | None) -> Keeper | None:
+def keeper(directory: str | os.PathLike[str] | None, run: str | None = None) -> Keeper | None:
     """The keeper of the sidecar that `socket` started. None if another process looks after the
     sidecar: one that started it in another way, or the first rank of this machine."""
-    if directory is None or os.environ.get(SOCKET_ENV) or os.environ.get("LOCAL_RANK", "0") != "0":
+    provided = run is None and os.environ.get(SOCKET_ENV)
+    if directory is None or provided or os.environ.get("LOCAL_RANK", "0") != "0":
         return None
-    return Keeper(directory)
+    return Keeper(directory, run)
 
 
-def _start(directory: str | os.PathLike[str], environment: Mapping[str, str]) -> str:
+def _named(run: str | None, environment: Mapping[str, str]) -> list[str]:
+    """The flags of a run with a name. The runs of one process come one after the other, so each
+    gives its memory back soon after its end."""
+    if run is None:
+        return []
+    return ["--run", run] if _LINGER_ENV in environment else ["--run", run, "--linger", "1m"]
+
+
+def _start(
+    directory: str | os.PathLike[str], run: str | None, environment: Mapping[str, str]
+) -> str:
     script = _script()
     words = [sys.executable, "-m", "keepstep_sidecar.cli", "start", "--dir", os.fspath(directory)]
     try:
         done = subprocess.run(
-            [*words, "--", os.path.basename(script)],
+            [*words, *_named(run, environment), "--", os.path.basename(script)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

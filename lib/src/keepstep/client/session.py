@@ -68,8 +68,13 @@ class Session:
     @property
     def lease(self) -> str:
         """Token of the lease; '' while the sidecar is away."""
+        return granted.lease if (granted := self.granted) is not None else ""
+
+    @property
+    def granted(self) -> LeaseGranted | None:
+        """The lease; None while there is none."""
         lease = self._lease
-        return lease.granted.lease if lease is not None and not lease.lost.is_set() else ""
+        return lease.granted if lease is not None and not lease.lost.is_set() else None
 
     @property
     def connected(self) -> bool:

@@ -240,12 +240,10 @@ class _Encoder:
         return encoded
 
     def _dict(self, value: dict[Any, Any], depth: int) -> Any:
-        plain: dict[str, Any] = {}
-        for key, one in value.items():
+        for key in value:  # before any value is encoded, as what is met twice must be in the JSON
             if type(key) is not str or key[:1] == "!" or not is_text(key):
                 return {"!dict": self._pairs(value, depth)}
-            plain[key] = self._value(key, one, depth)
-        return plain
+        return {key: self._value(key, one, depth) for key, one in value.items()}
 
     def _pairs(self, value: dict[Any, Any], depth: int) -> Any:
         if len(value) >= _LEAST_PACKED and (packed := self._columns([value, value.values()])):

@@ -11,13 +11,15 @@ These rules must hold:
 
 - A step is kept once Lightning is done with it, including log and validation. The last step of an
   epoch is kept once the epoch is over.
+- Callbacks get their states where Lightning gives them, before `on_fit_start`: some of them build
+  parameter groups there. At that point the optimizers do not exist yet, so the states are read
+  ahead of the restore (`Checkpointer.preview`).
 - The loops are told that they resume only while they get ready. Lightning's own checkpoints may be
   of any moment, so its loops then leave some things out; this module does these things.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import importlib
@@ -33,7 +35,15 @@ from keepstep.checkpointer import Checkpointer, Restored
 from keepstep.client import embedded
 from keepstep.client.session import held_steps
 from keepstep.errors import RestoreError, UsageError
-from keepstep.integrations import any_rank, loaders, require, require_torch
+from keepstep.integrations import (
+    any_rank,
+    loaders,
+    quantized,
+    require,
+    require_torch,
+    trainings,
+)
+from keepstep.integrations.trainable import Trainable
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -62,8 +72,9 @@ _lightning: Any = _package()
 _require(_lightning.__name__)
 
 _REFUSED = {
-    "DeepSpeedStrategy": "keepstep cannot keep DeepSpeed's partitions: use ModelParallelStrategy"
-    " (FSDP2), or DDP",
+    "DeepSpeedStrategy": "keepstep cannot keep DeepSpeed's partitions in Lightning: use"
+    " ModelParallelStrategy (FSDP2) or DDP there; in a loop of your own it keeps them"
+    " (docs/frameworks.md#deepspeed)",
     "FSDPStrategy": "keepstep keeps FSDP2, not FSDP1: use ModelParallelStrategy, and fully_shard in"
     " configure_model()",
     "WeightAveraging": "WeightAveraging has weights of its own, which keepstep cannot follow: keep"
@@ -107,7 +118,7 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
         Override it to add anything else that the next step depends on. Raises UsageError for an
         optimizer that is not a torch optimizer.
         """
-        components: dict[str, Any] = {"model": trainer.strategy.model}
+        components: dict[str, Any] = {"model": quantized.component(trainer.strategy.model)}
         for at, optimizer in enumerate(trainer.strategy.optimizers):
             require_torch(optimizer)
             components[f"optimizer{at or ''}"] = optimizer
@@ -128,14 +139,16 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
             return
         _require(_package_of(trainer))
         _refuse(trainer)
-        socket_path = embedded.socket(self.options.get("dir"))
-        if socket_path and self._fit is not None:
-            raise UsageError(
-                "fit() was called already: a run keeps one training. Begin the next one in a"
-                " process and a run of its own (keepstep run --run NAME)"
-            )
-        self._fit = _Fit(self, trainer)
+        socket_path = embedded.socket(self.options.get("dir"), self.options.get("run"))
+        training = type(pl_module).__name__
+        trainings.check_first(socket_path, training)
+        self._fit = _Fit(self, trainer, training, socket_path)
         self._fit.follow(_held(socket_path))
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let another `fit` of this process go on where the user interrupted this one."""
+        if self._fit is not None and isinstance(exception, KeyboardInterrupt):
+            self._fit.interrupted(exception)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Make the last step durable while the model is still where it was trained."""
@@ -158,6 +171,13 @@ class _Fit:
 
     callback: KeepstepCallback
     trainer: Any
+    training: str
+    socket_path: str
+    components: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What is kept; complete once everything is prepared."""
+    trainable: Trainable | None = None
+    previewed: int | None = None
+    """The step of which the callbacks have their states."""
     kept: dict[str, Any] = dataclasses.field(default_factory=dict)
     at: Restored | None = None
     last: int = 0
@@ -179,7 +199,8 @@ class _Fit:
             if path and any_rank(bool(held)):
                 log.warning("keepstep: ckpt_path=%r is left alone: this run holds a step", path)
                 self.left_alone, path = path, None
-            return original(path, *args)
+            original(path, *args)
+            self._load_callbacks()
 
         def restore(original: Callable[..., Any]) -> Any:
             original()
@@ -198,7 +219,8 @@ class _Fit:
 
         def reset(original: Callable[..., Any]) -> Any:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
+                if self._resumes:
+                    warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
                 return original()
 
         def begin_batches(original: Callable[..., Any], fetcher: Any) -> Any:
@@ -252,15 +274,27 @@ class _Fit:
         """Make the last step durable, and undo the wrapping of the trainer's methods."""
         if not self.undo:
             return
-        for owner, name in self.undo:
-            delattr(owner, name)
-        self.undo = []
+        self._undo()
         if self.callback.checkpointer is not None:
             if self.at is not None:
+                if self.trainer.is_global_zero:
+                    trainings.say_complete(self.at.step)
                 self._checkpointer.restore_rng()
             else:
                 self._note()  # with --stage-every, `close` may stage the last step only now
             self._checkpointer.close()
+
+    def interrupted(self, error: KeyboardInterrupt) -> None:
+        """End without making anything durable."""
+        self._undo()
+        trainings.interrupted(self.socket_path)
+        if self.callback.checkpointer is not None:
+            self._checkpointer.__exit__(type(error), error, None)
+
+    def _undo(self) -> None:
+        for owner, name in self.undo:
+            delattr(owner, name)
+        self.undo = []
 
     # --- going on ------------------------------------------------------------------------------
 
@@ -284,14 +318,44 @@ class _Fit:
         combined = self.trainer.fit_loop.epoch_loop.val_loop._combined_loader
         return list(combined.flattened) if combined is not None else []
 
+    def _load_callbacks(self) -> None:
+        """Give callbacks the states of the step that will be restored."""
+        base = quantized.digest(self.trainer.lightning_module)
+        self.kept.update(_nothing_yet(self.trainer.fit_loop), training=self.training, base=base)
+        self.components["trainer"] = self.kept
+        self.callback.checkpointer = Checkpointer(self.components, **self.callback.options)
+        found = self._checkpointer.preview("trainer")
+        trainings.check_same(found, self.training)
+        quantized.check_base(found, base)
+        if found is None:
+            return
+        self.previewed, kept = found
+        for callback in self.trainer.callbacks:
+            if (state := kept["callbacks"].get(callback.state_key)) is not None:
+                callback.load_state_dict(state)
+
     def _restore(self) -> None:
         loop = self.trainer.fit_loop
         self.metrics = list(_metrics(self.trainer.lightning_module))
-        self.kept.update(_nothing_yet(loop))
-        components = {**self.callback.keepstep_components(self.trainer), "trainer": self.kept}
-        self.callback.checkpointer = Checkpointer(components, **self.callback.options)
+        self.trainable = Trainable(self.trainer.lightning_module)
+        self.components.update(self.callback.keepstep_components(self.trainer))
+        arguments = trainings.noted(_arguments(self.trainer))
+        self.kept.update(
+            _nothing_yet(loop),
+            training=self.training,
+            arguments=arguments,
+            base=self.kept["base"],
+        )
         self.at = self._checkpointer.restore(rng="later")
+        trainings.begin(self.socket_path, self.training)
+        if (step := self.at.step if self.at is not None else None) != self.previewed:
+            raise RestoreError(
+                f"callbacks have their states of step {self.previewed}, but step {step} was"
+                " restored, as the newer one cannot be read; start this job again"
+            )
         if self.at is None:
+            if self.trainer.is_global_zero:
+                trainings.say_frozen(self.components["model"])
             if self.left_alone is not None:
                 raise RestoreError(
                     f"ckpt_path={self.left_alone!r} was left alone for a step of this run that not"
@@ -299,6 +363,10 @@ class _Fit:
                 )
             self.last = self.trainer.global_step
             return
+        if self.trainer.is_global_zero:
+            trainings.say_changed(self.kept["arguments"], arguments, step=self.at.step)
+        self.kept["arguments"] = arguments
+        self.trainable.take_up(self.kept["trainable"])
         loop.load_state_dict(self.kept["loops"])
         self.last = self.trainer.global_step
         if not self.kept["begun"]:
@@ -307,9 +375,6 @@ class _Fit:
             loop._resuming_from_checkpoint = False
         loop.epoch_loop.val_loop._restarting = True  # no sanity check
         self.trainer.should_stop = self.kept["should_stop"]
-        for callback in self.trainer.callbacks:
-            if (state := self.kept["callbacks"].get(callback.state_key)) is not None:
-                callback.load_state_dict(copy.deepcopy(state))
 
     def _go_on(self) -> None:
         """Runs after Lightning's own work at the start of each `fit`."""
@@ -387,6 +452,7 @@ class _Fit:
             loops["state_dict"].pop("combined_loader", None)
         self.kept.update(
             loops=loops,
+            trainable=self.trainable.changed() if self.trainable is not None else {},
             should_stop=trainer.should_stop,
             callbacks={key: state for key, state in states if state},
             generators=loaders.own_generators(self._loaders) if between else [],
@@ -463,6 +529,10 @@ def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
 def _nothing_yet(loop: Any) -> dict[str, Any]:
     """`_Fit.kept` before the first step."""
     return {
+        "training": "",
+        "arguments": "{}",
+        "trainable": {},
+        "base": "",
         "begun": {},
         "loops": loop.state_dict(),
         "should_stop": False,
@@ -474,6 +544,23 @@ def _nothing_yet(loop: Any) -> dict[str, Any]:
         "metrics": {},
         "log": {"callback": {}, "logged": {}, "bar": {}},
     }
+
+
+def _arguments(trainer: Any) -> dict[str, Any]:
+    """The arguments on which what is trained depends, and the sizes of the data."""
+    found = {
+        "max_epochs": trainer.max_epochs,
+        "max_steps": trainer.max_steps,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "precision": str(trainer.precision),
+        "world_size": trainer.world_size,
+    }
+    for at, optimizer in enumerate(trainer.strategy.optimizers):
+        found[f"optimizer{at or ''}"] = type(optimizer).__name__
+        found |= {f"optimizer{at or ''}.{key}": one for key, one in optimizer.defaults.items()}
+    given = dict(getattr(trainer.lightning_module, "hparams", {}))
+    return found | {f"hparams.{key}": one for key, one in given.items()}
 
 
 def _restarting(loop: Any, value: bool) -> None:

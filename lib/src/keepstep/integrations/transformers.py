@@ -37,10 +37,14 @@ from keepstep.image import extras
 from keepstep.integrations import (
     any_rank,
     loaders,
+    own_state,
+    quantized,
     require,
     require_accelerate,
     require_torch,
+    trainings,
 )
+from keepstep.integrations.trainable import Trainable
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -62,6 +66,14 @@ _PROGRESS = (
 """The progress in TrainerState. Everything else in it follows from the arguments, or belongs to
 this process.
 """
+
+_INCIDENTAL = (
+    *("output_dir", "logging_", "eval_", "save_", "hub_", "push_to_hub", "report_to", "run_name"),
+    *("disable_tqdm", "log_", "dataloader_num_workers", "resume_from_checkpoint", "do_", "project"),
+    *("local_rank", "ddp_", "trackio_", "include_", "use_cpu", "load_best", "metric_for_best"),
+)
+"""What the names of arguments begin with that another life may change: nothing trained depends on
+them."""
 
 _RESUMED = "keepstep"
 """Stands for the directory of a checkpoint in Trainer's epoch."""
@@ -89,13 +101,17 @@ class _Training:
     """One `train()`. `kept`: what goes into each step beside Trainer's objects, refilled in place
     by a restore: `epoch` and the step that it `begun_at`; `epoch_rng`: random states at that
     moment; `own`: those of generators that the loader and its samplers have of their own, then, or
-    between two epochs; `fresh`: whether the loader's iterator was made then (of both, earlier
-    versions kept none); `stopped`: the step count to which training was to go when it stopped."""
+    between two epochs; `fresh`: whether the loader's iterator was made then; `stopped`: the step
+    count to which training was to go when it stopped; `training` and `arguments`: see `trainings`;
+    `trainable`: see `Trainable`; `base`: see `quantized`."""
 
     kept: dict[str, Any]
+    socket_path: str = ""
     checkpointer: Checkpointer | None = None
     loader: Any = None
     prepared: Any = None
+    trainable: Trainable | None = None
+    watch: own_state.Watch | None = None
     at: Restored | None = None
     left_alone: Any = None
     """A Trainer checkpoint that was asked for while the run holds a step."""
@@ -135,8 +151,13 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         """
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # in AcceleratedOptimizer
         require_torch(optimizer)
-        components = {"model": self.model_wrapped, "optimizer": optimizer}
-        others = {"scheduler": self.lr_scheduler, "scaler": self.accelerator.scaler}
+        components = {"model": quantized.component(self.model_wrapped), "optimizer": optimizer}
+        others = {
+            "scheduler": self.lr_scheduler,
+            "scaler": self.accelerator.scaler,
+            "reference": own_state.reference_model(self),
+            "own": own if (own := own_state.OwnState(self)).names else None,
+        }
         return components | {name: one for name, one in others.items() if one is not None}
 
     # --- Trainer's methods, in the order in which it calls them ----------------------------------
@@ -146,13 +167,12 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         only if the run holds no step.
         """
         _refuse(self)
-        socket_path = embedded.socket(self.keepstep_options.get("dir"))
-        if socket_path and self._keepstep is not None:
-            raise UsageError(
-                "train() was called already: a run keeps one training. Begin the next one in a"
-                " process and a run of its own (keepstep run --run NAME)"
-            )
-        self._keepstep = training = _Training(_nothing_yet(self.args.device))
+        options_of_run = {key: self.keepstep_options.get(key) for key in ("dir", "run")}
+        socket_path = embedded.socket(options_of_run["dir"], options_of_run["run"])
+        trainings.check_first(socket_path, _name(self))
+        kept = _nothing_yet(self.args.device)
+        kept.update(training=_name(self), arguments=trainings.noted(_arguments(self)))
+        self._keepstep = training = _Training(kept, socket_path)
         asks = bool(resume_from_checkpoint and socket_path)
         held = asks and bool(held_steps(socket_path, timeout_s=_SCAN_S))
         if resume_from_checkpoint and any_rank(held):
@@ -161,7 +181,13 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
                 resume_from_checkpoint,
             )
             training.left_alone, resume_from_checkpoint = resume_from_checkpoint, None
-        return super().train(resume_from_checkpoint, *args, **options)
+        try:
+            return super().train(resume_from_checkpoint, *args, **options)
+        except KeyboardInterrupt as error:
+            trainings.interrupted(socket_path)
+            if training.checkpointer is not None:
+                training.checkpointer.__exit__(type(error), error, None)
+            raise
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         self._now.loader = dataloader
@@ -185,9 +211,21 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         )
         self._prepare_for_training(max_steps, self._now.loader, resume_from_checkpoint)
         training, kept = self._now, self._now.kept
+        training.trainable = Trainable(self.model)
         components = {**self.keepstep_components(), "trainer": kept}
         training.checkpointer = Checkpointer(components, **self.keepstep_options)
+        kept["base"] = quantized.digest(self.model)
+        found = training.checkpointer.preview("trainer")
+        trainings.check_same(found, kept["training"])
+        quantized.check_base(found, kept["base"])
+        if found is None and self.is_world_process_zero():
+            trainings.say_frozen(components["model"])
+        arguments = kept["arguments"]
         training.at = training.checkpointer.restore(rng="later")
+        trainings.begin(training.socket_path, kept["training"])
+        if training.checkpointer.epoch is not None and self.is_world_process_zero():
+            mine = type(self).keepstep_components is KeepstepTrainerMixin.keepstep_components
+            training.watch = own_state.Watch(self, components.values(), own=mine)
         if training.checkpointer.epoch is not None:
             loaders.tell_of_draws(_torchs(training.loader))
         if training.at is None:
@@ -200,7 +238,12 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
             return begin
         self._take_up_state()
         step = self.state.global_step
+        if self.is_world_process_zero():
+            trainings.say_changed(kept["arguments"], arguments, step=step)
+        kept["arguments"] = arguments
         if step >= max_steps or kept["stopped"] == max_steps:
+            if self.is_world_process_zero():
+                trainings.say_complete(step, max_steps)
             return num_train_epochs, 0
         if self.args.ignore_data_skip:
             kept["begun_at"] = step
@@ -242,11 +285,11 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         seeding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if first and training.at is not None:
             resume_from_checkpoint = _RESUMED
-            loaders.set_own_generators(kept.get("own", []), [loader])
+            loaders.set_own_generators(kept["own"], [loader])
         if first and skipped and training.at is not None:
             # samplers and workers draw the seeds that they drew when this epoch began
             rng.apply(kept["epoch_rng"])
-            if not kept.get("fresh", True):
+            if not kept["fresh"]:
                 seeding = loaders.seeded_aside(loader)
         else:
             if training.at is not None:
@@ -321,6 +364,8 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         if checkpointer is not None:
             if checkpointer.should_save(step):
                 self._note()
+                if self._now.watch is not None:
+                    self._now.watch.step()
             checkpointer.save(step)
 
     def _note(self) -> None:
@@ -331,6 +376,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
             state={name: getattr(state, name) for name in _PROGRESS},
             callbacks=[[_name(one), one.state()] for one in self._stateful_callbacks()],
             stopped=state.max_steps if self.control.should_training_stop else 0,
+            trainable=training.trainable.changed() if training.trainable is not None else {},
             loss=self._tr_loss,
             total_loss=self._total_loss_scalar,
             logged_at=self._globalstep_last_logged,
@@ -365,8 +411,6 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         training, kept = self._now, self._now.kept
         for name, value in kept["state"].items():
             setattr(self.state, name, value)
-        if isinstance(kept["log"], str):  # a step of an earlier version
-            kept["log"] = _appended(torch.zeros(0, dtype=torch.uint8), 0, kept["log"])
         self.state.log_history = _entries(kept["log"])
         training.logged = len(self.state.log_history)
         training.logged_bytes = int(kept["log"].count_nonzero())
@@ -377,8 +421,10 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
                 left.remove(named)
                 for attribute, value in named[1].get("attributes", {}).items():
                     setattr(one, attribute, value)
+        if training.trainable is not None:
+            training.trainable.take_up(kept["trainable"])
         self.current_flos = kept["flos"]
-        training.evaluated = frozenset(kept.get("evaluated", ()))
+        training.evaluated = frozenset(kept["evaluated"])
         training.seconds_before = kept["seconds"]
 
     def _take_up_sums(self) -> None:
@@ -402,6 +448,10 @@ def _nothing_yet(device: Any) -> dict[str, Any]:
     place for them from the start.
     """
     return {
+        "training": "",
+        "arguments": "{}",
+        "trainable": {},
+        "base": "",
         "epoch": 0,
         "begun_at": 0,
         "epoch_rng": {},
@@ -438,8 +488,22 @@ def _entries(log: torch.Tensor) -> list[Any]:
     return [json.loads(line) for line in log.numpy().tobytes().rstrip(b"\0").splitlines()]
 
 
-def _name(callback: Any) -> str:
-    return type(callback).__name__
+def _name(one: Any) -> str:
+    """The name of a callback's or a trainer's class. An attached trainer has that of its own."""
+    return type(one).__name__
+
+
+def _arguments(trainer: Any) -> dict[str, Any]:
+    """The arguments on which what is trained depends, and the size of the data."""
+    args, rows = trainer.args, trainer.train_dataset
+    found = {
+        one.name: getattr(args, one.name)
+        for one in dataclasses.fields(args)
+        if not one.name.startswith(_INCIDENTAL)
+    }
+    names = {name: str(found[name]) for name in ("lr_scheduler_type", "optim") if name in found}
+    sizes = {"world_size": args.world_size, "rows": len(rows) if hasattr(rows, "__len__") else None}
+    return found | names | sizes
 
 
 def _plain(value: Any) -> Any:
@@ -460,10 +524,14 @@ def _refuse(trainer: Any) -> None:
             raise UsageError(
                 f"{kind.__name__} has a {name} of its own, which keepstep cannot follow"
             )
+    own_state.require_trl(trainer)
     if trainer.is_deepspeed_enabled:
         raise UsageError(
-            "keepstep cannot keep DeepSpeed's partitions: use FSDP2 (fsdp_version: 2), or DDP"
+            "keepstep cannot keep DeepSpeed's partitions in Trainer: use FSDP2 (fsdp_version: 2) or"
+            " DDP there; in a loop of your own it keeps them (docs/frameworks.md#deepspeed)"
         )
+    if trainer.is_fsdp_enabled and quantized.is_quantized(trainer.model):
+        raise UsageError("keepstep keeps quantised models without FSDP only: use one rank, or DDP")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         raise UsageError("keepstep keeps FSDP2, not FSDP1: set fsdp_version: 2")
@@ -476,6 +544,7 @@ def _refuse(trainer: Any) -> None:
         )
     if trainer.args.auto_find_batch_size:
         raise UsageError(
-            "auto_find_batch_size begins anew within a process, which keepstep cannot follow: set"
-            " per_device_train_batch_size"
+            "auto_find_batch_size=True: Trainer then begins the training again with half the batch"
+            " size when memory is short, which keepstep cannot follow. Find the size once, then set"
+            " per_device_train_batch_size and auto_find_batch_size=False"
         )

@@ -110,26 +110,38 @@ class Collective:
     """The part of one rank in the collective."""
 
     def __init__(
-        self, session: Session | None, *, rank: int, world: int, step: int | None = None
+        self,
+        session: Session | None,
+        *,
+        rank: int,
+        world: int,
+        step: int | None = None,
+        quiet: bool = False,
     ) -> None:
-        """`step`: the step to go back to; None for the newest. `doing`: what takes time at the
-        moment.
+        """`step`: the step to go back to; None for the newest. `quiet`: log nothing of a decision,
+        which another collective logs. `doing`: what takes time at the moment.
         """
+        self._quiet = quiet
         self.doing = "waiting until all ranks have called it"
         self._session = session
         self._rank, self._world, self._step = rank, world, step
         self._stage_every = 1
 
     def restore(
-        self, connect: Connect, begin: Begin, *, meet: Callable[[Gather], None]
+        self,
+        connect: Connect,
+        begin: Begin,
+        *,
+        meet: Callable[[Gather], None],
+        begin_anew: Callable[[Gather], None],
     ) -> Agreed | Unkept:
         """Agree with all ranks on a step, and restore it.
 
         A step that some rank cannot restore is left out, and all ranks vote again. If some ranks
         have no sidecar, the run may begin unkept, but may not go on from a step. `meet` is called
-        before the step is chosen, once all ranks can gather; it agrees on what each rank has. If
-        any rank fails, RestoreError or a related error is raised on all ranks, so that none trains
-        on alone.
+        before the step is chosen, once all ranks can gather; it agrees on what each rank has.
+        `begin_anew` is called if there is nothing to restore. If any rank fails, RestoreError or a
+        related error is raised on all ranks, so that none trains on alone.
         """
         if self._world == 1 and self._session is not None:
             # there is only this rank: it lays out its state while the sidecar looks for steps
@@ -166,6 +178,7 @@ class Collective:
             self._say_suspects(decision)
             if decision.id is None:
                 self._say_incomplete(decision, votes)
+                begin_anew(self._gather)
                 return Agreed(epoch, self._stage_every)
             restoring = begin(decision)
             self.doing = f"bringing step {decision.id.step} back from {restoring.tier}"
@@ -188,7 +201,7 @@ class Collective:
             raise type(error)(f"{error}. The last attempt: {'; '.join(failures)}") from error
 
     def _say_incomplete(self, decision: Decision, votes: list[Candidates]) -> None:
-        if self._rank != 0:
+        if self._rank != 0 or self._quiet:
             return
         if left := "; ".join(dict.fromkeys(vote.never_whole for vote in votes if vote.never_whole)):
             log.warning(
@@ -203,7 +216,7 @@ class Collective:
             )
 
     def _say_suspects(self, decision: Decision) -> None:
-        if decision.suspects and decision.id is not None and self._rank == 0:
+        if decision.suspects and decision.id is not None and self._rank == 0 and not self._quiet:
             log.warning(
                 "keepstep: going back to step %d: the script failed twice within %d steps after"
                 " step %s was restored, or one before it. To go on from there nonetheless, name it"

@@ -422,7 +422,7 @@ class Agent:
         be trusted.
         """
         self._closing = True
-        self._lock, self._thread = threading.Lock(), None
+        self._lock, self._thread = threading.RLock(), None
         self._held = None
         self._mappings = {}
         self.session.forget()

@@ -117,9 +117,9 @@ class Pending:
     `control`: the control page that seals it. `transfers`: builds the remaining copies; called on
     the agent thread. `done`: per accelerator, the event after its queued copies; `told`: what tells
     the agent thread of it. `late`: writes into the slot that must wait for them. `announced`: the
-    slot says how far the copy is, for whoever writes it meanwhile. `samples`: those of the guard, in
-    host memory once the copies are done. `thread`: the thread that trains. `fenced`: of an image of an accelerator, whether its copies are done and the devices
-    were asked to compare.
+    slot says how far the copy is, for whoever writes it meanwhile. `samples`: those of the guard,
+    in host memory once the copies are done. `thread`: the thread that trains. `fenced`: of an image
+    of an accelerator, whether its copies are done and the devices were asked to compare.
     """
 
     slot: Slot

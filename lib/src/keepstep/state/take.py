@@ -15,8 +15,8 @@ The tree ("skeleton") is a nested tuple that JSON can hold:
 - `("d", ((key, node), ...))`: a dict
 - `("l", (node, ...))`: a list
 - `("u", ...)`: a tuple
-- `("x", i, node)`: what `node` is, in the form of the i-th value: an array, a deque or another kind
-  of dict
+- `("x", i, node)`: what `node` is, in the form of the i-th value: an array, a view, a deque,
+  another kind of dict, an object of fields, or an object that stands in other places, too
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch
 from keepstep.errors import FormatError, UsageError
 from keepstep.image import extras
 from keepstep.state.leaves import Taken, TensorLeaf, leaves_of
+from keepstep.state.rng import is_generator
 from keepstep.state.topology import ALONE, Bulk, Topology, cut
 from keepstep.state.walk import Again, Walker
 from keepstep.state.wrappers import is_deepspeed
@@ -48,7 +49,7 @@ def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, component in state.items():
         if not isinstance(name, str) or not name or name == "keepstep":
             raise UsageError(f"{name!r} cannot name a component: use a string, not 'keepstep'")
-        if isinstance(component, dict):
+        if isinstance(component, dict) or is_generator(component):
             continue
         if is_deepspeed(component):
             raise UsageError(
@@ -67,6 +68,8 @@ def take(components: Mapping[str, Any], topology: Topology = ALONE) -> Taken:
     """Walk all components. Raises UsageError for tensors that cannot be kept."""
     walker = Walker(components, topology)
     branches = [(name, walker.component(name, one)) for name, one in components.items()]
+    walker.tie()
+    branches = [(name, walker.numbered(node)) for name, node in branches]
     leaves = share(walker.tensors, topology)
     return Taken(
         leaves,

@@ -7,6 +7,7 @@ the optimizer knows only these parameters.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Mapping
@@ -18,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from keepstep.errors import FormatError, KeepstepError, UsageError
-from keepstep.image import Parameters, Section, base_of, extras, local_name
+from keepstep.image import Parameters, Section, base_of, extras, local_name, objects
 from keepstep.image.arrays import LARGE_BYTES, ArrayForm
 from keepstep.image.extras import MAX_DEPTH
-from keepstep.state import sharding
+from keepstep.image.forms import ClassForm, SharedAgain, SharedForm, ViewForm
+from keepstep.state import sharding, views
 from keepstep.state.devices import check_device
 from keepstep.state.leaves import (
     PLAIN_METADATA,
@@ -86,6 +88,11 @@ class Walker:
         self._section = Section.REST
         self._lazy = self._lenient = self._module = self._formed = False
         self._open: list[tuple[int, str]] = []
+        self._nodes: dict[int, tuple[Any, Node]] = {}
+        self._numbers: dict[int, int] = {}
+        self._fixed: set[str] = set()
+        self._kept: set[str] = set()
+        self._views: dict[str, tuple[str, ViewForm]] = {}
         for name, component in components.items():
             if isinstance(unwrap(component), nn.Module):
                 self._know(name, component)
@@ -114,8 +121,8 @@ class Walker:
         tree = self._trees[name] if name in self._trees else _tree_of(name, component)
         if self._module and isinstance(said := getattr(tree, "_metadata", None), dict):
             self.metadata[name] = {path: of for path, of in said.items() if of != PLAIN_METADATA}
-        # a dict is refilled in place, so its kind is not kept
-        return dict(tree) if isinstance(self._inner, dict) else tree
+        # a dict is refilled in place, so its kind is not kept; a plain one may stand elsewhere, too
+        return dict(tree) if isinstance(self._inner, dict) and type(tree) is not dict else tree
 
     # --- parameters and their owners -----------------------------------------------------------
 
@@ -159,21 +166,81 @@ class Walker:
 
     # --- the tree ------------------------------------------------------------------------------
 
+    def tie(self) -> None:
+        """Keep tensors over the memory of others as views of these; see `views`."""
+        self._views = views.find(
+            self.tensors,
+            is_fixed=lambda leaf: leaf.name in self._fixed,
+            is_kept=lambda leaf: leaf.name in self._kept,
+            make_base=self._make_base,
+        )
+        for alias, first in [*self.aliases.items()]:
+            if first in self._views:
+                self._views[alias] = self._views[first]
+                del self.aliases[alias]
+        self.tensors = [leaf for leaf in self.tensors if leaf.name not in self._views]
+
+    def _make_base(self, beside: TensorLeaf, whole: Tensor) -> str:
+        name = beside.name
+        while name in self._names:
+            name += "~"
+        self._names.add(name)
+        self._section, self._lazy = beside.section, False
+        mark = mark_of(whole, whole)
+        self._add(name, name, whole, whole, None, fresh=True, mark=mark)
+        return name
+
+    def numbered(self, node: Node) -> Node:
+        """The same tree with its views, in which the objects that were met again have a number."""
+        if node[0] == "t" and node[1] in self._views:
+            base, form = self._views[node[1]]
+            return ("x", self._value(form)[1], ("t", base))
+        if node[0] in ("t", "v") or not (self._numbers or self._views):
+            return node
+        if node[0] == "x":
+            made: Node = ("x", node[1], self.numbered(node[2]))
+        elif node[0] == "d":
+            made = ("d", tuple((key, self.numbered(child)) for key, child in node[1]))
+        else:
+            made = (node[0], tuple(self.numbered(child) for child in node[1]))
+        number = self._numbers.get(id(node))
+        return made if number is None else ("x", self._value(SharedForm(number))[1], made)
+
     def _branch(self, tree: Any, path: str) -> Node | None:
         """A node if there is a tensor at or below `tree`, else None."""
         if isinstance(tree, Tensor):
             if self._module and is_wrapper(tree):
                 return self._parts(tree, path)
             return ("t", self._tensor(tree, path))
+        if not self._formed:
+            return self._plain_branch(tree, path)
+        if id(tree) in self._nodes:  # the memory of the first place serves this one, too
+            _, first = self._nodes[id(tree)]
+            number = self._numbers.setdefault(id(first), len(self._numbers))
+            return self._value(SharedAgain(number))
+        node = self._plain_branch(tree, path) or self._formed_branch(tree, path)
+        if node is not None and not isinstance(tree, tuple):
+            self._nodes[id(tree)] = tree, node
+        return node
+
+    def _plain_branch(self, tree: Any, path: str) -> Node | None:
         kind = type(tree)
         if isinstance(tree, Mapping):
-            return self._with_form(self._container("d", tree, path), tree)
+            return self._with_form(self._container("d", tree, path), tree, path)
         if kind is list or kind is tuple:
             return self._container("l" if kind is list else "u", tree, path)
-        if not self._formed:
-            return None
+        return None
+
+    def _formed_branch(self, tree: Any, path: str) -> Node | None:
+        """The same of what a module or an optimizer does not hold."""
+        kind = type(tree)
         if kind is deque and any(map(_is_large, tree)):
-            return self._with_form(self._container("l", tree, path), tree)
+            return self._with_form(self._container("l", tree, path), tree, path)
+        if objects.is_named_tuple(kind):
+            return self._with_class(self._container("u", tree, path), kind)
+        if objects.is_namespace(kind) or dataclasses.is_dataclass(kind):
+            fields = objects.attributes_of(tree)
+            return self._with_class(self._container("d", fields, path), kind)
         form = ArrayForm.of(tree)
         if form is None:
             return None
@@ -206,15 +273,25 @@ class Walker:
                     " so it cannot be filled where it is"
                 )
 
-    def _with_form(self, node: Node | None, tree: Any) -> Node | None:
+    def _with_form(self, node: Node | None, tree: Any, path: str) -> Node | None:
         """`node` with the kind of its container; a plain dict is kept without one."""
         kind = type(tree)
-        if node is None or kind not in _FORMS or not self._formed:
+        if node is None or kind is dict or not self._formed:
             return node
+        if kind not in _FORMS:
+            if not self._open:  # what a state_dict() gives
+                return node
+            raise UsageError(
+                f"{path}: a {kind.__module__}.{kind.__qualname__} of tensors would come back as a"
+                " plain dict: make a dict of it, or name it as a component of its own"
+            )
         form: Any = OrderedDict()
         if kind is not OrderedDict:
             form = deque(maxlen=tree.maxlen) if kind is deque else defaultdict(tree.default_factory)
         return ("x", self._value(form)[1], node)
+
+    def _with_class(self, node: Node | None, kind: type) -> Node | None:
+        return node and ("x", self._value(ClassForm(kind))[1], node)
 
     def _container(self, kind: str, tree: Any, path: str) -> Node | None:
         children: list[tuple[Any, Any, Node | None]] = []
@@ -289,6 +366,10 @@ class Walker:
                 self.aliases[name] = first
                 return name
         self._add(name, told, live, local, sharing, fresh=fresh, mark=mark)
+        if self._module:
+            self._fixed.add(name)
+        elif self._formed:
+            self._kept.add(name)
         return name
 
     def _check_expanded(self, path: str) -> None:
@@ -375,6 +456,7 @@ class Again(Walker):
         self._before = before
         self.values = [None] * len(before.values)
         self._leaves = {leaf.name: leaf for leaf in before.tensors}
+        self._met: dict[int, Any] = {}
 
     def finds(self, components: Mapping[str, Any]) -> bool:
         """Whether these are the same components, with the same tensors in the same tree."""
@@ -403,6 +485,10 @@ class Again(Walker):
         if kind == "v":
             self.values[inner] = tree
             return type(tree) in _PLAIN or self._branch(tree, path) is None
+        if self._formed and kind != "u" and kind != "x":  # it may have become one of two places
+            if id(tree) in self._met:
+                return False
+            self._met[id(tree)] = tree
         if kind == "d":
             if not isinstance(tree, Mapping) or len(tree) != len(inner):
                 return False

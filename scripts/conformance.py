@@ -1,0 +1,69 @@
+"""Writes docs/conformance.md: what a killed training is beside an undisturbed one, row by row.
+
+    python scripts/conformance.py
+
+The rows declare their results (tests/conformance/rows), and their tests fail unless exactly these
+are seen. So the page needs no results of a test run: a test compares it with the rows.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.conformance.rows import every_row  # noqa: E402
+from tests.conformance.table import Result, Row  # noqa: E402
+
+PAGE = ROOT / "docs" / "conformance.md"
+
+BEGIN, END = "<!-- conformance:begin -->", "<!-- conformance:end -->"
+
+
+def render() -> str:
+    """The tables, one for each kind."""
+    rows = every_row()
+    counted = Counter(row.keepstep for row in rows)
+    words = ", ".join(f"{counted[one]} {one.value}" for one in Result if counted[one])
+    better = sum(row.keepstep is Result.EQUAL is not row.control for row in rows)
+    tables = [
+        _table(kind, [row for row in rows if row.kind == kind])
+        for kind in dict.fromkeys(row.kind for row in rows)
+    ]
+    said = f"{len(rows)} rows: {words}. In {better} of the equal ones `torch.save` is not equal."
+    return "\n".join([said, "", *tables])
+
+
+def place(page: str, tables: str) -> str:
+    """The page with `tables` between its marks."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{tables}\n{END}{rest.split(END)[1]}"
+
+
+def _table(kind: str, rows: list[Row]) -> str:
+    lines = [
+        f"## {kind}\n",
+        "| what | `torch.save` | keepstep | reason |",
+        "| --- | --- | --- | --- |",
+    ]
+    if any(row.packages for row in rows):
+        pins = _versions()
+        names = dict.fromkeys(name for row in rows for name in row.packages)
+        lines.insert(1, "With " + ", ".join(f"{name} {pins[name]}" for name in names) + ".\n")
+    for row in rows:
+        cells = (row.what, row.control.value, row.keepstep.value, row.reason)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _versions() -> dict[str, str]:
+    text = (ROOT / "requirements-frameworks.txt").read_text()
+    return dict(re.findall(r"^([\w-]+)==([\w.]+)", text, re.MULTILINE))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(place(PAGE.read_text(), render()))

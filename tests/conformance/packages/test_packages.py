@@ -1,0 +1,24 @@
+"""The rows of popular packages, in the environment of `make test-frameworks`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.check import check
+from tests.conformance.rows import every_row
+from tests.conformance.table import Row
+from tests.conformance.trial import Trial
+
+ROWS = [row for row in every_row() if row.packages]
+MODULES = (
+    *("torchao.optim", "bitsandbytes", "schedulefree", "heavyball", "pytorch_optimizer"),
+    *("galore_torch", "ema_pytorch", "vector_quantize_pytorch", "torchmetrics", "peft"),
+    *("torchdata.nodes", "torchdata.stateful_dataloader"),
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_restarted_training_with_a_package_is_what_its_row_says(row: Row, tmp_path: Path) -> None:
+    check(Trial(row, tmp_path, modules=MODULES))
