@@ -350,7 +350,13 @@ class Checkpointer:
 
     def _compare_replicas(self, epoch: Epoch) -> None:
         if self._world > 1 and (agent := self._agent) is not None:
-            self._replicas = Replicas(rank=self._rank, epoch=epoch.id, warn=agent.warn_everybody)
+            several = len(set(self._topology.nodes)) > 1
+            self._replicas = Replicas(
+                rank=self._rank,
+                epoch=epoch.id,
+                warn=agent.warn_everybody,
+                world=self._world if several else 0,
+            )
             weakref.finalize(self, self._replicas.close)
 
     def restore_rng(self) -> bool:

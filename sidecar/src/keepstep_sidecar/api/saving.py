@@ -170,6 +170,7 @@ class Saving:
         self._committer.feed(Died(lease.rank))
         if await self.leases.certain_death(lease) and self._last.get(lease.rank) is lease:
             self._take_back(lease.rank)
+            self._committer.feed(Died(lease.rank))  # an image that was found is no sign of life
 
     def _take_back(self, rank: int) -> None:
         kept = self._slots.take_back(rank)
