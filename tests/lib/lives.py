@@ -12,6 +12,7 @@ from keepstep.image import Layout
 from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.save.snapshot import Snapshots
 from keepstep.state.take import take
+from keepstep.state.wrappers import is_known
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import Opened, SlotGranted, Source, Sources
 
@@ -37,7 +38,7 @@ class _Link:
 def keep(components: dict[str, Any], path: Path) -> None:
     """Save one step of `components` into a slot at `path`."""
     checkpointer = keepstep.Checkpointer(components, rng=False)
-    taken = checkpointer._take()
+    taken = take(components)
     extras = checkpointer._encode(taken)
     layout = Layout.build(taken.specs, **checkpointer._layout_options(taken, len(extras)))
     path.write_bytes(layout.header.ljust(layout.size_bytes, b"\0"))
@@ -65,7 +66,7 @@ def bring_back(
             _Link(path),
             decision,
             rank=0,
-            take=lambda: take(components),
+            take=lambda: take({name: one for name, one in components.items() if is_known(one)}),
             rng=False,
             trusted=False,
             partial=partial,

@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from keepstep import processes, version
@@ -24,6 +25,7 @@ from keepstep.wire.trainer import (
     UnseenRequest,
     Waited,
     WaitRequest,
+    WarningRequest,
 )
 
 T = TypeVar("T")
@@ -41,10 +43,17 @@ _REASON = 300  # characters
 
 class Session:
     """The lease of one rank. `changed` rings when the lease is lost. `archive`: the sidecar has an
-    archive. `keeper`: restarts the sidecar, if no other process does."""
+    archive. `keeper`: restarts the sidecar, if no other process does. `warn`: see `Lease`."""
 
     def __init__(
-        self, path: str, *, rank: int, world: int, changed: Changes, keeper: Keeper | None = None
+        self,
+        path: str,
+        *,
+        rank: int,
+        world: int,
+        changed: Changes,
+        keeper: Keeper | None = None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.rank, self.path = rank, path
         self.run, self.archive = "", False
@@ -52,8 +61,11 @@ class Session:
         self._attempt = os.urandom(8).hex()
         self._changed = changed
         self._keeper = keeper
+        self._warn = warn
         self._lease: Lease | None = None
         self._ending = threading.RLock()
+        self._calls: set[Client] = set()
+        self._interrupted = False
 
     @property
     def lease(self) -> str:
@@ -85,7 +97,9 @@ class Session:
             age_s=_age_s(),
         )
         try:
-            lease = Lease(self.path, request, self._changed.ring, timeout_s=timeout_s)
+            lease = Lease(
+                self.path, request, self._changed.ring, warn=self._warn, timeout_s=timeout_s
+            )
         except SidecarAbsent as error:
             if self._keeper is not None and error.code == "absent":  # "silent" is slow, not dead
                 self._keeper.revive()
@@ -124,11 +138,30 @@ class Session:
                     raise
             # Before the socket exists, there is nothing to wait on.
             time.sleep(_PAUSE_S)
+            if (granted := self.granted) is not None:  # taken by a call that was interrupted
+                return granted
+            if self._interrupted:
+                raise SidecarAbsent("the call was interrupted", code="absent")
 
     def call(self, route: str, message: Any, kind: type[T], *, timeout_s: float) -> T:
         """Make a call on a separate connection. Raises as `Client.call` does."""
         with contextlib.closing(Client(self.path)) as client:
-            return client.call(route, message, kind, timeout_s=timeout_s)
+            self._calls.add(client)
+            try:
+                return client.call(route, message, kind, timeout_s=timeout_s)
+            finally:
+                self._calls.discard(client)
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Within this context, no call of another thread goes on, and none waits for the lease."""
+        self._interrupted = True
+        for client in list(self._calls):
+            client.end()
+        try:
+            yield
+        finally:
+            self._interrupted = False
 
     def wait(self, id: StepId, state: State, *, timeout_s: float) -> None:
         """Return when the sidecar says that `id` is in `state`. The step is persisted now if
@@ -170,6 +203,13 @@ class Session:
             with contextlib.suppress(SidecarError):
                 request = FailedRequest(lease=self.lease, id=id, reason=reason[:_REASON])
                 self.call("/v1/failed", request, dict, timeout_s=_FAILED_S)
+
+    def warn_of(self, text: str) -> None:
+        """Have this warning stand in the sidecar's status, while this lease lasts."""
+        if self.connected:
+            with contextlib.suppress(SidecarError):
+                request = WarningRequest(lease=self.lease, text=text)
+                self.call("/v1/warning", request, dict, timeout_s=_FAILED_S)
 
     def drop(self) -> None:
         """Give up the lease, so that another can be taken."""

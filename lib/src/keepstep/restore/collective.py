@@ -14,7 +14,7 @@ import platform
 import threading
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from keepstep.core.vote import Decision, choose, limit_of, nothing_is_kept
 from keepstep.errors import (
     CoverageError,
     KeepstepError,
+    MismatchError,
     RestoreError,
     SidecarError,
     UsageError,
@@ -42,6 +43,8 @@ T = TypeVar("T")
 
 _CANDIDATES_S = 600.0
 _RANKS_NAMED = 8
+_INTERRUPTED_S = 10.0
+_BEGINS_S = 0.5
 
 Begin = Callable[[Decision], Restore]
 """Makes this rank's restore of the step that was decided on."""
@@ -80,10 +83,13 @@ class Unkept:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a stage failed on a rank. `again`: whether another step may succeed."""
+    """Why a stage failed on a rank. `again`: whether another step may succeed. `mismatch`: model
+    and checkpoint disagree, and will at the next start.
+    """
 
     text: str
     again: bool
+    mismatch: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,25 +130,37 @@ class Collective:
         self._stage_every = 1
 
     def restore(
-        self, connect: Connect, begin: Begin, *, meet: Callable[[Gather], None]
+        self,
+        connect: Connect,
+        begin: Begin,
+        *,
+        meet: Callable[[Gather], None],
+        begin_anew: Callable[[Gather], None],
     ) -> Agreed | Unkept:
         """Agree with all ranks on a step, and restore it.
 
         A step that some rank cannot restore is left out, and all ranks vote again. If some ranks
         have no sidecar, the run may begin unkept, but may not go on from a step. `meet` is called
-        before the step is chosen, once all ranks can gather; it agrees on what each rank has. If
-        any rank fails, RestoreError or a related error is raised on all ranks, so that none trains
-        on alone.
+        before the step is chosen, once all ranks can gather; it agrees on what each rank has.
+        `begin_anew` is called if there is nothing to restore. If any rank fails, RestoreError or a
+        related error is raised on all ranks, so that none trains on alone.
         """
         if self._world == 1 and self._session is not None:
             # there is only this rank: it lays out its state while the sidecar looks for steps
-            ballot = _beside(lambda: self._ballot(connect))
+            ballot: Future[_Ballot] = Future()
+            thread = _beside(ballot, lambda: self._ballot(connect))
             try:
+                thread.start()
                 meet(self._gather)
+                ballots = [ballot.result()]
             except Exception:
                 ballot.exception()  # wait, so that closing finds the lease taken or not
                 raise
-            ballots = [ballot.result()]
+            except BaseException:  # Ctrl-C: nothing goes on behind the back of the script
+                with self._session.interrupting():
+                    # the interrupt may have come before the thread began
+                    wait([ballot], timeout=_INTERRUPTED_S if thread.is_alive() else _BEGINS_S)
+                raise
         else:
             ballots = self._gather(self._ballot(connect))
         self._check_same_step(ballots)
@@ -168,7 +186,8 @@ class Collective:
             epoch = decision.epoch(ballots[0].nonce)
             self._say_suspects(decision)
             if decision.id is None:
-                self._say_incomplete(decision)
+                self._say_incomplete(decision, votes)
+                begin_anew(self._gather)
                 return Agreed(epoch, self._stage_every)
             restoring = begin(decision)
             self.doing = f"bringing step {decision.id.step} back from {restoring.tier}"
@@ -190,8 +209,16 @@ class Collective:
                 raise
             raise type(error)(f"{error}. The last attempt: {'; '.join(failures)}") from error
 
-    def _say_incomplete(self, decision: Decision) -> None:
-        if decision.incomplete and self._rank == 0 and not self._quiet:
+    def _say_incomplete(self, decision: Decision, votes: list[Candidates]) -> None:
+        if self._rank != 0 or self._quiet:
+            return
+        if left := "; ".join(dict.fromkeys(vote.never_whole for vote in votes if vote.never_whole)):
+            log.warning(
+                "keepstep: the run begins at step 0: there are %s, which were never whole, because"
+                " not every rank saved them",
+                left,
+            )
+        if decision.incomplete:
             log.warning(
                 "keepstep: beginning anew without %s: only some ranks hold it",
                 ", ".join(map(str, decision.incomplete)),
@@ -220,13 +247,15 @@ class Collective:
             except Exception as caught:  # of any kind: the other ranks are waiting
                 error = caught
                 again = isinstance(caught, SidecarError | CoverageError)
-                failure = _Failure(f"rank {self._rank}: {caught}", again)
+                mismatch = isinstance(caught, MismatchError)
+                failure = _Failure(f"rank {self._rank}: {caught}", again, mismatch)
             answers = self._gather((value, failure))
             failures = [failure for _, failure in answers if failure is not None]
             if any(not one.again for one in failures):
                 if error is not None:
                     raise error
-                raise RestoreError("; ".join(one.text for one in failures))
+                kind = MismatchError if any(one.mismatch for one in failures) else RestoreError
+                raise kind("; ".join(one.text for one in failures))
             if failures:
                 return [one.text for one in failures]
             values = [value for value, _ in answers]
@@ -234,7 +263,8 @@ class Collective:
 
     def announce(self, agreed: Agreed, *, seconds: float) -> None:
         """Tell the sidecar which epoch began. Raises SidecarError."""
-        begin_epoch(self._connected(), agreed.epoch, agreed.tier, seconds=seconds)
+        link = self._connected()
+        begin_epoch(link, agreed.epoch, agreed.tier, seconds=seconds, asked=self._step)
 
     def _connected(self) -> Session:
         if self._session is None:
@@ -321,19 +351,27 @@ def ask_candidates(link: Session) -> Candidates:
     return link.call("/v1/candidates", request, Candidates, timeout_s=_CANDIDATES_S + 10)
 
 
-def begin_epoch(link: Session, epoch: Epoch, tier: Tier | None, *, seconds: float = 0.0) -> None:
-    """Tell the sidecar which epoch begins, and from which tier its parent step came. Raises
-    SidecarError.
+def begin_epoch(
+    link: Session,
+    epoch: Epoch,
+    tier: Tier | None,
+    *,
+    seconds: float = 0.0,
+    asked: int | None = None,
+) -> None:
+    """Tell the sidecar which epoch begins, from which tier its parent step came, and the step that
+    the script `asked` for. Raises SidecarError.
     """
-    request = RestoredRequest(lease=link.lease, epoch=epoch, tier=tier, seconds=seconds)
+    request = RestoredRequest(
+        lease=link.lease, epoch=epoch, tier=tier, seconds=seconds, asked=asked
+    )
     link.call("/v1/restored", request, dict, timeout_s=60.0)
 
 
-def _beside(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a daemon thread, which does not keep the process from ending (at Ctrl-C, for
+def _beside(future: Future[T], work: Callable[[], T]) -> threading.Thread:
+    """A daemon thread that runs `work`. It does not keep the process from ending (at Ctrl-C, for
     example).
     """
-    future: Future[T] = Future()
 
     def run() -> None:
         try:
@@ -341,5 +379,4 @@ def _beside(work: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="keepstep-vote", daemon=True).start()
-    return future
+    return threading.Thread(target=run, name="keepstep-vote", daemon=True)

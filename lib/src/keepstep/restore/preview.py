@@ -27,7 +27,7 @@ def preview(
 
     The lease stays with the session. Raises as a restore does.
     """
-    agreed = collective.restore(connect, begin, meet=lambda _: None)
+    agreed = collective.restore(connect, begin, meet=lambda _: None, begin_anew=lambda _: None)
     parent = agreed.epoch.parent if isinstance(agreed, Agreed) else None
     return parent.step if parent is not None else None
 
