@@ -42,8 +42,8 @@ _OWN_LOOP = "`Batches(loader)`, and the lines of [any script](add-keepstep.md)"
 
 ROWS = {
     "transformers": Row(
-        "Hugging Face `Trainer`, `Seq2SeqTrainer`, and what derives from them without a loop of"
-        " its own",
+        "Hugging Face `Trainer`, `Seq2SeqTrainer`, and subclasses that have neither a loop nor"
+        " state of their own",
         "`attach(trainer)`, or the mixin",
         ("transformers", "accelerate"),
     ),

@@ -49,7 +49,7 @@ def test_every_row_is_named_by_a_test() -> None:
 
 def test_every_adapter_has_a_range() -> None:
     assert {package for package, _, _ in frameworks.ranges()} == {
-        "accelerate", "deepspeed", "lightning", "torchtitan", "transformers",
+        "accelerate", "deepspeed", "lightning", "torchtitan", "transformers", "trl",
     }  # fmt: skip
 
 

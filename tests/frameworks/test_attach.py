@@ -264,6 +264,39 @@ def test_a_step_that_mostly_does_not_train_is_told_of(tmp_path, sidecar, caplog,
     assert caplog.text.count("of each step do not train") == frozen
 
 
+def test_an_object_in_the_place_of_the_model_keeps_what_it_gives(tmp_path, sidecar, lives, caplog):
+    class Bias:
+        def __init__(self, model):
+            self.model = model
+
+        def state_dict(self):
+            return {"bias": self.model.bias.detach()}
+
+        def load_state_dict(self, state):
+            self.model.load_state_dict(state, strict=False)
+
+    class Tuner(integration.KeepstepTrainerMixin, transformers.Trainer):
+        def keepstep_components(self):
+            return {**super().keepstep_components(), "model": Bias(self.model)}
+
+    def train(steps):
+        model = Line(2, 2)
+        model.weight.requires_grad = False
+        options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
+        args = transformers.TrainingArguments(
+            **options, max_steps=steps, per_device_train_batch_size=1
+        )
+        Tuner(model=model, args=args, train_dataset=[{"x": torch.ones(2)}] * 8).train()
+        return model
+
+    first = train(3)
+    lives()
+    again = train(3)
+    assert torch.equal(again.bias, first.bias)
+    assert not torch.equal(again.weight, first.weight)
+    assert "of each step do not train" not in caplog.text
+
+
 class Curriculum(transformers.Trainer):
     """Knows things of its own, as people write it."""
 

@@ -102,8 +102,11 @@ def say_complete(step: int, last: int | None = None) -> None:
     )
 
 
-def say_frozen(model: nn.Module) -> None:
-    """Log that most of each step does not train."""
+def say_frozen(model: object) -> None:
+    """Log that most of each step does not train. `model`: what is kept of it; a script's own object
+    knows best."""
+    if not isinstance(model, nn.Module):
+        return
     sizes = [(one.numel() * one.element_size(), one.requires_grad) for one in model.parameters()]
     frozen = sum(size for size, trains in sizes if not trains)
     # an optimizer has two tensors for each parameter that trains

@@ -338,7 +338,8 @@ class _Fit:
         loop = self.trainer.fit_loop
         self.metrics = list(_metrics(self.trainer.lightning_module))
         self.trainable = Trainable(self.trainer.lightning_module)
-        self.components.update(self.callback.keepstep_components(self.trainer))
+        components = self.callback.keepstep_components(self.trainer)
+        self.components.update({**components, "trainer": self.kept})
         arguments = _trainings.noted(_arguments(self.trainer))
         self.kept.update(
             _nothing_yet(loop),
@@ -355,7 +356,7 @@ class _Fit:
             )
         if self.at is None:
             if self.trainer.is_global_zero:
-                _trainings.say_frozen(self.components["model"])
+                _trainings.say_frozen(self.components.get("model"))
             if self.left_alone is not None:
                 raise RestoreError(
                     f"ckpt_path={self.left_alone!r} was left alone for a step of this run that not"

@@ -220,7 +220,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         _trainings.check_same(found, kept["training"])
         _quantized.check_base(found, kept["base"])
         if found is None and self.is_world_process_zero():
-            _trainings.say_frozen(components["model"])
+            _trainings.say_frozen(components.get("model"))
         arguments = kept["arguments"]
         training.at = training.checkpointer.restore(rng="later")
         _trainings.begin(training.socket_path, kept["training"])
