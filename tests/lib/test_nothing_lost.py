@@ -301,11 +301,12 @@ def test_the_first_save_of_a_state_that_cannot_be_kept_raises(sidecar, model, mo
     monkeypatch.setattr("keepstep.save.agent._REPEAT_S", 0.2)
     assert checkpointer.save(1) is False
     eventually(lambda: any("projector" in one for one in sidecar.get("/v1/status")["warnings"]))
+    began = time.monotonic()
     for step in range(2, 30):
         checkpointer.save(step)
         time.sleep(0.02)
     repeated = [one for one in caplog.messages if "no step was staged for" in one]
-    assert 2 <= len(repeated) <= 4
+    assert 2 <= len(repeated) <= (time.monotonic() - began) / 0.2 + 1
     assert "projector" in repeated[-1]
     assert checkpointer.stats.unkept == 29
     for state in optimizer.state.values():

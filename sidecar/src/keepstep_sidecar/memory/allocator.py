@@ -7,6 +7,7 @@ loop. A slot can be used as soon as it is ready; the others follow.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
 import os
@@ -31,6 +32,13 @@ _FIRST_HUGE = 100_000_000
 """Slot numbers on huge pages begin here. Otherwise a life that does not see these slots would reuse
 their names."""
 _log = logging.getLogger("keepstep.sidecar")
+
+
+def _why(error: Exception, size_bytes: int) -> str:
+    """Why a slot cannot be made, and what to do about it."""
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return f"{error}: a slot has {size_bytes} bytes; raise the limit on files (ulimit -f)"
+    return str(error)
 
 
 class Allocator:
@@ -95,7 +103,7 @@ class Allocator:
             warn("slot not made", rank=layout.rank, reason=str(error))
             return
         except (NoMemoryError, OSError) as error:
-            slot_set.failure = str(error)
+            slot_set.failure = _why(error, layout.size_bytes)
             slot_set.wanted = slot_set.count
             warn("slot not made", rank=layout.rank, reason=str(error))
             return
