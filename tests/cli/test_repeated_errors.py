@@ -119,6 +119,18 @@ def test_a_script_that_ends_by_itself_before_it_has_a_lease_is_tried_twice(
     assert "it failed with 3 twice in a row before any trainer took its rank" in err
 
 
+def test_a_complete_run_that_is_started_again_says_that_nothing_was_trained(
+    keepstep: Keepstep,
+) -> None:
+    keepstep.script("first.py", TRAIN)
+    words = ("run", "--", warm.python(), "first.py", "3", "-1")
+    assert "saved nothing" not in keepstep(*words).stderr
+    err = keepstep(*words).stderr
+    assert "it went on from step 2 and saved nothing: if this run is complete" in err
+    assert "keepstep run --run NAME" in err
+    assert "saved nothing" not in keepstep(*words[:-2], "4", "-1").stderr
+
+
 def test_a_script_that_is_killed_before_it_has_a_lease_is_retried(keepstep: Keepstep) -> None:
     run(keepstep, "import os; os.kill(os.getpid(), 9)", code=137)
     assert starts(keepstep) == 4

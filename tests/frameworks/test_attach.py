@@ -14,7 +14,7 @@ import transformers
 
 import keepstep
 from keepstep import checkpointer
-from keepstep.integrations import trainings
+from keepstep.integrations import _trainings
 from keepstep.integrations import transformers as integration
 from keepstep.state.take import encode, take
 from tests import warm
@@ -145,7 +145,7 @@ def lives(monkeypatch):
     """Each call begins another life of the process, as far as keepstep can see."""
 
     def begin():
-        monkeypatch.setattr(trainings, "_BEGUN", {})
+        monkeypatch.setattr(_trainings, "_BEGUN", {})
         monkeypatch.setattr(checkpointer, "_SAVED_IN", set())
 
     return begin
@@ -247,6 +247,21 @@ def test_layers_that_were_unfrozen_on_the_way_train_on(tmp_path, sidecar, lives)
     frozen = Frozen()
     trained(tmp_path, with_frozen_bias, callbacks=[frozen], max_steps=4)
     assert frozen.seen
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_step_that_mostly_does_not_train_is_told_of(tmp_path, sidecar, caplog, frozen):
+    class Wide(Line):
+        def forward(self, x):
+            return super().forward(x.repeat(1, 8))
+
+    def of_bias(**options):
+        options["model"] = Wide(16, 2)
+        options["model"].weight.requires_grad = not frozen
+        return transformers.Trainer(**options)
+
+    trained(tmp_path, of_bias)
+    assert caplog.text.count("of each step do not train") == frozen
 
 
 class Curriculum(transformers.Trainer):

@@ -26,11 +26,21 @@ if kind == "mesh":
     parts["extra"] = {"copy": extra}
 model = DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-checkpointer = keepstep.Checkpointer({"model": model, "optimizer": optimizer, **parts})
+kept = net if kind == "apart" else model
+checkpointer = keepstep.Checkpointer({"model": kept, "optimizer": optimizer, **parts})
 at = checkpointer.restore()
-print(f"rank {rank} begins at {at and at.step}", flush=True)
+
+
+def values():
+    moments = (one for state in optimizer.state.values() for one in state.values())
+    return hash(
+        tuple(value for one in (*net.parameters(), *moments) for value in one.view(-1).tolist())
+    )
+
+
+print(f"rank {rank} begins at {at and at.step} with {values()}", flush=True)
 for step in range(at.step + 1 if at else 0, steps):
-    alone = kind == "no_sync" and step % 4
+    alone = kind in ("no_sync", "apart") and step % 4
     with model.no_sync() if alone else contextlib.nullcontext():
         optimizer.zero_grad()
         model(torch.randn(8, 64)).pow(2).mean().backward()
@@ -42,6 +52,7 @@ for step in range(at.step + 1 if at else 0, steps):
     checkpointer.save(step)
     time.sleep(0.02)
 checkpointer.wait(steps - 1)
+print(f"rank {rank} ends with {values()}", flush=True)
 deadline = time.monotonic() + wait_s
 while not checkpointer._replicas.difference and time.monotonic() < deadline:
     time.sleep(0.05)

@@ -298,3 +298,122 @@ def test_a_step_that_a_script_asks_for_outlives_a_person_who_goes_elsewhere(side
     sidecar.start("--keep", "2", "--persist-every", "1", "--restore-from", "13")
     assert life(state, asked=9, last=20) == 13
     assert life(state, asked=9, last=20) == 9
+
+
+# --- objects with state_dict() and load_state_dict() ---------------------------------------------
+
+
+class Loader:
+    """Like a loader that begins anew once it was asked for its state before it was loaded."""
+
+    def __init__(self):
+        self.calls, self.at = [], 0
+
+    def state_dict(self):
+        self.calls.append("asked")
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.calls.append("loaded")
+        if self.calls[0] == "loaded":
+            self.at = state["at"]
+
+
+def test_an_object_is_loaded_before_it_is_asked_for_its_state(sidecar):
+    first = Loader()
+    with begun({"loader": first, "m": nn.Linear(2, 2)}) as checkpointer:
+        assert set(first.calls) == {"asked"}, "what cannot be kept is found before the first step"
+        first.at = 7
+        checkpointer.save(0)
+    second = Loader()
+    with begun({"loader": second, "m": nn.Linear(2, 2)}) as checkpointer:
+        assert second.calls == ["loaded"]
+        assert second.at == 7
+        checkpointer.save(1)
+        assert second.calls == ["loaded", "asked"]
+
+
+class Refusing(nn.Linear):
+    """Like a quantized layer that gives more than it takes."""
+
+    def _save_to_state_dict(self, state, prefix, keep_vars):
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        state[f"{prefix}weight.absmax"] = self.weight.detach().abs().max()
+
+
+def test_a_module_that_refuses_its_own_state_is_named_before_the_first_step(sidecar):
+    checkpointer = keepstep.Checkpointer({"m": nn.Sequential(Refusing(2, 2))})
+    with pytest.raises(keepstep.UsageError, match=r"m: load_state_dict\(\) refuses.*absmax"):
+        checkpointer.restore()
+    checkpointer.close()
+
+
+# --- models that change --------------------------------------------------------------------------
+
+
+def grown():
+    model = nn.Sequential(nn.Linear(2, 2))
+    return {"m": model, "o": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+def grow(components):
+    components["m"].append(nn.Linear(2, 2))
+    components["o"].add_param_group({"params": list(components["m"][1].parameters())})
+
+
+def test_what_a_restart_must_build_first_is_named_at_the_save_and_once(sidecar, caplog):
+    components = grown()
+    with caplog.at_level(logging.WARNING, logger="keepstep"), begun(components) as checkpointer:
+        assert checkpointer.save(0)
+        assert "a restart must build" not in caplog.text
+        grow(components)
+        components["ema"] = nn.Linear(2, 2)
+        assert checkpointer.save(1)
+        assert checkpointer.save(2)
+    said = [
+        one.getMessage() for one in caplog.records if "a restart must build" in one.getMessage()
+    ]
+    assert len(said) == 1
+    assert "m.1.weight is new (float32[2, 2])" in said[0]
+    assert "ema is new (a component)" in said[0]
+    assert "latest_step()" in said[0]
+
+
+def test_a_model_that_changes_is_built_as_its_latest_step_asks(sidecar):
+    components = grown()
+    with begun(components) as checkpointer:
+        checkpointer.save(0)
+        grow(components)
+        checkpointer.save(5)
+        checkpointer.wait(5, "committed")
+    other = grown()
+    checkpointer = keepstep.Checkpointer(other)
+    if (checkpointer.latest_step() or 0) >= 5:
+        grow(other)
+    assert checkpointer.restore().step == 5
+    assert other["m"][1].weight.equal(components["m"][1].weight)
+    checkpointer.close()
+
+
+def test_dicts_that_grow_and_modules_that_load_themselves_raise_no_alarm(sidecar, caplog):
+    class Window(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = [torch.zeros(1)]
+
+        def _save_to_state_dict(self, state, prefix, keep_vars):
+            state[f"{prefix}rows"] = list(self.rows)
+
+        def _load_from_state_dict(self, state, prefix, *_):
+            self.rows = state[f"{prefix}rows"]
+
+    components = {"m": Window(), "st": {"a": torch.ones(1)}}
+    with caplog.at_level(logging.WARNING, logger="keepstep"), begun(components) as checkpointer:
+        checkpointer.save(0)
+        components["st"]["b"] = torch.ones(3)
+        components["m"].rows.append(torch.ones(2))
+        checkpointer.save(1)
+    assert "a restart must build" not in caplog.text
+    live = {"m": Window(), "st": {}}
+    bring_back(live)
+    assert [one.tolist() for one in live["m"].rows] == [[0], [1, 1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import random
 import types
@@ -394,3 +395,38 @@ def test_views_in_the_state_of_an_optimizer_overlap_again(again):
     assert second.tolist() == [2, 3, 4, 5]
     first.zero_()
     assert second.tolist() == [0, 0, 4, 5]
+
+
+def test_a_parameter_in_a_dict_is_one_again(again):
+    prompt, rate = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    live: dict[str, Any] = {"mine": nn.Parameter(torch.zeros(2)), "plain": torch.zeros(2)}
+    mine = live["mine"]
+    again({"p": {"prompt": prompt, "rate": rate, "mine": prompt, "plain": rate}}, {"p": live})
+    assert type(live["prompt"]) is nn.Parameter
+    assert type(live["rate"]) is torch.Tensor
+    assert live["rate"].requires_grad
+    assert live["mine"] is mine
+    assert mine.tolist() == [1, 1]
+    assert live["prompt"].data_ptr() == mine.data_ptr()
+
+
+def test_a_small_tensor_of_a_deque_that_stands_elsewhere_is_one_tensor(again):
+    last = torch.ones(2)
+    window = deque([torch.zeros(2), last], maxlen=4)
+    live: dict[str, Any] = {}
+    again({"p": {"window": window, "last": last, "half": last[1:]}}, {"p": live})
+    live["last"].fill_(5)
+    assert type(live["window"]) is deque
+    assert live["window"].maxlen == 4
+    assert live["window"][1].tolist() == [5, 5]
+    assert live["half"].tolist() == [5]
+
+
+def test_a_copy_of_the_weights_that_is_the_live_weights_here_becomes_a_copy(again):
+    """The script begins with the very weights; the run had a copy of them, equal at that step."""
+    theirs, mine = nn.Linear(2, 2), nn.Linear(2, 2)
+    live = {"model": mine, "p": {"best": mine.state_dict()}}
+    again({"model": theirs, "p": {"best": copy.deepcopy(theirs.state_dict())}}, live)
+    best = live["p"]["best"]["weight"]
+    assert torch.equal(best, theirs.weight)
+    assert best.data_ptr() != mine.weight.data_ptr()

@@ -5,7 +5,7 @@ walk; where nothing moved, the tensors are those of before.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import replace
 
 import numpy
@@ -246,6 +246,26 @@ def test_a_view_has_moved():
     same(now, take(parts))
     assert now.values != before.values
     assert now.signature() == before.signature()
+
+
+def test_a_parameter_in_a_dict_stays_or_requires_no_gradient_now():
+    prompt = nn.Parameter(torch.zeros(2))
+    parts = {"extra": {"prompt": prompt}}
+    before = take(parts)
+    now = retake(before, parts, ALONE)
+    assert now.tensors is before.tensors
+    same(now, before)
+    prompt.requires_grad_(False)
+    same(retake(before, parts, ALONE), take(parts))
+    assert retake(before, parts, ALONE).skeleton != before.skeleton
+
+
+def test_a_tensor_of_a_deque_has_come_to_stand_elsewhere():
+    window, last = deque([torch.zeros(2)]), torch.ones(2)
+    parts = {"extra": {"window": window, "last": last}}
+    before = take(parts)
+    window.append(last)
+    same(retake(before, parts, ALONE), take(parts))
 
 
 def test_tensors_have_come_to_overlap():

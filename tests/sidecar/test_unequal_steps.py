@@ -89,3 +89,16 @@ def test_a_fresh_start_names_the_steps_that_were_never_whole(
     found = ranks[0].candidates()
     assert found.answer is Answer.NONE
     assert found.never_whole == "4 steps from 0 to 3 of rank 0 alone"
+
+
+def test_a_rank_goes_on_in_memory_once_the_other_one_has_closed(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
+    ranks = two_ranks(sidecar, trainers)
+    for step in range(8):
+        for one in ranks:
+            one.stage(step)
+    ranks[1].take_slot()  # it has a slot at hand that still seals an older step
+    ranks[1].release()
+    for step in range(8, 20):
+        ranks[0].stage(step)

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from keepstep import processes, version
@@ -64,6 +64,8 @@ class Session:
         self._warn = warn
         self._lease: Lease | None = None
         self._ending = threading.RLock()
+        self._calls: set[Client] = set()
+        self._interrupted = False
 
     @property
     def lease(self) -> str:
@@ -136,11 +138,30 @@ class Session:
                     raise
             # Before the socket exists, there is nothing to wait on.
             time.sleep(_PAUSE_S)
+            if (granted := self.granted) is not None:  # taken by a call that was interrupted
+                return granted
+            if self._interrupted:
+                raise SidecarAbsent("the call was interrupted", code="absent")
 
     def call(self, route: str, message: Any, kind: type[T], *, timeout_s: float) -> T:
         """Make a call on a separate connection. Raises as `Client.call` does."""
         with contextlib.closing(Client(self.path)) as client:
-            return client.call(route, message, kind, timeout_s=timeout_s)
+            self._calls.add(client)
+            try:
+                return client.call(route, message, kind, timeout_s=timeout_s)
+            finally:
+                self._calls.discard(client)
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Within this context, no call of another thread goes on, and none waits for the lease."""
+        self._interrupted = True
+        for client in list(self._calls):
+            client.end()
+        try:
+            yield
+        finally:
+            self._interrupted = False
 
     def wait(self, id: StepId, state: State, *, timeout_s: float) -> None:
         """Return when the sidecar says that `id` is in `state`. The step is persisted now if

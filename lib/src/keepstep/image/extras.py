@@ -200,6 +200,7 @@ class _Encoder:
             parts = forms.parts_of(value)
         else:
             parts = objects.parts_of(value) or generators.parts_of(value)
+            parts = parts or arrays.parts_of(value)
         if parts is None:
             return self._leaf(value, kind)
         tag, simpler = parts

@@ -14,7 +14,7 @@ import platform
 import threading
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 _CANDIDATES_S = 600.0
 _RANKS_NAMED = 8
+_INTERRUPTED_S = 10.0
+_BEGINS_S = 0.5
 
 Begin = Callable[[Decision], Restore]
 """Makes this rank's restore of the step that was decided on."""
@@ -145,13 +147,20 @@ class Collective:
         """
         if self._world == 1 and self._session is not None:
             # there is only this rank: it lays out its state while the sidecar looks for steps
-            ballot = _beside(lambda: self._ballot(connect))
+            ballot: Future[_Ballot] = Future()
+            thread = _beside(ballot, lambda: self._ballot(connect))
             try:
+                thread.start()
                 meet(self._gather)
+                ballots = [ballot.result()]
             except Exception:
                 ballot.exception()  # wait, so that closing finds the lease taken or not
                 raise
-            ballots = [ballot.result()]
+            except BaseException:  # Ctrl-C: nothing goes on behind the back of the script
+                with self._session.interrupting():
+                    # the interrupt may have come before the thread began
+                    wait([ballot], timeout=_INTERRUPTED_S if thread.is_alive() else _BEGINS_S)
+                raise
         else:
             ballots = self._gather(self._ballot(connect))
         self._check_same_step(ballots)
@@ -359,11 +368,10 @@ def begin_epoch(
     link.call("/v1/restored", request, dict, timeout_s=60.0)
 
 
-def _beside(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a daemon thread, which does not keep the process from ending (at Ctrl-C, for
+def _beside(future: Future[T], work: Callable[[], T]) -> threading.Thread:
+    """A daemon thread that runs `work`. It does not keep the process from ending (at Ctrl-C, for
     example).
     """
-    future: Future[T] = Future()
 
     def run() -> None:
         try:
@@ -371,5 +379,4 @@ def _beside(work: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="keepstep-vote", daemon=True).start()
-    return future
+    return threading.Thread(target=run, name="keepstep-vote", daemon=True)

@@ -212,9 +212,7 @@ class Loader:
         replace it.
         """
         if here is None:
-            found = self.names.find(name)
-            given = None if found is None else self._given.get(found.name)
-            return self.fresh(name) if given is None else given
+            return self._kept_anywhere(name)
         saved = self.names.find(name, whole=here.whole)
         if saved is not None and here.whole and saved.name in self._given:
             return self._given[saved.name]
@@ -224,11 +222,31 @@ class Loader:
         if saved is not None and here.whole:
             dtype = DTYPE_OF[saved.dtype]
             same = saved.shape == here.shape and dtype == here.tensor.dtype
-            if not same or self._are_two(saved, other):
-                return self.fresh(name, here.tensor.device)
+            if not same or self._were_two(saved, other):
+                made = self.made(saved, here.tensor.device)
+                return self._given.setdefault(saved.name, made)
         self._want(here._replace(name=name), saved)
         self._give(saved, here)
         return here.live
+
+    def _kept_anywhere(self, name: str) -> Tensor | None:
+        """The same where nothing is live: of a tied tensor, another place may have it live."""
+        saved = self.names.find(name)
+        if saved is None:
+            return self.fresh(name)  # notes the difference
+        if saved.name not in self._given and saved.name in self._tied:
+            for tensor, (component, path) in self._places.items():
+                here = self._lives[component].get(path)
+                if here is not None and self.names.find(base_of(tensor)[0]) is saved:
+                    return self.kept(base_of(tensor)[0], here)
+        if saved.name not in self._given:
+            self._given[saved.name] = self.made(saved, None)
+        return self._given[saved.name]
+
+    @functools.cached_property
+    def _tied(self) -> frozenset[str]:
+        """The saved tensors that have several names."""
+        return frozenset(self._images.index.aliases.values())
 
     def _give(self, saved: Saved | None, here: Target) -> None:
         """Note that this live tensor holds the whole saved one: whatever was tied to it, or was a
@@ -333,6 +351,14 @@ class Loader:
             self._same_bytes(rank, here[rank], there[rank]) for rank in here.keys() & there.keys()
         )
 
+    def _were_two(self, one: Saved, other: Saved | None) -> bool:
+        """The same of what is no module's, which may be two again: equal bytes do not make it one,
+        where a rank had both.
+        """
+        if other is None or one.name == other.name:
+            return False
+        return not _spans(one).keys().isdisjoint(_spans(other)) or self._are_two(one, other)
+
     def _same_bytes(self, rank: int, one: slice, other: slice) -> bool:
         flat = self._images.flat(rank)
         return flat is not None and torch.equal(flat[one], flat[other])
@@ -380,7 +406,7 @@ class Loader:
         return isinstance(self._components[name], dict)
 
     def _metadata(self, rank: int, name: str) -> Mapping[str, Any] | None:
-        return metadata_of(self._extras(rank)).get(name)
+        return metadata_of(self._extras(rank)).get(name, {})
 
     def _is_no_module(self, name: str) -> bool:
         return not isinstance(unwrap(self._components[name]), nn.Module)

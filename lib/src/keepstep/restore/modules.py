@@ -12,16 +12,24 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from keepstep.errors import UsageError, few
 from keepstep.image import base_of
 from keepstep.restore.targets import Live, Path, SavedTree, Target
 from keepstep.state import sharding
-from keepstep.state.leaves import PLAIN_METADATA, Node, is_extra, leaves_of, plain_tensors
-from keepstep.state.wrappers import tree_of
+from keepstep.state.leaves import (
+    PLAIN_METADATA,
+    Node,
+    Taken,
+    is_extra,
+    leaves_of,
+    plain_tensors,
+)
+from keepstep.state.wrappers import tree_of, unwrap
 
 if TYPE_CHECKING:
     from keepstep.restore.load import Loader
@@ -42,8 +50,7 @@ def _outermost(module: nn.Module, filled: tuple[str, ...]) -> tuple[str, ...]:
     if _is_own(module.load_state_dict, filled):
         return ("",)
     found: tuple[str, ...] = ()
-    for path, part in module.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
+    for prefix, part in _parts(module):
         if not prefix.startswith(found) and any(_is_own(one, filled) for one in _loading(part)):
             found = (*found, prefix)
     return found
@@ -66,6 +73,58 @@ def _is_own(function: Any, filled: tuple[str, ...]) -> bool:
 
 
 _OF_TORCH = (nn.Module.load_state_dict, nn.Module._load_from_state_dict)
+
+
+def refused_keys(module: nn.Module, keys: Iterable[Any]) -> list[str]:
+    """Those of the keys that a strict `load_state_dict` does not expect, and those that it misses,
+    without the parts whose code decides that.
+    """
+    prefixes = _outermost(module, ())
+    if prefixes == ("",):
+        return []
+    expected = {f"{path}{name}" for path, part in _parts(module) for name in _expected(part)}
+    return sorted(str(one) for one in expected ^ set(keys) if not str(one).startswith(prefixes))
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, part in module.named_modules(remove_duplicate=False):
+        yield f"{path}." if path else "", part
+
+
+def _expected(part: nn.Module) -> Iterator[str]:
+    for name, one in (*part._parameters.items(), *part._buffers.items()):
+        if one is not None and name not in part._non_persistent_buffers_set:
+            yield name
+    if type(part).set_extra_state is not nn.Module.set_extra_state:
+        yield "_extra_state"
+
+
+def check_loads(taken: Taken) -> None:
+    """Raise UsageError for a module whose `load_state_dict` refuses what its `state_dict` gives: it
+    could be kept, but never restored.
+    """
+    for name, node in taken.skeleton[1]:
+        module = unwrap(taken.components[name])
+        if not isinstance(module, nn.Module) or node[0] != "d":
+            continue
+        refused = refused_keys(module, (key for key, _ in node[1]))
+        if refused and (own_prefixes(module) or _has_more(module, node, taken)):
+            raise UsageError(
+                f"{name}: load_state_dict() refuses what state_dict() gives ({few(refused, 8)}), so"
+                " this could be kept, but never restored: name a component that gives only what is"
+                " trained, such as an adapter (docs/add-keepstep.md, What cannot be kept)"
+            )
+
+
+def _has_more(module: nn.Module, node: Node, taken: Taken) -> bool:
+    """Whether the tree has more than the module's own tensors, so that it must be loaded."""
+    memory = {plain.data_ptr() for plain in _memory_of(module)}
+    leaves: dict[Any, Tensor] = {leaf.name: leaf.whole for leaf in taken.tensors}
+    for _, leaf in leaves_of(node):
+        tensor = leaves[taken.aliases.get(leaf[1], leaf[1])] if leaf[0] == "t" else None
+        if tensor is None or (tensor.numel() and tensor.data_ptr() not in memory):
+            return True
+    return False
 
 
 class ModuleLoader:
@@ -94,6 +153,9 @@ class ModuleLoader:
                 self._given[key] = self._built(key, node, saved, live)
         self._values_elsewhere(nodes, live, keys)
         if self._given or self._prefixes:
+            left = {key for key in keys if not self._loads(key)}
+            for key in refused_keys(self._module, left | self._given.keys()):
+                self._loader.differ(f"{self._name}.{key}: load_state_dict() refuses it")
             self._loader.finish_with(self._name, lambda: self._finish(list(nodes), saved))
 
     def _loads(self, key: Any) -> bool:

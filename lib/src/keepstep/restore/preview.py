@@ -12,7 +12,7 @@ from typing import Any
 
 from keepstep.client.session import Session
 from keepstep.core.vote import Decision
-from keepstep.restore.collective import Agreed, Collective, Connect, Gather
+from keepstep.restore.collective import Agreed, Collective, Connect
 from keepstep.restore.load import Loader
 from keepstep.restore.restore import PartialRestore, Restore, Stage
 from keepstep.state.take import take
@@ -27,11 +27,7 @@ def preview(
 
     The lease stays with the session. Raises as a restore does.
     """
-
-    def nothing(_: Gather) -> None:
-        pass
-
-    agreed = collective.restore(connect, begin, meet=nothing, begin_anew=nothing)
+    agreed = collective.restore(connect, begin, meet=lambda _: None, begin_anew=lambda _: None)
     parent = agreed.epoch.parent if isinstance(agreed, Agreed) else None
     return parent.step if parent is not None else None
 

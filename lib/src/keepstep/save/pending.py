@@ -4,10 +4,10 @@ The training thread makes it at `save`, and the agent thread copies it. It is *j
 is certain whether the tensors stayed unchanged until they were copied. Then it is sealed, or
 discarded.
 
-Judging compares version counters, addresses and fingerprints with those at `save`, and the image's
-own bytes with the fingerprint of `save`. The training
-thread must not be inside an operation at that moment, because an in-place kernel that still runs
-has not moved its version counter yet. There are two safe moments:
+Judging compares version counters, addresses and fingerprints with those at `save`, and the bytes of
+the image with the fingerprint of `save`. The training thread must not be inside an operation at
+that moment, because an in-place kernel that still runs has not moved its version counter yet. There
+are two safe moments:
 
 - The training thread judges the image itself (the fence).
 - The training thread was seen to execute Python after the copy was done, so whatever ran when the

@@ -10,6 +10,9 @@ no sidecar has to know the others. A thread of its own does this, because a call
 store's server. It makes only short calls, on a connection of its own: another thread may hold the
 first one for as long as its `wait` lasts. Keys are deleted.
 
+In a run of several nodes this also finds a rank that does not save the steps that the others save:
+its digest never comes. (On one node its sidecar finds that sooner: `core.unequal_steps`.)
+
 Nothing here may fail a save or hold up the training thread. Where there is no store, or it is gone,
 nothing is compared.
 """
@@ -51,6 +54,7 @@ _SAMPLES = 16
 _STRIDE_BYTES = 256 << 10
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WITHIN_S = 60.0
+_SLACK_S = 5.0
 _SHORTEST_S, _LONGEST_S = 0.005, 0.5
 _WAITING = 4
 _VERDICTS_KEPT = 4
@@ -80,6 +84,17 @@ def describe(ranks: Sequence[int], *, group: Group, step: int) -> str:
     )
 
 
+def describe_absent(ranks: Sequence[int], *, saving: int, step: int) -> str:
+    """What to tell the user about ranks that do not save what the others save."""
+    named = few(list(map(str, ranks)), _RANKS_NAMED)
+    whose = f"ranks {named} have" if len(ranks) > 1 else f"rank {named} has"
+    return (
+        f"{whose} not saved step {step}, which rank {saving} saved a minute ago, nor an earlier one"
+        " that was compared. A step is committed only if every rank saves it: call save(step) on"
+        " every rank, with the same steps"
+    )
+
+
 @dataclass(frozen=True)
 class _Sample:
     """The samples of one step: by group, memory of the host that is filled once `told` is."""
@@ -92,9 +107,15 @@ class _Sample:
 class Replicas:
     """The comparisons of one rank. `difference`: what was found, '' if nothing was."""
 
-    def __init__(self, *, rank: int, epoch: EpochId, warn: Callable[[str], None]) -> None:
-        """`warn`: tells this rank's user; called once, from another thread."""
+    def __init__(
+        self, *, rank: int, epoch: EpochId, warn: Callable[[str], None], world: int = 0
+    ) -> None:
+        """`warn`: tells this rank's user; called from another thread, once for each kind of
+        finding. `world`: the number of ranks, if they are on several nodes; else 0."""
         self.difference = ""
+        self._everybody: Group = tuple(range(world))
+        self._absent: frozenset[int] = frozenset()
+        self._missed = False
         self._rank, self._prefix, self._warn = rank, f"keepstep/{epoch}", warn
         self._saves = 0
         self._samples = queue.SimpleQueue[_Sample | None]()
@@ -117,13 +138,15 @@ class Replicas:
         if "replicas" not in taken.cache:
             taken.cache["replicas"] = _views(taken.tensors)
         views: dict[Group, list[list[Tensor]]] = taken.cache["replicas"]
-        if not views:
+        if not views and not self._everybody:
             return
         told: dict[torch.device, Tensor] = {}
         groups = {group: [_to_host(one, told) for one in many] for group, many in views.items()}
         for device in told:
             ones = accelerator.here().zeros(1, device) + 1
             told[device] = accelerator.here().tell(ones)
+        if self._everybody:
+            groups.setdefault(self._everybody, [])
         self._samples.put(_Sample(step, groups, tuple(told.values())))
         if self._thread is None:
             self._thread = threading.Thread(
@@ -161,21 +184,34 @@ class Replicas:
         store.set(f"{place}/{self._rank}", digest)
         if self._rank == group[0]:
             keys = [f"{place}/{rank}" for rank in group]
-            if self._await(store, keys):
-                found = dict(zip(group, store.multi_get(keys), strict=True))
-                store.set(verdict, json.dumps(differing(found)))
-                self._delete(store, keys)
-                self._verdicts.append(verdict)
-            else:
-                self._delete(store, [key for key in keys if store.check([key])])
+            complete = self._await(store, keys, _WITHIN_S)
+            there = keys if complete else [key for key in keys if store.check([key])]
+            found = {int(key.rpartition("/")[2]): store.get(key) for key in there}
+            absent = self._absent_again(group, found)
+            store.set(verdict, json.dumps([differing(found), absent]))
+            self._delete(store, there)
+            self._verdicts.append(verdict)
             while len(self._verdicts) > _VERDICTS_KEPT:
                 self._delete(store, [self._verdicts.popleft()])
-        if self._await(store, [verdict]) and (ranks := json.loads(store.get(verdict))):
-            self._tell(describe(ranks, group=group, step=step))
+        if self._await(store, [verdict], _WITHIN_S + _SLACK_S):
+            differ, absent = json.loads(store.get(verdict))
+            if differ:
+                self._tell(describe(differ, group=group, step=step))
+            if absent and not self._missed:
+                self._missed = True
+                self._warn(describe_absent(absent, saving=group[0], step=step))
 
-    def _await(self, store: Any, keys: list[str]) -> bool:
+    def _absent_again(self, group: Group, found: Mapping[int, bytes]) -> list[int]:
+        """The ranks of the run that have sent nothing for two comparisons in a row."""
+        if group != self._everybody or self._closed:
+            return []
+        absent = frozenset(group) - found.keys()
+        again, self._absent = absent & self._absent, absent
+        return sorted(again)
+
+    def _await(self, store: Any, keys: list[str], timeout_s: float) -> bool:
         """Whether all keys are there in time."""
-        deadline, pause_s = time.monotonic() + _WITHIN_S, _SHORTEST_S
+        deadline, pause_s = time.monotonic() + timeout_s, _SHORTEST_S
         while not store.check(keys):
             if self._closed or time.monotonic() > deadline:
                 return False

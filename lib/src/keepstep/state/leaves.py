@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from keepstep.errors import FormatError
 from keepstep.image import Parameters, Section, TensorSpec, extras, fields, objects, strictjson
 from keepstep.image.arrays import ArrayForm, dtype_of
-from keepstep.image.forms import ClassForm, SharedAgain, SharedForm, ViewForm
+from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
 from keepstep.state import sharding
 from keepstep.state.devices import device_name
 from keepstep.state.dtypes import code_of
@@ -82,7 +82,7 @@ class Taken:
     parameters: dict[str, Parameters] = field(default_factory=dict)
     components: dict[str, Any] = field(default_factory=dict)
     held: dict[str, list[Any]] = field(default_factory=dict)
-    metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
+    metadata: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     cache: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
@@ -286,13 +286,18 @@ def values_of(kept: Any) -> list[Any]:
     return values
 
 
-def metadata_of(kept: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+def metadata_of(kept: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]] | None]:
     """The metadata of the modules' state dicts in the decoded extras of an image: by component, of
-    each submodule what is not `PLAIN_METADATA`. Raises FormatError.
+    each submodule what is not `PLAIN_METADATA`. None: the state dict has none. Raises FormatError.
     """
     metadata: Any = kept.get("metadata", {})
-    parts = [*metadata.values()] if isinstance(metadata, dict) else [None]
-    rows = [row for of in parts for row in (of.values() if isinstance(of, dict) else (None,))]
+    parts = [*metadata.values()] if isinstance(metadata, dict) else [()]
+    rows = [
+        row
+        for of in parts
+        if of is not None
+        for row in (of.values() if isinstance(of, dict) else (None,))
+    ]
     if not isinstance(metadata, dict) or not all(isinstance(row, dict) for row in rows):
         raise FormatError("the extras of this image hold no metadata of modules")
     return metadata
@@ -413,6 +418,8 @@ def _formed(form: Any, plain: Any) -> Any:
         return form.over(plain)
     if type(form) is ViewForm and isinstance(plain, Tensor):
         return view_of(plain, form)
+    if type(form) is GradForm and isinstance(plain, Tensor):
+        return _with_gradient(plain, form)
     if type(form) is ClassForm:
         try:
             return objects.of_fields(form.kind, plain)
@@ -427,6 +434,15 @@ def _formed(form: Any, plain: Any) -> Any:
     raise FormatError(
         f"the tree of this image makes a {type(form).__name__} of a {type(plain).__name__}"
     )
+
+
+def _with_gradient(plain: Tensor, form: GradForm) -> Tensor:
+    if plain.requires_grad and isinstance(plain, nn.Parameter) is form.parameter:
+        return plain  # the live one
+    if not (plain.is_floating_point() or plain.is_complex()):
+        raise FormatError(f"the tree of this image asks for a gradient of {plain.dtype}")
+    tensor = plain.detach()
+    return nn.Parameter(tensor) if form.parameter else tensor.requires_grad_()
 
 
 def view_of(base: Tensor, form: ViewForm) -> Tensor:

@@ -127,8 +127,9 @@ def _copy_groups(source: Any, target: Any) -> None:
 
 
 def is_known(component: Any) -> bool:
-    """Whether it is a module, an optimizer or a dict, and no foreign object."""
-    return isinstance(unwrap(component), nn.Module | torch.optim.Optimizer | dict)
+    """Whether it is a module, an optimizer, a dict or a generator, and no foreign object."""
+    inner = unwrap(component)
+    return isinstance(inner, nn.Module | torch.optim.Optimizer | dict) or is_generator(inner)
 
 
 def tree_of(component: Any) -> Any:

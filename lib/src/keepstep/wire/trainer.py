@@ -143,10 +143,12 @@ class UnseenRequest(Message):
 
 class LayoutRequest(Message):
     """POST /v1/layout: this rank's images have the layout of `header` (base64 of the header
-    bytes)."""
+    bytes). `filling`: an image of the former layout is still on its way. If not, a slot of that
+    layout that this trainer was given is free."""
 
     lease: str
     header: str
+    filling: bool = True
 
 
 class LayoutAccepted(Message):
@@ -202,12 +204,14 @@ class DiscardRequest(Message):
 
 
 class SkippedRequest(Message):
-    """POST /v1/skipped: `count` steps could not be staged. `step`: the last of them."""
+    """POST /v1/skipped: `count` steps could not be staged. `step`: the last of them. `unkeepable`:
+    the state itself cannot be kept, now and at the next save."""
 
     lease: str
     step: int
     reason: str
     count: int = 1
+    unkeepable: bool = False
 
 
 class FailedRequest(Message):

@@ -170,6 +170,7 @@ class Saving:
         self._committer.feed(Died(lease.rank))
         if await self.leases.certain_death(lease) and self._last.get(lease.rank) is lease:
             self._take_back(lease.rank)
+            self._committer.feed(Died(lease.rank))  # an image that was found is no sign of life
 
     def _take_back(self, rank: int) -> None:
         kept = self._slots.take_back(rank)
@@ -196,7 +197,7 @@ class Saving:
     def layout(self, request: LayoutRequest) -> LayoutAccepted:
         """Set the layout of this rank's images. Its slots are made in the background.
 
-        Raises NoMemoryError when not even two slots fit, SidecarError `bad-image`.
+        Raises NoMemoryError when not even two slots fit, SidecarError `bad-image` or `memory-busy`.
         """
         lease = self.leases.require(request.lease)
         layout = parse_layout(request.header)
@@ -208,12 +209,17 @@ class Saving:
             )
         slots = self._slots.rank(lease.rank)
         slot_set = slots.slot_sets.get(layout.id) or SlotSet(layout)
+        filling = slots.filling()
+        if filling is not None and filling.slot_set is not slot_set and not request.filling:
+            self._take_back(lease.rank)
         try:
             slots.warning = self._sizing.fit(slots, slot_set, lease)
         except NoMemoryError as error:
             slots.warning = str(error)
             self._changes.ring()
             raise
+        if slots.current is not None and slots.current is not slot_set:
+            slots.current.wanted = slots.current.count  # no trainer fills more of these
         slots.slot_sets[layout.id] = slots.current = slot_set
         self._allocator.fill(slot_set)
         self.plan_persists()
@@ -297,6 +303,7 @@ class Saving:
         counters.blocked_s += request.blocked_s
         counters.copy_s += request.copy_s
         counters.staged, counters.staged_at = id, time.time()
+        counters.unkept = None
         self._committer.see_epoch(request.epoch)
         self.uncaught = None
         self.restarts.staged(slots.rank, id, blocked_s=request.blocked_s)
@@ -317,7 +324,9 @@ class Saving:
         if slot is not None and slot.assigned and slot.used(request.generation):
             slot.file.erase()
             slot.release()
-            self.of(lease.rank).discarded += 1
+            counters = self.of(lease.rank)
+            counters.discarded += 1
+            counters.lose(request.step, request.reason)
             self.unequal_steps.lost(lease.rank, request.step, time.monotonic())
             self.history.lost(
                 Kind.DISCARDED, rank=lease.rank, step=request.step, reason=request.reason
@@ -351,7 +360,9 @@ class Saving:
     def skipped(self, request: SkippedRequest) -> None:
         """Record saves that could not be staged."""
         lease = self.leases.require(request.lease)
-        reasons = self.of(lease.rank).skipped
+        counters = self.of(lease.rank)
+        counters.lose(request.step, request.reason, unkeepable=request.unkeepable)
+        reasons = counters.skipped
         reasons[request.reason] = reasons.get(request.reason, 0) + request.count
         self.unequal_steps.lost(lease.rank, request.step, time.monotonic(), count=request.count)
         self.history.lost(
@@ -361,6 +372,12 @@ class Saving:
             reason=request.reason,
             count=request.count,
         )
+
+    def unkept(self) -> list[str]:
+        """Warnings about trainers of which no step is staged although they save."""
+        lost = {rank: one.unkept for rank, one in self.counters.items() if self.leases.of(rank)}
+        now = time.monotonic()
+        return [one.warning(rank, now=now) for rank, one in lost.items() if one is not None]
 
     def compare_steps(self) -> None:
         """Find out whether the ranks here save different steps (`unequal` says so, '' if not). All
@@ -381,10 +398,30 @@ class Saving:
 # --- counters --------------------------------------------------------------------------------
 
 
+_UNKEPT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Unkept:
+    """Saves that were not kept since a step was staged: the first of them, when it was reported
+    (monotonic), and why the last one is not kept. `unkeepable`: the state itself cannot be kept."""
+
+    step: int
+    at: float
+    reason: str
+    unkeepable: bool = False
+
+    def warning(self, rank: int, *, now: float) -> str:
+        """The warning about it; '' as long as the next save may well be kept."""
+        if not self.unkeepable and now - self.at < _UNKEPT_S:
+            return ""
+        return f"rank {rank}: no step was staged since step {self.step} was not: {self.reason}"
+
+
 @dataclass
 class RankCounters:
     """Counters of one rank since the sidecar started. `staged`: the newest step that the rank
-    sealed, at `staged_at` (Unix seconds)."""
+    sealed, at `staged_at` (Unix seconds). `unkept`: what was lost since; None if nothing was."""
 
     saves: int = 0
     discarded: int = 0
@@ -393,3 +430,9 @@ class RankCounters:
     staged: StepId | None = None
     staged_at: float | None = None
     skipped: dict[str, int] = field(default_factory=dict)
+    unkept: Unkept | None = None
+
+    def lose(self, step: int, reason: str, *, unkeepable: bool = False) -> None:
+        """A step was saved, and is not staged."""
+        first = self.unkept or Unkept(step, time.monotonic(), reason)
+        self.unkept = replace(first, reason=reason, unkeepable=unkeepable)

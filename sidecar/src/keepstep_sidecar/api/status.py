@@ -280,6 +280,7 @@ def warnings(service: Service) -> tuple[str, ...]:
     found += [committer.suspicion(), *committer.alarms, service.saving.unequal]
     found += [one.failed for one in service.committer.volumes.volumes]
     found += service.saving.refused.values()
+    found += service.saving.unkept()
     found += service.leases.warnings
     found += [
         f"{one.where}: {one.trouble}" for one in service.remote_tiers.statuses() if one.trouble

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import pwd
 import shutil
 import signal
 import stat
@@ -38,7 +39,10 @@ _TAIL_BYTES: Final = 2000
 def supervising(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
     """Hold the run's lock as its only supervisor. Raises UsageError that names the other supervisor
     if the lock is not free within `timeout_s`."""
-    fd = os.open(kept.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fd = os.open(kept.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except PermissionError as error:
+        raise UsageError(f"run {kept.run!r} in {kept.home.parent} {_of_user(kept.home)}") from error
     deadline = time.monotonic() + timeout_s
     try:
         while True:
@@ -56,6 +60,14 @@ def supervising(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _of_user(home: Path) -> str:
+    """The end of a message: whose run it is, and what to do."""
+    uid = home.stat().st_uid
+    with contextlib.suppress(KeyError):
+        return f"belongs to user {pwd.getpwuid(uid).pw_name}: run this command as that user"
+    return f"belongs to user {uid}: run this command as that user"
 
 
 def _lock(fd: int, kept: RunDir) -> None:

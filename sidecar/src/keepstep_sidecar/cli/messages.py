@@ -7,6 +7,7 @@ import signal
 
 from keepstep.core.goodput import Goodput
 from keepstep.core.retention import Retention
+from keepstep.steps import StepId
 from keepstep.wire.status import TierStatus
 from keepstep_sidecar.cli.inventory import Holdings, named
 from keepstep_sidecar.cli.run_dir import RunDir
@@ -122,6 +123,15 @@ def nobody_came(held: Holdings) -> bool:
     return held.live is not None and not held.live.ranks and not held.steps
 
 
+def saved_nothing(held: Holdings) -> StepId | None:
+    """The step that the newest life went on from, if it has saved no step since; else None."""
+    live = held.live
+    if live is None or live.epoch is None or live.epoch.parent is None:
+        return None
+    saved = any(rank.staged and rank.staged.epoch == live.epoch.id for rank in live.ranks)
+    return None if saved else live.epoch.parent
+
+
 def ended(
     kept: RunDir,
     held: Holdings | None,
@@ -130,12 +140,18 @@ def ended(
     freed: bool,
     goodput: Goodput | None = None,
     nobody: bool = False,
+    complete: StepId | None = None,
 ) -> str:
     """How the command ended, the newest committed step, the goodput, and the memory that remains.
-    `nobody`: no trainer ever connected."""
+    `nobody`: no trainer ever connected. `complete`: see `saved_nothing`."""
     parts = [f"the command {ended_how(code)}", _NOBODY if nobody else _committed(held)]
     if nobody and code == 0:  # otherwise the failure is what matters
         parts.append(_HOW_TO_COME)
+    if complete is not None and code == 0:
+        parts.append(
+            f"it went on from step {complete.step} and saved nothing: if this run is complete, give"
+            " a new training a name of its own (keepstep run --run NAME)"
+        )
     if goodput is not None:
         parts.append(f"goodput {share(goodput)}")
     if not freed:

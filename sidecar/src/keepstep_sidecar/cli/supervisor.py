@@ -23,6 +23,7 @@ from typing import Final
 from keepstep import processes
 from keepstep.errors import KeepstepError
 from keepstep.processes import Process, become_subreaper
+from keepstep.steps import StepId
 from keepstep.warm.client import Starter
 from keepstep.wire.trainer import SOCKET_ENV
 from keepstep_sidecar.cli import (
@@ -121,6 +122,7 @@ class Supervisor:
         self._looking = threading.Lock()
         self._said: dict[str, float] = {}
         self._nobody = False
+        self._complete: StepId | None = None
         self._exit: int | None = None
         self._closed = self._ending = False
         self._memory: tuple[int, int] | None = None
@@ -200,6 +202,7 @@ class Supervisor:
         if held is None or held.live is None:
             return
         self._nobody = messages.nobody_came(held)
+        self._complete = messages.saved_nothing(held)
         for warning in held.live.warnings:
             self._say_again(f"warning: {warning}", after_s=_SAY_AGAIN_S)
         for depot in held.live.depots if self._ending else ():
@@ -382,6 +385,7 @@ class Supervisor:
                 freed=self._closed,
                 goodput=inventory.goodput(self._kept, held),
                 nobody=self._nobody,
+                complete=self._complete,
             )
         )
         if action.repeats:

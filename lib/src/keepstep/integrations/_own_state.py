@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import importlib.metadata
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -21,7 +20,6 @@ from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_callback import ExportableState
 
 from keepstep.errors import few
-from keepstep.integrations import require
 
 log = logging.getLogger("keepstep")
 
@@ -81,10 +79,9 @@ def reference_model(trainer: Any) -> nn.Module | None:
     return None
 
 
-def require_trl(trainer: Any) -> None:
-    """Raise UsageError for a trainer of a version of TRL that was never tested."""
-    if any(one.__module__.partition(".")[0] == "trl" for one in type(trainer).__mro__):
-        require("trl", importlib.metadata.version("trl"), at_least="1.16", below="1.17")
+def is_trls(trainer: Any) -> bool:
+    """Whether it is a trainer of TRL, or derives from one."""
+    return any(one.__module__.partition(".")[0] == "trl" for one in type(trainer).__mro__)
 
 
 def _is_sync(callback: Any) -> bool:

@@ -76,7 +76,7 @@ def digest(model: Any) -> str:
         if isinstance(value, Tensor):
             plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             hashed.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            hashed.update(memoryview(plain.numpy()))
+            hashed.update(plain.numpy().data)
         else:
             hashed.update(repr(value).encode())
     return hashed.hexdigest()

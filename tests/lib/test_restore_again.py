@@ -1,0 +1,99 @@
+"""`restore()` that raised or was interrupted can be called again at once, in the same process."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+from torch import nn
+
+import keepstep
+from tests.harness import eventually
+from tests.lib.training import keep
+
+AT_ONCE_S = 10.0
+"""Well below the 30 s for which a rank waits for a predecessor that is just dying."""
+
+
+def is_voting():
+    return any(one.name == "keepstep-vote" for one in threading.enumerate())
+
+
+def test_what_was_refused_is_restored_once_it_is_mended(sidecar):
+    saved = nn.Linear(2, 2)
+    keep({"m": saved})
+    parts = {"m": nn.Linear(3, 3)}
+    checkpointer = keepstep.Checkpointer(parts)
+    with pytest.raises(keepstep.MismatchError, match=r"m.weight: float32\[2, 2\] in the"):
+        checkpointer.restore()
+    parts["m"] = nn.Linear(2, 2)
+    began = time.monotonic()
+    assert checkpointer.restore().step == 0
+    assert time.monotonic() - began < AT_ONCE_S
+    assert parts["m"].weight.equal(saved.weight)
+    assert checkpointer.save(1)
+    checkpointer.close()
+
+
+def test_a_state_that_was_refused_begins_once_it_can_be_kept(sidecar):
+    state = {"n": object()}
+    checkpointer = keepstep.Checkpointer({"st": state})
+    with pytest.raises(keepstep.UsageError, match="st"):
+        checkpointer.restore()
+    state["n"] = 1
+    assert checkpointer.restore() is None
+    assert checkpointer.save(0)
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_restore_leaves_no_thread_and_can_be_called_again(sidecar, kind):
+    def interrupt(*_):
+        raise kind
+
+    saved = nn.Linear(200, 200)
+    keep({"m": saved})
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        interrupted = 0
+        for delay_s in (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016):
+            live = nn.Linear(200, 200)
+            checkpointer = keepstep.Checkpointer({"m": live})
+            try:
+                signal.setitimer(signal.ITIMER_REAL, delay_s)
+                checkpointer.restore()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except kind:
+                interrupted += 1
+                eventually(lambda: not is_voting())
+                began = time.monotonic()
+                assert checkpointer.restore().step == 0
+                assert time.monotonic() - began < AT_ONCE_S
+            assert live.weight.equal(saved.weight)
+            checkpointer.close()
+        assert interrupted
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_restore_that_waits_for_its_sidecar_ends_at_an_interrupt(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(tmp_path / "none"))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.restore()
+        assert time.monotonic() - began < AT_ONCE_S
+        eventually(lambda: not is_voting())
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        checkpointer.close()
