@@ -112,9 +112,8 @@ def of_keepstep(row: Row, undisturbed: Outcome, control: Outcome, kept: Outcome)
         beside = {path for path in differs if kept.record.get(path) != control.record.get(path)}
         return Result.AS_CONTROL if control.ended_well and not beside else Result.DIFFERS
     if len(kept.codes) > 1:
-        named = bool(row.says) and any(
-            row.says in line for said in kept.said[:-1] for line in _warnings(said)
-        )
+        warned = [line for said in kept.said[:-1] for line in _warnings(said)]
+        named = bool(row.says) and any(row.says in line for line in warned)
         return Result.NAMED_AT_SAVE if named else Result.RAISES
     if not kept.refusal or row.says not in kept.refusal or kept.steps > 1:
         return Result.RAISES

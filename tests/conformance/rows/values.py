@@ -241,17 +241,11 @@ TABLE.add(
     "an array of numpy with fields",
     lambda: _kept({"x": np.zeros(2, dtype=[("x", "f4"), ("y", "i8")])}, _counts),
     kills=(2,),
-    keepstep=Result.REFUSED_AT_START,
-    says="ndarray",
-    reason="keep an array for each field",
 )
 TABLE.add(
     "an array of numpy with objects",
     lambda: _kept({"x": np.array([1, "a", None], dtype=object)}, _counts),
     kills=(2,),
-    keepstep=Result.REFUSED_AT_START,
-    says="ndarray",
-    reason="keep a list",
 )
 TABLE.add(
     "named tuples",
