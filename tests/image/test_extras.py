@@ -512,6 +512,10 @@ class Pair(NamedTuple):
     y: Any = 0
 
 
+class Named(collections.namedtuple("Named", "x y")):  # it has attributes, too, but none here
+    pass
+
+
 class Word(str):
     __slots__ = ()
 
@@ -524,6 +528,7 @@ class Color(enum.StrEnum if sys.version_info >= (3, 11) else enum.Enum):  # type
     "value",
     [
         Pair(1, [2]),
+        Named(1, [2]),
         [Pair(1, 2)] * 100,
         Flag.A | Flag.B,
         Flag(0),

@@ -45,6 +45,8 @@ def parts_of(value: Any) -> tuple[str, Any] | None:
             return "!flag", [*name_of(kind), _bits(value)]
         return "!enum", [*name_of(kind), _member(value)]
     if is_named_tuple(kind):
+        if getattr(value, "__dict__", None):
+            raise NotData(f"{kind.__module__}.{kind.__qualname__} is more than its items")
         return "!namedtuple", [*name_of(kind), list(value)]
     if dataclasses.is_dataclass(kind):
         return "!dataclass", [*name_of(kind), fields_of(value)]
@@ -150,7 +152,6 @@ def is_named_tuple(kind: type) -> bool:
         issubclass(kind, tuple)
         and type(names) is tuple
         and all(type(name) is str for name in names)
-        and not kind.__dictoffset__  # no attributes beside the items
         and kind.__hash__ is tuple.__hash__
         and kind.__eq__ is tuple.__eq__
     )

@@ -9,8 +9,8 @@ of bytes over all of them. A module's own tensors are filled where they are, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +18,15 @@ from torch import Tensor
 from keepstep.image.forms import ViewForm
 from keepstep.state.leaves import TensorLeaf
 
+_CONJ, _NEG = -2, -1  # in a mark
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+
+class _Span(NamedTuple):
     """Where a leaf lies: `begin` to `end` in bytes. `fixed`: it is a module's."""
 
-    leaf: TensorLeaf
     begin: int
     end: int
+    leaf: TensorLeaf
     fixed: bool
 
     def holds(self, other: _Span) -> bool:
@@ -68,34 +69,35 @@ def _spans(leaves: Iterable[TensorLeaf], is_fixed: Callable[[TensorLeaf], bool])
     spans = []
     for leaf in leaves:
         tensor = leaf.tensor
+        if leaf.fresh or leaf.live is not tensor or leaf.whole is not tensor or not leaf.mark[0]:
+            continue
+        if leaf.mark[_CONJ] or leaf.mark[_NEG] or not (size := tensor.nbytes):
+            continue
         fixed = is_fixed(leaf)
-        if leaf.fresh or leaf.live is not leaf.whole or (leaf.sharing is not None and not fixed):
+        if leaf.sharing is not None and not fixed:
             continue
-        if leaf.whole is not tensor or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
-            continue
-        begin = tensor.data_ptr()
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        last = sum((size - 1) * step for size, step in steps)
-        end = begin + (last + 1) * tensor.element_size()
-        spans.append(_Span(leaf, begin, end, fixed))
+        if not tensor.is_contiguous():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            size = (sum((many - 1) * step for many, step in steps) + 1) * tensor.element_size()
+        spans.append(_Span(leaf.mark[0], leaf.mark[0] + size, leaf, fixed))
     return spans
 
 
 def _groups(spans: Iterable[_Span]) -> list[list[_Span]]:
     """Those that overlap, at least two together, at least one of which is no module's."""
     groups: list[list[_Span]] = []
-    end: tuple[Any, int] = (None, 0)
-    for one in sorted(
-        spans, key=lambda span: (str(span.leaf.tensor.device), span.begin, -span.end)
-    ):
-        device = one.leaf.tensor.device
-        if groups and end[0] == device and one.begin < end[1]:
-            groups[-1].append(one)
-            end = device, max(end[1], one.end)
+    end, last = 0, None
+    for one in sorted(spans, key=itemgetter(0)):
+        if last is not None and one.begin < end:
+            if groups and groups[-1][-1] is last:
+                groups[-1].append(one)
+            else:
+                groups.append([last, one])
+            end = max(end, one.end)
         else:
-            groups.append([one])
-            end = device, one.end
-    found = [group for group in groups if len(group) > 1 and not all(one.fixed for one in group)]
+            end = one.end
+        last = one
+    found = [group for group in groups if not all(one.fixed for one in group)]
     return [part for group in found for part in _of_one_storage(group)]
 
 
@@ -105,7 +107,8 @@ def _of_one_storage(group: Sequence[_Span]) -> list[list[_Span]]:
     parts: dict[Any, list[_Span]] = {}
     for one in group:
         storage = one.leaf.tensor.untyped_storage()
-        parts.setdefault((storage.data_ptr(), storage.nbytes()), []).append(one)
+        place = one.leaf.tensor.device, storage.data_ptr(), storage.nbytes()
+        parts.setdefault(place, []).append(one)
     return [part for part in parts.values() if len(part) > 1]
 
 

@@ -262,7 +262,7 @@ class Walker:
         kind = type(tree)
         if kind is deque and self._is_node(tree):
             return self._with_form(self._container("l", tree, path), tree, path)
-        if objects.is_named_tuple(kind):
+        if objects.is_named_tuple(kind) and not getattr(tree, "__dict__", None):
             return self._with_class(self._container("u", tree, path), kind)
         if objects.is_namespace(kind) or dataclasses.is_dataclass(kind):
             fields = objects.attributes_of(tree)
