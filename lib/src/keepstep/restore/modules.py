@@ -51,9 +51,22 @@ def _outermost(module: nn.Module, filled: tuple[str, ...]) -> tuple[str, ...]:
         return ("",)
     found: tuple[str, ...] = ()
     for prefix, part in _parts(module):
-        if not prefix.startswith(found) and any(_is_own(one, filled) for one in _loading(part)):
+        if _is_plain(part) or prefix.startswith(found):
+            continue
+        if any(_is_own(one, filled) for one in _loading(part)):
             found = (*found, prefix)
     return found
+
+
+def _is_plain(part: nn.Module) -> bool:
+    """Whether no code but torch's own can run when this part is loaded; most parts are plain."""
+    own = vars(part)
+    return (
+        type(part)._load_from_state_dict is nn.Module._load_from_state_dict
+        and "_load_from_state_dict" not in own
+        and not own.get("_load_state_dict_pre_hooks")
+        and not own.get("_load_state_dict_post_hooks")
+    )
 
 
 def _loading(part: nn.Module) -> Iterator[Any]:
