@@ -360,6 +360,7 @@ def control_page(place: Layout) -> bytes:
 
 def kept() -> Iterator[Attack]:
     """Valid images whose extras are hostile."""
+    numbers = b'[{"!numbers":["d",1]},{"!numbers":["d",1]}'
     for name, text, says in [
         ("pickle", extras.encode(print, trusted=True), "trusted=True"),
         ("deep", b'{"a":' + b"[" * 1500, "too deeply"),
@@ -386,6 +387,22 @@ def kept() -> Iterator[Attack]:
         ("array-of-no-shape", b'{"!array":["<f8",[-1],"C"]}', "not a shape"),
         ("zone-elsewhere", b'{"!zoneinfo":"../../etc/passwd"}', "not a zoneinfo"),
         ("endless-fraction", b'{"!fraction":[1,{"!int":"0x%x"}]}' % (1 << 9000), "not a fraction"),
+        ("reference-to-nothing", b'[{"!def":[]},{"!ref":1}]', "names no object"),
+        ("reference-to-itself", b'{"!def":[{"!ref":0}]}', "names no object"),
+        ("reference-to-a-key", b'{"!def":{"!tuple":[1]}}', "is not shared"),
+        ("numbers-of-nothing", b'{"!numbers":["d",1000000000000]}', "too few bytes"),
+        ("numbers-read-twice", numbers + b"]\n" + bytes(8), "too few bytes"),
+        ("numbers-unread", b"[]\n" + bytes(8), "that nothing names"),
+        ("rows-of-no-columns", b'{"!rows":["tuple","",1000000000000]}\n' + bytes(8), "not a kind"),
+        ("rows-of-one-key", b'{"!rows":[["a","a"],"dd",1]}\n' + bytes(16), "do not suit"),
+        ("class-of-code", b'{"!class":["os","_Environ"]}', "no plain dataclass"),
+        ("view-before", b'{"!view":["float32",-4,[1],[1]]}', "no view"),
+        ("generator-of-code", b'{"!numpy.random.BitGenerator":["seed",1,null]}', "no bit gen"),
+        (
+            "endless-seed",
+            b'{"!numpy.random.BitGenerator":["PCG64",1,[{"!int":"0x%x"},[],4,0]]}' % (1 << 9000),
+            "no seed",
+        ),
     ]:
         yield Attack(f"extras-{name}", FormatError, says, image(text))
 

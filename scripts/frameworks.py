@@ -47,6 +47,12 @@ ROWS = {
         "`attach(trainer)`, or the mixin",
         ("transformers", "accelerate"),
     ),
+    "trl": Row(
+        "TRL's `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `RewardTrainer`, `GRPOTrainer` and"
+        " `RLOOTrainer`, with and without PEFT's LoRA",
+        "`attach(trainer)`, or the mixin",
+        ("trl", "peft", "transformers", "bitsandbytes"),
+    ),
     "accelerate": Row("a loop of your own on `accelerate`", _OWN_LOOP, ("accelerate",)),
     "lightning": Row(
         "Lightning's `Trainer` (`lightning`, `pytorch_lightning`)",
@@ -92,6 +98,7 @@ WORDS = {
     "callbacks": "callbacks with a state",
     "metrics": "metrics",
     "datamodule": "datamodule with a state",
+    "reference": "a reference model that is trained along",
     "tokens": "count of tokens",
 }
 """What tests compare, in the order of the table."""

@@ -237,3 +237,32 @@ def test_what_hinders_it_is_an_error_that_says_so(keepstep: Keepstep) -> None:
     said = plain(keepstep, "train.py", "2", "-1", code=1).stderr
     assert "pip install 'keepstep[local]'" in said
     assert "give it one with --run NAME" in keepstep("start", code=2).stderr
+
+
+def test_a_name_gives_each_training_of_a_process_a_run_of_its_own(keepstep: Keepstep) -> None:
+    keepstep.script(
+        "train.py",
+        "import keepstep\n"
+        "for name in ('one', 'two'):\n"
+        "    progress = {'of': None}\n"
+        "    with keepstep.Checkpointer(progress=progress, dir='.keepstep', run=name) as made:\n"
+        "        at = made.restore()\n"
+        "        print(name, at and at.step, progress['of'])\n"
+        "        progress['of'] = name\n"
+        "        made.save(at.step + 1 if at else 0)\n",
+    )
+    first, again = "one None None\ntwo None None\n", "one 0 one\ntwo 0 two\n"
+    assert plain(keepstep, "train.py").stdout == first
+    under = keepstep("run", "--run", "other", "--", warm.python(), "train.py")
+    assert under.stdout == again, "by its name, whatever else provides a sidecar"
+    for name in ("one", "two", "other"):
+        keepstep("stop", "--run", name)
+
+
+def test_a_name_needs_a_directory() -> None:
+    import keepstep as library
+
+    with pytest.raises(UsageError, match="run='dpo' names a run below a directory"):
+        library.Checkpointer(progress={}, run="dpo")
+    with pytest.raises(UsageError, match="run= is an option, the name of a run"):
+        library.Checkpointer(model={}, run={"epoch": 0})  # type: ignore[arg-type]

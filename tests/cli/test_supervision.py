@@ -26,6 +26,7 @@ from keepstep_sidecar.cli.supervisor_state import (
     StartSidecar,
     Supervision,
     Sweep,
+    Swept,
 )
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
@@ -63,27 +64,45 @@ def test_a_sidecar_that_was_up_is_replaced_while_the_fork_server_imports() -> No
 def test_a_good_end_closes_the_sidecar_and_returns_0() -> None:
     until = (News.SIDECAR_UP, CommandEnded(0))
     assert play(3, *until)[1] == [Sweep()]
-    assert play(3, *until, News.SWEPT)[1] == [Do.CLOSE]
-    assert play(3, *until, News.SWEPT, News.FINISHED)[1] == [Exit(0)]
+    assert play(3, *until, Swept())[1] == [Do.CLOSE]
+    assert play(3, *until, Swept(), News.FINISHED)[1] == [Exit(0)]
 
 
 def test_a_failure_is_restarted_as_often_as_allowed_then_flushed() -> None:
-    failure = (News.SIDECAR_UP, CommandEnded(1), News.SWEPT)
+    failure = (News.SIDECAR_UP, CommandEnded(1), Swept())
     assert play(1, *failure)[1] == [AnnounceRestart(1, 1), Do.AWAIT_SIDECAR]
     assert play(1, *failure, News.SIDECAR_UP)[1] == [StartCommand(1)]
     assert play(1, *failure, *failure)[1] == [Do.FLUSH]
     assert play(1, *failure, *failure, News.FINISHED)[1] == [Exit(1)]
 
 
+def test_an_error_that_the_next_start_repeats_ends_the_run() -> None:
+    events = (News.SIDECAR_UP, CommandEnded(1), Swept(repeats="MismatchError: no"))
+    assert play(9, *events)[1] == [Do.FLUSH]
+    assert play(9, *events, News.FINISHED)[1] == [Exit(1, repeats="MismatchError: no")]
+
+
+def test_two_lives_in_a_row_that_end_alike_without_a_trainer_end_the_run() -> None:
+    def life(code: int, *, unleased: bool = True) -> tuple[Event, ...]:
+        return News.SIDECAR_UP, CommandEnded(code), Swept(unleased=unleased)
+
+    assert play(9, *life(3), *life(3))[1] == [Do.FLUSH]
+    assert "failed with 3 twice" in play(9, *life(3), *life(3))[0].repeats
+    goes_on = [Do.AWAIT_SIDECAR]
+    assert play(9, *life(3), *life(4))[1][1:] == goes_on
+    assert play(9, *life(137), *life(137))[1][1:] == goes_on, "by a signal"
+    assert play(9, *life(3), *life(3, unleased=False), *life(3))[1][1:] == goes_on
+
+
 def test_a_restart_waits_for_what_the_command_left_and_for_the_sidecar() -> None:
     events = (News.SIDECAR_UP, SidecarEnded(5.0), CommandEnded(137))
     assert play(1, *events)[1] == [Sweep()]
-    assert play(1, *events, News.SWEPT)[1] == [AnnounceRestart(1, 137)]
-    assert play(1, *events, News.SWEPT, News.SIDECAR_UP)[1] == [StartCommand(1)]
+    assert play(1, *events, Swept())[1] == [AnnounceRestart(1, 137)]
+    assert play(1, *events, Swept(), News.SIDECAR_UP)[1] == [StartCommand(1)]
 
 
 def test_a_sidecar_whose_death_is_told_late_is_replaced_before_the_restart() -> None:
-    events = (News.SIDECAR_UP, CommandEnded(137), News.SWEPT, SidecarEnded(5.0))
+    events = (News.SIDECAR_UP, CommandEnded(137), Swept(), SidecarEnded(5.0))
     assert play(1, *events)[1] == [StartSidecar(0.0)]
     assert play(1, *events, News.SIDECAR_UP)[1] == [StartCommand(1)]
 
@@ -102,14 +121,14 @@ def test_a_second_interrupt_kills(delivered: bool) -> None:
 
 def test_a_run_that_was_told_to_stop_is_not_restarted() -> None:
     for number in (INT, TERM, signal.SIGHUP, signal.SIGQUIT):
-        _, actions = play(9, News.SIDECAR_UP, Signalled(number), CommandEnded(1), News.SWEPT)
+        _, actions = play(9, News.SIDECAR_UP, Signalled(number), CommandEnded(1), Swept())
         assert actions == [Do.FLUSH]
-    _, actions = play(9, News.SIDECAR_UP, Signalled(USR1), CommandEnded(1), News.SWEPT)
+    _, actions = play(9, News.SIDECAR_UP, Signalled(USR1), CommandEnded(1), Swept())
     assert actions == [AnnounceRestart(1, 1), Do.AWAIT_SIDECAR]
 
 
 def test_a_stop_that_comes_while_leftovers_are_ended_prevents_the_restart() -> None:
-    _, actions = play(9, News.SIDECAR_UP, CommandEnded(1), Signalled(TERM), News.SWEPT)
+    _, actions = play(9, News.SIDECAR_UP, CommandEnded(1), Signalled(TERM), Swept())
     assert actions == [Do.FLUSH]
 
 
@@ -120,7 +139,7 @@ def test_a_second_interrupt_hurries_the_sweep() -> None:
 
 def test_flush_and_close_can_be_interrupted() -> None:
     for code in (0, 1):
-        until = (News.SIDECAR_UP, CommandEnded(code), News.SWEPT)
+        until = (News.SIDECAR_UP, CommandEnded(code), Swept())
         assert play(0, *until, Signalled(INT))[1] == [Exit(code, interrupted=True)]
         assert play(0, *until, Signalled(USR1))[1] == []
 
@@ -141,7 +160,7 @@ def test_a_sidecar_that_never_comes_up_ends_the_run_before_the_command() -> None
 
 
 def test_a_restart_is_given_up_when_the_sidecar_does_not_come_back() -> None:
-    until = (News.SIDECAR_UP, SidecarEnded(9.0), CommandEnded(7), News.SWEPT)
+    until = (News.SIDECAR_UP, SidecarEnded(9.0), CommandEnded(7), Swept())
     deaths = [SidecarEnded(0.1)] * (SIDECAR_ATTEMPTS - 1)
     assert play(3, *until, *deaths)[1] == [Exit(7)]
 
@@ -152,7 +171,7 @@ def test_an_interrupt_before_the_command_leaves_earlier_memory_alone() -> None:
 
 EVENTS = st.one_of(
     st.builds(CommandEnded, st.sampled_from([0, 1, 137])),
-    st.just(News.SWEPT),
+    st.builds(Swept, st.sampled_from(["", "UsageError"]), st.booleans()),
     st.builds(Signalled, st.sampled_from([INT, TERM, USR1]), st.booleans()),
     st.sampled_from([News.SIDECAR_UP, News.WARMED]),
     st.builds(SidecarEnded, st.sampled_from([0.1, 100.0])),

@@ -1,8 +1,9 @@
 """What a tree of state is, as flat text: values bit by bit, types, order, and what is one object.
 
 Two trees are alike if their descriptions are equal. An object that is met again is described by the
-path at which it was met first, and so is a tensor that shares its storage with another one. So a
-difference in one place stays in one place.
+path at which it was met first, and so is a tensor that overlaps another one in memory, with the
+distance between both. So a difference in one place stays in one place. What a storage holds beside
+these tensors is not described: nothing can be seen of it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _Walk:
     def __init__(self) -> None:
         self.found: Description = {}
         self._first: dict[int, str] = {}
-        self._storages: dict[int, str] = {}
+        self._memory: dict[int, list[tuple[str, int, int]]] = {}
         self._alive: list[Any] = []  # an address says something only while its object lives
 
     def place(self, path: str, value: Any) -> None:
@@ -104,21 +105,33 @@ class _Walk:
             self.found[path] = f"{shape} {value.qscheme()}"
             return self.place(f"{path} values", value.int_repr())
         flags = " conjugate" * value.is_conj() + " negative" * value.is_neg()
-        storage = value.untyped_storage()
-        where = f" at {value.storage_offset()} of {storage.nbytes()} bytes"
-        shared = self._storages.setdefault(storage._cdata, path)
-        where += "" if shared == path else f" of {shared}"
+        reach = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+        begin = value.storage_offset() * value.element_size()
+        where = self._shared(
+            path,
+            value.untyped_storage()._cdata,
+            begin,
+            begin + (reach + 1) * value.element_size() if value.numel() else begin,
+        )
         self.found[path] = f"{shape}{grad}{flags} {value.stride()}{where} {_digest(value)}"
         if own := {key: one for key, one in vars(value).items() if not key.startswith("_")}:
             self.place(f"{path} attributes", own)
+
+    def _shared(self, path: str, storage: int, begin: int, end: int) -> str:
+        """Of which tensor or array met before this one has memory, and at which distance."""
+        known = self._memory.setdefault(storage, [])
+        for other, its_begin, its_end in known:
+            if begin < its_end and its_begin < end:
+                return f" {begin - its_begin:+} bytes in {other}"
+        known.append((path, begin, end))
+        return ""
 
     def _array(self, path: str, value: np.ndarray[Any, Any]) -> None:
         root = value
         while isinstance(root.base, np.ndarray):
             root = root.base
         self._alive.append(root)
-        shared = self._storages.setdefault(id(root), path)
-        where = "" if shared == path else f" of {shared}"
+        where = self._shared(path, id(root), *np.lib.array_utils.byte_bounds(value))
         text = f"{_kind(value)} {value.dtype} {value.shape} {value.strides}{where}"
         if value.dtype.hasobject:
             self.found[path] = text

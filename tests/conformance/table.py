@@ -29,11 +29,11 @@ NOT_WORSE = {
     Result.EQUAL: set(Result),
     Result.AS_CONTROL: {Result.DIFFERS},
     Result.REFUSED_AT_START: set(Result),
-    Result.REFUSED_AT_FIRST_SAVE: {Result.DIFFERS, Result.RAISES},
+    Result.REFUSED_AT_FIRST_SAVE: set(Result),
     Result.NAMED_AT_SAVE: {Result.DIFFERS, Result.RAISES},
 }
 """Results of keepstep, and the results of the control beside which each is allowed. What is not
-equal needs a reason. A refusal before the first step costs nothing that was trained."""
+equal needs a reason. A refusal by the end of the first step costs nothing that was trained."""
 
 
 @dataclass(kw_only=True)

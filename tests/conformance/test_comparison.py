@@ -93,7 +93,6 @@ _ALIKE: dict[str, Callable[[], tuple[Any, Any]]] = {
     "byte order": lambda: (np.ones(2, ">i4"), np.ones(2, "<i4")),
     "memory order": lambda: (np.ones((2, 3)), np.asfortranarray(np.ones((2, 3)))),
     "a Parameter": lambda: (torch.ones(2), torch.nn.Parameter(torch.ones(2))),
-    "a slice of a larger one": lambda: (torch.ones(2), torch.ones(4)[:2]),
     "two generators": lambda: (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
     "a cycle": lambda: (_cycle(), {"n": 1, "me": {"n": 1}}),
 }

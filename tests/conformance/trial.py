@@ -37,10 +37,12 @@ class Outcome:
         return self.codes[-1] == 0
 
     @property
-    def error(self) -> str:
-        """The last line of what the last life said, if it did not end well."""
-        lines = [line for line in self.said[-1].splitlines() if line.strip()]
-        return "" if self.ended_well or not lines else lines[-1]
+    def refusal(self) -> str:
+        """The UsageError, of one line or several, by which the last life ended; '' if by none."""
+        if self.ended_well:
+            return ""
+        found = re.findall(r"^keepstep\.errors\.(UsageError: .*)", self.said[-1], re.M | re.S)
+        return found[-1] if found else ""
 
 
 class Trial:
@@ -114,8 +116,7 @@ def of_keepstep(row: Row, undisturbed: Outcome, control: Outcome, kept: Outcome)
             row.says in line for said in kept.said[:-1] for line in _warnings(said)
         )
         return Result.NAMED_AT_SAVE if named else Result.RAISES
-    refused = "UsageError" in kept.error and (not row.says or row.says in kept.error)
-    if not refused or kept.steps > 1:
+    if not kept.refusal or row.says not in kept.refusal or kept.steps > 1:
         return Result.RAISES
     return Result.REFUSED_AT_FIRST_SAVE if kept.steps else Result.REFUSED_AT_START
 

@@ -28,4 +28,4 @@ def test_signatures_are_those_that_python_sees() -> None:
     text = reference()
     assert "save(step: int, *, healthy: bool = True) -> bool" in text
     assert "    step: int | None = None,\n    rng: Literal['now', 'later'] = 'now',\n)" in text
-    assert "    dir: str | os.PathLike[str] | None = None,\n    **named: Any,\n)" in text
+    assert "    run: str | None = None,\n    **named: Any,\n)" in text

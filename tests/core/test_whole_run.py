@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+import keepstep.core.node
 from keepstep.core.candidates import Candidate, Candidates
 from keepstep.core.ledger import (
     EpochStarted,
@@ -53,6 +54,7 @@ from keepstep.errors import NothingCommonError, RestoreError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 
 _KEEP = Retention(last=2)
+_NEVER_WHOLE_KEPT = keepstep.core.node.NEVER_WHOLE_KEPT
 
 
 @dataclass
@@ -91,8 +93,10 @@ class WholeRun(RuleBasedStateMachine):
         world=st.sampled_from([2, 3]),
         slots=st.sampled_from([2, 3, 4]),
         every=st.sampled_from([1, 2]),
+        never_whole_kept=st.sampled_from([0, 4]),
     )
-    def begin(self, world: int, slots: int, every: int) -> None:
+    def begin(self, world: int, slots: int, every: int, never_whole_kept: int) -> None:
+        keepstep.core.node.NEVER_WHOLE_KEPT = never_whole_kept
         self.slots, self.grid = slots, Grid(every)
         self.ranks = [Rank([None] * slots, SlotTable(slots)) for _ in range(world)]
         self.epochs_on_disk: list[Epoch] = []
@@ -102,6 +106,9 @@ class WholeRun(RuleBasedStateMachine):
         self.unharmed = True  # nothing that a restart relies on was lost
         self.left_out = False  # a copy was discarded before this life had a step in common
         self._start_sidecar()
+
+    def teardown(self) -> None:
+        keepstep.core.node.NEVER_WHOLE_KEPT = _NEVER_WHOLE_KEPT
 
     # --- the sidecar ---------------------------------------------------------------------
 
@@ -141,11 +148,26 @@ class WholeRun(RuleBasedStateMachine):
                 self.stopped.add(action.rank)
             elif isinstance(action, Retire):
                 assert action.id not in self.read
+                assert self._is_not_needed(action.id), "some rank might have completed it"
                 for number in action.ranks:
                     self.ranks[number].shards.discard(action.id)
             elif isinstance(action, Publish):
                 assert all(action.id in rank.shards for rank in self.ranks), "shown, but not whole"
                 self.shown.add(action.id)
+
+    def _is_not_needed(self, id: StepId) -> bool:
+        """Whether a newer step is committed, or some rank never can have this step again."""
+        committed = self.node.ledger.watermark(Tier.LOCAL)
+        if id not in self.alive or (committed is not None and id < committed):
+            return True
+        return any(not self._may_have(rank, id) for rank in self.ranks)
+
+    def _may_have(self, rank: Rank, id: StepId) -> bool:
+        if id in rank.in_memory() | rank.shards:
+            return True
+        if self.epoch is None or self.epoch.id != id.epoch:
+            return False
+        return rank.saved < id.step or self._copied(rank) == id
 
     def _begin_write(self, write: Write) -> None:
         rank = self.ranks[write.rank]
@@ -238,6 +260,14 @@ class WholeRun(RuleBasedStateMachine):
             rank.filling = None
             self.left_out = True
             self._feed(Overwritten(number, id))
+
+    @precondition(_training)
+    @rule(number=st.integers(0, 2))
+    def a_rank_saves_no_step_where_the_others_do(self, number: int) -> None:
+        rank = self.ranks[number % len(self.ranks)]
+        if rank.filling is None and rank.saved == min(one.saved for one in self.ranks):
+            rank.saved += 1
+            self.left_out = True
 
     # --- writing -------------------------------------------------------------------------
 

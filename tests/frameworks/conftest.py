@@ -57,6 +57,16 @@ class Lives:
         assert done.returncode == 0, done.stderr[-3000:]
         return self._home / out
 
+    def resumed(self, *, kill: int, **settings: Any) -> Path:
+        """Without keepstep, killed once, and gone on with by what the framework has for that: from
+        `resume`, the newest of its checkpoints below the folder. Returns its folder."""
+        options: dict[str, Any] = {"cwd": self._home, "env": self._variables(), "timeout": 200}
+        resume = settings.pop("resume")
+        command = self._command("own", {"bare": True, "kill": [kill], **settings}, 1)
+        assert subprocess.run(command, capture_output=True, **options).returncode == -9
+        (newest,) = sorted((self._home / "own").glob(resume))[-1:]
+        return self.undisturbed(out="own", resume=str(newest), **settings)
+
     def kept(
         self, *, ranks: int = 1, out: str = "kept", code: int = 0, **settings: Any
     ) -> tuple[Path, str]:

@@ -254,11 +254,14 @@ def main() -> None:
         from keepstep.integrations.lightning import KeepstepCallback
 
         callbacks.append(KeepstepCallback())
+    if every := SETTINGS.get("checkpoints"):
+        folder, options_of = str(OUT / "own"), {"save_top_k": -1, "every_n_train_steps": every}
+        callbacks.append(lightning.callbacks.ModelCheckpoint(folder, **options_of))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     options: dict[str, Any] = {
         "max_epochs": 2,
         "log_every_n_steps": 3,
-        "enable_checkpointing": False,
+        "enable_checkpointing": bool(SETTINGS.get("checkpoints")),
         **SETTINGS.get("arguments", {}),
     }
     trainer = lightning.Trainer(

@@ -47,7 +47,8 @@ def digest(state: Any) -> str:
                 take(one)
         elif isinstance(value, torch.Tensor):
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            hashed.update(whole.detach().contiguous().numpy().tobytes())
+            flat = whole.detach().contiguous().reshape(-1)
+            hashed.update(flat.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
         else:
             hashed.update(repr(value).encode())
 

@@ -14,7 +14,7 @@ import transformers
 
 import keepstep
 from keepstep import checkpointer
-from keepstep.integrations import trainings
+from keepstep.integrations import _trainings
 from keepstep.integrations import transformers as integration
 from keepstep.state.take import encode, take
 from tests import warm
@@ -145,7 +145,7 @@ def lives(monkeypatch):
     """Each call begins another life of the process, as far as keepstep can see."""
 
     def begin():
-        monkeypatch.setattr(trainings, "_BEGUN", {})
+        monkeypatch.setattr(_trainings, "_BEGUN", {})
         monkeypatch.setattr(checkpointer, "_SAVED_IN", set())
 
     return begin
@@ -247,6 +247,83 @@ def test_layers_that_were_unfrozen_on_the_way_train_on(tmp_path, sidecar, lives)
     frozen = Frozen()
     trained(tmp_path, with_frozen_bias, callbacks=[frozen], max_steps=4)
     assert frozen.seen
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_step_that_mostly_does_not_train_is_told_of(tmp_path, sidecar, caplog, frozen):
+    class Wide(Line):
+        def forward(self, x):
+            return super().forward(x.repeat(1, 8))
+
+    def of_bias(**options):
+        options["model"] = Wide(16, 2)
+        options["model"].weight.requires_grad = not frozen
+        return transformers.Trainer(**options)
+
+    trained(tmp_path, of_bias)
+    assert caplog.text.count("of each step do not train") == frozen
+
+
+class Curriculum(transformers.Trainer):
+    """Knows things of its own, as people write it."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.level, self.fixed = 0, {"a": [1, 2]}
+        self.teacher = torch.nn.Linear(2, 2)
+        self.hardness = types.SimpleNamespace(seen=[0.0])
+
+    def training_step(self, *args, **options):
+        self.level += 1
+        self.hardness.seen[0] += 0.5
+        with torch.no_grad():
+            self.teacher.weight.data.mul_(0.9)
+        return super().training_step(*args, **options)
+
+
+class Average(transformers.TrainerCallback):
+    def __init__(self):
+        self.weight, self.of = torch.zeros(2), "weights"
+
+    def on_step_end(self, args, state, control, model, **_):
+        self.weight.mul_(0.9).add_(model.bias.detach(), alpha=0.1)
+
+
+class Counted(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):
+    def __init__(self, steps=0):
+        self.steps = steps
+
+    def state(self):
+        return {"args": {}, "attributes": {"steps": self.steps}}
+
+    def on_step_end(self, *_, **__):
+        self.steps += 1
+
+
+def test_what_changes_and_is_in_no_step_is_named_once(tmp_path, sidecar, caplog):
+    trained(tmp_path, Curriculum, callbacks=[Average(), Counted()], max_steps=9)
+    (said,) = (one for one in caplog.messages if "is in no step" in one)
+    names, _, _ = said.removeprefix("keepstep: ").partition(": changes")
+    assert names.split(", ") == [
+        "Average.weight", "Curriculum.hardness", "Curriculum.level", "Curriculum.teacher",
+    ]  # fmt: skip
+
+
+def test_a_plain_trainer_has_nothing_that_is_in_no_step(tmp_path, sidecar, caplog):
+    trained(tmp_path, callbacks=[Counted()], max_steps=9, eval_strategy="no", logging_steps=2)
+    assert "is in no step" not in caplog.text
+
+
+def test_what_a_class_names_itself_is_not_named(tmp_path, sidecar, caplog):
+    class Named(integration.KeepstepTrainerMixin, Curriculum):
+        def keepstep_components(self):
+            level = {"level": self.level}
+            return {**super().keepstep_components(), "teacher": self.teacher, "level": level}
+
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "max_steps": 5}
+    args = transformers.TrainingArguments(**options, per_device_train_batch_size=1)
+    Named(model=Line(2, 2), args=args, train_dataset=[{"x": torch.ones(2)}] * 8).train()
+    assert "is in no step" not in caplog.text
 
 
 def test_a_version_that_was_never_tested_is_named(monkeypatch):

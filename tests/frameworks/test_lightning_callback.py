@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import types
 
+import bitsandbytes
 import lightning.pytorch as lightning
 import pytest
 import torch
@@ -12,8 +13,8 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 import keepstep
+from keepstep.integrations import _trainings
 from keepstep.integrations import lightning as integration
-from keepstep.integrations import trainings
 from keepstep.integrations.lightning import KeepstepCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -121,9 +122,12 @@ def test_a_cell_that_was_interrupted_goes_on_where_it_is_run_again(tmp_path, sid
 
 
 def test_a_checkpoint_of_lightnings_that_ends_within_an_epoch_is_warned_of_by_lightning(tmp_path):
-    trainer = made(tmp_path, max_steps=2)
-    trainer.fit(Model())
-    trainer.save_checkpoint(tmp_path / "within.ckpt")
+    class Save(lightning.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    made(tmp_path, Save()).fit(Model())
     with pytest.warns(UserWarning, match="ended before the epoch ended"):
         made(tmp_path, KeepstepCallback()).fit(Model(), ckpt_path=tmp_path / "within.ckpt")
 
@@ -131,7 +135,34 @@ def test_a_checkpoint_of_lightnings_that_ends_within_an_epoch_is_warned_of_by_li
 @pytest.fixture
 def lives(monkeypatch):
     """Each call begins another life of the process, as far as keepstep can see."""
-    return lambda: monkeypatch.setattr(trainings, "_BEGUN", {})
+    return lambda: monkeypatch.setattr(_trainings, "_BEGUN", {})
+
+
+class Quantized(Model):
+    """A frozen layer of four bits below one that trains."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        first = bitsandbytes.nn.Linear4bit(2, 64, compute_dtype=torch.float32, quant_type="nf4")
+        first.weight.requires_grad = first.bias.requires_grad = False
+        self.net = torch.nn.Sequential(first.to("cpu"), torch.nn.Linear(64, 2))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[1].parameters(), lr=self.lr)
+
+
+def test_what_trains_on_a_quantised_base_is_kept_and_another_base_refused(tmp_path, sidecar, lives):
+    first = Quantized()
+    made(tmp_path, KeepstepCallback()).fit(first)
+    lives()
+    again, callback = Quantized(), KeepstepCallback()
+    made(tmp_path, callback).fit(again)
+    assert callback.checkpointer.epoch.parent.step == 4
+    assert torch.equal(again.net[1].weight, first.net[1].weight)
+    lives()
+    with pytest.raises(keepstep.MismatchError, match="step 4 was trained on another frozen base"):
+        made(tmp_path, KeepstepCallback()).fit(Quantized(seed=1))
 
 
 def test_the_last_step_is_whole_where_not_every_step_is_staged(

@@ -17,7 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import numpy
@@ -31,6 +33,7 @@ from keepstep.core.shard import Shard
 from keepstep.dcp.metadata import Tree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras
+from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
 from keepstep.image.manifest import Manifest
 from keepstep.image.verify import seal_for_disk
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
@@ -89,11 +92,28 @@ SKELETON = json.dumps(
         "d",
         [
             ["model", ["d", [["weight", ["t", "weight"]], ["n", ["v", 0]]]]],
-            ["list", ["l", [["t", "mask"], ["u", [["v", 1]]]]]],
+            ["list", ["x", 0, ["l", [["t", "mask"], ["u", [["v", 4]]]]]]],
+            [
+                "more",
+                [
+                    "l",
+                    [
+                        ["v", 1],
+                        ["x", 2, ["t", "mask"]],
+                        ["x", 6, ["t", "mask"]],
+                        ["x", 3, ["d", [["epoch", ["v", 4]], ["step", ["v", 4]]]]],
+                    ],
+                ],
+            ],
         ],
     ]
 )
+VALUES = [
+    *(SharedForm(0), SharedAgain(0), ViewForm("float32", 4, (2,), (1,)), ClassForm(StepId)),
+    *(OrderedDict(), deque(maxlen=3), GradForm(True)),
+]
 DCP = {"dcp": 1, "values": ["step"], "boxes": {"w@0": "w"}, "paths": {"w": ["model", "w", 0]}}
+SHARED: list[Any] = [1, {"x": numpy.arange(2)}]
 KEPT: dict[str, Any] = {
     "values": [7, [1, (2, {3}), frozenset({b"x"})], {1: 2.5, "!": None}, float("inf"), 1 << 70],
     "rng": {"path": pathlib.PurePosixPath("a"), "c": 1j, "b": bytearray(b"yz")},
@@ -102,7 +122,12 @@ KEPT: dict[str, Any] = {
         *(range(1, 9, 2), Decimal("1.50"), Fraction(1, 3), Tier.PEER),
         *(datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc), datetime.timedelta(1)),
         *(numpy.arange(3.0), numpy.float32(2), torch.arange(3), torch.Size([2]), torch.float32),
+        *(torch.Generator(), numpy.random.default_rng(1), random.Random(1), numpy.dtype("f4")),
+        *(SimpleNamespace(a=1), slice(1, 2), ..., UUID(int=1)),
+        *(ViewForm("float32", 4, (2,), (1,)), SharedForm(0), SharedAgain(0), ClassForm(StepId)),
     ],
+    "shared": [SHARED, (SHARED, {"again": SHARED})],
+    "numbers": [[0.5] * 64, [(1, 2.0)] * 64, [{"a": n, "b": 0.5} for n in range(64)], {*range(70)}],
 }
 
 
@@ -124,6 +149,7 @@ def rich_layout(rank: int = 0) -> Layout:
         world=4,
         aliases={"head": "weight"},
         skeleton=SKELETON,
+        extras_capacity_bytes=32 << 10,
         twins=(2,),
         parameters={"optimizer": (("weight", (4, 4)), ("scalar", ()))},
     )
@@ -213,8 +239,9 @@ def reseal_page(rng: random.Random) -> bytes:
 
 
 def reseal_extras(rng: random.Random) -> bytes:
-    tree = json.loads(extras.encode(KEPT))
-    return mutate.text(mutate.of_tree(tree, rng, grow=rng.random() < 0.0005), rng)
+    text, line, numbers = extras.encode(KEPT).partition(b"\n")
+    tree = mutate.of_tree(json.loads(text), rng, grow=rng.random() < 0.0005)
+    return mutate.text(tree, rng) + line + numbers
 
 
 # --- records, messages, names --------------------------------------------------------------------
@@ -314,12 +341,13 @@ REPLY = {
 
 
 def read_skeleton(data: bytes) -> object:
-    """As a restore walks it, with two values."""
+    """As a restore walks it, with a value of each form."""
     trees = parse_tree(data.decode("utf-8", "replace"))
+    shared: dict[int, Any] = {}
     for node in trees.values():
-        check_values(node, count=2)
+        check_values(node, count=len(VALUES))
         list(leaves_of(node))
-        build(node, lambda name: name, lambda index: index)
+        build(node, lambda _: torch.zeros(4), VALUES.__getitem__, shared)
     return trees
 
 

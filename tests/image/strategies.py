@@ -51,11 +51,26 @@ scalars = st.one_of(
     st.sampled_from([decimal.Decimal("-0.10"), decimal.Decimal("1E+9"), decimal.Decimal("Inf")]),
     st.sampled_from([range(3, 1 << 70, 2), range(0, -9, -4)]),
 )
+numbers = st.one_of(
+    st.lists(st.floats(), min_size=60, max_size=70),
+    st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=60, max_size=70),
+    st.lists(st.tuples(st.integers(0, 9), st.floats()), min_size=60, max_size=70),
+    st.lists(st.tuples(st.floats(), st.floats()).map(list), min_size=60, max_size=70),
+    st.lists(
+        st.fixed_dictionaries({"step": st.integers(0, 9), "!loss": st.floats()}),
+        min_size=60,
+        max_size=70,
+    ),
+    st.lists(st.floats() | st.integers() | st.booleans(), min_size=60, max_size=70),
+    st.dictionaries(st.integers(), st.floats(), min_size=60, max_size=70),
+)
+"""Long enough to be packed, or nearly."""
+
 hashables = st.recursive(
     scalars, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4
 )
 states = st.recursive(
-    scalars,
+    scalars | numbers,
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),

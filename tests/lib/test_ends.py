@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -17,6 +18,9 @@ import torch
 from torch import nn
 
 import keepstep
+from keepstep.client import copying
+from keepstep.save.snapshot import Snapshots
+from tests.harness import eventually
 from tests.lib.training import begun
 
 
@@ -124,6 +128,175 @@ def test_close_keeps_its_time_limit_beside_a_sidecar_that_stands_still(sidecar):
         assert not checkpointer.stats.saves - checkpointer.stats.staged > 1
     finally:
         os.kill(sidecar.process.pid, signal.SIGCONT)
+
+
+def test_close_that_failed_says_so_again_at_once(sidecar):
+    checkpointer = begun({"model": nn.Linear(2, 2)})
+    checkpointer.save(0)
+    checkpointer.wait(0)
+    os.kill(sidecar.process.pid, signal.SIGSTOP)
+    try:
+        checkpointer.save(1)
+        with pytest.raises(keepstep.NotDurableError) as first:
+            checkpointer.close(timeout=1.0)
+        started = time.monotonic()
+        with pytest.raises(keepstep.NotDurableError) as second, checkpointer:
+            pass
+        assert time.monotonic() - started < 0.5
+        assert str(second.value) == str(first.value)
+    finally:
+        os.kill(sidecar.process.pid, signal.SIGCONT)
+
+
+def test_close_that_was_interrupted_says_so_when_it_is_called_again(sidecar, monkeypatch):
+    checkpointer = begun({"model": nn.Linear(2, 2)})
+    checkpointer.save(0)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpointer._agent.session, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpointer.close()
+    with pytest.raises(keepstep.NotDurableError, match=r"interrupted \(KeyboardInterrupt.* step 0"):
+        checkpointer.close()
+
+
+def test_close_that_succeeded_does_nothing_when_it_is_called_again(sidecar):
+    checkpointer = begun({"model": nn.Linear(2, 2)})
+    checkpointer.save(0)
+    checkpointer.close()
+    checkpointer.close()
+
+
+def test_a_save_inside_which_a_handler_called_close_does_not_say_that_it_is_kept(
+    sidecar, caplog, monkeypatch
+):
+    model = nn.Linear(8, 8)
+    checkpointer = begun({"model": model})
+    checkpointer.save(0)
+    checkpointer.wait(0)
+    begin, said = Snapshots.begin, []
+
+    def then_the_handler_closes(self, *arguments, **options):
+        pending = begin(self, *arguments, **options)
+        with pytest.raises(keepstep.NotDurableError) as error:
+            checkpointer.close(timeout=1.0)
+        said.append(str(error.value))
+        return pending
+
+    monkeypatch.setattr(Snapshots, "begin", then_the_handler_closes)
+    assert checkpointer.save(1) is False
+    assert "step 1 was not staged" in said[0]
+    assert "close() was called inside its save()" in said[0]
+    assert "step 1 is not kept" in caplog.text
+    with pytest.raises(keepstep.NotDurableError, match="step 1 was not staged"):
+        checkpointer.close()
+
+
+def test_the_best_weights_may_be_loaded_before_close(sidecar):
+    model = nn.Linear(512, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    checkpointer = begun({"model": model, "optimizer": optimizer})
+    best = {name: torch.zeros_like(one) for name, one in model.state_dict().items()}
+    for step in range(4):
+        model(torch.ones(1, 512)).sum().backward()
+        optimizer.step()
+        expected = model.weight.detach().clone()
+        assert checkpointer.save(step)
+        model.load_state_dict(best, assign=step == 3)
+        optimizer.load_state_dict(optimizer.state_dict())
+    checkpointer.close()
+    assert checkpointer.stats.discarded == 0
+    other = nn.Linear(512, 512)
+    with begun({"model": other, "optimizer": torch.optim.SGD(other.parameters(), 0.1)}) as again:
+        assert again.epoch.parent.step == 3
+    assert torch.equal(other.weight, expected)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_weights_that_are_changed_otherwise_before_close_end_no_finished_training(
+    sidecar, caplog, monkeypatch, strict
+):
+    gate, run = threading.Event(), copying.run
+
+    def held(transfers, **options):
+        if threading.current_thread().name == "keepstep-agent":
+            assert gate.wait(30)
+        run(transfers, **options)
+
+    model = nn.Linear(64, 64)
+    checkpointer = begun({"model": model}, strict=strict)
+    checkpointer.save(0)
+    checkpointer.wait(0)
+    monkeypatch.setattr(copying, "run", held)
+    checkpointer.save(1)
+    model.weight.data.copy_(torch.zeros(64, 64))
+    gate.set()
+    if strict:
+        with pytest.raises(keepstep.NotDurableError, match="step 1 was not staged"):
+            checkpointer.close()
+    else:
+        checkpointer.close()
+        assert "call close() first, then load other weights" in caplog.text
+        assert "the newest durable one is 0" in caplog.text
+
+
+def test_without_an_earlier_step_changed_weights_are_an_error_of_close(sidecar, monkeypatch):
+    gate, run = threading.Event(), copying.run
+
+    def held(transfers, **options):
+        if threading.current_thread().name == "keepstep-agent":
+            assert gate.wait(30)
+        run(transfers, **options)
+
+    monkeypatch.setattr(copying, "run", held)
+    model = nn.Linear(64, 64)
+    checkpointer = begun({"model": model})
+    checkpointer.save(0)
+    model.weight.data.copy_(torch.zeros(64, 64))
+    gate.set()
+    with pytest.raises(keepstep.NotDurableError, match="no step was staged"):
+        checkpointer.close()
+
+
+def test_a_script_that_saves_once_at_its_end_keeps_that_step(sidecar):
+    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)])
+    checkpointer = begun({"model": model})
+    assert checkpointer.save(2)
+    checkpointer.close()
+    assert sidecar.published() == [2]
+
+
+def test_close_stages_the_last_step_that_was_refused_if_nothing_has_moved(sidecar, monkeypatch):
+    model, progress = nn.Linear(8, 8), {"batches": 1}
+    checkpointer = begun({"model": model, "progress": progress})
+    assert checkpointer.save(0)
+    checkpointer.wait(0)
+    sidecar.kill()
+    eventually(lambda: checkpointer.save(checkpointer._last_step + 1) is False)
+    last = checkpointer._last_step
+    progress["batches"] = 7  # values are those of the save
+    sidecar.start()
+    checkpointer.close(timeout=60)
+    assert sidecar.published()[-1] == last
+    other = {"batches": 0}
+    with begun({"model": nn.Linear(8, 8), "progress": other}) as again:
+        assert again.epoch.parent.step == last
+    assert other == {"batches": 1}
+
+
+def test_close_stages_no_refused_step_of_which_the_state_has_changed(sidecar):
+    model = nn.Linear(8, 8)
+    checkpointer = begun({"model": model})
+    assert checkpointer.save(0)
+    checkpointer.wait(0)
+    sidecar.kill()
+    eventually(lambda: checkpointer.save(checkpointer._last_step + 1) is False)
+    model.weight.data.add_(1)
+    sidecar.start()
+    with pytest.raises(keepstep.NotDurableError, match=r"model\.weight has changed since"):
+        checkpointer.close(timeout=60)
 
 
 def test_restore_waits_for_a_sidecar_that_stands_still_for_a_while(sidecar, monkeypatch):

@@ -240,6 +240,66 @@ def test_a_step_to_go_back_to_that_only_memory_has_is_durable_soon(sidecar):
     assert state == {"n": back}
 
 
+def life(state, *, asked=None, last):
+    """One life of a script: what `restore` gave; then it saves up to step `last`."""
+    checkpointer = keepstep.Checkpointer({"state": state})
+    at = checkpointer.restore(step=asked)
+    for step in range(at.step + 1 if at else 0, last + 1):
+        state["n"] = step
+        checkpointer.save(step)
+        checkpointer.wait(step)
+    checkpointer.close()
+    return at.step if at else None
+
+
+@pytest.mark.parametrize("keep", ["1", "2"])
+@pytest.mark.parametrize("lost", ["nothing", "sidecar", "sidecar and memory"])
+def test_a_script_goes_back_to_its_step_each_time_that_it_is_started(sidecar, keep, lost):
+    def begin_anew():
+        if lost != "nothing":
+            sidecar.kill()
+        if lost == "sidecar and memory":
+            sidecar.lose_memory()
+        if lost != "nothing":
+            sidecar.start("--keep", keep, "--persist-every", "1")
+
+    state = {"n": -1}
+    sidecar.kill()
+    sidecar.start("--keep", keep, "--persist-every", "1")
+    assert life(state, last=9) is None
+    for number in range(4):
+        begin_anew()
+        assert life(state, asked=9, last=15 + number) == 9
+    begin_anew()
+    assert life(state, last=30) == 18
+    assert 9 not in sidecar.published(), "no script asks for it any more"
+    with pytest.raises(keepstep.RestoreError, match="going back to step 9 was asked for"):
+        life(state, asked=9, last=12)
+
+
+def test_the_step_that_was_asked_for_last_replaces_an_earlier_one(sidecar):
+    sidecar.kill()
+    sidecar.start("--keep", "2", "--persist-every", "1")
+    state = {"n": -1}
+    life(state, last=9)
+    assert life(state, asked=9, last=14) == 9
+    assert life(state, asked=14, last=20) == 14
+    assert life(state, asked=14, last=20) == 14
+    assert 9 not in sidecar.published()
+
+
+def test_a_step_that_a_script_asks_for_outlives_a_person_who_goes_elsewhere(sidecar):
+    sidecar.kill()
+    sidecar.start("--keep", "2", "--persist-every", "1")
+    state = {"n": -1}
+    life(state, last=9)
+    assert life(state, asked=9, last=14) == 9
+    sidecar.kill()
+    sidecar.start("--keep", "2", "--persist-every", "1", "--restore-from", "13")
+    assert life(state, asked=9, last=20) == 13
+    assert life(state, asked=9, last=20) == 9
+
+
 # --- objects with state_dict() and load_state_dict() ---------------------------------------------
 
 

@@ -118,7 +118,6 @@ REFUSED = {
         lambda: {"t": torch.ones(1), "deep": [1, {"x": Odd()}]},
         r"st\.deep\[1\]\['x'\]: .*Odd cannot be",
     ),
-    "a named tuple": (lambda: {"p": Pair(torch.ones(1), 2)}, r"st\['p'\]: .*Pair cannot be"),
     "a name that is no text": (lambda: {"\ud800": torch.ones(1)}, r"Unicode"),
     "a key that is no data": (
         lambda: {Odd(): torch.ones(1)},

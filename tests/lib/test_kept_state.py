@@ -267,3 +267,87 @@ def test_components_that_cannot_be_kept_are_refused_at_once():
         keepstep.Checkpointer({"x": 3})
     with pytest.raises(keepstep.UsageError, match="takes a dict"):
         keepstep.Checkpointer(nn.Linear(1, 1))
+
+
+class Router(nn.Module):
+    """Balances its experts by a bias that no checkpoint has, beside a constant and a cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(2, 2)
+        for name in ("bias", "constant", "cache"):
+            self.register_buffer(name, torch.zeros(2), persistent=False)
+
+
+def test_a_buffer_that_changes_and_is_in_no_checkpoint_is_named_once(sidecar, caplog):
+    model = Router()
+    with begun({"model": nn.Sequential(model)}, strict=True) as checkpointer:
+        model.cache = torch.ones(3)  # made by the first forward pass
+        for step in range(4):
+            model.bias += 1
+            checkpointer.save(step)
+    said = [one for one in caplog.messages if "persistent" in one]
+    assert len(said) == 1
+    assert "model.0.bias: changes while training" in said[0]
+    assert not any(name in said[0] for name in ("constant", "cache"))
+
+
+def test_a_buffer_that_a_dict_keeps_or_that_does_not_change_is_not_named(sidecar, caplog):
+    model = Router()
+    with begun({"model": model, "extra": {"bias": model.bias}}, strict=True) as checkpointer:
+        for step in range(4):
+            model.bias += 1
+            checkpointer.save(step)
+    assert not [one for one in caplog.messages if "persistent" in one]
+
+
+class StatefulLoader(torch.utils.data.DataLoader):
+    def state_dict(self):
+        return {"at": 0}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_loader_is_named_where_the_random_states_are_set_at_once(sidecar, caplog, later):
+    checkpointer = keepstep.Checkpointer({"loader": StatefulLoader([1, 2])})
+    checkpointer.restore(rng="later" if later else "now")
+    said = [one for one in caplog.messages if "loader draws random numbers" in one]
+    assert len(said) == (0 if later else 1)
+    if later:
+        checkpointer.restore_rng()
+    checkpointer.save(0)
+    checkpointer.close()
+
+
+def test_values_that_take_long_are_named_once_by_the_largest(sidecar, caplog):
+    progress = {"words": [str(number) for number in range(200_000)], "n": [0]}
+    with begun({"p": progress}, strict=True) as checkpointer:
+        for step in range(3):
+            checkpointer.save(step)
+    said = [one for one in caplog.messages if "values that are no tensors" in one]
+    assert len(said) == 1
+    assert "p.words (" in said[0] or "most of it for p (" in said[0]
+
+
+def test_a_generator_that_a_sampler_holds_goes_on_for_both(sidecar):
+    def life():
+        generator = torch.Generator().manual_seed(3)
+        return generator, torch.utils.data.RandomSampler(range(10), generator=generator)
+
+    generator, sampler = life()
+    list(sampler)
+    keep({"generator": generator, "m": nn.Linear(1, 1)})
+    expected = list(sampler)
+    other, again = life()
+    bring_back({"generator": other, "m": nn.Linear(1, 1)})
+    assert list(again) == expected
+
+
+def test_the_default_generator_and_the_random_states_agree(sidecar):
+    keep({"p": {"g": torch.default_generator}})
+    expected = torch.rand(3)
+    torch.manual_seed(9)
+    bring_back({"p": {"g": torch.default_generator}})
+    assert torch.equal(torch.rand(3), expected)

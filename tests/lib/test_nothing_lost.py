@@ -3,8 +3,10 @@ counted, logged and told."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -272,4 +274,154 @@ def test_a_save_inside_a_save_is_refused_and_the_outer_one_is_kept(sidecar, mode
     checkpointer.wait(1)
     assert answers == [False]
     assert "inside save()" in checkpointer.stats.why_not()
+    checkpointer.close()
+
+
+class Projector:
+    """What an optimizer may hold, and no image can."""
+
+
+class Galore(torch.optim.SGD):
+    """Its state comes with its first step, after the check of `restore()`."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("projector", Projector())
+        return super().step(closure)
+
+
+def test_the_first_save_of_a_state_that_cannot_be_kept_raises(sidecar, model, monkeypatch, caplog):
+    optimizer = Galore(model.parameters(), lr=0.1)
+    checkpointer = begun({"m": model, "optimizer": optimizer})
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    with pytest.raises(keepstep.UsageError, match=r"step 0 cannot be kept: .*projector"):
+        checkpointer.save(0)
+    monkeypatch.setattr("keepstep.save.agent._REPEAT_S", 0.2)
+    assert checkpointer.save(1) is False
+    eventually(lambda: any("projector" in one for one in sidecar.get("/v1/status")["warnings"]))
+    for step in range(2, 30):
+        checkpointer.save(step)
+        time.sleep(0.02)
+    repeated = [one for one in caplog.messages if "no step was staged for" in one]
+    assert 2 <= len(repeated) <= 4
+    assert "projector" in repeated[-1]
+    assert checkpointer.stats.unkept == 29
+    for state in optimizer.state.values():
+        del state["projector"]
+    checkpointer._components["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert kept(checkpointer, 30) == 30
+    assert (checkpointer.stats.unkept, checkpointer.stats.why_unkept) == (0, "")
+    assert not any("no step" in one for one in sidecar.get("/v1/status")["warnings"])
+    checkpointer.close()
+
+
+def test_a_state_that_can_no_longer_be_kept_raises_no_more_once_a_step_was(sidecar, model):
+    optimizer = Galore(model.parameters(), lr=0.1)
+    checkpointer = begun({"m": model, "optimizer": optimizer})
+    assert checkpointer.save(0)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    assert checkpointer.save(1) is False
+    assert "projector" in checkpointer.stats.why_unkept
+    with pytest.raises(keepstep.NotDurableError, match="projector"):
+        checkpointer.close()
+
+
+def test_any_reason_for_which_no_step_is_staged_for_long_stands_in_the_status(sidecar, model):
+    from keepstep_sidecar.api.saving import RankCounters
+
+    counters = RankCounters()
+    counters.lose(3, "a tensor changed")
+    counters.lose(4, "no slot is free yet")
+    now = counters.unkept.at
+    assert counters.unkept.warning(0, now=now + 59) == ""
+    assert counters.unkept.warning(0, now=now + 61) == (
+        "rank 0: no step was staged since step 3 was not: no slot is free yet"
+    )
+
+
+def test_what_a_signals_handler_raises_inside_save_goes_on_to_the_script(
+    sidecar, model, monkeypatch
+):
+    """Any exception of its own: only errors of keepstep are kept from the script."""
+    checkpointer = begun({"m": model})
+    kept(checkpointer, 0)
+    take = checkpointer._retake
+
+    def interrupted():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return take()
+
+    def preempted(*_):
+        raise ValueError("asked to end")
+
+    before = signal.signal(signal.SIGUSR1, preempted)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpointer, "_retake", interrupted)
+            with pytest.raises(ValueError, match="asked to end"):
+                checkpointer.save(1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert "ValueError inside save()" in checkpointer.stats.why_not()
+    assert kept(checkpointer, 2) == 2
+    checkpointer.close()
+
+
+class Struck(BaseException):
+    """What a signal's handler raises."""
+
+
+def struck_at(number, action):
+    """Run `action`, and raise at the `number`-th line of keepstep. Returns whether it got there."""
+    left = [number]
+
+    def trace(frame, event, _):
+        if "keepstep" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] < 0:
+                sys.settrace(None)
+                raise Struck
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except Struck:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("offset", range(4))
+def test_after_an_interruption_at_any_line_of_save_the_very_next_one_is_kept(
+    sidecar, model, offset
+):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    checkpointer = begun({"m": model, "optimizer": optimizer, "progress": {"n": 0}})
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    kept(checkpointer, 0)
+    agent = checkpointer._agent
+    lease, number, step = agent.session._lease, offset, 1
+    while True:
+        agent.drain(timeout_s=20)
+        eventually(lambda: agent._held is not None)
+        optimizer.step()
+        if not struck_at(number, functools.partial(checkpointer.save, step)):
+            break
+        optimizer.step()
+        assert checkpointer.save(step + 1), f"after line {number}: {agent.outcome(step + 1)}"
+        checkpointer.wait(step + 1, "staged", timeout=20)
+        assert agent.session._lease is lease
+        step, number = step + 2, number + 16
+    assert number > 200, "it was interrupted"
+    assert checkpointer.stats.discarded == 0
+    checkpointer.wait(step, "staged")
     checkpointer.close()

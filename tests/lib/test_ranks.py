@@ -14,6 +14,7 @@ from tests.harness import torchrun
 from tests.torch_version import needs_stock_reader
 
 SCRIPT = Path(__file__).parent / "ddp_script.py"
+UNEQUAL = Path(__file__).parent / "unequal_script.py"
 
 
 def losses(log, rank):
@@ -144,5 +145,36 @@ def test_a_rank_that_cannot_load_stops_all_of_them(sidecar, tmp_path):
         "os._exit(0)\n"
     )
     done = torchrun(2, script)
-    assert "refused 0 RestoreError" in done.stdout, done.stderr
+    assert "refused 0 MismatchError" in done.stdout, done.stderr
     assert "refused 1 MismatchError" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("saves", "seconds", "why"),
+    [
+        ("step % 2 == rank", 0.0, "it saves other steps"),
+        ("rank == 0", 9.0, "it has saved no step yet"),
+    ],
+)
+def test_ranks_that_save_different_steps_are_told_while_they_train(
+    sidecar, tmp_path, saves, seconds, why
+):
+    done = torchrun(2, UNEQUAL, 20, seconds, SAVES=saves)
+    for rank in (0, 1):
+        said = [
+            line for line in done.stderr.splitlines() if f"keepstep: rank {rank}: rank 1" in line
+        ]
+        assert len(said) == 1, done.stderr
+        assert f"saves none of the steps that rank 0 saves ({why})" in said[0]
+        assert "call save(step) on every rank, with the same steps" in said[0]
+    assert len(list(sidecar.root.glob("pending/*/rank-*"))) <= 8
+    done = torchrun(2, UNEQUAL, 4, 0.0, SAVES="True")
+    assert "rank 0 begins at None" in done.stdout
+    [said] = [line for line in done.stderr.splitlines() if "the run begins at step 0" in line]
+    assert "of rank 0 alone" in said
+    assert "which were never whole" in said
+
+
+def test_ranks_that_save_the_same_steps_are_not_named(sidecar, tmp_path):
+    done = torchrun(2, UNEQUAL, 40, 7.0, SAVES="step % 3 == 0")
+    assert "saves none of" not in done.stderr

@@ -5,7 +5,7 @@ walk; where nothing moved, the tensors are those of before.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import replace
 
 import numpy
@@ -222,6 +222,58 @@ def test_an_array_has_become_a_tuple():
     before = take({"extra": {"array": numpy.zeros(70_000)}})
     other = {"extra": {"array": (1, 2)}}
     same(retake(before, other, ALONE), take(other))
+
+
+def test_two_dicts_have_become_one_and_two_again():
+    tensor = torch.zeros(2)
+    first, second = {"t": tensor}, {"t": tensor}
+    parts = {"extra": {"a": first, "b": second}}
+    before = take(parts)
+    parts["extra"]["b"] = first
+    shared = retake(before, parts, ALONE)
+    same(shared, take(parts))
+    assert shared.signature() != before.signature()
+    parts["extra"]["b"] = second
+    same(retake(shared, parts, ALONE), before)
+
+
+def test_a_view_has_moved():
+    ring = torch.zeros(4, 2)
+    parts = {"extra": {"ring": ring, "newest": ring[0]}}
+    before = take(parts)
+    parts["extra"]["newest"] = ring[3]
+    now = retake(before, parts, ALONE)
+    same(now, take(parts))
+    assert now.values != before.values
+    assert now.signature() == before.signature()
+
+
+def test_a_parameter_in_a_dict_stays_or_requires_no_gradient_now():
+    prompt = nn.Parameter(torch.zeros(2))
+    parts = {"extra": {"prompt": prompt}}
+    before = take(parts)
+    now = retake(before, parts, ALONE)
+    assert now.tensors is before.tensors
+    same(now, before)
+    prompt.requires_grad_(False)
+    same(retake(before, parts, ALONE), take(parts))
+    assert retake(before, parts, ALONE).skeleton != before.skeleton
+
+
+def test_a_tensor_of_a_deque_has_come_to_stand_elsewhere():
+    window, last = deque([torch.zeros(2)]), torch.ones(2)
+    parts = {"extra": {"window": window, "last": last}}
+    before = take(parts)
+    window.append(last)
+    same(retake(before, parts, ALONE), take(parts))
+
+
+def test_tensors_have_come_to_overlap():
+    one, other = torch.zeros(4), torch.zeros(2)
+    parts = {"extra": {"a": one, "b": other}}
+    before = take(parts)
+    other.set_(one.untyped_storage(), 2, (2,), (1,))
+    same(retake(before, parts, ALONE), take(parts))
 
 
 def test_arrays_are_copied_each_time():

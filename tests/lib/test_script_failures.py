@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import http.client
 import os
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import time
+import types
+import urllib.error
 from pathlib import Path
 
 import pytest
@@ -29,12 +35,55 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
         return caught
 
 
+def client_error(module: str, name: str, base: type, status_code: int | None = None) -> Exception:
+    """An error as a network client defines it, of a package that need not be installed."""
+    error = type(name, (base,), {"__module__": module})("outside")
+    if status_code is not None:
+        error.response = types.SimpleNamespace(status_code=status_code)
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "own"),
     [
         (ValueError("wrong"), True),
         (RuntimeError("CUDA error: device-side assert triggered"), True),
-        (torch.OutOfMemoryError("too large"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nwrong"), True),
+        (FileNotFoundError(errno.ENOENT, "no such file"), True),
+        (PermissionError(errno.EACCES, "denied"), True),
+        (KeyError("x"), True),
+        (ZeroDivisionError(), True),
+        (urllib.error.HTTPError("http://x", 404, "Not Found", {}, None), True),
+        (urllib.error.HTTPError("http://x", 503, "Unavailable", {}, None), False),
+        (urllib.error.URLError("unreachable"), False),
+        (socket.gaierror(-3, "Temporary failure in name resolution"), False),
+        (ssl.SSLEOFError(8, "EOF occurred in violation of protocol"), False),
+        (ssl.SSLCertVerificationError("expired"), False),
+        (http.client.IncompleteRead(b""), False),
+        (http.client.RemoteDisconnected("closed"), False),
+        *(
+            (OSError(number, "outside"), False)
+            for number in (
+                *(errno.EIO, errno.ESTALE, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENOSPC),
+                *(errno.EDQUOT, errno.EROFS, errno.ENODEV, errno.EFBIG, errno.EREMOTEIO),
+            )
+        ),
+        (OSError("Caught OSError in DataLoader worker process 0.\n[Errno 116] Stale"), False),
+        (client_error("requests.exceptions", "HTTPError", OSError, status_code=502), False),
+        (client_error("requests.exceptions", "HTTPError", OSError, status_code=404), True),
+        (client_error("requests.exceptions", "ConnectionError", OSError), False),
+        (client_error("aiohttp.client_exceptions", "ServerDisconnectedError", Exception), False),
+        (client_error("aiohttp.client_exceptions", "InvalidURL", ValueError), True),
+        (client_error("botocore.exceptions", "EndpointConnectionError", Exception), False),
+        (client_error("huggingface_hub.errors", "HfHubHTTPError", OSError), False),
+        (torch.OutOfMemoryError("too large"), False),
+        (MemoryError(), False),
+        (EOFError(), False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), False),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), False),
+        (RuntimeError("CUDA error: unspecified launch failure"), False),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), False),
         (KeyboardInterrupt(), False),
         (SystemExit(1), False),
         (ConnectionResetError(), False),
@@ -109,6 +158,50 @@ def test_an_end_that_takes_its_time_after_another_error_is_left_alone(sidecar):
     ended = failing(f"{HANGS.replace('sleep(60)', 'sleep(3)')}\nraise ConnectionError('a store')")
     assert ended.returncode == 1
     assert "Timeout" not in ended.stderr
+
+
+PREEMPTED = """
+import os, signal
+class Preempted(Exception): pass
+class Handler:
+    asked = False
+    def __call__(self, *_):
+        Handler.asked = True
+        if RAISES: raise Preempted("asked to end")
+RAISES = {raises}
+signal.signal(signal.{name}, Handler())
+os.kill(os.getpid(), signal.{name})
+if Handler.asked: raise RuntimeError("the loop ends early")
+"""
+
+
+@pytest.mark.parametrize("raises", [True, False])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_nothing_that_is_raised_after_the_process_was_asked_to_end_is_told(sidecar, raises, name):
+    ended = failing(PREEMPTED.format(raises=raises, name=name))
+    assert ended.returncode == 1
+    assert ("Preempted" if raises else "ends early") in ended.stderr
+    assert "the script failed" not in sidecar.text()
+
+
+def test_an_error_after_another_signal_is_the_scripts_own(sidecar):
+    failing(PREEMPTED.format(raises=False, name="SIGUSR1"))
+    assert "the script failed" in sidecar.text()
+
+
+def test_the_signals_of_a_forked_worker_are_not_those_of_the_trainer(sidecar):
+    failing(
+        """
+import os, signal
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+if (worker := os.fork()) == 0:
+    signal.pause()
+os.kill(worker, signal.SIGTERM)
+os.waitpid(worker, 0)
+raise ValueError("wrong")
+"""
+    )
+    assert "the script failed" in sidecar.text()
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ ROUTES = {
     "/v1/release": protocol.ReleaseRequest,
     "/v1/skipped": protocol.SkippedRequest,
     "/v1/failed": protocol.FailedRequest,
+    "/v1/warning": protocol.WarningRequest,
+    "/v1/uncaught": protocol.UncaughtRequest,
     "/v1/candidates": protocol.CandidatesRequest,
     "/v1/restore": protocol.OpenRequest,
     "/v1/restored": protocol.RestoredRequest,

@@ -35,6 +35,7 @@ from keepstep.wire.trainer import (
     Opened,
     OpenRequest,
     Problem,
+    ReleaseRequest,
     RestoredRequest,
     SkippedRequest,
     SlotGranted,
@@ -144,6 +145,17 @@ class FakeTrainer:
             self._stream.close()
             self._lease.close()
         self._lease = None
+
+    def news(self, kind: type[T]) -> T:
+        """The next line of the lease's stream; waits for it."""
+        return from_json(kind, self._stream.readline())
+
+    def release(self) -> None:
+        self.call("/v1/release", ReleaseRequest(lease=self.lease), dict)
+        self.disconnect()
+
+    def id_of(self, step: int) -> StepId:
+        return StepId(self.epoch.id, step)
 
     @property
     def ended(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ __all__ = [
     "UsageError",
     "WorldChangedError",
 ]
+
+
+if os.environ.get("KEEPSTEP_SOCKET"):  # a training process: its errors are of interest from here on
+    from keepstep.client import uncaught as _uncaught
+
+    _uncaught.watch()
 
 
 def __getattr__(name: str) -> Any:

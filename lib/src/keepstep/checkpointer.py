@@ -25,15 +25,24 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from keepstep.client import embedded
 from keepstep.client.session import held_steps, restore_timeout_s
+from keepstep.client.slot import Slot
 from keepstep.core.vote import Decision
-from keepstep.errors import FormatError, NotDurableError, SlotUnavailable, UsageError, few
+from keepstep.errors import (
+    FormatError,
+    KeepstepError,
+    NotDurableError,
+    SlotUnavailable,
+    UsageError,
+    few,
+)
 from keepstep.image import Layout, extras
 from keepstep.restore.collective import Collective, Gather, Unkept
 from keepstep.restore.modules import check_loads
@@ -43,15 +52,28 @@ from keepstep.restore.structure import COMPONENT, Structure, changes, structure_
 from keepstep.restore.waiting import telling
 from keepstep.save import loops
 from keepstep.save.agent import Agent
-from keepstep.save.script_failures import is_own, on_uncaught
+from keepstep.save.pending import Guard
+from keepstep.save.replicas import Replicas
+from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
 from keepstep.save.snapshot import Snapshots
 from keepstep.save.stats import Stats
 from keepstep.state import rng, topology
 from keepstep.state.leaves import Taken, text_of
 from keepstep.state.memory import check_memory
-from keepstep.state.take import check_components, encode, retake, take
+from keepstep.state.take import (
+    check_components,
+    encode,
+    largest,
+    layout_changes,
+    loaders_of,
+    loose_places,
+    retake,
+    take,
+)
 from keepstep.state.topology import ALONE, Claim
-from keepstep.state.wrappers import is_known
+from keepstep.state.unsaved import UnsavedBuffers
+from keepstep.state.walk import NOWHERE, Loose
+from keepstep.state.wrappers import is_known, unwrap
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted
 
@@ -64,6 +86,12 @@ _NO_RNG = (
 )
 _MISSES = 3
 """After so many saves in a row at which tensors had moved, they are expected to move each time."""
+_SLOW_VALUES_S = 0.02
+_MISSES_BETWEEN = 16
+"""Then so many saves pass until it is tried whether they have settled."""
+_MOST_CHANGES = 2
+"""After so many saves in a row at which the layout had changed, small tensors that come and go are
+kept as values are."""
 _STEPS = 10**18  # the name of a step has at most 18 digits
 
 
@@ -129,6 +157,11 @@ class Checkpointer:
                     f"{option}= is an option, True or False; name a component so in the dict:"
                     f' Checkpointer({{"{option}": ...}})'
                 )
+        if not isinstance(run, str | None):
+            raise UsageError(
+                "run= is an option, the name of a run; name a component so in the dict:"
+                ' Checkpointer({"run": ...})'
+            )
         self._components = check_components(_joined(components, named))
         self._spread = replicated == "Spread"
         self._topology = ALONE
@@ -136,15 +169,22 @@ class Checkpointer:
         self._rank, self._world = _rank_and_world()
         self._agent: Agent | None = None
         self._snapshots: Snapshots | None = None
+        self._replicas: Replicas | None = None
         self._epoch: Epoch | None = None
         self._probed: Taken | None = None
         self._taken: Taken | None = None
-        self._misses = 0
+        self._misses = self._layout_changes = 0
+        self._loose: Loose = NOWHERE
         self._structure: Structure = {}
         self._changed: frozenset[str] = frozenset()
+        self._unsaved: UnsavedBuffers | None = None
+        self._slow_said = False
         self._stage_every = 1
         self._last_step = self._off_grid = self._unhealthy = -1
         self._moved = self._hinted = False
+        self._left: Left | None = None
+        self._submitted = self._raised = False
+        self._unclosed = ""
         # what `restore_rng` will set: None before restore(rng="later"), {} once it is set
         self._rng_later: dict[str, Any] | None = None
         # RLock is C code, so no exception can come between acquiring it and holding it
@@ -170,6 +210,7 @@ class Checkpointer:
         _LIVE.add(self)
         _hook_optimizers()
         _hook_storages()
+        _hook_loading()
         _hook_failures()
 
     @property
@@ -228,9 +269,9 @@ class Checkpointer:
 
         `step`: go back to this step, one of `all_steps`, instead. The steps after it are dead from
         then on: no later restore takes them. The script goes back each time that it makes this
-        call, so also each time that it is started again. `keepstep run --restore-from` goes back
-        only once, and takes precedence over `step`. `rng="later"` leaves the random generators to
-        `restore_rng`.
+        call, so also each time that it is started again; the step is kept as long as it does.
+        `keepstep run --restore-from` goes back only once, and takes precedence over `step`.
+        `rng="later"` leaves the random generators to `restore_rng`.
 
         This is a collective: every rank must call it. It starts a new epoch. If there is nothing to
         restore and some ranks have no sidecar, all ranks train on and nothing is kept.
@@ -257,6 +298,7 @@ class Checkpointer:
                 raise UsageError('restore(rng="later"): this Checkpointer was made with rng=False')
             self._rng_later = {}
         self._hint()
+        self._warn_of_loaders()
         check_components(self._components)  # an adapter completes them after `preview`
         session = self._agent.session if self._agent is not None else None
         collective = Collective(session, rank=self._rank, world=self._world, step=step)
@@ -280,6 +322,8 @@ class Checkpointer:
             restoring.release()
         collective.announce(agreed, seconds=time.perf_counter() - started)
         self._stage_every, self._epoch = agreed.stage_every, agreed.epoch
+        self._compare_replicas(agreed.epoch)
+        self._order_slots()
         if parent is None or restoring is None:
             return None
         self._last_step = parent.step
@@ -303,6 +347,17 @@ class Checkpointer:
             seconds=seconds,
             bytes=restoring.bytes,
         )
+
+    def _compare_replicas(self, epoch: Epoch) -> None:
+        if self._world > 1 and (agent := self._agent) is not None:
+            several = len(set(self._topology.nodes)) > 1
+            self._replicas = Replicas(
+                rank=self._rank,
+                epoch=epoch.id,
+                warn=agent.warn_everybody,
+                world=self._world if several else 0,
+            )
+            weakref.finalize(self, self._replicas.close)
 
     def restore_rng(self) -> bool:
         """Set the random generators to their state at the restored step; returns whether it did.
@@ -331,6 +386,19 @@ class Checkpointer:
                 "keepstep: this loop is a framework's: where its data stood, and what else it"
                 " counts, is in no step; %s keeps that, too, by one line (docs/frameworks.md)",
                 adapter,
+            )
+
+    def _warn_of_loaders(self) -> None:
+        """A loader draws random numbers when its iteration begins."""
+        if not self._rng or self._rng_later is not None or self._rank:
+            return
+        if names := loaders_of(self._components):
+            log.warning(
+                "keepstep: %s draws random numbers after restore() has set the random states, so"
+                ' they will differ after a restart: call restore(rng="later"), and restore_rng()'
+                " once the first batch is there (docs/add-keepstep.md, Where the data loader"
+                " stands)",
+                few(names, 4),
             )
 
     def _connect(self) -> LeaseGranted:
@@ -417,11 +485,12 @@ class Checkpointer:
         """
         before, self._taken = self._taken, None
         if before is None:
-            taken = take(self._components, self._topology)
+            taken = take(self._components, self._topology, loose=self._loose)
+            self._misses += self._misses >= _MISSES
         else:
-            taken = retake(before, self._components, self._topology)
+            taken = retake(before, self._components, self._topology, loose=self._loose)
             self._misses = 0 if taken.cache is before.cache else self._misses + 1
-        if self._misses < _MISSES:
+        if self._misses < _MISSES or self._misses % _MISSES_BETWEEN == 0:
             self._taken = replace(taken, values=[None] * len(taken.values))
         return taken
 
@@ -440,6 +509,16 @@ class Checkpointer:
             reader=self._topology.first_here,
             timeout_s=self._restore_timeout_s,
         )
+
+    def _order_slots(self) -> None:
+        """Have the memory of images made from now on, if the layout is known: a new optimizer has
+        no state before its first step.
+        """
+        if self._agent is None or not all(map(_has_state, self._components.values())):
+            return
+        with contextlib.suppress(Exception):  # the first save raises it again
+            taken = self._retake()
+            self._snapshots_for(self._agent, taken, len(self._encode(taken)))
 
     # --- save --------------------------------------------------------------------------------
 
@@ -466,6 +545,10 @@ class Checkpointer:
         returns True and does nothing if the step is kept or on its way: what is kept stays as it
         is.
 
+        The first save of a life waits until memory for its image was made (at most a minute). It
+        raises UsageError, even without `strict`, if the state cannot be kept or no memory is large
+        enough, so that no run goes on for hours and keeps nothing.
+
         Pass `healthy=False` if, for example, the loss or the gradients are not finite. The step is
         then not kept, and counts as a failure of the step that this life was restored from, like an
         error that ends the script. After two such failures within 20 steps, the next restore goes
@@ -487,20 +570,33 @@ class Checkpointer:
             if not healthy:
                 return self._refuse_unhealthy(agent, number)
             return self._save_alone(agent, number, started)
+        except _Unkeepable as error:
+            first, self._raised = not (self._submitted or self._raised), True
+            if first or self._strict:
+                raise UsageError(f"step {number} cannot be kept: {error}") from error.__cause__
+            agent.skip(number, str(error), unkeepable=True)
+            return False
         except Exception as error:
+            if is_of_a_handler(error):
+                self._interrupted(agent, number, error)
+                raise
             if self._strict:
                 raise
-            agent.skip(-1 if number is None else number, str(error) or type(error).__name__)
+            agent.skip(number, str(error) or type(error).__name__)
             return False
-        except BaseException as error:  # from a signal handler; a step on its way is not lost
-            if number is not None and not agent.knows_of(number):
-                agent.skip(number, f"{type(error).__name__} inside save()")
+        except BaseException as error:
+            self._interrupted(agent, number, error)
             raise
         finally:
             if torch.is_grad_enabled() is not grad:  # a signal came just where no_grad() ends
                 torch.set_grad_enabled(grad)
             self._count_blocked(started)
             agent.stats.saves += 1
+
+    def _interrupted(self, agent: Agent, step: int | None, error: BaseException) -> None:
+        """A signal's handler raised inside `save`. A step that is on its way is not lost."""
+        if step is not None and not agent.knows_of(step):
+            agent.skip(step, f"{type(error).__name__} inside save()")
 
     def _has(self, agent: Agent, step: int) -> bool:
         """Whether the last step is kept, or on its way."""
@@ -568,21 +664,46 @@ class Checkpointer:
             self._hint()
         if self._rng_later:
             agent.warn("rng-later", _NO_RNG)
-        self._last_step = step
+        self._last_step, self._left = step, None
         _SAVED_IN.add(self._socket)
         agent.settle(decided=False)
-        taken = self._retake()
-        data = self._encode(taken)
-        snapshots = self._snapshots_for(agent, taken, len(data))
+        try:
+            taken, data, snapshots = self._laid_out(agent)
+        except Exception as error:
+            if is_of_a_handler(error):
+                raise
+            raise _Unkeepable(str(error) or type(error).__name__) from error
+        if self._replicas is not None:
+            self._replicas.sample(taken, step)
+        self._tell_unsaved(agent, taken)
+        lazy = self._lazy and not agent.copies_eagerly
         try:
             slot = agent.await_slot(timeout_s=patience_s)
         except SlotUnavailable as error:
+            self._left = Left.of(step, taken, data, snapshots)
+            if agent.refusal:
+                raise _Unkeepable(agent.refusal) from error
             if self._strict:
                 raise SlotUnavailable(f"step {step} is not kept: {error}") from None
             agent.skip(step, str(error))
             return False
-        lazy = self._lazy and not agent.copies_eagerly
         agent.eager_next = False
+        self._fill(agent, slot, snapshots, taken, data, step=step, lazy=lazy, started=started)
+        return True
+
+    def _fill(
+        self,
+        agent: Agent,
+        slot: Slot,
+        snapshots: Snapshots,
+        taken: Taken,
+        data: bytes,
+        *,
+        step: int,
+        lazy: bool,
+        started: float,
+    ) -> None:
+        assert self._epoch is not None
         try:
             pending = snapshots.begin(slot, taken, data, step=step, epoch=self._epoch, lazy=lazy)
             if not lazy:
@@ -595,7 +716,35 @@ class Checkpointer:
         except BaseException:
             agent.put_back()
             raise
-        return True
+        self._submitted = True
+
+    def _laid_out(self, agent: Agent) -> tuple[Taken, bytes, Snapshots]:
+        """The state, its extras, and the snapshots for its layout.
+
+        A layout that changes at each save costs the training thread a wait for new memory each
+        time. So small tensors that come and go move to the extras, which have room for more.
+        """
+        taken = self._retake()
+        data, before = self._encode(taken), self._snapshots
+        found: dict[str, str] = {}
+        if before is not None and not before.fits(taken, len(data)):
+            found = layout_changes(before.layout, taken)
+        self._layout_changes = self._layout_changes + 1 if found else 0
+        if self._layout_changes >= _MOST_CHANGES:
+            loose = self._loose | loose_places(found, taken)
+            if loose != self._loose:
+                self._loose, self._taken = loose, None
+                taken = self._retake()
+                data = self._encode(taken)
+        if self._layout_changes > _MOST_CHANGES:
+            names = few([f"{name} {what}" for name, what in found.items()], 5)
+            agent.warn(
+                "layout",
+                f"the layout of the state has changed at each of the last {self._layout_changes}"
+                f" saves, and each time save() waits for new memory: {names}. Keep what grows as a"
+                " list of numbers, or in a tensor of its final size",
+            )
+        return taken, data, self._snapshots_for(agent, taken, len(data))
 
     def _snapshots_for(self, agent: Agent, taken: Taken, extras_bytes: int) -> Snapshots:
         """The snapshots for this state's layout. Builds a new layout when tensors were added or
@@ -637,7 +786,28 @@ class Checkpointer:
 
     def _encode(self, taken: Taken) -> bytes:
         captured = rng.capture() if self._rng else None
-        return encode(taken, rng=captured, trusted=self._trusted)
+        started = time.thread_time()
+        difference = self._replicas.difference if self._replicas is not None else ""
+        data = encode(taken, rng=captured, trusted=self._trusted, difference=difference)
+        if time.thread_time() - started > _SLOW_VALUES_S and not self._slow_said:
+            self._slow_said = True
+            log.warning(
+                "keepstep: rank %d: each save takes %.0f ms for values that are no tensors, most of"
+                " it for %s; make arrays or tensors of numbers, or keep less of it",
+                *(self._rank, 1000 * (time.thread_time() - started), largest(taken, self._trusted)),
+            )
+        return data
+
+    def _tell_unsaved(self, agent: Agent, taken: Taken) -> None:
+        if self._unsaved is None:
+            self._unsaved = UnsavedBuffers(self._components)
+        if names := self._unsaved.changed(taken):
+            agent.warn(
+                "unsaved",
+                f"{few(names, 4)}: changes while training, but is in no checkpoint, as it has"
+                " persistent=False; register it with persistent=True, or keep it in a dict of the"
+                " Checkpointer, too",
+            )
 
     def fence(self) -> None:
         """Return when no copy reads the live tensors any more.
@@ -665,6 +835,18 @@ class Checkpointer:
             agent.warn("fence", f"the fence failed: {error!r}")
         finally:
             self._count_blocked(started, new=False)
+
+    def _keeps(self, module: nn.Module) -> bool:
+        """Whether a part of this module is one of the components, or a part of one."""
+        if self._agent is None or self._epoch is None:
+            return False
+        kept = {
+            id(part)
+            for component in self._components.values()
+            if isinstance(inner := unwrap(component), nn.Module)
+            for part in inner.modules()
+        }
+        return any(id(part) in kept for part in module.modules())
 
     @contextlib.contextmanager
     def mutating(self) -> Iterator[None]:
@@ -721,8 +903,14 @@ class Checkpointer:
 
         Raises NotDurableError, which names the step, if the step is not durable within `timeout`
         seconds. If it is only not archived by then, this is an error only with `strict`, and is
-        logged otherwise. Safe to call twice.
+        logged otherwise. A second call does nothing, or raises the same error again at once.
+
+        Call it before the state changes, for example before the best weights are loaded. If the
+        script changed the state while the last step was copied, that step is lost. This is only
+        logged if an earlier step of this life is durable; with `strict` it is an error.
         """
+        if self._unclosed:
+            raise NotDurableError(self._unclosed)
         agent = self._agent
         if agent is None:
             return
@@ -730,16 +918,26 @@ class Checkpointer:
         try:
             if self._epoch is not None and max(self._last_step, self._off_grid) >= 0:
                 self._close_last(agent, timeout)
+        except BaseException as error:
+            last = max(self._last_step, self._off_grid)
+            self._unclosed = (
+                str(error)
+                if isinstance(error, KeepstepError)
+                else f"close() was interrupted ({_named(error)}) before step {last} was durable"
+            )
+            raise
         finally:
             self._let_go("close() was called", timeout_s=deadline - time.monotonic())
 
     def _let_go(self, reason: str, *, timeout_s: float) -> None:
         agent, self._agent, self._off = self._agent, None, reason
-        self._taken = self._snapshots = None  # they hold the script's tensors
+        self._taken = self._snapshots = self._left = None  # they hold the script's tensors
         _LIVE.discard(self)
+        if self._replicas is not None:
+            self._replicas.close(timeout_s=max(0.0, min(timeout_s, 1.0)))
         if agent is not None:
-            self._end.detach()
             agent.close(timeout_s=max(0.2, min(timeout_s, 5.0)))
+            self._end.detach()
 
     def _close_last(self, agent: Agent, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -747,7 +945,9 @@ class Checkpointer:
         last = max(self._last_step, self._off_grid)
         if not agent.drain(timeout_s=timeout_s):
             raise NotDurableError(f"step {last} is not staged after {timeout_s:.0f} s")
-        why_not = self._stage_off_grid(agent, deadline)
+        why_not = self._stage_left(agent, deadline) or self._stage_off_grid(agent, deadline)
+        if agent.outcome(last) is None and _is_running(Checkpointer._save):
+            why_not = why_not or "close() was called inside its save()"
         newest = agent.staged_step
         if newest is None:
             if self._epoch.parent is not None and last == self._epoch.parent.step:
@@ -758,11 +958,39 @@ class Checkpointer:
         )
         if newest.step != last:
             why_not = why_not or agent.outcome(last) or agent.stats.why_not()
-            raise NotDurableError(
-                f"step {last} was not staged; the newest durable one is {newest.step}: {why_not}"
+            text = f"step {last} was not staged; the newest durable one is {newest.step}: {why_not}"
+            if self._strict or agent.mutated_step != last:
+                raise NotDurableError(text)
+            log.warning(
+                "keepstep: rank %d: %s; call close() first, then load other weights",
+                *(self._rank, text),
             )
         if agent.session.archive:
             self._archive_last(agent, newest.control.id, max(0.1, deadline - time.monotonic()))
+
+    def _stage_left(self, agent: Agent, deadline: float) -> str:
+        """Stage the last step if there was no slot for it. Returns why that was not possible, or
+        ''.
+        """
+        left, snapshots = self._left, self._snapshots
+        if left is None or snapshots is None or left.step < self._off_grid:
+            return ""
+        if culprit := left.guard.changed():
+            return f"{agent.outcome(left.step)}; {culprit} has changed since"
+        started = time.perf_counter()
+        agent.stats.saves += 1
+        try:
+            slot = agent.await_slot(timeout_s=max(0.1, deadline - time.monotonic()))
+            self._fill(
+                *(agent, slot, snapshots, left.taken, left.extras),
+                step=left.step,
+                lazy=False,
+                started=started,
+            )
+        except Exception as error:
+            return str(error) or type(error).__name__
+        agent.drain(timeout_s=max(0.1, deadline - time.monotonic()))
+        return agent.outcome(left.step) or ""
 
     def _stage_off_grid(self, agent: Agent, deadline: float) -> str:
         """Stage the last step if `--stage-every` left it out. Returns why that was not possible, or
@@ -828,6 +1056,30 @@ class Checkpointer:
         stats.last_blocked_s = seconds if new else stats.last_blocked_s + seconds
 
 
+class _Unkeepable(UsageError):
+    """The state itself cannot be kept, now and at the next save."""
+
+
+class Left(NamedTuple):
+    """A step for which there was no slot, and what `close` needs to stage it if nothing changed."""
+
+    step: int
+    taken: Taken
+    extras: bytes
+    guard: Guard
+
+    @classmethod
+    def of(cls, step: int, taken: Taken, extras: bytes, snapshots: Snapshots) -> Left | None:
+        """None if a later change of the state could not be noticed."""
+        guard = snapshots.guard_of_all(taken)
+        return None if guard is None else cls(step, taken, extras, guard)
+
+
+def _has_state(component: Any) -> bool:
+    inner = unwrap(component)
+    return bool(inner.state) if isinstance(inner, torch.optim.Optimizer) else True
+
+
 def _joined(components: Mapping[str, Any] | None, named: Mapping[str, Any]) -> Mapping[str, Any]:
     """One view of both mappings; it shows later replacements of entries. Raises UsageError."""
     if components is None:
@@ -891,6 +1143,24 @@ def _hook_storages() -> None:
 
     for name in ("resize_", "_share_fd_cpu_", "_share_filename_cpu_"):
         setattr(torch.UntypedStorage, name, fenced(getattr(torch.UntypedStorage, name)))
+
+
+@functools.cache
+def _hook_loading() -> None:
+    """Run the fence before `load_state_dict` of a module that is kept, as before an optimizer step.
+
+    The loaded optimizer state is made of new tensors, and a copy holds the old ones.
+    """
+    load = nn.Module.load_state_dict
+
+    @functools.wraps(load, assigned=("__name__", "__qualname__", "__doc__"))
+    def load_state_dict(module: nn.Module, *args: Any, **options: Any) -> Any:
+        for checkpointer in list(_LIVE):
+            if checkpointer._keeps(module):
+                checkpointer._fence(decided=True)
+        return load(module, *args, **options)
+
+    setattr(nn.Module, "load_state_dict", load_state_dict)  # noqa: B010
 
 
 @functools.cache

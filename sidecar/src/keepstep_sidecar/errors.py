@@ -19,6 +19,7 @@ STATUS = {
     "bad-image": 422,
     "bad-request": 400,
     "internal": 500,
+    "memory-busy": 503,
     "no-lease": 410,
     "no-memory": 507,
     "no-slot": 507,

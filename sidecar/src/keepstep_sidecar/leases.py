@@ -33,13 +33,17 @@ _HANDOVER_S = 2.0
 class Lease:
     """A trainer's hold on its rank. `died`: the trainer's process is certainly gone, or the trainer
     said goodbye. Only then may the slot that it was given be reused. `training`: the trainer has
-    restored and needs no image any more."""
+    restored and needs no image any more. `saved`: it has staged a step. `warned`: the warning that
+    was sent to it last. `warning`: what its trainer warns of."""
 
     token: str
     request: LeaseRequest
     ended: bool = False
     died: bool = False
     training: bool = False
+    saved: bool = False
+    warned: str = ""
+    warning: str = ""
     pidfd: int | None = field(default=None, repr=False)
 
     @property
@@ -70,6 +74,11 @@ class Leases:
     def ranks(self) -> Collection[int]:
         """The ranks with a live lease."""
         return self._by_rank.keys()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the trainers warn of, in rank order."""
+        return [lease.warning for _, lease in sorted(self._by_rank.items()) if lease.warning]
 
     def of(self, rank: int) -> Lease | None:
         """The live lease of a rank; None if there is none."""

@@ -552,6 +552,38 @@ TABLE.add(
 )
 
 
+@TABLE.row(
+    "a group that is removed at step 3",
+    control=Result.RAISES,
+    keepstep=Result.NAMED_AT_SAVE,
+    says="latest_step",
+    reason="a restart needs the same groups: remove them before the restore",
+)
+def _() -> Training:
+    model = net()
+    groups = [{"params": model[0].parameters()}, {"params": model[3].parameters()}]
+    optimizer = optim.Adam(groups, lr=0.01)
+
+    def after(step: int) -> None:
+        if step == 3:
+            for p in optimizer.param_groups.pop()["params"]:
+                optimizer.state.pop(p)
+
+    return trained(model, optimizer, after=after)
+
+
+@TABLE.row("a state that is emptied at step 3, so that moments begin again")
+def _() -> Training:
+    model = net()
+    optimizer = optim.Adam(model.parameters(), lr=0.01)
+
+    def after(step: int) -> None:
+        if step == 2:
+            optimizer.state.clear()
+
+    return trained(model, optimizer, after=after)
+
+
 # --- objects ------------------------------------------------------------------------------------
 
 
@@ -907,3 +939,89 @@ def _() -> Training:
 
     components = {"master": master, "working": working, "optimizer": optimizer}
     return Training(components=components, step=step)
+
+
+class Trainer:
+    """Model, optimizer and scheduler in one object, as applications of DCP have it."""
+
+    def __init__(self) -> None:
+        self.model = net()
+        self.optimizer = optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.seen = 0
+
+    def step(self) -> float:
+        loss = loss_of(self.model, batch())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.seen += 5
+        return loss.item()
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = ("model", "optimizer", "scheduler")
+        return {"seen": self.seen} | {name: getattr(self, name).state_dict() for name in parts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+        for name in ("model", "optimizer", "scheduler"):
+            getattr(self, name).load_state_dict(state[name])
+
+
+TABLE.add(
+    "one object with model, optimizer and scheduler", lambda: _object(Trainer(), Trainer.step)
+)
+
+
+class Typed(dict[str, Any]):
+    """A dict of its own kind."""
+
+
+class OfItsOwnKind(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        return Typed(count=self.count)
+
+
+TABLE.add(
+    "an object whose state is a dict of its own kind",
+    lambda: _object(OfItsOwnKind(), Counter.advance),
+    keepstep=Result.REFUSED_AT_START,
+    says="Typed",
+    reason="an object that is no data: return `dict(state)`",
+)
+
+
+class WithGenerator(Counter):
+    """A generator in the state, as it is."""
+
+    def __init__(self) -> None:
+        self.chance = torch.Generator().manual_seed(3)
+
+    def advance(self) -> Any:
+        return torch.rand(2, generator=self.chance)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"chance": self.chance}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.chance.set_state(state["chance"].get_state())
+
+
+TABLE.add(
+    "an object whose state holds a generator",
+    lambda: _object(WithGenerator(), WithGenerator.advance),
+)
+
+
+class Empty(Counter):
+    """Nothing in its state, at first or ever."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.count < 2 else {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state.get("count", 1)
+
+
+TABLE.add("an object whose state is empty at first", lambda: _object(Empty(), Counter.advance))

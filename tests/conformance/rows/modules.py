@@ -664,6 +664,100 @@ def _() -> Training:
     return trained(model, data=lambda: torch.randint(0, 8, (5,)))
 
 
+@TABLE.row("a buffer whose elements overlap (Tensor.unfold)")
+def _() -> Training:
+    model = nn.Linear(4, 2)
+    series = torch.randn(9)
+    model.register_buffer("windows", series.unfold(0, 4, 1))
+    return trained(model, loss=lambda m, x: loss_of(m, m.windows) + x.mean())
+
+
+@TABLE.row(
+    "an expanded buffer",
+    control=Result.RAISES,
+    keepstep=Result.REFUSED_AT_START,
+    says="wide",
+    reason="its elements share memory, so nothing can be copied into it: `.clone()` it",
+)
+def _() -> Training:
+    model = nn.Linear(6, 2)
+    model.register_buffer("wide", torch.randn(3, 1).expand(3, 4))
+    return trained(model)
+
+
+@TABLE.row("a parameter that the loop replaces at step 3 by another one of its shape")
+def _() -> Training:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def after(step: int) -> None:
+        if step == 3:
+            new = nn.Parameter(torch.randn_like(model[0].weight) * 0.1)
+            optimizer.state[new] = optimizer.state.pop(model[0].weight)
+            optimizer.param_groups[0]["params"][0] = model[0].weight = new
+
+    return trained(model, optimizer, after=after)
+
+
+@TABLE.row("weights whose `.data` the loop swaps out and back")
+def _() -> Training:
+    model = net()
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def after(step: int) -> Any:
+        for name, p in model.named_parameters():
+            average[name].lerp_(p.detach(), 0.1)
+            p.data, average[name] = average[name], p.data
+        seen = model(torch.ones(1, 6)).sum().item()
+        for name, p in model.named_parameters():
+            p.data, average[name] = average[name], p.data
+        return seen
+
+    return trained(model, after=after, also={"average": average})
+
+
+_NOT_IN_STATE = "it is in no state_dict(), so the script must set it"
+TABLE.add(
+    "layers that are unfrozen at step 3 by requires_grad alone",
+    lambda: _flagged(lambda model: model[0].requires_grad_(True)),
+    control=Result.DIFFERS,
+    keepstep=Result.AS_CONTROL,
+    reason=_NOT_IN_STATE,
+)
+TABLE.add(
+    "a model that the loop puts into evaluation at step 3",
+    lambda: _flagged(lambda model: model.eval()),
+    control=Result.DIFFERS,
+    keepstep=Result.AS_CONTROL,
+    reason=_NOT_IN_STATE,
+)
+TABLE.add(
+    "weights that the loop casts to bfloat16 at step 3",
+    lambda: _flagged(lambda model: model.bfloat16()),
+    control=Result.DIFFERS,
+    keepstep=Result.NAMED_AT_SAVE,
+    says="0.weight",
+    reason="a restart must cast before the restore; with `torch.save` it trains on in float32",
+)
+
+
+def _flagged(change: Callable[[nn.Module], Any]) -> Training:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def after(step: int) -> None:
+        if step == 3:
+            change(model)
+
+    return trained(
+        model,
+        optimizer,
+        after=after,
+        loss=lambda m, x: loss_of(m, x.to(m[0].weight.dtype)),
+    )
+
+
 # --- modules of torch ---------------------------------------------------------------------------
 
 

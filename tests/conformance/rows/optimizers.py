@@ -56,6 +56,7 @@ for _kind, _variants in _KINDS.items():
         TABLE.add(
             f"{_kind.__name__}({_words})",
             lambda kind=_kind, options=_options: _of(kind, **{"lr": 1e-2, **options}),
+            kills=(3,) if _options else (2, 5),
         )
 
 

@@ -22,7 +22,7 @@ def _add(package: str, what: str, make: Callable[..., Training], *given: Any, **
 
 def _uncompiled() -> None:
     """What a package compiles is not what is tested here, and takes minutes."""
-    torch._dynamo.config.disable = True
+    torch.compile = lambda function=None, **options: function or (lambda one: one)
 
 
 # --- optimizers ---------------------------------------------------------------------------------
@@ -106,6 +106,10 @@ _add(
     "bitsandbytes",
     "Linear8bitLt under LoRA",
     lambda: _quantized("Linear8bitLt", has_fp16_weights=False, threshold=6.0),
+    control=Result.RAISES,
+    keepstep=Result.REFUSED_AT_START,
+    says="Linear8bitLt",
+    reason="on a CPU, Linear8bitLt does not load what it saves: keep the adapter alone",
 )
 
 
@@ -155,7 +159,15 @@ def _heavyball(name: str) -> Training:
 
 
 for _name in ("SOAP", "AdamW", "Muon", "PSGDKron", "ADOPT"):
-    _add("heavyball", _name, _heavyball, _name)
+    _add(
+        "heavyball",
+        _name,
+        _heavyball,
+        _name,
+        control=Result.DIFFERS,
+        keepstep=Result.AS_CONTROL,
+        reason="a step count that group and state share is two after `load_state_dict`, alike",
+    )
 
 
 def _galore(name: str, **options: Any) -> Training:
@@ -201,8 +213,8 @@ def _of_many(name: str) -> Training:
 
 
 for _name in (
-    *("lion", "adabelief", "prodigy", "sophiah", "adan", "lamb", "stablespam", "soap", "shampoo"),
-    *("ranger21", "came", "aggmo", "ademamix", "mars", "tiger", "adopt"),
+    *("lion", "adabelief", "prodigy", "adan", "lamb", "stablespam", "soap", "shampoo"),
+    *("came", "aggmo", "ademamix", "mars", "tiger", "adopt"),
 ):
     _add("pytorch_optimizer", _name, _of_many, _name)
 
@@ -212,6 +224,8 @@ def _wrapped(name: str) -> Training:
 
     model = net()
     optimizer = getattr(pytorch_optimizer, name)(optim.AdamW(model.parameters(), lr=1e-2))
+    if name == "ScheduleFreeWrapper":
+        optimizer.train()
     return trained(model, optimizer)
 
 
@@ -232,7 +246,7 @@ def _metric(make: Callable[[Any], nn.Module], *, persistent: bool = True) -> Tra
     def loss(m: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
         y = (x[:, 0] > 1).long()
         out = m["net"](x)
-        m["metric"].update(out.detach().softmax(1)[:, 1], y)
+        m["metric"].update(out.detach().softmax(1)[:, 1].contiguous(), y)
         return nn.functional.cross_entropy(out, y)
 
     return trained(model, loss=loss, after=lambda step: model["metric"].compute())
@@ -242,7 +256,7 @@ _METRICS: dict[str, Callable[[Any], nn.Module]] = {
     "Accuracy, whose state is sums": lambda m: m.Accuracy(task="binary"),
     "AUROC, whose state is lists that grow": lambda m: m.AUROC(task="binary"),
     "AUROC by thresholds": lambda m: m.AUROC(task="binary", thresholds=5),
-    "PearsonCorrCoef": lambda m: m.PearsonCorrCoef(),
+    "ConfusionMatrix": lambda m: m.ConfusionMatrix(task="binary"),
     "MetricCollection": lambda m: m.MetricCollection(
         [m.Accuracy(task="binary"), m.F1Score(task="binary"), m.AUROC(task="binary")]
     ),
@@ -381,20 +395,30 @@ def _stateful(*, dropout: float, **options: Any) -> Training:
     return _loop(model, loader, epochs=2, rng_later=True)
 
 
-_add("torchdata", "StatefulDataLoader in order", lambda: _stateful(dropout=0.0), kills=(2, 8))
+_DRAWS = "a new iterator draws after `load_state_dict` has set the random state"
+_add(
+    "torchdata",
+    "StatefulDataLoader in order",
+    lambda: _stateful(dropout=0.0),
+    kills=(2, 8),
+    control=Result.DIFFERS,
+    reason=_DRAWS,
+)
 _add(
     "torchdata",
     "StatefulDataLoader(shuffle=True) with dropout, killed in mid-epoch",
     lambda: _stateful(dropout=0.3, shuffle=True),
     kills=(2,),
     control=Result.DIFFERS,
-    reason="with `torch.save` the new iterator's draws come after the random state was set",
+    reason=_DRAWS,
 )
 _add(
     "torchdata",
     "StatefulDataLoader with two workers",
     lambda: _stateful(dropout=0.0, shuffle=True, num_workers=2),
     kills=(2, 8),
+    control=Result.DIFFERS,
+    reason=_DRAWS,
 )
 
 
@@ -414,7 +438,7 @@ _add(
 )
 _add(
     "torchdata",
-    "nodes.Loader with a shuffling sampler and a mapper",
+    "nodes.Loader of a mapper and a sampler",
     _nodes,
     lambda n: n.Batcher(
         n.Mapper(n.MapStyleWrapper({at: at for at in range(24)}, list(range(24))), float), 4

@@ -19,7 +19,14 @@ from typing import Any, TypeVar
 
 from keepstep.client.wakeups import Gate
 from keepstep.errors import NoMemoryError, ProtocolError, SidecarAbsent, SidecarError
-from keepstep.wire.trainer import LeaseGranted, LeaseRequest, Problem, from_json, to_json
+from keepstep.wire.trainer import (
+    LeaseGranted,
+    LeaseNews,
+    LeaseRequest,
+    Problem,
+    from_json,
+    to_json,
+)
 
 T = TypeVar("T")
 
@@ -134,12 +141,15 @@ class Lease:
         request: LeaseRequest,
         on_lost: Callable[[], None],
         *,
+        warn: Callable[[str], None] = lambda text: None,
         timeout_s: float = 10.0,
     ) -> None:
-        """Ask for the lease. Raises as `Client.call` does, with code `rank-taken` if another live
-        trainer holds this rank."""
+        """Ask for the lease. `warn` gets what the sidecar has to tell this rank's user, from
+        another thread. Raises as `Client.call` does, with code `rank-taken` if another live trainer
+        holds this rank."""
         self.lost = Gate()
         self._on_lost = on_lost
+        self._warn = warn
         connection = self._connection = UnixConnection(path, timeout_s)
         try:
             self._response = connection.ask("/v1/lease", request)
@@ -165,12 +175,17 @@ class Lease:
 
     def _watch(self) -> None:
         with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-            while self._response.readline():
-                pass
+            while line := self._response.readline():
+                self._read(line)
         _LEASES.discard(self)
         self._connection.close()
         self.lost.set()
         self._on_lost()
+
+    def _read(self, line: bytes) -> None:
+        with contextlib.suppress(ProtocolError):  # a line of a newer sidecar
+            if warning := from_json(LeaseNews, line).warning:
+                self._warn(warning)
 
 
 _LEASES: weakref.WeakSet[Lease] = weakref.WeakSet()

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from keepstep import processes, version
@@ -25,6 +25,7 @@ from keepstep.wire.trainer import (
     UnseenRequest,
     Waited,
     WaitRequest,
+    WarningRequest,
 )
 
 T = TypeVar("T")
@@ -42,10 +43,17 @@ _REASON = 300  # characters
 
 class Session:
     """The lease of one rank. `changed` rings when the lease is lost. `archive`: the sidecar has an
-    archive. `keeper`: restarts the sidecar, if no other process does."""
+    archive. `keeper`: restarts the sidecar, if no other process does. `warn`: see `Lease`."""
 
     def __init__(
-        self, path: str, *, rank: int, world: int, changed: Changes, keeper: Keeper | None = None
+        self,
+        path: str,
+        *,
+        rank: int,
+        world: int,
+        changed: Changes,
+        keeper: Keeper | None = None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.rank, self.path = rank, path
         self.run, self.archive = "", False
@@ -53,6 +61,7 @@ class Session:
         self._attempt = os.urandom(8).hex()
         self._changed = changed
         self._keeper = keeper
+        self._warn = warn
         self._lease: Lease | None = None
         self._ending = threading.RLock()
         self._calls: set[Client] = set()
@@ -88,7 +97,9 @@ class Session:
             age_s=_age_s(),
         )
         try:
-            lease = Lease(self.path, request, self._changed.ring, timeout_s=timeout_s)
+            lease = Lease(
+                self.path, request, self._changed.ring, warn=self._warn, timeout_s=timeout_s
+            )
         except SidecarAbsent as error:
             if self._keeper is not None and error.code == "absent":  # "silent" is slow, not dead
                 self._keeper.revive()
@@ -192,6 +203,13 @@ class Session:
             with contextlib.suppress(SidecarError):
                 request = FailedRequest(lease=self.lease, id=id, reason=reason[:_REASON])
                 self.call("/v1/failed", request, dict, timeout_s=_FAILED_S)
+
+    def warn_of(self, text: str) -> None:
+        """Have this warning stand in the sidecar's status, while this lease lasts."""
+        if self.connected:
+            with contextlib.suppress(SidecarError):
+                request = WarningRequest(lease=self.lease, text=text)
+                self.call("/v1/warning", request, dict, timeout_s=_FAILED_S)
 
     def drop(self) -> None:
         """Give up the lease, so that another can be taken."""

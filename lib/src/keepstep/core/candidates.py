@@ -45,7 +45,8 @@ class Candidates:
     `limit_run`: the step is of this other run's archive.
 
     `failures`: recorded failures of the script itself, with the steps that they cast doubt on and
-    that are not dead. `trusted`: pinned steps.
+    that are not dead. `trusted`: pinned steps. `never_whole`: with `Answer.NONE`, as text, steps of
+    which only some ranks have images.
     """
 
     answer: Answer
@@ -60,3 +61,4 @@ class Candidates:
     limit_run: str = ""
     failures: tuple[Failure, ...] = ()
     trusted: tuple[StepId, ...] = ()
+    never_whole: str = ""

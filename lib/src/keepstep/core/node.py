@@ -37,6 +37,9 @@ SILENT_AFTER_S = 60.0
 LEAST_SLOTS = 2
 """With at most this many slots per rank, every due staged step waits until it is persisted."""
 
+NEVER_WHOLE_KEPT = 4
+"""Of the steps that no rank can complete any more, so many of the newest stay, to be looked at."""
+
 
 class Slots(Protocol):
     """The slots of one rank.
@@ -261,10 +264,12 @@ class Node:
         began: float = 0.0,
         in_use: Callable[[StepId], bool] = lambda id: False,
         may_write: Callable[[StepId], bool] = lambda id: True,
+        in_doubt: Callable[[], bool] = lambda: False,
     ) -> None:
         """`slots`: the slots of this machine's ranks, a live view. `managed`:
         `in_use`: whether another part reads or wants the shards of this step now. `may_write`:
-        whether an image in memory is this run's own."""
+        whether an image in memory is this run's own. `in_doubt`: whether the volumes may hold more
+        than was listed."""
         self.keep = keep or Retention()
         self.ledger = Ledger(LedgerConfig(tiers=tiers, retention={Tier.LOCAL: self.keep}))
         self.planner = PersistPlanner((), grid)
@@ -275,6 +280,7 @@ class Node:
         self._serves = Serves(frozenset(), 0)
         self._in_use = in_use
         self._may_write = may_write
+        self._in_doubt = in_doubt
         self._durable: dict[int, set[StepId]] = {}
         self._ended: set[int] = set()
         """Ranks whose trainer is gone, until the next one comes."""
@@ -406,6 +412,8 @@ class Node:
         self.planner = PersistPlanner(serves.ranks, before.grid, slots=serves.slots)
         self.planner.counts = before.counts
         self.planner.pace(before.least)
+        for rank in sorted(serves.ranks & self._ended):
+            yield from self.planner.gone(rank)
         for rank in sorted(serves.ranks):
             for id in sorted(self._durable.get(rank, ())):
                 yield from self.planner.written(rank, id)
@@ -474,7 +482,7 @@ class Node:
         return (*begun, *self._stops())
 
     def _find(self, rank: int, id: StepId) -> tuple[SlotTable, int] | None:
-        for table in self._slots[rank].tables() if rank in self._slots else ():
+        for table in self._tables(rank):
             if (index := table.holds(id)) is not None:
                 return table, index
         return None
@@ -535,7 +543,7 @@ class Node:
         """
         view = self.operator_view
         if not view.managed:
-            return sorted(self._retired)
+            return sorted({*self._retired, *self._never_whole(here)})
         grown, self._grown = self._grown, False
         if view.silent(now):
             live = self._live(here) if grown else ()
@@ -546,6 +554,34 @@ class Node:
             for id in view.word.retire - view.word.pinned
             if view.commit is not None and id < view.commit
         )
+
+    def _never_whole(self, here: Collection[StepId]) -> list[StepId]:
+        """Steps that certainly will never be whole, without the newest few. Otherwise ranks that
+        save different steps would fill the volumes."""
+        commits = {*self.ledger.committed(Tier.LOCAL)}
+        unfinished = [id for id in self._live(here) if id not in commits]
+        if len(unfinished) <= NEVER_WHOLE_KEPT or self._in_doubt():
+            return []
+        whole = self.ledger.whole()
+        ended = [id for id in unfinished if id not in whole and not self._may_be_whole(id)]
+        return sorted(ended)[: max(0, len(ended) - NEVER_WHOLE_KEPT)]
+
+    def _may_be_whole(self, id: StepId) -> bool:
+        """Whether every rank of this machine has this step anywhere, or may still get it. A slot
+        that was assigned but not yet zeroed still has its image."""
+        held = 0
+        for tier in Tier:
+            held |= self.ledger.holders(id, tier)
+        return all(
+            held >> rank & 1
+            or self.planner.can_have(rank, id)
+            or any(slot.id == id for table in self._tables(rank) for slot in table.slots)
+            or not self.ledger.has_answered(rank)
+            for rank in self._serves.ranks
+        )
+
+    def _tables(self, rank: int) -> Sequence[SlotTable]:
+        return self._slots[rank].tables() if rank in self._slots else ()
 
     def _retire(self, id: StepId) -> Retire:
         ranks = tuple(sorted(rank for rank, held in self._durable.items() if id in held))

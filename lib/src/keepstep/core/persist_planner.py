@@ -249,6 +249,10 @@ class PersistPlanner:
             return False
         return not self._waiting(one) if self._every else id == self._target
 
+    def can_have(self, rank: int, id: StepId) -> bool:
+        """Whether the rank has this step, as far as this planner knows, or may still seal it."""
+        return (one := self._ranks.get(rank)) is None or one.can_have(id)
+
     def is_durable(self, id: StepId) -> bool:
         """Whether every rank of this node has written this step, as far as this planner knows."""
         return bool(self._ranks) and all(id in one.done for one in self._ranks.values())

@@ -96,6 +96,45 @@ def encode(value: Any) -> dict[str, Any] | None:
     return None
 
 
+def parts_of(value: Any) -> tuple[str, Any] | None:
+    """A tag, and simpler values, of an array of objects or of named fields; None for any other."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None or type(value) not in (numpy.ndarray, numpy.void):
+        return None
+    dtype, shape = value.dtype, list(value.shape) if type(value) is numpy.ndarray else None
+    if dtype.char == "O" and shape is not None:
+        return "!numpy.objects", [shape, value.reshape(-1).tolist()]
+    if dtype.names is None or dtype.hasobject:
+        return None
+    descr = importlib.import_module("numpy.lib.format").dtype_to_descr(dtype)
+    return "!numpy.fields", [descr, shape, value.tobytes()]
+
+
+def _to_objects(parts: Any) -> Any:
+    shape, items = parts
+    sizes = fields.sizes(shape, "shape")
+    if type(items) is not list or math.prod(sizes) != len(items):
+        raise ValueError(f"{sizes} is no shape of these objects")
+    numpy = importlib.import_module("numpy")
+    made = numpy.empty(len(items), object)
+    for at, item in enumerate(items):  # numpy would make one array of several lists
+        made[at] = item
+    return made.reshape(sizes)
+
+
+def _to_fields(parts: Any) -> Any:
+    descr, shape, data = parts
+    numpy = importlib.import_module("numpy")
+    dtype = importlib.import_module("numpy.lib.format").descr_to_dtype(descr)
+    sizes = () if shape is None else fields.sizes(shape, "shape")
+    if dtype.names is None or dtype.hasobject or type(data) is not bytes:
+        raise ValueError("not an array of fields")
+    if not dtype.itemsize or math.prod(sizes) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for {sizes} of {dtype}")
+    array = numpy.ndarray(sizes, dtype, buffer=bytearray(data) if data else None)
+    return array[()] if shape is None else array
+
+
 def _from_numpy(value: Any) -> dict[str, Any] | None:
     numpy: Any = sys.modules["numpy"]
     if isinstance(value, numpy.dtype) and _NUMPY_DTYPE.fullmatch(value.str):
@@ -204,6 +243,8 @@ def _name(dtype: Any) -> str:
 
 BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!numpy": _to_numpy,
+    "!numpy.objects": _to_objects,
+    "!numpy.fields": _to_fields,
     "!numpy.dtype": _to_numpy_dtype,
     "!numpy.fortran": lambda value: _to_numpy((value[0], value[1][::-1], value[2])).T,
     "!array": _to_form,

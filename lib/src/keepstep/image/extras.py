@@ -200,6 +200,7 @@ class _Encoder:
             parts = forms.parts_of(value)
         else:
             parts = objects.parts_of(value) or generators.parts_of(value)
+            parts = parts or arrays.parts_of(value)
         if parts is None:
             return self._leaf(value, kind)
         tag, simpler = parts
@@ -240,12 +241,10 @@ class _Encoder:
         return encoded
 
     def _dict(self, value: dict[Any, Any], depth: int) -> Any:
-        plain: dict[str, Any] = {}
-        for key, one in value.items():
+        for key in value:  # before any value is encoded, as what is met twice must be in the JSON
             if type(key) is not str or key[:1] == "!" or not is_text(key):
                 return {"!dict": self._pairs(value, depth)}
-            plain[key] = self._value(key, one, depth)
-        return plain
+        return {key: self._value(key, one, depth) for key, one in value.items()}
 
     def _pairs(self, value: dict[Any, Any], depth: int) -> Any:
         if len(value) >= _LEAST_PACKED and (packed := self._columns([value, value.values()])):

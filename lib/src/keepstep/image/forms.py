@@ -46,7 +46,14 @@ class ClassForm:
     kind: type
 
 
-FORMS = ViewForm, SharedForm, SharedAgain, ClassForm
+@dataclass(frozen=True, slots=True)
+class GradForm:
+    """A tensor that requires a gradient; `parameter`: an nn.Parameter."""
+
+    parameter: bool
+
+
+FORMS = ViewForm, GradForm, SharedForm, SharedAgain, ClassForm
 
 
 def parts_of(value: Any) -> tuple[str, Any] | None:
@@ -56,6 +63,8 @@ def parts_of(value: Any) -> tuple[str, Any] | None:
     if kind is ViewForm:
         parts = [value.dtype, value.offset_bytes, list(value.shape), list(value.stride)]
         return "!view", parts
+    if kind is GradForm:
+        return "!grad", value.parameter
     if kind is SharedForm:
         return "!shared", value.number
     if kind is SharedAgain:
@@ -74,6 +83,12 @@ def _to_view(parts: Any) -> ViewForm:
     return ViewForm(dtype, offset, sizes, steps)
 
 
+def _to_grad(parameter: Any) -> GradForm:
+    if type(parameter) is not bool:
+        raise TypeError("not true or false")
+    return GradForm(parameter)
+
+
 def _to_class(parts: Any) -> ClassForm:
     module, name = parts
     return ClassForm(objects.class_of_fields(module, name))
@@ -87,6 +102,7 @@ def _number(value: Any) -> int:
 
 BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!view": _to_view,
+    "!grad": _to_grad,
     "!shared": lambda number: SharedForm(_number(number)),
     "!again": lambda number: SharedAgain(_number(number)),
     "!class": _to_class,

@@ -137,6 +137,12 @@ def _has_plain_bits(kind: Any) -> bool:
     return issubclass(kind, enum.Flag) and own is enum.Flag._missing_.__func__  # type: ignore[attr-defined]
 
 
+def is_namespace(kind: type) -> bool:
+    """Whether instances are attributes without a meaning of their own."""
+    late = sys.modules.get("argparse")
+    return kind is types.SimpleNamespace or (late is not None and kind is late.Namespace)
+
+
 def is_named_tuple(kind: type) -> bool:
     """Whether instances are tuples whose items have names, and nothing else."""
     names = getattr(kind, "_fields", None)
@@ -155,7 +161,7 @@ def _slots(kind: type) -> dict[str, Any]:
         name: slot
         for one in kind.__mro__
         for name, slot in vars(one).items()
-        if isinstance(slot, types.MemberDescriptorType)
+        if isinstance(slot, types.MemberDescriptorType) and name != "__dict__"
     }
 
 
@@ -175,15 +181,19 @@ def _is_plain(kind: type) -> bool:
     return same and not any("__del__" in vars(one) for one in kind.__mro__)
 
 
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object has in its `__dict__` and its slots."""
+    slots = _slots(type(value)).items()
+    kept = dict(getattr(value, "__dict__", {}))
+    return kept | {name: slot.__get__(value) for name, slot in slots if _is_set(slot, value)}
+
+
 def fields_of(value: Any) -> dict[str, Any]:
     """All fields and attributes of a dataclass. Raises NotData if it is more than these."""
     kind = type(value)
     if not _is_plain(kind):
         raise NotData(f"{kind.__module__}.{kind.__qualname__} is more than its fields")
-    kept = dict(getattr(value, "__dict__", {}))
-    kept |= {
-        name: slot.__get__(value) for name, slot in _slots(kind).items() if _is_set(slot, value)
-    }
+    kept = attributes_of(value)
     for field in dataclasses.fields(kind):
         if field.name not in kept:
             raise NotData(f"the field {field.name!r} of a {kind.__qualname__} has no value")
@@ -225,19 +235,19 @@ def _to_named_tuple(parts: Any) -> Any:
     return tuple.__new__(kind, items)
 
 
-def _to_namespace(find: Callable[[], Any], parts: Any) -> Any:
+def _to_namespace(kind: Any, parts: Any) -> Any:
     (attributes,) = _few(parts)
     if type(attributes) is not dict or not all(type(key) is str for key in attributes):
         raise TypeError("not attributes")
-    made = find()()
+    made = kind()
     vars(made).update(attributes)
     return made
 
 
-def _argparse() -> Any:
+def _to_arguments(parts: Any) -> Any:
     import argparse
 
-    return argparse.Namespace
+    return _to_namespace(argparse.Namespace, parts)
 
 
 def _to_uuid(text: Any) -> Any:
@@ -255,11 +265,24 @@ def _to_ellipsis(mark: Any) -> Any:
 
 
 def class_of_fields(module: str, name: str) -> type:
-    """The dataclass or class of named tuples of that name. Raises ValueError."""
+    """The class of that name that `of_fields` can make an object of. Raises ValueError."""
     kind = _find(module, name)
-    if not is_named_tuple(kind) and not (dataclasses.is_dataclass(kind) and _is_plain(kind)):
+    plain = is_namespace(kind) or (dataclasses.is_dataclass(kind) and _is_plain(kind))
+    if not plain and not is_named_tuple(kind):
         raise ValueError(f"{module}.{name} is no plain dataclass")
     return kind
+
+
+def of_fields(kind: Any, kept: Any) -> Any:
+    """An object of this class with these fields (a dict), or these items (a tuple). Raises
+    ValueError."""
+    if is_named_tuple(kind) and type(kept) is tuple and len(kept) == len(kind._fields):
+        return tuple.__new__(kind, kept)
+    if type(kept) is not dict or is_named_tuple(kind):
+        raise ValueError(f"no fields of a {kind.__qualname__}")
+    if is_namespace(kind):
+        return _to_namespace(kind, [kept])
+    return with_fields(kind, kept)
 
 
 def _to_dataclass(parts: Any) -> Any:
@@ -339,9 +362,9 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!zoneinfo": _to_zone,
     "!range": lambda parts: range(*_few(parts)),
     "!slice": lambda parts: slice(*_few(parts)),
-    "!ellipsistype": _to_ellipsis,
-    "!simplenamespace": functools.partial(_to_namespace, lambda: types.SimpleNamespace),
-    "!namespace": functools.partial(_to_namespace, _argparse),
+    "!ellipsis": _to_ellipsis,
+    "!simplenamespace": functools.partial(_to_namespace, types.SimpleNamespace),
+    "!namespace": _to_arguments,
     "!uuid": _to_uuid,
     "!flag": _to_flag,
     "!namedtuple": _to_named_tuple,

@@ -35,8 +35,15 @@ from keepstep.checkpointer import Checkpointer, Restored
 from keepstep.client import embedded
 from keepstep.client.session import held_steps
 from keepstep.errors import RestoreError, UsageError
-from keepstep.integrations import any_rank, loaders, require, require_torch, trainings
-from keepstep.integrations.trainable import Trainable
+from keepstep.integrations import (
+    _quantized,
+    _trainings,
+    any_rank,
+    loaders,
+    require,
+    require_torch,
+)
+from keepstep.integrations._trainable import Trainable
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -111,7 +118,7 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
         Override it to add anything else that the next step depends on. Raises UsageError for an
         optimizer that is not a torch optimizer.
         """
-        components: dict[str, Any] = {"model": trainer.strategy.model}
+        components: dict[str, Any] = {"model": _quantized.component(trainer.strategy.model)}
         for at, optimizer in enumerate(trainer.strategy.optimizers):
             require_torch(optimizer)
             components[f"optimizer{at or ''}"] = optimizer
@@ -134,7 +141,7 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
         _refuse(trainer)
         socket_path = embedded.socket(self.options.get("dir"), self.options.get("run"))
         training = type(pl_module).__name__
-        trainings.check_first(socket_path, training)
+        _trainings.check_first(socket_path, training)
         self._fit = _Fit(self, trainer, training, socket_path)
         self._fit.follow(_held(socket_path))
 
@@ -271,7 +278,7 @@ class _Fit:
         if self.callback.checkpointer is not None:
             if self.at is not None:
                 if self.trainer.is_global_zero:
-                    trainings.say_complete(self.at.step)
+                    _trainings.say_complete(self.at.step)
                 self._checkpointer.restore_rng()
             else:
                 self._note()  # with --stage-every, `close` may stage the last step only now
@@ -280,7 +287,7 @@ class _Fit:
     def interrupted(self, error: KeyboardInterrupt) -> None:
         """End without making anything durable."""
         self._undo()
-        trainings.interrupted(self.socket_path)
+        _trainings.interrupted(self.socket_path)
         if self.callback.checkpointer is not None:
             self._checkpointer.__exit__(type(error), error, None)
 
@@ -313,11 +320,13 @@ class _Fit:
 
     def _load_callbacks(self) -> None:
         """Give callbacks the states of the step that will be restored."""
-        self.kept.update(_nothing_yet(self.trainer.fit_loop), training=self.training)
+        base = _quantized.digest(self.trainer.lightning_module)
+        self.kept.update(_nothing_yet(self.trainer.fit_loop), training=self.training, base=base)
         self.components["trainer"] = self.kept
         self.callback.checkpointer = Checkpointer(self.components, **self.callback.options)
         found = self._checkpointer.preview("trainer")
-        trainings.check_same(found, self.training)
+        _trainings.check_same(found, self.training)
+        _quantized.check_base(found, base)
         if found is None:
             return
         self.previewed, kept = found
@@ -330,16 +339,23 @@ class _Fit:
         self.metrics = list(_metrics(self.trainer.lightning_module))
         self.trainable = Trainable(self.trainer.lightning_module)
         self.components.update(self.callback.keepstep_components(self.trainer))
-        arguments = trainings.noted(_arguments(self.trainer))
-        self.kept.update(_nothing_yet(loop), training=self.training, arguments=arguments)
+        arguments = _trainings.noted(_arguments(self.trainer))
+        self.kept.update(
+            _nothing_yet(loop),
+            training=self.training,
+            arguments=arguments,
+            base=self.kept["base"],
+        )
         self.at = self._checkpointer.restore(rng="later")
-        trainings.begin(self.socket_path, self.training)
+        _trainings.begin(self.socket_path, self.training)
         if (step := self.at.step if self.at is not None else None) != self.previewed:
             raise RestoreError(
                 f"callbacks have their states of step {self.previewed}, but step {step} was"
                 " restored, as the newer one cannot be read; start this job again"
             )
         if self.at is None:
+            if self.trainer.is_global_zero:
+                _trainings.say_frozen(self.components["model"])
             if self.left_alone is not None:
                 raise RestoreError(
                     f"ckpt_path={self.left_alone!r} was left alone for a step of this run that not"
@@ -348,7 +364,7 @@ class _Fit:
             self.last = self.trainer.global_step
             return
         if self.trainer.is_global_zero:
-            trainings.say_changed(self.kept["arguments"], arguments, step=self.at.step)
+            _trainings.say_changed(self.kept["arguments"], arguments, step=self.at.step)
         self.kept["arguments"] = arguments
         self.trainable.take_up(self.kept["trainable"])
         loop.load_state_dict(self.kept["loops"])
@@ -516,6 +532,7 @@ def _nothing_yet(loop: Any) -> dict[str, Any]:
         "training": "",
         "arguments": "{}",
         "trainable": {},
+        "base": "",
         "begun": {},
         "loops": loop.state_dict(),
         "should_stop": False,

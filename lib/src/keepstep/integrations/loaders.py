@@ -66,6 +66,7 @@ class Batches:
         return {"epoch": self.epoch, "done": self._done, "begun": self._begun, "own": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._is_kept = True  # a restore loads before it asks
         self.epoch, self._done, self._begun = state["epoch"], state["done"], state["begun"]
         set_own_generators(state["own"], [self._base])
         self._resumes = bool(self._begun)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import logging
 import time
@@ -35,14 +36,16 @@ from keepstep.client.session import held_steps
 from keepstep.errors import RestoreError, UsageError
 from keepstep.image import extras
 from keepstep.integrations import (
+    _own_state,
+    _quantized,
+    _trainings,
     any_rank,
     loaders,
     require,
     require_accelerate,
     require_torch,
-    trainings,
 )
-from keepstep.integrations.trainable import Trainable
+from keepstep.integrations._trainable import Trainable
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -100,8 +103,8 @@ class _Training:
     by a restore: `epoch` and the step that it `begun_at`; `epoch_rng`: random states at that
     moment; `own`: those of generators that the loader and its samplers have of their own, then, or
     between two epochs; `fresh`: whether the loader's iterator was made then; `stopped`: the step
-    count to which training was to go when it stopped; `training` and `arguments`: see
-    `trainings`."""
+    count to which training was to go when it stopped; `training` and `arguments`: see `_trainings`;
+    `trainable`: see `Trainable`; `base`: see `_quantized`."""
 
     kept: dict[str, Any]
     socket_path: str = ""
@@ -109,6 +112,7 @@ class _Training:
     loader: Any = None
     prepared: Any = None
     trainable: Trainable | None = None
+    watch: _own_state.Watch | None = None
     at: Restored | None = None
     left_alone: Any = None
     """A Trainer checkpoint that was asked for while the run holds a step."""
@@ -148,8 +152,13 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         """
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # in AcceleratedOptimizer
         require_torch(optimizer)
-        components = {"model": self.model_wrapped, "optimizer": optimizer}
-        others = {"scheduler": self.lr_scheduler, "scaler": self.accelerator.scaler}
+        components = {"model": _quantized.component(self.model_wrapped), "optimizer": optimizer}
+        others = {
+            "scheduler": self.lr_scheduler,
+            "scaler": self.accelerator.scaler,
+            "reference": _own_state.reference_model(self),
+            "own": own if (own := _own_state.OwnState(self)).names else None,
+        }
         return components | {name: one for name, one in others.items() if one is not None}
 
     # --- Trainer's methods, in the order in which it calls them ----------------------------------
@@ -161,9 +170,9 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         _refuse(self)
         options_of_run = {key: self.keepstep_options.get(key) for key in ("dir", "run")}
         socket_path = embedded.socket(options_of_run["dir"], options_of_run["run"])
-        trainings.check_first(socket_path, _name(self))
+        _trainings.check_first(socket_path, _name(self))
         kept = _nothing_yet(self.args.device)
-        kept.update(training=_name(self), arguments=trainings.noted(_arguments(self)))
+        kept.update(training=_name(self), arguments=_trainings.noted(_arguments(self)))
         self._keepstep = training = _Training(kept, socket_path)
         asks = bool(resume_from_checkpoint and socket_path)
         held = asks and bool(held_steps(socket_path, timeout_s=_SCAN_S))
@@ -176,7 +185,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         try:
             return super().train(resume_from_checkpoint, *args, **options)
         except KeyboardInterrupt as error:
-            trainings.interrupted(socket_path)
+            _trainings.interrupted(socket_path)
             if training.checkpointer is not None:
                 training.checkpointer.__exit__(type(error), error, None)
             raise
@@ -206,10 +215,18 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         training.trainable = Trainable(self.model)
         components = {**self.keepstep_components(), "trainer": kept}
         training.checkpointer = Checkpointer(components, **self.keepstep_options)
-        trainings.check_same(training.checkpointer.preview("trainer"), kept["training"])
+        kept["base"] = _quantized.digest(self.model)
+        found = training.checkpointer.preview("trainer")
+        _trainings.check_same(found, kept["training"])
+        _quantized.check_base(found, kept["base"])
+        if found is None and self.is_world_process_zero():
+            _trainings.say_frozen(components["model"])
         arguments = kept["arguments"]
         training.at = training.checkpointer.restore(rng="later")
-        trainings.begin(training.socket_path, kept["training"])
+        _trainings.begin(training.socket_path, kept["training"])
+        if training.checkpointer.epoch is not None and self.is_world_process_zero():
+            mine = type(self).keepstep_components is KeepstepTrainerMixin.keepstep_components
+            training.watch = _own_state.Watch(self, components.values(), own=mine)
         if training.checkpointer.epoch is not None:
             loaders.tell_of_draws(_torchs(training.loader))
         if training.at is None:
@@ -223,11 +240,11 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         self._take_up_state()
         step = self.state.global_step
         if self.is_world_process_zero():
-            trainings.say_changed(kept["arguments"], arguments, step=step)
+            _trainings.say_changed(kept["arguments"], arguments, step=step)
         kept["arguments"] = arguments
         if step >= max_steps or kept["stopped"] == max_steps:
             if self.is_world_process_zero():
-                trainings.say_complete(step, max_steps)
+                _trainings.say_complete(step, max_steps)
             return num_train_epochs, 0
         if self.args.ignore_data_skip:
             kept["begun_at"] = step
@@ -348,6 +365,8 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         if checkpointer is not None:
             if checkpointer.should_save(step):
                 self._note()
+                if self._now.watch is not None:
+                    self._now.watch.step()
             checkpointer.save(step)
 
     def _note(self) -> None:
@@ -433,6 +452,7 @@ def _nothing_yet(device: Any) -> dict[str, Any]:
         "training": "",
         "arguments": "{}",
         "trainable": {},
+        "base": "",
         "epoch": 0,
         "begun_at": 0,
         "epoch_rng": {},
@@ -505,11 +525,15 @@ def _refuse(trainer: Any) -> None:
             raise UsageError(
                 f"{kind.__name__} has a {name} of its own, which keepstep cannot follow"
             )
+    if _own_state.is_trls(trainer):
+        require("trl", importlib.metadata.version("trl"), at_least="1.16", below="1.17")
     if trainer.is_deepspeed_enabled:
         raise UsageError(
             "keepstep cannot keep DeepSpeed's partitions in Trainer: use FSDP2 (fsdp_version: 2) or"
             " DDP there; in a loop of your own it keeps them (docs/frameworks.md#deepspeed)"
         )
+    if trainer.is_fsdp_enabled and _quantized.is_quantized(trainer.model):
+        raise UsageError("keepstep keeps quantised models without FSDP only: use one rank, or DDP")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         raise UsageError("keepstep keeps FSDP2, not FSDP1: set fsdp_version: 2")

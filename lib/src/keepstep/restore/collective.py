@@ -27,6 +27,7 @@ from keepstep.core.vote import Decision, choose, limit_of, nothing_is_kept
 from keepstep.errors import (
     CoverageError,
     KeepstepError,
+    MismatchError,
     RestoreError,
     SidecarError,
     UsageError,
@@ -82,10 +83,13 @@ class Unkept:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a stage failed on a rank. `again`: whether another step may succeed."""
+    """Why a stage failed on a rank. `again`: whether another step may succeed. `mismatch`: model
+    and checkpoint disagree, and will at the next start.
+    """
 
     text: str
     again: bool
+    mismatch: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,7 @@ class Collective:
             epoch = decision.epoch(ballots[0].nonce)
             self._say_suspects(decision)
             if decision.id is None:
-                self._say_incomplete(decision)
+                self._say_incomplete(decision, votes)
                 begin_anew(self._gather)
                 return Agreed(epoch, self._stage_every)
             restoring = begin(decision)
@@ -205,8 +209,16 @@ class Collective:
                 raise
             raise type(error)(f"{error}. The last attempt: {'; '.join(failures)}") from error
 
-    def _say_incomplete(self, decision: Decision) -> None:
-        if decision.incomplete and self._rank == 0 and not self._quiet:
+    def _say_incomplete(self, decision: Decision, votes: list[Candidates]) -> None:
+        if self._rank != 0 or self._quiet:
+            return
+        if left := "; ".join(dict.fromkeys(vote.never_whole for vote in votes if vote.never_whole)):
+            log.warning(
+                "keepstep: the run begins at step 0: there are %s, which were never whole, because"
+                " not every rank saved them",
+                left,
+            )
+        if decision.incomplete:
             log.warning(
                 "keepstep: beginning anew without %s: only some ranks hold it",
                 ", ".join(map(str, decision.incomplete)),
@@ -235,13 +247,15 @@ class Collective:
             except Exception as caught:  # of any kind: the other ranks are waiting
                 error = caught
                 again = isinstance(caught, SidecarError | CoverageError)
-                failure = _Failure(f"rank {self._rank}: {caught}", again)
+                mismatch = isinstance(caught, MismatchError)
+                failure = _Failure(f"rank {self._rank}: {caught}", again, mismatch)
             answers = self._gather((value, failure))
             failures = [failure for _, failure in answers if failure is not None]
             if any(not one.again for one in failures):
                 if error is not None:
                     raise error
-                raise RestoreError("; ".join(one.text for one in failures))
+                kind = MismatchError if any(one.mismatch for one in failures) else RestoreError
+                raise kind("; ".join(one.text for one in failures))
             if failures:
                 return [one.text for one in failures]
             values = [value for value, _ in answers]
@@ -249,7 +263,8 @@ class Collective:
 
     def announce(self, agreed: Agreed, *, seconds: float) -> None:
         """Tell the sidecar which epoch began. Raises SidecarError."""
-        begin_epoch(self._connected(), agreed.epoch, agreed.tier, seconds=seconds)
+        link = self._connected()
+        begin_epoch(link, agreed.epoch, agreed.tier, seconds=seconds, asked=self._step)
 
     def _connected(self) -> Session:
         if self._session is None:
@@ -336,11 +351,20 @@ def ask_candidates(link: Session) -> Candidates:
     return link.call("/v1/candidates", request, Candidates, timeout_s=_CANDIDATES_S + 10)
 
 
-def begin_epoch(link: Session, epoch: Epoch, tier: Tier | None, *, seconds: float = 0.0) -> None:
-    """Tell the sidecar which epoch begins, and from which tier its parent step came. Raises
-    SidecarError.
+def begin_epoch(
+    link: Session,
+    epoch: Epoch,
+    tier: Tier | None,
+    *,
+    seconds: float = 0.0,
+    asked: int | None = None,
+) -> None:
+    """Tell the sidecar which epoch begins, from which tier its parent step came, and the step that
+    the script `asked` for. Raises SidecarError.
     """
-    request = RestoredRequest(lease=link.lease, epoch=epoch, tier=tier, seconds=seconds)
+    request = RestoredRequest(
+        lease=link.lease, epoch=epoch, tier=tier, seconds=seconds, asked=asked
+    )
     link.call("/v1/restored", request, dict, timeout_s=60.0)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from keepstep.client import copying
 from keepstep.errors import KeepstepError, MismatchError
 from keepstep.image import base_of, extras
+from keepstep.image.arrays import ArrayForm
+from keepstep.image.forms import ViewForm
 from keepstep.restore import transfer
 from keepstep.restore.boxes import Box, Saved
 from keepstep.restore.images import Images
@@ -44,15 +46,16 @@ from keepstep.state.dtypes import DTYPE_OF
 from keepstep.state.leaves import (
     Node,
     Taken,
-    arrays_of,
     build,
     empty,
+    formed_tensors,
     leaves_of,
     metadata_of,
     parse,
-    put_back,
     values_of,
 )
+from keepstep.state.refill import Refill, put_back
+from keepstep.state.rng import is_generator, suits
 from keepstep.state.wrappers import is_zero, unwrap
 
 
@@ -60,7 +63,8 @@ class Loader:
     """One rank's share of a restore.
 
     `plan` changes nothing, `unused` gives the saved names that it has no place for, `copy` fills
-    tensors, and `finish` hands each component its values. `rng`: the random states of the saved
+    tensors, and `finish` hands each component its values. `difference`: what was known of replicas
+    that differ when the step was saved. `rng`: the random states of the saved
     rank of the same number; None if there are none.
     """
 
@@ -92,6 +96,11 @@ class Loader:
         self._made: dict[str, Tensor] = {}
         self._filled: dict[str, tuple[str, Saved | None]] = {}
         self.rng: dict[str, Any] | None = None
+        self.refill = Refill()
+        self._shared: dict[int, Any] = {}
+        self._given: dict[str, Tensor] = {}
+        self._lives: dict[str, Live] = {}
+        self.difference = ""
 
     @property
     def alone(self) -> bool:
@@ -107,13 +116,18 @@ class Loader:
         """
         own = self._images.stand_in(self._rank)
         trees, live = self._trees_of(own), self._live()
+        self._lives = {name: live[name] for name in live if self._is_refilled(name)}
         if own == self._rank:
             self.rng = self._extras(own).get("rng")
+            self.difference = str(self._extras(own).get("difference", ""))
         for name in sorted(trees.keys() - self._components.keys()) if whole else ():
             self.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
         keys = self._live_keys()
-        # modules first: a dict may hold the same tensors, and must not keep them from the modules
-        for name in sorted(self._components, key=self._is_no_module):
+        # modules first: a dict may hold the same tensors, and must not keep them from the modules.
+        # Then in the order of the save: what stands in two places is found at its first place
+        order = {name: at for at, name in enumerate(trees)}
+        names = sorted(self._components, key=lambda name: order.get(name, len(order)))
+        for name in sorted(names, key=self._is_no_module):
             if name in trees:
                 component = unwrap(self._components[name])
                 self._component(name, component, trees[name], live.get(name, {}), keys.get(name))
@@ -198,18 +212,63 @@ class Loader:
         replace it.
         """
         if here is None:
-            return self.fresh(name)
+            return self._kept_anywhere(name)
         saved = self.names.find(name, whole=here.whole)
+        if saved is not None and here.whole and saved.name in self._given:
+            return self._given[saved.name]
         first, other = self._first(here, name, saved)
         if saved is not None and first != name and other is saved:  # tied, and already planned
             return here.live
         if saved is not None and here.whole:
             dtype = DTYPE_OF[saved.dtype]
             same = saved.shape == here.shape and dtype == here.tensor.dtype
-            if not same or self._are_two(saved, other):
-                return self.fresh(name, here.tensor.device)
+            if not same or self._were_two(saved, other):
+                made = self.made(saved, here.tensor.device)
+                return self._given.setdefault(saved.name, made)
         self._want(here._replace(name=name), saved)
+        self._give(saved, here)
         return here.live
+
+    def _kept_anywhere(self, name: str) -> Tensor | None:
+        """The same where nothing is live: of a tied tensor, another place may have it live."""
+        saved = self.names.find(name)
+        if saved is None:
+            return self.fresh(name)  # notes the difference
+        if saved.name not in self._given and saved.name in self._tied:
+            for tensor, (component, path) in self._places.items():
+                here = self._lives[component].get(path)
+                if here is not None and self.names.find(base_of(tensor)[0]) is saved:
+                    return self.kept(base_of(tensor)[0], here)
+        if saved.name not in self._given:
+            self._given[saved.name] = self.made(saved, None)
+        return self._given[saved.name]
+
+    @functools.cached_property
+    def _tied(self) -> frozenset[str]:
+        """The saved tensors that have several names."""
+        return frozenset(self._images.index.aliases.values())
+
+    def _give(self, saved: Saved | None, here: Target) -> None:
+        """Note that this live tensor holds the whole saved one: whatever was tied to it, or was a
+        view of it, is so again.
+        """
+        if saved is not None and here.whole and here.live is not None:
+            self._given.setdefault(saved.name, here.live)
+
+    def _base(self, name: str) -> Tensor | None:
+        """The tensor that holds the memory of views: a live one, filled in place, or a new one."""
+        component, path = self._places.get(name, ("", ()))
+        return self.kept(base_of(name)[0], self._lives.get(component, {}).get(path))
+
+    @functools.cached_property
+    def _places(self) -> dict[str, tuple[str, Path]]:
+        """Where in a dict each saved tensor stands itself, and not a view of it."""
+        trees = self._trees_of(self._images.stand_in(self._rank))
+        return {
+            tensor: (name, path)
+            for name in self._lives.keys() & trees.keys()
+            for path, tensor in _plain_places(trees[name].node, trees[name].values)
+        }
 
     def handed(self, name: str, here: Target | None) -> Tensor | None:
         """A new tensor for the saved one of that name, as `torch.load` makes it: with the saved
@@ -292,6 +351,14 @@ class Loader:
             self._same_bytes(rank, here[rank], there[rank]) for rank in here.keys() & there.keys()
         )
 
+    def _were_two(self, one: Saved, other: Saved | None) -> bool:
+        """The same of what is no module's, which may be two again: equal bytes do not make it one,
+        where a rank had both.
+        """
+        if other is None or one.name == other.name:
+            return False
+        return not _spans(one).keys().isdisjoint(_spans(other)) or self._are_two(one, other)
+
     def _same_bytes(self, rank: int, one: slice, other: slice) -> bool:
         flat = self._images.flat(rank)
         return flat is not None and torch.equal(flat[one], flat[other])
@@ -335,6 +402,9 @@ class Loader:
             self._kept[rank] = kept
         return self._kept[rank]
 
+    def _is_refilled(self, name: str) -> bool:
+        return isinstance(self._components[name], dict)
+
     def _metadata(self, rank: int, name: str) -> Mapping[str, Any] | None:
         return metadata_of(self._extras(rank)).get(name, {})
 
@@ -349,8 +419,15 @@ class Loader:
         for component, node in self._taken.skeleton[1]:
             of_component: Live = {}
             live[component] = of_component
+            views = set()
             for path, (kind, name) in leaves_of(node):
-                if kind == "t" and (leaf := leaves.get(str(aliases.get(name, name)))) is not None:
+                if kind == "v" and type(self._taken.values[name]) is ViewForm:
+                    views.add(path)
+                if (
+                    kind == "t"
+                    and path not in views
+                    and (leaf := leaves.get(str(aliases.get(name, name)))) is not None
+                ):
                     of_component[path] = target_of(leaf, name)
         return live
 
@@ -379,12 +456,15 @@ class Loader:
             ModuleLoader(self, name, component).plan(saved, live, keys or frozenset())
         elif isinstance(component, torch.optim.Optimizer):
             self._optimizer(name, component, saved, live)
-        elif isinstance(component, dict):
+        elif isinstance(component, dict) or is_generator(component):
             tree = self._tree(saved, live)
-            self.finish_with(name, lambda: put_back(name, component, tree))
+            if is_generator(component) and not suits(component, tree):
+                self.differ(f"{name}: {_kind(tree)} in the checkpoint, {_kind(component)} here")
+            self.refill.pair(component, tree, whatever=True)
+            self.finish_with(name, lambda: put_back(name, component, tree, self.refill))
         else:
             tree = self._tree(saved, {})
-            self.finish_with(name, lambda: component.load_state_dict(tree))
+            self.finish_with(name, lambda: component.load_state_dict(self.refill.placed(tree)))
 
     def _optimizer(
         self, name: str, optimizer: torch.optim.Optimizer, saved: SavedTree, live: Live
@@ -408,6 +488,7 @@ class Loader:
         first, other = self._first(here, here.name, saved)
         if first == here.name:
             self._want(here, saved)
+            self._give(saved, here)
         elif saved is not None and self._are_two(saved, other):
             self.differ(f"{here.name}: one tensor with {first} here, but not in the checkpoint")
 
@@ -415,7 +496,12 @@ class Loader:
         """A saved tree whose tensors are the live ones, filled in place, where possible, and new
         ones otherwise.
         """
-        arrays = {base_of(name)[0] for name in arrays_of(saved.node)}
+        values = saved.values
+        arrays = {
+            base_of(name)[0]
+            for name, form in formed_tensors(saved.node, values)
+            if type(form) is ArrayForm
+        }
         return self.built(
             saved,
             saved.node,
@@ -429,11 +515,12 @@ class Loader:
         tensors.
         """
         leaves = list(leaves_of(node))
-        made = {
-            leaf[1]: tensor(path, base_of(leaf[1])[0]) for path, leaf in leaves if leaf[0] == "t"
-        }
-        values = saved.values if len(made) < len(leaves) else []
-        return build(node, made.__getitem__, values.__getitem__)  # raises if it makes no sense
+        names = [leaf[1] for _, leaf in leaves if leaf[0] == "t"]
+        values = saved.values if len(names) < len(leaves) else []
+        made = {name: tensor(path, base_of(name)[0]) for path, name in _plain_places(node, values)}
+        made |= {name: self._base(name) for name in names if name not in made}
+        # raises if it makes no sense
+        return build(node, made.__getitem__, values.__getitem__, self._shared)
 
     def finish_with(self, name: str, finish: Callable[[], None]) -> None:
         """Call `finish` once all tensors are filled. `name`: of the component."""
@@ -449,6 +536,20 @@ def _load(name: str, finish: Callable[[], None]) -> None:
         raise MismatchError(
             f"{name}: its load_state_dict() refuses what was saved: {error!r}.\n{ADVICE}"
         ) from error
+
+
+def _plain_places(node: Node, values: Sequence[Any]) -> Iterator[tuple[Path, str]]:
+    """The paths and names of tensors that are not views of other ones."""
+    views: set[Path] = set()
+    for path, (kind, at) in leaves_of(node):
+        if kind == "v" and type(values[at]) is ViewForm:
+            views.add(path)
+        elif kind == "t" and path not in views:
+            yield path, at
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 
 def _spans(saved: Saved) -> dict[int, slice]:

@@ -31,6 +31,7 @@ from keepstep.restore.pairing import (
 from keepstep.restore.targets import Live, Path, SavedTree, Target, describe_saved
 from keepstep.state import sharding
 from keepstep.state.leaves import Node
+from keepstep.state.refill import pair_generators, place_generators
 
 if TYPE_CHECKING:
     from keepstep.restore.load import Loader
@@ -89,6 +90,8 @@ class OptimizerLoader:
         members = [self._members(at, position) for at in order]
         known = [self._is_known(at, position) for at in order]
         options = self._options(saved, branches["param_groups"], live, order)
+        live_groups = [self._optimizer.param_groups[at] for at in order]
+        pair_generators(self._loader.refill, live_groups, options)
         more = {
             key: self._more(key, saved, node, live)
             for key, node in branches.items()
@@ -337,6 +340,7 @@ class OptimizerLoader:
             merged.append({**saved, **own})
         branches = {**more, "state": state, "param_groups": merged}
         load_exactly(self._optimizer, {key: branches[key] for key in keys}, own=self._is_own)
+        place_generators(self._loader.refill, self._optimizer.param_groups, merged)
 
 
 def _is_number(stored: str) -> bool:

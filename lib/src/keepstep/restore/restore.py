@@ -237,6 +237,12 @@ class Restore:
         self._loader.finish()
         after_loading(self._components)
         self.rng = self._loader.rng or {}
+        if self._loader.difference and self._rank == 0:
+            log.warning(
+                "keepstep: step %d was saved while its replicas differed, so what is restored mixes"
+                " them: %s",
+                *(self._id.step, self._loader.difference),
+            )
         if self._rng and not self._rng_later:
             rng.apply(self.rng)
         if self._rng and not self.rng and not self._direct:

@@ -60,6 +60,7 @@ _MADE_S = 60.0
 """The longest wait for the first slot of a layout: its memory is being made."""
 _NOTED_S = 1.0
 _REFUSED_S = 10.0
+_REPEAT_S = 60.0
 _KNOWN_STEPS = 10_000
 _KINDS = 100
 _EAGER_WITHIN = 100
@@ -91,11 +92,22 @@ class Held(NamedTuple):
     pending: Pending | None = None
 
 
+class Skips(NamedTuple):
+    """Steps that were skipped for one reason, of which the sidecar does not know yet: the last one,
+    and how many. `unkeepable`: the state itself cannot be kept.
+    """
+
+    step: int
+    times: int
+    unkeepable: bool
+
+
 class Agent:
     """Owns the lease, the layout, and the slot at hand or the image on its way.
 
-    `eager_next`: the last image was discarded, so the next one must be copied at once. `trains`:
-    the thread in which an optimizer was seen to step, if any.
+    `eager_next`: the last image was discarded, so the next one must be copied at once.
+    `mutated_step`: the newest step that was discarded because its tensors changed. `trains`: the
+    thread in which an optimizer was seen to step, if any.
     """
 
     def __init__(
@@ -106,6 +118,7 @@ class Agent:
         self.staged_step: Pending | None = None
         self.eager_next = False
         self.trains: int | None = None
+        self.mutated_step: int | None = None
         self._eager = False
         self._discarded_at: int | None = None
         # `with` on a Lock is C code, so no exception can come between acquiring it and holding it
@@ -113,7 +126,12 @@ class Agent:
         self._lock = threading.RLock()
         self._changed = Changes()
         self.session = Session(
-            socket_path, rank=rank, world=world, changed=self._changed, keeper=keeper
+            socket_path,
+            rank=rank,
+            world=world,
+            changed=self._changed,
+            keeper=keeper,
+            warn=lambda text: self.warn(text, text),
         )
         self._client = Client(socket_path)
         self._layout: Layout | None = None
@@ -123,12 +141,13 @@ class Agent:
         self._asked = self._served = False
         self._held: Held | None = None
         self._mappings: dict[str, SlotMapping] = {}
-        self._skips: dict[str, tuple[int, int]] = {}
+        self._skips: dict[str, Skips] = {}
         self._outcomes: dict[int, str] = {}
         self._retry_at = 0.0
         self._failures = 0
         self._patient = True
         self._warned: set[str] = set()
+        self._unkept_at = self._repeated_at = 0.0
         self._closing = False
         self._thread: threading.Thread | None = None
         self._device: int | None = None
@@ -287,6 +306,8 @@ class Agent:
         The exception may have come in the training thread (a signal handler may raise anywhere) or
         in the agent.
         """
+        while self._lock._is_owned():  # type: ignore[attr-defined]  # this thread is in no `with`
+            self._lock.release()
         if self.taken is not None:
             self.put_back()
         self._ensure_thread()
@@ -315,9 +336,9 @@ class Agent:
         pending.judge()
 
     def reads(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a copy may still read this memory of the host."""
+        """Whether a copy, or the comparison after it, may still read this memory."""
         pending = self.pending
-        guard = None if pending is None or pending.copied.is_set() else pending.guard
+        guard = None if pending is None or pending.judged.is_set() else pending.guard
         return guard is not None and guard.fingerprint.holds(storage)
 
     def _await_copy(self, pending: Pending, timeout_s: float) -> bool:
@@ -337,10 +358,21 @@ class Agent:
         left_s = max(0.0, deadline - time.monotonic())
         return self._changed.wait_for(lambda: self.pending is None, timeout_s=left_s)
 
-    def skip(self, step: int, reason: str) -> None:
-        """Count a step that could not be staged. The sidecar learns of it with the next call."""
+    @property
+    def refusal(self) -> str:
+        """Why there can be no slot, because memory is too small; '' if there can be one."""
+        return self._refusal
+
+    def skip(self, step: int | None, reason: str, *, unkeepable: bool = False) -> None:
+        """Count a step that could not be staged; None for what is no step. The sidecar learns of it
+        with the next call. `unkeepable`: the state itself cannot be kept.
+        """
         self.stats.skipped += 1
-        self._note(step, reason)
+        if step is None:
+            self.stats.note(reason)
+            self.warn(reason, f"nothing is kept: {reason}")
+            return
+        self._note(step, reason, unkeepable=unkeepable)
         self.warn(reason, f"step {step} is not kept: {reason}")
         self._changed.ring()
 
@@ -355,12 +387,29 @@ class Agent:
         """
         return self._outcomes.get(step)
 
-    def _note(self, step: int, reason: str, *, tell: bool = True) -> None:
+    def _note(self, step: int, reason: str, *, tell: bool = True, unkeepable: bool = False) -> None:
         with self._lock:
             self._end(step, reason)
             reason = self.stats.note(reason)
             if tell:
-                self._skips[reason] = (step, self._skips.get(reason, (0, 0))[1] + 1)
+                before = self._skips.get(reason)
+                count = before.times if before is not None else 0
+                self._skips[reason] = Skips(step, count + 1, unkeepable)
+        self._repeat(step, reason)
+
+    def _repeat(self, step: int, reason: str) -> None:
+        """While no step is staged, say so once a minute."""
+        stats, now = self.stats, time.monotonic()
+        if not stats.unkept:
+            self._unkept_at = self._repeated_at = now
+        stats.unkept, stats.why_unkept = stats.unkept + 1, reason
+        if now - self._repeated_at >= _REPEAT_S:
+            self._repeated_at = now
+            log.warning(
+                "keepstep: rank %d: no step was staged for %.0f s; the last %d saves are not kept,"
+                " step %d: %s",
+                *(self.session.rank, now - self._unkept_at, stats.unkept, step, reason),
+            )
 
     def _end(self, step: int, outcome: str) -> None:
         self._outcomes[step] = outcome
@@ -372,6 +421,12 @@ class Agent:
         if key not in self._warned and len(self._warned) < _KINDS:
             self._warned.add(key)
             log.warning("keepstep: rank %d: %s", self.session.rank, message, exc_info=traceback)
+
+    def warn_everybody(self, text: str) -> None:
+        """Log a warning once, and have it stand in the sidecar's status while this lease lasts. For
+        threads that may wait for the sidecar."""
+        self.warn(text, text)
+        self.session.warn_of(text)
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Give the lease back and end the thread; wait at most `timeout_s` for the thread."""
@@ -411,7 +466,7 @@ class Agent:
         be trusted.
         """
         self._closing = True
-        self._lock, self._thread = threading.Lock(), None
+        self._lock, self._thread = threading.RLock(), None
         self._held = None
         self._mappings = {}
         self.session.forget()
@@ -522,6 +577,7 @@ class Agent:
             self._registered = None
             return None
         self.stats.staged += 1
+        self.stats.unkept, self.stats.why_unkept = 0, ""
         self.stats.copy_s += pending.copy_s
         self.stats.last_copy_s = pending.copy_s
         with self._lock:
@@ -535,6 +591,7 @@ class Agent:
         if self._count_lost(pending, "is discarded", reason, tell=False):
             pending.slot.mapping.erase()
             if pending.verdict is Verdict.MUTATED:
+                self.mutated_step = pending.step
                 self._be_eager(pending)
             pending.finish(pending.verdict)
         grant = pending.slot.grant
@@ -649,11 +706,17 @@ class Agent:
         layout = self._layout
         assert layout is not None
         header = base64.b64encode(layout.header).decode()
-        request = LayoutRequest(lease=self.session.lease, header=header)
+        filling = self._held is not None
+        request = LayoutRequest(lease=self.session.lease, header=header, filling=filling)
         try:
             accepted = self._client.call("/v1/layout", request, LayoutAccepted)
         except NoMemoryError as error:
             self._refuse(layout, str(error))
+            return
+        except SidecarError as error:
+            if error.code != "memory-busy":
+                raise
+            self._retry_at = time.monotonic() + _RETRY_S  # images are on their way to the drive
             return
         if accepted.warning:
             self.warn(accepted.warning, accepted.warning)
@@ -661,13 +724,19 @@ class Agent:
 
     def _tell_skips(self) -> None:
         with self._lock:
-            reason, (step, count) = next(iter(self._skips.items()))
-        request = SkippedRequest(lease=self.session.lease, step=step, reason=reason, count=count)
+            reason, skips = next(iter(self._skips.items()))
+        request = SkippedRequest(
+            lease=self.session.lease,
+            step=skips.step,
+            reason=reason,
+            count=skips.times,
+            unkeepable=skips.unkeepable,
+        )
         self._client.call("/v1/skipped", request, dict)
         with self._lock:
-            newest, now = self._skips.pop(reason)
-            if now > count:
-                self._skips[reason] = (newest, now - count)
+            now = self._skips.pop(reason)
+            if now.times > skips.times:
+                self._skips[reason] = now._replace(times=now.times - skips.times)
 
     def _reconnect(self) -> None:
         held = self._held

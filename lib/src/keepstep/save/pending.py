@@ -4,10 +4,10 @@ The training thread makes it at `save`, and the agent thread copies it. It is *j
 is certain whether the tensors stayed unchanged until they were copied. Then it is sealed, or
 discarded.
 
-Judging compares version counters, addresses and fingerprints with those at `save`, and the image's
-own bytes with the fingerprint of `save`. The training
-thread must not be inside an operation at that moment, because an in-place kernel that still runs
-has not moved its version counter yet. There are two safe moments:
+Judging compares version counters, addresses and fingerprints with those at `save`, and the bytes of
+the image with the fingerprint of `save`. The training thread must not be inside an operation at
+that moment, because an in-place kernel that still runs has not moved its version counter yet. There
+are two safe moments:
 
 - The training thread judges the image itself (the fence).
 - The training thread was seen to execute Python after the copy was done, so whatever ran when the
@@ -117,9 +117,9 @@ class Pending:
     `control`: the control page that seals it. `transfers`: builds the remaining copies; called on
     the agent thread. `done`: per accelerator, the event after its queued copies; `told`: what tells
     the agent thread of it. `late`: writes into the slot that must wait for them. `announced`: the
-    slot says how far the copy is, for whoever writes it meanwhile. `samples`: those of the guard, in
-    host memory once the copies are done. `thread`: the thread that trains. `fenced`: of an image of an accelerator, whether its copies are done and the devices
-    were asked to compare.
+    slot says how far the copy is, for whoever writes it meanwhile. `samples`: those of the guard,
+    in host memory once the copies are done. `thread`: the thread that trains. `fenced`: of an image
+    of an accelerator, whether its copies are done and the devices were asked to compare.
     """
 
     slot: Slot

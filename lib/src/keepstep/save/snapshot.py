@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -36,7 +37,7 @@ class _Divided:
         self._in_host_memory: list[TensorLeaf] = []
         device_of = accelerator.here().device_of
         for leaf in tensors:
-            waits = lazy and leaf.lazy and _may_wait(leaf.tensor)
+            waits = lazy and leaf.lazy and may_wait(leaf.tensor)
             (self.later if waits else self.now).append(leaf)
             place = device_of(leaf.tensor)
             if place is None:
@@ -183,12 +184,24 @@ class Snapshots:
             for leaf in leaves:
                 device.keep(leaf.tensor, stream)
 
+    def guard_of_all(self, taken: Taken) -> Guard | None:
+        """A guard of all tensors; None if changes of one of them cannot be detected."""
+        if not all(may_wait(leaf.tensor) for leaf in taken.tensors):
+            return None
+        fingerprint = taken.cache.get("all")
+        if fingerprint is None:
+            fingerprint = taken.cache["all"] = self._fingerprint_over(taken.tensors)
+        return Guard.take(taken.tensors, fingerprint)
+
     def _fingerprint_of(self, leaves: list[TensorLeaf]) -> Fingerprint:
         pointers = tuple(leaf.tensor.data_ptr() for leaf in leaves)
         if self._fingerprint is None or self._fingerprint[0] != pointers:
-            begins = [self.layout.entries[leaf.name].begin for leaf in leaves]
-            self._fingerprint = pointers, Fingerprint([leaf.tensor for leaf in leaves], begins)
+            self._fingerprint = pointers, self._fingerprint_over(leaves)
         return self._fingerprint[1]
+
+    def _fingerprint_over(self, leaves: Sequence[TensorLeaf]) -> Fingerprint:
+        begins = [self.layout.entries[leaf.name].begin for leaf in leaves]
+        return Fingerprint([leaf.tensor for leaf in leaves], begins)
 
     def _transfers(
         self, mapping: SlotMapping, leaves: list[TensorLeaf], tensors: list[torch.Tensor]
@@ -207,7 +220,7 @@ class Snapshots:
         return copying.Transfers(moves, copies, holds=tensors)
 
 
-def _may_wait(tensor: torch.Tensor) -> bool:
+def may_wait(tensor: torch.Tensor) -> bool:
     """Whether later changes of this tensor can be detected: it must be dense, in any order of
     dimensions.
     """

@@ -14,7 +14,8 @@ class Stats:
 
     `saves`: steps that `save` was to keep. Once no step is on its way, each of them was `staged`,
     `skipped` (nothing was written) or `discarded` (its image was begun, and is lost). `reasons`
-    counts the reasons of skipped and discarded steps.
+    counts the reasons of skipped and discarded steps. `unkept`: how many saves were not kept since
+    a step was staged; `why_unkept`: the reason of the last one.
     """
 
     saves: int = 0
@@ -25,6 +26,8 @@ class Stats:
     last_blocked_s: float = 0.0
     copy_s: float = 0.0
     last_copy_s: float = 0.0
+    unkept: int = 0
+    why_unkept: str = ""
     reasons: dict[str, int] = field(default_factory=dict)
 
     def note(self, reason: str) -> str:

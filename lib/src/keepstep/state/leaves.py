@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,23 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from keepstep.errors import FormatError, few
-from keepstep.image import Parameters, Section, TensorSpec, extras, fields, strictjson
-from keepstep.image.arrays import ArrayForm
+from keepstep.errors import FormatError
+from keepstep.image import Parameters, Section, TensorSpec, extras, fields, objects, strictjson
+from keepstep.image.arrays import ArrayForm, dtype_of
+from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
 from keepstep.state import sharding
 from keepstep.state.devices import device_name
 from keepstep.state.dtypes import code_of
 from keepstep.state.sharding import Sharing
 from keepstep.state.topology import Claim
 
-log = logging.getLogger("keepstep")
-
 MAX_DEPTH = 200
 """The maximum depth of a tree. No walk at a save makes a deeper one."""
 
 Node = tuple[Any, ...]
 
-_SHOWN = 20
 _KEY = "!key"
 """The key of an object that stands for a key that is neither a text nor a whole number."""
 
@@ -207,7 +204,7 @@ def _as_json(node: Node) -> Any:
 def _key_as_json(key: Any) -> Any:
     if type(key) is str or type(key) is int:
         return key
-    return {_KEY: extras.encode(key).decode("ascii")}
+    return {_KEY: extras.encode(key).decode("latin-1")}
 
 
 def _with_keys(node: Any) -> Any:
@@ -234,7 +231,7 @@ def _check_keys(keys: list[Any]) -> None:
 def _key_of(key: Any) -> Any:
     if type(key) is not dict:
         return key
-    made = extras.decode(key[_KEY].encode("ascii", "replace"))
+    made = extras.decode(key[_KEY].encode("latin-1", "replace"))
     try:
         hash(made)
     except TypeError:
@@ -355,15 +352,19 @@ def leaves_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
             left += [((*path, at), node[1][at]) for at in reversed(range(len(node[1])))]
 
 
-def arrays_of(node: Any) -> Iterator[str]:
-    """The names of tensors that hold the bytes of arrays. No live tensor is one of them."""
-    if node[0] == "x" and node[2][0] == "t":
-        yield node[2][1]
-    elif node[0] == "x":
-        yield from arrays_of(node[2])
-    elif node[0] not in ("t", "v"):
-        for child in node[1]:
-            yield from arrays_of(child[1] if node[0] == "d" else child)
+def formed_tensors(node: Any, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """The names of tensors that are not used as they are, and the form of each: the bytes of an
+    array, the base of a view.
+    """
+    left = [node]
+    while left:
+        node = left.pop()
+        if node[0] == "x" and node[2][0] == "t":
+            yield node[2][1], values[node[1]]
+        elif node[0] == "x":
+            left.append(node[2])
+        elif node[0] not in ("t", "v"):
+            left += [child[1] if node[0] == "d" else child for child in node[1]]
 
 
 def is_extra(path: tuple[Any, ...]) -> bool:
@@ -373,27 +374,57 @@ def is_extra(path: tuple[Any, ...]) -> bool:
     return str(path[0]).rpartition(".")[2] == "_extra_state"
 
 
-def build(node: Any, tensor: Any, value: Any) -> Any:
-    """Build a tree again: `tensor(name)` and `value(index)` make the leaves."""
+def build(
+    node: Any,
+    tensor: Callable[[str], Any],
+    value: Callable[[int], Any],
+    shared: dict[int, Any] | None = None,
+) -> Any:
+    """Build a tree again: `tensor(name)` and `value(index)` make the leaves. `shared`: the objects
+    that stand in several places, by number; in all trees of an image.
+    """
+    shared = {} if shared is None else shared
     kind = node[0]
     if kind == "t":
         return tensor(node[1])
     if kind == "v":
-        return value(node[1])
+        made = value(node[1])
+        return _again(made, shared) if type(made) is SharedAgain else made
     if kind == "x":
-        return _formed(value(node[1]), build(node[2], tensor, value))
+        form = value(node[1])
+        made = _formed(form, build(node[2], tensor, value, shared))
+        if type(form) is SharedForm:
+            shared[form.number] = made
+        return made
     if kind == "d":
-        return {key: build(child, tensor, value) for key, child in node[1]}
-    children = [build(child, tensor, value) for child in node[1]]
+        return {key: build(child, tensor, value, shared) for key, child in node[1]}
+    children = [build(child, tensor, value, shared) for child in node[1]]
     return children if kind == "l" else tuple(children)
 
 
+def _again(form: SharedAgain, shared: dict[int, Any]) -> Any:
+    if form.number not in shared:
+        raise FormatError(f"the tree of this image names object {form.number} before it is there")
+    return shared[form.number]
+
+
 def _formed(form: Any, plain: Any) -> Any:
-    """`plain` in its original kind. `form` is an empty object of that kind. None stays None."""
-    if plain is None:
-        return None
+    """`plain` in its original kind. `form` is an empty object of that kind, or says more. None
+    stays None.
+    """
+    if plain is None or type(form) is SharedForm:
+        return plain
     if type(form) is ArrayForm and isinstance(plain, Tensor):
         return form.over(plain)
+    if type(form) is ViewForm and isinstance(plain, Tensor):
+        return view_of(plain, form)
+    if type(form) is GradForm and isinstance(plain, Tensor):
+        return _with_gradient(plain, form)
+    if type(form) is ClassForm:
+        try:
+            return objects.of_fields(form.kind, plain)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise FormatError(f"the tree of this image: {error}") from None
     if type(form) is deque and type(plain) is list:
         return deque(plain, form.maxlen)
     if type(form) in (OrderedDict, defaultdict) and type(plain) is dict:
@@ -405,53 +436,23 @@ def _formed(form: Any, plain: Any) -> Any:
     )
 
 
-def put_back(name: str, live: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    """Make the component `live` equal to what was saved: the same keys in the same order, nothing
-    else.
-
-    Dicts, lists and deques that exist on both sides are refilled, so that other references to them
-    see the restored content. Everything else is replaced.
-    """
-    dropped = [repr(key) for key in live if key not in saved]
-    if dropped:
-        log.warning(
-            "keepstep: %s: %s: not in the restored step, so removed here; set it after restore()"
-            " if this script needs it",
-            name,
-            few(dropped, _SHOWN),
-        )
-    _refill(live, saved, {})
+def _with_gradient(plain: Tensor, form: GradForm) -> Tensor:
+    if plain.requires_grad and isinstance(plain, nn.Parameter) is form.parameter:
+        return plain  # the live one
+    if not (plain.is_floating_point() or plain.is_complex()):
+        raise FormatError(f"the tree of this image asks for a gradient of {plain.dtype}")
+    tensor = plain.detach()
+    return nn.Parameter(tensor) if form.parameter else tensor.requires_grad_()
 
 
-def _refill(live: Any, saved: Any, used: dict[int, Any]) -> Any:
-    """What belongs in the place of `live`: `live` itself, refilled from `saved`, or `saved`.
-
-    `used`: the objects that were already refilled. The same object in a second place may need other
-    content there.
-    """
-    if id(live) in used or not _same_kind(live, saved):
-        return saved
-    used[id(live)] = live
-    if isinstance(live, dict):
-        pairs = [(key, _refill(live.get(key), one, used)) for key, one in saved.items()]
-        live.clear()
-        for key, one in pairs:  # not `update`: that of a Counter counts the pairs
-            live[key] = one
-    else:
-        here = [*live, *[None] * (len(saved) - len(live))]
-        items = [_refill(old, new, used) for old, new in zip(here, saved, strict=False)]
-        live.clear()
-        live.extend(items)
-    return live
-
-
-def _same_kind(live: Any, saved: Any) -> bool:
-    if isinstance(live, dict):
-        # a plain saved dict fits any kind of dict that the script has chosen
-        return type(saved) is dict or (
-            type(saved) is type(live)
-            and getattr(saved, "default_factory", None) is getattr(live, "default_factory", None)
-        )
-    if type(live) is deque:
-        return type(saved) is deque and saved.maxlen == live.maxlen
-    return type(live) is list and type(saved) is list
+def view_of(base: Tensor, form: ViewForm) -> Tensor:
+    """The view over the base's memory. Raises FormatError if it does not lie inside."""
+    dtype = dtype_of(form.dtype)
+    begin = base.storage_offset() * base.element_size() + form.offset_bytes
+    last = sum((size - 1) * step for size, step in zip(form.shape, form.stride, strict=True))
+    end = form.offset_bytes + (last + 1) * dtype.itemsize
+    if 0 in form.shape or begin % dtype.itemsize or end > base.numel() * base.element_size():
+        raise FormatError("the tree of this image has a view that does not suit its base")
+    flat = torch.empty(0, dtype=dtype, device=base.device)
+    with torch.no_grad():
+        return flat.set_(base.untyped_storage(), begin // dtype.itemsize, form.shape, form.stride)

@@ -37,6 +37,58 @@ def capture() -> dict[str, Any]:
     return state | devices.generator_states()
 
 
+def is_generator(value: Any) -> bool:
+    """Whether this is a generator whose state can be set in place."""
+    kind = type(value)
+    if kind is torch.Generator or kind is random.Random:
+        return True
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is None:
+        return False
+    return (
+        kind is numpy.Generator
+        or kind is numpy.RandomState
+        or (isinstance(value, numpy.BitGenerator) and kind.__module__.startswith("numpy.random."))
+    )
+
+
+def suits(live: Any, saved: Any) -> bool:
+    """Whether the generator `live` can take the state of `saved`."""
+    if type(live) is not type(saved):
+        return False
+    if type(saved) is torch.Generator:
+        return bool(live.device.type == saved.device.type)
+    if type(saved) is random.Random or hasattr(saved, "seed_seq"):  # or a bit generator
+        return True
+    return type(_bits(live)) is type(_bits(saved))
+
+
+def refill(live: Any, saved: Any) -> None:
+    """Give the generator `live` the state of `saved`, which it suits."""
+    if type(saved) is torch.Generator:
+        live.set_state(saved.get_state())
+    elif type(saved) is random.Random:
+        live.setstate(saved.getstate())
+    elif hasattr(saved, "seed_seq"):
+        _refill_bits(live, saved)
+    else:
+        _refill_bits(_bits(live), _bits(saved))
+        if hasattr(saved, "set_state"):  # a RandomState has half of a normal pair, too
+            live.set_state(saved.get_state(legacy=False))
+
+
+def _bits(generator: Any) -> Any:
+    found = getattr(generator, "bit_generator", None)
+    return generator._bit_generator if found is None else found
+
+
+def _refill_bits(live: Any, saved: Any) -> None:
+    try:
+        live.__setstate__((saved.state, saved.seed_seq))  # also what `spawn` goes on from
+    except (TypeError, ValueError):  # before numpy 2
+        live.state = saved.state
+
+
 def _numpy_state(state: dict[str, Any]) -> Any:
     if state["bit_generator"] != "MT19937":  # after `numpy.random.set_bit_generator`
         return state

@@ -15,12 +15,13 @@ The tree ("skeleton") is a nested tuple that JSON can hold:
 - `("d", ((key, node), ...))`: a dict
 - `("l", (node, ...))`: a list
 - `("u", ...)`: a tuple
-- `("x", i, node)`: what `node` is, in the form of the i-th value: an array, a deque or another kind
-  of dict
+- `("x", i, node)`: what `node` is, in the form of the i-th value: an array, a view, a deque,
+  another kind of dict, an object of fields, or an object that stands in other places, too
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,10 +29,12 @@ from typing import Any
 import torch
 
 from keepstep.errors import FormatError, UsageError
-from keepstep.image import extras
+from keepstep.image import Layout, extras
+from keepstep.image.forms import GradForm
 from keepstep.state.leaves import Taken, TensorLeaf, leaves_of
+from keepstep.state.rng import is_generator
 from keepstep.state.topology import ALONE, Bulk, Topology, cut
-from keepstep.state.walk import Again, Walker
+from keepstep.state.walk import NOWHERE, Again, Loose, Walker
 from keepstep.state.wrappers import is_deepspeed
 
 
@@ -48,7 +51,7 @@ def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, component in state.items():
         if not isinstance(name, str) or not name or name == "keepstep":
             raise UsageError(f"{name!r} cannot name a component: use a string, not 'keepstep'")
-        if isinstance(component, dict):
+        if isinstance(component, dict) or is_generator(component):
             continue
         if is_deepspeed(component):
             raise UsageError(
@@ -63,10 +66,34 @@ def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return state
 
 
-def take(components: Mapping[str, Any], topology: Topology = ALONE) -> Taken:
+def loaders_of(components: Mapping[str, Any]) -> list[str]:
+    """The names of the components that are loaders of torch, or made of one."""
+    kind: Any = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
+    return [name for name, one in components.items() if kind is not None and isinstance(one, kind)]
+
+
+def largest(taken: Taken, trusted: bool) -> str:
+    """The path and the size of the value that takes the most bytes, for messages."""
+    sizes = {
+        ".".join(map(str, path)): len(extras.encode(taken.values[leaf[1]], trusted=trusted))
+        for path, leaf in leaves_of(taken.skeleton)
+        if leaf[0] == "v"
+    }
+    name = max(sizes, key=sizes.__getitem__, default="the random states")
+    return f"{name} ({sizes.get(name, 0):,} bytes)"
+
+
+def take(
+    components: Mapping[str, Any], topology: Topology = ALONE, *, loose: Loose = NOWHERE
+) -> Taken:
     """Walk all components. Raises UsageError for tensors that cannot be kept."""
-    walker = Walker(components, topology)
+    walker = Walker(components, topology, loose=loose)
     branches = [(name, walker.component(name, one)) for name, one in components.items()]
+    if walker.misses_some(walker.tensors):
+        walker = Walker(components, topology, loose=loose, follows_all=True)
+        branches = [(name, walker.component(name, one)) for name, one in components.items()]
+    walker.tie()
+    branches = [(name, walker.numbered(node)) for name, node in branches]
     leaves = share(walker.tensors, topology)
     return Taken(
         leaves,
@@ -79,21 +106,61 @@ def take(components: Mapping[str, Any], topology: Topology = ALONE) -> Taken:
         dict(components),
         walker.held,
         walker.metadata,
+        {"forms": {at: one for at, one in enumerate(walker.values) if type(one) is GradForm}},
     )
 
 
-def retake(before: Taken, components: Mapping[str, Any], topology: Topology) -> Taken:
+def retake(
+    before: Taken, components: Mapping[str, Any], topology: Topology, *, loose: Loose = NOWHERE
+) -> Taken:
     """The same as `take`, for the same topology. As long as all tensors are those of `before`,
     which it then shares, it takes a third of the time.
     """
-    again = Again(before)
+    again = Again(before, loose=loose)
     if again.finds(components):
         return replace(before, values=again.values, metadata=again.metadata)
-    return take(components, topology)
+    return take(components, topology, loose=loose)
 
 
-def encode(taken: Taken, *, rng: Mapping[str, Any] | None, trusted: bool) -> bytes:
-    """The extras of an image: everything in the state that is not a tensor.
+def layout_changes(layout: Layout, taken: Taken) -> dict[str, str]:
+    """The tensors by which a state differs from what a layout holds, each with what changed."""
+    specs = {spec.name: spec for spec in taken.specs}
+    held = {name: entry.spec for name, entry in layout.entries.items()}
+    found = {name: "is new" for name in specs if name not in held}
+    found |= {name: "is gone" for name in held if name not in specs}
+    for name, spec in specs.items():
+        if name in held and (spec.shape, spec.dtype) != (held[name].shape, held[name].dtype):
+            before, now = (f"{one.dtype}{list(one.shape)}" for one in (held[name], spec))
+            found[name] = f"was {before} and is {now}"
+    return found
+
+
+def loose_places(found: Mapping[str, str], taken: Taken) -> Loose:
+    """Where tensors come and go, if these `changes` go on: the places of tensors of which the shape
+    changes; of others the innermost container in which a tensor stayed.
+    """
+    stayed = {leaf.name for leaf in taken.tensors if leaf.name not in found}
+    containers = {path for name in stayed for path in _above(name)}
+    places = set[str]()
+    for name, what in found.items():
+        if what in ("is new", "is gone"):
+            places.add(next((one for one in _above(name) if one in containers), _above(name)[0]))
+        else:
+            places.add(name)
+    return frozenset(places)
+
+
+def _above(name: str) -> list[str]:
+    """The paths of the containers of a tensor, the innermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)] or [name]
+
+
+def encode(
+    taken: Taken, *, rng: Mapping[str, Any] | None, trusted: bool, difference: str = ""
+) -> bytes:
+    """The extras of an image: everything in the state that is not a tensor. `difference`: see
+    `save.replicas`.
 
     Raises UsageError, naming the component and the keys, for a value that cannot be encoded.
     """
@@ -102,6 +169,8 @@ def encode(taken: Taken, *, rng: Mapping[str, Any] | None, trusted: bool) -> byt
         kept["metadata"] = taken.metadata
     if rng is not None:
         kept["rng"] = rng
+    if difference:
+        kept["difference"] = difference
     try:
         return extras.encode(kept, trusted=trusted)
     except FormatError as error:

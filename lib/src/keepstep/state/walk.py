@@ -7,9 +7,10 @@ the optimizer knows only these parameters.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from keepstep.errors import FormatError, KeepstepError, UsageError
-from keepstep.image import Parameters, Section, base_of, extras, local_name
+from keepstep.image import Parameters, Section, base_of, extras, local_name, objects
 from keepstep.image.arrays import LARGE_BYTES, ArrayForm
 from keepstep.image.extras import MAX_DEPTH
-from keepstep.state import sharding
+from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
+from keepstep.state import sharding, views
 from keepstep.state.devices import check_device
 from keepstep.state.leaves import (
     PLAIN_METADATA,
@@ -39,6 +41,12 @@ from keepstep.state.wrappers import Flat, replication_of, tree_of, unwrap
 
 _PLAIN = frozenset({int, float, str, bool, type(None)})
 
+
+Loose = frozenset[str]
+"""Paths of containers, and of tensors, at and below which small tensors are kept as values are:
+there they come and go, and each time the layout would be another one."""
+
+NOWHERE: Loose = frozenset()
 
 _FORMS = frozenset({OrderedDict, defaultdict, deque})
 
@@ -62,7 +70,16 @@ _NOBODY = _Owner("", None, False)
 class Walker:
     """One walk: collects leaves, and recognizes tensors that appear under several names."""
 
-    def __init__(self, components: Mapping[str, Any], topology: Topology) -> None:
+    def __init__(
+        self,
+        components: Mapping[str, Any],
+        topology: Topology,
+        *,
+        loose: Loose = NOWHERE,
+        follows_all: bool = False,
+    ) -> None:
+        """`loose`: see `Loose`. `follows_all`: see `_is_node`."""
+        self._loose = loose
         self.tensors: list[TensorLeaf] = []
         self.aliases: dict[str, str] = {}
         self.values: list[Any] = []
@@ -86,6 +103,13 @@ class Walker:
         self._section = Section.REST
         self._lazy = self._lenient = self._module = self._formed = False
         self._open: list[tuple[int, str]] = []
+        self._nodes: dict[int, tuple[Any, Node]] = {}
+        self._numbers: dict[int, int] = {}
+        self._small: set[int] = set()
+        self.follows_all = follows_all
+        self._fixed: set[str] = set()
+        self._kept: set[str] = set()
+        self._views: dict[str, tuple[str, ViewForm]] = {}
         for name, component in components.items():
             if isinstance(unwrap(component), nn.Module):
                 self._know(name, component)
@@ -114,8 +138,8 @@ class Walker:
         tree = self._trees[name] if name in self._trees else _tree_of(name, component)
         if self._module:
             self._note_metadata(name, getattr(tree, "_metadata", None))
-        # a dict is refilled in place, so its kind is not kept
-        return dict(tree) if isinstance(self._inner, dict) else tree
+        # a dict is refilled in place, so its kind is not kept; a plain one may stand elsewhere, too
+        return dict(tree) if isinstance(self._inner, dict) and type(tree) is not dict else tree
 
     def _note_metadata(self, name: str, said: Any) -> None:
         if not isinstance(said, dict):
@@ -165,21 +189,84 @@ class Walker:
 
     # --- the tree ------------------------------------------------------------------------------
 
+    def tie(self) -> None:
+        """Keep tensors over the memory of others as views of these; see `views`."""
+        self._views = views.find(
+            self.tensors,
+            is_fixed=lambda leaf: leaf.name in self._fixed,
+            is_kept=lambda leaf: leaf.name in self._kept,
+            make_base=self._make_base,
+        )
+        for alias, first in [*self.aliases.items()]:
+            if first in self._views:
+                self._views[alias] = self._views[first]
+                del self.aliases[alias]
+        self.tensors = [leaf for leaf in self.tensors if leaf.name not in self._views]
+
+    def _make_base(self, beside: TensorLeaf, whole: Tensor) -> str:
+        name = beside.name
+        while name in self._names:
+            name += "~"
+        self._names.add(name)
+        self._section, self._lazy = beside.section, False
+        mark = mark_of(whole, whole)
+        self._add(name, name, whole, whole, None, fresh=True, mark=mark)
+        return name
+
+    def numbered(self, node: Node) -> Node:
+        """The same tree with its views, in which the objects that were met again have a number."""
+        if node[0] == "t" and node[1] in self._views:
+            base, form = self._views[node[1]]
+            return ("x", self._value(form)[1], ("t", base))
+        if node[0] in ("t", "v") or not (self._numbers or self._views):
+            return node
+        if node[0] == "x":
+            made: Node = ("x", node[1], self.numbered(node[2]))
+        elif node[0] == "d":
+            made = ("d", tuple((key, self.numbered(child)) for key, child in node[1]))
+        else:
+            made = (node[0], tuple(self.numbered(child) for child in node[1]))
+        number = self._numbers.get(id(node))
+        return made if number is None else ("x", self._value(SharedForm(number))[1], made)
+
     def _branch(self, tree: Any, path: str) -> Node | None:
         """A node if there is a tensor at or below `tree`, else None."""
         if isinstance(tree, Tensor):
             if self._module and is_wrapper(tree):
                 return self._parts(tree, path)
-            return ("t", self._tensor(tree, path))
+            node: Node | None = ("t", self._tensor(tree, path))
+            if not (self._formed and tree.requires_grad):
+                return node
+            return ("x", self._value(GradForm(isinstance(tree, nn.Parameter)))[1], node)
+        if not self._formed:
+            return self._plain_branch(tree, path)
+        if id(tree) in self._nodes:  # the memory of the first place serves this one, too
+            _, first = self._nodes[id(tree)]
+            number = self._numbers.setdefault(id(first), len(self._numbers))
+            return self._value(SharedAgain(number))
+        node = self._plain_branch(tree, path) or self._formed_branch(tree, path)
+        if node is not None and not isinstance(tree, tuple):
+            self._nodes[id(tree)] = tree, node
+        return node
+
+    def _plain_branch(self, tree: Any, path: str) -> Node | None:
         kind = type(tree)
         if isinstance(tree, Mapping):
-            return self._with_form(self._container("d", tree, path), tree)
+            return self._with_form(self._container("d", tree, path), tree, path)
         if kind is list or kind is tuple:
             return self._container("l" if kind is list else "u", tree, path)
-        if not self._formed:
-            return None
-        if kind is deque and any(map(_is_large, tree)):
-            return self._with_form(self._container("l", tree, path), tree)
+        return None
+
+    def _formed_branch(self, tree: Any, path: str) -> Node | None:
+        """The same of what a module or an optimizer does not hold."""
+        kind = type(tree)
+        if kind is deque and self._is_node(tree):
+            return self._with_form(self._container("l", tree, path), tree, path)
+        if objects.is_named_tuple(kind):
+            return self._with_class(self._container("u", tree, path), kind)
+        if objects.is_namespace(kind) or dataclasses.is_dataclass(kind):
+            fields = objects.attributes_of(tree)
+            return self._with_class(self._container("d", fields, path), kind)
         form = ArrayForm.of(tree)
         if form is None:
             return None
@@ -212,15 +299,40 @@ class Walker:
                     " so it cannot be filled where it is"
                 )
 
-    def _with_form(self, node: Node | None, tree: Any) -> Node | None:
+    def _with_form(self, node: Node | None, tree: Any, path: str) -> Node | None:
         """`node` with the kind of its container; a plain dict is kept without one."""
         kind = type(tree)
-        if node is None or kind not in _FORMS or not self._formed:
+        if node is None or kind is dict or not self._formed:
             return node
+        if kind not in _FORMS:
+            if not self._open:  # what a state_dict() gives
+                return node
+            raise UsageError(
+                f"{path}: a {kind.__module__}.{kind.__qualname__} of tensors would come back as a"
+                " plain dict: make a dict of it, or name it as a component of its own"
+            )
         form: Any = OrderedDict()
         if kind is not OrderedDict:
             form = deque(maxlen=tree.maxlen) if kind is deque else defaultdict(tree.default_factory)
         return ("x", self._value(form)[1], node)
+
+    def _is_node(self, tree: deque[Any]) -> bool:
+        """Whether it does not belong in the extras. A growing deque may hold any number of small
+        tensors there, which change no layout; but not if their memory is that of other tensors.
+        """
+        if self.follows_all or any(map(_is_large, tree)):
+            return True
+        self._small |= {_storage_of(one) for one in tree if isinstance(one, Tensor)}
+        return False
+
+    def misses_some(self, leaves: Iterable[TensorLeaf]) -> bool:
+        """Whether a tensor that was left to the extras lies in the memory of one of `leaves`."""
+        return bool(self._small) and not self._small.isdisjoint(
+            _storage_of(leaf.tensor) for leaf in leaves
+        )
+
+    def _with_class(self, node: Node | None, kind: type) -> Node | None:
+        return node and ("x", self._value(ClassForm(kind))[1], node)
 
     def _container(self, kind: str, tree: Any, path: str) -> Node | None:
         children: list[tuple[Any, Any, Node | None]] = []
@@ -228,7 +340,7 @@ class Walker:
         self._enter(tree, path)
         for key, child in tree.items() if kind == "d" else enumerate(tree):
             node = None
-            if type(child) not in _PLAIN:
+            if type(child) not in _PLAIN and not (self._loose and self._is_loose(child, path, key)):
                 node = self._child(child, f"{path}.{key}")
                 found = found or node is not None
             children.append((key, child, node))
@@ -238,6 +350,12 @@ class Walker:
         if kind == "d":
             return ("d", tuple(self._item(key, child, node, path) for key, child, node in children))
         return (kind, tuple(node or self._value(child) for _, child, node in children))
+
+    def _is_loose(self, child: Any, path: str, key: object) -> bool:
+        """Whether it is a small tensor where tensors come and go, which is kept as a value is."""
+        if not self._formed or type(child) is not Tensor or _is_large(child):
+            return False
+        return f"{path}.{key}" in self._loose or any(at in self._loose for _, at in self._open)
 
     def _enter(self, tree: Any, path: str) -> None:
         self._open.append((id(tree), path))
@@ -295,6 +413,10 @@ class Walker:
                 self.aliases[name] = first
                 return name
         self._add(name, told, live, local, sharing, fresh=fresh, mark=mark)
+        if self._module:
+            self._fixed.add(name)
+        elif self._formed:
+            self._kept.add(name)
         return name
 
     def _check_expanded(self, path: str) -> None:
@@ -376,11 +498,13 @@ class Again(Walker):
     thread pays for one at each save.
     """
 
-    def __init__(self, before: Taken) -> None:
-        super().__init__({}, ALONE)
+    def __init__(self, before: Taken, *, loose: Loose = NOWHERE) -> None:
+        super().__init__({}, ALONE, loose=loose)
         self._before = before
+        self._forms: dict[int, GradForm] = before.cache.get("forms", {})
         self.values = [None] * len(before.values)
         self._leaves = {leaf.name: leaf for leaf in before.tensors}
+        self._met: dict[int, Any] = {}
 
     def finds(self, components: Mapping[str, Any]) -> bool:
         """Whether these are the same components, with the same tensors in the same tree."""
@@ -389,10 +513,11 @@ class Again(Walker):
             return False
         try:
             with torch.no_grad():
-                return all(
+                found = all(
                     self._finds(name, components[name], node)
                     for name, node in self._before.skeleton[1]
                 )
+                return found and not self.misses_some(self._before.tensors)
         except (UsageError, RuntimeError):  # of a tensor without an address; a walk says where
             return False
 
@@ -405,10 +530,24 @@ class Again(Walker):
     def _same(self, tree: Any, node: Node, path: str) -> bool:
         kind, inner = node[0], node[1]
         if kind == "t":
-            return isinstance(tree, Tensor) and self._is_there(tree, inner)
+            if not isinstance(tree, Tensor) or (self._formed and tree.requires_grad):
+                return False
+            return self._is_there(tree, inner)
+        if kind == "x" and inner in self._forms:
+            form = self.values[inner] = self._forms[inner]
+            if not isinstance(tree, Tensor) or not tree.requires_grad or node[2][0] != "t":
+                return False
+            same = isinstance(tree, nn.Parameter) is form.parameter
+            return same and self._is_there(tree, node[2][1])
         if kind == "v":
             self.values[inner] = tree
-            return type(tree) in _PLAIN or self._branch(tree, path) is None
+            if type(tree) in _PLAIN or (self._loose and self._is_small(tree)):
+                return True
+            return self._branch(tree, path) is None
+        if self._formed and kind != "u" and kind != "x":  # it may have become one of two places
+            if id(tree) in self._met:
+                return False
+            self._met[id(tree)] = tree
         if kind == "d":
             if not isinstance(tree, Mapping) or len(tree) != len(inner):
                 return False
@@ -423,6 +562,15 @@ class Again(Walker):
         if type(tree) is not (list if kind == "l" else tuple) or len(tree) != len(inner):
             return False
         return all(self._same(child, below, path) for child, below in zip(tree, inner, strict=True))
+
+    def _is_small(self, tree: Any) -> bool:
+        """Whether small tensors alone make this no value. The places of values have no names here:
+        where there are loose ones, each may hold small tensors.
+        """
+        return self._formed and type(tree) is Tensor and not _is_large(tree)
+
+    def _is_loose(self, child: Any, path: str, key: object) -> bool:
+        return self._is_small(child)
 
     def _is_there(self, live: Tensor, name: str) -> bool:
         """Whether a tensor is the one that had this name.
@@ -487,6 +635,13 @@ def _check_subclass(tensor: Tensor, name: str) -> None:
             f"{name}: a {kind} keeps its values in other tensors, which is kept in a module only;"
             " keep those tensors"
         )
+
+
+def _storage_of(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # none: the extras refuse it by name
+        return 0
 
 
 def _is_large(value: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from keepstep.errors import UsageError
+from keepstep.state.rng import is_generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +127,14 @@ def _copy_groups(source: Any, target: Any) -> None:
 
 
 def is_known(component: Any) -> bool:
-    """Whether it is a module, an optimizer or a dict, and no foreign object."""
-    return isinstance(unwrap(component), nn.Module | torch.optim.Optimizer | dict)
+    """Whether it is a module, an optimizer, a dict or a generator, and no foreign object."""
+    inner = unwrap(component)
+    return isinstance(inner, nn.Module | torch.optim.Optimizer | dict) or is_generator(inner)
 
 
 def tree_of(component: Any) -> Any:
     """What `component` gives as its state: live tensors, not copies."""
     component = unwrap(component)
-    return component if isinstance(component, dict) else component.state_dict()
+    if isinstance(component, dict) or is_generator(component):
+        return component
+    return component.state_dict()

@@ -133,6 +133,16 @@ class StepStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Uncaught:
+    """An error that ended a trainer before it kept a step, at `at`. `repeats`: the next start ends
+    in the same error."""
+
+    reason: str
+    at: float
+    repeats: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Status:
     """GET /v1/status: everything that a person asks first. Times are unix seconds.
 
@@ -142,7 +152,10 @@ class Status:
     the interval chosen from `persist_measured`; None if a person chose it, or if it is too early.
     `persist_every`: the interval in use, longer if a drive does not keep up. `goodput`: over all
     lives of the run on this machine; None before the first restore. `scanned`: the sidecar has
-    scanned its volumes, so `steps` includes all steps that lie there.
+    scanned its volumes, so `steps` includes all steps that lie there. `leased_at`: when a trainer
+    last took its rank; None: none did since the sidecar started. `owned`: a process stands for the
+    run, such as `keepstep run`. `uncaught`: the newest error of a
+    script, or the newest that repeats; None once a step was staged after it.
     """
 
     run: str
@@ -174,6 +187,9 @@ class Status:
     scanned: bool = True
     survives: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    leased_at: float | None = None
+    owned: bool = False
+    uncaught: Uncaught | None = None
     window_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     window_shared_bytes: int = 0
 

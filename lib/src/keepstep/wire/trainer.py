@@ -107,7 +107,7 @@ class LeaseRequest(Message):
 
 
 class LeaseGranted(Message):
-    """First line of the lease stream (JSON lines; later lines are `{}` pings).
+    """First line of the lease stream (JSON lines; each later line is a `LeaseNews`).
 
     `held`: those slots of `LeaseRequest.holding` that the trainer may still fill. `archive`: steps
     also go to an archive. `huge_pages_dir`: a second directory in which slots may be; '': there is
@@ -125,6 +125,12 @@ class LeaseGranted(Message):
     archive: bool = False
 
 
+class LeaseNews(Message):
+    """A later line of the lease stream. `warning`: for this rank's log; '': the line is a ping."""
+
+    warning: str = ""
+
+
 class UnseenRequest(Message):
     """POST /v1/unseen: this trainer cannot use `LeaseGranted.huge_pages_dir`, for instance because
     its container does not mount it. Answered once every image in it is also available elsewhere."""
@@ -137,10 +143,12 @@ class UnseenRequest(Message):
 
 class LayoutRequest(Message):
     """POST /v1/layout: this rank's images have the layout of `header` (base64 of the header
-    bytes)."""
+    bytes). `filling`: an image of the former layout is still on its way. If not, a slot of that
+    layout that this trainer was given is free."""
 
     lease: str
     header: str
+    filling: bool = True
 
 
 class LayoutAccepted(Message):
@@ -196,12 +204,14 @@ class DiscardRequest(Message):
 
 
 class SkippedRequest(Message):
-    """POST /v1/skipped: `count` steps could not be staged. `step`: the last of them."""
+    """POST /v1/skipped: `count` steps could not be staged. `step`: the last of them. `unkeepable`:
+    the state itself cannot be kept, now and at the next save."""
 
     lease: str
     step: int
     reason: str
     count: int = 1
+    unkeepable: bool = False
 
 
 class FailedRequest(Message):
@@ -211,6 +221,22 @@ class FailedRequest(Message):
     lease: str
     id: StepId
     reason: str = ""
+
+
+class WarningRequest(Message):
+    """POST /v1/warning: `text` stands among the warnings of the status while this lease lasts."""
+
+    lease: str
+    text: str
+
+
+class UncaughtRequest(Message):
+    """POST /v1/uncaught: an error ends the process `pid`. Needs no lease. `repeats`: if this
+    process kept no step, its next start ends in the same error."""
+
+    reason: str
+    pid: int
+    repeats: bool = False
 
 
 class ReleaseRequest(Message):
@@ -254,12 +280,16 @@ class Opened(Message):
 
 
 class RestoredRequest(Message):
-    """POST /v1/restored: all ranks agreed on `epoch`. Its parent is the restored step, if any."""
+    """POST /v1/restored: all ranks agreed on `epoch`. Its parent is the restored step, if any.
+
+    `asked`: the step that the script itself named (`restore(step=...)`); None: it named none.
+    """
 
     lease: str
     epoch: Epoch
     tier: Tier | None = None
     seconds: float = 0.0
+    asked: int | None = None
 
 
 class SourcesRequest(Message):
@@ -416,7 +446,8 @@ class Flushed(Message):
 
 
 class StopRequest(Message):
-    """POST /v1/stop: end the sidecar. `drain`: finish writes first. `forget`: free the memory."""
+    """POST /v1/stop: end the sidecar. `drain`: finish writes first. `forget`: free the memory; with
+    `drain`, not where a step lies in it that no volume has taken."""
 
     drain: bool = True
     forget: bool = True

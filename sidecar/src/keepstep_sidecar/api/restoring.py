@@ -128,8 +128,10 @@ class Restoring:
         """All ranks agreed on this epoch. It is durably recorded on return."""
         lease = self._saving.leases.require(request.lease)
         lost = self._lost_steps(lease.rank, request.epoch.parent)
-        await self._committer.start_epoch(request.epoch)
+        await self._committer.start_epoch(request.epoch, asked=request.asked)
         lease.training = True
+        self._saving.unequal_steps.began(request.epoch.id, time.monotonic())
+        self._saving.compare_steps()
         self._note(lease.rank, request, lost)
         self._saving.restarts.restored(
             lease.rank, seconds=request.seconds, epoch=request.epoch, tier=request.tier

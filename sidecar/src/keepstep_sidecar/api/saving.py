@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from keepstep.core.history import Kind
 from keepstep.core.node import Died, Overwritten, Sealed, Serves, Settled
+from keepstep.core.unequal_steps import UnequalSteps
 from keepstep.errors import NoMemoryError, SidecarError
 from keepstep.steps import StepId
+from keepstep.wire.status import Uncaught
 from keepstep.wire.trainer import (
     DiscardRequest,
     LayoutAccepted,
@@ -25,6 +27,8 @@ from keepstep.wire.trainer import (
     SlotGranted,
     SlotRequest,
     StagedRequest,
+    UncaughtRequest,
+    WarningRequest,
 )
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api.restarts import Restarts
@@ -46,6 +50,9 @@ from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.budget import Sizing
 from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
 from keepstep_sidecar.restore.restorer import Restorer
+
+_TOGETHER_S = 30.0
+"""Errors of several ranks within this time are those of one life."""
 
 
 class Saving:
@@ -79,6 +86,10 @@ class Saving:
         self._restorer = restorer
         self.history = history
         self.restarts = Restarts(history)
+        self.unequal_steps = UnequalSteps()
+        self.unequal = ""
+        self.leased_at: float | None = None
+        self.uncaught: Uncaught | None = None
 
     # --- lease -------------------------------------------------------------------------------
 
@@ -98,6 +109,8 @@ class Saving:
         )
         request = replace(request, local_world=ranks_here)
         lease = await self.leases.take(request, peer_pid=peer_pid)
+        self.unequal_steps.came(lease.rank, time.monotonic())
+        self.leased_at = time.time()
         self.restarts.came(lease.rank, lease.attempt, age_s=request.age_s)
         try:
             held = await self._settle(lease)
@@ -150,11 +163,14 @@ class Saving:
             return
         self.changed_at = time.monotonic()
         self.restarts.ended(lease.rank, lease.attempt, released=released)
+        self.unequal_steps.left(lease.rank, closed=released)
+        self.compare_steps()
         say("lease ended", rank=lease.rank, pid=lease.request.pid, attempt=lease.attempt)
         self._restorer.release(lease.rank)
         self._committer.feed(Died(lease.rank))
         if await self.leases.certain_death(lease) and self._last.get(lease.rank) is lease:
             self._take_back(lease.rank)
+            self._committer.feed(Died(lease.rank))  # an image that was found is no sign of life
 
     def _take_back(self, rank: int) -> None:
         kept = self._slots.take_back(rank)
@@ -166,6 +182,7 @@ class Saving:
         """Tell the node which ranks are served here: those with a trainer, and those with slots."""
         ranks = {rank for rank, slots in self._slots.ranks.items() if slots.slot_sets}
         ranks |= {rank for rank in self._last if self.leases.of(rank)}
+        ranks |= self.unequal_steps.closed  # without it no step of this epoch will be whole
         worlds = [lease.world for lease in self._last.values() if not lease.ended]
         fewest = min(
             (one.current.wanted for one in self._slots.ranks.values() if one.current),
@@ -180,7 +197,7 @@ class Saving:
     def layout(self, request: LayoutRequest) -> LayoutAccepted:
         """Set the layout of this rank's images. Its slots are made in the background.
 
-        Raises NoMemoryError when not even two slots fit, SidecarError `bad-image`.
+        Raises NoMemoryError when not even two slots fit, SidecarError `bad-image` or `memory-busy`.
         """
         lease = self.leases.require(request.lease)
         layout = parse_layout(request.header)
@@ -192,12 +209,17 @@ class Saving:
             )
         slots = self._slots.rank(lease.rank)
         slot_set = slots.slot_sets.get(layout.id) or SlotSet(layout)
+        filling = slots.filling()
+        if filling is not None and filling.slot_set is not slot_set and not request.filling:
+            self._take_back(lease.rank)
         try:
             slots.warning = self._sizing.fit(slots, slot_set, lease)
         except NoMemoryError as error:
             slots.warning = str(error)
             self._changes.ring()
             raise
+        if slots.current is not None and slots.current is not slot_set:
+            slots.current.wanted = slots.current.count  # no trainer fills more of these
         slots.slot_sets[layout.id] = slots.current = slot_set
         self._allocator.fill(slot_set)
         self.plan_persists()
@@ -258,6 +280,7 @@ class Saving:
         except ValueError as error:
             raise refuse("bad-request", str(error)) from None
         slot = self._filled(slots, request, id)
+        lease.saved = True
         if slot.assigned:
             self._seal(slots, request, slot)
         return self._next(slots)
@@ -280,10 +303,14 @@ class Saving:
         counters.blocked_s += request.blocked_s
         counters.copy_s += request.copy_s
         counters.staged, counters.staged_at = id, time.time()
+        counters.unkept = None
         self._committer.see_epoch(request.epoch)
+        self.uncaught = None
         self.restarts.staged(slots.rank, id, blocked_s=request.blocked_s)
         say("staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
         self._committer.feed(Sealed(slots.rank, id))
+        self.unequal_steps.staged(slots.rank, id, time.monotonic())
+        self.compare_steps()
         if self._slots.holds_old_layouts(slots):
             alive = [rank for rank in self._slots.ranks if self.leases.of(rank)]
             self._slots.drop_old_layouts(self._committer.node.common(), alive=alive)
@@ -297,7 +324,10 @@ class Saving:
         if slot is not None and slot.assigned and slot.used(request.generation):
             slot.file.erase()
             slot.release()
-            self.of(lease.rank).discarded += 1
+            counters = self.of(lease.rank)
+            counters.discarded += 1
+            counters.lose(request.step, request.reason)
+            self.unequal_steps.lost(lease.rank, request.step, time.monotonic())
             self.history.lost(
                 Kind.DISCARDED, rank=lease.rank, step=request.step, reason=request.reason
             )
@@ -311,11 +341,30 @@ class Saving:
         lease.died = True
         await self.ended(lease, released=True)
 
+    def warning(self, request: WarningRequest) -> None:
+        """A trainer has something to tell the run's user."""
+        lease = self.leases.require(request.lease)
+        lease.warning = request.text
+        warn("the trainer warns", rank=lease.rank, reason=request.text)
+        self._changes.ring()
+
+    def uncaught_error(self, request: UncaughtRequest) -> None:
+        """An error ends a script. Of ranks that end together, the error that repeats counts."""
+        leases = [lease for rank in self.leases.ranks if (lease := self.leases.of(rank))]
+        saved = any(one.request.pid == request.pid and one.saved for one in leases)
+        repeats = request.repeats and not saved
+        now, known = time.time(), self.uncaught
+        if repeats or known is None or not known.repeats or now - known.at > _TOGETHER_S:
+            self.uncaught = Uncaught(reason=request.reason, at=now, repeats=repeats)
+
     def skipped(self, request: SkippedRequest) -> None:
         """Record saves that could not be staged."""
         lease = self.leases.require(request.lease)
-        reasons = self.of(lease.rank).skipped
+        counters = self.of(lease.rank)
+        counters.lose(request.step, request.reason, unkeepable=request.unkeepable)
+        reasons = counters.skipped
         reasons[request.reason] = reasons.get(request.reason, 0) + request.count
+        self.unequal_steps.lost(lease.rank, request.step, time.monotonic(), count=request.count)
         self.history.lost(
             Kind.SKIPPED,
             rank=lease.rank,
@@ -323,6 +372,23 @@ class Saving:
             reason=request.reason,
             count=request.count,
         )
+
+    def unkept(self) -> list[str]:
+        """Warnings about trainers of which no step is staged although they save."""
+        lost = {rank: one.unkept for rank, one in self.counters.items() if self.leases.of(rank)}
+        now = time.monotonic()
+        return [one.warning(rank, now=now) for rank, one in lost.items() if one is not None]
+
+    def compare_steps(self) -> None:
+        """Find out whether the ranks here save different steps (`unequal` says so, '' if not). All
+        ranks are told through their leases."""
+        found = self.unequal_steps.difference(time.monotonic())
+        text = "" if found is None else str(found)
+        if text != self.unequal:
+            self.unequal = text
+            if text:
+                warn("ranks save different steps", reason=text)
+            self._changes.ring()
 
     def of(self, rank: int) -> RankCounters:
         """A rank's counters."""
@@ -332,10 +398,30 @@ class Saving:
 # --- counters --------------------------------------------------------------------------------
 
 
+_UNKEPT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Unkept:
+    """Saves that were not kept since a step was staged: the first of them, when it was reported
+    (monotonic), and why the last one is not kept. `unkeepable`: the state itself cannot be kept."""
+
+    step: int
+    at: float
+    reason: str
+    unkeepable: bool = False
+
+    def warning(self, rank: int, *, now: float) -> str:
+        """The warning about it; '' as long as the next save may well be kept."""
+        if not self.unkeepable and now - self.at < _UNKEPT_S:
+            return ""
+        return f"rank {rank}: no step was staged since step {self.step} was not: {self.reason}"
+
+
 @dataclass
 class RankCounters:
     """Counters of one rank since the sidecar started. `staged`: the newest step that the rank
-    sealed, at `staged_at` (Unix seconds)."""
+    sealed, at `staged_at` (Unix seconds). `unkept`: what was lost since; None if nothing was."""
 
     saves: int = 0
     discarded: int = 0
@@ -344,3 +430,9 @@ class RankCounters:
     staged: StepId | None = None
     staged_at: float | None = None
     skipped: dict[str, int] = field(default_factory=dict)
+    unkept: Unkept | None = None
+
+    def lose(self, step: int, reason: str, *, unkeepable: bool = False) -> None:
+        """A step was saved, and is not staged."""
+        first = self.unkept or Unkept(step, time.monotonic(), reason)
+        self.unkept = replace(first, reason=reason, unkeepable=unkeepable)

@@ -24,6 +24,7 @@ from keepstep.wire.trainer import (
     FlushRequest,
     HeadersRequest,
     LayoutRequest,
+    LeaseNews,
     LeaseRequest,
     OpenRequest,
     OwnerRequest,
@@ -35,8 +36,10 @@ from keepstep.wire.trainer import (
     SourcesRequest,
     StagedRequest,
     StopRequest,
+    UncaughtRequest,
     UnseenRequest,
     WaitRequest,
+    WarningRequest,
     WindowRequest,
 )
 from keepstep_sidecar.api.service import Service
@@ -70,6 +73,8 @@ def application(service: Service, tasks: Tasks) -> web.Application:
             _post("/v1/release", ReleaseRequest, service.saving.release),
             _post("/v1/skipped", SkippedRequest, service.saving.skipped),
             _post("/v1/failed", FailedRequest, service.restoring.failed),
+            _post("/v1/warning", WarningRequest, service.saving.warning),
+            _post("/v1/uncaught", UncaughtRequest, service.saving.uncaught_error),
             _post("/v1/candidates", CandidatesRequest, service.restoring.candidates),
             _post("/v1/restore", OpenRequest, service.restoring.open),
             _post("/v1/restored", RestoredRequest, service.restoring.restored),
@@ -153,8 +158,15 @@ class _Routes:
             response = web.StreamResponse(headers={"Content-Type": "application/jsonl"})
             await response.prepare(request)
             await response.write(msgspec.json.encode(granted) + b"\n")
-            while not await service.changes.until(lambda: self._over(lease), timeout_s=_PING_S):
-                await response.write(b"{}\n")
+            while not self._over(lease):
+                warning = service.saving.unequal
+                news = LeaseNews(warning="" if warning == lease.warned else warning)
+                lease.warned = warning
+                await response.write(msgspec.json.encode(news) + b"\n")
+                await service.changes.until(
+                    lambda: self._over(lease) or service.saving.unequal != lease.warned,
+                    timeout_s=_PING_S,
+                )
         except ConnectionResetError:
             _log.debug("a lease's connection is gone")
         finally:

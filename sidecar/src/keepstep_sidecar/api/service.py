@@ -138,6 +138,10 @@ class Service:
         trouble = ""
         while True:
             await asyncio.sleep(_WATCH_S)
+            if await self._is_given_up():
+                warn("memory freed", reason="somebody removed the run's directory")
+                await self.stop(StopRequest(drain=False))
+                return
             try:
                 mended = self.committer.scanned and await self.committer.blocking(self.volumes.mend)
             except StorageError as error:
@@ -152,6 +156,22 @@ class Service:
                 shards.replace((), before=shards.known())  # whether or not the scan succeeds
                 self.committer.feed(Serves(frozenset(), self.config.slots))  # and then anew
                 await self._look()
+
+    async def _is_given_up(self) -> bool:
+        """Whether somebody removed the run's directory while the run neither trains nor is
+        supervised: a new start is then to begin at step 0, and not from this memory. The sidecar of
+        a pod waits for its trainer."""
+        if self.config.linger_s is None or not self._is_alone or not self.committer.scanned:
+            return False
+        try:
+            removed = await self.committer.blocking(self.volumes.is_removed)
+        except StorageError:
+            return False
+        return removed and self._is_alone
+
+    @property
+    def _is_alone(self) -> bool:
+        return len(self.leases) == 0 and not self.owner.present
 
     async def mend_memory(self) -> None:
         """Make slots again that were removed or truncated, so that the next step is kept.
@@ -192,7 +212,7 @@ class Service:
 
     async def _linger(self, linger_s: float) -> None:
         def alone() -> bool:
-            return len(self.leases) == 0 and not self.owner.present
+            return self._is_alone
 
         while not self.ending:
             while await self.changes.until(lambda: not alone(), timeout_s=linger_s):
@@ -232,7 +252,8 @@ class Service:
     async def stop(
         self, request: StopRequest, *, unless: Callable[[], bool] = lambda: False
     ) -> Flushed:
-        """End this sidecar; `forget` frees its memory (see `_forget`). `unless`: asked once all is
+        """End this sidecar; `forget` frees its memory (see `_forget`), without `drain` in any case.
+        `unless`: asked once all is
         durable, which may take as long as an archive that is away is waited for; then it stays."""
         flushed = Flushed()
         if request.drain:
@@ -248,16 +269,16 @@ class Service:
             if request.forget:
                 await self.step_waits.drain(timeout_s=request.timeout_s)
                 await asyncio.to_thread(self.allocator.stop)
-                self._forget()
+                self._forget(even_unwritten=not request.drain)
             self._end()
         finally:
             self._closing = self.ending  # if the caller has gone, the sidecar goes on
         return flushed
 
-    def _forget(self) -> None:
+    def _forget(self, *, even_unwritten: bool) -> None:
         """Free the memory, but not where a step lies there that no volume has taken: it stays for a
         successor, who may find room."""
-        if (id := self.committer.node.unwritten()) is None:
+        if even_unwritten or (id := self.committer.node.unwritten()) is None:
             self.slots.forget_all()
         else:
             warn("memory kept", step=str(id), reason=self.committer.trouble)

@@ -72,6 +72,9 @@ async def status(service: Service) -> Status:
         scanned=committer.scanned,
         survives=survives(marks),
         warnings=warnings(service),
+        owned=service.owner.present,
+        leased_at=service.saving.leased_at,
+        uncaught=service.saving.uncaught,
         window_bytes={str(tier): size for tier, size in service.chunk_buffers.read_bytes.items()},
         window_shared_bytes=service.chunk_buffers.shared_bytes,
     )
@@ -87,6 +90,7 @@ async def note_warnings(service: Service) -> None:
     """Record in the history when warnings appear and disappear. Runs until cancelled."""
     while True:
         await asyncio.sleep(_KEEP_S)
+        service.saving.compare_steps()
         service.history.warn(warnings(service))
 
 
@@ -273,9 +277,11 @@ def warnings(service: Service) -> tuple[str, ...]:
     found = [slots.warning for slots in service.slots.ranks.values() if slots.warning]
     committer = service.committer
     found += [service.committer.trouble, committer.evictions.warning, committer.unreadable]
-    found += [committer.suspicion(), *committer.alarms]
+    found += [committer.suspicion(), *committer.alarms, service.saving.unequal]
     found += [one.failed for one in service.committer.volumes.volumes]
     found += service.saving.refused.values()
+    found += service.saving.unkept()
+    found += service.leases.warnings
     found += [
         f"{one.where}: {one.trouble}" for one in service.remote_tiers.statuses() if one.trouble
     ]

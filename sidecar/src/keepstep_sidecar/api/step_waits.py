@@ -135,6 +135,8 @@ class StepWaits:
         """Why the step has not reached the wanted state."""
         if self._committer.trouble:
             return self._committer.trouble
+        if self._saving.unequal:
+            return self._saving.unequal
         unstaged: list[int] = []
         unwritten: list[int] = []
         for rank in sorted(self._slots.ranks):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from keepstep.core.goodput import Goodput
-from keepstep.errors import KeepstepError, StorageError, UsageError
+from keepstep.errors import KeepstepError, SidecarAbsent, StorageError, UsageError
 from keepstep.steps import Epoch, StepId, Tier, merged
 from keepstep.wire.status import Status, StepStatus
 from keepstep_sidecar.cli import calls
@@ -105,7 +105,14 @@ class Holdings:
 
 def read(kept: RunDir) -> Holdings:
     """Ask the sidecar or, without one, scan the volumes. Raises SidecarError, StorageError."""
-    live = calls.status(kept.socket)
+    try:
+        live = calls.status(kept.socket)
+    except SidecarAbsent as error:
+        if not isinstance(error.__cause__, PermissionError):
+            raise
+        held = on_volumes(kept)
+        hidden = f"what memory holds is not shown: {kept.memory} belongs to another user"
+        return replace(held, problems=(*held.problems, hidden))
     return on_volumes(kept) if live is None else of_live(live)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import pwd
+import shutil
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +20,7 @@ from keepstep.processes import Process, wait_gone
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.run_dir import RunDir, load, make_memory, save
 from keepstep_sidecar.config.sidecar import KEYS
+from keepstep_sidecar.volume.paths import RECORD
 
 UP_S: Final = 30.0
 """A sidecar that has not answered after this time has failed to start."""
@@ -35,7 +39,10 @@ _TAIL_BYTES: Final = 2000
 def supervising(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
     """Hold the run's lock as its only supervisor. Raises UsageError that names the other supervisor
     if the lock is not free within `timeout_s`."""
-    fd = os.open(kept.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fd = os.open(kept.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except PermissionError as error:
+        raise UsageError(f"run {kept.run!r} in {kept.home.parent} {_of_user(kept.home)}") from error
     deadline = time.monotonic() + timeout_s
     try:
         while True:
@@ -53,6 +60,14 @@ def supervising(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _of_user(home: Path) -> str:
+    """The end of a message: whose run it is, and what to do."""
+    uid = home.stat().st_uid
+    with contextlib.suppress(KeyError):
+        return f"belongs to user {pwd.getpwuid(uid).pw_name}: run this command as that user"
+    return f"belongs to user {uid}: run this command as that user"
 
 
 def _lock(fd: int, kept: RunDir) -> None:
@@ -146,6 +161,38 @@ def adopt(kept: RunDir) -> Process | None:
     calls.stop(kept.socket, forget=False, drain=drain, timeout_s=DRAIN_S)
     _await_gone(process, kept)
     return None
+
+
+def free_removed(kept: RunDir, *, orphans: bool) -> bool:
+    """Free what an earlier run of this name left in memory, if its directory was removed: a new
+    directory begins a new run. Returns whether there was anything. Call it before `make_home`.
+
+    `orphans`: also slots without a sidecar. Raises SidecarError.
+    """
+    if kept.record.exists() or any((root / RECORD).exists() for root in kept.roots):
+        return False
+    live = calls.status(kept.socket)
+    if live is None:
+        return orphans and _remove_memory(kept)
+    if live.owned or any(one.alive for one in live.ranks) or any(v.failed for v in live.volumes):
+        return False  # it goes on, or a drive is away
+    held = slots_left(kept)
+    process = Process.of(live.pid)
+    calls.stop(kept.socket, forget=True, drain=False, timeout_s=DRAIN_S)
+    _await_gone(process, kept)
+    return _remove_memory(kept) or held
+
+
+def _remove_memory(kept: RunDir) -> bool:
+    """Remove the directories of a run's memory, which no sidecar has, unless another user owns
+    them. Returns whether slots were there."""
+    held = slots_left(kept)
+    for place in filter(None, (kept.memory, kept.config.huge_pages_dir)):
+        with contextlib.suppress(OSError):
+            found = place.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                shutil.rmtree(place)
+    return held
 
 
 def require_idle_or_same(kept: RunDir) -> None:

@@ -7,6 +7,7 @@ import signal
 
 from keepstep.core.goodput import Goodput
 from keepstep.core.retention import Retention
+from keepstep.steps import StepId
 from keepstep.wire.status import TierStatus
 from keepstep_sidecar.cli.inventory import Holdings, named
 from keepstep_sidecar.cli.run_dir import RunDir
@@ -74,6 +75,19 @@ def restarted(held: Holdings | None, *, code: int, attempt: int, restarts: int) 
     return f"the command {ended_how(code)}; restart {attempt} of {restarts}; {place}"
 
 
+def not_restarted(repeats: str) -> str:
+    """Why the command is not started again although restarts are left."""
+    return f"not started again, because the next start would end in the same way: {repeats}"
+
+
+def freed_removed(kept: RunDir) -> str:
+    """Says that memory of an earlier run of this name was freed, because its directory is gone."""
+    return (
+        f"run {kept.run!r} begins at step 0: its directory was removed, so what an earlier run of"
+        " that name had left in memory was freed"
+    )
+
+
 def sidecar_replaced(kept: RunDir) -> str:
     """Says that the sidecar died and is being started again."""
     return f"the sidecar ended and is started again; training goes on (why: {kept.log})"
@@ -109,6 +123,15 @@ def nobody_came(held: Holdings) -> bool:
     return held.live is not None and not held.live.ranks and not held.steps
 
 
+def saved_nothing(held: Holdings) -> StepId | None:
+    """The step that the newest life went on from, if it has saved no step since; else None."""
+    live = held.live
+    if live is None or live.epoch is None or live.epoch.parent is None:
+        return None
+    saved = any(rank.staged and rank.staged.epoch == live.epoch.id for rank in live.ranks)
+    return None if saved else live.epoch.parent
+
+
 def ended(
     kept: RunDir,
     held: Holdings | None,
@@ -117,12 +140,18 @@ def ended(
     freed: bool,
     goodput: Goodput | None = None,
     nobody: bool = False,
+    complete: StepId | None = None,
 ) -> str:
     """How the command ended, the newest committed step, the goodput, and the memory that remains.
-    `nobody`: no trainer ever connected."""
+    `nobody`: no trainer ever connected. `complete`: see `saved_nothing`."""
     parts = [f"the command {ended_how(code)}", _NOBODY if nobody else _committed(held)]
     if nobody and code == 0:  # otherwise the failure is what matters
         parts.append(_HOW_TO_COME)
+    if complete is not None and code == 0:
+        parts.append(
+            f"it went on from step {complete.step} and saved nothing: if this run is complete, give"
+            " a new training a name of its own (keepstep run --run NAME)"
+        )
     if goodput is not None:
         parts.append(f"goodput {share(goodput)}")
     if not freed:

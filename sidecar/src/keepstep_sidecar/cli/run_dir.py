@@ -323,6 +323,18 @@ def runs_in(directory: Path) -> tuple[str, ...]:
     return tuple(sorted({record.parent.name for record in records}))
 
 
+def removed_runs(directory: Path, run: str | None) -> tuple[RunDir, ...]:
+    """Runs below `directory` (only `run`, if it is named) that have memory but no record."""
+    found = []
+    for file in (SHARED_MEMORY / f"keepstep-{os.getuid()}").glob("*/sidecar.json"):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, UsageError):
+            name = checked_name(json.loads(file.read_bytes()[:LARGEST_FILE_BYTES])["config"]["run"])
+            kept = RunDir.of(directory, name)
+            if kept.memory == file.parent and run in (None, name) and not kept.record.exists():
+                found.append(kept)
+    return tuple(found)
+
+
 def find(directory: Path, run: str | None) -> RunDir:
     """The run named `run`, or the only run of `directory`. Raises UsageError that names the
     choices."""

@@ -23,6 +23,7 @@ from typing import Final
 from keepstep import processes
 from keepstep.errors import KeepstepError
 from keepstep.processes import Process, become_subreaper
+from keepstep.steps import StepId
 from keepstep.warm.client import Starter
 from keepstep.wire.trainer import SOCKET_ENV
 from keepstep_sidecar.cli import (
@@ -50,6 +51,7 @@ from keepstep_sidecar.cli.supervisor_state import (
     StartSidecar,
     Supervision,
     Sweep,
+    Swept,
 )
 
 _NUMBERS: Final = re.compile(r"\d+")
@@ -120,10 +122,12 @@ class Supervisor:
         self._looking = threading.Lock()
         self._said: dict[str, float] = {}
         self._nobody = False
+        self._complete: StepId | None = None
         self._exit: int | None = None
         self._closed = self._ending = False
         self._memory: tuple[int, int] | None = None
         self._gone_since: float | None = None
+        self._life_since = 0.0
 
     def run(self) -> int:
         """Run until the end. Returns the exit code for this process."""
@@ -198,6 +202,7 @@ class Supervisor:
         if held is None or held.live is None:
             return
         self._nobody = messages.nobody_came(held)
+        self._complete = messages.saved_nothing(held)
         for warning in held.live.warnings:
             self._say_again(f"warning: {warning}", after_s=_SAY_AGAIN_S)
         for depot in held.live.depots if self._ending else ():
@@ -271,6 +276,7 @@ class Supervisor:
                 self._finish(action)
 
     def _start_command(self, attempt: int) -> None:
+        self._life_since = time.time()
         if attempt == 0:
             say(messages.started(self._kept, self._held(), adopted=self._adopted))
         spawn = (
@@ -321,7 +327,21 @@ class Supervisor:
 
     def _end_leftovers(self) -> Event:
         processes.end_all(self._descendants, grace_s=_GRACE_S, hurry=self._hurry)
-        return News.SWEPT
+        return self._judge()
+
+    def _judge(self) -> Swept:
+        """Whether the life that has ended is worth another one. A sidecar that does not say, or was
+        started since, says nothing against it."""
+        try:
+            live = calls.status(self._kept.socket)
+        except KeepstepError:
+            return Swept()
+        if live is None or live.started_at > self._life_since:
+            return Swept()
+        error = live.uncaught if live.uncaught and live.uncaught.at >= self._life_since else None
+        if error is not None:
+            return Swept(repeats=error.reason if error.repeats else "")
+        return Swept(unleased=live.leased_at is None or live.leased_at < self._life_since)
 
     def _announce(self, attempt: int, code: int) -> None:
         restarts = self._state.restarts
@@ -365,8 +385,11 @@ class Supervisor:
                 freed=self._closed,
                 goodput=inventory.goodput(self._kept, held),
                 nobody=self._nobody,
+                complete=self._complete,
             )
         )
+        if action.repeats:
+            say(messages.not_restarted(action.repeats))
 
     def _held(self) -> Holdings | None:
         """What the run holds; None if that cannot be read. An error must not stop the command."""

@@ -32,6 +32,9 @@ SIDECAR_ATTEMPTS: Final = 5
 NOT_STARTED: Final = 125
 """Exit code when the command never ran; env(1), timeout(1) and docker run use the same."""
 
+_OF_SIGNALS: Final = 128
+"""Exit codes above this one are those of signals."""
+
 _STEADY_S: Final = 60.0
 """When a sidecar dies that lived this long, the count of its failures starts anew."""
 
@@ -57,7 +60,6 @@ class News(enum.Enum):
 
     SIDECAR_UP = "the sidecar answers"
     WARMED = "the fork server can be asked, or never will be"
-    SWEPT = "nothing is left of the command"
     FINISHED = "the flush or the close is done, well or not"
 
 
@@ -66,6 +68,16 @@ class CommandEnded:
     """The command ended. `code` is as in a shell: 128 + n for a command that died of signal n."""
 
     code: int
+
+
+@dataclass(frozen=True)
+class Swept:
+    """Nothing is left of the command. `repeats`: the error that ended it, if the next start must
+    end in it, too; '' otherwise. `unleased`: no trainer took its rank, and no error that another
+    start may avoid is known."""
+
+    repeats: str = ""
+    unleased: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,7 @@ class SidecarEnded:
     lived_s: float
 
 
-Event = News | CommandEnded | Signalled | SidecarEnded
+Event = News | CommandEnded | Swept | Signalled | SidecarEnded
 
 
 # --- actions ---------------------------------------------------------------------------------
@@ -139,10 +151,12 @@ class AnnounceRestart:
 
 @dataclass(frozen=True)
 class Exit:
-    """Report and end with `code`. `interrupted`: the flush or close was not awaited."""
+    """Report and end with `code`. `interrupted`: the flush or close was not awaited. `repeats`: why
+    the command was not started again although it might have been; '' if it might not."""
 
     code: int
     interrupted: bool = False
+    repeats: str = ""
 
 
 Action = Do | StartCommand | Forward | Sweep | StartSidecar | AnnounceRestart | Exit
@@ -154,7 +168,8 @@ Action = Do | StartCommand | Forward | Sweep | StartSidecar | AnnounceRestart | 
 @dataclass(frozen=True, kw_only=True)
 class Supervision:
     """The state. `stopping`: a stop signal came. `interrupts`: the number of SIGINTs so far.
-    `warming`: the first start still waits for the fork server."""
+    `warming`: the first start still waits for the fork server. `unleased`: how the life before
+    ended, if it ended by itself and no trainer took its rank. `repeats`: as in `Exit`."""
 
     restarts: int
     phase: Phase = Phase.WAITING
@@ -164,6 +179,8 @@ class Supervision:
     interrupts: int = 0
     sidecar_up: bool = False
     warming: bool = False
+    unleased: int | None = None
+    repeats: str = ""
     sidecar_failures: int = 0
 
     def step(self, event: Event) -> tuple[Supervision, tuple[Action, ...]]:
@@ -179,23 +196,31 @@ class Supervision:
             return self._sidecar_ended(event)
         if isinstance(event, CommandEnded) and self.phase is Phase.RUNNING:
             return replace(self, phase=Phase.SWEEPING, code=event.code), (Sweep(),)
-        if event is News.SWEPT and self.phase is Phase.SWEEPING:
-            return self._swept()
+        if isinstance(event, Swept) and self.phase is Phase.SWEEPING:
+            return self._swept(event)
         if event is News.FINISHED and self.phase in (Phase.FLUSHING, Phase.CLOSING):
-            return replace(self, phase=Phase.ENDED), (Exit(self.code),)
+            return replace(self, phase=Phase.ENDED), (Exit(self.code, repeats=self.repeats),)
         return self, ()
 
-    def _swept(self) -> tuple[Supervision, tuple[Action, ...]]:
+    def _swept(self, event: Swept) -> tuple[Supervision, tuple[Action, ...]]:
         if self.code == 0:
             return replace(self, phase=Phase.CLOSING), (Do.CLOSE,)
         if self.stopping or self.attempt >= self.restarts:
             return replace(self, phase=Phase.FLUSHING), (Do.FLUSH,)
+        unleased = self.code if event.unleased and self.code < _OF_SIGNALS else None
+        if repeats := event.repeats or self._of_two_lives(unleased):
+            return replace(self, phase=Phase.FLUSHING, repeats=repeats), (Do.FLUSH,)
         attempt = self.attempt + 1
         announce = AnnounceRestart(attempt, self.code)
-        waiting = replace(self, phase=Phase.WAITING, attempt=attempt)
+        waiting = replace(self, phase=Phase.WAITING, attempt=attempt, unleased=unleased)
         # What killed the command may have killed the sidecar, too, and the event of its death may
         # come later. Only an answer proves that a restore will find the sidecar.
         return waiting, (announce, Do.AWAIT_SIDECAR) if self.sidecar_up else (announce,)
+
+    def _of_two_lives(self, unleased: int | None) -> str:
+        if unleased is None or unleased != self.unleased:
+            return ""
+        return f"it failed with {unleased} twice in a row before any trainer took its rank"
 
     def _signalled(self, event: Signalled) -> tuple[Supervision, tuple[Action, ...]]:
         interrupts = self.interrupts + (event.number is signal.SIGINT)

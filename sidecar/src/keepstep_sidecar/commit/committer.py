@@ -28,6 +28,7 @@ from keepstep.core.history import Kind
 from keepstep.core.ledger import Alarm, Committed, EpochStarted, Ledger, Reported, Retire
 from keepstep.core.node import (
     Event,
+    Flush,
     Full,
     Heard,
     Listed,
@@ -125,6 +126,7 @@ class Committer:
         self.alarms: dict[str, None] = {}
         self.unreadable = ""
         self.scan_failed = ""
+        self._hidden = True
         self.scanned_at = NEVER
         self.epoch: Epoch | None = None
         self.totals = WriteTotals()
@@ -143,10 +145,11 @@ class Committer:
             began=time.monotonic(),
             in_use=self._in_use,
             may_write=lambda id: self.ancestry.writes(id),
+            in_doubt=lambda: self._hidden,
         )
         self.operator_view = self.node.operator_view
         self.notes = OperatorNotes(self.operator_view, volumes, self.blocking)
-        self.rollback = Rollback(wish, volumes.epochs)
+        self.rollback = Rollback(wish, volumes.epochs, asked=volumes.asked())
         self.script_failures = ScriptFailures(volumes, self.blocking)
         self.ancestry = Ancestry(remotes, self.node.commits, self.epochs)
         self.early_writes = EarlyWrites(
@@ -310,6 +313,7 @@ class Committer:
             self.unreadable = f"{newer[0].path} was written by a newer keepstep; upgrade this one"
         elif aside:
             self.unreadable = "shards lie in quarantine (keepstep verify tells why)"
+        self._hidden = bool(newer or self.scan_failed)
         for epoch in self.volumes.epochs():
             self.feed(EpochStarted(epoch))
         self.scanned_at = min(self.scanned_at, time.monotonic())
@@ -376,17 +380,18 @@ class Committer:
 
     # --- epochs ------------------------------------------------------------------------------
 
-    async def start_epoch(self, epoch: Epoch) -> None:
-        """Begin the epoch that all ranks agreed on; durably recorded on return. Raises
-        StorageError."""
+    async def start_epoch(self, epoch: Epoch, *, asked: int | None = None) -> None:
+        """Begin the epoch that all ranks agreed on; durably recorded on return. `asked`: the step
+        that the script named. Raises StorageError."""
         if (starting := self._starting.get(epoch.id)) is None:
-            starting = asyncio.ensure_future(self._start_epoch(epoch))
+            starting = asyncio.ensure_future(self._start_epoch(epoch, asked))
             self._starting[epoch.id] = starting
             starting.add_done_callback(lambda _: self._starting.pop(epoch.id, None))
         await asyncio.shield(starting)
 
-    async def _start_epoch(self, epoch: Epoch) -> None:
+    async def _start_epoch(self, epoch: Epoch, asked: int | None) -> None:
         epoch = self.ancestry.named(epoch)
+        await self._keep_asked(self.rollback.asked_for(epoch.parent, asked))
         known = self.epochs(epoch)
         # Not the ledger's epochs: it also knows epochs that other pods told of, which lie only in
         # memory.
@@ -396,6 +401,14 @@ class Committer:
         self.rollback.began(epoch)
         await self._carry_out(self.feed(EpochStarted(epoch)))
         say("epoch started", epoch=str(epoch.id), parent=epoch.parent and str(epoch.parent))
+
+    async def _keep_asked(self, id: StepId | None) -> None:
+        """Before the epoch begins, because it makes newer commits, for which this step would go."""
+        if id != self.rollback.asked:
+            await self.blocking(lambda: self.volumes.save_asked(id))
+            self.rollback.asked = id
+        if id is not None:
+            self.feed(Flush({id}))  # it may be in memory alone
 
     def epochs(self, *begun: Epoch) -> tuple[Epoch, ...]:
         """All epochs that are certainly this run's own: those recorded here, told by the run's

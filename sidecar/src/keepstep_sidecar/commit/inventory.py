@@ -455,6 +455,10 @@ class CopyLocator:
         """Saved ranks of which some tier beyond memory holds a shard."""
         return sorted({*self._shards.get(id, {}), *self._remotes.of(id)})
 
+    def ranks_of(self, id: StepId) -> tuple[int, ...]:
+        """Saved ranks of which any copy is within reach."""
+        return tuple(sorted({rank for _, rank, _ in self._copies(id)}))
+
     def one_of_twins(self, id: StepId, ranks: Iterable[int], *, known: Iterable[int]) -> list[int]:
         """`ranks` in their order, without each rank that has a twin in `known` or earlier in the
         result. Considers images beyond memory only."""

@@ -1,5 +1,8 @@
 """Rollback: a person names the step that the next epoch goes on from. Later steps are then dead.
 
+Or the script names it (`restore(step=...)`), each time that it is started. So that step is kept as
+long as scripts ask for it: until an epoch begins for which none was asked, or another one.
+
 The wish covers one restart: it is fulfilled once an epoch has begun from that step. The operator
 notices this itself, but hears of the new epoch a moment later. For `--restore-from`, the epochs
 recorded since the wish decide.
@@ -17,9 +20,17 @@ from keepstep_sidecar.config.restore_from import Wish
 class Rollback:
     """The step to go back to, if one was named at the sidecar's start or by the operator."""
 
-    def __init__(self, wish: Wish | None, recorded: Callable[[], Iterable[Epoch]]) -> None:
-        """`recorded`: returns the epochs on this machine's record."""
+    def __init__(
+        self,
+        wish: Wish | None,
+        recorded: Callable[[], Iterable[Epoch]],
+        *,
+        asked: StepId | None = None,
+    ) -> None:
+        """`recorded`: returns the epochs on this machine's record. `asked`: the step that the
+        script asked for in the newest of them."""
         self.run = ""
+        self.asked = asked
         self._wish = wish
         self._recorded = recorded
         self._told: StepId | None = None
@@ -49,8 +60,18 @@ class Rollback:
             for one in self._recorded()
         )
 
+    def asked_for(self, parent: StepId | None, asked: int | None) -> StepId | None:
+        """The step to keep once an epoch goes on from `parent`, where the script asked for the step
+        of number `asked`. A person may have named another one: then the script's is kept, too."""
+        if asked is None:
+            return None
+        known = (id for id in (parent, self.asked) if id is not None and id.step == asked)
+        return next(known, None)
+
     def names(self, id: StepId) -> bool:
         """Whether this may be the wanted step, which must not be deleted."""
+        if id == self.asked:
+            return True
         return (wish := self.wish) is not None and not self.run and wish.names(id)
 
     def resolve(self, whole: Iterable[StepId], held: Collection[StepId]) -> StepId | None:

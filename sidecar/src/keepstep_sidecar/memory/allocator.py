@@ -88,6 +88,8 @@ class Allocator:
     async def _make(self, slot_set: SlotSet) -> None:
         layout = slot_set.layout
         try:
+            if slot_set.count >= slot_set.wanted:  # the layout was dropped, or has enough
+                return
             file = await self._create(slot_set)
         except FileNotFoundError as error:  # the directory was removed: see `Service.mend_memory`
             warn("slot not made", rank=layout.rank, reason=str(error))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from keepstep.errors import NoMemoryError
 from keepstep_sidecar.config.sidecar import Config
+from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Lease, Leases
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.allocator import Allocator
@@ -76,7 +77,8 @@ class Sizing:
     def fit(self, slots: RankSlots, slot_set: SlotSet, lease: Lease) -> str:
         """Set the number of slots. Returns a warning when there are fewer than configured, else "".
 
-        Raises NoMemoryError when not even two fit.
+        Raises NoMemoryError when not even two fit; SidecarError `memory-busy` when they will, once
+        images of former layouts are on the drive.
         """
         budget, size_bytes, wanted = (
             self._budget(lease, slot_set.layout.size_bytes),
@@ -85,12 +87,16 @@ class Sizing:
         )
         others = [one for one in slots.slot_sets.values() if one is not slot_set]
         count = self._affordable(budget, size_bytes, others)
-        for keep, enough in ((2, wanted), (1, LEAST_SLOTS)):
+        newest = max(slots.sealed(), default=None)
+        for keep, enough in ((2, wanted), (1, LEAST_SLOTS), (0, LEAST_SLOTS)):
             if count >= enough:
                 continue
             for other in others:
-                self._pool.unlink(other.give_up(keep=keep))
+                if keep or newest not in other.table.sealed():
+                    self._pool.unlink(other.give_up(keep=keep))
             count = self._affordable(budget, size_bytes, others)
+        if count < LEAST_SLOTS <= self._affordable(budget, size_bytes, []):
+            raise refuse("memory-busy", "images of a former layout are on their way to the drive")
         warning = shortage(budget, size_bytes, wanted=wanted, count=count)
         slot_set.failure = ""
         slot_set.wanted = max(count, slot_set.count)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keepstep.core.candidates import Candidate, Candidates
-from keepstep.errors import ImageError, NoMemoryError, StorageError
+from keepstep.errors import ImageError, NoMemoryError, StorageError, few
 from keepstep.steps import Answer, StepId, Tier
 from keepstep.wire.trainer import RESTORE_TIMEOUT_ENV, Opened
 from keepstep_sidecar.commit.committer import Committer
@@ -82,7 +82,19 @@ class Restorer:
             offers=offers,
             failures=self._committer.script_failures.known(ledger),
             trusted=tuple(sorted(self._committer.operator_view.word.pinned)),
+            never_whole=self._never_whole() if answer is Answer.NONE else "",
             **self._wanted(),
+        )
+
+    def _never_whole(self) -> str:
+        """The steps that a fresh start leaves behind, as text."""
+        committer, by_ranks = self._committer, dict[tuple[int, ...], list[int]]()
+        for id in sorted(committer.locator.ids()):
+            if not committer.ledger.is_dead(id):
+                by_ranks.setdefault(committer.locator.ranks_of(id), []).append(id.step)
+        return "; ".join(
+            f"{_span(steps)} of rank{'s' * (len(ranks) > 1)} {few(list(map(str, ranks)), 8)} alone"
+            for ranks, steps in by_ranks.items()
         )
 
     def _hidden(self) -> set[StepId]:
@@ -233,3 +245,9 @@ class Restorer:
         if pinned := self._pins.pop(rank, None):
             pinned.unpin()
             self._changes.ring()
+
+
+def _span(steps: list[int]) -> str:
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

@@ -194,6 +194,10 @@ class Directories:
     # --- parts -------------------------------------------------------------------------------
 
     def _make(self, path: Path) -> None:
+        if path.exists() and not path.is_dir():
+            aside = _unused(path.parent, f"{path.name}.set-aside")
+            warn("set aside", path=str(path), reason="no directory", moved_to=str(aside))
+            self._filesystem.rename(path, aside)
         if self._filesystem.make_directory(path):
             self._filesystem.sync_directory(path.parent)
 
@@ -217,7 +221,7 @@ def _said(path: Path) -> Iterator[None]:
 def _entries(directory: Path) -> list[Path]:
     try:
         return sorted(directory.iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

@@ -32,7 +32,8 @@ class RunRecord:
     """The run's name and its epochs, oldest first.
 
     `committed`: the last commit that this machine was told of, None for none. `pinned`: the steps
-    that must not be deleted. `failures`: steps at which the script failed by itself.
+    that must not be deleted. `failures`: steps at which the script failed by itself. `asked`: the
+    step that the script itself asked for, in the newest epoch that this record has.
     """
 
     run: str
@@ -40,6 +41,7 @@ class RunRecord:
     committed: StepId | None = None
     pinned: frozenset[StepId] = frozenset()
     failures: frozenset[StepId] = frozenset()
+    asked: StepId | None = None
 
     def with_epochs(self, *epochs: Epoch) -> RunRecord:
         """This record with `epochs` added; the same object when all of them are already known."""
@@ -54,6 +56,7 @@ class RunRecord:
             "committed": None if self.committed is None else str(self.committed),
             **({"pinned": sorted(map(str, self.pinned))} if self.pinned else {}),
             **({"failures": sorted(map(str, self.failures))} if self.failures else {}),
+            **({"asked": str(self.asked)} if self.asked is not None else {}),
             "epochs": [epoch_json(one) for one in self.epochs],
         }
         return json.dumps(record, indent=1).encode() + b"\n"
@@ -81,18 +84,19 @@ def _read(reader: strictjson.Reader) -> RunRecord:
             value = reader.value()
             if key == "format_version":
                 fields.version(value, FORMAT_VERSION)
-            if key in ("format_version", "run", "committed"):
+            if key in ("format_version", "run", "committed", "asked"):
                 told[key] = value
     reader.end()
     if missing := {"format_version", "run", "epochs"} - told.keys():
         raise FormatError(f"without {' and '.join(sorted(missing))}")
-    committed = told.get("committed")
+    committed, asked = told.get("committed"), told.get("asked")
     return RunRecord(
         run=fields.text(told["run"], "run"),
         epochs=told["epochs"],
         committed=None if committed is None else read_step(committed),
         pinned=told.get("pinned", frozenset()),
         failures=told.get("failures", frozenset()),
+        asked=None if asked is None else read_step(asked),
     )
 
 

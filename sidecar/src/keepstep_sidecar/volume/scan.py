@@ -81,9 +81,12 @@ def survey(root: Path, *, run: str) -> Scan:
 
 
 def step_directories(tree: Tree) -> Iterator[Path]:
-    """Directories of steps, published ones first. Empty if there are none or no volume."""
+    """Directories of steps, published ones first. Empty if there are none or no volume. A file
+    where `pending` belongs has none, and must not hide the published ones."""
     for parent in (tree.root, tree.pending):
         with contextlib.suppress(FileNotFoundError):
+            if parent == tree.pending and not parent.is_dir():
+                continue
             found = [path for path in parent.iterdir() if is_step(path.name)]
             yield from sorted(path for path in found if not path.is_symlink())
 

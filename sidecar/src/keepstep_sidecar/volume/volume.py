@@ -324,6 +324,13 @@ class Volume:
             )
             self.record = record
 
+    def is_removed(self) -> bool:
+        """Whether somebody removed the run's directory. False if its file system is away."""
+        with self._lock, self._translated(f"cannot look for {self.root}"):
+            above = (self.root, *self.root.parents)
+            device = next(path.stat().st_dev for path in above if path.exists())
+            return device == self._device and not self._require_writable().held
+
     def mend(self) -> bool:
         """Make the run's directory again if somebody removed it. Returns True in that case: the
         known shards are then out of date, and `scan` must look again."""

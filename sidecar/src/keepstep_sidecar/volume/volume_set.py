@@ -127,6 +127,10 @@ class VolumeSet:
             {root: str(one) for root, one in told.items() if isinstance(one, StorageError)},
         )
 
+    def is_removed(self) -> bool:
+        """Whether somebody removed the run's directory on every volume. Raises StorageError."""
+        return all(volume.is_removed() for volume in self.volumes)
+
     def mend(self) -> bool:
         """`Volume.mend` on each volume. True if any was mended. Raises StorageError when one failed
         and none was mended."""
@@ -200,6 +204,16 @@ class VolumeSet:
     def save_epochs(self, *epochs: Epoch) -> None:
         """Record epochs durably on every working volume. Raises StorageError when all fail."""
         self._save(lambda record: record.with_epochs(*epochs))
+
+    def asked(self) -> StepId | None:
+        """The step that the script itself asked for, by the volume that knows the newest epoch."""
+        records = [volume.record for volume in self.volumes if volume.record.epochs]
+        newest = max(records, key=lambda record: record.epochs[-1].id, default=None)
+        return None if newest is None else newest.asked
+
+    def save_asked(self, asked: StepId | None) -> None:
+        """Record the step that the script itself asked for, as `save_epochs` does."""
+        self._save(lambda record: replace(record, asked=asked))
 
     def last_commit(self) -> StepId | None:
         """The newest commit that any volume has on record; None if there is none."""

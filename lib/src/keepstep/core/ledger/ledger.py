@@ -202,6 +202,12 @@ class Ledger:
         """Bitmap of the ranks whose image of the step is on exactly this tier."""
         return self._copies.ranks(id, (tier,))
 
+    def has_answered(self, rank: int) -> bool:
+        """Whether it is known of every tier what it holds of this rank."""
+        return all(
+            self._copies.answer(rank, tier) is not Answer.UNKNOWN for tier in self.config.tiers
+        )
+
     def interned(self, id: StepId) -> StepId:
         """An equal `StepId`: the one object that the ledger uses for this step."""
         return self._copies.interned(id)

@@ -106,7 +106,7 @@ def export(
                 told: Exported = made.write(target, functools.partial(_read, images, cancel), done)
                 return told
 
-    id, told = asyncio.run(_with_step(word, work, **where))
+    id, told = asyncio.run(_with_newest(word, work, **where))
     if as_json:
         output.print_json({"step": id, **vars(told)})
         return
@@ -154,6 +154,10 @@ def _print(id: StepId, told: Exported, dtype: str | None) -> None:
 # --- reading -----------------------------------------------------------------------------------
 
 
+class _RetiredError(RestoreError):
+    """The step was retired after it was chosen."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Step:
     """A step to export. `sources`: one for each rank, in the order of ranks."""
@@ -179,7 +183,7 @@ class _Step:
                 with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
                     images = list(pool.map(enter, self.sources))
             except FileNotFoundError as error:
-                raise RestoreError(
+                raise _RetiredError(
                     f"step {self.id} was retired just now; `keepstep steps` shows what is kept, and"
                     " --keep says how long"
                 ) from error
@@ -199,6 +203,20 @@ def _read(images: list[Opened], cancel: Cancel, rank: int, chunk: int, into: mem
 
 
 # --- which step --------------------------------------------------------------------------------
+
+
+_TRIES = 5
+
+
+async def _with_newest(
+    word: str, work: Callable[[_Step, Cancel], Exported], **where: Any
+) -> tuple[StepId, Exported]:
+    """As `_with_step`. If the newest step is retired before its shards are open, a newer one has
+    come, and is taken."""
+    for _ in range(_TRIES - 1 if word == _NEWEST else 0):
+        with contextlib.suppress(_RetiredError):
+            return await _with_step(word, work, **where)
+    return await _with_step(word, work, **where)
 
 
 async def _with_step(

@@ -37,7 +37,8 @@ _DYING_S: Final = 10.0
     default=0,
     show_default=True,
     metavar="N",
-    help="Start COMMAND again up to N times when it fails.",
+    help="Start COMMAND again up to N times when it fails, unless the next start would end in the"
+    " same error.",
 )
 @click.option(
     "--warm",
@@ -128,9 +129,11 @@ def _supervise(
     """Supervise the command; returns the exit code. `modules`: what to import for warm starts; None
     for cold starts."""
     from keepstep.warm.client import Starter
-    from keepstep_sidecar.cli import launcher
+    from keepstep_sidecar.cli import launcher, messages
     from keepstep_sidecar.cli.supervisor import Supervisor, say
 
+    if launcher.free_removed(kept, orphans=True):
+        say(messages.freed_removed(kept))
     make_home(kept)
     with launcher.supervising(kept):
         launcher.require_idle(kept, timeout_s=_DYING_S)

@@ -41,7 +41,7 @@ def start(directory: Path, values: dict[str, Any], command: tuple[str, ...]) -> 
       export KEEPSTEP_SOCKET=$(keepstep start --run notebook)
       keepstep start --dir /scratch/ckpt --keep 5 -- train.py
     """
-    from keepstep_sidecar.cli import output
+    from keepstep_sidecar.cli import launcher, messages, output
 
     given = {"linger_s": _LINGER_S, **values}
     name = given.pop("run", None) or (run_name(command) if command else None)
@@ -51,6 +51,9 @@ def start(directory: Path, values: dict[str, Any], command: tuple[str, ...]) -> 
     if given.get("restore_from"):
         raise UsageError("--restore-from goes with `keepstep run`; or call restore(step=) yourself")
     kept = RunDir.of(directory, checked_name(name), **given)
+    # without a sidecar, a trainer may still live: this command then brings the sidecar back
+    if launcher.free_removed(kept, orphans=False):
+        output.echo(messages.freed_removed(kept), err=True)
     make_home(kept)
     _ensure(kept)
     output.echo(str(kept.socket))

@@ -18,7 +18,8 @@ from keepstep_sidecar.cli.run_dir import RunDir
 def stop(directory: Path, run: str | None, as_json: bool) -> None:
     """Make the newest steps durable, end the sidecar of a run and free its memory.
 
-    For a sidecar that stays after a failed command. One whose command still runs ends with it.
+    For a sidecar that stays after a failed command. One whose command still runs ends with it. Also
+    frees the memory of a run whose directory was removed.
 
     \b
     Examples:
@@ -27,6 +28,10 @@ def stop(directory: Path, run: str | None, as_json: bool) -> None:
     """
     from keepstep_sidecar.cli import inventory, launcher, output
 
+    for removed in run_dir.removed_runs(directory, run):
+        if launcher.free_removed(removed, orphans=True):
+            output.echo(f"run {removed.run!r}: its directory was removed; its memory is freed now")
+            return
     kept = run_dir.find(directory, run)
     with launcher.supervising(kept):
         stopped = _stop(kept)

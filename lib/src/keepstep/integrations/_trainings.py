@@ -12,6 +12,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from keepstep.errors import MismatchError, UsageError, few
 
 log = logging.getLogger("keepstep")
@@ -20,6 +22,7 @@ _BEGUN: dict[str, str] = {}
 """By the socket of a run: the training that this process has begun there."""
 
 _SHOWN = 8
+_MIB = 1 << 20
 
 
 def check_first(socket_path: str, training: str) -> None:
@@ -97,6 +100,20 @@ def say_complete(step: int, last: int | None = None) -> None:
         " keepstep run --run NAME (with dir=: run=NAME)",
         *(step, "" if last is None else f" of {last}"),
     )
+
+
+def say_frozen(model: nn.Module) -> None:
+    """Log that most of each step does not train."""
+    sizes = [(one.numel() * one.element_size(), one.requires_grad) for one in model.parameters()]
+    frozen = sum(size for size, trains in sizes if not trains)
+    # an optimizer has two tensors for each parameter that trains
+    trained = 3 * sum(size for size, trains in sizes if trains)
+    if frozen > trained:
+        log.warning(
+            "keepstep: %.3g of about %.3g MiB of each step do not train: they are copied and"
+            " written with every step all the same; see docs/frameworks.md#lora-and-frozen-models",
+            *(frozen / _MIB, (frozen + trained) / _MIB),
+        )
 
 
 def _shown(arguments: Mapping[str, Any], name: str) -> str:

@@ -1,0 +1,61 @@
+"""Tells the sidecar of the error that ends this process, and whether the next start repeats it.
+
+`keepstep run --restarts` and other supervisors need that: a new start helps against a lost peer or
+the network, but not against an option that keepstep refuses, a checkpoint of another model, or a
+module that is not installed. Needs no lease, because many of these errors come before there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+
+from keepstep.errors import FormatError, MismatchError, UsageError, VersionError
+
+_REPEATED = (UsageError, MismatchError, FormatError, VersionError, ImportError, SyntaxError)
+_WITHIN_S = 2.0
+_REASON = 4000  # characters
+
+
+def watch() -> None:
+    """From now on, tell the sidecar of an uncaught error. The previous excepthook runs first."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        try:
+            before(kind, error, at)
+        finally:
+            tell(error)
+
+    sys.excepthook = hook
+
+
+def tell(error: BaseException) -> None:
+    """Tell the sidecar of this error, if it is one of a script. Raises nothing."""
+    path = os.environ.get("KEEPSTEP_SOCKET")
+    if not path or not isinstance(error, Exception):
+        return
+    with contextlib.suppress(Exception):
+        from keepstep.client.http import Client  # it would slow down every import of keepstep
+        from keepstep.wire.trainer import UncaughtRequest
+
+        reason = f"{type(error).__name__}: {error}"[:_REASON]
+        request = UncaughtRequest(reason=reason, pid=os.getpid(), repeats=is_repeated(error))
+        with contextlib.closing(Client(path)) as client:
+            client.call("/v1/uncaught", request, dict, timeout_s=_WITHIN_S)
+
+
+def is_repeated(error: BaseException) -> bool:
+    """Whether a new start ends in the same error, as long as no step was kept in between."""
+    return any(isinstance(cause, _REPEATED) for cause in _causes(error))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    known = set[int]()
+    while error is not None and id(error) not in known:
+        known.add(id(error))
+        yield error
+        error = error.__cause__

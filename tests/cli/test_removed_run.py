@@ -1,0 +1,101 @@
+"""`rm -rf DIR` and the same command again: the run begins at step 0, and no memory is left."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+from tests import warm
+from tests.cli.conftest import TRAIN, Keepstep
+from tests.harness import eventually
+
+FREED = (
+    "its directory was removed, so what an earlier run of that name had left in memory was freed"
+)
+
+
+def fail(keepstep: Keepstep, *options: str) -> None:
+    """A run that is killed at step 3, whose sidecar lingers."""
+    keepstep.script("train.py", TRAIN)
+    keepstep("run", *options, "--", warm.python(), "train.py", "6", "3", code=137)
+    assert len(keepstep.sidecars()) == 1
+
+
+def again(keepstep: Keepstep, *options: str) -> tuple[str, str]:
+    done = keepstep("run", *options, "--", warm.python(), "train.py", "6", "-1")
+    return done.stdout, done.stderr
+
+
+def test_the_sidecar_of_a_removed_run_ends_and_frees_its_memory(keepstep: Keepstep) -> None:
+    fail(keepstep)
+    shutil.rmtree(keepstep.directory)
+    eventually(lambda: not keepstep.sidecars(), what="the sidecar ends")
+    assert not list(keepstep.memory("train").glob("rank-*"))
+    assert not keepstep.directory.exists(), "nothing makes it again"
+    out, err = again(keepstep)
+    assert "from None" in out
+    assert FREED not in err, "there was nothing left"
+
+
+def test_a_start_right_after_the_removal_begins_at_step_0_and_says_so(keepstep: Keepstep) -> None:
+    fail(keepstep)
+    sidecar = keepstep.sidecar()
+    sidecar.suspend()  # it has not noticed
+    shutil.rmtree(keepstep.directory)
+    with keepstep.start("run", "--", warm.python(), "train.py", "6", "-1") as process:
+        sidecar.resume()
+        out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert "from None" in out
+
+
+def test_memory_that_a_killed_sidecar_left_is_not_taken_by_a_new_directory(
+    keepstep: Keepstep,
+) -> None:
+    fail(keepstep)
+    keepstep.sidecar().send_signal(signal.SIGKILL)
+    eventually(lambda: not keepstep.sidecars())
+    shutil.rmtree(keepstep.directory)
+    out, err = again(keepstep)
+    assert "from None" in out
+    assert err.count(FREED) == 1
+
+
+def test_stop_frees_what_a_removed_run_left(keepstep: Keepstep) -> None:
+    fail(keepstep)
+    keepstep.sidecar().send_signal(signal.SIGKILL)
+    eventually(lambda: not keepstep.sidecars())
+    shutil.rmtree(keepstep.directory)
+    said = keepstep("stop", "--dir", str(keepstep.directory)).stdout
+    assert "run 'train': its directory was removed; its memory is freed now" in said
+    assert not keepstep.memory("train").exists()
+    assert "no run is kept" in keepstep("stop", "--dir", str(keepstep.directory), code=2).stderr
+
+
+def test_memory_is_taken_where_the_directory_is_still_there(keepstep: Keepstep) -> None:
+    fail(keepstep)
+    keepstep.sidecar().send_signal(signal.SIGKILL)
+    eventually(lambda: not keepstep.sidecars())
+    out, _ = again(keepstep)
+    assert "from 3" in out
+
+
+def test_a_volume_that_is_still_there_keeps_its_run(keepstep: Keepstep, tmp_path: Path) -> None:
+    volume = tmp_path / "drive"
+    volume.mkdir()
+    fail(keepstep, "--volume", str(volume))
+    shutil.rmtree(keepstep.directory)
+    out, _ = again(keepstep, "--volume", str(volume))
+    assert "from 3" in out
+
+
+def test_a_run_that_trains_makes_its_directory_again(keepstep: Keepstep) -> None:
+    text = TRAIN.replace(
+        "    checkpointer.save(step)\n",
+        "    checkpointer.save(step)\n    __import__('time').sleep(0.05)\n"
+        "    step == 5 and os.rename('.keepstep', 'gone')\n",
+    )
+    keepstep.script("train.py", text)
+    keepstep("run", "--", warm.python(), "train.py", "60", "-1")
+    assert list((keepstep.directory / "train").glob("0*-000000059"))

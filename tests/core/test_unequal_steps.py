@@ -1,0 +1,143 @@
+"""Ranks that save different steps are found, and ranks in lock step never are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.core.unequal_steps import LEAST, NEVER_SAVED_S, STOPPED_S, Reason, UnequalSteps
+from keepstep.steps import EpochId, StepId
+
+EPOCH = EpochId(1, "00000001")
+
+
+def begun(ranks: int = 2) -> UnequalSteps:
+    steps = UnequalSteps()
+    for rank in range(ranks):
+        steps.came(rank, 0.0)
+    steps.began(EPOCH, 0.0)
+    return steps
+
+
+def stage(steps: UnequalSteps, rank: int, *numbers: int, now: float = 1.0) -> None:
+    for number in numbers:
+        steps.staged(rank, StepId(EPOCH, number), now)
+
+
+def reason(steps: UnequalSteps, now: float = 1.0) -> Reason | None:
+    found = steps.difference(now)
+    return None if found is None else found.reason
+
+
+def test_a_rank_that_never_saves_is_named_once_the_others_are_far_ahead() -> None:
+    steps = begun()
+    stage(steps, 0, *range(30))
+    assert reason(steps, NEVER_SAVED_S - 1) is None
+    found = steps.difference(NEVER_SAVED_S)
+    assert found is not None
+    assert (found.saving, found.lacking, found.reason) == (0, 1, Reason.NEVER_SAVED)
+    assert str(found) == (
+        "rank 1 saves none of the steps that rank 0 saves (it has saved no step yet), so no step is"
+        " committed, and none can be restored: call save(step) on every rank, with the same steps"
+    )
+
+
+def test_odd_and_even_steps_are_found_without_a_wait() -> None:
+    steps = begun()
+    for number in range(2 * LEAST - 1):
+        stage(steps, number % 2, number)
+        assert reason(steps) is None
+    stage(steps, 1, 2 * LEAST - 1)
+    assert reason(steps) is Reason.PASSED
+
+
+def test_a_rank_that_saves_fewer_of_the_same_steps_is_not_named() -> None:
+    steps = begun()
+    for number in range(200):
+        if number % 10 == 0:
+            stage(steps, 1, number)  # before the other rank
+            assert reason(steps) is None
+        stage(steps, 0, number)
+        assert reason(steps) is None
+
+
+def test_a_rank_that_closed_early_is_named_at_once() -> None:
+    steps = begun()
+    for number in range(5):
+        stage(steps, 0, number)
+        stage(steps, 1, number)
+    steps.left(1, closed=True)
+    stage(steps, 0, *range(5, 5 + LEAST - 1))
+    assert reason(steps) is None
+    stage(steps, 0, 5 + LEAST)
+    found = steps.difference(1.0)
+    assert found is not None
+    assert found.reason is Reason.CLOSED
+    assert "since step 4" in str(found)
+
+
+def test_a_rank_whose_trainer_died_is_not_named() -> None:
+    steps = begun()
+    steps.left(1, closed=False)
+    stage(steps, 0, *range(30))
+    assert reason(steps, 1000.0) is None
+
+
+def test_a_rank_in_a_long_evaluation_is_not_named_for_a_minute() -> None:
+    steps = begun()
+    for number in range(5):
+        stage(steps, 0, number)
+        stage(steps, 1, number)
+    stage(steps, 0, *range(5, 200), now=30.0)
+    assert reason(steps, 1.0 + STOPPED_S - 1) is None
+    assert reason(steps, 1.0 + STOPPED_S) is Reason.STOPPED
+    stage(steps, 1, 5, now=62.0)
+    assert reason(steps, 62.0) is None
+
+
+def test_a_rank_that_lost_its_steps_is_not_named_for_them() -> None:
+    steps = begun()
+    for number in range(20):
+        stage(steps, 0, number)
+        steps.lost(1, number, 1.0)
+    assert reason(steps, 1000.0) is None
+
+
+def test_the_message_stays_the_same_until_a_step_is_common_again() -> None:
+    steps = begun()
+    stage(steps, 0, *range(10))
+    first = steps.difference(10.0)
+    assert first is not None
+    stage(steps, 0, *range(10, 100), now=20.0)
+    assert steps.difference(30.0) == first
+    stage(steps, 1, 99, now=31.0)
+    assert steps.difference(31.0) is None
+
+
+def test_ranks_of_an_earlier_life_do_not_count_in_the_next() -> None:
+    steps = begun()
+    steps.left(1, closed=True)
+    steps.began(EpochId(2, "00000002"), 2.0)
+    for number in range(10):
+        steps.staged(0, StepId(EpochId(2, "00000002"), number), 3.0)
+    assert steps.difference(100.0) is None
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@given(data=st.data())
+def test_ranks_in_lock_step_are_never_named(ranks: int, data: st.DataObject) -> None:
+    """A rank stages step s once every rank has returned from `save(s - 1)`. The reports may come
+    late, but in order."""
+    steps, next_step = begun(ranks), [0] * ranks
+    lost = data.draw(st.sets(st.tuples(st.integers(0, ranks - 1), st.integers(0, 40))))
+    for _ in range(data.draw(st.integers(10, 60))):
+        rank = data.draw(st.integers(0, ranks - 1))
+        if next_step[rank] >= min(next_step) + LEAST - 1:
+            continue
+        if (rank, next_step[rank]) in lost:
+            steps.lost(rank, next_step[rank], 1.0)
+        else:
+            stage(steps, rank, next_step[rank])
+        next_step[rank] += 1
+        assert steps.difference(1e6) is None

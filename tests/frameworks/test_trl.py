@@ -1,0 +1,76 @@
+"""TRL's trainers with one line more: what they know beside Trainer comes back, too."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.frameworks.conftest import Lives, assert_same, drawn
+
+pytestmark = pytest.mark.proves("trl")
+
+
+@pytest.fixture
+def trainer(lives) -> Lives:
+    modules = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "trl.trainer.kto_trainer")
+    more = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.reward_trainer")
+    return lives("trl_trainer.py", *modules, *more, "peft", "datasets")
+
+
+def check(trainer, **options):
+    plain = trainer.undisturbed(**options)
+    kept, said = trainer.kept(**options, kill=drawn(range(1, 6), range(6, 12)))
+    assert "restored step" in said
+    assert "changes from step to step, and is in no step" not in said
+    assert_same(plain, kept, kills=2)
+
+
+def test_sft_of_lora_packed_with_accumulation(trainer):
+    arguments = {"packing": True, "max_length": 32, "gradient_accumulation_steps": 2}
+    check(trainer, kind="SFT", lora=True, arguments=arguments)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "Reward"])
+def test_pairs_and_labels_with_sums_for_the_log(trainer, kind):
+    more = {"DPO": {"lora": True}, "KTO": {"reference": True}}.get(kind, {})
+    check(trainer, kind=kind, arguments={"max_length": 32}, **more)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_a_reference_model_that_is_trained_along(trainer, kind):
+    arguments = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+    check(trainer, kind=kind, reference=True, arguments={"max_length": 32, **arguments})
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_rollouts_that_last_for_several_steps(trainer, kind):
+    arguments = {
+        "steps_per_generation": 4,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "beta": 0.0,
+    }
+    check(trainer, kind=kind, arguments=arguments)
+
+
+@pytest.mark.parametrize("bits", ["4", "8"])
+def test_an_adapter_on_a_base_that_is_quantised(trainer, bits):
+    check(trainer, kind="SFT", lora=True, bits=bits, arguments={"max_length": 32})
+
+
+def test_a_base_that_is_quantised_otherwise_is_refused_before_anything_changes(trainer):
+    options = {"kind": "SFT", "lora": True, "bits": "4"}
+    trainer.kept(**options, arguments={"max_steps": 3})
+    _, said = trainer.kept(**options, arguments={"max_steps": 6}, other=True, code=1)
+    assert "step 3 was trained on another frozen base" in said
+    assert "hold NaN" not in said
+
+
+def test_rollouts_that_are_trained_twice_with_accumulation(trainer):
+    arguments = {
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "num_generations": 4,
+        "gradient_accumulation_steps": 2,
+        "max_completion_length": 6,
+    }
+    check(trainer, kind="GRPO", lora=True, arguments=arguments)

@@ -1,0 +1,139 @@
+"""A state that grows at each step is kept at each step, and comes back as it was."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import eventually
+from tests.lib.training import begun
+
+
+class Metric:
+    """A foreign object with a list of tensors, one more each step."""
+
+    def __init__(self):
+        self.values = []
+
+    def add(self, value):
+        self.values.append(value)
+
+    def state_dict(self):
+        return {"values": list(self.values), "count": len(self.values)}
+
+    def load_state_dict(self, state):
+        self.values = list(state["values"])
+        assert state["count"] == len(self.values)
+
+    def all(self):
+        return torch.stack(self.values)
+
+
+class Listed(dict):
+    def add(self, value):
+        self.setdefault("losses", []).append(value)
+
+    def all(self):
+        return torch.stack(self["losses"])
+
+
+class Joined(dict):
+    def add(self, value):
+        self["losses"] = torch.cat([self.get("losses", torch.zeros(0)), value.view(1)])
+
+    def all(self):
+        return self["losses"]
+
+
+class Keyed(dict):
+    def add(self, value):
+        by_step = self.setdefault("by_step", {})
+        by_step[len(by_step)] = value
+
+    def all(self):
+        return torch.stack(list(self["by_step"].values()))
+
+
+class Rows(dict):
+    """Tuples of tensors, as a replay buffer has them."""
+
+    def add(self, value):
+        self.setdefault("rows", []).append((value, value.view(1) + 1))
+
+    def all(self):
+        return torch.stack([one for one, _ in self["rows"]])
+
+
+@pytest.mark.parametrize("kind", [Metric, Listed, Joined, Keyed, Rows])
+@pytest.mark.parametrize("size", [64, 2400], ids=["small image", "image of 66 MiB"])
+def test_a_state_that_grows_by_a_tensor_each_step_is_kept_at_each_step(sidecar, kind, size):
+    grown, model = kind(), nn.Linear(size, size)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = begun({"model": model, "optimizer": optimizer, "grown": grown})
+    for step in range(12):
+        model(torch.ones(1, size)).sum().backward()
+        optimizer.step()
+        grown.add(torch.tensor(float(step)))
+        assert checkpointer.save(step), checkpointer.stats
+        # later saves wait for a slot as ever: all others may be on their way to the drive
+        eventually(lambda: checkpointer._agent._held is not None)
+    layout = checkpointer._snapshots
+    grown.add(torch.tensor(12.0))
+    assert checkpointer.save(12)
+    assert checkpointer._snapshots is layout, "growth needs no new layout any more"
+    checkpointer.close()
+    assert checkpointer.stats.staged == 13
+    other, again = kind(), nn.Linear(size, size)
+    with begun(
+        {"model": again, "optimizer": torch.optim.AdamW(again.parameters()), "grown": other}
+    ) as successor:
+        assert successor.epoch.parent.step == 12
+        assert torch.equal(other.all(), torch.arange(13.0))
+        assert torch.equal(again.weight, model.weight)
+        other.add(torch.tensor(13.0))
+        assert successor.save(13)
+
+
+def test_what_changes_the_layout_at_each_save_is_named(sidecar, caplog):
+    grown = {"large": torch.zeros(0, 40_000)}
+    checkpointer = begun({"grown": grown})
+    for step in range(5):
+        grown["large"] = torch.cat([grown["large"], torch.ones(1, 40_000)])
+        assert checkpointer.save(step)
+        checkpointer._agent.drain(timeout_s=20)
+    checkpointer.close()
+    (said,) = [one for one in caplog.messages if "layout of the state" in one]
+    assert "grown.large was F32[2, 40000] and is F32[3, 40000]" in said
+
+
+def test_tensors_that_settled_again_are_taken_as_fast_as_before(sidecar, monkeypatch):
+    extra = {"x": torch.zeros(3)}
+    checkpointer = begun({"model": nn.Linear(8, 8), "extra": extra})
+    for step in range(6):
+        extra["x"] = torch.full((3,), float(step))
+        checkpointer.save(step)
+    assert checkpointer._taken is None, "each save found another tensor"
+    for step in range(6, 40):
+        checkpointer.save(step)
+    assert checkpointer._taken is not None
+    checkpointer._agent.drain(timeout_s=20)
+    checkpointer._let_go("the test ends", timeout_s=5)
+
+
+def test_memory_for_one_of_several_layouts_is_free_for_the_next_one(sidecars, monkeypatch):
+    sidecar = sidecars().start("--memory-limit", "20Mi")
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
+    grown = {}
+    checkpointer = begun({"grown": grown})
+    for step in range(8):
+        grown[f"part{step}"] = torch.ones(200_000)
+        started = time.monotonic()
+        assert checkpointer.save(step), checkpointer.stats
+        assert time.monotonic() - started < 20
+        checkpointer.wait(step, "staged")
+    checkpointer.close()
+    with begun({"grown": {}}) as again:
+        assert again.epoch.parent.step == 7

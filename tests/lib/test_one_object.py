@@ -1,0 +1,432 @@
+"""What is one object before a save is one object afterwards, as after `torch.load`."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import random
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from keepstep.errors import UsageError
+from tests.lib.lives import bring_back, keep
+
+
+@pytest.fixture(params=["own image", "another world"])
+def again(request, tmp_path):
+    """Saves the components of one life and restores them into those of the next."""
+
+    def move(saved, live):
+        keep(saved, tmp_path / "slot")
+        bring_back(live, tmp_path / "slot", direct=request.param == "own image")
+        return live
+
+    return move
+
+
+@dataclasses.dataclass
+class Best:
+    loss: float = 0.0
+    weights: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    inner: Any
+
+
+class Move(NamedTuple):
+    state: Any
+    reward: float
+
+
+def test_a_dict_in_two_places_is_one_dict(again):
+    first = {"rewards": [1.0]}
+    last = {"rewards": [2.0]}
+    live: dict[str, Any] = {"episodes": [{"rewards": []}], "current": None}
+    live["current"] = live["episodes"][0]
+    script = live["episodes"]
+    again({"p": {"episodes": [first, last], "current": last}}, {"p": live})
+    assert live["current"] is live["episodes"][1]
+    assert live["episodes"] is script
+    assert live["episodes"] == [first, last]
+    assert live["episodes"][0] is not live["current"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        list,
+        dict,
+        set,
+        deque,
+        Counter,
+        OrderedDict,
+        bytearray,
+        lambda: defaultdict(list),
+        lambda: Best(),
+        lambda: types.SimpleNamespace(a=1),
+        lambda: argparse.Namespace(a=1),
+        lambda: np.arange(3.0),
+        lambda: np.zeros(40_000),
+        lambda: torch.zeros(3),
+        lambda: torch.Generator(),
+        lambda: np.random.default_rng(1),
+        lambda: random.Random(1),
+        lambda: [torch.zeros(2)],
+        lambda: {"t": torch.zeros(2)},
+        lambda: deque([torch.zeros(20_000)]),
+        lambda: OrderedDict(t=torch.zeros(2)),
+        lambda: Best(1.0, torch.zeros(2)),
+        lambda: types.SimpleNamespace(t=torch.zeros(2)),
+    ],
+)
+@pytest.mark.parametrize("fresh", [True, False])
+def test_whatever_can_change_is_one_object_in_all_components(again, make, fresh):
+    one = make()
+    saved = {"a": {"x": one, "deep": [(one, 1)]}, "b": {"y": one}}
+    live: dict[str, Any] = {"a": {}, "b": {}}
+    if not fresh:
+        live = {"a": {"x": make(), "deep": [(make(), 2)]}, "b": {"y": make()}}
+    again(saved, live)
+    assert type(live["a"]["x"]) is type(one)
+    assert live["a"]["x"] is live["a"]["deep"][0][0]
+    assert live["a"]["x"] is live["b"]["y"]
+
+
+def test_components_in_another_order_find_what_they_share(again):
+    one = {"t": torch.ones(2)}
+    live: dict[str, Any] = {"b": {}, "a": {}}
+    again({"a": {"x": one}, "b": {"x": one}}, live)
+    assert live["a"]["x"] is live["b"]["x"]
+
+
+def test_a_component_that_stands_in_another_one_is_the_live_one(again):
+    inner: dict[str, Any] = {"n": 1, "t": torch.ones(2)}
+    mine: dict[str, Any] = {}
+    live = {"inner": mine, "outer": {"inner": None}}
+    again({"inner": inner, "outer": {"inner": inner}}, live)
+    assert live["outer"]["inner"] is mine
+    assert mine["n"] == 1
+
+
+def test_an_object_that_was_live_in_two_places_is_two_where_two_were_saved(again):
+    both: dict[str, Any] = {"n": 0}
+    live = {"p": {"a": both, "b": both}}
+    again({"p": {"a": {"n": 1}, "b": {"n": 2}}}, live)
+    assert live["p"] == {"a": {"n": 1}, "b": {"n": 2}}
+    assert live["p"]["a"] is both
+
+
+def test_what_only_one_place_has_live_is_refilled_for_all(again):
+    mine: dict[str, Any] = {"n": 0}
+    one = {"n": 3}
+    live: dict[str, Any] = {"p": {"b": mine}}
+    again({"p": {"a": [one], "b": one}}, live)
+    assert live["p"]["a"][0] is mine
+    assert mine == {"n": 3}
+
+
+def test_fields_of_tensors_come_back_as_objects_of_their_class(again):
+    weight = torch.ones(3)
+    saved = {
+        "best": Best(0.5, {"w": weight}),
+        "frozen": Frozen([weight]),
+        "moves": [Move(torch.zeros(2), 1.0), Move(weight, 2.0)],
+        "names": types.SimpleNamespace(ema=weight),
+    }
+    live: dict[str, Any] = {"best": Best()}
+    mine = live["best"]
+    again({"p": saved}, {"p": live})
+    assert live["best"] is mine
+    assert mine.loss == 0.5
+    assert type(live["frozen"]) is Frozen
+    assert type(live["moves"][1]) is Move
+    assert live["moves"][1].reward == 2.0
+    assert mine.weights["w"] is live["frozen"].inner[0]
+    assert mine.weights["w"] is live["moves"][1].state
+    assert mine.weights["w"] is live["names"].ema
+
+
+class Attributes(dict):  # type: ignore[type-arg]
+    pass
+
+
+def test_a_dict_of_tensors_of_an_unknown_kind_is_refused_by_name(again):
+    with pytest.raises(
+        UsageError, match=r"p\.a: a .*Attributes of tensors would come back as a pl"
+    ):
+        again({"p": {"a": Attributes(t=torch.ones(1))}}, {"p": {}})
+    live = Attributes()
+    again({"p": Attributes(t=torch.ones(1))}, {"p": live})
+    assert live["t"].item() == 1
+
+
+# --- generators -------------------------------------------------------------------------------
+
+
+def advanced(make):
+    made = make()
+    draw(made)
+    return made
+
+
+def draw(generator):
+    if isinstance(generator, torch.Generator):
+        return torch.rand(3, generator=generator).tolist()
+    if isinstance(generator, random.Random):
+        return [generator.random(), generator.gauss(0, 1)]
+    if isinstance(generator, np.random.BitGenerator):
+        return generator.random_raw(3).tolist()
+    return [generator.standard_normal(), *generator.permutation(5).tolist()]
+
+
+GENERATORS = [
+    lambda: torch.Generator().manual_seed(3),
+    lambda: np.random.default_rng(3),
+    lambda: np.random.RandomState(3),
+    lambda: np.random.Generator(np.random.Philox(3)),
+    lambda: np.random.Generator(np.random.MT19937(3)),
+    lambda: np.random.SFC64(3),
+    lambda: random.Random(3),
+]
+
+
+@pytest.mark.parametrize("make", GENERATORS)
+@pytest.mark.parametrize("place", ["component", "dict", "list", "field", "tuple"])
+def test_a_generator_goes_on_where_it_was_in_place(again, make, place):
+    places = {
+        "component": lambda one: one,
+        "dict": lambda one: {"g": one},
+        "list": lambda one: {"g": [0, one]},
+        "field": lambda one: {"g": Best(0.0, one)},
+        "tuple": lambda one: {"g": (one, 1)},
+    }
+    saved, mine = advanced(make), make()
+    again({"g": places[place](saved)}, {"g": places[place](mine)})
+    assert draw(mine) == draw(saved)
+
+
+@pytest.mark.parametrize("make", GENERATORS)
+def test_a_generator_is_made_where_there_is_none(again, make):
+    saved, live = advanced(make), {"g": {"g": None}}
+    again({"g": {"g": saved}}, live)
+    assert type(live["g"]["g"]) is type(saved)
+    assert draw(live["g"]["g"]) == draw(saved)
+
+
+def test_what_a_generator_spawns_goes_on(again):
+    saved, mine = np.random.default_rng(3), np.random.default_rng(4)
+    saved.spawn(2)
+    again({"g": saved}, {"g": mine})
+    assert draw(mine.spawn(1)[0]) == draw(saved.spawn(1)[0])
+
+
+def test_a_generator_of_another_kind_is_refused_by_name(again):
+    from keepstep.errors import MismatchError
+
+    with pytest.raises(MismatchError, match=r"g: a random.Random in the checkpoint, a torch"):
+        again({"g": random.Random(1)}, {"g": torch.Generator()})
+
+
+def test_generators_over_one_stream_stay_over_one(again):
+    bits = np.random.PCG64(3)
+    live: dict[str, Any] = {}
+    again({"p": {"a": np.random.Generator(bits), "bits": bits}}, {"p": live})
+    assert live["a"].bit_generator is live["bits"]
+
+
+def test_a_generator_in_the_groups_of_an_optimizer_is_the_live_one(again):
+    def life(seed):
+        weight = nn.Parameter(torch.zeros(2))
+        generator = torch.Generator().manual_seed(seed)
+        optimizer = torch.optim.SGD([{"params": [weight], "generator": generator}], lr=0.1)
+        return {"o": optimizer, "p": {"g": generator}}, generator
+
+    (saved, theirs), (live, mine) = life(1), life(2)
+    draw(theirs)
+    again(saved, live)
+    assert live["o"].param_groups[0]["generator"] is mine
+    assert live["p"]["g"] is mine
+    assert draw(mine) == draw(theirs)
+
+
+class OwnRandom(random.Random):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (random.SystemRandom(), "SystemRandom"),
+        (OwnRandom(1), "OwnRandom"),
+    ],
+)
+def test_a_generator_that_has_no_state_of_its_own_is_refused_by_name(again, value, says):
+    with pytest.raises(UsageError, match=says) as raised:
+        again({"p": {"g": value}}, {"p": {}})
+    assert "trusted=True" not in str(raised.value)
+
+
+# --- views ------------------------------------------------------------------------------------
+
+
+def share(one, other):
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def test_a_row_of_a_ring_is_that_row_again_and_fills_no_other(again):
+    ring = torch.arange(8.0).view(4, 2)
+    live_ring = torch.zeros(4, 2)
+    live = {"newest": live_ring[0], "ring": live_ring}
+    again({"p": {"newest": ring[3], "ring": ring}}, {"p": live})
+    assert live["ring"] is live_ring
+    assert torch.equal(live_ring, ring)
+    live["newest"].fill_(9)
+    assert live_ring.tolist() == [[0, 1], [2, 3], [4, 5], [9, 9]]
+
+
+VIEWS = {
+    "row": lambda: (base := torch.arange(12.0).view(3, 4), base[1]),
+    "view first": lambda: ((base := torch.arange(12.0).view(3, 4))[1], base),
+    "transposed": lambda: (base := torch.arange(12.0).view(3, 4), base.t()),
+    "another dtype": lambda: (base := torch.arange(4.0).double(), base.view(torch.int32)),
+    "complex": lambda: (base := torch.randn(4, dtype=torch.complex64), torch.view_as_real(base)),
+    "overlapping parts": lambda: ((base := torch.arange(12.0))[:8], base[4:]),
+    "columns": lambda: ((base := torch.arange(12.0).view(3, 4))[:, :3], base[:, 2:]),
+    "of views": lambda: (base := torch.arange(12.0), (rows := base.view(3, 4)), rows[1:], rows[1]),
+    "windows": lambda: (base := torch.arange(9.0), base.unfold(0, 3, 1)),
+    "flipped parts": lambda: ((base := torch.arange(12.0))[4:], base[:8]),
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("live", ["none", "the same", "apart"])
+@pytest.mark.parametrize("where", ["list", "dicts", "foreign"])
+def test_tensors_over_one_memory_are_so_again(again, kind, live, where):
+    saved = list(VIEWS[kind]())
+    saved[0].add_(1)
+    expected = [one.clone() for one in saved]
+    here = list(VIEWS[kind]()) if live == "the same" else [one.clone() for one in saved]
+
+    def components(tensors):
+        if where == "list":
+            return {"p": {"all": tensors}}
+        if where == "foreign":
+            return {"p": {"first": tensors[0]}, "q": Holder(tensors[1:])}
+        return {"p": {"first": tensors[0]}, "q": {"rest": tensors[1:]}}
+
+    target = components([] if live == "none" and where == "list" else here)
+    if live == "none" and where != "list":
+        target["p"].clear()
+    again(components(saved), target)
+    rest = target["q"].rest if where == "foreign" else target.get("q", {}).get("rest", [])
+    got = target["p"]["all"] if where == "list" else [target["p"]["first"], *rest]
+    for one, wanted, before in zip(got, expected, saved, strict=True):
+        assert torch.equal(one, wanted)
+        assert one.stride() == before.stride()
+    assert all(share(got[0], one) for one in got[1:])
+    saved[0].zero_()
+    got[0].zero_()
+    for one, wanted in zip(got, saved, strict=True):
+        assert torch.equal(one, wanted)
+
+
+class Holder:
+    def __init__(self, rest):
+        self.rest = rest
+
+    def state_dict(self):
+        return {"rest": self.rest}
+
+    def load_state_dict(self, state):
+        self.rest = state["rest"]
+
+
+def test_parts_that_do_not_overlap_are_kept_as_they_are(again, tmp_path):
+    whole = torch.arange(1000.0)
+    again({"p": {"a": whole[:10], "b": whole[500:510]}}, {"p": (live := {})})
+    assert live["a"].untyped_storage().nbytes() == 40
+    assert not share(live["a"], live["b"])
+
+
+def test_a_view_of_a_weight_is_one_of_the_live_weight(again):
+    theirs, mine = nn.Linear(3, 2), nn.Linear(3, 2)
+    live = {"model": mine, "p": {"row": torch.zeros(3), "all": None}}
+    again(
+        {"model": theirs, "p": {"row": theirs.weight.detach()[1], "all": theirs.weight.detach()}},
+        live,
+    )
+    assert torch.equal(mine.weight, theirs.weight)
+    assert live["p"]["row"].data_ptr() == mine.weight[1].data_ptr()
+    assert live["p"]["all"].data_ptr() == mine.weight.data_ptr()
+
+
+def test_what_a_view_wrote_through_before_is_left_alone(again):
+    """A live view of a weight, where another tensor was saved, must not be filled in place."""
+    theirs, mine = nn.Linear(3, 2), nn.Linear(3, 2)
+    live = {"model": mine, "p": {"row": mine.weight.detach()[0]}}
+    again({"model": theirs, "p": {"row": torch.full((3,), 7.0)}}, live)
+    assert torch.equal(mine.weight, theirs.weight)
+    assert live["p"]["row"].tolist() == [7, 7, 7]
+
+
+def test_views_in_the_state_of_an_optimizer_overlap_again(again):
+    def life():
+        weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+        optimizer = torch.optim.SGD(weights, lr=0.1)
+        flat = torch.arange(6.0)
+        optimizer.state[weights[0]] = {"m": flat[:4]}
+        optimizer.state[weights[1]] = {"m": flat[2:]}
+        return optimizer, weights
+
+    (saved, _), (live, weights) = life(), life()
+    live.state.clear()
+    again({"o": saved}, {"o": live})
+    first, second = (live.state[one]["m"] for one in weights)
+    assert first.tolist() == [0, 1, 2, 3]
+    assert second.tolist() == [2, 3, 4, 5]
+    first.zero_()
+    assert second.tolist() == [0, 0, 4, 5]
+
+
+def test_a_parameter_in_a_dict_is_one_again(again):
+    prompt, rate = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    live: dict[str, Any] = {"mine": nn.Parameter(torch.zeros(2)), "plain": torch.zeros(2)}
+    mine = live["mine"]
+    again({"p": {"prompt": prompt, "rate": rate, "mine": prompt, "plain": rate}}, {"p": live})
+    assert type(live["prompt"]) is nn.Parameter
+    assert type(live["rate"]) is torch.Tensor
+    assert live["rate"].requires_grad
+    assert live["mine"] is mine
+    assert mine.tolist() == [1, 1]
+    assert live["prompt"].data_ptr() == mine.data_ptr()
+
+
+def test_a_small_tensor_of_a_deque_that_stands_elsewhere_is_one_tensor(again):
+    last = torch.ones(2)
+    window = deque([torch.zeros(2), last], maxlen=4)
+    live: dict[str, Any] = {}
+    again({"p": {"window": window, "last": last, "half": last[1:]}}, {"p": live})
+    live["last"].fill_(5)
+    assert type(live["window"]) is deque
+    assert live["window"].maxlen == 4
+    assert live["window"][1].tolist() == [5, 5]
+    assert live["half"].tolist() == [5]
+
+
+def test_a_copy_of_the_weights_that_is_the_live_weights_here_becomes_a_copy(again):
+    """The script begins with the very weights; the run had a copy of them, equal at that step."""
+    theirs, mine = nn.Linear(2, 2), nn.Linear(2, 2)
+    live = {"model": mine, "p": {"best": mine.state_dict()}}
+    again({"model": theirs, "p": {"best": copy.deepcopy(theirs.state_dict())}}, live)
+    best = live["p"]["best"]["weight"]
+    assert torch.equal(best, theirs.weight)
+    assert best.data_ptr() != mine.weight.data_ptr()

@@ -1,0 +1,127 @@
+"""Replicas that have diverged are noticed and named, and a restore that mixes them says so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from keepstep.save import replicas
+from keepstep.save.replicas import differing
+from keepstep.state.take import take
+from keepstep.steps import EpochId
+from tests.harness import eventually, torchrun
+
+SCRIPT = Path(__file__).parent / "replicas_script.py"
+
+
+def warned(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "with the same replica" in line]
+
+
+def test_replicas_that_train_apart_are_named_on_every_rank_and_at_the_restore(sidecar):
+    done = torchrun(2, SCRIPT, "no_sync", 12, 20.0, STATUS="1")
+    assert done.returncode == 0, done.stderr
+    lines = warned(done.stderr)
+    assert sorted(line.partition(": ranks")[0][-6:] for line in lines) == ["rank 0", "rank 1"]
+    assert all("ranks 0, 1 hold other values" in line for line in lines)
+    assert len(warned(done.stdout)) == 1, "and it stands in the status"
+    done = torchrun(2, SCRIPT, "no_sync", 13, 0.0)
+    assert "rank 0 begins at 11" in done.stdout
+    [said] = [one for one in done.stderr.splitlines() if "was saved while its replicas" in one]
+    assert "step 11 was saved while its replicas differed, so what is restored mixes them" in said
+
+
+def test_a_rank_that_computes_wrongly_is_named(sidecar):
+    done = torchrun(3, SCRIPT, "fault", 12, 20.0)
+    lines = warned(done.stderr)
+    assert len(lines) == 3, done.stderr
+    assert all("rank 1 holds other values" in line for line in lines)
+
+
+def test_a_replicated_tensor_of_a_mesh_that_differs_is_named(sidecar):
+    done = torchrun(3, SCRIPT, "mesh", 6, 20.0)
+    lines = warned(done.stderr)
+    assert len(lines) == 3, done.stderr
+    assert all("rank 2 holds other values" in line for line in lines)
+
+
+def test_replicas_that_are_given_without_their_wrapper_come_back_as_each_rank_had_them(sidecar):
+    done = torchrun(2, SCRIPT, "apart", 12, 1.0)
+    assert warned(done.stderr) == [], done.stderr
+    ends = dict(re.findall(r"rank (\d) ends with (-?\d+)", done.stdout))
+    done = torchrun(2, SCRIPT, "apart", 12, 0.0)
+    begins = dict(re.findall(r"rank (\d) begins at 11 with (-?\d+)", done.stdout))
+    assert begins == ends, done.stderr
+    assert ends["0"] != ends["1"]
+
+
+def test_replicas_that_are_alike_are_not_named(sidecar):
+    done = torchrun(3, SCRIPT, "alike", 70, 2.0)
+    assert done.returncode == 0, done.stderr
+    assert warned(done.stderr) == []
+
+
+class _Run:
+    """Replicas of several ranks in one process, over one store."""
+
+    def __init__(self, monkeypatch, world, *, within_s=1.0):
+        store = torch.distributed.HashStore()
+        monkeypatch.setattr(replicas, "_store", lambda: store)
+        monkeypatch.setattr(replicas, "_WITHIN_S", within_s)
+        self.store, self.texts = store, {rank: [] for rank in range(world)}
+        self.ranks = [
+            replicas.Replicas(
+                rank=rank, epoch=EpochId(1, "00000001"), warn=self.texts[rank].append, world=world
+            )
+            for rank in range(world)
+        ]
+        self.taken = take({"model": nn.Linear(2, 2)})
+
+    def save(self, step, *ranks):
+        for rank in ranks:
+            self.ranks[rank].sample(self.taken, step)
+
+    def close(self):
+        for one in self.ranks:
+            one.close()
+
+
+def test_a_rank_of_another_node_that_does_not_save_is_named(monkeypatch):
+    run = _Run(monkeypatch, 3)
+    for step in range(3):
+        run.save(step, 0, 2)
+    for rank in (0, 2):
+        eventually(lambda rank=rank: run.texts[rank], what="the warning")
+        assert "rank 1 has not saved step 1, which rank 0 saved a minute ago" in run.texts[rank][0]
+    run.close()
+    assert [len(texts) for texts in run.texts.values()] == [1, 0, 1], "once"
+
+
+def test_ranks_of_several_nodes_that_save_the_same_steps_leave_nothing_in_the_store(monkeypatch):
+    run = _Run(monkeypatch, 3, within_s=30.0)
+    for step in range(400):
+        run.save(step, 0, 1, 2)
+        if step in (0, 1, 2, 4, 7) or step % 31 == 0:
+            eventually(lambda: all(one._samples.empty() for one in run.ranks))
+    eventually(lambda: run.store.num_keys() <= 5, what="the keys are deleted")
+    run.close()
+    assert not any(run.texts.values())
+
+
+@pytest.mark.parametrize(
+    ("digests", "ranks"),
+    [
+        ("aaaa", ()),
+        ("aaba", (2,)),
+        ("ab", (0, 1)),
+        ("aabb", (0, 1, 2, 3)),
+        ("aabc", (0, 1, 2, 3)),
+        ("aaabc", (3, 4)),
+    ],
+)
+def test_the_ranks_that_differ_from_most_are_named(digests, ranks):
+    assert differing(dict(enumerate(one.encode() for one in digests))) == ranks

@@ -1,0 +1,104 @@
+"""Ranks that save different steps: every rank is told through its lease, and the drive stays
+bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trainer import FakeTrainer
+
+from keepstep.core.node import NEVER_WHOLE_KEPT
+from keepstep.steps import Answer
+from keepstep.wire.trainer import LeaseNews
+from tests.harness import SidecarProcess, eventually
+
+Trainers = Callable[..., FakeTrainer]
+
+
+def two_ranks(sidecar: SidecarProcess, trainers: Trainers) -> list[FakeTrainer]:
+    return [trainers(sidecar.socket, rank, 2).begin_run() for rank in range(2)]
+
+
+def warning(trainer: FakeTrainer) -> str:
+    """The next warning of the lease's stream; waits for it."""
+    while not (found := trainer.news(LeaseNews).warning):
+        pass
+    return found
+
+
+def pending(sidecar: SidecarProcess) -> list[str]:
+    return sorted(path.parent.name for path in sidecar.root.glob("pending/*/rank-*"))
+
+
+def test_every_rank_is_told_of_odd_and_even_steps(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
+    ranks = two_ranks(sidecar, trainers)
+    for step in range(6):
+        ranks[step % 2].stage(step)
+    texts = {warning(one) for one in ranks}
+    assert len(texts) == 1
+    assert "rank 1 saves none of the steps that rank 0 saves (it saves other steps)" in texts.pop()
+    assert any("on every rank" in one for one in sidecar.get("/v1/status")["warnings"])
+
+
+def test_the_warning_ends_with_a_step_that_every_rank_saved(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
+    ranks = two_ranks(sidecar, trainers)
+    for step in range(6):
+        ranks[step % 2].stage(step)
+    assert warning(ranks[0])
+    for one in ranks:
+        one.stage(6)
+    assert sidecar.get("/v1/status")["warnings"] == []
+
+
+def test_shards_that_will_never_be_whole_do_not_fill_the_drive(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
+    ranks = two_ranks(sidecar, trainers)
+    for step in range(60):
+        id = ranks[step % 2].stage(step)
+        ranks[step % 2].wait(id, "durable", flush=True)
+    eventually(lambda: len(pending(sidecar)) <= NEVER_WHOLE_KEPT + 2, what="the older are retired")
+
+
+def test_a_rank_alone_writes_nothing_once_the_other_one_has_closed(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
+    ranks = two_ranks(sidecar, trainers)
+    ranks[1].release()
+    for step in range(40):
+        ranks[0].stage(step)
+    text = warning(ranks[0])
+    assert "it has called close()" in text
+    assert ranks[0].wait(ranks[0].id_of(39), "committed", timeout_s=0.2).reason == text
+    assert len(pending(sidecar)) <= 2
+
+
+def test_a_fresh_start_names_the_steps_that_were_never_whole(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
+    ranks = two_ranks(sidecar, trainers)
+    for step in range(4):
+        ranks[0].stage(step)
+    for one in ranks:
+        one.disconnect()
+        one.connect()
+    found = ranks[0].candidates()
+    assert found.answer is Answer.NONE
+    assert found.never_whole == "4 steps from 0 to 3 of rank 0 alone"
+
+
+def test_a_rank_goes_on_in_memory_once_the_other_one_has_closed(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
+    ranks = two_ranks(sidecar, trainers)
+    for step in range(8):
+        for one in ranks:
+            one.stage(step)
+    ranks[1].take_slot()  # it has a slot at hand that still seals an older step
+    ranks[1].release()
+    for step in range(8, 20):
+        ranks[0].stage(step)
