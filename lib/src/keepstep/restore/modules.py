@@ -26,6 +26,7 @@ from keepstep.state.leaves import (
     Node,
     Taken,
     is_extra,
+    is_wrapper,
     leaves_of,
     plain_tensors,
 )
@@ -146,6 +147,7 @@ class ModuleLoader:
     def __init__(self, loader: Loader, name: str, module: nn.Module) -> None:
         self._loader, self._name, self._module = loader, name, module
         self._memory = {plain.data_ptr() for plain in _memory_of(module)}
+        self._wrappers = {name for name, one in _named_tensors(module) if is_wrapper(one)}
         self._prefixes: tuple[str, ...] = ()
         self._given: dict[str, Any] = {}
 
@@ -154,7 +156,7 @@ class ModuleLoader:
         nodes = dict(saved.branches(saved.node))
         self._prefixes = self._own_prefixes(nodes, live, keys)
         names = _names(saved)
-        whole = {path[0] for path, here in live.items() if len(path) > 1 and self._is_own(here)}
+        whole = self._wrappers & _keys_of(live)
         for path, here in live.items():
             key = path[0]
             if not self._loads(key) or key in whole:
@@ -242,7 +244,8 @@ class ModuleLoader:
 
     def _finish(self, order: list[Any], saved: SavedTree) -> None:
         state: OrderedDict[str, Any] = OrderedDict()
-        rest = {} if self._prefixes == ("",) else tree_of(self._module)
+        loads_all = self._prefixes == ("",) and not self._wrappers
+        rest = {} if loads_all else tree_of(self._module)
         for key in (*order, *(one for one in rest if not self._loads(one)), *self._given):
             if key in self._given:
                 state[key] = self._given[key]
@@ -261,6 +264,16 @@ class ModuleLoader:
 def _names(saved: SavedTree) -> dict[Path, str]:
     """The names of the saved tensors by path, without ranks."""
     return {path: base_of(leaf[1])[0] for path, leaf in leaves_of(saved.node) if leaf[0] == "t"}
+
+
+def _keys_of(live: Live) -> set[Any]:
+    """The keys under which there are live tensors."""
+    return {path[0] for path in live}
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _memory_of(module: nn.Module) -> Iterator[Tensor]:
