@@ -150,6 +150,7 @@ class ModuleLoader:
         self._wrappers = {name for name, one in _named_tensors(module) if is_wrapper(one)}
         self._prefixes: tuple[str, ...] = ()
         self._given: dict[str, Any] = {}
+        self._filled: set[Any] = set()
 
     def plan(self, saved: SavedTree, live: Live, keys: frozenset[Any]) -> None:
         """Compare and plan; the loader notes the differences. `keys`: the live keys."""
@@ -157,6 +158,8 @@ class ModuleLoader:
         self._prefixes = self._own_prefixes(nodes, live, keys)
         names = _names(saved)
         whole = self._wrappers & _keys_of(live)
+        copied = {path[0] for path, here in live.items() if not self._is_own(here)}
+        self._filled = _keys_of(live) - copied
         for path, here in live.items():
             key = path[0]
             if not self._loads(key) or key in whole:
@@ -219,7 +222,9 @@ class ModuleLoader:
             if self._loader.alone and node[0] == "v":
                 self._loader.differ(f"{self._name}.{key}: in the checkpoint, missing here")
             return False
-        return node[0] != "d" or key in keys
+        if is_extra((key,)):
+            return True
+        return key not in self._filled or any(leaf[0] == "v" for _, leaf in leaves_of(node))
 
     def _built(self, key: Any, node: Node, saved: SavedTree, live: Live) -> Any:
         def tensor(path: Path, name: str) -> Tensor | None:
