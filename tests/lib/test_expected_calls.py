@@ -374,7 +374,7 @@ def test_what_a_restart_must_build_first_is_named_at_the_save_and_once(sidecar, 
         one.getMessage() for one in caplog.records if "a restart must build" in one.getMessage()
     ]
     assert len(said) == 1
-    assert "m.1.weight is new (float32[2, 2])" in said[0]
+    assert "m.1.weight is new (torch.float32(2, 2))" in said[0]
     assert "ema is new (a component)" in said[0]
     assert "latest_step()" in said[0]
 

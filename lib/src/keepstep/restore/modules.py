@@ -26,6 +26,7 @@ from keepstep.state.leaves import (
     Node,
     Taken,
     is_extra,
+    is_wrapper,
     leaves_of,
     plain_tensors,
 )
@@ -51,9 +52,22 @@ def _outermost(module: nn.Module, filled: tuple[str, ...]) -> tuple[str, ...]:
         return ("",)
     found: tuple[str, ...] = ()
     for prefix, part in _parts(module):
-        if not prefix.startswith(found) and any(_is_own(one, filled) for one in _loading(part)):
+        if _is_plain(part) or prefix.startswith(found):
+            continue
+        if any(_is_own(one, filled) for one in _loading(part)):
             found = (*found, prefix)
     return found
+
+
+def _is_plain(part: nn.Module) -> bool:
+    """Whether no code but torch's own can run when this part is loaded; most parts are plain."""
+    own = vars(part)
+    return (
+        type(part)._load_from_state_dict is nn.Module._load_from_state_dict
+        and "_load_from_state_dict" not in own
+        and not own.get("_load_state_dict_pre_hooks")
+        and not own.get("_load_state_dict_post_hooks")
+    )
 
 
 def _loading(part: nn.Module) -> Iterator[Any]:
@@ -133,15 +147,19 @@ class ModuleLoader:
     def __init__(self, loader: Loader, name: str, module: nn.Module) -> None:
         self._loader, self._name, self._module = loader, name, module
         self._memory = {plain.data_ptr() for plain in _memory_of(module)}
+        self._wrappers = {name for name, one in _named_tensors(module) if is_wrapper(one)}
         self._prefixes: tuple[str, ...] = ()
         self._given: dict[str, Any] = {}
+        self._filled: set[Any] = set()
 
     def plan(self, saved: SavedTree, live: Live, keys: frozenset[Any]) -> None:
         """Compare and plan; the loader notes the differences. `keys`: the live keys."""
         nodes = dict(saved.branches(saved.node))
         self._prefixes = self._own_prefixes(nodes, live, keys)
         names = _names(saved)
-        whole = {path[0] for path, here in live.items() if len(path) > 1 and self._is_own(here)}
+        whole = self._wrappers & _keys_of(live)
+        copied = {path[0] for path, here in live.items() if not self._is_own(here)}
+        self._filled = _keys_of(live) - copied
         for path, here in live.items():
             key = path[0]
             if not self._loads(key) or key in whole:
@@ -204,7 +222,9 @@ class ModuleLoader:
             if self._loader.alone and node[0] == "v":
                 self._loader.differ(f"{self._name}.{key}: in the checkpoint, missing here")
             return False
-        return node[0] != "d" or key in keys
+        if is_extra((key,)):
+            return True
+        return key not in self._filled or any(leaf[0] == "v" for _, leaf in leaves_of(node))
 
     def _built(self, key: Any, node: Node, saved: SavedTree, live: Live) -> Any:
         def tensor(path: Path, name: str) -> Tensor | None:
@@ -229,7 +249,8 @@ class ModuleLoader:
 
     def _finish(self, order: list[Any], saved: SavedTree) -> None:
         state: OrderedDict[str, Any] = OrderedDict()
-        rest = {} if self._prefixes == ("",) else tree_of(self._module)
+        loads_all = self._prefixes == ("",) and not self._wrappers
+        rest = {} if loads_all else tree_of(self._module)
         for key in (*order, *(one for one in rest if not self._loads(one)), *self._given):
             if key in self._given:
                 state[key] = self._given[key]
@@ -248,6 +269,16 @@ class ModuleLoader:
 def _names(saved: SavedTree) -> dict[Path, str]:
     """The names of the saved tensors by path, without ranks."""
     return {path: base_of(leaf[1])[0] for path, leaf in leaves_of(saved.node) if leaf[0] == "t"}
+
+
+def _keys_of(live: Live) -> set[Any]:
+    """The keys under which there are live tensors."""
+    return {path[0] for path in live}
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _memory_of(module: nn.Module) -> Iterator[Tensor]:

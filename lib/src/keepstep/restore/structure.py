@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from keepstep.restore.modules import own_prefixes
-from keepstep.restore.targets import describe
 from keepstep.state.leaves import Node, Taken, is_extra, leaves_of
 from keepstep.state.wrappers import unwrap
 
@@ -28,16 +27,13 @@ def structure_of(taken: Taken) -> Structure:
     """The structure of a taken state, without whatever dicts and foreign objects hold, and
     without the foreign objects that were not taken.
     """
-    leaves = {leaf.name: leaf for leaf in taken.tensors}
-    shapes = {
-        name: describe(tuple(leaf.live.shape), leaf.live.dtype) for name, leaf in leaves.items()
-    }
-    shapes |= {alias: shapes[name] for alias, name in taken.aliases.items()}
+    lives = {leaf.name: leaf.live for leaf in taken.tensors}
+    lives |= {alias: lives[name] for alias, name in taken.aliases.items()}
     found: dict[str, str] = {}
     for name, node in taken.skeleton[1]:
         component = unwrap(taken.components[name])
         if isinstance(component, nn.Module):
-            found |= _of_module(name, component, node, shapes)
+            found |= _of_module(name, component, node, lives)
         elif isinstance(component, torch.optim.Optimizer):
             found |= _of_optimizer(name, component, taken)
     return found
@@ -58,19 +54,23 @@ def changes(before: Structure, now: Structure) -> dict[str, str]:
 
 
 def _of_module(
-    name: str, module: nn.Module, node: Node, shapes: Mapping[str, str]
+    name: str, module: nn.Module, node: Node, lives: Mapping[str, Tensor]
 ) -> dict[str, str]:
     prefixes = own_prefixes(module)
     found = {}
     for path, leaf in leaves_of(node):
         if not path or is_extra(path):
             continue
-        shape = shapes[leaf[1]] if leaf[0] == "t" else "a value"
-        if not str(path[0]).startswith(prefixes):
+        shape = _shape(lives[leaf[1]]) if leaf[0] == "t" else "a value"
+        if not prefixes or not str(path[0]).startswith(prefixes):
             found[f"{name}.{'.'.join(map(str, path))}"] = shape
         else:  # only whether a key is there, and its shape
             found[f"{name}.{path[0]}"] = f"{shape if len(path) == 1 else 'several'}{_OWN}"
     return found
+
+
+def _shape(live: Tensor) -> str:
+    return f"{live.dtype}{tuple(live.shape)}"
 
 
 def _of_optimizer(name: str, optimizer: torch.optim.Optimizer, taken: Taken) -> dict[str, str]:
