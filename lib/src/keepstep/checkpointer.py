@@ -47,6 +47,7 @@ from keepstep.image import Layout, extras
 from keepstep.restore.collective import Collective, Gather, Unkept
 from keepstep.restore.modules import check_loads
 from keepstep.restore.preview import Preview, preview
+from keepstep.restore.rehearsal import rehearse
 from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.restore.structure import COMPONENT, Structure, changes, structure_of
 from keepstep.restore.waiting import telling
@@ -177,6 +178,7 @@ class Checkpointer:
         self._loose: Loose = NOWHERE
         self._structure: Structure = {}
         self._changed: frozenset[str] = frozenset()
+        self._refused: tuple[Structure, str] = {}, ""
         self._unsaved: UnsavedBuffers | None = None
         self._slow_said = False
         self._stage_every = 1
@@ -421,12 +423,37 @@ class Checkpointer:
         `_meet` does.
         """
         if self._world > 1:
-            self._agree(gather, lambda: self._components, check=check_loads)
+            self._agree(gather, lambda: self._components, check=self._check_loads)
             return
         taken = self._probed
         if taken is None or len(taken.components) < len(self._components):
             taken = self._probe(self._components)
+        self._check_loads(taken)
+
+    @property
+    def _is_fresh(self) -> bool:
+        """Whether this life began with nothing to restore."""
+        return self._epoch is not None and self._epoch.parent is None
+
+    def _check_loads_once(self, taken: Taken, structure: Structure) -> None:
+        """The same where the structure is another than before `restore`: a layer that quantises its
+        weights with the first batch, an optimizer whose state comes with its first step.
+        """
+        known, error = self._refused
+        if known != structure:
+            error = ""
+            try:
+                self._check_loads(taken)
+            except UsageError as refusal:
+                error = str(refusal)
+            self._refused = structure, error
+        if error:
+            raise UsageError(error)
+
+    def _check_loads(self, taken: Taken) -> None:
+        """Raise UsageError for what could be kept, but never restored."""
         check_loads(taken)
+        rehearse(taken, trusted=self._trusted)
 
     def _known(self) -> dict[str, Any]:
         """The components that give their state without running foreign code: modules, optimizers
@@ -762,6 +789,8 @@ class Checkpointer:
         """Name what a restart could not restore unless the script builds it first."""
         now = {**structure_of(taken), **dict.fromkeys(taken.components, COMPONENT)}
         found = changes(self._structure, now)
+        if found or (self._snapshots is None and self._is_fresh):
+            self._check_loads_once(taken, now)
         said = [found[name] for name in sorted(found.keys() - self._changed)]
         self._structure, self._changed = now, self._changed | found.keys()
         if said:

@@ -20,6 +20,7 @@ from keepstep.image.tensors import Section as Section
 from keepstep.image.tensors import TensorSpec as TensorSpec
 from keepstep.image.tensors import base_of as base_of
 from keepstep.image.tensors import local_name as local_name
+from keepstep.image.tensors import strides_with_gaps as strides_with_gaps
 from keepstep.image.verify import check_chunk as check_chunk
 from keepstep.image.verify import check_control as check_control
 from keepstep.image.verify import check_table as check_table

@@ -19,6 +19,7 @@ from typing import Any
 
 from keepstep.errors import FormatError
 from keepstep.image import fields
+from keepstep.image.tensors import strides_with_gaps
 
 LARGE_BYTES = 64 << 10
 """An array of at least this size is an entry of the image: copied as memory, verified in chunks."""
@@ -170,6 +171,8 @@ def _from_torch(value: Any) -> dict[str, Any] | None:
     data = ctypes.string_at(plain.data_ptr(), size) if size else b""
     text = base64.b64encode(data).decode("ascii")
     more: dict[str, Any] = {} if value.is_contiguous() else {"order": _order(value)}
+    if strides := strides_with_gaps(value.shape, value.stride()):
+        more = {"strides": list(strides)}
     more |= {"requires_grad": True} if value.requires_grad else {}
     return {
         "!torch.Tensor": [_name(plain.dtype), list(plain.shape), text, *([more] if more else [])]
@@ -223,7 +226,11 @@ def _to_tensor(value: Any) -> Any:
     else:
         made = torch.empty(sizes, dtype=dtype)
     (told,) = more or [{}]
-    if order := told.get("order"):
+    if strides := told.get("strides"):
+        if strides_with_gaps(sizes, fields.sizes(strides, "strides")) is None:
+            raise ValueError("no strides of its dimensions")
+        made = torch.empty_strided(sizes, strides, dtype=dtype).copy_(made)
+    elif order := told.get("order"):
         made = torch.empty_permuted(sizes, order, dtype=dtype).copy_(made)
     return made.requires_grad_(told.get("requires_grad") is True)
 

@@ -185,7 +185,9 @@ class _Encoder:
         if kind in _SEQUENCES:
             return {_SEQUENCES[kind]: self._items(value, depth)}
         if kind in _PAIRS:
-            return {_PAIRS[kind]: self._pairs(value, depth)}
+            tree = {_PAIRS[kind]: self._pairs(value, depth)}
+            # the state of a module has its `_metadata` so
+            return {"!attributes": [tree, self._dict(vars(value), depth)]} if vars(value) else tree
         if kind is deque:
             return {"!deque": [value.maxlen, self._items(value, depth)]}
         try:
@@ -465,6 +467,14 @@ def _dict_of(value: Any) -> dict[Any, Any]:
     return built
 
 
+def _with_attributes(value: Any) -> Any:
+    made, attributes = _list_of(value)
+    if type(made) not in _PAIRS or type(attributes) is not dict:
+        raise TypeError("not a dict and its attributes")
+    vars(made).update(attributes)
+    return made
+
+
 def _deque_of(value: Any) -> deque[Any]:
     maxlen, items = _list_of(value)
     return deque(_list_of(items), maxlen)
@@ -488,6 +498,7 @@ _BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!dict": _dict_of,
     "!counter": lambda pairs: Counter(_dict_of(pairs)),
     "!ordereddict": lambda pairs: OrderedDict(_dict_of(pairs)),
+    "!attributes": _with_attributes,
     "!defaultdict": _defaultdict_of,
     "!deque": _deque_of,
     "!path": lambda pair: _PATHS[pair[0]](pair[1]),

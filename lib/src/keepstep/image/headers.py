@@ -17,7 +17,14 @@ from keepstep.errors import FormatError
 from keepstep.image import fields
 from keepstep.image.fields import MAX_BYTES, quoted
 from keepstep.image.strictjson import Reader, is_text
-from keepstep.image.tensors import NATIVE_BYTES, OPAQUE_BYTES, Parameters, Section, TensorSpec
+from keepstep.image.tensors import (
+    NATIVE_BYTES,
+    OPAQUE_BYTES,
+    Parameters,
+    Section,
+    TensorSpec,
+    strides_with_gaps,
+)
 
 FORMAT_VERSION = 1
 
@@ -135,10 +142,12 @@ class Header:
     def _hints(self) -> dict[str, Any]:
         """Keys that a reader can do without. Older images may lack them."""
         orders = {one.name: one.dim_order for one in self.specs if one.dim_order is not None}
+        strides = {one.name: one.strides for one in self.specs if one.strides is not None}
         shapes = {one.name: one.unflattened for one in self.specs if one.unflattened is not None}
         hints = {
             "twins": self.twins,
             "dim_orders": orders,
+            "strides": strides,
             "unflattened_shapes": shapes,
             "parameters": dict(self.parameters),
         }
@@ -328,6 +337,7 @@ _BY_NAME = {
     "dtypes": fields.text,
     "global_shapes": fields.sizes,
     "dim_orders": fields.sizes,
+    "strides": fields.sizes,
     "unflattened_shapes": fields.sizes,
     "aliases": fields.text,
 }
@@ -408,11 +418,16 @@ def _spec(
     order = ours.get("dim_orders", {}).get(name)
     if order is not None and sorted(order) != list(range(len(shape))):
         raise FormatError(f"{quoted(name)}: {quoted(order)} is no order of its dimensions")
+    strides = ours.get("strides", {}).get(name)
+    if strides is not None and (
+        len(strides) != len(shape) or strides_with_gaps(shape, strides) is None
+    ):
+        raise FormatError(f"{quoted(name)}: {quoted(strides)} are no strides of its dimensions")
     box = _box(name, shape, offsets, ours["global_shapes"].get(name, shape))
     unflattened = ours.get("unflattened_shapes", {}).get(name)
     if unflattened is not None and (math.prod(unflattened),) != (box[1] or shape):
         raise FormatError(f"{quoted(name)}: no vector that {quoted(unflattened)} can be made of")
-    return TensorSpec(name, dtype, shape, section, *box, order, device, unflattened)
+    return TensorSpec(name, dtype, shape, section, *box, order, device, unflattened, strides)
 
 
 def _opaque(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from keepstep.errors import FormatError
@@ -46,8 +47,10 @@ class TensorSpec(NamedTuple):
 
     `shape`: of the box. `dtype`: the true dtype in safetensors' spelling, see `ELEMENT_BYTES`.
     `dim_order`: the order of the dimensions in the trainer's memory, outermost first; None for
-    row-major. In the image itself a tensor is always row-major. `device`: where the tensor was:
-    `cpu`, `cuda` (the process's own device) or `cuda:1`; None if the image does not say.
+    row-major. `strides`: in elements, of a tensor with gaps between its elements, such as a column
+    of a matrix; None for a dense one. In the image itself a tensor is always row-major. `device`:
+    where the tensor was: `cpu`, `cuda` (the process's own device) or `cuda:1`; None if the image
+    does not say.
     `unflattened`: for a vector, the shape with which it is used, in row-major order; None for a
     tensor that is used as it is.
     """
@@ -61,6 +64,7 @@ class TensorSpec(NamedTuple):
     dim_order: tuple[int, ...] | None = None
     device: str | None = None
     unflattened: tuple[int, ...] | None = None
+    strides: tuple[int, ...] | None = None
 
     @property
     def element_bytes(self) -> int:
@@ -90,6 +94,24 @@ class TensorSpec(NamedTuple):
         """The offsets that stock readers see: one for each dimension, zeros for a whole tensor."""
         offsets = self.offsets or (0,) * len(self.shape)
         return (*offsets, 0) if self.dtype in OPAQUE_BYTES else offsets
+
+
+def strides_with_gaps(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """The strides of a tensor whose elements lie apart, each in a place of its own; None for any
+    other tensor, and if most of its memory would be gaps.
+    """
+    extent = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride < extent:
+            return None
+        extent += max(size - 1, 0) * stride
+    count = math.prod(shape)
+    apart = count < extent <= _MOST_GAPS * count + _SMALL_EXTENT
+    return tuple(strides) if apart and count else None
+
+
+_MOST_GAPS = 4
+_SMALL_EXTENT = 4096
 
 
 def local_name(name: str, rank: int) -> str:

@@ -30,7 +30,8 @@ class Saved:
     """One saved tensor.
 
     `numbers`: the elements of `rows`, one after the other. `dtype`: in the spelling of safetensors.
-    `dim_order`, `device`: as the first rank with this tensor gives them, see `TensorSpec`.
+    `dim_order`, `device`, `strides`: as the first rank with this tensor gives them; see
+    `TensorSpec`.
 
     Treat it as a value. It is not frozen because there are many, and a frozen one takes three times
     as long to make.
@@ -42,6 +43,7 @@ class Saved:
     numbers: array[int]
     dim_order: tuple[int, ...] | None = None
     device: str | None = None
+    strides: tuple[int, ...] | None = None
 
     @cached_property
     def rows(self) -> Tensor:
@@ -131,7 +133,8 @@ class IndexBuilder:
             row = array("q", (layout.rank, entry.begin, *at, *spec.shape))
             saved = tensors.get(name)
             if saved is None:
-                tensors[name] = Saved(name, spec.dtype, shape, row, spec.dim_order, spec.device)
+                how = spec.dim_order, spec.device, spec.strides
+                tensors[name] = Saved(name, spec.dtype, shape, row, *how)
             elif (saved.dtype, saved.shape) == (spec.dtype, shape):
                 saved.numbers.extend(row)
             else:

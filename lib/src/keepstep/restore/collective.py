@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 _CANDIDATES_S = 600.0
 _RANKS_NAMED = 8
-_INTERRUPTED_S = 10.0
+_INTERRUPTED_S = 2.0
 _BEGINS_S = 0.5
 
 Begin = Callable[[Decision], Restore]

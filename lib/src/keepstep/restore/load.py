@@ -325,7 +325,10 @@ class Loader:
     ) -> Tensor:
         """A new tensor for a box of a saved tensor."""
         device = device_of(saved.device) if device is None else device
-        tensor = empty(shape, saved.dim_order, dtype=DTYPE_OF[saved.dtype], device=device)
+        strides = saved.strides if shape == saved.shape else None
+        tensor = empty(
+            shape, saved.dim_order, strides=strides, dtype=DTYPE_OF[saved.dtype], device=device
+        )
         copying.prefer_huge_pages(tensor)
         self._targets.append(tensor)
         self._wants.append(Want(saved.name, Box(offsets, shape), own=own))

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from keepstep.errors import FormatError
-from keepstep.image import Parameters, Section, TensorSpec, extras, fields, objects, strictjson
+from keepstep.image import (
+    Parameters,
+    Section,
+    TensorSpec,
+    extras,
+    fields,
+    objects,
+    strictjson,
+    strides_with_gaps,
+)
 from keepstep.image.arrays import ArrayForm, dtype_of
 from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
 from keepstep.state import sharding
@@ -106,6 +115,7 @@ class Taken:
                 offsets=leaf.offsets,
                 global_shape=leaf.global_shape,
                 dim_order=dim_order(leaf.whole),
+                strides=strides_with_gaps(leaf.whole.shape, leaf.whole.stride()),
                 device=device_name(leaf.tensor.device),
                 unflattened=leaf.unflattened,
             )
@@ -326,10 +336,15 @@ def empty(
     shape: tuple[int, ...],
     order: tuple[int, ...] | None,
     *,
+    strides: tuple[int, ...] | None = None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """A new dense tensor whose dimensions lie in memory in the order that `dim_order` gave."""
+    """A new tensor: with gaps between its elements if it had `strides`, else dense, its dimensions
+    in memory in the order that `dim_order` gave.
+    """
+    if strides is not None:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     if order is None:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty_permuted(shape, order, dtype=dtype, device=device)
@@ -430,6 +445,8 @@ def _formed(form: Any, plain: Any) -> Any:
     if type(form) in (OrderedDict, defaultdict) and type(plain) is dict:
         made = form.copy()
         made.update(plain)
+        if type(form) is OrderedDict:
+            vars(made).update(vars(form))
         return made
     raise FormatError(
         f"the tree of this image makes a {type(form).__name__} of a {type(plain).__name__}"

@@ -13,6 +13,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
 from keepstep.errors import few
 from keepstep.image import objects
 from keepstep.state import rng
@@ -41,6 +43,13 @@ class Refill:
         that was live as two becomes one.
         """
         if type(saved) in _ATOMS or id(saved) in self._live:
+            return
+        if isinstance(saved, Tensor):
+            if _is_same(
+                live, saved
+            ):  # a parameter of a model, say, and not another over its memory
+                self._live[id(saved)] = live
+                self._saved.append(saved)
             return
         if whatever or _suits(live, saved):
             if id(live) in self._used:
@@ -83,6 +92,8 @@ class Refill:
             target.clear()
             for key, one in pairs:  # not `update`: that of a Counter counts the pairs
                 target[key] = one
+            if type(saved) is OrderedDict and type(target) is OrderedDict:
+                vars(target).update(vars(saved))  # as the `_metadata` of a module's state
         elif isinstance(saved, list | deque):
             plain = set(map(type, saved)) <= _ATOMS
             items = list(saved) if plain else [self.placed(one) for one in saved]
@@ -110,6 +121,17 @@ def put_back(name: str, live: Any, saved: Any, refill: Refill) -> None:
             few(dropped, _SHOWN),
         )
     refill.placed(saved)
+
+
+def _is_same(live: Any, saved: Tensor) -> bool:
+    """Whether both are the same tensor: of one kind, over the same memory."""
+    return (
+        type(live) is type(saved)
+        and live.requires_grad is saved.requires_grad
+        and (live.dtype, live.device, live.shape) == (saved.dtype, saved.device, saved.shape)
+        and live.data_ptr() == saved.data_ptr() != 0
+        and live.stride() == saved.stride()
+    )
 
 
 def _suits(live: Any, saved: Any) -> bool:

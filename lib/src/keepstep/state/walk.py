@@ -197,11 +197,28 @@ class Walker:
             is_kept=lambda leaf: leaf.name in self._kept,
             make_base=self._make_base,
         )
+        for leaf in self.tensors:
+            if leaf.name in self._kept and leaf.fresh and _is_expanded(leaf.tensor):
+                self._tie_expanded(leaf)
         for alias, first in [*self.aliases.items()]:
             if first in self._views:
                 self._views[alias] = self._views[first]
                 del self.aliases[alias]
         self.tensors = [leaf for leaf in self.tensors if leaf.name not in self._views]
+
+    def _tie_expanded(self, leaf: TensorLeaf) -> None:
+        """Keep an expanded tensor as a view of its distinct elements."""
+        tensor = leaf.tensor
+        sizes = [
+            1 if step == 0 else size
+            for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        ]
+        with torch.no_grad():
+            distinct = tensor.as_strided(sizes, tensor.stride())
+        if distinct.is_contiguous():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            form = ViewForm(dtype, 0, tuple(tensor.shape), tensor.stride())
+            self._views[leaf.name] = self._make_base(leaf, distinct), form
 
     def _make_base(self, beside: TensorLeaf, whole: Tensor) -> str:
         name = beside.name
@@ -312,7 +329,9 @@ class Walker:
                 " plain dict: make a dict of it, or name it as a component of its own"
             )
         form: Any = OrderedDict()
-        if kind is not OrderedDict:
+        if kind is OrderedDict:
+            vars(form).update(vars(tree))
+        else:
             form = deque(maxlen=tree.maxlen) if kind is deque else defaultdict(tree.default_factory)
         return ("x", self._value(form)[1], node)
 
