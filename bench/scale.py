@@ -236,7 +236,9 @@ def vote(kind: str, world: int) -> dict[str, float]:
             )  # fmt: skip
 
     with measured.timed("restore_s"):
-        found = everyone.restore(lambda: granted, lambda _: restoring, meet=meet)
+        found = everyone.restore(
+            lambda: granted, lambda _: restoring, meet=meet, begin_anew=lambda _: None
+        )
     assert isinstance(found, Agreed)
     assert found.epoch.parent == NEWEST
     nodes = tuple(rank // NODE for rank in range(world))

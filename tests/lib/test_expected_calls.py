@@ -188,7 +188,8 @@ def test_a_step_that_is_not_kept_is_not_true_when_it_comes_again(sidecar, caplog
     checkpointer = begun(components)
     components["state"] = state
     with caplog.at_level(logging.WARNING, logger="keepstep"):
-        assert not checkpointer.save(0)
+        with pytest.raises(keepstep.UsageError, match=r"state\['n'\]"):
+            checkpointer.save(0)  # the first save of a life
         components["state"] = kept
         assert not checkpointer.save(0)
     checkpointer.close(timeout=5) if checkpointer.save(1) else pytest.fail("step 1 is not kept")

@@ -194,8 +194,12 @@ def test_the_signals_of_a_forked_worker_are_not_those_of_the_trainer(sidecar):
         """
 import os, signal
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+ready, begun = os.pipe()
 if (worker := os.fork()) == 0:
-    signal.pause()
+    os.write(begun, b"!")  # Python forgets the signals that a child gets before this
+    while True:
+        signal.pause()
+os.read(ready, 1)
 os.kill(worker, signal.SIGTERM)
 os.waitpid(worker, 0)
 raise ValueError("wrong")

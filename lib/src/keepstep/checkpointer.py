@@ -541,7 +541,9 @@ class Checkpointer:
         """Have the memory of images made from now on, if the layout is known: a new optimizer has
         no state before its first step.
         """
-        if self._agent is None or not all(map(_has_state, self._components.values())):
+        components = self._components.values()
+        # a foreign object is not asked for its state before the first save: a loader may begin then
+        if self._agent is None or not all(is_known(one) and _has_state(one) for one in components):
             return
         with contextlib.suppress(Exception):  # the first save raises it again
             taken = self._retake()
