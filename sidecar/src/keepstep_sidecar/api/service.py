@@ -54,6 +54,8 @@ _COMMIT_S = 10.0
 _WATCH_S = 1.0
 """How often to check that directories and slots still exist."""
 
+_NOTICE_S = 0.2
+
 _LONGEST_PAUSE_S = 60.0
 """The longest pause between scans that fail."""
 
@@ -138,6 +140,9 @@ class Service:
         trouble = ""
         while True:
             await asyncio.sleep(_WATCH_S)
+            if await self._is_removed():
+                # a sidecar that was held up learns only now that its command has ended
+                await asyncio.sleep(_NOTICE_S)
             if await self._is_given_up():
                 warn("memory freed", reason="somebody removed the run's directory")
                 await self.stop(StopRequest(drain=False))
@@ -161,13 +166,17 @@ class Service:
         """Whether somebody removed the run's directory while the run neither trains nor is
         supervised: a new start is then to begin at step 0, and not from this memory. The sidecar of
         a pod waits for its trainer."""
-        if self.config.linger_s is None or not self._is_alone or not self.committer.scanned:
+        if self.config.linger_s is None or not self._is_alone:
+            return False
+        return await self._is_removed() and self._is_alone
+
+    async def _is_removed(self) -> bool:
+        if not self.committer.scanned:
             return False
         try:
-            removed = await self.committer.blocking(self.volumes.is_removed)
+            return bool(await self.committer.blocking(self.volumes.is_removed))
         except StorageError:
             return False
-        return removed and self._is_alone
 
     @property
     def _is_alone(self) -> bool:

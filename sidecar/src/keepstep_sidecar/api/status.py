@@ -142,9 +142,13 @@ async def volume_status(service: Service) -> tuple[VolumeStatus, ...]:
 
 
 def _volume(volume: Volume, service: Service) -> VolumeStatus:
-    """A failed volume reports only why it failed (`failed`), and does not hide the others."""
+    """A failed volume reports only why it failed (`failed`), and does not hide the others. A
+    directory that somebody removed is no failure of its drive.
+    """
     reason = f" ({volume.engine_reason})" if volume.engine_reason else ""
-    used, free, quarantined = 0, 0, 0
+    used, free, quarantined, removed = 0, 0, 0, False
+    with contextlib.suppress(StorageError):
+        removed = volume.is_removed()
     with contextlib.suppress(StorageError):
         used, free = volume.used_bytes(), volume.free_bytes()
         quarantined = volume.quarantined()
@@ -154,7 +158,7 @@ def _volume(volume: Volume, service: Service) -> VolumeStatus:
         used_bytes=used,
         free_bytes=free,
         capacity_bytes=service.config.capacity_bytes,
-        failed=volume.failed,
+        failed="" if removed else volume.failed,
         quarantined=quarantined,
     )
 
