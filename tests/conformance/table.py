@@ -19,6 +19,7 @@ class Result(enum.Enum):
     EQUAL = "equal"
     DIFFERS = "differs"
     AS_CONTROL = "as control"
+    DIFFERS_LESS = "differs less"
     RAISES = "raises"
     REFUSED_AT_START = "refused at the start"
     REFUSED_AT_FIRST_SAVE = "refused at the first save"
@@ -28,6 +29,7 @@ class Result(enum.Enum):
 NOT_WORSE = {
     Result.EQUAL: set(Result),
     Result.AS_CONTROL: {Result.DIFFERS},
+    Result.DIFFERS_LESS: {Result.DIFFERS},
     Result.REFUSED_AT_START: set(Result),
     Result.REFUSED_AT_FIRST_SAVE: set(Result),
     Result.NAMED_AT_SAVE: {Result.DIFFERS, Result.RAISES},

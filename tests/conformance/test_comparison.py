@@ -39,8 +39,9 @@ PLAIN = _outcome({"a": "1", "b": "2"}, codes=(0,), said=("",))
     ("control", "kept", "expected"),
     [
         ({"a": "1", "b": "3"}, {"a": "1", "b": "3"}, Result.AS_CONTROL),
-        ({"a": "1", "b": "3"}, {"a": "1", "b": "2"}, Result.EQUAL),
+        ({"a": "3", "b": "3"}, {"a": "1", "b": "4"}, Result.DIFFERS_LESS),
         ({"a": "1", "b": "3"}, {"a": "1", "b": "4"}, Result.DIFFERS),
+        ({"a": "1", "b": "3"}, {"a": "1", "b": "2"}, Result.EQUAL),
         ({"a": "1", "b": "3"}, {"a": "3", "b": "3"}, Result.DIFFERS),
         ({"a": "1", "b": "3"}, {"a": "1", "b": "2", "c": "1"}, Result.DIFFERS),
         ({"a": "1", "b": "2"}, {"a": "1"}, Result.DIFFERS),

@@ -109,8 +109,12 @@ def of_keepstep(row: Row, undisturbed: Outcome, control: Outcome, kept: Outcome)
         differs = differences(undisturbed.record, kept.record)
         if not differs:
             return Result.EQUAL
-        beside = {path for path in differs if kept.record.get(path) != control.record.get(path)}
-        return Result.AS_CONTROL if control.ended_well and not beside else Result.DIFFERS
+        if not control.ended_well:
+            return Result.DIFFERS
+        if all(kept.record.get(path) == control.record.get(path) for path in differs):
+            return Result.AS_CONTROL
+        less = set(differs) < set(differences(undisturbed.record, control.record))
+        return Result.DIFFERS_LESS if less else Result.DIFFERS
     if len(kept.codes) > 1:
         warned = [line for said in kept.said[:-1] for line in _warnings(said)]
         named = bool(row.says) and any(row.says in line for line in warned)

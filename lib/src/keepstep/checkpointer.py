@@ -430,30 +430,26 @@ class Checkpointer:
             taken = self._probe(self._components)
         self._check_loads(taken)
 
-    @property
-    def _is_fresh(self) -> bool:
-        """Whether this life began with nothing to restore."""
-        return self._epoch is not None and self._epoch.parent is None
-
     def _check_loads_once(self, taken: Taken, structure: Structure) -> None:
-        """The same where the structure is another than before `restore`: a layer that quantises its
-        weights with the first batch, an optimizer whose state comes with its first step.
+        """The same where a model has another structure than at `restore`, such as a layer that
+        quantises its weights with the first batch. Other objects may take back a state only while
+        they are new.
         """
         known, error = self._refused
         if known != structure:
             error = ""
             try:
-                self._check_loads(taken)
+                self._check_loads(taken, models_only=True)
             except UsageError as refusal:
                 error = str(refusal)
             self._refused = structure, error
         if error:
             raise UsageError(error)
 
-    def _check_loads(self, taken: Taken) -> None:
+    def _check_loads(self, taken: Taken, *, models_only: bool = False) -> None:
         """Raise UsageError for what could be kept, but never restored."""
         check_loads(taken)
-        rehearse(taken, trusted=self._trusted)
+        rehearse(taken, trusted=self._trusted, models_only=models_only)
 
     def _known(self) -> dict[str, Any]:
         """The components that give their state without running foreign code: modules, optimizers
@@ -791,7 +787,7 @@ class Checkpointer:
         """Name what a restart could not restore unless the script builds it first."""
         now = {**structure_of(taken), **dict.fromkeys(taken.components, COMPONENT)}
         found = changes(self._structure, now)
-        if found or (self._snapshots is None and self._is_fresh):
+        if found:
             self._check_loads_once(taken, now)
         said = [found[name] for name in sorted(found.keys() - self._changed)]
         self._structure, self._changed = now, self._changed | found.keys()

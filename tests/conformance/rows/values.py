@@ -251,9 +251,6 @@ TABLE.add(
     "named tuples",
     lambda: _kept({"pair": Pair(1, torch.ones(2)), "in": [Pair("a", None)]}, _counts),
     kills=(2,),
-    keepstep=Result.REFUSED_AT_START,
-    says="Pair",
-    reason="an object that is no data: keep a tuple, or a dataclass",
 )
 TABLE.add(
     "argparse.Namespace in a dict",

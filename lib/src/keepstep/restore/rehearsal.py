@@ -35,14 +35,14 @@ _MOST_OF_FREE = 8
 _ATOMS = (bool, int, float, str, bytes, type(None), type)
 
 
-def rehearse(taken: Taken, *, trusted: bool) -> None:
+def rehearse(taken: Taken, *, trusted: bool, models_only: bool = False) -> None:
     """Raise UsageError for a component whose `load_state_dict` refuses what its `state_dict` gave.
 
-    `taken`: the state of the components, which are not asked again.
+    `taken`: the state of the components, which are not asked again. `models_only`: only modules.
     """
     for name, node in taken.skeleton[1]:
         component = unwrap(taken.components[name])
-        if not _loads_itself(component):
+        if not _loads_itself(component) or (models_only and not isinstance(component, nn.Module)):
             continue
         before = rng.capture()
         try:
