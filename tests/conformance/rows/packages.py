@@ -246,7 +246,7 @@ def _metric(make: Callable[[Any], nn.Module], *, persistent: bool = True) -> Tra
     def loss(m: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
         y = (x[:, 0] > 1).long()
         out = m["net"](x)
-        m["metric"].update(out.detach().softmax(1)[:, 1].contiguous(), y)
+        m["metric"].update(out.detach().softmax(1)[:, 1], y)
         return nn.functional.cross_entropy(out, y)
 
     return trained(model, loss=loss, after=lambda step: model["metric"].compute())

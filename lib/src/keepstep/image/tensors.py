@@ -97,17 +97,27 @@ class TensorSpec(NamedTuple):
 
 
 def strides_with_gaps(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """The strides of a tensor whose elements lie apart, each in a place of its own; None for any
-    other tensor, and if most of its memory would be gaps.
+    """The strides of a tensor whose elements lie apart, each in a place of its own, or of one
+    without elements that are not the usual ones. None for any other tensor, and if most of its
+    memory would be gaps.
     """
+    count = math.prod(shape)
+    if not count:
+        return None if tuple(strides) == _usual(shape) else tuple(strides)
     extent = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride < extent:
             return None
-        extent += max(size - 1, 0) * stride
-    count = math.prod(shape)
-    apart = count < extent <= _MOST_GAPS * count + _SMALL_EXTENT
-    return tuple(strides) if apart and count else None
+        extent += (size - 1) * stride
+    return tuple(strides) if count < extent <= _MOST_GAPS * count + _SMALL_EXTENT else None
+
+
+def _usual(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a row-major tensor without elements, as torch makes them."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
 
 
 _MOST_GAPS = 4
