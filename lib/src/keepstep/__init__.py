@@ -21,6 +21,7 @@ from keepstep.errors import (
     SidecarError,
     SlotUnavailable,
     UsageError,
+    WithinStepError,
     WorldChangedError,
 )
 from keepstep.version import __version__ as __version__
@@ -39,6 +40,7 @@ __all__ = [
     "SidecarError",
     "SlotUnavailable",
     "UsageError",
+    "WithinStepError",
     "WorldChangedError",
 ]
 

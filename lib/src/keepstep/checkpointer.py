@@ -41,6 +41,7 @@ from keepstep.errors import (
     NotDurableError,
     SlotUnavailable,
     UsageError,
+    WithinStepError,
     few,
 )
 from keepstep.image import Layout, extras
@@ -685,7 +686,7 @@ class Checkpointer:
             begin = "after a restore the loop begins at restore().step + 1"
             agent.skip(step, f"a newer one, or itself, came before: {only_grow}; {begin}")
             return False
-        if self._snapshots is None:
+        if not self._submitted:
             self._hint()
         if self._rng_later:
             agent.warn("rng-later", _NO_RNG)
@@ -695,7 +696,7 @@ class Checkpointer:
         try:
             taken, data, snapshots = self._laid_out(agent)
         except Exception as error:
-            if is_of_a_handler(error):
+            if is_of_a_handler(error) or isinstance(error, WithinStepError):
                 raise
             raise _Unkeepable(str(error) or type(error).__name__) from error
         if self._replicas is not None:

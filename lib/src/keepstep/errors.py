@@ -2,6 +2,7 @@
 
     KeepstepError
       UsageError            the caller did something that cannot work; says what to do instead
+        WithinStepError     the state is that of no step now; a save after the step can keep it
       ImageError            bytes are not the image they claim to be
         FormatError         malformed or hostile header, extras or control page
         TornError           no valid seal: the image was never completed
@@ -37,6 +38,10 @@ class KeepstepError(Exception):
 
 class UsageError(KeepstepError):
     """The caller did something that cannot work; the message says what to do instead."""
+
+
+class WithinStepError(UsageError):
+    """The state is that of no step at the moment, as within the accumulation of gradients."""
 
 
 class ImageError(KeepstepError):

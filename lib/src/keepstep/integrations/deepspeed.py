@@ -32,7 +32,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from keepstep.errors import MismatchError, UsageError
+from keepstep.errors import MismatchError, UsageError, WithinStepError
 from keepstep.integrations import require, require_torch
 from keepstep.state import sharding
 from keepstep.state.wrappers import Flat, Replicated
@@ -274,7 +274,7 @@ class _Counters:
     def state_dict(self) -> dict[str, Any]:
         engine = self._engine
         if not stepped(engine):
-            raise UsageError(
+            raise WithinStepError(
                 "gradients are being accumulated, which no step holds: save where"
                 " keepstep.integrations.deepspeed.stepped(engine) is true"
             )
