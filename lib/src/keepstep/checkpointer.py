@@ -572,8 +572,9 @@ class Checkpointer:
         is.
 
         The first save of a life waits until memory for its image was made (at most a minute). It
-        raises UsageError, even without `strict`, if the state cannot be kept or no memory is large
-        enough, so that no run goes on for hours and keeps nothing.
+        raises UsageError, even without `strict`, if the state cannot be kept, so that no run goes
+        on for hours and keeps nothing. If the machine has too little memory, training goes on: the
+        log says so with the sizes, once a minute, and every status does.
 
         Pass `healthy=False` if, for example, the loss or the gradients are not finite. The step is
         then not kept, and counts as a failure of the step that this life was restored from, like an
@@ -707,11 +708,10 @@ class Checkpointer:
             slot = agent.await_slot(timeout_s=patience_s)
         except SlotUnavailable as error:
             self._left = Left.of(step, taken, data, snapshots)
-            if agent.refusal:
-                raise _Unkeepable(agent.refusal) from error
             if self._strict:
                 raise SlotUnavailable(f"step {step} is not kept: {error}") from None
-            agent.skip(step, str(error))
+            # no fault of the script's, and memory may be given later: training goes on
+            agent.skip(step, str(error), unkeepable=bool(agent.refusal))
             return False
         agent.eager_next = False
         self._fill(agent, slot, snapshots, taken, data, step=step, lazy=lazy, started=started)
