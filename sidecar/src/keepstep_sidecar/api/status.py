@@ -147,8 +147,8 @@ def _volume(volume: Volume, service: Service) -> VolumeStatus:
     """
     reason = f" ({volume.engine_reason})" if volume.engine_reason else ""
     used, free, quarantined, removed = 0, 0, 0, False
-    with contextlib.suppress(StorageError):
-        removed = volume.is_removed()
+    with contextlib.suppress(StorageError, OSError):
+        removed = not volume.root.exists() and volume.is_removed()
     with contextlib.suppress(StorageError):
         used, free = volume.used_bytes(), volume.free_bytes()
         quarantined = volume.quarantined()
