@@ -328,8 +328,9 @@ class Volume:
         """Whether somebody removed the run's directory. False if its file system is away."""
         with self._lock, self._translated(f"cannot look for {self.root}"):
             above = (self.root, *self.root.parents)
-            device = next(path.stat().st_dev for path in above if path.exists())
-            return device == self._device and not self._require_writable().held
+            nearest = next(path for path in above if path.exists())
+            there = nearest.is_dir() and nearest.stat().st_dev == self._device
+            return there and not self._require_writable().held
 
     def mend(self) -> bool:
         """Make the run's directory again if somebody removed it. Returns True in that case: the
