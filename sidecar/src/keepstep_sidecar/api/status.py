@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import os
 import resource
@@ -148,7 +149,8 @@ def _volume(volume: Volume, service: Service) -> VolumeStatus:
     reason = f" ({volume.engine_reason})" if volume.engine_reason else ""
     used, free, quarantined, removed = 0, 0, 0, False
     with contextlib.suppress(StorageError, OSError):
-        removed = not volume.root.exists() and volume.is_removed()
+        missing = f"[Errno {errno.ENOENT}]" in volume.failed
+        removed = missing and not volume.root.exists() and volume.is_removed()
     with contextlib.suppress(StorageError):
         used, free = volume.used_bytes(), volume.free_bytes()
         quarantined = volume.quarantined()
