@@ -80,6 +80,31 @@ def test_a_rehearsal_loads_a_copy_and_leaves_what_is_live_alone(sidecar):
         assert not live.initialized
 
 
+LIVE = {"loads": 0}
+
+
+def by_closure(live):
+    return lambda *_: live.update(loads=live["loads"] + 1)
+
+
+def by_default(live):
+    return lambda module, keys, live=live: live.update(loads=live["loads"] + 1)
+
+
+def by_global(_):
+    return lambda *_: LIVE.update(loads=LIVE["loads"] + 1)
+
+
+@pytest.mark.parametrize("reach", [by_closure, by_default, by_global])
+def test_a_hook_that_reaches_out_of_its_module_is_not_rehearsed(sidecar, reach):
+    LIVE["loads"] = 0
+    model = nn.Linear(2, 2)
+    model.register_load_state_dict_post_hook(reach(LIVE))
+    with keepstep.Checkpointer({"model": model}) as checkpointer:
+        assert checkpointer.restore() is None
+        assert LIVE["loads"] == 0
+
+
 class Lazy(nn.Linear):
     """Gives more once it has seen a batch, and refuses that."""
 

@@ -13,9 +13,10 @@ of the free memory.
 from __future__ import annotations
 
 import copy
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -32,7 +33,11 @@ from keepstep.state.wrappers import is_known, unwrap
 _MOST_OF_FREE = 8
 """A copy takes at most this part of the memory that is free."""
 
-_ATOMS = (bool, int, float, str, bytes, type(None), type)
+_UNCHANGED = (
+    *(bool, int, float, str, bytes, type(None), type),
+    *(FunctionType, BuiltinFunctionType, ModuleType, logging.Logger),
+)
+"""What a hook may refer to without changing it."""
 
 
 def rehearse(taken: Taken, *, trusted: bool, models_only: bool = False) -> None:
@@ -112,7 +117,9 @@ def _reaches_out(hook: Any) -> bool:
     if not isinstance(hook, FunctionType):
         return False  # a method is copied with its object
     cells = [cell.cell_contents for cell in hook.__closure__ or () if _is_filled(cell)]
-    return not all(isinstance(one, (*_ATOMS, FunctionType)) for one in cells)
+    named = [hook.__globals__.get(name) for name in hook.__code__.co_names]
+    given = [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()]
+    return not all(isinstance(one, _UNCHANGED) for one in (*cells, *named, *given))
 
 
 def _is_filled(cell: Any) -> bool:
