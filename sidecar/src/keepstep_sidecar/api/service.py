@@ -143,10 +143,10 @@ class Service:
             if await self._is_removed():
                 # a sidecar that was held up learns only now that its command has ended
                 await asyncio.sleep(_NOTICE_S)
-            if await self._is_given_up():
-                warn("memory freed", reason="somebody removed the run's directory")
-                await self.stop(StopRequest(drain=False))
-                return
+                if await self._is_given_up():
+                    warn("memory freed", reason="somebody removed the run's directory")
+                    await self.stop(StopRequest(drain=False))
+                    return
             try:
                 mended = self.committer.scanned and await self.committer.blocking(self.volumes.mend)
             except StorageError as error:
