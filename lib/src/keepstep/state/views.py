@@ -53,14 +53,17 @@ def find(
         for one in group:
             base = next((base for base in bases if base.holds(one)), None)
             if base is not None and not one.fixed:
-                views[one.leaf.name] = base.leaf.name, _form(one, base.begin)
+                views[one.leaf.name] = (
+                    base.leaf.name,
+                    form_of(one.leaf.tensor, one.begin - base.begin),
+                )
             elif not one.fixed:
                 left.append(one)
         for rest in _groups(left):
             name, begin = _base(rest, is_kept, make_base)
             for one in rest:
                 if one.leaf.name != name:
-                    views[one.leaf.name] = name, _form(one, begin)
+                    views[one.leaf.name] = name, form_of(one.leaf.tensor, one.begin - begin)
     return views
 
 
@@ -131,7 +134,7 @@ def _base(
     return make_base(first, whole), begin
 
 
-def _form(one: _Span, begin: int) -> ViewForm:
-    tensor = one.leaf.tensor
+def form_of(tensor: Tensor, offset_bytes: int = 0) -> ViewForm:
+    """How the tensor lies in the memory of a base that begins so many bytes before it."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return ViewForm(dtype, one.begin - begin, tuple(tensor.shape), tensor.stride())
+    return ViewForm(dtype, offset_bytes, tuple(tensor.shape), tensor.stride())

@@ -197,7 +197,7 @@ class Walker:
             is_kept=lambda leaf: leaf.name in self._kept,
             make_base=self._make_base,
         )
-        for leaf in self.tensors:
+        for leaf in [*self.tensors]:
             if leaf.name in self._kept and leaf.fresh and _is_expanded(leaf.tensor):
                 self._tie_expanded(leaf)
         for alias, first in [*self.aliases.items()]:
@@ -216,9 +216,7 @@ class Walker:
         with torch.no_grad():
             distinct = tensor.as_strided(sizes, tensor.stride())
         if distinct.is_contiguous():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            form = ViewForm(dtype, 0, tuple(tensor.shape), tensor.stride())
-            self._views[leaf.name] = self._make_base(leaf, distinct), form
+            self._views[leaf.name] = self._make_base(leaf, distinct), views.form_of(tensor)
 
     def _make_base(self, beside: TensorLeaf, whole: Tensor) -> str:
         name = beside.name
