@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import os
 import resource
@@ -143,14 +142,9 @@ async def volume_status(service: Service) -> tuple[VolumeStatus, ...]:
 
 
 def _volume(volume: Volume, service: Service) -> VolumeStatus:
-    """A failed volume reports only why it failed (`failed`), and does not hide the others. A
-    directory that somebody removed is no failure of its drive.
-    """
+    """A failed volume reports only why it failed (`failed`), and does not hide the others."""
     reason = f" ({volume.engine_reason})" if volume.engine_reason else ""
-    used, free, quarantined, removed = 0, 0, 0, False
-    with contextlib.suppress(StorageError, OSError):
-        missing = f"[Errno {errno.ENOENT}]" in volume.failed
-        removed = missing and not volume.root.exists() and volume.is_removed()
+    used, free, quarantined = 0, 0, 0
     with contextlib.suppress(StorageError):
         used, free = volume.used_bytes(), volume.free_bytes()
         quarantined = volume.quarantined()
@@ -160,7 +154,7 @@ def _volume(volume: Volume, service: Service) -> VolumeStatus:
         used_bytes=used,
         free_bytes=free,
         capacity_bytes=service.config.capacity_bytes,
-        failed="" if removed else volume.failed,
+        failed=volume.failed,
         quarantined=quarantined,
     )
 

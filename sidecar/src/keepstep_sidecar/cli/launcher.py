@@ -17,7 +17,6 @@ from typing import Final
 
 from keepstep.errors import SidecarError, UsageError
 from keepstep.processes import Process, wait_gone
-from keepstep.wire.status import Status
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.run_dir import RunDir, load, make_memory, save
 from keepstep_sidecar.config.sidecar import KEYS
@@ -33,8 +32,8 @@ wait."""
 LOG_LIMIT_BYTES: Final = 16 << 20
 _GONE_S: Final = 15.0
 _POLL_S: Final = 0.02
-_NOTICED_S: Final = 2.0
-"""How long a sidecar may take to notice that its command and trainers have ended."""
+_NOTICED_S: Final = 5.0
+"""How long a sidecar may take to notice that its directory was removed, and to end."""
 _TAIL_BYTES: Final = 2000
 
 
@@ -174,24 +173,14 @@ def free_removed(kept: RunDir, *, orphans: bool) -> bool:
     """
     if kept.record.exists() or any((root / RECORD).exists() for root in kept.roots):
         return False
-    deadline = time.monotonic() + _NOTICED_S
-    while (live := calls.status(kept.socket)) is not None and _in_use(live):
-        if time.monotonic() >= deadline:
-            return False  # it goes on
-        time.sleep(_POLL_S)
+    live = calls.status(kept.socket)
     if live is None:
         return orphans and _remove_memory(kept)
-    if any(volume.failed for volume in live.volumes):
-        return False  # a drive is away
-    held = slots_left(kept)
-    process = Process.of(live.pid)
-    calls.stop(kept.socket, forget=True, drain=False, timeout_s=DRAIN_S)
-    _await_gone(process, kept)
+    # the sidecar itself knows whether the directory was removed, its drive is away, or it is in use
+    held, process = slots_left(kept), Process.of(live.pid)
+    if process is not None and not wait_gone(process, timeout_s=_NOTICED_S):
+        return False
     return _remove_memory(kept) or held
-
-
-def _in_use(live: Status) -> bool:
-    return live.owned or any(one.alive for one in live.ranks)
 
 
 def _remove_memory(kept: RunDir) -> bool:
