@@ -310,6 +310,21 @@ _STRIDE_BYTES = 256 << 10
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def of_bits(tensor: Tensor) -> Tensor:
+    """The tensor with elements of at most 8 bytes: complex128 as two doubles."""
+    return tensor if tensor.element_size() in _BITS else torch.view_as_real(tensor)
+
+
+def sampled(tensor: Tensor) -> tuple[Tensor, int]:
+    """A view of a few elements of a dense tensor, as integers, and how far apart they lie in its
+    memory, in elements. `tensor`: see `of_bits`.
+    """
+    flat, size = tensor.as_strided((tensor.numel(),), (1,)), tensor.element_size()
+    stride = max(1, min(flat.numel() // _SAMPLES, _STRIDE_BYTES // size))
+    stride = (stride - 1) | 1  # odd: samples come from all columns of a matrix
+    return flat.view(_BITS[size])[::stride], stride
+
+
 class Fingerprint:
     """Sample positions of a set of dense tensors; `take` reads them.
 
@@ -327,9 +342,8 @@ class Fingerprint:
         for number, (tensor, begin) in enumerate(zip(self.aliases, begins, strict=True)):
             if tensor.numel() == 0:
                 continue
+            tensor = of_bits(tensor)
             size = tensor.element_size()
-            if size not in _BITS:  # complex128: two doubles
-                tensor, size = torch.view_as_real(tensor), 8
             group = groups.setdefault((device_of(tensor), size), _Group(size))
             group.add(number, tensor, begin)
         self._groups = list(groups.values())
@@ -364,10 +378,8 @@ class _Group:
         self._places: Tensor | None = None
 
     def add(self, number: int, tensor: Tensor, begin: int) -> None:
-        flat = tensor.as_strided((tensor.numel(),), (1,))
-        stride = max(1, min(flat.numel() // _SAMPLES, _STRIDE_BYTES // self._size))
-        stride = (stride - 1) | 1  # odd: samples come from all columns of a matrix
-        self.views.append(flat.view(_BITS[self._size])[::stride])
+        view, stride = sampled(tensor)
+        self.views.append(view)
         self._tensors.append((number, tensor, stride, begin // self._size))
 
     def in_image(self, memory: memoryview) -> Tensor:

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from keepstep.errors import few
 from keepstep.save import accelerator
+from keepstep.save.pending import of_bits, sampled
 from keepstep.save.snapshot import may_wait
 from keepstep.state.leaves import Taken, TensorLeaf
 from keepstep.steps import EpochId
@@ -50,9 +51,6 @@ _FIRST = (0, 1, 2, 4, 7)
 _EVERY = 31
 """No multiple of the periods at which replicas are averaged, after which they are equal."""
 
-_SAMPLES = 16
-_STRIDE_BYTES = 256 << 10
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WITHIN_S = 60.0
 _SLACK_S = 5.0
 _SHORTEST_S, _LONGEST_S = 0.005, 0.5
@@ -245,7 +243,7 @@ def _digest(samples: Sequence[Tensor]) -> bytes:
 
 # --- samples -------------------------------------------------------------------------------------
 #
-# Of each tensor a few elements at regular strides, as in `pending.Fingerprint`, but of the whole
+# Of each tensor the same few elements as `pending.Fingerprint` takes, but of the whole
 # replica: a rank's own part says nothing about the others. In the order of the names, because ranks
 # may number their parameters differently.
 
@@ -258,19 +256,10 @@ def _views(leaves: Sequence[TensorLeaf]) -> dict[Group, list[list[Tensor]]]:
         if sharing is None or len(sharing.replicas) < 2 or not tensor.numel():
             continue
         if may_wait(tensor):
-            view, size = _view(tensor)
+            view, _ = sampled(of_bits(tensor.detach()))
             of_group = found.setdefault(tuple(sharing.replicas), {})
-            of_group.setdefault((tensor.device, size), []).append(view)
+            of_group.setdefault((tensor.device, view.element_size()), []).append(view)
     return {group: list(many.values()) for group, many in found.items()}
-
-
-def _view(tensor: Tensor) -> tuple[Tensor, int]:
-    size = tensor.element_size()
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    if size not in _BITS:  # complex128: two doubles
-        flat, size = torch.view_as_real(flat).view(-1), 8
-    stride = max(1, min(flat.numel() // _SAMPLES, _STRIDE_BYTES // size))
-    return flat.view(_BITS[size])[::stride], size
 
 
 def _to_host(views: list[Tensor], told: dict[torch.device, Tensor]) -> Tensor:
