@@ -127,9 +127,13 @@ def _copy_groups(source: Any, target: Any) -> None:
 
 
 def is_known(component: Any) -> bool:
-    """Whether it is a module, an optimizer, a dict or a generator, and no foreign object."""
+    """Whether it is a module, an optimizer, one of torch's schedulers, a dict or a generator, and no
+    foreign object.
+    """
     inner = unwrap(component)
-    return isinstance(inner, nn.Module | torch.optim.Optimizer | dict) or is_generator(inner)
+    if isinstance(inner, nn.Module | torch.optim.Optimizer | dict) or is_generator(inner):
+        return True
+    return type(inner).__module__ == torch.optim.lr_scheduler.__name__
 
 
 def tree_of(component: Any) -> Any:
