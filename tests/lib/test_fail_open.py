@@ -262,9 +262,9 @@ def test_no_room_for_two_slots_is_named_at_once_and_in_every_status_and_training
         assert checkpointer.save(0) is False
     assert re.search(r"step 0 .*\d{7} bytes.*not even 2 fit", caplog.text)
     assert time.monotonic() - started < 10.0
+    eventually(lambda: any("since step 0" in one for one in sidecar.get("/v1/status")["warnings"]))
     assert checkpointer.save(1) is False
     assert "memory" in checkpointer.stats.why_unkept
-    eventually(lambda: any("since step 0" in one for one in sidecar.get("/v1/status")["warnings"]))
     with pytest.raises(keepstep.NotDurableError):
         checkpointer.close()
 

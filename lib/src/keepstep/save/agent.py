@@ -148,6 +148,7 @@ class Agent:
         self._patient = True
         self._warned: set[str] = set()
         self._unkept_at = self._repeated_at = 0.0
+        self._unkept_step = -1
         self._closing = False
         self._thread: threading.Thread | None = None
         self._device: int | None = None
@@ -403,6 +404,7 @@ class Agent:
         if not stats.unkept:
             self._unkept_at = self._repeated_at = now
         stats.unkept, stats.why_unkept = stats.unkept + 1, reason
+        self._unkept_step = step
         if now - self._repeated_at >= _REPEAT_S:
             self._repeated_at = now
             log.warning(
@@ -577,7 +579,8 @@ class Agent:
             self._registered = None
             return None
         self.stats.staged += 1
-        self.stats.unkept, self.stats.why_unkept = 0, ""
+        if pending.step > self._unkept_step:  # a later save may have been refused meanwhile
+            self.stats.unkept, self.stats.why_unkept = 0, ""
         self.stats.copy_s += pending.copy_s
         self.stats.last_copy_s = pending.copy_s
         with self._lock:

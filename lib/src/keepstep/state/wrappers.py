@@ -127,9 +127,7 @@ def _copy_groups(source: Any, target: Any) -> None:
 
 
 def is_known(component: Any) -> bool:
-    """Whether it is a module, an optimizer, one of torch's schedulers, a dict or a generator, and no
-    foreign object.
-    """
+    """Whether torch's own rules say how it is loaded, or plain data's: it is no foreign object."""
     inner = unwrap(component)
     if isinstance(inner, nn.Module | torch.optim.Optimizer | dict) or is_generator(inner):
         return True
