@@ -673,31 +673,38 @@ def whole(copies: Completeness, lineage: Lineage) -> tuple[StepId, ...]:
     return tuple(reversed(list(_whole(copies, lineage))))
 
 
-def newest_whole(copies: Completeness, lineage: Lineage) -> StepId | None:
-    """The newest step of `whole`, found without judging all the older ones."""
-    return next(_whole(copies, lineage), None)
+def newest_whole(
+    copies: Completeness, lineage: Lineage, gone: Collection[int] = ()
+) -> StepId | None:
+    """The newest step of `whole`, found without judging all the older ones. `gone`: nodes of which
+    nothing counts."""
+    return next(_whole(copies, lineage, gone), None)
 
 
-def _whole(copies: Completeness, lineage: Lineage) -> Iterator[StepId]:
+def _whole(copies: Completeness, lineage: Lineage, gone: Collection[int] = ()) -> Iterator[StepId]:
     """The steps of `whole`, newest first."""
     for place in reversed(range(len(copies.steps))):
         id = copies.steps[place]
         if not lineage.restorable(id):
             continue
-        if copies.complete(id, Tier.MEMORY):
+        if _exact(copies, id, gone):
             yield id
             continue
-        coverage = copies.coverage(id)
+        coverage = copies.coverage(id, without=gone)
         if coverage is not None and coverage.whole:
             older = reversed(copies.steps[:place])
-            before = (
-                one
-                for one in older
-                if copies.complete(one, Tier.MEMORY) and lineage.restorable(one)
-            )
+            before = (one for one in older if _exact(copies, one, gone) and lineage.restorable(one))
             complete = next(before, None)
-            if complete is None or not _nearby(coverage, copies.coverage(complete)):
+            if complete is None or not _nearby(coverage, copies.coverage(complete, without=gone)):
                 yield id
+
+
+def _exact(copies: Completeness, id: StepId, gone: Collection[int]) -> bool:
+    """Whether every rank has its own image of the step somewhere, `gone` not counted."""
+    if not copies.complete(id, Tier.MEMORY):
+        return False
+    left = copies.coverage(id, without=gone) if gone else None
+    return not gone or (left is not None and left.whole and not left.twins)
 
 
 def _nearby(of: Coverage, complete: Coverage | None) -> bool:

@@ -193,6 +193,11 @@ class Ledger:
         `commit_rule.whole` says when a twin's image stands in for a rank's own."""
         return commit_rule.whole(self._copies, self._lineage)
 
+    def restart_step(self, gone: Collection[int] = ()) -> StepId | None:
+        """The newest step that the ranks could go on from now, if everything that the nodes in
+        `gone` reported were gone; None if no step is whole."""
+        return commit_rule.newest_whole(self._copies, self._lineage, gone)
+
     def without(self, *node_ranks: int, tier: Tier = Tier.LOCAL) -> StepId | None:
         """The newest step that could be restored from this tier and stronger ones if everything
         that these nodes reported were gone. Images in the archive would still be there."""
