@@ -306,7 +306,7 @@ class Tiers(RuleBasedStateMachine):
         self._rebuild()
         votes = [self._vote(rank) for rank in range(self.world)]
         exact, covered = self._expected()
-        told = outlook(self.ledger, fleeting=self.fleeting)
+        told = outlook(self.ledger, world=self.world, fleeting=self.fleeting)
         try:
             decision = choose(votes)
         except RestoreError:
@@ -404,7 +404,7 @@ class Tiers(RuleBasedStateMachine):
     def _check_outlook(self, told: Outlook, decision: Decision) -> None:
         """What people are told before a restart is what the restart does."""
         if decision.id is not None:
-            assert told == Outlook(Restart.GOES_ON, decision.id)
+            assert told == Outlook(Restart.GOES_ON, decision.id), (told, decision)
         elif decision.lost is not None:
             assert told == Outlook(Restart.BEGINS_AGAIN, decision.lost)
         else:

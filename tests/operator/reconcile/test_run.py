@@ -171,7 +171,7 @@ def test_a_pod_takes_its_emptydir_with_it_and_the_status_says_so() -> None:
     assert play.status.survives == []
     status, reason, message = play.condition(PROTECTED)
     assert (status, reason) == ("False", "PodsMissing")
-    assert "Look at the job" in message
+    assert "look at the job" in message
 
 
 def test_the_memory_of_a_pod_that_failed_is_gone_even_while_its_object_stays() -> None:

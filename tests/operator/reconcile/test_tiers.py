@@ -273,7 +273,8 @@ def test_a_node_that_is_lost_with_neither_is_a_doubt_and_never_a_fresh_start() -
     assert play.status.survives == []
     status, reason, message = play.condition(PROTECTED)
     assert (status, reason) == ("False", "PodsMissing")
-    assert "nothing begins at step 0 by itself" in message
+    assert "starts wait until it is back" in message
+    assert "keepstep.dev/fresh-start=allow" in message
 
 
 def test_an_archive_in_which_nothing_is_yet_says_what_will_be() -> None:

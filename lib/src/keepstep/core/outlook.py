@@ -34,12 +34,13 @@ class Outlook:
     step: StepId | None = None
 
 
-def outlook(ledger: Ledger, *, fleeting: bool, gone: Collection[int] = ()) -> Outlook:
+def outlook(ledger: Ledger, *, world: int, fleeting: bool, gone: Collection[int] = ()) -> Outlook:
     """The outlook if everything that the nodes in `gone` reported were gone.
 
-    `fleeting`: what was kept in a pod went with that pod, and the run may begin again.
+    `world`: how many ranks run. `fleeting`: what was kept in a pod went with that pod, and the run
+    may begin again.
     """
-    if (step := ledger.restart_step(gone)) is not None:
+    if (step := ledger.restart_step(world=world or None, gone=gone)) is not None:
         return Outlook(Restart.GOES_ON, step)
     left = [
         (id, held)
@@ -57,5 +58,6 @@ def outlook(ledger: Ledger, *, fleeting: bool, gone: Collection[int] = ()) -> Ou
     for id, held in left:
         for rank in bits(held.ranks):
             by_rank.setdefault((rank, id.epoch), set()).add(id.step)
-    early = all(map(is_early, by_rank.values()))
+    same_world = all(held.place[2] == world for _, held in left)
+    early = same_world and all(map(is_early, by_rank.values()))
     return Outlook(Restart.BEGINS if early else Restart.WAITS, newest)

@@ -223,6 +223,10 @@ _Shown = Offer | Part
 """What a sidecar can show other ranks of a step."""
 
 
+def _shows(vote: Candidates) -> tuple[_Shown, ...]:
+    return (*vote.offers, *vote.parts)
+
+
 def _lend(
     ways: Sequence[_Ways], votes: Sequence[Candidates], allowed: Callable[[StepId], bool]
 ) -> None:
@@ -233,7 +237,7 @@ def _lend(
     """
     shown: dict[StepId, list[_Shown]] = {}
     for vote in votes:
-        for one in (*vote.offers, *vote.parts):
+        for one in _shows(vote):
             if allowed(one.id):
                 shown.setdefault(one.id, []).append(one)
     wanting = [id for id in shown if any(id not in each for each in ways)]
@@ -267,7 +271,7 @@ def _lenders(votes: Sequence[Candidates], id: StepId, world: int) -> tuple[int, 
     shown = [
         (NEAREST_FIRST.index(one.tier), rank, one)
         for rank, vote in enumerate(votes)
-        for one in (*vote.offers, *vote.parts)
+        for one in _shows(vote)
         if one.id == id
     ]
     found, lenders = 0, []
@@ -346,7 +350,8 @@ def _died_in_its_first_steps(votes: Sequence[Candidates]) -> bool:
             or (vote.answer is Answer.STEPS and (vote.candidates or vote.parts))
         )
         and not vote.offers  # a whole step is worth restoring, even if only one rank can reach it
-        and all(one.world == len(votes) for one in (*vote.candidates, *vote.parts))
+        and all(one.world == len(votes) for one in vote.candidates)
+        and all(one.world == len(votes) for one in vote.parts)
         and all(is_early(steps) for steps in _steps_of_each(vote).values())
         for vote in votes
     )
@@ -387,7 +392,9 @@ def _refusal(votes: Sequence[Candidates], excluded: Collection[StepId]) -> Resto
             f"nothing was started anew. {unknown}. Bring that storage back and restart"
             f"{_way_out(votes)}. Held: {_held(votes, excluded)}"
         )
-    every = (one for vote in votes for one in (*_found(vote), *vote.parts))
+    every: list[Candidate | Offer | Part] = []
+    for vote in votes:
+        every += (*vote.candidates, *vote.offers, *vote.parts)
     left = [one for one in every if one.id not in excluded]
     newest = max(left, key=lambda one: one.id, default=None)
     if newest is not None and newest.world != len(votes):

@@ -205,10 +205,7 @@ class Restore:
             self._lending = Lending(
                 shown, rank=self._rank, own=self._shows, broadcast=self._broadcast
             )
-        if self._lent:
-            images = self._lent_images(shown)
-        else:
-            images = self._all_images() if slot is None else self._own_image(slot)
+        images = self._images(shown, slot)
         try:
             self._plan_from(images, taken, kept=None if slot is None else self._kept)
         except CoverageError:
@@ -218,6 +215,11 @@ class Restore:
             self._plan_from(self._all_images(every=True), taken)
         self._partial.check(self._id, self._lasting(taken), self._loader.targets)
         return self._loader.unused(), self._wants(images)
+
+    def _images(self, shown: Sequence[Any], slot: SlotMapping | None) -> Images:
+        if self._lent:
+            return self._lent_images(shown)
+        return self._all_images() if slot is None else self._own_image(slot)
 
     def _plan_from(
         self, images: Images, taken: Taken, *, kept: dict[str, Any] | None = None

@@ -674,15 +674,26 @@ def whole(copies: Completeness, lineage: Lineage) -> tuple[StepId, ...]:
 
 
 def newest_whole(
-    copies: Completeness, lineage: Lineage, gone: Collection[int] = ()
+    copies: Completeness,
+    lineage: Lineage,
+    *,
+    world: int | None = None,
+    gone: Collection[int] = (),
 ) -> StepId | None:
-    """The newest step of `whole`, found without judging all the older ones. `gone`: nodes of which
-    nothing counts."""
-    return next(_whole(copies, lineage, gone), None)
+    """The newest step of `whole`, found without judging all the older ones. `world`: how many ranks
+    run. `gone`: nodes of which nothing counts."""
+    return next(_whole(copies, lineage, world=world, gone=gone), None)
 
 
-def _whole(copies: Completeness, lineage: Lineage, gone: Collection[int] = ()) -> Iterator[StepId]:
-    """The steps of `whole`, newest first."""
+def _whole(
+    copies: Completeness,
+    lineage: Lineage,
+    *,
+    world: int | None = None,
+    gone: Collection[int] = (),
+) -> Iterator[StepId]:
+    """The steps of `whole`, newest first. If another number of ranks runs than saved the step, all
+    of them put it together, so no twin stands in for a rank."""
     for place in reversed(range(len(copies.steps))):
         id = copies.steps[place]
         if not lineage.restorable(id):
@@ -695,7 +706,11 @@ def _whole(copies: Completeness, lineage: Lineage, gone: Collection[int] = ()) -
             older = reversed(copies.steps[:place])
             before = (one for one in older if _exact(copies, one, gone) and lineage.restorable(one))
             complete = next(before, None)
-            if complete is None or not _nearby(coverage, copies.coverage(complete, without=gone)):
+            if (
+                complete is None
+                or coverage.world != (world or coverage.world)
+                or not _nearby(coverage, copies.coverage(complete, without=gone))
+            ):
                 yield id
 
 

@@ -193,10 +193,12 @@ class Ledger:
         `commit_rule.whole` says when a twin's image stands in for a rank's own."""
         return commit_rule.whole(self._copies, self._lineage)
 
-    def restart_step(self, gone: Collection[int] = ()) -> StepId | None:
-        """The newest step that the ranks could go on from now, if everything that the nodes in
+    def restart_step(
+        self, *, world: int | None = None, gone: Collection[int] = ()
+    ) -> StepId | None:
+        """The newest step that `world` ranks could go on from now, if everything that the nodes in
         `gone` reported were gone; None if no step is whole."""
-        return commit_rule.newest_whole(self._copies, self._lineage, gone)
+        return commit_rule.newest_whole(self._copies, self._lineage, world=world, gone=gone)
 
     def without(self, *node_ranks: int, tier: Tier = Tier.LOCAL) -> StepId | None:
         """The newest step that could be restored from this tier and stronger ones if everything
@@ -294,7 +296,7 @@ class Ledger:
 
     def next_step(self, ranks: Collection[int]) -> StepId | Nothing | Unknown:
         """Only the step of `plan`. This is cheaper, because it does not look at every rank."""
-        newest = commit_rule.newest_whole(self._copies, self._lineage)
+        newest = commit_rule.newest_whole(self._copies, self._lineage, world=len(ranks))
         coverage = None if newest is None else self._copies.coverage(newest)
         if newest is None or coverage is None:
             return self._nothing(ranks)

@@ -181,7 +181,8 @@ class Run:
     def _ended(self, pod: PodRecord, at: float) -> list[Action]:
         """The pod's containers will not run again: its memory is lost, and its volumes with it
         unless they outlive the pod."""
-        before = self.ledger.core.restart_step() if pod.uid in self._leaving else None
+        known = self.outlook() if pod.uid in self._leaving else None
+        before = known.step if known and known.restart is Restart.GOES_ON else None
         said = self.ledger.pod_gone(pod.uid, local_stays=volumes_outlive_pod(pod.volumes))
         self._know_alive(at)
         left = self._left(pod, before) if pod.uid in self._leaving else ()
@@ -447,7 +448,8 @@ class Run:
 
     def outlook(self) -> Outlook:
         """What a restart would do now, as far as reports show."""
-        return outlook(self.ledger.core, fleeting=self.fleeting)
+        world = self.ledger.world or 0
+        return outlook(self.ledger.core, world=world, fleeting=self.fleeting)
 
     def begins_again(self) -> bool:
         """Whether a person asked to begin at step 0 if no step can be restored: until an epoch

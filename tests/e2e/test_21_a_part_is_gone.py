@@ -1,0 +1,127 @@
+"""A pod of several is deleted with all that it kept: what comes next, and what people are told."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from tests.e2e import jobs, runs
+from tests.e2e.cluster import Cluster
+from tests.e2e.kubectl import Kubectl, Object
+
+_SCRIPT = Path(__file__).with_name("sharded.py")
+
+
+def test_a_replica_goes_on_from_the_pod_that_is_left(namespace: Kubectl) -> None:
+    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    runs.committed_beyond(namespace, 20)
+    namespace.eventually(
+        lambda: "PodRestart" in runs.status(namespace)["survives"], what="it outlives a pod"
+    )
+    assert "and the run then" not in runs.condition(namespace, "Protected")["message"]
+    began = _delete(namespace, "gpt-worker-0")
+    life = runs.restarted(namespace, within_s=120)
+    assert life.ended_at[life.first] - began < 60
+    assert life.first > 20
+    assert not namespace.events("LastStepLost"), "the other pod has it"
+    assert not namespace.events("RestoreRefused")
+    restored = namespace.eventually(lambda: namespace.events("Restored"), what="an Event")
+    assert f"step {life.first - 1} " in restored[-1]["message"]
+
+
+def test_shards_that_went_with_their_pod_have_the_run_begin_again(namespace: Kubectl) -> None:
+    _sharded(namespace, jobs.policy())
+    committed = runs.committed_beyond(namespace, 20)
+    assert runs.status(namespace)["survives"] == ["ContainerRestart"]
+    runs.becomes(namespace, "Protected", words="the run then begins at step 0")
+    began = _delete(namespace, "gpt-worker-0")
+    lost = namespace.eventually(lambda: namespace.events("LastStepLost"), what="an Event")
+    assert "the run begins again at step 0" in lost[-1]["message"]
+    life = _begun_again(namespace, began)
+    assert life.ended_at[0] - began < 60
+    fresh = namespace.eventually(lambda: namespace.events("FreshStart"), what="an Event")
+    (steps_lost,) = {
+        int(one["message"].partition(" steps lost")[0].split("(")[-1]) for one in fresh
+    }
+    assert steps_lost >= committed
+    assert not namespace.events("RestoreRefused")
+    runs.committed_beyond(namespace, 5)
+    runs.becomes(namespace, "Protected")
+
+
+def test_with_on_loss_wait_the_run_waits_until_a_person_decides(namespace: Kubectl) -> None:
+    _sharded(namespace, jobs.policy(onLoss="Wait"))
+    runs.committed_beyond(namespace, 20)
+    runs.becomes(namespace, "Protected", words="waits for a person")
+    _waits_and_begins_again(namespace, _delete(namespace, "gpt-worker-0"))
+
+
+def test_where_a_host_path_may_come_back_the_run_waits_and_one_command_works(
+    cluster: Cluster, namespace: Kubectl
+) -> None:
+    here, there = cluster.workers()[:2]
+    _sharded(namespace, jobs.policy("node-local", host_path=True), policy="node-local", node=here)
+    runs.committed_beyond(namespace, 20)
+    run = runs.the_run(namespace)["metadata"]["name"]
+    below = f"/var/lib/keepstep/{_name(namespace)}/{run}"
+    for node in (here, there):  # the drive was replaced by an empty one
+        cluster.on_node(node, "sh", "-c", f"mv {below}/1 {below}/gone-1 2>/dev/null || true")
+    _waits_and_begins_again(namespace, _delete(namespace, "gpt-worker-0"))
+
+
+def _waits_and_begins_again(namespace: Kubectl, began: float) -> None:
+    refused = runs.becomes(namespace, "RestoreRefused", within_s=120)
+    assert "what they hold together is not whole" in refused["message"]
+    protected = runs.condition(namespace, "Protected")
+    assert (protected["status"], protected["reason"]) == ("False", "RestoreRefused")
+    assert namespace.events("RestoreRefused")
+    command = refused["message"].partition("`kubectl ")[2].partition("`")[0]
+    assert runs.condition(namespace, "Committing")["status"] != "True"
+    namespace(*command.split())
+    life = _begun_again(namespace, began, within_s=150)
+    assert life.first == 0
+    committed = runs.committed_beyond(namespace, 5)
+    runs.becomes(namespace, "Protected")
+    assert all(one["type"] != "RestoreRefused" for one in runs.status(namespace)["conditions"])
+    # the request was for one start: from now on the run goes on from its own steps
+    run = runs.the_run(namespace)["metadata"]
+    assert run["annotations"]["keepstep.dev/fresh-start"] != "allow"
+    assert committed > 5
+
+
+def _begun_again(namespace: Kubectl, began: float, *, within_s: float = 120.0) -> jobs.Life:
+    def look() -> jobs.Life | None:
+        one = jobs.life(namespace, "gpt-master-0")
+        return one if one and one.first == 0 and one.began_at > began and one.last > 3 else None
+
+    found: jobs.Life = namespace.eventually(look, within_s=within_s, what="a life from step 0")
+    return found
+
+
+def _delete(namespace: Kubectl, pod: str) -> float:
+    began = time.time()
+    namespace("delete", "pod", pod, "--wait=false")
+    return began
+
+
+def _name(namespace: Kubectl) -> str:
+    name: str = namespace.get("pod", "gpt-master-0")["metadata"]["namespace"]  # type: ignore[index]
+    return name
+
+
+def _sharded(namespace: Kubectl, body: Object, *, node: str = "", **of: str) -> None:
+    """A job of two pods, each of which holds one half of all tensors."""
+    script: Object = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "script"},
+        "data": {"sharded.py": _SCRIPT.read_text()},
+    }
+    spec: Object = {"volumes": [{"name": "script", "configMap": {"name": "script"}}]}
+    if node:
+        spec["nodeSelector"] = {"kubernetes.io/hostname": node}
+    mounts = [{"name": "script", "mountPath": "/script"}]
+    job = jobs.pytorch_job(
+        spec=spec, command=["python", "/script/sharded.py"], args=[], volumeMounts=mounts, **of
+    )
+    namespace.apply(body, script, job)
