@@ -268,6 +268,9 @@ def _committing(run: RunView) -> ConditionState:
         return NO_REPORTS
     if run.commit is None and run.commit_lost is not None:
         said = f"step {run.commit_lost.step} was committed, and a part of it is gone with its pod"
+        if run.outlook.restart is Restart.GOES_ON:
+            said += ", but a restart goes on from what the other pods have"
+            return ConditionState("Unknown", "NothingCommitted", said)
         return ConditionState("False", "PartGone", said)
     if run.commit is None:
         if warning := _warned(run):
