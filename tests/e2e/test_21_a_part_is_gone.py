@@ -6,21 +6,26 @@ import time
 from pathlib import Path
 
 from tests.e2e import jobs, runs
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, run
 from tests.e2e.kubectl import Kubectl, Object
 
 _SCRIPT = Path(__file__).with_name("sharded.py")
 
 
-def test_a_replica_goes_on_from_the_pod_that_is_left(namespace: Kubectl) -> None:
+def test_a_replica_goes_on_from_the_pod_that_is_left(
+    namespace: Kubectl, record_property: runs.Record
+) -> None:
     namespace.apply(jobs.policy(), jobs.pytorch_job())
     runs.committed_beyond(namespace, 20)
+    before = runs.training_beyond(namespace, 20)
     namespace.eventually(
         lambda: "PodRestart" in runs.status(namespace)["survives"], what="it outlives a pod"
     )
     assert "and the run then" not in runs.condition(namespace, "Protected")["message"]
     began = _delete(namespace, "gpt-worker-0")
+    killed = runs.ended(namespace, before)
     life = runs.restarted(namespace, within_s=120)
+    record_property("lost_steps", runs.lost(killed, life))
     assert life.ended_at[life.first] - began < 60
     assert life.first > 20
     assert not namespace.events("LastStepLost"), "the other pod has it"
@@ -62,11 +67,39 @@ def test_where_a_host_path_may_come_back_the_run_waits_and_one_command_works(
     here, there = cluster.workers()[:2]
     _sharded(namespace, jobs.policy("node-local", host_path=True), policy="node-local", node=here)
     runs.committed_beyond(namespace, 20)
-    run = runs.the_run(namespace)["metadata"]["name"]
-    below = f"/var/lib/keepstep/{_name(namespace)}/{run}"
+    name = runs.the_run(namespace)["metadata"]["name"]
+    below = f"/var/lib/keepstep/{_name(namespace)}/{name}"
     for node in (here, there):  # the drive was replaced by an empty one
         cluster.on_node(node, "sh", "-c", f"mv {below}/1 {below}/gone-1 2>/dev/null || true")
     _waits_and_begins_again(namespace, _delete(namespace, "gpt-worker-0"))
+
+
+def test_a_sidecar_and_its_trainer_that_are_killed_together_cost_nothing(
+    cluster: Cluster, namespace: Kubectl, record_property: runs.Record
+) -> None:
+    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    before = runs.training_beyond(namespace, 20)
+    runs.kill_sidecar(cluster, namespace, "gpt-worker-0")
+    runs.kill_trainer(cluster, namespace, "gpt-worker-0")
+    killed = runs.ended(namespace, before)
+    life = runs.restarted(namespace, within_s=180)
+    record_property("lost_steps", runs.lost(killed, life))
+    assert runs.lost(killed, life) <= 1
+
+
+def test_a_node_that_restarts_with_all_pods_costs_what_was_not_committed(
+    cluster: Cluster, namespace: Kubectl, record_property: runs.Record, cluster_alone: None
+) -> None:
+    node = cluster.workers()[0]
+    on = {"nodeSelector": {"kubernetes.io/hostname": node}}
+    namespace.apply(jobs.policy(), jobs.pytorch_job(spec=on))
+    runs.committed_beyond(namespace, 20)
+    before = runs.training_beyond(namespace, 20)
+    run("docker", "stop", node)
+    cluster.start_node(node)
+    life = runs.restarted(namespace, within_s=240)
+    record_property("lost_steps", max(0, before.last - (life.first - 1)))
+    assert life.first > 10, "an emptyDir outlives a restart of its node"
 
 
 def _waits_and_begins_again(namespace: Kubectl, began: float) -> None:
@@ -84,8 +117,8 @@ def _waits_and_begins_again(namespace: Kubectl, began: float) -> None:
     runs.becomes(namespace, "Protected")
     assert all(one["type"] != "RestoreRefused" for one in runs.status(namespace)["conditions"])
     # the request was for one start: from now on the run goes on from its own steps
-    run = runs.the_run(namespace)["metadata"]
-    assert run["annotations"]["keepstep.dev/fresh-start"] != "allow"
+    metadata = runs.the_run(namespace)["metadata"]
+    assert metadata["annotations"]["keepstep.dev/fresh-start"] != "allow"
     assert committed > 5
 
 

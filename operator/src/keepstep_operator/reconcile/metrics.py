@@ -16,7 +16,11 @@ from prometheus_client.registry import Collector
 from keepstep_operator.reconcile.state.goodput import BUCKETS
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.state.run import Run
-from keepstep_operator.reconcile.status.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
+from keepstep_operator.reconcile.status.conditions import (
+    COMMITTING,
+    FULLY_INJECTED,
+    PROTECTED,
+)
 from keepstep_operator.serving import metrics_registry
 
 
@@ -91,6 +95,11 @@ RUNS: Final = (
     Row("keepstep_run_protected", "Condition Protected: 1 or 0", _condition(PROTECTED)),
     Row("keepstep_run_injected", "Condition FullyInjected: 1 or 0", _condition(FULLY_INJECTED)),
     Row("keepstep_run_committing", "Condition Committing: 1 or 0", _condition(COMMITTING)),
+    Row(
+        "keepstep_run_restore_refusals",
+        "Starts that the ranks' vote refused since the last restore",
+        lambda run: float(run.refusals()[0]),
+    ),
 )
 """Labels: namespace, run."""
 

@@ -446,6 +446,11 @@ class Run:
             and VolumeKind.HOST_PATH not in self.volumes
         )
 
+    def refusals(self) -> tuple[int, str]:
+        """How often the ranks' vote refused since the last restore, and why, in its own words."""
+        there = (one.sidecar for one in self.ledger.places.there())
+        return max(((one.refusals, one.refused) for one in there), default=(0, ""))
+
     def outlook(self) -> Outlook:
         """What a restart would do now, as far as reports show."""
         world = self.ledger.world or 0

@@ -121,7 +121,7 @@ def view_of(run: Run) -> RunView:
     """The view of the run as it is now."""
     ledger, restores = run.ledger, run.restores
     safety, commits, restorable = ledger.safety(), ledger.commits(), ledger.restorable()
-    outlook = run.outlook()
+    outlook, (refusals, refused) = run.outlook(), run.refusals()
     origins = (f"{one.origin}/{one.parent}" for one in ledger.core.epochs if one.origin)
     ranks = [rank for place in ledger.places.there() for rank in place.ranks.values()]
     staying = [rank for rank, place in ledger.places.items() if place.stays and not place.dropped]
@@ -154,8 +154,8 @@ def view_of(run: Run) -> RunView:
         fleeting=run.fleeting,
         settled=ledger.settled,
         commit_lost=run.commit_lost,
-        refusals=max((one.sidecar.refusals for one in ledger.places.there()), default=0),
-        refused=max((one.sidecar.refused for one in ledger.places.there()), default=""),
+        refusals=refusals,
+        refused=refused,
         doubt=ledger.doubt() if restorable is None else "",
         safety=safety,
         survives=survives(
