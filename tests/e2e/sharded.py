@@ -4,6 +4,8 @@ Prints what `tests.e2e.jobs.read_life` reads. Stands alone: it is mounted from a
 """
 
 import json
+import os
+import signal
 import time
 
 import torch
@@ -13,6 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 import keepstep
 
+# it is the container's first process, which ignores the signal by default
+signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
 torch.distributed.init_process_group("gloo")
 rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 torch.manual_seed(0)

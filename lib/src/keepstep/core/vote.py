@@ -469,8 +469,8 @@ def _held(votes: Sequence[Candidates], excluded: Collection[StepId]) -> str:
 def _held_by(vote: Candidates, running: int, excluded: Collection[StepId]) -> str:
     own = [one for one in vote.candidates if one.id not in excluded]
     offers = [one for one in vote.offers if one.id not in excluded]
-    of_others = {one.id for one in (*own, *offers)}
-    parts = [one for one in vote.parts if one.id not in excluded and one.id not in of_others]
+    whole = {one.id for one in offers}
+    parts = [one for one in vote.parts if one.id not in excluded and one.id not in whole]
     return (
         f"parts of {_listed(parts, running)}" if parts and not own else _listed(own, running)
     ) + (f" and offers {_listed(offers, running)}" if offers else "")
