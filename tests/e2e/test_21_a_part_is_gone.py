@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from tests.e2e import jobs, runs
 from tests.e2e.cluster import Cluster, run
-from tests.e2e.kubectl import Kubectl, Object
-
-_SCRIPT = Path(__file__).with_name("sharded.py")
+from tests.e2e.kubectl import Kubectl
 
 
 def test_a_replica_goes_on_from_the_pod_that_is_left(
@@ -35,7 +32,7 @@ def test_a_replica_goes_on_from_the_pod_that_is_left(
 
 
 def test_shards_that_went_with_their_pod_have_the_run_begin_again(namespace: Kubectl) -> None:
-    _sharded(namespace, jobs.policy())
+    namespace.apply(jobs.policy(), *jobs.sharded_job())
     committed = runs.committed_beyond(namespace, 20)
     assert runs.status(namespace)["survives"] == ["ContainerRestart"]
     runs.becomes(namespace, "Protected", words="the run then begins at step 0")
@@ -55,7 +52,7 @@ def test_shards_that_went_with_their_pod_have_the_run_begin_again(namespace: Kub
 
 
 def test_with_on_loss_wait_the_run_waits_until_a_person_decides(namespace: Kubectl) -> None:
-    _sharded(namespace, jobs.policy(onLoss="Wait"))
+    namespace.apply(jobs.policy(onLoss="Wait"), *jobs.sharded_job())
     runs.committed_beyond(namespace, 20)
     runs.becomes(namespace, "Protected", words="waits for a person")
     _waits_and_begins_again(namespace, _delete(namespace, "gpt-worker-0"))
@@ -65,7 +62,8 @@ def test_where_a_host_path_may_come_back_the_run_waits_and_one_command_works(
     cluster: Cluster, namespace: Kubectl
 ) -> None:
     here, there = cluster.workers()[:2]
-    _sharded(namespace, jobs.policy("node-local", host_path=True), policy="node-local", node=here)
+    policy = jobs.policy("node-local", host_path=True)
+    namespace.apply(policy, *jobs.sharded_job(policy="node-local", node=here))
     runs.committed_beyond(namespace, 20)
     name = runs.the_run(namespace)["metadata"]["name"]
     below = f"/var/lib/keepstep/{_name(namespace)}/{name}"
@@ -140,21 +138,3 @@ def _delete(namespace: Kubectl, pod: str) -> float:
 def _name(namespace: Kubectl) -> str:
     name: str = namespace.get("pod", "gpt-master-0")["metadata"]["namespace"]  # type: ignore[index]
     return name
-
-
-def _sharded(namespace: Kubectl, body: Object, *, node: str = "", **of: str) -> None:
-    """A job of two pods, each of which holds one half of all tensors."""
-    script: Object = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": "script"},
-        "data": {"sharded.py": _SCRIPT.read_text()},
-    }
-    spec: Object = {"volumes": [{"name": "script", "configMap": {"name": "script"}}]}
-    if node:
-        spec["nodeSelector"] = {"kubernetes.io/hostname": node}
-    mounts = [{"name": "script", "mountPath": "/script"}]
-    job = jobs.pytorch_job(
-        spec=spec, command=["python", "/script/sharded.py"], args=[], volumeMounts=mounts, **of
-    )
-    namespace.apply(body, script, job)
