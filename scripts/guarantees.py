@@ -158,12 +158,12 @@ ROWS = (
         lost="all, unless it comes back",
     ),
     Row(
-        "a sidecar and its trainer together",
+        "a sidecar, and about a second later its trainer",
         "any",
-        "memory: sealed slots are adopted",
+        "memory: sealed slots are adopted; no step is kept in between",
         (
             _E2E + "test_21_a_part_is_gone::"
-            "test_a_sidecar_and_its_trainer_that_are_killed_together_cost_nothing",
+            "test_a_sidecar_and_its_trainer_that_are_killed_cost_what_was_finished_between",
         ),
     ),
     Row(
