@@ -118,11 +118,16 @@ ROWS = (
         (_E2E + "test_17_shelf::test_archived_checkpoints_are_listed_again_after_etcd_was_lost",),
     ),
     Row(
-        "a pod of several, or its node; each holds the whole state (DDP)",
+        "a pod of several; each holds the whole state (DDP)",
+        "`emptyDir`, without peers or archive",
+        "the pods that are left, which send it",
+        (_E2E + "test_21_a_part_is_gone::test_a_replica_goes_on_from_the_pod_that_is_left",),
+    ),
+    Row(
+        "a node with one pod of several; each holds the whole state (DDP)",
         "`emptyDir`, without peers or archive",
         "the pods that are left, which send it",
         (
-            _E2E + "test_21_a_part_is_gone::test_a_replica_goes_on_from_the_pod_that_is_left",
             _E2E + "test_12_tiers::"
             "test_a_lost_node_whose_replica_is_left_costs_nothing_without_any_copy",
         ),
