@@ -44,10 +44,10 @@ def _policies() -> dict[str, Object]:
 
 @pytest.fixture
 def teams(cluster: Cluster) -> Iterator[dict[str, Kubectl]]:
-    """A job of two pods for each kind of volumes, with replicas and with shards."""
-    node, made = cluster.workers()[0], dict[str, Kubectl]()
+    """A job of two pods on one node for each kind of volumes, with replicas and with shards."""
+    made = dict[str, Kubectl]()
     for kind, policy in _policies().items():
-        for state in ("replicas", "shards"):
+        for state, node in zip(("replicas", "shards"), cluster.workers(), strict=False):
             name = f"deleted-{kind}-{state}-{int(time.time())}"
             cluster.kubectl("create", "namespace", name)
             one = made[f"{kind} {state}"] = cluster.kubectl.namespaced(name)
@@ -59,6 +59,8 @@ def teams(cluster: Cluster) -> Iterator[dict[str, Kubectl]]:
         cluster.kubectl("delete", "namespace", one.namespace, "--wait=false")
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(0)
 def test_what_is_said_before_a_pod_is_deleted_is_what_happens(
     teams: dict[str, Kubectl],
 ) -> None:

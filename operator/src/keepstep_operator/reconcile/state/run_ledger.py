@@ -28,7 +28,7 @@ from keepstep.core.ledger import (
     Unknown,
     is_among,
 )
-from keepstep.core.ledger.holding import bitmap, bits
+from keepstep.core.ledger.holding import Holding, bitmap, bits
 from keepstep.core.retention import Retention
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
@@ -473,14 +473,18 @@ class RunLedger:
 
     def _sole_nodes(self, id: StepId, *, helpers: bool) -> frozenset[str] | None:
         """As `durability.sole_nodes`. Counts all drives that still exist, also those of pods that
-        are gone. Twins count, because ranks lend each other images."""
+        are gone. Twins count, because ranks lend each other images; without `helpers`, only those
+        of pods that serve peers, because what a helper serves is exact."""
         known = {**self.places, **(self.helpers if helpers else {})}
         by_node: dict[str, int] = {}
         world = 0
-        for node_rank, ranks, saved in self._on_drives(id):
+        for held in self._on_drives(id):
+            node_rank, _, saved = held.place
             place = known.get(node_rank)
             if place is not None and not place.dropped:
                 world = world or saved
+                twins = helpers or place.sidecar.peer_address
+                ranks = held.with_twins() if twins else held.ranks
                 by_node[place.node] = by_node.get(place.node, 0) | ranks
         return sole_nodes(by_node, world=world) if world else None
 
@@ -488,19 +492,17 @@ class RunLedger:
         """The same for each pod instead of each node."""
         by_pod: dict[str, int] = {}
         world = 0
-        for node_rank, ranks, saved in self._on_drives(id):
+        for held in self._on_drives(id):
+            node_rank, _, saved = held.place
             place = self.places.get(node_rank)
             if place is not None and not place.gone:
                 world = world or saved
-                by_pod[place.pod] = by_pod.get(place.pod, 0) | ranks
+                by_pod[place.pod] = by_pod.get(place.pod, 0) | held.with_twins()
         return sole_nodes(by_pod, world=world) if world else None
 
-    def _on_drives(self, id: StepId) -> Iterator[tuple[int, int, int]]:
-        """Node rank, ranks with their twins, and world of each copy of the step on a drive."""
-        for held in self.core.copies(id):
-            node_rank, tier, world = held.place
-            if tier in (Tier.LOCAL, Tier.PEER):
-                yield node_rank, held.with_twins(), world
+    def _on_drives(self, id: StepId) -> Iterator[Holding]:
+        """Each copy of the step on a drive."""
+        return (held for held in self.core.copies(id) if held.place[1] in (Tier.LOCAL, Tier.PEER))
 
     def expendable(self) -> tuple[StepId, ...]:
         """Steps of which no copy on local is needed, oldest first.

@@ -88,9 +88,11 @@ def _failing(verdict: ConditionState | None) -> ConditionState | None:
 def _finished(run: RunView) -> ConditionState | None:
     if not run.finished:
         return None
+    how = next((one.message for one in run.recent if one.type == FINISHED), "the job is over")
+    how = how.partition(";")[0]
     if run.commit is None:
-        return ConditionState("Unknown", FINISHED, "the job is over; no step of it was committed")
-    said = f"the job is over; its last committed step is {run.commit.id.step}"
+        return ConditionState("Unknown", FINISHED, f"{how}; no step of it was committed")
+    said = f"{how}; its last committed step is {run.commit.id.step}"
     if volumes_outlive_pod(run.volumes):
         said += (
             ". It stays on the volumes of its nodes; a new job goes on from it when its pods carry"
@@ -260,6 +262,8 @@ def _fully_injected(run: RunView) -> ConditionState:
 def _committing(run: RunView) -> ConditionState:
     if run.finished:
         return OVER
+    if run.health.stalled and (twice := _duplicate_node_rank(run)) is not None:
+        return ConditionState("False", "CommitStalled", twice.message)
     if run.health.stalled:
         return ConditionState(
             "False", "CommitStalled", f"{run.health.stalled}. {_what_hinders(run)}"
