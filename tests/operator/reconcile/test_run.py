@@ -813,8 +813,8 @@ def test_a_run_whose_pods_all_succeeded_is_finished() -> None:
     assert play.condition(PROTECTED) == (
         "Unknown",
         "Finished",
-        "the job is finished; its last committed step is 90. It stays on the volumes of its nodes; a"
-        " new job goes on from it when its pods carry the label keepstep.dev/run: gpt-1a2b3c4d",
+        "the job is finished; its last committed step is 90. It stays on the volumes of its nodes;"
+        " a new job goes on from it when its pods carry the label keepstep.dev/run: gpt-1a2b3c4d",
     )
 
 
