@@ -155,3 +155,31 @@ def test_with_one_machine_whose_storage_may_come_back_the_run_waits(machines):
     two[0].lose(KEEPSTEP_ON_LOSS="restart")
     with pytest.raises(RuntimeError, match="NothingCommonError"):
         train("fsdp", 3, two)
+
+
+def test_a_damaged_step_is_not_lent_and_an_older_one_is(machines):
+    two = [one.start("--persist-every", "1") for one in machines[:2]]
+    before = train("ddp", 3, two)
+    assert len(values(before, "ends")) == 1
+    two[0].lose("--persist-every", "1")
+    two[1].kill()
+    two[1].lose_memory()
+    newest = max(two[1].volume.rglob("*.safetensors"), key=lambda path: path.parent.name)
+    with newest.open("r+b") as file:
+        size = newest.stat().st_size
+        for at in range(size // 2, size - 8192, 64):
+            file.seek(at)
+            file.write(b"\xff")
+    two[1].start("--persist-every", "1")
+    after = train("ddp", 4, two)
+    (step,) = {int(one.split()[1]) for one in told(after, "begins")}
+    assert step < 3
+
+
+def test_both_machines_of_a_replica_that_are_lost_begin_at_step_0(machines):
+    two = [one.start() for one in machines[:2]]
+    train("ddp", 2, two)
+    for one in two:
+        one.lose()
+    after = train("ddp", 1, two)
+    assert {one.split(" with")[0] for one in told(after, "begins")} == {"at None"}
