@@ -170,7 +170,12 @@ def test_a_person_may_have_the_run_begin_again_once() -> None:
         play.hear(one, sidecar.restored(fresh, tier=None).report())
     assert NameFreshStart(KEY, fresh.id) in play.actions
     play.find(run_object(fresh_start=str(fresh.id)))
-    assert play.told(pods[1]).begin_again, "until it has a commit, a crash begins again, too"
+    assert play.told(pods[1]).begin_again, "until it has a step, a crash begins again, too"
+    fresh = later(3, None, after=fresh, nonce="cccccccc")
+    for one, sidecar in zip(pods, sidecars, strict=True):
+        play.hear(one, sidecar.restored(fresh, tier=None).report())
+    assert play.told(pods[1]).begin_again
+    assert NameFreshStart(KEY, fresh.id) in play.actions
     for one, sidecar in zip(pods, sidecars, strict=True):
         play.hear(one, sidecar.staged(1, epoch=fresh).durable(1, epoch=fresh).report())
     assert not play.told(pods[1]).begin_again

@@ -143,6 +143,7 @@ class Run:
         self._begin_again_after: int | None = None
         """The newest epoch's number when a person asked to begin again; None: nobody did."""
         self._began_again: EpochId | None = None
+        """The epoch that then began at step 0, as long as it has no step that all ranks hold."""
 
     # --- pods ----------------------------------------------------------------------------
 
@@ -459,11 +460,7 @@ class Run:
     def begins_again(self) -> bool:
         """Whether a person asked to begin at step 0 if no step can be restored: until an epoch
         begins and, if it began at step 0, until that has a commit."""
-        current = self.ledger.core.lineage.current
-        if self._begin_again_after is not None:
-            return (current.number if current else 0) <= self._begin_again_after
-        begun = self._began_again is not None and current == self._began_again
-        return begun and self.ledger.restorable() is None
+        return self._begin_again_after is not None or self._began_again is not None
 
     def _know_alive(self, at: float) -> None:
         self.alive_since = (self.alive_since or at) if self.ledger.alive() else None
@@ -560,7 +557,6 @@ class Run:
             aside = self.ledger.core.lineage.fresh == restart.epoch
             again = aside and self.fleeting
             if again:  # what is left of older steps is of no use without what is gone
-                self._began_again = restart.epoch
                 yield from self._alarmed(self.ledger.acknowledge(restart.epoch), at=at)
             message = messages.restarted(restart, self.key, kept_aside=aside, again=again)
             self._remember(
@@ -586,8 +582,11 @@ class Run:
         """Acknowledge the fresh start that the annotation names: an epoch, or "newest". For
         "newest", a fresh start is looked for only a while, so that it never acknowledges a later
         one."""
-        if self._begin_again_after is not None:
-            yield from self._began(self._begin_again_after, at=at)
+        if self._began_again is not None and self.ledger.restorable() is not None:
+            self._began_again = None
+        after = self._began_again.number if self._began_again else self._begin_again_after
+        if after is not None:
+            yield from self._began(after, at=at)
             return
         if self._fresh_start_until is None or self.object is None:
             return
@@ -607,7 +606,7 @@ class Run:
         current, fresh = self.ledger.core.lineage.current, self.ledger.core.lineage.fresh
         if current is None or current.number <= after:
             return
-        self._begin_again_after, self._fresh_start_until = None, None
+        self._begin_again_after = self._began_again = self._fresh_start_until = None
         if fresh is not None and fresh.number > after:
             self._began_again = fresh
             yield from self._alarmed(self.ledger.acknowledge(fresh), at=at)
