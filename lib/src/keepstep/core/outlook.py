@@ -6,7 +6,6 @@ sidecars reported, for whoever tells people about a run before it restarts: the 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from keepstep.core.ledger import Ledger
@@ -34,20 +33,18 @@ class Outlook:
     step: StepId | None = None
 
 
-def outlook(ledger: Ledger, *, world: int, fleeting: bool, gone: Collection[int] = ()) -> Outlook:
-    """The outlook if everything that the nodes in `gone` reported were gone.
+def outlook(ledger: Ledger, *, world: int, fleeting: bool) -> Outlook:
+    """What a restart of `world` ranks would do now.
 
-    `world`: how many ranks run. `fleeting`: what was kept in a pod went with that pod, and the run
-    may begin again.
+    `fleeting`: what was kept in a pod went with that pod, and the run may begin again.
     """
-    if (step := ledger.restart_step(world=world or None, gone=gone)) is not None:
+    if (step := ledger.restart_step(world=world or None)) is not None:
         return Outlook(Restart.GOES_ON, step)
     left = [
         (id, held)
         for id in ledger.steps
         if ledger.lineage.restorable(id)
         for held in ledger.copies(id)
-        if held.place[0] not in gone
     ]
     if not left:
         return Outlook(Restart.BEGINS)

@@ -674,52 +674,38 @@ def whole(copies: Completeness, lineage: Lineage) -> tuple[StepId, ...]:
 
 
 def newest_whole(
-    copies: Completeness,
-    lineage: Lineage,
-    *,
-    world: int | None = None,
-    gone: Collection[int] = (),
+    copies: Completeness, lineage: Lineage, *, world: int | None = None
 ) -> StepId | None:
     """The newest step of `whole`, found without judging all the older ones. `world`: how many ranks
-    run. `gone`: nodes of which nothing counts."""
-    return next(_whole(copies, lineage, world=world, gone=gone), None)
+    run."""
+    return next(_whole(copies, lineage, world=world), None)
 
 
-def _whole(
-    copies: Completeness,
-    lineage: Lineage,
-    *,
-    world: int | None = None,
-    gone: Collection[int] = (),
-) -> Iterator[StepId]:
+def _whole(copies: Completeness, lineage: Lineage, *, world: int | None = None) -> Iterator[StepId]:
     """The steps of `whole`, newest first. If another number of ranks runs than saved the step, all
     of them put it together, so no twin stands in for a rank."""
     for place in reversed(range(len(copies.steps))):
         id = copies.steps[place]
         if not lineage.restorable(id):
             continue
-        if _exact(copies, id, gone):
+        if copies.complete(id, Tier.MEMORY):
             yield id
             continue
-        coverage = copies.coverage(id, without=gone)
+        coverage = copies.coverage(id)
         if coverage is not None and coverage.whole:
             older = reversed(copies.steps[:place])
-            before = (one for one in older if _exact(copies, one, gone) and lineage.restorable(one))
+            before = (
+                one
+                for one in older
+                if copies.complete(one, Tier.MEMORY) and lineage.restorable(one)
+            )
             complete = next(before, None)
             if (
                 complete is None
                 or coverage.world != (world or coverage.world)
-                or not _nearby(coverage, copies.coverage(complete, without=gone))
+                or not _nearby(coverage, copies.coverage(complete))
             ):
                 yield id
-
-
-def _exact(copies: Completeness, id: StepId, gone: Collection[int]) -> bool:
-    """Whether every rank has its own image of the step somewhere, `gone` not counted."""
-    if not copies.complete(id, Tier.MEMORY):
-        return False
-    left = copies.coverage(id, without=gone) if gone else None
-    return not gone or (left is not None and left.whole and not left.twins)
 
 
 def _nearby(of: Coverage, complete: Coverage | None) -> bool:

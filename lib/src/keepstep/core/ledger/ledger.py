@@ -193,12 +193,9 @@ class Ledger:
         `commit_rule.whole` says when a twin's image stands in for a rank's own."""
         return commit_rule.whole(self._copies, self._lineage)
 
-    def restart_step(
-        self, *, world: int | None = None, gone: Collection[int] = ()
-    ) -> StepId | None:
-        """The newest step that `world` ranks could go on from now, if everything that the nodes in
-        `gone` reported were gone; None if no step is whole."""
-        return commit_rule.newest_whole(self._copies, self._lineage, world=world, gone=gone)
+    def restart_step(self, *, world: int | None = None) -> StepId | None:
+        """The newest step that `world` ranks could go on from now; None if no step is whole."""
+        return commit_rule.newest_whole(self._copies, self._lineage, world=world)
 
     def without(self, *node_ranks: int, tier: Tier = Tier.LOCAL) -> StepId | None:
         """The newest step that could be restored from this tier and stronger ones if everything
