@@ -406,13 +406,13 @@ def test_training_pods_let_in_peers_and_scrapes_where_that_is_asked_for(chart: C
     assert policy["metadata"]["namespace"] == "ml"
     assert policy["spec"]["podSelector"] == {"matchLabels": {"keepstep.dev/injected": "true"}}
     assert policy["spec"]["policyTypes"] == ["Ingress"]
-    assert [rule["ports"][0]["port"] for rule in policy["spec"]["ingress"]] == [9465, 9464]
+    assert [rule["ports"][0]["port"] for rule in policy["spec"]["ingress"]] == [26741, 26740]
     out = [
         one["spec"]["egress"]
         for one in of_kind(chart.render(EVERYTHING), "NetworkPolicy").values()
         if one["metadata"]["namespace"] in ("ml", "vision")
     ]
-    assert [rule["ports"][0]["port"] for rule in out[0]] == [9465, 9444, 53]
+    assert [rule["ports"][0]["port"] for rule in out[0]] == [26741, 9444, 53]
 
 
 def test_the_chart_holds_files_alone_and_its_package_all_of_them(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Pod, PodError, injected_of, parse_pod
 from keepstep_operator.api.policy import Policy
 from keepstep_operator.bodies import Body
-from keepstep_operator.injection import Defaults, Near, inject, refuse
+from keepstep_operator.injection import Defaults, Near, Room, inject, refuse
 
 _API_VERSION: Final = "admission.k8s.io/v1"
 _LONGEST_WARNING: Final = 256
@@ -83,12 +83,12 @@ def parse_review(raw: bytes) -> Review:
 
 
 def admit(
-    review: Review, policy: Policy, defaults: Defaults, *, near: tuple[Near, ...] = ()
+    review: Review, policy: Policy, defaults: Defaults, *, near: tuple[Near, ...], room: Room
 ) -> Verdict:
-    """Inject the sidecar, or decline with the reason. `near`: nodes that hold shards for the
-    pod."""
+    """Inject the sidecar, or decline with the reason. `near`: nodes that hold shards for the pod.
+    `room`: what the rules of its namespace leave."""
     try:
-        pod = inject(review.body, policy, defaults, near=near)
+        pod = inject(review.body, policy, defaults, near=near, room=room)
     except (PodError, PolicyError) as error:
         return decline(review, reason=error.reason, message=str(error))
     said = injected_of(parse_pod(pod))

@@ -26,11 +26,12 @@ from keepstep_operator.admission.reviews import (
     parse_review,
     passed,
 )
+from keepstep_operator.admission.rooms import Rooms
 from keepstep_operator.admission.run_record import RunRecord, RunRecords
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Placement, PodError, placement
 from keepstep_operator.connections import SERVED
-from keepstep_operator.injection import Defaults, is_injected
+from keepstep_operator.injection import Defaults, is_injected, is_tight
 from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import KubeError
 from keepstep_operator.serving import Ready, body_of, health_routes
@@ -71,11 +72,13 @@ class Admission:
         policies: PolicyCache,
         nodes: NodeCache,
         records: RunRecords,
+        rooms: Rooms,
         defaults: Callable[[], Defaults | None],
         metrics: Metrics,
         deadline_s: float,
     ) -> None:
         self._records = records
+        self._rooms = rooms
         self._policies = policies
         self._nodes = nodes
         self._defaults = defaults
@@ -132,7 +135,10 @@ class Admission:
         near = record.near(place.node_rank) if place is not None and kept else ()
         defaults = defaults.with_sidecar(record.image, record.version)
         policy = self._nodes.settled(policy, review.body.get("spec") or {})
-        return admit(review, policy, defaults, near=near)
+        room = await self._rooms.of(review.pod)
+        if room.quotas and place is not None and is_tight(review.body, policy, defaults, room):
+            room = await self._rooms.now(room, review.pod, place)
+        return admit(review, policy, defaults, near=near, room=room)
 
     async def _recorded(self, review: Review, place: Placement | None) -> RunRecord:
         if place is None:

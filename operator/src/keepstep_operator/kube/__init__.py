@@ -39,9 +39,11 @@ from keepstep_operator.kube.resources import (
     CONFIG_MAPS,
     EVENTS,
     LEASES,
+    LIMIT_RANGES,
     NODES,
     PODS,
     POLICIES,
+    QUOTAS,
     RUNS,
     SECRETS,
     TOKEN_REVIEWS,
@@ -49,6 +51,7 @@ from keepstep_operator.kube.resources import (
     Patch,
     PatchType,
     Resource,
+    resource_of,
 )
 
 __all__ = [
@@ -57,9 +60,11 @@ __all__ = [
     "CONFIG_MAPS",
     "EVENTS",
     "LEASES",
+    "LIMIT_RANGES",
     "NODES",
     "PODS",
     "POLICIES",
+    "QUOTAS",
     "RUNS",
     "SECRETS",
     "SERVICE_ACCOUNT",
@@ -82,4 +87,5 @@ __all__ = [
     "follow",
     "from_kubeconfig",
     "in_cluster",
+    "resource_of",
 ]
