@@ -184,8 +184,13 @@ def test_no_secret_is_rendered_and_no_ca_bundle(rendered: list[Object]) -> None:
     (configuration,) = of_kind(rendered, "MutatingWebhookConfiguration").values()
     (webhook,) = configuration["webhooks"]
     assert webhook["clientConfig"].keys() == {"service"}
+    assert "path" not in webhook["clientConfig"]["service"] or _beside_cert_manager(configuration)
     templates = [path.read_text() for path in (CHART / "templates").rglob("*.yaml")]
     assert not any("(lookup " in text or "{{ lookup" in text for text in templates)
+
+
+def _beside_cert_manager(configuration: Object) -> bool:
+    return "cert-manager.io/inject-ca-from" in configuration["metadata"].get("annotations", {})
 
 
 def test_names_are_those_that_the_processes_use(plain: list[Object]) -> None:

@@ -66,7 +66,11 @@ def started(tls_dir: Path, authority: Pair) -> Start:
 
     @asynccontextmanager
     async def start(
-        *, deadline_s: float = 3.5, patience_s: float = 1.5, follow: bool = True
+        *,
+        deadline_s: float = 3.5,
+        patience_s: float = 1.5,
+        follow: bool = True,
+        path: str = "",
     ) -> AsyncIterator[Running]:
         async with AsyncExitStack() as stack:
             server = await stack.enter_async_context(ApiServer().running())
@@ -82,6 +86,7 @@ def started(tls_dir: Path, authority: Pair) -> Start:
                 defaults=lambda: running.defaults,
                 metrics=metrics,
                 deadline_s=deadline_s,
+                path=lambda: path,
             )
             context = ServerTls(tls_dir).context
             app = admission.application(

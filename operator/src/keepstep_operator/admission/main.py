@@ -157,6 +157,7 @@ async def serve(settings: Settings) -> None:
             defaults=lambda: settings.defaults(authority.pem),
             metrics=metrics,
             deadline_s=deadline_of(settings.timeout_s),
+            path=lambda: tls.path,
         )
 
         ending = asyncio.Event()

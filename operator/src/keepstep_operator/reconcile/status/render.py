@@ -266,7 +266,7 @@ def _conditions(run: RunView, said: Mapping[str, ConditionState], at: float) -> 
             type=type,
             status=verdict.status,
             reason=verdict.reason,
-            message=verdict.message,
+            message=cut(verdict.message),
             observed_generation=run.generation,
             last_transition_time=since(before.get(type), verdict.status, at),
         )
