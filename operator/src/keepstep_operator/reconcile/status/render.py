@@ -244,8 +244,11 @@ def _of_policy(held: Policy, now: PolicyRecord | None) -> Iterator[str]:
 
 
 def _said(run: RunView) -> dict[str, list[str]]:
-    """The warnings of sidecars, each with the names of its pods."""
+    """The warnings of injection and of sidecars, each with the names of its pods."""
     said: dict[str, list[str]] = {}
+    for pod in run.pods.values():
+        for text in pod.warnings if pod.stays else ():
+            said.setdefault(text, []).append(pod.name)
     for place in run.places.values():
         pod = run.pods.get(place.pod)
         if pod is not None:
