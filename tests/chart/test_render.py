@@ -214,7 +214,7 @@ def test_names_are_those_that_the_processes_use(plain: list[Object]) -> None:
 def test_the_webhook_asks_for_annotated_pods_only_and_fails_open(plain: list[Object]) -> None:
     (webhook,) = of_kind(plain, "MutatingWebhookConfiguration")["keepstep"]["webhooks"]
     assert webhook["failurePolicy"] == "Ignore"
-    assert webhook["timeoutSeconds"] == 5
+    assert webhook["timeoutSeconds"] == 10
     assert webhook["reinvocationPolicy"] == "IfNeeded"
     assert webhook["sideEffects"] == "None"
     assert webhook["rules"] == [
@@ -233,13 +233,13 @@ def test_the_webhook_asks_for_annotated_pods_only_and_fails_open(plain: list[Obj
 
 
 def test_failure_policy_fail_holds(chart: Chart) -> None:
-    objects = chart.render({"admission": {"failurePolicy": "Fail", "timeoutSeconds": 10}})
+    objects = chart.render({"admission": {"failurePolicy": "Fail", "timeoutSeconds": 7}})
     (webhook,) = of_kind(objects, "MutatingWebhookConfiguration")["keepstep"]["webhooks"]
-    assert (webhook["failurePolicy"], webhook["timeoutSeconds"]) == ("Fail", 10)
+    assert (webhook["failurePolicy"], webhook["timeoutSeconds"]) == ("Fail", 7)
 
 
 def test_admission_knows_how_long_the_api_server_waits_for_it(chart: Chart) -> None:
-    objects = chart.render({"admission": {"timeoutSeconds": 10}})
+    objects = chart.render({"admission": {"timeoutSeconds": 7}})
     (webhook,) = of_kind(objects, "MutatingWebhookConfiguration")["keepstep"]["webhooks"]
     spec = of_kind(objects, "Deployment")["keepstep-admission"]["spec"]["template"]["spec"]
     assert f"--timeout={webhook['timeoutSeconds']}" in spec["containers"][0]["args"]

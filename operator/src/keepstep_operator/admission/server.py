@@ -43,7 +43,7 @@ from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import KubeError
 from keepstep_operator.serving import Ready, body_of, health_routes
 
-TIMEOUT_S: Final = 5
+TIMEOUT_S: Final = 10
 """The timeout of the webhook, the chart's default."""
 _OPEN_PATH: Final = "/inject"
 """Where cert-manager makes the certificates, and nobody chooses a path."""

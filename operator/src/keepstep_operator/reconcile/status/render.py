@@ -246,9 +246,9 @@ def _of_policy(held: Policy, now: PolicyRecord | None) -> Iterator[str]:
 def _said(run: RunView) -> dict[str, list[str]]:
     """The warnings of injection and of sidecars, each with the names of its pods."""
     said: dict[str, list[str]] = {}
-    for pod in run.pods.values():
-        for text in pod.warnings if pod.stays else ():
-            said.setdefault(text, []).append(pod.name)
+    for one in run.pods.values():
+        for text in one.warnings if one.stays else ():
+            said.setdefault(text, []).append(one.name)
     for place in run.places.values():
         pod = run.pods.get(place.pod)
         if pod is not None:
