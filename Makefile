@@ -88,7 +88,7 @@ e2e: $(READY) ## the end-to-end suite on a kind cluster of its own (needs docker
 		--durations=15 --junitxml build/junit-e2e.xml $(PYTEST_ARGS)
 
 chart: $(READY) ## the chart's README from its values, and a package of it in build/, for helm push
-	$(BIN)/python scripts/chart_reference.py package
+	$(BIN)/python scripts/chart_reference.py package $(CHART_ARGS)
 
 dist: build/dist-tools/.ready ## wheels and sdists of library, sidecar and operator, in build/dist
 	rm -rf build/dist build/dist-source
