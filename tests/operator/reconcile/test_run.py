@@ -664,7 +664,7 @@ def test_a_training_image_without_the_library_is_told_after_a_minute() -> None:
     assert len(play.events("LibraryMissing")) == 2
     status, reason, message = play.condition(PROTECTED)
     assert (status, reason) == ("False", "LibraryMissing")
-    assert "pip install keepstep" in message
+    assert "pip install ./lib of its source" in message
     sidecars[0].library = sidecars[1].library = "0.1.0"
     play.hear_all(*zip(pods, sidecars, strict=True))
     play.wait(1)
