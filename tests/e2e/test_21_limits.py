@@ -24,7 +24,8 @@ _JOBS = 60
 
 def _policy(**spec: Any) -> Object:
     sidecar = {"resources": {"cpu": "100m", "memory": "128Mi"}, **spec.pop("sidecar", {})}
-    return jobs.policy(memory={"limit": "128Mi"}, sidecar=sidecar, flushTimeout="1s", **spec)
+    spec = {"memory": {"limit": "128Mi"}, "flushTimeout": "1s"} | spec
+    return jobs.policy(sidecar=sidecar, **spec)
 
 
 def _job(name: str = "gpt", *, pods: int = 1, spec: Object = _NOWHERE, **container: Any) -> Object:
