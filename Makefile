@@ -137,13 +137,14 @@ build/peers/.ready: $(READY) bench/setup_peers.py
 	-$(BIN)/python -m bench.setup_peers
 	@mkdir -p $(@D) && touch $@
 
-build/lock/.ready:
+# the tools of a release are locked, too: with its rights, one bad package publishes what it likes
+build/lock/.ready: scripts/tools.lock
 	@$(PYTHON) -m venv build/lock
-	@build/lock/bin/pip install -q --disable-pip-version-check uv cyclonedx-bom
+	@build/lock/bin/pip install -q --disable-pip-version-check --require-hashes -r scripts/tools.lock
 	@touch $@
 
-build/dist-tools/.ready: lib/requirements.lock
+build/dist-tools/.ready: lib/requirements.lock scripts/tools.lock
 	@$(PYTHON) -m venv build/dist-tools
 	@build/dist-tools/bin/pip install -q --disable-pip-version-check --require-hashes -r lib/requirements.lock
-	@build/dist-tools/bin/pip install -q --disable-pip-version-check build twine
+	@build/dist-tools/bin/pip install -q --disable-pip-version-check --require-hashes -r scripts/tools.lock
 	@touch $@

@@ -104,3 +104,16 @@ def test_a_release_gives_the_chart_its_registry_and_digests_and_no_password_to_a
 def test_what_is_no_digest_makes_no_chart(digest: str) -> None:
     with pytest.raises(SystemExit, match="is no digest"):
         chart_reference.released("", registry="", digests={"operator": digest})
+
+
+def test_the_tools_of_a_release_are_locked_with_hashes() -> None:
+    """The job that runs them may publish."""
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("build/lock/.ready", "build/dist-tools/.ready"):
+        _, _, recipe = makefile.partition(f"\n{target}:")
+        installs = re.findall(r"pip install .*", recipe.partition("\n\n")[0])
+        assert installs
+        assert all("--require-hashes -r " in one for one in installs)
+    locked = (ROOT / "scripts" / "tools.lock").read_text()
+    for tool in (ROOT / "scripts" / "tools.in").read_text().split():
+        assert re.search(rf"^{tool}==\S+ \\\n    --hash=sha256:", locked, re.MULTILINE)

@@ -51,16 +51,15 @@ def test_upgrade_rollback_and_uninstall_leave_the_job_training(
 
 
 def _older_chart(directory: Path) -> Path:
-    """This chart before it had the page."""
+    """This chart before it had dashboards."""
     chart = directory / "keepstep"
     shutil.copytree(ROOT / "charts" / "keepstep", chart)
-    shutil.rmtree(chart / "templates" / "ui")
+    (chart / "templates" / "monitoring" / "dashboards.yaml").unlink()
     values = yaml.safe_load((chart / "values.yaml").read_text())
-    del values["ui"]
+    del values["grafanaDashboard"]
     (chart / "values.yaml").write_text(yaml.safe_dump(values))
     schema = json.loads((chart / "values.schema.json").read_text())
-    del schema["properties"]["ui"]
-    schema["required"] = [one for one in schema.get("required", []) if one != "ui"]
+    del schema["properties"]["grafanaDashboard"]
     (chart / "values.schema.json").write_text(json.dumps(schema))
     return chart
 
