@@ -27,6 +27,9 @@ LAST_CHECKPOINT_ANNOTATION = "volcano.sh/last-checkpoint-time"
 """On a CheckpointRun: when its newest step was committed, in RFC 3339. Volcano proposed this key
 for pods."""
 
+POD_SECURITY_LABEL = "pod-security.kubernetes.io/enforce"
+"""Of Kubernetes, on a namespace: the level of Pod Security that its pods must meet."""
+
 # --- what injection adds -----------------------------------------------------------------------
 
 INJECTED_LABEL = "keepstep.dev/injected"

@@ -9,11 +9,18 @@ import pytest
 
 from keepstep_operator.admission.rooms import pods_of
 from keepstep_operator.api.pod import injected_of, parse_pod
-from keepstep_operator.kube import LIMIT_RANGES, PODS, QUOTAS, Resource
+from keepstep_operator.kube import LIMIT_RANGES, NAMESPACES, PODS, QUOTAS, Resource
 from tests.harness import until
 from tests.operator.admission.conftest import Running, Start
 from tests.operator.apiserver import put_policy
-from tests.operator.injection.pods import NAMESPACE, bare_pod, indexed_job, policy_body
+from tests.operator.injection.pods import (
+    EMPTY_DIR,
+    HOST_PATH,
+    NAMESPACE,
+    bare_pod,
+    indexed_job,
+    policy_body,
+)
 from tests.operator.injection.test_room import ONE, SMALL, limit_range, quota
 
 Body = dict[str, Any]
@@ -110,6 +117,35 @@ async def test_without_the_jobs_size_pods_may_come_until_the_quota_is_full(start
         created, warnings = await running.webhook.create(_pod(0))
         assert _reason(created) == "NoRoom"
         assert "for each of 4 pods that are still to be created" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("level", "volume", "own", "reason"),
+    [
+        ("baseline", HOST_PATH, False, "PodSecurity"),
+        ("restricted", HOST_PATH, False, "PodSecurity"),
+        ("privileged", HOST_PATH, False, ""),
+        ("", HOST_PATH, False, ""),
+        ("baseline", EMPTY_DIR, False, ""),
+        ("baseline", HOST_PATH, True, ""),
+    ],
+)
+@pytest.mark.parametrize("follow", [True, False])
+async def test_a_hostpath_keeps_no_pod_from_a_namespace_that_admits_none(
+    started: Start, level: str, volume: Body, own: bool, reason: str, follow: bool
+) -> None:
+    """A pod with a hostPath of its own is there by an exemption, which nobody can see."""
+    async with started(follow=follow) as running:
+        labels = {"pod-security.kubernetes.io/enforce": level} if level else {}
+        running.server.put(NAMESPACES, {"metadata": {"name": NAMESPACE, "labels": labels}})
+        put_policy(running.server, policy_body(volume))
+        await until(lambda: running.rooms.synced or not follow)
+        pod = bare_pod()
+        if own:
+            pod["spec"]["volumes"].append({"name": "own", "hostPath": {"path": "/data"}})
+        created, warnings = await running.webhook.create(pod)
+        assert _reason(created) == reason
+        assert ("Pod Security" in str(warnings)) is bool(reason)
 
 
 async def test_quotas_that_cannot_be_read_let_the_pod_pass(started: Start) -> None:

@@ -1,6 +1,6 @@
-"""What LimitRanges and ResourceQuotas of a pod's namespace leave for its sidecar.
+"""What a pod's namespace leaves for its sidecar: LimitRanges, ResourceQuotas, Pod Security.
 
-Both kinds are followed for the whole cluster. That is enough where a quota holds the whole job with
+They are followed for the whole cluster. That is enough where a quota holds the whole job with
 its sidecars. Where it might not, the quota is read live, and so is how many pods of the job there
 are and will be: the sidecars of the first pods must not take the place of the last ones.
 
@@ -22,16 +22,18 @@ from keepstep_operator.bodies import Body
 from keepstep_operator.injection.room import Quota, Range, Room, parse_quota, parse_ranges
 from keepstep_operator.kube import (
     LIMIT_RANGES,
+    NAMESPACES,
     PODS,
     QUOTAS,
     Client,
     Feed,
     KubeError,
+    NotFound,
     Resource,
     follow,
     resource_of,
 )
-from keepstep_operator.names import RUN_KEY_LABEL
+from keepstep_operator.names import POD_SECURITY_LABEL, RUN_KEY_LABEL
 
 _TIMEOUT_S: Final = 0.5
 _REMEMBERED_S: Final = 5.0
@@ -70,6 +72,11 @@ class _Collection(Generic[Parsed]):
         return await self.live(client, namespace)
 
     async def live(self, client: Client, namespace: str) -> list[Parsed]:
+        if self._resource is NAMESPACES:
+            try:
+                return [self._parse(await client.get(NAMESPACES, namespace))]
+            except NotFound:
+                return []
         return [self._parse(one) async for one in client.list(self._resource, namespace=namespace)]
 
 
@@ -80,25 +87,30 @@ class Rooms:
         self._client = client
         self._ranges = _Collection[tuple[Range, ...]]("limit ranges", LIMIT_RANGES, parse_ranges)
         self._quotas = _Collection[Quota]("quotas", QUOTAS, parse_quota)
+        self._levels = _Collection[str]("namespaces", NAMESPACES, _level)
         self._sizes: TTLCache[_Key, int | None] = TTLCache(_MOST_JOBS, _REMEMBERED_S)
 
     @property
     def synced(self) -> bool:
         """Whether all objects were seen once."""
-        return self._ranges.feed.loaded.is_set() and self._quotas.feed.loaded.is_set()
+        return all(one.loaded.is_set() for one in self._feeds)
 
     async def run(self) -> None:
-        """Follow both kinds, for ever."""
-        await follow(self._client, [self._ranges.feed, self._quotas.feed])
+        """Follow them, for ever."""
+        await follow(self._client, self._feeds)
+
+    @property
+    def _feeds(self) -> list[Feed[_Key]]:
+        return [self._ranges.feed, self._quotas.feed, self._levels.feed]
 
     async def of(self, pod: Pod) -> Room:
         """The room for a pod, as if no pod of its job existed yet. Raises KubeError."""
         found = await self._ranges.of(self._client, pod.namespace)
         ranges = tuple(one for items in found for one in items)
         quotas = tuple(await self._quotas.of(self._client, pod.namespace))
-        if not quotas:
-            return Room(ranges=ranges)
-        return Room(ranges=ranges, quotas=quotas, pods=await self._size(pod))
+        level = "".join(await self._levels.of(self._client, pod.namespace))
+        pods = await self._size(pod) if quotas else 1
+        return Room(ranges=ranges, quotas=quotas, pods=pods, pod_security=level)
 
     async def now(self, room: Room, pod: Pod, place: Placement) -> Room:
         """The same room from what the API server says now; unchanged if it does not answer."""
@@ -175,5 +187,12 @@ def _number(value: object, default: int = 1) -> int:
     return default if value is None else int(str(value))
 
 
+def _level(namespace: Body) -> str:
+    labels = (namespace.get("metadata") or {}).get("labels") or {}
+    return str(labels.get(POD_SECURITY_LABEL) or "")
+
+
 def _key(body: Body) -> _Key:
-    return body["metadata"]["namespace"], body["metadata"]["name"]
+    """Namespace and name; a namespace is in itself."""
+    metadata = body["metadata"]
+    return metadata.get("namespace") or metadata["name"], metadata["name"]

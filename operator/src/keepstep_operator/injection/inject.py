@@ -42,6 +42,7 @@ from keepstep_operator.names import (
     INJECTED,
     INJECTED_LABEL,
     NODE_RANK_LABEL,
+    POD_SECURITY_LABEL,
     RUN_KEY_LABEL,
     SIDECAR_CONTAINER,
     SOCKET_ENV,
@@ -79,6 +80,13 @@ def inject(
         return pod
     require_allowed(policy, defaults.host_paths)
     _require_free(pod, parsed, policy)
+    if policy.host_paths and room.forbids_host_path(pod.get("spec") or {}):
+        raise PodError(
+            "PodSecurity",
+            f"policy {policy.name} has a hostPath, and the namespace enforces Pod Security"
+            f" {room.pod_security}, which admits none: use emptyDir or ephemeral, or have the"
+            f" namespace labelled {POD_SECURITY_LABEL}: privileged",
+        )
     objections: list[str] = []
     for asked, warnings in _accountings(policy):
         made = _Injection.of(pod, parsed, asked, defaults, near, room, [*warnings, *objections])

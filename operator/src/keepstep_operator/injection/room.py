@@ -1,5 +1,5 @@
-"""What the LimitRanges and ResourceQuotas of a namespace leave for the sidecar, by the API
-server's own rules.
+"""What the LimitRanges, the ResourceQuotas and the Pod Security of a namespace leave for the
+sidecar, by the API server's own rules.
 
 A pod that breaks one of them is not created, and the error names neither keepstep nor the way out.
 So the sidecar is made to fit before (`injection.resources`), and the whole pod is checked
@@ -31,6 +31,7 @@ REQUESTS: Final = "requests"
 LIMITS: Final = "limits"
 CLAIMS: Final = "claims"
 """What the claims of a pod's generic ephemeral volumes ask for."""
+_NO_HOST_PATH: Final = ("baseline", "restricted")
 _ENDLESS: Final = 1 << 70
 _COMPUTE: Final = ("cpu", "memory")
 _NAMED_BY_ALL: Final = {*_COMPUTE, *(f"{kind}.{one}" for kind in (REQUESTS, LIMITS)
@@ -81,12 +82,13 @@ class Quota:
 class Room:
     """The rules of one namespace, for one pod. `pods`: how many pods of its job are still to be
     created, this one included; None if that is not known. `goes_on`: pods of its run have the
-    sidecar already."""
+    sidecar already. `pod_security`: the level that the namespace enforces; '' for none."""
 
     ranges: tuple[Range, ...] = ()
     quotas: tuple[Quota, ...] = ()
     pods: int | None = 1
     goes_on: bool = False
+    pod_security: str = ""
 
     # --- what a container may have -------------------------------------------------------
 
@@ -139,6 +141,13 @@ class Room:
         return max(1, room // own) if own > 0 else 1
 
     # --- whether the API server will accept the pod ---------------------------------------
+
+    def forbids_host_path(self, spec: Body) -> bool:
+        """Whether Pod Security refuses a hostPath. A pod that has one of its own is exempted from
+        it, by a rule that nobody can read."""
+        return self.pod_security in _NO_HOST_PATH and not any(
+            "hostPath" in one for one in spec.get("volumes") or ()
+        )
 
     def objection(self, before: Body, after: Body) -> str:
         """What keeps the injected pod from being created; '' if nothing does, or if the pod would

@@ -37,6 +37,7 @@ RUNS: Final = Resource(group=names.GROUP, version=names.VERSION, plural="checkpo
 CHECKPOINTS: Final = Resource(group=names.GROUP, version=names.VERSION, plural="checkpoints")
 PODS: Final = Resource(group="", version="v1", plural="pods")
 NODES: Final = Resource(group="", version="v1", plural="nodes")
+NAMESPACES: Final = Resource(group="", version="v1", plural="namespaces")
 LIMIT_RANGES: Final = Resource(group="", version="v1", plural="limitranges")
 QUOTAS: Final = Resource(group="", version="v1", plural="resourcequotas")
 SECRETS: Final = Resource(group="", version="v1", plural="secrets")
