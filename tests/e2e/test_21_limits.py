@@ -81,25 +81,37 @@ _TOO_SMALL: dict[str, tuple[Object, Object, Object]] = {
               _policy(memory={"limit": "4Gi"}), _job(pods=2)),
 }  # fmt: skip
 """The same, but none of its pods has, and each says why."""
+_FORBIDDEN: dict[str, tuple[Object, Object, Object]] = {
+    "secure": (
+        _limits(_CONTAINER | {"min": {"cpu": "10m"}}),
+        _policy(volumes=[{"name": "disk", "hostPath": {"path": "/var/lib/keepstep"}}]),
+        _job(pods=2),
+    ),
+}
+"""In a namespace that enforces Pod Security."""
+_BY_REASON = {"": _FIT, "NoRoom": _TOO_SMALL, "PodSecurity": _FORBIDDEN}
 
 
 def test_limits_and_quotas_keep_no_pod_from_existing(cluster: Cluster) -> None:
-    with _namespaces(cluster, [*_FIT, *_TOO_SMALL]) as places:
-        for case, (rules, policy, _) in (_FIT | _TOO_SMALL).items():
-            places[case].apply(rules, policy)
-        for case in (*_FIT, *_TOO_SMALL):
-            _counted(places[case])
-        for case, (_, _, job) in (_FIT | _TOO_SMALL).items():
-            places[case].apply(job)
-        for case, (_, _, job) in (_FIT | _TOO_SMALL).items():
-            pods = _made(places[case], job["spec"]["completions"])
-            said = [
-                json.loads(pod["metadata"]["annotations"]["keepstep.dev/status"]) for pod in pods
-            ]
-            reasons = {one.get("reason", "") for one in said}
-            assert reasons == ({"NoRoom"} if case in _TOO_SMALL else {""}), (case, said)
-        for case in _TOO_SMALL:
-            _is_told(places[case])
+    cases = {name: case for found in _BY_REASON.values() for name, case in found.items()}
+    with _namespaces(cluster, [*cases]) as places:
+        for name in _FORBIDDEN:
+            label = "pod-security.kubernetes.io/enforce=restricted"
+            cluster.kubectl("label", "namespace", places[name].namespace, label)
+        for name, (rules, policy, _) in cases.items():
+            places[name].apply(rules, policy)
+        for place in places.values():
+            _counted(place)
+        for name, (_, _, job) in cases.items():
+            places[name].apply(job)
+        for reason, found in _BY_REASON.items():
+            for name, (_, _, job) in found.items():
+                pods = _made(places[name], job["spec"]["completions"])
+                said = [pod["metadata"]["annotations"]["keepstep.dev/status"] for pod in pods]
+                reasons = {json.loads(one).get("reason", "") for one in said}
+                assert reasons == {reason}, (name, said)
+        for name in _TOO_SMALL:
+            _is_told(places[name])
 
 
 def _is_told(kubectl: Kubectl) -> None:
