@@ -147,7 +147,8 @@ def _start(
     missing = "No module named" in done.stderr and "keepstep_sidecar" in done.stderr
     if missing and done.returncode not in (_ENDED_WELL, _MISUSED):
         raise UsageError(
-            "dir= starts a sidecar, which is a package of its own: pip install 'keepstep[local]'"
+            "dir= starts a sidecar, which is a package of its own: pip install ./sidecar of"
+            " keepstep's source, or the wheel keepstep-sidecar of a release"
         )
     # Errors of click itself follow lines of usage.
     said = re.split(r"^Error: ", done.stderr.strip(), maxsplit=1, flags=re.MULTILINE)[-1]

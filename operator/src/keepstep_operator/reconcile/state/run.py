@@ -507,11 +507,8 @@ class Run:
         for restart in self.restores.due(world=self.ledger.world, at=at):
             reason = "Restored" if restart.parent else "FreshStart"
             reason = "Forked" if restart.origin else reason
-            message = messages.restarted(
-                restart,
-                self.key,
-                kept_aside=self.ledger.core.lineage.fresh == restart.epoch,
-            )
+            aside = self.ledger.core.lineage.fresh == restart.epoch
+            message = cut(messages.restarted(restart, self.key, kept_aside=aside))
             self._remember(
                 RecentStatus(
                     time=utc(at),

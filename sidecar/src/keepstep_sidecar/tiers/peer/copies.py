@@ -9,6 +9,7 @@ by this pod on its own: it may be the last one. All methods block and may be cal
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -40,6 +41,7 @@ from keepstep_sidecar.volume.writer import FULL
 
 DIRECTORY = "peers"
 _MOST_PARTS, _MOST_HEADER_BYTES = 64, 64 << 20
+_SUPERSEDED = "superseded"
 """Limits for incoming copies. A copy beyond them is closed, and later continues where it was."""
 
 
@@ -286,7 +288,7 @@ class Copies:
                 self._told.pop(next(iter(self._told)))
             doomed = placement.superseded(self._by_rank(), wanted)
             for id, rank in doomed:
-                self._drop(id, rank, why="superseded")
+                self._drop(id, rank, why=_SUPERSEDED)
             self._drop_parts(wanted)
         return len(doomed)
 
@@ -324,7 +326,9 @@ class Copies:
         except OSError as error:
             warn("copy not removed", path=str(copy.path), reason=str(error))
             return
-        say("copy removed", step=str(id), rank=rank, why=why)
+        usual = why == _SUPERSEDED
+        level = logging.DEBUG if usual else logging.INFO
+        say("copy removed", level=level, step=str(id), rank=rank, why=why)
 
     def _by_rank(self) -> dict[int, list[StepId]]:
         found: dict[int, list[StepId]] = {}
