@@ -88,7 +88,7 @@ e2e: $(READY) ## the end-to-end suite on a kind cluster of its own (needs docker
 		--durations=15 --junitxml build/junit-e2e.xml $(PYTEST_ARGS)
 
 chart: $(READY) ## the chart's README from its values, and a package of it in build/, for helm push
-	$(BIN)/python scripts/chart_reference.py package
+	$(BIN)/python scripts/chart_reference.py package $(CHART_ARGS)
 
 dist: build/dist-tools/.ready ## wheels and sdists of library, sidecar and operator, in build/dist
 	rm -rf build/dist build/dist-source
@@ -137,13 +137,14 @@ build/peers/.ready: $(READY) bench/setup_peers.py
 	-$(BIN)/python -m bench.setup_peers
 	@mkdir -p $(@D) && touch $@
 
-build/lock/.ready:
+# the tools of a release are locked, too: with its rights, one bad package publishes what it likes
+build/lock/.ready: scripts/tools.lock
 	@$(PYTHON) -m venv build/lock
-	@build/lock/bin/pip install -q --disable-pip-version-check uv cyclonedx-bom
+	@build/lock/bin/pip install -q --disable-pip-version-check --require-hashes -r scripts/tools.lock
 	@touch $@
 
-build/dist-tools/.ready: lib/requirements.lock
+build/dist-tools/.ready: lib/requirements.lock scripts/tools.lock
 	@$(PYTHON) -m venv build/dist-tools
 	@build/dist-tools/bin/pip install -q --disable-pip-version-check --require-hashes -r lib/requirements.lock
-	@build/dist-tools/bin/pip install -q --disable-pip-version-check build twine
+	@build/dist-tools/bin/pip install -q --disable-pip-version-check --require-hashes -r scripts/tools.lock
 	@touch $@

@@ -231,9 +231,9 @@ def twin(directory: Path, mib: int, filesystem: Filesystem) -> tuple[float, ...]
     one, other = _twins(mib)
     sender = Volume(directory / "sender" / RUN, run=RUN)
     sent = sender.write(one.view, one.layout, one.control).shard.path
-    keeper = Volume(directory / "keeper" / RUN, run=RUN)
+    keeper = Volume(directory / "keeper" / RUN, run=RUN, filesystem=filesystem)
     keeper.write(other.view, other.layout, other.control)
-    copies = Copies([keeper], run=RUN, filesystem=filesystem)
+    copies = Copies([keeper], run=RUN)
     shards = Shards(VolumeSet([keeper]), copies, run=RUN)
     os.sync()
     free, written = filesystem.free_bytes(directory), _written_bytes()

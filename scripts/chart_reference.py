@@ -6,11 +6,14 @@ README with values.yaml.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import helm_python
@@ -19,6 +22,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "charts" / "keepstep"
 PLACE = CHART / "README.md"
+IMAGES: Final = ("operator", "sidecar")
 BEGIN, END = "<!-- values:begin -->\n", "<!-- values:end -->\n"
 
 USUAL: Final = {
@@ -92,12 +96,56 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-if __name__ == "__main__":
+def package(*, registry: str = "", digests: Mapping[str, str] = MappingProxyType({})) -> Path:
+    """Package the chart into build/. `registry`, `digests` by image: what it pulls. Without
+    them it pulls by the names in values.yaml, which anybody may own in a public registry."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        chart = Path(scratch) / CHART.name
+        shutil.copytree(CHART, chart)
+        values = chart / "values.yaml"
+        values.write_text(released(values.read_text(), registry=registry, digests=digests))
+        return Path(helm_python.package(chart, destination=ROOT / "build"))
+
+
+def released(values: str, *, registry: str, digests: Mapping[str, str]) -> str:
+    """values.yaml with this registry and these digests; comments stay."""
+    if registry:
+        values = _replaced(values, 'registry: ""', f"registry: {registry}")
+    for image, digest in digests.items():
+        if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
+            raise SystemExit(f"{digest!r} is no digest of the image {image}")
+        head, found, tail = values.partition(f"    repository: keepstep/{image}\n")
+        if not found:
+            raise SystemExit(f"values.yaml has no repository keepstep/{image}")
+        tail = _replaced(tail, 'digest: ""', f"digest: {digest}")
+        values = f"{head}    repository: {image}\n{tail}"
+    return values
+
+
+def _replaced(text: str, old: str, new: str) -> str:
+    """The first `old` replaced. Exits if there is none."""
+    if old not in text:
+        raise SystemExit(f"values.yaml has no {old}")
+    return text.replace(old, new, 1)
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="?", choices=["package"])
+    parser.add_argument("--registry", default="")
+    for image in IMAGES:
+        parser.add_argument(f"--{image}", metavar="DIGEST", default="")
+    asked = parser.parse_args()
     PLACE.write_text(readme())
     print(f"{PLACE.relative_to(ROOT)} written")
-    if sys.argv[1:] == ["package"]:
-        (ROOT / "build").mkdir(exist_ok=True)
-        packed = Path(helm_python.package(CHART, destination=ROOT / "build"))
+    if asked.what == "package":
+        digests = {image: digest for image in IMAGES if (digest := getattr(asked, image))}
+        packed = package(registry=asked.registry, digests=digests)
         print(
             f"{packed.relative_to(ROOT)} written; publish: helm push {packed.name} oci://REGISTRY"
         )
+
+
+if __name__ == "__main__":
+    _main()

@@ -22,7 +22,7 @@ _HEAD = """\
 # Metrics
 
 Made from the code by `scripts/metrics_reference.py`; a test compares the two. In Prometheus' text
-format at `/metrics`: port 9464 of a pod with a sidecar, port 9090 of the operator's pods, and on
+format at `/metrics`: port 26740 of a pod with a sidecar, port 9090 of the operator's pods, and on
 one machine the sidecar's socket. The chart's `podMonitor`, `serviceMonitor` and `prometheusRule`
 use them.
 """

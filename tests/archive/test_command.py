@@ -120,13 +120,17 @@ def test_a_run_whose_machine_was_lost_goes_on_from_its_archive(
     script = keepstep.script("train.py", TRAIN)
     run = ("run", "--archive", str(archive_dir), "--archive-every", "2", "--", warm.python())
     assert "from None" in keepstep(*run, script, "7", "-1").stdout
-    steps = keepstep.json("archive", "ls")["steps"]
+    steps = keepstep.json("archive", "ls", "--archive", str(archive_dir))["steps"]
     assert [one["step"] for one in steps if one["complete"]][-1] == 6
     keepstep("stop", code=None)
     shutil.rmtree(keepstep.directory)
     assert "from 6" in keepstep(*run, script, "9", "-1").stdout
 
-    newest = Path(archive_dir, "train", keepstep.json("archive", "ls")["steps"][-1]["id"])
+    newest = Path(
+        archive_dir,
+        "train",
+        keepstep.json("archive", "ls", "--archive", str(archive_dir))["steps"][-1]["id"],
+    )
     (file,) = newest.glob("*.safetensors")
     stored = safetensors.torch.load_file(file)
     target = {"model.weight": torch.zeros(64, 64)}
@@ -150,7 +154,7 @@ def test_a_step_that_somebody_waits_for_is_archived_though_it_is_not_due(
     script = keepstep.script("train.py", TRAIN.replace(".close()", f".wait(2, 'archived'){CLOSE}"))
     run = ("run", "--archive", str(archive_dir), "--archive-every", "500", "--", warm.python())
     keepstep(*run, script, "3", "-1")
-    steps = keepstep.json("archive", "ls")["steps"]
+    steps = keepstep.json("archive", "ls", "--archive", str(archive_dir))["steps"]
     assert [one["step"] for one in steps if one["complete"]] == [0, 2]
 
 

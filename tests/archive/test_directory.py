@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from keepstep.core.retention import Retention
+from keepstep.directory import Directory
 from keepstep.errors import DigestError, StorageError
 from keepstep.image import PAGE_BYTES, chunk_bounds
 from keepstep.steps import Answer, StepId
@@ -384,7 +385,7 @@ async def test_a_share_that_turns_read_only_under_an_upload_is_an_error_that_is_
 
     store = DirectoryStore(archive_dir)
     monkeypatch.setattr(store._filesystem, "write", refuse)
-    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Directory, "unlink", refuse)
     with pytest.raises(StorageError, match="Read-only"):
         await store.upload("run/step/shard", pieces(), part_bytes=PAGE_BYTES, parts=1)
     await store.close()

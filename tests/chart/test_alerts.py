@@ -49,6 +49,7 @@ def test_every_alert_has_a_section_of_the_runbooks_and_leads_there(
 def test_every_alert_of_the_operations_guide_is_there(alerts: dict[str, Object]) -> None:
     assert alerts.keys() >= {
         "KeepstepRunNotProtected",
+        "KeepstepRunUnknown",
         "KeepstepCommitsStalled",
         "KeepstepPodsNotInjected",
         "KeepstepVolumeFailed",

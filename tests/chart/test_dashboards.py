@@ -12,7 +12,7 @@ import pytest
 
 from keepstep_operator.admission.metrics import Metrics as AdmissionMetrics
 from keepstep_operator.certificates.main import Metrics as CertificateMetrics
-from keepstep_operator.reconcile.metrics import RUNS
+from keepstep_operator.reconcile.metrics import CONDITION, RUNS
 from keepstep_operator.reconcile.metrics import Metrics as ReconcileMetrics
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_sidecar.api.metrics import TABLE
@@ -54,6 +54,7 @@ def labels_of(chart: Chart) -> dict[str, set[str]]:
     for run in RUNS:
         kind = "counter" if "Counter" in run.family.__name__ else "gauge"
         _add(found, run.name, kind, {"namespace", "run"})
+    _add(found, CONDITION[0], "gauge", {"namespace", "run", "condition", "status"})
     for registry in (
         ReconcileMetrics(Registry()).registry,
         AdmissionMetrics().registry,

@@ -184,8 +184,13 @@ def test_no_secret_is_rendered_and_no_ca_bundle(rendered: list[Object]) -> None:
     (configuration,) = of_kind(rendered, "MutatingWebhookConfiguration").values()
     (webhook,) = configuration["webhooks"]
     assert webhook["clientConfig"].keys() == {"service"}
+    assert "path" not in webhook["clientConfig"]["service"] or _beside_cert_manager(configuration)
     templates = [path.read_text() for path in (CHART / "templates").rglob("*.yaml")]
     assert not any("(lookup " in text or "{{ lookup" in text for text in templates)
+
+
+def _beside_cert_manager(configuration: Object) -> bool:
+    return "cert-manager.io/inject-ca-from" in configuration["metadata"].get("annotations", {})
 
 
 def test_names_are_those_that_the_processes_use(plain: list[Object]) -> None:
@@ -209,7 +214,7 @@ def test_names_are_those_that_the_processes_use(plain: list[Object]) -> None:
 def test_the_webhook_asks_for_annotated_pods_only_and_fails_open(plain: list[Object]) -> None:
     (webhook,) = of_kind(plain, "MutatingWebhookConfiguration")["keepstep"]["webhooks"]
     assert webhook["failurePolicy"] == "Ignore"
-    assert webhook["timeoutSeconds"] == 5
+    assert webhook["timeoutSeconds"] == 10
     assert webhook["reinvocationPolicy"] == "IfNeeded"
     assert webhook["sideEffects"] == "None"
     assert webhook["rules"] == [
@@ -228,13 +233,13 @@ def test_the_webhook_asks_for_annotated_pods_only_and_fails_open(plain: list[Obj
 
 
 def test_failure_policy_fail_holds(chart: Chart) -> None:
-    objects = chart.render({"admission": {"failurePolicy": "Fail", "timeoutSeconds": 10}})
+    objects = chart.render({"admission": {"failurePolicy": "Fail", "timeoutSeconds": 7}})
     (webhook,) = of_kind(objects, "MutatingWebhookConfiguration")["keepstep"]["webhooks"]
-    assert (webhook["failurePolicy"], webhook["timeoutSeconds"]) == ("Fail", 10)
+    assert (webhook["failurePolicy"], webhook["timeoutSeconds"]) == ("Fail", 7)
 
 
 def test_admission_knows_how_long_the_api_server_waits_for_it(chart: Chart) -> None:
-    objects = chart.render({"admission": {"timeoutSeconds": 10}})
+    objects = chart.render({"admission": {"timeoutSeconds": 7}})
     (webhook,) = of_kind(objects, "MutatingWebhookConfiguration")["keepstep"]["webhooks"]
     spec = of_kind(objects, "Deployment")["keepstep-admission"]["spec"]["template"]["spec"]
     assert f"--timeout={webhook['timeoutSeconds']}" in spec["containers"][0]["args"]
@@ -406,13 +411,13 @@ def test_training_pods_let_in_peers_and_scrapes_where_that_is_asked_for(chart: C
     assert policy["metadata"]["namespace"] == "ml"
     assert policy["spec"]["podSelector"] == {"matchLabels": {"keepstep.dev/injected": "true"}}
     assert policy["spec"]["policyTypes"] == ["Ingress"]
-    assert [rule["ports"][0]["port"] for rule in policy["spec"]["ingress"]] == [9465, 9464]
+    assert [rule["ports"][0]["port"] for rule in policy["spec"]["ingress"]] == [26741, 26740]
     out = [
         one["spec"]["egress"]
         for one in of_kind(chart.render(EVERYTHING), "NetworkPolicy").values()
         if one["metadata"]["namespace"] in ("ml", "vision")
     ]
-    assert [rule["ports"][0]["port"] for rule in out[0]] == [9465, 9444, 53]
+    assert [rule["ports"][0]["port"] for rule in out[0]] == [26741, 9444, 53]
 
 
 def test_the_chart_holds_files_alone_and_its_package_all_of_them(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,18 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from keepstep.core.retention import Retention
 from keepstep.errors import UsageError
 from keepstep_sidecar.cli import run_dir
-from keepstep_sidecar.cli.run_dir import RunDir, find, make_memory, memory_of, run_name, save
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.cli.run_dir import (
+    RunDir,
+    find,
+    make_home,
+    make_memory,
+    memory_of,
+    run_name,
+    save,
+)
 from keepstep_sidecar.config.keys import toml_value
-from keepstep_sidecar.config.peers import Files, PeerSettings
-from keepstep_sidecar.config.restore_from import Wish
 from keepstep_sidecar.config.sidecar import KEYS
 
 
@@ -27,22 +31,6 @@ def _keep(directory: Path, run: str, *volumes: Path) -> RunDir:
     kept = RunDir.of(directory, run, slots=3, linger_s=90.0, **chosen)
     kept.home.mkdir(parents=True)
     save(kept)
-    return kept
-
-
-def _older(kept: RunDir, *, home: bool = True, **options: Any) -> RunDir:
-    """The same run, with the record that a keepstep of e774dd7 wrote."""
-    found = kept.home.stat()
-    body = {
-        "run": kept.run,
-        "volumes": [str(volume) for volume in kept.config.volumes],
-        "memory": str(kept.memory),
-        "options": {"slots": 3, "linger_s": 90.0, "from_the_future": 1, **options},
-    }
-    if home:
-        body["home"] = {"path": str(kept.home), "device": found.st_dev, "inode": found.st_ino}
-    (kept.home / "service.json").write_text(json.dumps(body))
-    kept.record.unlink()
     return kept
 
 
@@ -89,45 +77,91 @@ def test_options_of_a_newer_version_are_ignored(tmp_path: Path) -> None:
     assert find(tmp_path, "a") == kept
 
 
-def test_a_record_of_an_older_keepstep_says_the_same(tmp_path: Path) -> None:
-    kept = _older(_keep(tmp_path, "a", tmp_path / "v"))
-    assert find(tmp_path, None) == kept
-    everything = {
-        "memory_limit_bytes": 1 << 30, "capacity_bytes": 2 << 30, "stage_every": 2, "keep": 9,
-        "persist_every": 4, "keep_every": "60.0s", "restore_from": "7", "restore_since": 2,
-        "archive": {
-            "url": "s3://b/x", "every": 10, "endpoint": "https://e", "region": "r",
-            "retention": {"last": 5, "every_steps": 100, "every_s": None, "pinned": []},
-        },
-        "peers": {
-            "listen": "h:1", "advertise": "i:2", "peers": ["j:3"], "replicas": 2,
-            "files": {"certificate": "/c", "key": "/k", "authorities": "/a"},
-            "bytes_per_second": 5,
-        },
-    }  # fmt: skip
-    config = find(tmp_path, _older(_keep(tmp_path, "b"), **everything).run).config
-    assert (config.memory_limit_bytes, config.capacity_bytes) == (1 << 30, 2 << 30)
-    assert (config.stage_every, config.persist_every, config.linger_s) == (2, 4, 90.0)
-    assert config.keep == Retention(last=9, every_s=60.0)
-    assert config.wish == Wish(number=7, since=2)
-    assert config.archive == ArchiveConfig(
-        url="s3://b/x",
-        every=10,
-        endpoint="https://e",
-        region="r",
-        retention=Retention(last=5, every_steps=100),
-    )
-    assert config.peers == PeerSettings(
-        listen="h:1",
-        advertise="i:2",
-        peers=("j:3",),
-        replicas=2,
-        files=Files(certificate=Path("/c"), key=Path("/k"), authorities=Path("/a")),
-        bytes_per_second=5,
-    )
+def test_a_record_gives_data_and_no_settings(tmp_path: Path) -> None:
+    kept = RunDir.of(
+        tmp_path, "a", slots=3, keep_last=9, archive_url="s3://b/x", archive_endpoint="https://e",
+        restore_from="7", owner_pid=1, report_url="https://r", report_ca="ca",
+        report_token_file=Path("/token"), peer_listen="h:1", peer_addresses=("i:2",),
+        peer_cert=Path("/c"), peer_key=Path("/k"), peer_ca=Path("/a"),
+    )  # fmt: skip
+    kept.home.mkdir(parents=True)
     save(kept)
+    elsewhere = tmp_path / "elsewhere"
+    text = kept.record.read_text().replace(str(kept.memory), str(elsewhere))
+    kept.record.write_text(text)
+    assert find(tmp_path, "a") == RunDir.of(tmp_path, "a", slots=3, keep_last=9)
+
+
+@pytest.mark.parametrize("path", [".", "{home}", "/proc/self/cwd/a"])
+def test_a_record_that_was_unpacked_leads_to_no_place_outside_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept = _keep(tmp_path, "a", tmp_path.parent / "private")
+    head = kept.record.read_text().partition("[home]")[0]
+    told = toml_value(path.format(home=kept.home))
+    kept.record.write_text(f"{head}[home]\npath = {told}\ndevice = 1\ninode = 1\n")
+    with pytest.raises(UsageError, match="is not touched from here"):
+        find(tmp_path, "a")
+
+
+def test_a_link_within_the_directory_is_no_volume_of_a_copy(tmp_path: Path) -> None:
+    _keep(tmp_path / "kept", "a", tmp_path / "kept" / "inside")
+    (tmp_path / "copy").mkdir()
+    shutil.copytree(tmp_path / "kept" / "a", tmp_path / "copy" / "a")
+    (tmp_path / "copy" / "inside").symlink_to(tmp_path)
+    with pytest.raises(UsageError, match="is a link"):
+        find(tmp_path / "copy", "a")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o757])
+def test_a_directory_to_which_all_may_write_is_refused_unless_that_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    kept = _keep(tmp_path, "a")
+    kept.home.chmod(mode)
+    for use in (lambda: find(tmp_path, "a"), lambda: make_home(kept)):
+        with pytest.raises(UsageError, match="all users of this machine may write"):
+            use()
+    monkeypatch.setenv("KEEPSTEP_SHARED_DIR", "1")
+    make_home(kept)
     assert find(tmp_path, "a") == kept
-    assert not (kept.home / "service.json").exists()
+
+
+def test_a_directory_of_another_user_is_refused_by_that_users_name(tmp_path: Path) -> None:
+    kept = _keep(tmp_path, "a")
+    os.chown(kept.home, 65534, -1)
+    for use in (lambda: find(tmp_path, "a"), lambda: make_home(kept)):
+        with pytest.raises(UsageError, match="belongs to user nobody"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("archive", "volumes"),
+    [
+        ("{0}", ()),
+        ("{0}/far", ()),
+        ("{0}/a/far", ()),
+        ("{0}/..", ()),
+        ("{0}/link", ()),
+        ("{0}", ("{0}/v",)),
+        ("{0}/v/far", ("{0}/v",)),
+        ("", ("{0}/v", "{0}/v")),
+        ("", ("{0}/v", "{0}/link")),
+        ("", ("{0}", "{0}/a")),
+    ],
+)
+def test_places_that_lie_in_each_other_are_refused_at_the_start(
+    tmp_path: Path, archive: str, volumes: tuple[str, ...]
+) -> None:
+    place = tmp_path / "kept"
+    (place / "v").mkdir(parents=True)
+    (place / "link").symlink_to(place / "v")
+    given: dict[str, Any] = {"volumes": tuple(Path(one.format(place)) for one in volumes)}
+    if archive:
+        given["archive_url"] = os.path.normpath(archive.format(place))
+    with pytest.raises(UsageError, match=r"one in the other|lies in the other"):
+        RunDir.of(place, "a", **{name: one for name, one in given.items() if one})
 
 
 def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
@@ -182,20 +216,6 @@ def test_a_copy_under_another_name_is_refused(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     with pytest.raises(UsageError, match=f"{tmp_path}/b holds run 'a'"):
         find(tmp_path, "b")
-
-
-@pytest.mark.parametrize("volume", ["kept", "nvme"])
-def test_a_record_of_an_older_keepstep_is_told_from_a_copy_of_it(
-    tmp_path: Path, volume: str
-) -> None:
-    kept = _older(_keep(tmp_path / "kept", "a", tmp_path / volume), home=False)
-    assert find(tmp_path / "kept", None) == kept
-    shutil.copytree(tmp_path / "kept", tmp_path / "copy")
-    if volume == "kept":
-        assert find(tmp_path / "copy", None).roots == (tmp_path / "copy" / "a",)
-    else:
-        with pytest.raises(UsageError, match="is a copy"):
-            find(tmp_path / "copy", None)
 
 
 _json = st.recursive(

@@ -235,7 +235,7 @@ def test_what_hinders_it_is_an_error_that_says_so(keepstep: Keepstep) -> None:
         "raise ModuleNotFoundError(\"No module named 'keepstep_sidecar'\")"
     )
     said = plain(keepstep, "train.py", "2", "-1", code=1).stderr
-    assert "pip install 'keepstep[local]'" in said
+    assert "pip install ./sidecar of keepstep's source" in said
     assert "give it one with --run NAME" in keepstep("start", code=2).stderr
 
 

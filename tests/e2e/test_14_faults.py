@@ -205,7 +205,7 @@ def test_a_pod_of_another_run_is_refused_with_its_own_certificate(
     namespace.apply(jobs.pytorch_job("other", workers=0, policy=tiers.POLICY))
     tiers.beyond(namespace, "peer", 3)
     body = namespace.eventually(lambda: namespace.get("pod", MASTER), what="the first run's master")
-    address = f"{body['status']['podIP']}:9465"
+    address = f"{body['status']['podIP']}:26741"
     assert _asked_as(namespace, MASTER, address).startswith("200"), "the run's own is let in"
     said = _asked_as(namespace, "other-master-0", address)
     assert said.startswith("403")

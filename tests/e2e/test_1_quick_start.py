@@ -9,6 +9,9 @@ from tests.e2e.kubectl import Kubectl
 def test_a_two_replica_job_is_kept_seen_and_completes(namespace: Kubectl) -> None:
     namespace.apply(jobs.policy())
     job = jobs.example("pytorchjob.yaml")
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():  # it lasts for hours
+        (container,) = replica["template"]["spec"]["containers"]
+        container["args"] = ["--steps", str(jobs.STEPS), "--log-file", "-"]
     namespace.apply(job)
 
     pods = namespace.eventually(

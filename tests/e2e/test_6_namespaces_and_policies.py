@@ -95,6 +95,6 @@ def test_an_image_without_the_library_trains_and_the_run_says_so(namespace: Kube
     command = ["python3", "-c", "import time\nwhile True: time.sleep(1)"]
     namespace.apply(jobs.policy(), jobs.pytorch_job(workers=0, command=command, args=[]))
     condition = runs.becomes(
-        namespace, "Protected", "False", words="pip install keepstep", within_s=150
+        namespace, "Protected", "False", words="pip install ./lib", within_s=150
     )
     assert condition["reason"]

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
+import yaml
+
 from tests.e2e import jobs, runs
-from tests.e2e.cluster import NAMESPACE, RELEASE, Cluster
+from tests.e2e.cluster import NAMESPACE, RELEASE, ROOT, Cluster
 from tests.e2e.kubectl import Kubectl
 
 
 def test_upgrade_rollback_and_uninstall_leave_the_job_training(
-    cluster: Cluster, training: Kubectl, turn_alone: None
+    cluster: Cluster, training: Kubectl, turn_alone: None, tmp_path: Path
 ) -> None:
     namespace = training
     committed = runs.committed_beyond(namespace, 5)
 
-    cluster.install("--set", "admission.replicas=3")
+    older, of_release = _older_chart(tmp_path), (RELEASE, "-n", NAMESPACE)
+    values = ("--reset-values", "--set", "admission.replicas=3,hostPaths={/var/lib/keepstep}")
+    cluster.helm("upgrade", *of_release, str(older), *values, "--wait", "--timeout", "540s")
+    cluster.helm(*_documented_upgrade())
+    kept = json.loads(cluster.helm("get", "values", *of_release, "-o", "json"))
+    assert kept == {"admission": {"replicas": 3}, "hostPaths": ["/var/lib/keepstep"]}
     committed = runs.committed_beyond(namespace, committed)
     cluster.helm("rollback", RELEASE, "-n", NAMESPACE, "--wait", "--timeout", "540s")
     committed = runs.committed_beyond(namespace, committed)
@@ -37,6 +48,27 @@ def test_upgrade_rollback_and_uninstall_leave_the_job_training(
     jobs.all_inject(namespace, owner)
     assert runs.committed_beyond(namespace, committed) > committed
     assert runs.training_beyond(namespace, alone.last).first == 0, "the trainers never ended"
+
+
+def _older_chart(directory: Path) -> Path:
+    """This chart before it had dashboards."""
+    chart = directory / "keepstep"
+    shutil.copytree(ROOT / "charts" / "keepstep", chart)
+    (chart / "templates" / "monitoring" / "dashboards.yaml").unlink()
+    values = yaml.safe_load((chart / "values.yaml").read_text())
+    del values["grafanaDashboard"]
+    (chart / "values.yaml").write_text(yaml.safe_dump(values))
+    schema = json.loads((chart / "values.schema.json").read_text())
+    del schema["properties"]["grafanaDashboard"]
+    (chart / "values.schema.json").write_text(json.dumps(schema))
+    return chart
+
+
+def _documented_upgrade() -> list[str]:
+    """The command of docs/operations.md, word for word."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    (line,) = [one for one in text.splitlines() if one.startswith("    helm upgrade ")]
+    return line.split()[1:]
 
 
 def _run_without_job() -> dict[str, object]:

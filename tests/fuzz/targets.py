@@ -417,23 +417,6 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="keepstep-fuzz-")
 _HOME = pathlib.Path(_FOLDER.name)
 
 
-def _service() -> dict[str, Any]:
-    """As a keepstep of e774dd7 wrote it."""
-    home = _HOME / "older"
-    home.mkdir(parents=True)
-    return {
-        "run": "older",
-        "volumes": [str(_HOME)],
-        "memory": str(run_dir.memory_of(_HOME, "older")),
-        "options": {"slots": 4, "memory_limit_bytes": None, "keep_every": "60.0s", "linger_s": 9.0,
-                    "archive": {"url": "s3://b", "every": 1, "endpoint": None, "region": None,
-                                "retention": {"last": 3, "every_s": 60.0, "every_steps": None}},
-                    "peers": {"listen": "h:1", "peers": ["i:1"], "replicas": 1, "files": {
-                              "certificate": "/c", "key": "/k", "authorities": "/a"}}},
-        "home": {"path": str(home), "device": home.stat().st_dev, "inode": home.stat().st_ino},
-    }  # fmt: skip
-
-
 def _record() -> bytes:
     kept = run_dir.RunDir.of(_HOME, "demo", keep_every="60s", archive_url="s3://b")
     kept.home.mkdir(parents=True)
@@ -441,13 +424,7 @@ def _record() -> bytes:
     return kept.record.read_bytes()
 
 
-SERVICE, RECORD = _service(), _record()
-
-
-def read_service(data: bytes) -> object:
-    """`service.json`, from a file."""
-    (_HOME / "older" / "service.json").write_bytes(data)
-    return run_dir.load(_HOME, "older")
+RECORD = _record()
 
 
 def read_record(data: bytes) -> object:
@@ -619,8 +596,6 @@ def targets() -> tuple[Target, ...]:
                reseal=reseal_json(json.loads(RUN_RECORD))),
         Target(name="step.json", parse=lambda data: StepRecord.from_json(data, path="x"),
                refusals=(ImageError,), bytewise=(json_of(STEP_RECORD),), reseal=reseal_step_record),
-        Target(name="service.json", parse=read_service, refusals=(UsageError,),
-               bytewise=(json_of(SERVICE),), reseal=reseal_json(SERVICE)),
         Target(name="history.jsonl", parse=read_history, refusals=(ImageError,),
                bytewise=(_lines(HISTORY),), reseal=reseal_history, times=40),
         Target(name="sidecar.toml", parse=read_record, refusals=(UsageError,),

@@ -28,7 +28,10 @@ from keepstep_operator.serving import listening
 
 Body = dict[str, Any]
 TOKEN = "operator"
-_CORE = ("pods", "nodes", "namespaces", "configmaps", "secrets", "events")
+_CORE = (
+    "pods", "nodes", "namespaces", "configmaps", "secrets", "events", "limitranges",
+    "resourcequotas",
+)  # fmt: skip
 _OURS = ("checkpointpolicies", "checkpointruns", "checkpoints")
 _OTHERS = ("mutatingwebhookconfigurations", "deployments")
 _GROUP, _VERSION = "keepstep.dev", "v1alpha1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -330,3 +331,42 @@ async def test_a_fork_changes_no_other_value(server: ApiServer) -> None:
     ]  # fmt: skip
     assert yaml.safe_load(said)["count"] == 5
     assert yaml.safe_load(said)["mode"] == 0o755
+
+
+_ESC = "\x1b]0;pwned\x07\x1b[8m\u202e\x9b1A"
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["runs", "steps gpt", "tree gpt", "logs gpt", "doctor", "pin gpt 7", "rollback gpt other/7",
+     "steps other", "fork gpt 20 -f -"],
+)  # fmt: skip
+async def test_nothing_that_a_pod_wrote_is_a_command_for_the_terminal(
+    server: ApiServer, words: str
+) -> None:
+    """Every text of the objects has control sequences in it; errors that quote it, too."""
+    body = server.take(RUNS, "gpt", namespace="n")
+    for name in ("jobName", "phase", "protected", "epoch", "sidecarVersion", "libraryVersion"):
+        body["status"][name] += _ESC
+    server.put(RUNS, body | {"status": body["status"] | {"origin": f"x{_ESC}/{OLD}"}})
+    _pod_of_gpt(server)
+    result = await _said(*words.split(), input=yaml.safe_dump({**JOB, "note": _ESC}))
+    said = f"{result.output}{result.stderr}"
+    assert said
+    assert [one for one in said if not one.isprintable() and one not in "\n\t"] == []
+
+
+def _pod_of_gpt(server: ApiServer) -> None:
+    labels = {names.RUN_KEY_LABEL: "gpt", names.INJECTED_LABEL: names.INJECTED}
+    path = "/api/v1/namespaces/n/pods/gpt-0"
+    server.add(path, {"metadata": {"name": "gpt-0", "namespace": "n", "labels": labels}})
+    server.logs[path] = f"one{_ESC}\ntwo"
+
+
+@pytest.mark.parametrize("module", ["main", "views", "doctor", "page", "cluster"])
+def test_one_function_prints_all_that_the_plugin_says(module: str) -> None:
+    path = Path(__file__).parents[2] / f"operator/src/keepstep_operator/kubectl/{module}.py"
+    printed = [line for line in path.read_text().splitlines() if re.search(r"echo\(|print\(", line)]
+    assert len([one for one in printed if "def _print(" not in one and "_print(" not in one]) == (
+        1 if module == "main" else 0
+    )

@@ -63,6 +63,26 @@ def test_no_count_of_a_run_is_told_before_its_object_has_said_from_where_to_go_o
     assert told.get_sample_value(RESTARTS, RUN) == 0.0
 
 
+def test_a_condition_that_is_unknown_is_told_like_any_other() -> None:
+    play = Play(pod(0))
+    told = ReconcileMetrics(play.registry).registry
+
+    def status(condition: str) -> set[str]:
+        return {
+            one
+            for one in ("True", "False", "Unknown")
+            if told.get_sample_value(
+                "keepstep_run_condition", {**RUN, "condition": condition, "status": one}
+            )
+        }
+
+    assert play.status
+    assert (status("Protected"), status("FullyInjected")) == ({"Unknown"}, {"True"})
+    play.hear(pod(0), Sidecar(rank=0, world=1).report())
+    assert play.status
+    assert status("Protected") == {"False"}
+
+
 class _ManyRuns(Collector):
     """Each of two families has so many samples, takes a while, and notes the loop's turn."""
 

@@ -92,7 +92,8 @@ def test_a_copy_that_is_closed_within_a_write_never_writes_into_another_file(
 ) -> None:
     name, manifest, chunk = sealed(sender, 0)
     slow = Slow("write")
-    copies = Copies([keeper], run=RUN, filesystem=slow)
+    keeper.filesystem = slow
+    copies = Copies([keeper], run=RUN)
     part = begun(copies, name, manifest)
     with aligned_buffer(len(chunk)) as buffer:
         buffer[:] = chunk
@@ -119,7 +120,8 @@ def test_while_a_large_copy_is_read_to_go_on_with_it_other_senders_do_not_wait(
     begun(earlier, *first[:2])
     earlier.close()
     slow = Slow("read")
-    copies = Copies([keeper], run=RUN, filesystem=slow)
+    keeper.filesystem = slow
+    copies = Copies([keeper], run=RUN)
     resuming, failed = in_thread(lambda: begun(copies, *first[:2]))
     assert slow.reached.wait(20)
     other, also = in_thread(lambda: begun(copies, *second[:2]))

@@ -85,7 +85,7 @@ async def test_a_drive_that_fails_a_read_ends_no_tier(
 ) -> None:
     here, buddy = node(0), node(1)
     here.knows(buddy, buddies=(buddy,))
-    filesystem = here.remote_tier._shards._filesystem
+    filesystem = here.volume.filesystem
     read, failed = filesystem.read, []
 
     def fail_once(fd: int, into: memoryview, offset: int) -> int:

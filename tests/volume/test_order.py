@@ -38,6 +38,7 @@ rename 0001.1f9c2d7a-000000001 to 0001.1f9c2d7a-000000001.1
 sync retired
 sync /
 link spare
+sync /
 rename rank-00000-of-00001.safetensors to rank-00000-of-00001.safetensors
 unlink 0001.1f9c2d7a-000000001.1
 retired

@@ -342,7 +342,7 @@ def test_a_full_drive_is_tried_again_without_it(
 
 def allocated(volume: Volume) -> None:
     with (volume.root / "other").open("wb") as file:
-        volume._filesystem.allocate(file.fileno(), 4096)
+        volume.filesystem.allocate(file.fileno(), 4096)
 
 
 def test_a_record_finds_room_on_a_drive_that_is_full_of_it(

@@ -174,6 +174,7 @@ class Checkpointer:
         self._replicas: Replicas | None = None
         self._epoch: Epoch | None = None
         self._probed: Taken | None = None
+        self._restored: Layout | None = None
         self._taken: Taken | None = None
         self._misses = self._layout_changes = 0
         self._loose: Loose = NOWHERE
@@ -313,19 +314,22 @@ class Checkpointer:
                     self._connect, begin, meet=self._meet, begin_anew=self._begin_anew
                 )
         finally:
-            self._probed = None
+            probed, self._probed = self._probed, None
         if isinstance(agreed, Unkept):
             if agreed.reason:
                 self._let_go(agreed.reason, timeout_s=5.0)
             return None
         seconds = time.perf_counter() - started
         parent, restoring = agreed.epoch.parent, agreed.restoring
+        layout = None
         if restoring is not None:
             self._rng_later = None if self._rng_later is None else restoring.rng
+            layout = restoring.layout
             restoring.release()
         collective.announce(agreed, seconds=time.perf_counter() - started)
         self._stage_every, self._epoch = agreed.stage_every, agreed.epoch
         self._compare_replicas(agreed.epoch)
+        self._taken, self._restored = probed, layout
         self._order_slots()
         if parent is None or restoring is None:
             return None
@@ -535,12 +539,17 @@ class Checkpointer:
         )
 
     def _order_slots(self) -> None:
-        """Have the memory of images made from now on, if the layout is known: a new optimizer has
-        no state before its first step.
+        """Have the memory of images made from now on, if the layout is known: as that of what was
+        restored, or without. A new optimizer has no state before its first step.
         """
         components = self._components.values()
         # a foreign object is not asked for its state before the first save: a loader may begin then
-        if self._agent is None or not all(is_known(one) and _has_state(one) for one in components):
+        if self._agent is None:
+            return
+        if self._restored is not None:
+            self._agent.use_layout(self._restored)
+            return
+        if not all(is_known(one) and _has_state(one) for one in components):
             return
         with contextlib.suppress(Exception):  # the first save raises it again
             taken = self._retake()
@@ -779,7 +788,9 @@ class Checkpointer:
         snapshots = self._snapshots
         if snapshots is None or not snapshots.fits(taken, extras_bytes):
             self._tell_changes(agent, taken)
-            layout = Layout.build(taken.specs, **self._layout_options(taken, extras_bytes))
+            options = self._layout_options(taken, extras_bytes)
+            layout = Layout.build(taken.specs, before=self._restored, **options)
+            self._restored = None
             snapshots = self._snapshots = Snapshots(layout, taken, run=agent.session.run)
             agent.use_layout(layout)
         return snapshots

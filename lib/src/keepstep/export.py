@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from keepstep.dcp.metadata import Tree
+from keepstep.directory import Directory
 from keepstep.errors import RestoreError, StorageError, UsageError, few
 from keepstep.image import Layout, Section, local_name
 from keepstep.image.tensors import NATIVE_BYTES
@@ -166,18 +167,18 @@ class Export:
             raise UsageError(_not_one(own, self._id))
         growing = target.with_name(f".{target.name}.exporting")
         try:
-            with _directory(growing):
-                self._fill(growing, files, read, on_bytes)
-                _publish(growing, target)
+            with _directory(growing) as directory:
+                self._fill(directory, files, read, on_bytes)
+                _publish(directory, target)
         except OSError as error:
             raise StorageError(_why(error, target, files)) from error
         return self._told(target, files, own=own)
 
     def _fill(
-        self, growing: Path, files: list[_File], read: Read, on_bytes: Callable[[int], None]
+        self, growing: Directory, files: list[_File], read: Read, on_bytes: Callable[[int], None]
     ) -> None:
         with contextlib.ExitStack() as stack:
-            mapped = [stack.enter_context(_mapping(growing / one.name, one)) for one in files]
+            mapped = [stack.enter_context(_mapping(growing, one)) for one in files]
             views = {
                 entry.name: view
                 for one, mapping in zip(files, mapped, strict=True)
@@ -188,7 +189,7 @@ class Export:
             transfer.run(self._plan, targets, images, self._read_dtypes)
             del targets
         if len(files) > 1:
-            _write_text(growing / _INDEX, _index_of(files))
+            _write_text(growing, _INDEX, _index_of(files))
 
     # --- tensors that each rank has for itself ---------------------------------------------------
 
@@ -538,45 +539,44 @@ def _is(path: Path, expected: _File) -> bool:
 
 
 @contextlib.contextmanager
-def _directory(growing: Path) -> Iterator[None]:
+def _directory(growing: Path) -> Iterator[Directory]:
     """Create the directory anew, for one process at a time. If the block raises, the directory is
     removed.
     """
-    growing.mkdir(parents=True, exist_ok=True)
-    fd = os.open(growing, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    directory = Directory.opened(growing, make=True)
     try:
+        fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"{growing} is being written by another export") from None
+    try:
+        _empty(directory)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{growing} is being written by another export") from None
-        _empty(growing)
-        try:
-            yield
+            yield directory
         except BaseException:
             with contextlib.suppress(OSError, UsageError):
-                _empty(growing)
+                _empty(directory)
                 growing.rmdir()
             raise
     finally:
-        os.close(fd)
+        fcntl.flock(directory.fd, fcntl.LOCK_UN)
 
 
-def _empty(growing: Path) -> None:
+def _empty(growing: Directory) -> None:
     """Remove what a killed export has left. Raises UsageError for a directory or files that are not
     from an export of this user.
     """
-    if growing.stat().st_uid != os.geteuid():
-        raise UsageError(f"{growing} belongs to somebody else: move it away")
-    for name in os.listdir(growing):
+    if os.fstat(growing.fd).st_uid != os.geteuid():
+        raise UsageError(f"{growing.path} belongs to somebody else: move it away")
+    for name in growing.names():
         if name != _INDEX and not _OWN_NAME.fullmatch(name):
-            raise UsageError(f"{growing / name} is none of an export's: move it away")
-        (growing / name).unlink()
+            raise UsageError(f"{growing.path / name} is none of an export's: move it away")
+        growing.unlink(name)
 
 
 @contextlib.contextmanager
-def _mapping(path: Path, file: _File) -> Iterator[mmap.mmap]:
+def _mapping(directory: Directory, file: _File) -> Iterator[mmap.mmap]:
     """Create the file with all its blocks, and map it. It is on the medium when the block ends."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = directory.open(file.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         os.posix_fallocate(fd, 0, file.size_bytes)
         os.pwrite(fd, file.header, 0)
@@ -588,25 +588,19 @@ def _mapping(path: Path, file: _File) -> Iterator[mmap.mmap]:
         os.close(fd)
 
 
-def _write_text(path: Path, text: str) -> None:
-    with path.open("x", encoding="utf-8") as file:
+def _write_text(directory: Directory, name: str, text: str) -> None:
+    fd = directory.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    with open(fd, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _publish(growing: Path, target: Path) -> None:
-    _sync(growing)
-    os.rename(growing, target)  # from now on, readers see a complete directory
-    _sync(target.parent)
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _publish(growing: Directory, target: Path) -> None:
+    growing.sync()
+    place = Directory.opened(target.parent)
+    place.rename(growing.path.name, target.name)  # from now on, readers see a complete directory
+    place.sync()
 
 
 def _why(error: OSError, target: Path, files: list[_File]) -> str:

@@ -29,6 +29,9 @@ LAST_CHECKPOINT_ANNOTATION = "volcano.sh/last-checkpoint-time"
 """On a CheckpointRun: when its newest step was committed, in RFC 3339. Volcano proposed this key
 for pods."""
 
+POD_SECURITY_LABEL = "pod-security.kubernetes.io/enforce"
+"""Of Kubernetes, on a namespace: the level of Pod Security that its pods must meet."""
+
 # --- what injection adds -----------------------------------------------------------------------
 
 INJECTED_LABEL = "keepstep.dev/injected"
@@ -90,5 +93,6 @@ UI_PORT = 8790
 ADMISSION_PORT = 9443
 REPORTS_PORT = 9444
 METRICS_PORT = 9090
-SIDECAR_METRICS_PORT = 9464
-SIDECAR_PEER_PORT = 9465
+SIDECAR_METRICS_PORT = 26740
+SIDECAR_PEER_PORT = 26741
+"""Defaults of a policy; `injection.ports` says why these."""

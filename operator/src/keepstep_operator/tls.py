@@ -20,12 +20,14 @@ from keepstep_operator.journal import say, warn
 CERTIFICATE: Final = "tls.crt"
 KEY: Final = "tls.key"
 AUTHORITIES: Final = "ca.crt"
+PATH: Final = "path"
 _LOOK_EVERY_S: Final = 5.0
 
 
 class ServerTls:
     """The context of `directory` (tls.crt, tls.key), and a task that keeps it fresh. `authorities`:
-    PEM of all CAs that clients must trust (ca.crt); '' if there is none.
+    PEM of all CAs that clients must trust (ca.crt); '' if there is none. `path`: the only path that
+    answers (path); '' if there is none.
 
     Raises UsageError if there is no usable pair at the start.
     """
@@ -36,7 +38,7 @@ class ServerTls:
         try:
             self._loaded = self._digest()
             self.context.load_cert_chain(directory / CERTIFICATE, directory / KEY)
-            self.authorities = self._read_authorities()
+            self.authorities, self.path = self._read(AUTHORITIES), self._read(PATH)
         except (OSError, ssl.SSLError) as error:
             raise UsageError(
                 f"{directory} holds no usable {CERTIFICATE} and {KEY}: {error}; they come from"
@@ -52,7 +54,7 @@ class ServerTls:
             files = self._directory / CERTIFICATE, self._directory / KEY
             _context().load_cert_chain(*files)  # a wrong pair must not get into the live context
             self.context.load_cert_chain(*files)
-            self.authorities = self._read_authorities()
+            self.authorities, self.path = self._read(AUTHORITIES), self._read(PATH)
         except (OSError, ssl.SSLError) as error:
             warn("certificate not loaded", directory=str(self._directory), reason=str(error))
             return False
@@ -68,10 +70,11 @@ class ServerTls:
 
     def _digest(self) -> str:
         both = [(self._directory / name).read_bytes() for name in (CERTIFICATE, KEY)]
-        return hashlib.sha256(b"\0".join([*both, self._read_authorities().encode()])).hexdigest()
+        others = [self._read(name).encode() for name in (AUTHORITIES, PATH)]
+        return hashlib.sha256(b"\0".join([*both, *others])).hexdigest()
 
-    def _read_authorities(self) -> str:
-        path = self._directory / AUTHORITIES
+    def _read(self, name: str) -> str:
+        path = self._directory / name
         return path.read_text() if path.exists() else ""
 
 

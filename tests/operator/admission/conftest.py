@@ -14,6 +14,7 @@ import pytest
 from keepstep_operator.admission.metrics import Metrics
 from keepstep_operator.admission.nodes import NodeCache
 from keepstep_operator.admission.policies import PolicyCache
+from keepstep_operator.admission.rooms import Rooms
 from keepstep_operator.admission.run_record import RunRecords
 from keepstep_operator.admission.server import Admission
 from keepstep_operator.certificates.pki import Pair, make_authority, sign_leaf
@@ -36,6 +37,7 @@ class Running:
     admission: Admission
     metrics: Metrics
     webhook: ApiServersWebhook
+    rooms: Rooms
     defaults: Defaults | None
 
     def count(self, result: str, reason: str) -> float:
@@ -64,23 +66,32 @@ def started(tls_dir: Path, authority: Pair) -> Start:
 
     @asynccontextmanager
     async def start(
-        *, deadline_s: float = 3.5, patience_s: float = 1.5, follow: bool = True
+        *,
+        deadline_s: float = 3.5,
+        patience_s: float = 1.5,
+        follow: bool = True,
+        path: str = "",
     ) -> AsyncIterator[Running]:
         async with AsyncExitStack() as stack:
             server = await stack.enter_async_context(ApiServer().running())
             client = await stack.enter_async_context(Client(server.access))
             metrics = Metrics()
             cache = PolicyCache(client, patience_s=patience_s, counted=metrics.policies)
+            rooms = Rooms(client)
             admission = Admission(
                 policies=cache,
                 nodes=NodeCache(client),
                 records=RunRecords(client),
+                rooms=rooms,
                 defaults=lambda: running.defaults,
                 metrics=metrics,
                 deadline_s=deadline_s,
+                path=lambda: path,
             )
             context = ServerTls(tls_dir).context
-            app = admission.application(lambda: "" if cache.synced else "not synced")
+            app = admission.application(
+                lambda: "" if cache.synced and rooms.synced else "not synced"
+            )
             port = await stack.enter_async_context(
                 listening(app, port=0, host="127.0.0.1", ssl_context=context, shutdown_s=1)
             )
@@ -92,13 +103,14 @@ def started(tls_dir: Path, authority: Pair) -> Start:
                 admission=admission,
                 metrics=metrics,
                 webhook=webhook,
+                rooms=rooms,
                 defaults=DEFAULTS,
             )
-            task = asyncio.create_task(cache.run()) if follow else None
+            tasks = [asyncio.create_task(one.run()) for one in (cache, rooms) if follow]
             try:
                 yield running
             finally:
-                if task is not None:
+                for task in tasks:
                     task.cancel()
 
     return start

@@ -101,7 +101,7 @@ async def test_it_is_ready_once_it_knows_policies_and_ca(tls_dir: Path, authorit
     ):
         assert (await admission.get("/healthz"))[0] == 200
         status, text = await admission.get("/readyz")
-        assert (status, text) == (503, "policies or CA not known yet\n")
+        assert (status, text) == (503, "policies, limits of namespaces or CA not known yet\n")
         put_policy(server, policy_body())
         server.put(CONFIG_MAPS, _CONFIG_MAP)
         await admission.says_ready(200)

@@ -219,7 +219,7 @@ async def test_a_wrong_name_is_waited_for_only_once(started: Start) -> None:
         created, warnings = await running.webhook.create(pytorch_job())
         assert not parse_pod(created).has_sidecar
         assert _reason(created) == "PolicyNotFound"
-        assert "has no CheckpointPolicy 'default'; it has other" in warnings[0]
+        assert warnings[0].endswith("has no CheckpointPolicy 'default'"), "and no word of the other"
         begun = time.monotonic()
         await asyncio.gather(*(running.webhook.create(indexed_job(index=i)) for i in range(20)))
         assert time.monotonic() - begun < 5, "20 pods must not wait 0.3 s each"
@@ -314,6 +314,45 @@ async def test_what_is_no_review_is_refused_and_logged_once_for_each_source(
             assert status == 400
             assert "AdmissionReview" in text
     assert caplog.messages.count("request refused") == 1
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/inject", "/inject-", "/inject-5ec", "/inject-5ecret/", "/%69"]
+)
+async def test_at_any_path_but_the_secret_one_there_is_nothing_whatever_is_sent(
+    started: Start, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with started(path="/inject-5ecret") as running:
+        put_policy(running.server, policy_body())
+        await _synced(running)
+        running.server.requests.clear()
+        status, text = await running.webhook.raw(b"x" * 100_000, path=path)
+        assert (status, text) == (404, "404: Not Found")
+        assert running.server.asked("GET", "checkpointruns") == []
+        assert caplog.messages == [] or "request refused" not in caplog.messages
+        status, text = await running.webhook.raw(b"{", path="/inject-5ecret?timeout=10s")
+        assert status == 400
+
+
+async def test_a_body_that_is_never_sent_takes_no_place_at_a_wrong_path(started: Start) -> None:
+    async with started(path="/inject-5ecret") as running:
+        writers = [await running.webhook.half_sent("/inject") for _ in range(20)]
+        for reader, writer in writers:
+            assert b" 404 " in await asyncio.wait_for(reader.readline(), 5)
+            writer.close()
+
+
+async def test_what_is_logged_of_a_pod_is_short_and_printable(
+    started: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with started() as running:
+        pod = bare_pod("n" * 5000)
+        pod["metadata"]["annotations"]["keepstep.dev/policy"] = "\x1b]0;pwned\x07" + "p" * 60_000
+        await running.webhook.create(pod)
+    (record,) = [one for one in caplog.records if one.message == "skipped"]
+    assert len(str(vars(record))) < 4000
+    assert "\x1b" not in str([*vars(record).values()])
 
 
 @pytest.mark.parametrize(

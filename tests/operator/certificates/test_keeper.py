@@ -293,6 +293,42 @@ async def test_the_ca_bundle_of_every_webhook_is_kept() -> None:
         assert [method for method, _ in server.calls()] == ["GET", "PATCH", "GET"]
 
 
+def _of_a_service(path: str | None = None) -> Body:
+    service = {"name": "keepstep-admission", **({} if path is None else {"path": path})}
+    webhook = {"name": "inject", "clientConfig": {"service": service}}
+    return {"metadata": {"name": "keepstep"}, "webhooks": [webhook]}
+
+
+def _path(server: ApiServer) -> str:
+    (webhook,) = server.take(WEBHOOKS, "keepstep")["webhooks"]
+    return str(webhook["clientConfig"]["service"].get("path"))
+
+
+async def test_the_webhook_gets_a_path_that_nobody_can_guess_and_keeps_it() -> None:
+    async with ApiServer().running() as server, Client(server.access) as client:
+        server.put(WEBHOOKS, _of_a_service("/inject"))
+        publish = partial(publish_in_webhook, client, "keepstep")
+        served = Server(service="keepstep-admission", publish=publish, lifetimes=LIFETIMES)
+        clock = Clock(datetime.now(UTC))
+        keeper = Keeper(client, served, namespace=NAMESPACE, clock=clock)
+        await keeper.round()
+        path = _path(server)
+        assert re.fullmatch(r"/inject-[0-9a-f]{32}", path), "parts of DNS names, as it is checked"
+
+        def stored() -> str:
+            secret = server.take(SECRETS, "keepstep-admission-tls", namespace=NAMESPACE)
+            return base64.b64decode(secret["data"]["path"]).decode()
+
+        assert stored() == path
+        clock.now += 60 * DAY  # the leaf is made anew, and the webhook is replaced
+        server.put(WEBHOOKS, _of_a_service())
+        await keeper.round()
+        assert (stored(), _path(server)) == (path, path)
+        server.delete(SECRETS, "keepstep-admission-tls", namespace=NAMESPACE)
+        await keeper.round()
+        assert (stored(), _path(server)) == (path, path), "the API server's is taken over"
+
+
 async def test_webhooks_that_changed_places_meanwhile_are_read_again() -> None:
     async with ApiServer().running() as server, Client(server.access) as client:
         server.put(WEBHOOKS, _webhooks(inject="", other="theirs"))

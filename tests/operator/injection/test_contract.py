@@ -49,7 +49,7 @@ def test_the_sidecar_understands_every_setting() -> None:
     assert config.run == "gpt-3f6a1f0e"
     assert config.memory_dir == Path("/run/keepstep")
     assert config.volumes == (Path("/keepstep/volumes/scratch"), Path("/keepstep/volumes/nvme0"))
-    assert (config.slots, config.io_threads, config.metrics_port) == (4, 2, 9464)
+    assert (config.slots, config.io_threads, config.metrics_port) == (4, 2, 26740)
     assert (config.verify, config.flush_timeout_s) == (Verify.SEAL, 60.0)
     assert config.reporting is not None
     assert config.reporting.url.startswith(DEFAULTS.reports_url)
@@ -59,7 +59,7 @@ def test_the_sidecar_understands_every_setting() -> None:
     assert (config.memory_limit_bytes, config.capacity_bytes) == (2 << 30, 95 << 30)
     assert config.bytes_per_second == 1 << 30
     assert config.peers == PeerSettings(
-        listen=":9465", advertise="10.0.0.7:9465", replicas=2, bytes_per_second=500 << 20
+        listen=":26741", advertise="10.0.0.7:26741", replicas=2, bytes_per_second=500 << 20
     )
     assert config.archive == ArchiveConfig(
         url="s3://ckpt/team-a",

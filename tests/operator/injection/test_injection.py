@@ -195,7 +195,7 @@ def test_the_sidecar_is_told_everything_by_its_environment() -> None:
         "KEEPSTEP_REPORT_CA": DEFAULTS.reports_ca,
         "KEEPSTEP_REPORT_CA_FILE": "/keepstep/trust/ca.crt",
         "KEEPSTEP_REPORT_TOKEN_FILE": "/var/run/secrets/keepstep.dev/token/token",
-        "KEEPSTEP_METRICS_PORT": "9464",
+        "KEEPSTEP_METRICS_PORT": "26740",
         "WORLD_SIZE": "2",
         "RANK": "1",
         "PET_NPROC_PER_NODE": "1",
@@ -308,12 +308,12 @@ def test_a_trainer_with_a_mount_where_huge_pages_go_is_not_injected() -> None:
     [
         ({"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "4Gi"}}, "100m", None),
         ({}, "100m", None),
-        ({"requests": {"cpu": "1"}, "limits": {"cpu": "3", "memory": "4Gi"}}, "100m", "2"),
+        ({"requests": {"cpu": "1"}, "limits": {"cpu": "3", "memory": "4Gi"}}, "100m", None),
         ({"limits": {"cpu": "3", "memory": "4Gi"}}, "500m", "500m"),
     ],
     ids=["no limit", "nothing", "Burstable", "Guaranteed"],
 )
-def test_the_sidecar_is_limited_in_cpu_only_where_the_pod_is(
+def test_the_sidecar_is_limited_in_cpu_only_in_a_guaranteed_pod(
     training: dict[str, Any], requests: str, limits: str | None
 ) -> None:
     pod = bare_pod()
@@ -404,9 +404,104 @@ def test_an_empty_dir_is_never_filled_up_to_where_the_kubelet_evicts() -> None:
 
 def test_a_pod_on_the_hosts_network_declares_no_port() -> None:
     pod = bare_pod()
-    assert _sidecar(inject(pod, policy(), DEFAULTS))["ports"][0]["containerPort"] == 9464
+    assert _sidecar(inject(pod, policy(), DEFAULTS))["ports"][0]["containerPort"] == 26740
     pod["spec"]["hostNetwork"] = True
     assert "ports" not in _sidecar(inject(pod, policy(), DEFAULTS))
+
+
+def _told(pod: Body) -> tuple[str, ...]:
+    said = injected_of(parse_pod(pod))
+    assert said is not None
+    return said.warnings
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ports": [{"containerPort": 26740}]},
+        {"ports": [{"containerPort": 8000, "hostPort": 26740, "protocol": "TCP"}]},
+        {"livenessProbe": {"httpGet": {"port": 26740}}},
+        {"startupProbe": {"tcpSocket": {"port": 26740}}},
+        {"env": [{"name": "OTEL_EXPORTER_PROMETHEUS_PORT", "value": "26740"}]},
+    ],
+)
+@pytest.mark.parametrize("kind", ["containers", "initContainers"])
+def test_a_port_that_the_pod_uses_is_left_to_it(change: Body, kind: str) -> None:
+    pod = bare_pod()
+    pod["spec"][kind] = [*pod["spec"].get(kind, []), {"name": "more", "image": "x", **change}]
+    injected = inject(pod, policy(), DEFAULTS)
+    assert "ports" not in _sidecar(injected)
+    assert "KEEPSTEP_METRICS_PORT" not in _environment(_sidecar(injected))
+    assert "serves no metrics, since container more uses port 26740" in _told(injected)[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ports": [{"containerPort": 26740, "protocol": "UDP"}]},
+        {"livenessProbe": {"httpGet": {"port": "26740"}}},
+        {"env": [{"name": "SEED", "value": "26740"}]},
+        {"env": [{"name": "PORT", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}]},
+    ],
+)
+def test_what_is_no_port_of_the_pod_changes_nothing(change: Body) -> None:
+    pod = bare_pod()
+    pod["spec"]["containers"].append({"name": "more", "image": "x", **change})
+    injected = inject(pod, policy(), DEFAULTS)
+    assert _environment(_sidecar(injected))["KEEPSTEP_METRICS_PORT"] == "26740"
+    assert _told(injected) == ()
+
+
+def test_the_ports_are_those_of_the_policy() -> None:
+    pod = bare_pod()
+    pod["spec"]["containers"][0]["ports"] = [{"containerPort": 26740}]
+    asked = policy(peers={}, sidecar={"ports": {"metrics": 9464, "peer": 9999}})
+    ports = [one["containerPort"] for one in _sidecar(inject(pod, asked, DEFAULTS))["ports"]]
+    assert ports == [9464, 9999]
+
+
+def test_the_port_for_peers_moves_where_the_pod_uses_it() -> None:
+    pod = bare_pod()
+    taken = [{"containerPort": port} for port in (26740, 26741, 26742)]
+    pod["spec"]["containers"][0]["ports"] = taken
+    injected = inject(pod, policy(peers={}), DEFAULTS)
+    environment = _environment(_sidecar(injected))
+    assert environment["KEEPSTEP_PEER_LISTEN"] == ":26743"
+    assert environment["KEEPSTEP_PEER_ADVERTISE"] == "$(KEEPSTEP_POD_IP):26743"
+    assert "peers connect to port 26743, since container main uses port 26741" in _told(injected)[1]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({}, None),
+        ({"dnsPolicy": "ClusterFirst"}, None),
+        ({"hostNetwork": True}, "Set dnsPolicy: ClusterFirstWithHostNet"),
+        ({"hostNetwork": True, "dnsPolicy": "ClusterFirst"}, "on the host's network"),
+        ({"hostNetwork": True, "dnsPolicy": "Default"}, "Set dnsPolicy: ClusterFirstWithHostNet"),
+        ({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}, None),
+        ({"dnsPolicy": "Default"}, "Set dnsPolicy: ClusterFirst in"),
+        ({"dnsPolicy": "None"}, None),
+    ],
+)
+def test_a_pod_that_cannot_find_the_operator_by_name_is_told_so(
+    spec: Body, words: str | None
+) -> None:
+    said = _told(inject(_with(bare_pod(), **spec), policy(), DEFAULTS))
+    assert any(words in one for one in said) if words else said == ()
+
+
+def test_pods_that_keep_copies_for_each_other_prefer_different_nodes() -> None:
+    pod = pytorch_job()
+    own = {"weight": 1, "podAffinityTerm": {"topologyKey": "zone"}}
+    kind, preferred = "podAntiAffinity", "preferredDuringSchedulingIgnoredDuringExecution"
+    pod["spec"]["affinity"] = {kind: {preferred: [own]}, "podAffinity": {"x": "y"}}
+    affinity = inject(pod, policy(peers={}), DEFAULTS)["spec"]["affinity"]
+    selector = {"matchLabels": {"keepstep.dev/run-key": "gpt-3f6a1f0e"}}
+    term = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
+    assert affinity[kind][preferred] == [own, {"weight": 100, "podAffinityTerm": term}]
+    assert affinity["podAffinity"] == {"x": "y"}
+    assert "affinity" not in inject(pytorch_job(), policy(), DEFAULTS)["spec"]
 
 
 def test_image_and_addresses_never_come_from_the_pod() -> None:

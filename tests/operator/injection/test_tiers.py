@@ -131,15 +131,15 @@ def test_peers_are_found_at_the_pods_own_address() -> None:
     wanted = policy(peers={"replicas": 2, "bytesPerSecondLimit": "500Mi"})
     sidecar = _sidecar(inject(pytorch_job(), wanted, DEFAULTS))
     found = _environment(sidecar)
-    assert found["KEEPSTEP_PEER_LISTEN"] == ":9465"
-    assert found["KEEPSTEP_PEER_ADVERTISE"] == "$(KEEPSTEP_POD_IP):9465"
+    assert found["KEEPSTEP_PEER_LISTEN"] == ":26741"
+    assert found["KEEPSTEP_PEER_ADVERTISE"] == "$(KEEPSTEP_POD_IP):26741"
     assert found["KEEPSTEP_PEER_REPLICAS"] == "2"
     assert found["KEEPSTEP_PEER_BYTES_PER_SECOND"] == str(500 << 20)
     assert found["KEEPSTEP_POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
     order = [one["name"] for one in sidecar["env"]]
     assert order.index("KEEPSTEP_POD_IP") < order.index("KEEPSTEP_PEER_ADVERTISE")
     ports = {one["name"]: one["containerPort"] for one in sidecar["ports"]}
-    assert ports == {"keepstep": 9464, "keepstep-peer": 9465}
+    assert ports == {"keepstep": 26740, "keepstep-peer": 26741}
 
 
 def test_every_so_many_steps_may_be_kept_instead_of_one_a_span() -> None:

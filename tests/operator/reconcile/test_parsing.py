@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -160,3 +161,15 @@ def test_a_node_whose_kubelet_is_silent_is_not_ready() -> None:
     }
     assert parse_node(body).cordoned
     assert not parse_node(body).ready
+
+
+def test_what_injection_did_otherwise_is_read_from_the_pod_bounded() -> None:
+    body = pod_body()
+    said = json.loads(body["metadata"]["annotations"]["keepstep.dev/status"])
+    said["warnings"] = ["a\x1b[2J" + "b" * 5000, *map(str, range(500))]
+    body["metadata"]["annotations"]["keepstep.dev/status"] = json.dumps(said)
+    record = parse_pod_record(body)
+    assert record is not None
+    assert len(record.warnings) == 10
+    assert record.warnings[0].startswith("a\ufffd[2Jb")
+    assert max(map(len, record.warnings)) <= 400

@@ -620,6 +620,39 @@ def test_what_admission_wrote_about_a_pod_is_told() -> None:
     assert play.condition(PROTECTED)[1] == "NotInjected"
 
 
+def test_what_injection_did_otherwise_than_asked_is_told_once_for_all_pods() -> None:
+    said = "the sidecar serves no metrics, since container train uses port 26740"
+    play = Play(pod(0, warnings=(said,)), pod(1, warnings=(said, "another")))
+    assert play.status.warnings == [
+        "another (pod gpt-worker-1)",
+        f"{said} (pod gpt-worker-0 and 1 more)",
+    ]
+    play.lose(pod(1))
+    assert play.status.warnings == [f"{said} (pod gpt-worker-0)"]
+
+
+def test_ranks_that_no_sidecar_has_are_told_once_no_pod_is_late() -> None:
+    """Only the workers' template has the annotation: the master's pod is not known."""
+    play = Play(pod(1))
+    play.hear(pod(1), Sidecar(rank=1, world=2).staged(99, 100).report())
+    assert play.condition(FULLY_INJECTED)[1] == "AllInjected"
+    play.wait(59)
+    assert play.condition(FULLY_INJECTED)[1] == "AllInjected"
+    play.wait(2)
+    status, reason, message = play.condition(FULLY_INJECTED)
+    assert (status, reason) == ("False", "RanksWithoutSidecar")
+    assert "2 ranks, but its 1 pods serve 1" in message
+    assert "keepstep.dev/policy to every pod template" in message
+    assert play.condition(PROTECTED)[0] == "False"
+
+
+def test_a_pod_that_is_gone_is_no_rank_without_a_sidecar() -> None:
+    play, pods, _ = running()
+    play.lose(pods[1])
+    play.wait(300)
+    assert play.condition(FULLY_INJECTED)[1] == "AllInjected"
+
+
 def test_a_training_image_without_the_library_is_told_after_a_minute() -> None:
     play, pods, sidecars = running()
     for one in sidecars:
@@ -631,7 +664,7 @@ def test_a_training_image_without_the_library_is_told_after_a_minute() -> None:
     assert len(play.events("LibraryMissing")) == 2
     status, reason, message = play.condition(PROTECTED)
     assert (status, reason) == ("False", "LibraryMissing")
-    assert "pip install keepstep" in message
+    assert "pip install ./lib of its source" in message
     sidecars[0].library = sidecars[1].library = "0.1.0"
     play.hear_all(*zip(pods, sidecars, strict=True))
     play.wait(1)

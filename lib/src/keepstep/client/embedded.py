@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 
 from keepstep.errors import UsageError
+from keepstep.processes import SAFE_PATH
 from keepstep.wire.trainer import SOCKET_ENV
 
 log = logging.getLogger("keepstep")
@@ -21,6 +22,7 @@ _ENDED_WELL, _MISUSED = 0, 2
 _STEADY_S = 60.0
 _LONGEST_PAUSE_S = 30.0
 _LINGER_ENV = "KEEPSTEP_LINGER"
+_COMMAND = f"{SAFE_PATH}; from keepstep_sidecar.cli.main import cli; cli(prog_name='keepstep')"
 
 
 class Keeper:
@@ -125,7 +127,7 @@ def _start(
     directory: str | os.PathLike[str], run: str | None, environment: Mapping[str, str]
 ) -> str:
     script = _script()
-    words = [sys.executable, "-m", "keepstep_sidecar.cli", "start", "--dir", os.fspath(directory)]
+    words = [sys.executable, "-c", _COMMAND, "start", "--dir", os.fspath(directory)]
     try:
         done = subprocess.run(
             [*words, *_named(run, environment), "--", os.path.basename(script)],
@@ -145,7 +147,8 @@ def _start(
     missing = "No module named" in done.stderr and "keepstep_sidecar" in done.stderr
     if missing and done.returncode not in (_ENDED_WELL, _MISUSED):
         raise UsageError(
-            "dir= starts a sidecar, which is a package of its own: pip install 'keepstep[local]'"
+            "dir= starts a sidecar, which is a package of its own: pip install ./sidecar of"
+            " keepstep's source, or the wheel keepstep-sidecar of a release"
         )
     # Errors of click itself follow lines of usage.
     said = re.split(r"^Error: ", done.stderr.strip(), maxsplit=1, flags=re.MULTILINE)[-1]

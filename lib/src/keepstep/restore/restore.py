@@ -130,6 +130,11 @@ class Restore:
             return self._open, self._show, self._plan, self._copy, self._finish
         return self._open, self._plan, self._copy, self._finish
 
+    @property
+    def layout(self) -> Layout | None:
+        """That of this rank's own image, until `release`; None if it went on from others."""
+        return None if self._slot is None else self._slot.layout
+
     def _open(self, _: Sequence[Any]) -> None:
         if not self._direct:
             return

@@ -6,7 +6,7 @@ line says why.
 
     command.py   which command lines can be started warm, and by which interpreter
     client.py    starts a server, and asks it for a process
-    server.py    the server: `python -m keepstep.warm.server FD [MODULE...]`
+    server.py    the server, which `client` starts
     process.py   the new process: does what exec and the interpreter would have done
     torchrun.py  torchrun as such a process: its workers come from a server of its own
 """

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from keepstep.errors import KeepstepError
-from keepstep.processes import Process, send, spawn_command, wait_gone
+from keepstep.processes import SAFE_PATH, Process, send, spawn_command, wait_gone
 from keepstep.warm.command import interpreter, parse
 
 READY_S: Final = 120.0
@@ -52,6 +52,9 @@ def _ignored(number: int) -> bool:
     return signal.getsignal(number) is signal.SIG_IGN
 
 
+_SERVER = f"{SAFE_PATH}; from keepstep.warm.server import start; start()"
+
+
 class ForkServer:
     """A connection to a fork server; closing it ends the server. `pid`: of the server."""
 
@@ -70,7 +73,7 @@ class ForkServer:
         ours, theirs = pair()
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
-            words = (interpreter, "-m", "keepstep.warm.server", str(theirs.fileno()), *modules)
+            words = (interpreter, "-c", _SERVER, str(theirs.fileno()), *modules)
             try:
                 pid = os.posix_spawn(interpreter, words, environment, setsigmask=())
             except OSError:

@@ -1,12 +1,13 @@
 """The fork server: it has imported torch, run nothing else, and has one thread.
 
-    python -m keepstep.warm.server FD [MODULE...]
+    python -c CODE FD [MODULE...]
 
-FD is the server's end of the connection that `client.ForkServer` holds; the server ends when the
-other end is closed. A request is one message, JSON and three descriptors. The answer is {"pid": n},
-or {"cold": reason}. The process is forked twice, so it becomes a child of the nearest subreaper
-above the server, which reaps it like any other child. It runs nothing before the client has
-confirmed that it knows the pid.
+CODE is `client._SERVER`, which calls `start`: no module of the working directory is imported but
+MODULE. FD is the server's end of the connection that `client.ForkServer` holds; the server ends
+when the other end is closed. A request is one message, JSON and three descriptors. The answer is
+{"pid": n}, or {"cold": reason}. The process is forked twice, so it becomes a child of the nearest
+subreaper above the server, which reaps it like any other child. It runs nothing before the client
+has confirmed that it knows the pid.
 """
 
 from __future__ import annotations
@@ -80,9 +81,8 @@ def preload(modules: list[str]) -> None:
     """Import everything. Raises RefusedError if a fork of the result would be broken."""
     if getattr(sys.flags, "safe_path", False):
         raise RefusedError("PYTHONSAFEPATH is set")
-    here = sys.path.pop(0)  # a script elsewhere finds nothing here, so _MODULES must not either
     _import(_MODULES)
-    sys.path.insert(0, here)
+    sys.path.insert(0, os.getcwd())  # from here on as `python -m` has it
     _import(modules)
     import torch
 
@@ -242,7 +242,8 @@ def main() -> None:
     process.run(serve(connection, environment, stamps()))
 
 
-def _run() -> None:
+def start() -> None:
+    """Run the server, and in each process that it starts end as the job does."""
     try:
         try:
             main()
@@ -261,7 +262,3 @@ def _run() -> None:
         if isinstance(error, KeyboardInterrupt):
             process.end(-signal.SIGINT)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    _run()

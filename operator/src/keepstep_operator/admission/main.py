@@ -15,6 +15,7 @@ from keepstep_operator.admission.authority import ReportsAuthority
 from keepstep_operator.admission.metrics import Metrics
 from keepstep_operator.admission.nodes import NodeCache
 from keepstep_operator.admission.policies import PolicyCache
+from keepstep_operator.admission.rooms import Rooms
 from keepstep_operator.admission.run_record import RunRecords
 from keepstep_operator.admission.server import (
     OF_AN_API_SERVER,
@@ -123,8 +124,8 @@ class Settings:
 def admission(**options: Any) -> None:
     """Serve the webhook that puts the sidecar into annotated pods.
 
-    It reads CheckpointPolicies, CheckpointRuns and one ConfigMap, writes nothing, and lets every
-    pod pass.
+    It reads CheckpointPolicies, CheckpointRuns, one ConfigMap, and what a namespace's limits and
+    quotas leave; writes nothing, and lets every pod pass.
 
     \b
     Examples:
@@ -144,7 +145,7 @@ async def serve(settings: Settings) -> None:
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client(await find_access()))
         policies = PolicyCache(client, counted=metrics.policies)
-        nodes = NodeCache(client)
+        nodes, rooms = NodeCache(client), Rooms(client)
         authority = ReportsAuthority(
             client, namespace=settings.namespace, name=settings.reports_ca_configmap
         )
@@ -152,9 +153,11 @@ async def serve(settings: Settings) -> None:
             policies=policies,
             nodes=nodes,
             records=RunRecords(client),
+            rooms=rooms,
             defaults=lambda: settings.defaults(authority.pem),
             metrics=metrics,
             deadline_s=deadline_of(settings.timeout_s),
+            path=lambda: tls.path,
         )
 
         ending = asyncio.Event()
@@ -162,11 +165,13 @@ async def serve(settings: Settings) -> None:
         def ready() -> str:
             if ending.is_set():
                 return "ending"
-            return "" if policies.synced and authority.pem else "policies or CA not known yet"
+            known = policies.synced and rooms.synced and authority.pem
+            return "" if known else "policies, limits of namespaces or CA not known yet"
 
         group = await stack.enter_async_context(asyncio.TaskGroup())
         followers = [
             group.create_task(policies.run(), name="follow policies"),
+            group.create_task(rooms.run(), name="follow limits"),
             group.create_task(authority.run(), name="follow the reports CA"),
             group.create_task(tls.keep_fresh(), name="reload the certificate"),
         ]

@@ -9,7 +9,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from keepstep_operator.admission.reviews import Verdict
 from keepstep_operator.serving import metrics_registry
 
-_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
+_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class Metrics:

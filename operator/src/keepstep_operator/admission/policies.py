@@ -16,7 +16,9 @@ from cachetools import TTLCache
 
 from keepstep.errors import UsageError
 from keepstep_operator.api.fields import PolicyError
+from keepstep_operator.api.job_kinds import is_name
 from keepstep_operator.api.policy import Policy, parse_policy
+from keepstep_operator.api.run import cut
 from keepstep_operator.bodies import Body
 from keepstep_operator.kube import (
     POLICIES,
@@ -35,7 +37,8 @@ Key = tuple[str, str]
 
 
 class PolicyAbsent(UsageError):
-    """No policy of that name appeared in time. The message names the existing ones."""
+    """No policy of that name appeared in time. The message names no other: who asked may be a
+    stranger to the namespace."""
 
 
 class PolicyCache:
@@ -91,15 +94,17 @@ class PolicyCache:
 
     async def _ask(self, key: Key) -> Policy | PolicyError:
         namespace, name = key
+        absent = PolicyAbsent(
+            f"namespace {namespace} has no CheckpointPolicy {cut(name, longest=253)!r}"
+        )
+        if not is_name(name):
+            raise absent
         try:
             body = await self._client.get(POLICIES, name, namespace=namespace, timeout_s=_LIVE_S)
         except NotFound as error:
             if found := await self._appears(key):
                 return found
-            there = ", ".join(sorted(known for space, known in self._known if space == namespace))
-            raise PolicyAbsent(
-                f"namespace {namespace} has no CheckpointPolicy {name!r}; it has {there or 'none'}"
-            ) from error
+            raise absent from error
         return _parsed(body)
 
     async def _appears(self, key: Key) -> Policy | PolicyError | None:

@@ -14,10 +14,12 @@ from keepstep.errors import UsageError
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Pod, PodError, injected_of, parse_pod
 from keepstep_operator.api.policy import Policy
+from keepstep_operator.api.run import cut
 from keepstep_operator.bodies import Body
-from keepstep_operator.injection import Defaults, Near, inject, refuse
+from keepstep_operator.injection import Defaults, Near, Room, inject, refuse
 
 _API_VERSION: Final = "admission.k8s.io/v1"
+_LONGEST_NAME: Final = 256
 _LONGEST_WARNING: Final = 256
 """The API server cuts longer warnings."""
 
@@ -46,11 +48,12 @@ class Review:
 
     @property
     def about(self) -> dict[str, object]:
-        """The fields for log lines."""
+        """The fields for log lines, bounded: the pod is not checked yet."""
         pod = self.pod
         name = pod.name or (self.body.get("metadata") or {}).get("generateName", "")
         owner = f"{pod.owner.kind}/{pod.owner.name}" if pod.owner else ""
-        return {"namespace": pod.namespace, "pod": name, "owner": owner, "policy": pod.policy}
+        about = {"namespace": pod.namespace, "pod": name, "owner": owner, "policy": pod.policy}
+        return {key: cut(str(text or ""), longest=_LONGEST_NAME) for key, text in about.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +86,12 @@ def parse_review(raw: bytes) -> Review:
 
 
 def admit(
-    review: Review, policy: Policy, defaults: Defaults, *, near: tuple[Near, ...] = ()
+    review: Review, policy: Policy, defaults: Defaults, *, near: tuple[Near, ...], room: Room
 ) -> Verdict:
-    """Inject the sidecar, or decline with the reason. `near`: nodes that hold shards for the
-    pod."""
+    """Inject the sidecar, or decline with the reason. `near`: nodes that hold shards for the pod.
+    `room`: what the rules of its namespace leave."""
     try:
-        pod = inject(review.body, policy, defaults, near=near)
+        pod = inject(review.body, policy, defaults, near=near, room=room)
     except (PodError, PolicyError) as error:
         return decline(review, reason=error.reason, message=str(error))
     said = injected_of(parse_pod(pod))

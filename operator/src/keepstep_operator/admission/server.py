@@ -1,8 +1,14 @@
-"""`POST /inject`: one review in, one answer out, always `allowed: true`, always in time."""
+"""One review in, one answer out, always `allowed: true`, always in time; and nothing for strangers.
+
+An answer tells what a policy says, and which nodes hold a run's shards. Whoever reaches the port
+could ask for that. So reviews are taken at one path, which only the API server knows besides us:
+the certificates component chooses it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -26,17 +32,21 @@ from keepstep_operator.admission.reviews import (
     parse_review,
     passed,
 )
+from keepstep_operator.admission.rooms import Rooms
 from keepstep_operator.admission.run_record import RunRecord, RunRecords
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Placement, PodError, placement
+from keepstep_operator.api.run import cut
 from keepstep_operator.connections import SERVED
-from keepstep_operator.injection import Defaults, is_injected
+from keepstep_operator.injection import Defaults, is_injected, is_tight
 from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import KubeError
 from keepstep_operator.serving import Ready, body_of, health_routes
 
-TIMEOUT_S: Final = 5
+TIMEOUT_S: Final = 10
 """The timeout of the webhook, the chart's default."""
+_OPEN_PATH: Final = "/inject"
+"""Where cert-manager makes the certificates, and nobody chooses a path."""
 OF_AN_API_SERVER: Final = SERVED // 2
 """How many connections of one source are served at a time. An API server opens one for each pod,
 and some of these wait for a policy. Any other client of the port gets no more than that, and all
@@ -63,7 +73,7 @@ def deadline_of(timeout_s: float) -> float:
 
 class Admission:
     """Reviews pods. `defaults` is called for each pod; it returns None until the reports CA is
-    known."""
+    known. `path`: where reviews are taken; '' for `/inject`."""
 
     def __init__(
         self,
@@ -71,23 +81,27 @@ class Admission:
         policies: PolicyCache,
         nodes: NodeCache,
         records: RunRecords,
+        rooms: Rooms,
         defaults: Callable[[], Defaults | None],
         metrics: Metrics,
         deadline_s: float,
+        path: Callable[[], str] = str,
     ) -> None:
         self._records = records
+        self._rooms = rooms
         self._policies = policies
         self._nodes = nodes
         self._defaults = defaults
         self._metrics = metrics
         self._deadline_s = deadline_s
+        self._path = path
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
         self._told: TTLCache[str, bool] = TTLCache(_SOURCES, _TOLD_EVERY_S)
 
     def application(self, ready: Ready) -> web.Application:
         """The application of the webhook's port."""
         app = web.Application(middlewares=[_ends])
-        app.add_routes([web.post("/inject", self._inject), *health_routes(ready)])
+        app.add_routes([*health_routes(ready), web.post("/{path:.*}", self._inject)])
         return app
 
     async def review(self, review: Review) -> Verdict:
@@ -132,7 +146,10 @@ class Admission:
         near = record.near(place.node_rank) if place is not None and kept else ()
         defaults = defaults.with_sidecar(record.image, record.version)
         policy = self._nodes.settled(policy, review.body.get("spec") or {})
-        return admit(review, policy, defaults, near=near)
+        room = await self._rooms.of(review.pod)
+        if room.quotas and place is not None and is_tight(review.body, policy, defaults, room):
+            room = await self._rooms.now(room, review.pod, place)
+        return admit(review, policy, defaults, near=near, room=room)
 
     async def _recorded(self, review: Review, place: Placement | None) -> RunRecord:
         if place is None:
@@ -140,6 +157,9 @@ class Admission:
         return await self._records.get(review.pod.namespace, place.run_key)
 
     async def _inject(self, request: web.Request) -> web.Response:
+        asked, path = request.path.encode(), (self._path() or _OPEN_PATH).encode()
+        if not hmac.compare_digest(asked, path):
+            raise web.HTTPNotFound  # before the body is read
         async with asyncio.timeout(self._deadline_s):
             raw = await self._read(request)
         begun = time.perf_counter()
@@ -196,7 +216,7 @@ def _tell(review: Review, verdict: Verdict, seconds: float) -> None:
         verdict.result.value,
         level=level,
         reason=verdict.reason,
-        message=verdict.message or "; ".join(verdict.warnings),
+        message=cut(verdict.message or "; ".join(verdict.warnings)),
         milliseconds=round(seconds * 1000, 1),
         **review.about,
     )

@@ -58,7 +58,8 @@ class PodRecord:
 
     `training`: the training container runs now. `restarts`: how often it was restarted in place.
     `trouble`: why the pod does not run as it should, in the words of the kubelet or the scheduler;
-    without a sidecar, in those of admission. `labelled`: the run's name comes from the user's
+    without a sidecar, in those of admission. `warnings`: what injection did otherwise than asked.
+    `labelled`: the run's name comes from the user's
     label, so the run outlives the job. `queued`: a queue (Kueue, Volcano) manages the pod.
     `uncounted`: the queue admitted its job by the template.
     """
@@ -75,6 +76,7 @@ class PodRecord:
     training: bool = False
     restarts: int = 0
     trouble: str = ""
+    warnings: tuple[str, ...] = ()
     volumes: tuple[VolumeKind, ...] = ()
     host_paths: tuple[str, ...] = ()
     policy: str = ""

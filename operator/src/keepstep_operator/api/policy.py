@@ -25,6 +25,7 @@ from keepstep_operator.api.tiers import (
     parse_retention,
 )
 from keepstep_operator.bodies import Body
+from keepstep_operator.names import SIDECAR_METRICS_PORT, SIDECAR_PEER_PORT
 
 _VOLUME_NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
 _WRITES_PER_DAY = re.compile(r"^(0\.[0-9]*[1-9][0-9]*|[1-9][0-9]*(\.[0-9]+)?)$")
@@ -136,9 +137,9 @@ class Policy:
     """What a CheckpointPolicy asks for. Times in seconds, sizes in bytes, CPU in millicores.
 
     `memory_limit_bytes`: for the slots of all ranks of one pod. The sidecar gets `overhead_bytes`
-    in addition. `persist_every`: None with mode Auto. `drive_writes_per_day`: a number, as it is
-    written. `keep`: the committed steps that stay on volumes. `spec`: as in the object, for
-    snapshots; no code reads fields from it.
+    in addition. `cpu_limit_millicores`: None for no limit. `persist_every`: None with mode Auto.
+    `drive_writes_per_day`: a number, as it is written. `keep`: the committed steps that stay on
+    volumes. `spec`: as in the object, for snapshots; no code reads fields from it.
     """
 
     namespace: str
@@ -156,7 +157,10 @@ class Policy:
     verify: Verify = Verify.FULL
     restore_timeout_s: int = 600
     cpu_millicores: int = 100
+    cpu_limit_millicores: int | None = None
     overhead_bytes: int = 256 << 20
+    metrics_port: int = SIDECAR_METRICS_PORT
+    peer_port: int = SIDECAR_PEER_PORT
     io_threads: int = 16
     bytes_per_second: int | None = None
     flush_timeout_s: int = 60
@@ -208,6 +212,8 @@ def parse_policy(body: Body) -> Policy:
     persist, memory, restore = spec.child("persist"), spec.child("memory"), spec.child("restore")
     sidecar = spec.child("sidecar")
     resources = sidecar.child("resources")
+    cpu = resources.millicores("cpu", "100m")
+    metrics_port, peer_port = _ports(sidecar.child("ports"))
     stage_every = spec.child("stage").number("every", 1, least=1, most=1_000_000)
     return Policy(
         namespace=str(metadata.get("namespace", "")),
@@ -224,7 +230,10 @@ def parse_policy(body: Body) -> Policy:
         keep=parse_retention(spec.child("retention").child("local"), 2, most=1000),
         verify=restore.choice("verify", Verify.FULL),
         restore_timeout_s=restore.duration("timeout", "10m", least=1, most=24 * 3600),
-        cpu_millicores=resources.millicores("cpu", "100m"),
+        cpu_millicores=cpu,
+        cpu_limit_millicores=_cpu_limit(resources, cpu),
+        metrics_port=metrics_port,
+        peer_port=peer_port,
         overhead_bytes=resources.size("memory", "256Mi", reason="InvalidMemory"),
         io_threads=sidecar.number("ioThreadsPerVolume", 16, least=1, most=64),
         bytes_per_second=sidecar.optional_size("bytesPerSecondLimit"),
@@ -259,6 +268,24 @@ def require_allowed(policy: Policy, allowed: Iterable[str]) -> None:
             " allowed path, emptyDir or ephemeral, or have the chart value hostPaths extended",
             reason="HostPathNotAllowed",
         )
+
+
+def _cpu_limit(fields: Fields, cpu: int) -> int | None:
+    if fields.value("cpuLimit") is None:
+        return None
+    limit = fields.millicores("cpuLimit", "")
+    if limit < cpu:
+        raise fields.wrong("cpuLimit", f"{limit}m is less than cpu, which is {cpu}m")
+    return limit
+
+
+def _ports(fields: Fields) -> tuple[int, int]:
+    """The ports for metrics and for peers."""
+    metrics = fields.number("metrics", SIDECAR_METRICS_PORT, least=1024, most=65535)
+    peer = fields.number("peer", SIDECAR_PEER_PORT, least=1024, most=65535)
+    if metrics == peer:
+        raise fields.wrong("peer", f"{peer} is the port for metrics, too; choose another")
+    return metrics, peer
 
 
 def _persist(fields: Fields, stage_every: int) -> int | None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from keepstep_operator.printing import printable
+
 MOST_RECENT = 10
 MOST_RANKS = 64
 MOST_HOLDERS = 1024
@@ -244,6 +246,7 @@ def seconds_of(written: str) -> float | None:
 
 
 def cut(text: str, *, longest: int = LONGEST_TEXT) -> str:
-    """At most `longest` characters of a text that others wrote, on one line."""
-    line = " ".join(text.split())
+    """At most `longest` characters of a text that others wrote, on one line, without what a
+    terminal would obey."""
+    line = printable(" ".join(text.split()))
     return line if len(line) <= longest else line[: longest - 3] + "..."

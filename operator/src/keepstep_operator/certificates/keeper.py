@@ -9,7 +9,8 @@ new state.
 from __future__ import annotations
 
 import base64
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -46,12 +47,16 @@ from keepstep_operator.kube import (
 
 _ATTEMPTS = 4
 _BUNDLE = "ca.crt"
+_PATH = "/inject-"
+_PATH_BYTES = 16
 
 Clock = Callable[[], datetime]
 """Returns the present time in UTC."""
 
-Publish = Callable[[bytes], Awaitable[None]]
-"""Makes a bundle of CAs known to the clients. Raises KubeError if that is uncertain."""
+Publish = Callable[[bytes, str], Awaitable[str]]
+"""Makes a bundle of CAs known to the clients, and to the API server the path of the webhook: the
+given one, or with '' the one that it knows, or a new one. Returns the path; '' for a server that
+has none. Raises KubeError if that is uncertain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +106,13 @@ class Keeper:
 
     async def _round(self) -> Facts:
         secret, authority = await self._authority()
-        await self._server.publish(authority.bundle)
+        path = await self._server.publish(authority.bundle, await self._path())
         if authority.next is not None and authority.since is None:
             authority = replace(authority, since=self._clock())
             await self._write(
                 secret, write_authority(secret, self._server.authority_secret, authority)
             )
-        return await self._leaf(authority)
+        return await self._leaf(authority, path)
 
     async def _authority(self) -> tuple[Body | None, StoredAuthority]:
         """Make all moves that are due now. Returns the Secret as it was read last, and its
@@ -142,11 +147,16 @@ class Keeper:
         present leaf."""
         return read_leaf(await self._read(self._server.leaf_secret)).bundle
 
-    async def _leaf(self, authority: StoredAuthority) -> Facts:
+    async def _path(self) -> str:
+        """The webhook's path that the leaf's Secret has; '' for none."""
+        return read_leaf(await self._read(self._server.leaf_secret)).path
+
+    async def _leaf(self, authority: StoredAuthority, path: str) -> Facts:
         old = await self._read(self._server.leaf_secret)
         leaf = read_leaf(old)
         reason = self._leaf_due(leaf, authority)
-        if not reason and leaf.bundle == authority.bundle and leaf.pair:
+        same = (leaf.bundle, leaf.path) == (authority.bundle, path)
+        if not reason and same and leaf.pair:
             return facts(leaf.pair.certificate)
         pair = leaf.pair
         if reason or pair is None:
@@ -154,7 +164,7 @@ class Keeper:
             life = self._server.lifetimes.leaf
             pair = sign_leaf(authority.signer, names=self._names, now=self._clock(), life=life)
             say("leaf signed", service=self._server.service, reason=reason)
-        leaf = StoredLeaf(pair=pair, bundle=authority.bundle)
+        leaf = StoredLeaf(pair=pair, bundle=authority.bundle, path=path)
         await self._write(old, write_leaf(old, self._server.leaf_secret, leaf))
         return facts(pair.certificate)
 
@@ -197,49 +207,75 @@ class Publisher:
                 f"Secret {name} has no usable tls.crt, tls.key and ca.crt: the issuer must be one"
                 " that is a CA and says so (kubectl describe certificate)"
             )
-        await self._server.publish(leaf.bundle)
+        await self._server.publish(leaf.bundle, "")
         return facts(leaf.pair.certificate)
 
 
-async def publish_in_webhook(client: Client, name: str, bundle: bytes) -> None:
-    """Publish the bundle as `caBundle` of every webhook of a MutatingWebhookConfiguration."""
+async def publish_in_webhook(client: Client, name: str, bundle: bytes, path: str = "") -> str:
+    """Publish the bundle and the path in every webhook of a MutatingWebhookConfiguration.
+
+    The path is a secret between the API server and admission: who may not read this object cannot
+    ask admission anything.
+    """
     try:
         body = await client.get(WEBHOOKS, name)
     except NotFound:
         warn("no webhook configuration", name=name)
-        return
-    patch = _bundle_patch(body, base64.b64encode(bundle).decode())
+        return path or _new_path()
+    path = path or next(_known_paths(body), "") or _new_path()
+    patch = _webhook_patch(body, base64.b64encode(bundle).decode(), path)
     if not patch:
-        return
+        return path
     try:
         await client.patch(WEBHOOKS, name, patch, kind=PatchType.JSON)
     except Rejected as error:  # a `test` failed: the list has changed since it was read
         raise Conflict(str(error), status=error.status) from error
-    say("CA published", webhook=name, webhooks=len(patch) // 2)
+    say("CA published", webhook=name, webhooks=sum(one["op"] == "test" for one in patch))
+    return path
 
 
-async def publish_in_config_map(client: Client, namespace: str, name: str, bundle: bytes) -> None:
-    """Publish the bundle as ca.crt of a ConfigMap."""
+async def publish_in_config_map(
+    client: Client, namespace: str, name: str, bundle: bytes, path: str = ""
+) -> str:
+    """Publish the bundle as ca.crt of a ConfigMap. There is no path."""
     old = await _read(client, CONFIG_MAPS, name, namespace=namespace)
     data = {**((old or {}).get("data") or {}), _BUNDLE: bundle.decode()}
     if old is not None and old.get("data") == data:
-        return
+        return ""
     metadata = old["metadata"] if old else {"name": name}
     new = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
     await _create_or_replace(client, CONFIG_MAPS, old, new, namespace=namespace)
     say("CA published", configmap=name, certificates=len(split(bundle)))
+    return ""
 
 
-def _bundle_patch(body: Body, bundle: str) -> list[Body]:
-    """The patch that sets the bundle; empty if all webhooks have it. It tests the name at each
-    index, so that it changes no other webhook if the list has changed meanwhile."""
+def _new_path() -> str:
+    """The API server takes only parts of DNS names between slashes."""
+    return f"{_PATH}{secrets.token_hex(_PATH_BYTES)}"
+
+
+def _known_paths(body: Body) -> Iterator[str]:
+    """Paths that an earlier round wrote, before it could write the Secret."""
+    for one in body.get("webhooks") or []:
+        path = str((one["clientConfig"].get("service") or {}).get("path") or "")
+        if path.startswith(_PATH):
+            yield path
+
+
+def _webhook_patch(body: Body, bundle: str, path: str) -> list[Body]:
+    """The patch that sets bundle and path; empty if all webhooks have them. It tests the name at
+    each index, so that it changes no other webhook if the list has changed meanwhile."""
     patch: list[Body] = []
     for index, webhook in enumerate(body.get("webhooks") or []):
-        if webhook["clientConfig"].get("caBundle") == bundle:
-            continue
-        path = f"/webhooks/{index}"
-        patch.append({"op": "test", "path": f"{path}/name", "value": webhook["name"]})
-        patch.append({"op": "add", "path": f"{path}/clientConfig/caBundle", "value": bundle})
+        at, client = f"/webhooks/{index}", webhook["clientConfig"]
+        wanted = {"caBundle": (client.get("caBundle"), bundle)}
+        if "service" in client:
+            wanted["service/path"] = (client["service"].get("path"), path)
+        changed = {name: new for name, (old, new) in wanted.items() if old != new}
+        if changed:
+            patch.append({"op": "test", "path": f"{at}/name", "value": webhook["name"]})
+        for name, new in changed.items():
+            patch.append({"op": "add", "path": f"{at}/clientConfig/{name}", "value": new})
     return patch
 
 

@@ -5,7 +5,7 @@
                 previous.crt            the CA that signed before, still published
                 annotations keepstep.dev/since (when the stage began, RFC 3339) and
                 keepstep.dev/rotate-ca (any value: begin a rotation now)
-<service>-tls   tls.crt, tls.key, ca.crt (the bundle)
+<service>-tls   tls.crt, tls.key, ca.crt (the bundle); for admission also `path`, the webhook's
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Final
 from keepstep_operator.bodies import Body
 from keepstep_operator.certificates.pki import Facts, Pair, facts, fits, split
 from keepstep_operator.certificates.rotation import Authority
+from keepstep_operator.tls import PATH
 
 SINCE_ANNOTATION: Final = "keepstep.dev/since"
 ROTATE_ANNOTATION: Final = "keepstep.dev/rotate-ca"
@@ -57,10 +58,11 @@ class StoredAuthority:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredLeaf:
-    """The content of `<service>-tls`."""
+    """The content of `<service>-tls`. `path`: '' for a server that is no webhook."""
 
     pair: Pair | None = None
     bundle: bytes = b""
+    path: str = ""
 
 
 def read_authority(secret: Body | None) -> StoredAuthority:
@@ -81,7 +83,11 @@ def read_authority(secret: Body | None) -> StoredAuthority:
 def read_leaf(secret: Body | None) -> StoredLeaf:
     if secret is None:
         return StoredLeaf()
-    return StoredLeaf(pair=_pair(secret, "tls"), bundle=_field(secret, "ca.crt"))
+    return StoredLeaf(
+        pair=_pair(secret, "tls"),
+        bundle=_field(secret, "ca.crt"),
+        path=_field(secret, PATH).decode(errors="replace"),
+    )
 
 
 def write_authority(old: Body | None, name: str, authority: StoredAuthority) -> Body:
@@ -106,7 +112,8 @@ def write_authority(old: Body | None, name: str, authority: StoredAuthority) -> 
 def write_leaf(old: Body | None, name: str, leaf: StoredLeaf) -> Body:
     """The Secret to replace `old`."""
     assert leaf.pair is not None
-    return _secret(old, name, {**_pair_data("tls", leaf.pair), "ca.crt": leaf.bundle})
+    path = {PATH: leaf.path.encode()} if leaf.path else {}
+    return _secret(old, name, {**_pair_data("tls", leaf.pair), "ca.crt": leaf.bundle, **path})
 
 
 def _secret(old: Body | None, name: str, data: dict[str, bytes]) -> Body:

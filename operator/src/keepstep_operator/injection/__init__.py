@@ -5,14 +5,17 @@ settings     what the chart fixes for all pods (`Defaults`)
 containers   the sidecar, the init container, and what the training container gets
 volumes      memory, token, and the policy's volumes
 tiers        what peers and an archive need: variables, credentials, mounts
-affinity     a preference for nodes that hold shards of the run
+ports        the ports that the sidecar opens
+affinity     preferences: nodes that hold shards of the run, apart from pods of its peers
 resources    requests and limits; `accounting: CarveOut`
+room         what the namespace's LimitRanges and quotas leave for them
 refusal      what a pod without a sidecar carries instead
 """
 
 from keepstep_operator.injection.affinity import Near
-from keepstep_operator.injection.inject import inject, is_injected
+from keepstep_operator.injection.inject import inject, is_injected, is_tight
 from keepstep_operator.injection.refusal import refuse
+from keepstep_operator.injection.room import Room
 from keepstep_operator.injection.settings import CONTRACT, Defaults
 
-__all__ = ["CONTRACT", "Defaults", "Near", "inject", "is_injected", "refuse"]
+__all__ = ["CONTRACT", "Defaults", "Near", "Room", "inject", "is_injected", "is_tight", "refuse"]

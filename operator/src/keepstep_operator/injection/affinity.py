@@ -1,4 +1,5 @@
-"""A preference, never a requirement: that a pod is scheduled to a node with shards of its run.
+"""Preferences, never requirements: that a pod is scheduled to a node with shards of its run, and
+that pods which keep copies for each other are on different nodes.
 
 Only preferred affinity is used, because a full or lost node must not keep a pod from being
 scheduled. Nodes are selected by `metadata.name`, since a node's hostname label may differ from its
@@ -9,10 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
+from keepstep_operator.api.tiers import HOSTNAME
 from keepstep_operator.bodies import Body
+from keepstep_operator.names import RUN_KEY_LABEL
 
-_KINDS = ("nodeAffinity", "preferredDuringSchedulingIgnoredDuringExecution")
+_NODES: Final = "nodeAffinity"
+_PODS: Final = "podAntiAffinity"
+_PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
+_APART: Final = 100
 
 
 @dataclass(frozen=True, order=True)
@@ -23,17 +30,27 @@ class Near:
     weight: int
 
 
-def preferring(spec: Body, near: Iterable[Near]) -> Body | None:
-    """The pod's `affinity` plus a preference for these nodes; None: do not change it."""
-    terms = [_term(one) for one in near]
-    if not terms:
+def preferring(spec: Body, near: Iterable[Near], *, apart: str = "") -> Body | None:
+    """The pod's `affinity` plus a preference for these nodes, and for a node without another pod of
+    the run `apart`, '' for none. None: do not change it."""
+    added = {_NODES: [_term(one) for one in near], _PODS: [_other_node(apart)] if apart else []}
+    if not any(added.values()):
         return None
     affinity = dict(spec.get("affinity") or {})
-    of_nodes = dict(affinity.get(_KINDS[0]) or {})
-    of_nodes[_KINDS[1]] = [*(of_nodes.get(_KINDS[1]) or []), *terms]
-    return {**affinity, _KINDS[0]: of_nodes}
+    for kind, terms in added.items():
+        if terms:
+            own = affinity.get(kind) or {}
+            affinity[kind] = {**own, _PREFERRED: [*(own.get(_PREFERRED) or []), *terms]}
+    return affinity
 
 
 def _term(near: Near) -> Body:
     field = {"key": "metadata.name", "operator": "In", "values": [near.node]}
     return {"weight": near.weight, "preference": {"matchFields": [field]}}
+
+
+def _other_node(run_key: str) -> Body:
+    """The term for a node without a pod of this run. Labels select in the pod's own namespace."""
+    selector = {"matchLabels": {RUN_KEY_LABEL: run_key}}
+    term = {"labelSelector": selector, "topologyKey": HOSTNAME}
+    return {"weight": _APART, "podAffinityTerm": term}

@@ -6,6 +6,7 @@ The sidecar gets all settings through its environment, so its arguments can neve
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -13,9 +14,11 @@ from keepstep.wire import reports
 from keepstep_operator.api.pod import Placement
 from keepstep_operator.api.policy import Policy, Verify
 from keepstep_operator.bodies import Body
+from keepstep_operator.injection.ports import Ports
 from keepstep_operator.injection.resources import Cost, resources_of
+from keepstep_operator.injection.room import Room
 from keepstep_operator.injection.settings import Defaults
-from keepstep_operator.injection.tiers import environment_of, ports_of
+from keepstep_operator.injection.tiers import environment_of
 from keepstep_operator.injection.volumes import (
     host_mounts,
     memory_mounts,
@@ -29,7 +32,6 @@ from keepstep_operator.names import (
     MEMORY_PATH,
     RESTORE_TIMEOUT_ENV,
     SIDECAR_CONTAINER,
-    SIDECAR_METRICS_PORT,
     SOCKET_ENV,
     SOCKET_PATH,
     TOKEN_PATH,
@@ -55,6 +57,7 @@ def sidecar(
     *,
     training: Body,
     cost: Cost,
+    ports: Ports,
     storage: str | None = None,
     host_network: bool = False,
     restore_from: str | None = None,
@@ -76,13 +79,14 @@ def sidecar(
     if storage is not None:
         for kind in resources.values():
             kind["ephemeral-storage"] = storage
+    declared = [] if host_network else [*_declared(ports)]
     return {
         "name": SIDECAR_CONTAINER,
         "image": defaults.sidecar_image,
         "imagePullPolicy": defaults.sidecar_pull_policy,
         "restartPolicy": "Always",
-        "env": _environment(policy, placement, defaults, training, restore_from),
-        **({} if host_network else {"ports": [_metrics_port(), *ports_of(policy)]}),
+        "env": _environment(policy, placement, defaults, training, ports, restore_from),
+        **({"ports": declared} if declared else {}),
         "resources": resources,
         "volumeMounts": mounts_of(policy, placement),
         "lifecycle": {
@@ -95,7 +99,7 @@ def sidecar(
 
 
 def directories(
-    policy: Policy, placement: Placement, defaults: Defaults, *, cost: Cost
+    policy: Policy, placement: Placement, defaults: Defaults, *, cost: Cost, room: Room
 ) -> Body | None:
     """The init container that makes the pod's directory below each hostPath; None if there is no
     hostPath.
@@ -114,7 +118,7 @@ def directories(
         "imagePullPolicy": defaults.sidecar_pull_policy,
         "command": [_PROGRAM, "--prepare", *prepared_paths(policy, placement)],
         "resources": resources_of(
-            replace(cost, memory_bytes=128 << 20, spare_bytes=0, huge_bytes=0)
+            replace(cost, memory_bytes=128 << 20, spare_bytes=0, huge_bytes=0).within(room)
         ),
         "volumeMounts": host_mounts(policy),
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -133,9 +137,12 @@ def trained(container: Body, policy: Policy) -> Body:
     return {**container, "volumeMounts": mounts, "env": [*environment, *added]}
 
 
-def _metrics_port() -> Body:
-    """The port for metrics. The chart's PodMonitor finds it by its name."""
-    return {"name": "keepstep", "containerPort": SIDECAR_METRICS_PORT, "protocol": "TCP"}
+def _declared(ports: Ports) -> Iterator[Body]:
+    """The ports for metrics and for other pods of the run. The chart's PodMonitor finds the one for
+    metrics by its name."""
+    for name, port in (("keepstep", ports.metrics), ("keepstep-peer", ports.peer)):
+        if port is not None:
+            yield {"name": name, "containerPort": port, "protocol": "TCP"}
 
 
 def _environment(
@@ -143,15 +150,16 @@ def _environment(
     placement: Placement,
     defaults: Defaults,
     training: Body,
+    ports: Ports,
     restore_from: str | None,
 ) -> list[Body]:
     ours = {
-        **_settings(policy, placement, defaults),
+        **_settings(policy, placement, defaults, ports),
         "KEEPSTEP_RESTORE_FROM": _other_run(restore_from, own=placement.run_key),
     }
     return [
         *({"name": name, "value": str(value)} for name, value in ours.items() if value is not None),
-        *environment_of(policy),
+        *environment_of(policy, ports),
         *_copied(training.get("env") or []),
     ]
 
@@ -167,7 +175,7 @@ def _other_run(text: str | None, *, own: str) -> str | None:
 
 
 def _settings(
-    policy: Policy, placement: Placement, defaults: Defaults
+    policy: Policy, placement: Placement, defaults: Defaults, ports: Ports
 ) -> dict[str, str | int | None]:
     """The variables that `keepstep-sidecar` reads. Those that are None are left out."""
     return {
@@ -192,7 +200,7 @@ def _settings(
         "KEEPSTEP_REPORT_CA": defaults.reports_ca,
         "KEEPSTEP_REPORT_CA_FILE": f"{TRUST_PATH}/ca.crt",
         "KEEPSTEP_REPORT_TOKEN_FILE": f"{TOKEN_PATH}/token",
-        "KEEPSTEP_METRICS_PORT": SIDECAR_METRICS_PORT,
+        "KEEPSTEP_METRICS_PORT": ports.metrics,
     }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Final
 
+from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import (
     Injected,
     Placement,
@@ -24,7 +26,15 @@ from keepstep_operator.api.policy import Accounting, Policy, require_allowed
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.affinity import Near, preferring
 from keepstep_operator.injection.containers import directories, sidecar, trained
-from keepstep_operator.injection.resources import Cost, carve, cost_of, storage_limit
+from keepstep_operator.injection.ports import Ports, ports_of
+from keepstep_operator.injection.resources import (
+    NO_CARVE_OUT,
+    Cost,
+    carve,
+    fitted,
+    storage_limit,
+)
+from keepstep_operator.injection.room import Room
 from keepstep_operator.injection.settings import CONTRACT, Defaults
 from keepstep_operator.injection.volumes import file_system_group, memory_mounts, volumes_of
 from keepstep_operator.names import (
@@ -32,6 +42,7 @@ from keepstep_operator.names import (
     INJECTED,
     INJECTED_LABEL,
     NODE_RANK_LABEL,
+    POD_SECURITY_LABEL,
     RUN_KEY_LABEL,
     SIDECAR_CONTAINER,
     SOCKET_ENV,
@@ -40,23 +51,66 @@ from keepstep_operator.names import (
     VOLUMES_CONTAINER,
 )
 
+NO_RULES: Final = Room()
+_MAKE_ROOM: Final = (
+    "The pod starts without keepstep, as the API server would refuse it with the sidecar. Raise"
+    " it, lower memory.limit or sidecar.resources of the policy, or use accounting: CarveOut"
+)
 _KUBERNETES_GRACE_S: Final = 30
 _LONGEST_GRACE_S: Final = 120
 _AFTER_FLUSH_S: Final = 10
 
 
-def inject(pod: Body, policy: Policy, defaults: Defaults, *, near: tuple[Near, ...] = ()) -> Body:
+def inject(
+    pod: Body,
+    policy: Policy,
+    defaults: Defaults,
+    *,
+    near: tuple[Near, ...] = (),
+    room: Room = NO_RULES,
+) -> Body:
     """The pod with the sidecar and all that this needs; unchanged if it has the sidecar already.
 
-    `pod` is not modified. `near`: nodes that hold shards for it. Raises PodError, or PolicyError if
-    the policy uses a hostPath that `defaults` do not allow.
+    `pod` is not modified. `near`: nodes that hold shards for it. `room`: what its namespace's
+    LimitRanges and quotas leave. Raises PodError, or PolicyError if the policy uses a hostPath that
+    `defaults` do not allow.
     """
     parsed = parse_pod(pod, namespace=policy.namespace)
     if is_injected(parsed):
         return pod
     require_allowed(policy, defaults.host_paths)
     _require_free(pod, parsed, policy)
-    return _Injection.of(pod, parsed, policy, defaults, near).apply(pod)
+    if policy.host_paths and room.forbids_host_path(pod.get("spec") or {}):
+        raise PodError(
+            "PodSecurity",
+            f"policy {policy.name} has a hostPath, and the namespace enforces Pod Security"
+            f" {room.pod_security}, which admits none: use emptyDir or ephemeral, or have the"
+            f" namespace labelled {POD_SECURITY_LABEL}: privileged",
+        )
+    objections: list[str] = []
+    for asked, warnings in _accountings(policy):
+        made = _Injection.of(pod, parsed, asked, defaults, near, room, [*warnings, *objections])
+        result = made.apply(pod)
+        if not (objection := room.objection(pod.get("spec") or {}, result["spec"])):
+            return result
+        objections.append(objection)
+    raise PodError("NoRoom", f"{objections[0]}. {_MAKE_ROOM}")
+
+
+def _accountings(policy: Policy) -> Iterator[tuple[Policy, tuple[str, ...]]]:
+    """The policy as it is; then, where that does not fit, with what remains to be tried."""
+    yield policy, ()
+    if policy.accounting is Accounting.CARVE_OUT:
+        yield replace(policy, accounting=Accounting.ADD), (NO_CARVE_OUT,)
+
+
+def is_tight(pod: Body, policy: Policy, defaults: Defaults, room: Room) -> bool:
+    """Whether a quota might not hold the pod's whole job with its sidecars."""
+    try:
+        after = inject(pod, policy, defaults, room=room.unbounded())
+    except (PodError, PolicyError):
+        return False
+    return room.is_tight(pod.get("spec") or {}, after["spec"])
 
 
 def is_injected(pod: Pod) -> bool:
@@ -84,23 +138,36 @@ class _Injection:
     place: Placement
     container: str
     cost: Cost
+    ports: Ports
     near: tuple[Near, ...]
+    room: Room
     warnings: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, body: Body, pod: Pod, policy: Policy, defaults: Defaults, near: tuple[Near, ...]
+        cls,
+        body: Body,
+        pod: Pod,
+        policy: Policy,
+        defaults: Defaults,
+        near: tuple[Near, ...],
+        room: Room,
+        warnings: list[str],
     ) -> _Injection:
-        spec = body["spec"]
-        all_of = [*spec["containers"], *(spec.get("initContainers") or [])]
+        spec, container = body["spec"], training_container(pod).name
+        fit = fitted(policy, spec, _named(spec["containers"], container), room)
+        ports = ports_of(policy, spec)
         return cls(
             pod=pod,
-            policy=policy,
+            policy=fit.policy,
             defaults=defaults,
             place=placement(pod),
-            container=training_container(pod).name,
-            cost=cost_of(policy, all_of),
+            container=container,
+            cost=fit.cost,
+            ports=ports,
             near=near,
+            room=room,
+            warnings=[*warnings, *fit.warnings, *ports.warnings],
         )
 
     def apply(self, body: Body) -> Body:
@@ -113,6 +180,7 @@ class _Injection:
                     " sidecar may read (its token, its volumes, the archive's credentials) a"
                     " privileged trainer may, too"
                 )
+        self._warn(_without_names(spec))
         training = _named(spec["containers"], self.container)
         spec["initContainers"] = [*self._first(spec, training), *(spec.get("initContainers") or [])]
         spec["containers"] = [
@@ -121,7 +189,8 @@ class _Injection:
         spec["securityContext"] = self._security(spec)
         spec["volumes"] = [*(spec.get("volumes") or []), *volumes_of(self.policy)]
         spec["terminationGracePeriodSeconds"] = self._grace_s(spec)
-        if (affinity := preferring(spec, self.near)) is not None:
+        apart = self.place.run_key if self.policy.peers is not None else ""
+        if (affinity := preferring(spec, self.near, apart=apart)) is not None:
             spec["affinity"] = affinity
         result["metadata"] = self._metadata(result.get("metadata") or {})
         return result
@@ -131,13 +200,16 @@ class _Injection:
         sidecar, which writes there."""
         storage, warning = storage_limit(self.policy, spec["containers"])
         self._warn(warning)
-        prepared = directories(self.policy, self.place, self.defaults, cost=self.cost)
+        prepared = directories(
+            self.policy, self.place, self.defaults, cost=self.cost, room=self.room
+        )
         added = sidecar(
             self.policy,
             self.place,
             self.defaults,
             training=training,
             cost=self.cost,
+            ports=self.ports,
             storage=storage,
             host_network=bool(spec.get("hostNetwork")),
             restore_from=self.pod.restore_from,
@@ -150,10 +222,8 @@ class _Injection:
                 self._warn(f"the pod sets {SOCKET_ENV} itself, so its trainer will not find us")
         result = trained(container, self.policy)
         if self.policy.accounting is Accounting.CARVE_OUT:
-            left, reason = carve(container.get("resources") or {}, self.cost)
-            if not reason:
-                return {**result, "resources": left}
-            self._warn(f"accounting CarveOut is not possible, Add is used: {reason}")
+            left, _ = carve(container.get("resources") or {}, self.cost)
+            return {**result, "resources": left}
         return result
 
     def _security(self, spec: Body) -> Body:
@@ -202,6 +272,20 @@ class _Injection:
     def _warn(self, warning: str) -> None:
         if warning:
             self.warnings.append(warning)
+
+
+def _without_names(spec: Body) -> str:
+    """A warning if the pod's DNS does not know the cluster's Services; ''."""
+    policy = spec.get("dnsPolicy") or "ClusterFirst"
+    if policy != "Default" and not (spec.get("hostNetwork") and policy == "ClusterFirst"):
+        return ""
+    where = " on the host's network" if spec.get("hostNetwork") else ""
+    wanted = "ClusterFirstWithHostNet" if spec.get("hostNetwork") else "ClusterFirst"
+    return (
+        f"dnsPolicy {policy}{where} knows no Services of the cluster, so the sidecar cannot report:"
+        " nothing is committed across pods, and the run's status stays Unknown. Set dnsPolicy:"
+        f" {wanted} in the pod template"
+    )
 
 
 def _require_free(body: Body, pod: Pod, policy: Policy) -> None:

@@ -5,21 +5,25 @@ sidecar, which touches them first. Requests equal limits, since memory cannot be
 of huge pages are a resource of their own. The sidecar's memory limit stays the same then, because
 small images, and images of an older library, use small pages all the same.
 
-CPU has no limit if the pod has none. An idle sidecar takes next to no CPU, but it starts, makes
-slots and flushes only as fast as its CPU allows: with a limit of a tenth of a core it delayed a
-pod's start by 16 seconds. A Guaranteed pod stays Guaranteed.
+CPU has no limit unless something asks for one: the policy (`cpuLimit`), a Guaranteed pod, which
+stays Guaranteed, a LimitRange or a quota of the namespace. An idle sidecar takes next to no CPU,
+but it starts, makes slots and flushes only as fast as its CPU allows: with a limit of a tenth of a
+core it delayed a pod's start by 16 seconds.
 
-`CarveOut` takes the same amounts from the training container, so quotas and queues see no change.
-It takes all of them or none.
+Where the namespace has LimitRanges or quotas, CPU and memory are cut to what these leave (`room`).
+Of the memory, the slots get less then, down to two of them.
+
+`CarveOut` takes the same amounts from the training container, requests and limits, so quotas and
+queues see no change. It takes all of them or none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from keepstep_operator.api.policy import EmptyDir, Policy
+from keepstep_operator.api.policy import Accounting, EmptyDir, Policy
 from keepstep_operator.api.quantities import (
     format_bytes,
     format_millicores,
@@ -27,12 +31,23 @@ from keepstep_operator.api.quantities import (
     parse_millicores,
 )
 from keepstep_operator.bodies import Body
+from keepstep_operator.injection.room import (
+    LIMITS,
+    REQUESTS,
+    Room,
+    container_amounts,
+)
 from keepstep_operator.names import HUGE_PAGES
 
+NO_CARVE_OUT: Final = "accounting CarveOut is not possible, Add is used"
 EPHEMERAL_STORAGE: Final = "ephemeral-storage"
-_KINDS: Final = ("requests", "limits")
+_KINDS: Final = (REQUESTS, LIMITS)
+_LEAST_MILLICORES: Final = 10
 _ENOUGH_MILLICORES: Final = 500
+"""The CPU limit where it counts against something: a quota, or the requests of a Guaranteed pod."""
 _AMPLE_MILLICORES: Final = 2000
+"""The CPU limit where a LimitRange asks for one."""
+_LEAST_SLOTS: Final = 2
 _LOGS_BYTES: Final = 256 << 20
 """Ephemeral storage for the sidecar's log, in addition to its volumes."""
 
@@ -48,41 +63,147 @@ class Cost:
     spare_bytes: int = 0
     huge_bytes: int = 0
 
+    def within(self, room: Room) -> Cost:
+        """The cost as the namespace's LimitRanges let a container have it, as far as it can be
+        changed: more of a request that is too small, less of a limit that is too large."""
+        cpu = _between(self.millicores, room.least("cpu"), room.most("cpu"))
+        limit = self.cpu_limit
+        if limit is not None and limit != self.millicores:
+            ratio = room.ratio("cpu")
+            most = [room.most("cpu"), None if ratio is None else cpu * ratio // 1000]
+            limit = max(cpu, min((limit, *(one for one in most if one is not None))))
+        elif limit is not None:
+            limit = cpu
+        memory = max(self.memory_bytes, room.least("memory"))
+        return replace(self, millicores=cpu, cpu_limit=limit, memory_bytes=memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What one pod gets: `policy`, maybe with less memory than asked for; `warnings`: what is
+    otherwise than asked."""
+
+    policy: Policy
+    cost: Cost
+    warnings: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """How to read and write one resource."""
+    """How to read and write one resource. `limit`: the part of the sidecar's limit that is carved
+    out."""
 
     name: str
     cost: Callable[[Cost], int]
+    limit: Callable[[Cost], int]
     parse: Callable[[str | int | float], int]
     format: Callable[[int], str]
 
 
 _UNITS: Final = (
-    _Unit(name="cpu", cost=lambda cost: cost.millicores, parse=parse_millicores,
-          format=format_millicores),
-    _Unit(name="memory", cost=lambda cost: cost.memory_bytes, parse=parse_bytes,
-          format=format_bytes),
+    _Unit(name="cpu", cost=lambda cost: cost.millicores,
+          limit=lambda cost: cost.millicores if cost.cpu_limit is None else cost.cpu_limit,
+          parse=parse_millicores, format=format_millicores),
+    _Unit(name="memory", cost=lambda cost: cost.memory_bytes, limit=lambda cost: cost.memory_bytes,
+          parse=parse_bytes, format=format_bytes),
 )  # fmt: skip
 
 
-def cost_of(policy: Policy, containers: list[Body]) -> Cost:
-    """The cost of the sidecar in a pod with these containers. If any has a CPU limit, the sidecar
-    gets one, too: a quota may require it of all containers."""
-    cpu, limit, guaranteed = policy.cpu_millicores, None, all(map(_is_guaranteed, containers))
-    if guaranteed:
-        cpu = limit = max(cpu, _ENOUGH_MILLICORES)
-    elif any("cpu" in _amounts(one, "limits") for one in containers):
-        limit = max(cpu, _AMPLE_MILLICORES)
+def fitted(policy: Policy, spec: Body, training: Body, room: Room) -> Fit:
+    """The sidecar of a pod with this spec, in a namespace with these rules. Whether it fits
+    is for `Room.objection` to say. `training`: the container that CarveOut takes from."""
+    asked, warnings = _with_memory_that_fits(policy, spec, room)
+    cost = cost_of(asked, spec, training, room)
+    if policy.accounting is Accounting.CARVE_OUT:
+        _, reason = carve(training.get("resources") or {}, cost)
+        if reason:
+            added = fitted(replace(policy, accounting=Accounting.ADD), spec, training, room)
+            return replace(added, warnings=(f"{NO_CARVE_OUT}: {reason}", *added.warnings))
+    return Fit(policy=asked, cost=cost, warnings=warnings)
+
+
+def cost_of(policy: Policy, spec: Body, training: Body, room: Room) -> Cost:
+    """The cost of the sidecar in this pod. `training`: the container that CarveOut takes from."""
+    guaranteed = is_guaranteed(spec)
+    carved = policy.accounting is Accounting.CARVE_OUT
     spare = policy.memory_limit_bytes if policy.huge_bytes and not guaranteed else 0
-    return Cost(
-        millicores=cpu,
+    cost = Cost(
+        millicores=policy.cpu_millicores,
         memory_bytes=policy.memory_limit_bytes + policy.overhead_bytes - spare,
-        cpu_limit=limit,
+        cpu_limit=_cpu_limit(policy, spec, room),
         spare_bytes=spare,
         huge_bytes=policy.huge_bytes,
     )
+    cost = (_guaranteed(cost, training, carved) if guaranteed else cost).within(room)
+    if carved:
+        return cost if guaranteed else _carvable(cost, training)
+    return _cut(cost, spec, room, guaranteed=guaranteed)
+
+
+def _cpu_limit(policy: Policy, spec: Body, room: Room) -> int | None:
+    """The CPU limit to begin with; None: the sidecar needs none."""
+    if policy.cpu_limit_millicores is not None:
+        return policy.cpu_limit_millicores
+    if room.counts_limits("cpu", spec):
+        return max(policy.cpu_millicores, _ENOUGH_MILLICORES)
+    if room.limits("cpu"):
+        return max(policy.cpu_millicores, _AMPLE_MILLICORES)
+    return None
+
+
+def _guaranteed(cost: Cost, training: Body, carved: bool) -> Cost:
+    """Request and limit are equal. More than the policy's request is taken, since it is the limit,
+    too; but no more than a quarter of a container that it is carved out of."""
+    enough = cost.cpu_limit or _ENOUGH_MILLICORES
+    if carved:
+        enough = min(enough, container_amounts(training, LIMITS).get("cpu", 0) // 4)
+    cpu = max(cost.millicores, enough)
+    return replace(cost, millicores=cpu, cpu_limit=cpu)
+
+
+def _carvable(cost: Cost, training: Body) -> Cost:
+    """The same part of the training container's limit as of its request, so that the ratio between
+    the two stays as it was."""
+    requests, limits = (container_amounts(training, kind) for kind in _KINDS)
+    if "cpu" not in limits or not requests.get("cpu"):
+        return cost
+    limit = max(cost.millicores, cost.millicores * limits["cpu"] // requests["cpu"])
+    return replace(cost, cpu_limit=limit)
+
+
+def _cut(cost: Cost, spec: Body, room: Room, *, guaranteed: bool) -> Cost:
+    """Less CPU where a quota, or a LimitRange for the whole pod, leaves less."""
+    request, limit = room.left(spec, REQUESTS, "cpu"), room.left(spec, LIMITS, "cpu")
+    if guaranteed:
+        request = limit = min((one for one in (request, limit) if one is not None), default=None)
+    least = max(_LEAST_MILLICORES, room.least("cpu"))
+    cpu = cost.millicores if request is None else max(least, min(cost.millicores, request))
+    most = cost.cpu_limit
+    if most is not None and limit is not None:
+        most = min(most, limit)
+    return replace(cost, millicores=cpu, cpu_limit=None if most is None else max(cpu, most))
+
+
+def _with_memory_that_fits(
+    policy: Policy, spec: Body, room: Room
+) -> tuple[Policy, tuple[str, ...]]:
+    """The policy with less memory for slots where the namespace allows less, and a warning."""
+    bounds = [room.most("memory")]
+    if policy.accounting is Accounting.ADD:
+        kinds = (LIMITS,) if policy.huge_bytes else _KINDS  # huge pages are no request for memory
+        bounds += [room.left(spec, kind, "memory") for kind in kinds]
+    most = min((one for one in bounds if one is not None), default=None)
+    slots = policy.memory_limit_bytes
+    if most is None or slots + policy.overhead_bytes <= most:
+        return policy, ()
+    cut = most - policy.overhead_bytes
+    if cut * policy.slots < slots * _LEAST_SLOTS:
+        return policy, ()  # too little for two slots
+    warning = (
+        f"the namespace's limits leave {format_bytes(cut)} of memory for slots, not"
+        f" {format_bytes(slots)} as memory.limit asks for: fewer steps are held in memory"
+    )
+    return replace(policy, memory_limit_bytes=cut), (warning,)
 
 
 def resources_of(cost: Cost) -> Body:
@@ -97,38 +218,34 @@ def resources_of(cost: Cost) -> Body:
     return {"requests": requests, "limits": limits}
 
 
-def _is_guaranteed(container: Body) -> bool:
-    """Whether the container's requests equal its limits (requests default to limits)."""
-    requests, limits = _amounts(container, "requests"), _amounts(container, "limits")
+def is_guaranteed(spec: Body) -> bool:
+    """Whether the pod is of quality of service Guaranteed: the requests of each container equal its
+    limits (requests default to limits)."""
     return all(
-        unit.name in limits
-        and unit.parse(requests.get(unit.name) or limits[unit.name])
-        == unit.parse(limits[unit.name])
+        unit.name in limits and requests[unit.name] == limits[unit.name]
+        for one in (*(spec.get("containers") or ()), *(spec.get("initContainers") or ()))
+        for requests, limits in [[container_amounts(one, kind) for kind in _KINDS]]
         for unit in _UNITS
     )
 
 
-def _amounts(container: Body, kind: str) -> Body:
-    return (container.get("resources") or {}).get(kind) or {}
-
-
 def carve(resources: Body, cost: Cost) -> tuple[Body, str]:
-    """The training container's `resources` less the requests of `cost`; or unchanged, with the
-    reason.
+    """The training container's `resources` less what `cost` takes of requests and of limits; or
+    unchanged, with the reason.
 
-    Only the requested amounts are subtracted, from requests and from limits. `spare_bytes` are not,
-    since they would go from the limits alone, and a pod whose request exceeds its limit is invalid.
-    Every amount of CPU and memory that is named must leave something; memory must be named.
+    `spare_bytes` are not subtracted, since they would go from the limits alone, and a pod whose
+    request exceeds its limit is invalid. Every amount of CPU and memory that is named must leave
+    something; memory must be named.
     """
     if not any("memory" in (resources.get(kind) or {}) for kind in _KINDS):
         return resources, "the training container asks for no memory"
     left = {kind: dict(resources[kind]) for kind in _KINDS if resources.get(kind)}
     for kind, unit in _named(left):
-        rest = unit.parse(left[kind][unit.name]) - unit.cost(cost)
+        needs = unit.limit(cost) if kind == LIMITS else unit.cost(cost)
+        rest = unit.parse(left[kind][unit.name]) - needs
         if rest <= 0:
-            needed = unit.format(unit.cost(cost))
             return resources, (
-                f"the sidecar needs {needed} of {unit.name}, the training container's"
+                f"the sidecar needs {unit.format(needs)} of {unit.name}, the training container's"
                 f" {kind} are {left[kind][unit.name]}"
             )
         left[kind][unit.name] = unit.format(rest)
@@ -156,6 +273,10 @@ def storage_limit(policy: Policy, containers: list[Body]) -> tuple[str | None, s
             " kubelet may evict the pod; set capacity"
         )
     return format_bytes(sum(size for size in sizes if size) + _LOGS_BYTES), ""
+
+
+def _between(amount: int, least: int, most: int | None) -> int:
+    return max(least, amount if most is None else min(amount, most))
 
 
 def _named(amounts: dict[str, Body]) -> Iterator[tuple[str, _Unit]]:

@@ -11,7 +11,8 @@ from typing import Final
 from keepstep_operator.api.policy import Policy
 from keepstep_operator.api.tiers import CREDENTIALS, Archive, Bucket, Directory
 from keepstep_operator.bodies import Body
-from keepstep_operator.names import ARCHIVE_PATH, ARCHIVE_VOLUME, SIDECAR_PEER_PORT
+from keepstep_operator.injection.ports import Ports
+from keepstep_operator.names import ARCHIVE_PATH, ARCHIVE_VOLUME
 
 HOST_ROOT: Final = "/host"
 """The directory below which the init container mounts each whole hostPath."""
@@ -22,16 +23,9 @@ policy chooses the names."""
 POD_IP: Final = "KEEPSTEP_POD_IP"
 
 
-def environment_of(policy: Policy) -> list[Body]:
+def environment_of(policy: Policy, ports: Ports) -> list[Body]:
     """The sidecar's variables for the archive and for peers."""
-    return [*_of_archive(policy), *_of_peers(policy)]
-
-
-def ports_of(policy: Policy) -> list[Body]:
-    """The port that other pods of the run connect to; none if the policy has no peers."""
-    if policy.peers is None:
-        return []
-    return [{"name": "keepstep-peer", "containerPort": SIDECAR_PEER_PORT, "protocol": "TCP"}]
+    return [*_of_archive(policy), *_of_peers(policy, ports)]
 
 
 def archive_volumes(policy: Policy) -> list[Body]:
@@ -105,7 +99,7 @@ def _credentials(bucket: Bucket) -> list[Body]:
     ]
 
 
-def _of_peers(policy: Policy) -> list[Body]:
+def _of_peers(policy: Policy, ports: Ports) -> list[Body]:
     """The sidecar's variables for peers. The pod's address comes before the variables that refer to
     it; otherwise `$(...)` would not be replaced."""
     if (peers := policy.peers) is None:
@@ -113,8 +107,8 @@ def _of_peers(policy: Policy) -> list[Body]:
         fetches = [{"name": "KEEPSTEP_PEER_FETCH", "value": "true"}]
         return fetches if policy.host_paths else []
     settings: dict[str, str | int | None] = {
-        "KEEPSTEP_PEER_LISTEN": f":{SIDECAR_PEER_PORT}",
-        "KEEPSTEP_PEER_ADVERTISE": f"$({POD_IP}):{SIDECAR_PEER_PORT}",
+        "KEEPSTEP_PEER_LISTEN": f":{ports.peer}",
+        "KEEPSTEP_PEER_ADVERTISE": f"$({POD_IP}):{ports.peer}",
         "KEEPSTEP_PEER_REPLICAS": peers.replicas,
         "KEEPSTEP_PEER_BYTES_PER_SECOND": peers.bytes_per_second,
     }

@@ -39,9 +39,12 @@ from keepstep_operator.kube.resources import (
     CONFIG_MAPS,
     EVENTS,
     LEASES,
+    LIMIT_RANGES,
+    NAMESPACES,
     NODES,
     PODS,
     POLICIES,
+    QUOTAS,
     RUNS,
     SECRETS,
     TOKEN_REVIEWS,
@@ -49,6 +52,7 @@ from keepstep_operator.kube.resources import (
     Patch,
     PatchType,
     Resource,
+    resource_of,
 )
 
 __all__ = [
@@ -57,9 +61,12 @@ __all__ = [
     "CONFIG_MAPS",
     "EVENTS",
     "LEASES",
+    "LIMIT_RANGES",
+    "NAMESPACES",
     "NODES",
     "PODS",
     "POLICIES",
+    "QUOTAS",
     "RUNS",
     "SECRETS",
     "SERVICE_ACCOUNT",
@@ -82,4 +89,5 @@ __all__ = [
     "follow",
     "from_kubeconfig",
     "in_cluster",
+    "resource_of",
 ]

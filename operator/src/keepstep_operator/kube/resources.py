@@ -8,6 +8,8 @@ from typing import Final
 from urllib.parse import quote
 
 from keepstep_operator import names
+from keepstep_operator.api.job_kinds import is_name, kind_of
+from keepstep_operator.api.model import Job
 from keepstep_operator.bodies import Body
 
 Patch = Body | list[Body]
@@ -35,6 +37,9 @@ RUNS: Final = Resource(group=names.GROUP, version=names.VERSION, plural="checkpo
 CHECKPOINTS: Final = Resource(group=names.GROUP, version=names.VERSION, plural="checkpoints")
 PODS: Final = Resource(group="", version="v1", plural="pods")
 NODES: Final = Resource(group="", version="v1", plural="nodes")
+NAMESPACES: Final = Resource(group="", version="v1", plural="namespaces")
+LIMIT_RANGES: Final = Resource(group="", version="v1", plural="limitranges")
+QUOTAS: Final = Resource(group="", version="v1", plural="resourcequotas")
 SECRETS: Final = Resource(group="", version="v1", plural="secrets")
 CONFIG_MAPS: Final = Resource(group="", version="v1", plural="configmaps")
 EVENTS: Final = Resource(group="events.k8s.io", version="v1", plural="events")
@@ -46,6 +51,15 @@ ACCESS_REVIEWS: Final = Resource(
 WEBHOOKS: Final = Resource(
     group="admissionregistration.k8s.io", version="v1", plural="mutatingwebhookconfigurations"
 )
+
+
+def resource_of(job: Job) -> Resource | None:
+    """Where a job is served; None for an unknown kind or a name that no object can have."""
+    kind = kind_of(job.api_version, job.kind)
+    if kind is None or not is_name(job.name):
+        return None
+    version = job.api_version.rpartition("/")[2]
+    return Resource(group=kind.group, version=version, plural=kind.plural)
 
 
 class PatchType(str, enum.Enum):

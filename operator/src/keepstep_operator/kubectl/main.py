@@ -17,6 +17,7 @@ from keepstep_operator import __version__, names
 from keepstep_operator.kubectl import doctor as checks
 from keepstep_operator.kubectl import views
 from keepstep_operator.kubectl.cluster import Cluster, Refused
+from keepstep_operator.printing import printable
 
 _LATEST: Final = "latest"
 
@@ -54,7 +55,7 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except KeepstepError as error:
             kind = _Misuse if isinstance(error, UsageError) else click.ClickException
-            raise kind(str(error)) from error
+            raise kind(printable(str(error), lines=True)) from error
 
 
 @click.group(
@@ -70,9 +71,10 @@ def cli() -> None:
     """
 
 
-def _printable(text: str) -> str:
-    """The text of a pod without control characters, which could be meant for the terminal."""
-    return "".join(one if one.isprintable() or one == "\t" else "\ufffd" for one in text)
+def say(text: str, *, err: bool = False) -> None:
+    """Print lines. Every output of the plugin goes through here, since much of it is text of pods,
+    and could be meant for the terminal."""
+    click.echo(printable(text, lines=True), err=err)
 
 
 def _options(command: Any) -> Any:
@@ -92,7 +94,7 @@ def _examples(*lines: str) -> str:
 
 
 def _print(output: str, data: Any, lines: Sequence[str]) -> None:
-    click.echo(json.dumps(data, indent=2) if output == "json" else "\n".join(lines))
+    say(json.dumps(data, indent=2) if output == "json" else "\n".join(map(printable, lines)))
 
 
 def _steps(cluster: Cluster, run: views.Body) -> list[views.Body]:
@@ -154,7 +156,7 @@ def logs(run: str, tail: int, previous: bool, namespace: str | None, context: st
         except Refused as error:
             lines, refused = [str(error)], refused + 1
         for line in lines:
-            click.echo(f"{pod}: {_printable(line)}")
+            say(f"{pod}: {line}")
     if not pods:
         raise click.ClickException(f"no pod of run {run} has a sidecar now")
     sys.exit(1 if refused else 0)
@@ -206,7 +208,7 @@ def ui(
     token()  # an error must come before anything is opened
     site = serving(Upstream(cluster, place, pod, token), port=port)
     what = f"runs in namespace {cluster.namespace}"
-    asyncio.run(show(site, what, browser=not no_open, echo=click.echo))
+    asyncio.run(show(site, what, browser=not no_open, echo=say))
 
 
 # --- what people ask for -------------------------------------------------------------------------
@@ -228,9 +230,9 @@ def rollback(run: str, step: str, namespace: str | None, context: str | None) ->
     if not any(wanted in (one["id"], str(one["step"])) for one in known):
         there = ", ".join(str(one["step"]) for one in known[:8]) or "none"
         note = f"note: the API knows of no step {wanted} of run {run} (there is: {there}); unless"
-        click.echo(f"{note} its pods have it, the condition RestoreFrom says NotFound", err=True)
+        say(f"{note} its pods have it, the condition RestoreFrom says NotFound", err=True)
     cluster.ask_to_restore_from(run, step)
-    click.echo(
+    say(
         f"run {run} is to go on from step {step} when it restarts. Wait until its condition"
         f" RestoreFrom says Waiting (kubectl -n {cluster.namespace} describe ckrun {run}), then"
         " restart the job's pods"
@@ -249,9 +251,7 @@ def fresh_start(run: str, namespace: str | None, context: str | None) -> None:
     cluster = Cluster(context=context, namespace=namespace)
     cluster.run(run)
     cluster.annotate(run, {names.FRESH_START_ANNOTATION: names.FRESH_START_ALLOW})
-    click.echo(
-        f"run {run} begins again at step 0 at its next start, if no step can be restored then"
-    )
+    say(f"run {run} begins again at step 0 at its next start, if no step can be restored then")
 
 
 def _refuse_other_run(run: str, step: str) -> None:
@@ -283,7 +283,7 @@ def fork(run: str, step: str, filename: Any, namespace: str | None, context: str
         if not step.isdecimal():
             views.full_id(step, found)
         note = f"note: the API knows of no archived step {step} of run {run}; without it in the"
-        click.echo(f"{note} archive the job does not begin", err=True)
+        say(f"{note} archive the job does not begin", err=True)
     try:
         manifests = [one for one in yaml.load_all(filename, _AsWritten) if one]
     except yaml.YAMLError as error:
@@ -292,7 +292,7 @@ def fork(run: str, step: str, filename: Any, namespace: str | None, context: str
     bodies = [one for one in manifests if isinstance(one, dict)]
     if not sum(views.with_fork(one, origin, annotation=annotation) for one in bodies):
         raise UsageError(f"{filename.name} has no pod template (template.spec.containers)")
-    click.echo(yaml.safe_dump_all(manifests, sort_keys=False), nl=False)
+    say(yaml.safe_dump_all(manifests, sort_keys=False).removesuffix("\n"))
 
 
 @cli.command(epilog=_examples("pin gpt-1a2b 1200", "pin gpt-1a2b 0003.1f9c2d7a-000001200"))
@@ -306,7 +306,7 @@ def pin(run: str, step: str, namespace: str | None, context: str | None) -> None
     pins, chosen = views.pinned(body), views.full_id(step, _steps(cluster, body))
     if chosen not in pins:
         cluster.replace_pins(body, [*pins, chosen])
-    click.echo(f"{chosen} is pinned")
+    say(f"{chosen} is pinned")
 
 
 @cli.command(epilog=_examples("unpin gpt-1a2b 1200"))
@@ -322,7 +322,7 @@ def unpin(run: str, step: str, namespace: str | None, context: str | None) -> No
     if chosen not in pins:
         raise UsageError(f"{chosen} is not pinned; pinned are: {', '.join(pins) or 'none'}")
     cluster.replace_pins(body, [one for one in pins if one != chosen])
-    click.echo(f"{chosen} is not pinned any more")
+    say(f"{chosen} is not pinned any more")
 
 
 @cli.command(epilog=_examples("doctor", "doctor -n ml -o json"))

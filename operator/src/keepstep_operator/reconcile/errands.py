@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from keepstep_operator import names
-from keepstep_operator.api.job_kinds import is_name, kind_of
+from keepstep_operator.api.job_kinds import kind_of
 from keepstep_operator.api.model import Job, JobState, PolicyRecord, RunKey
 from keepstep_operator.api.pod import controller_of
 from keepstep_operator.api.run import utc
@@ -23,7 +23,7 @@ from keepstep_operator.kube import (
     KubeError,
     NotFound,
     PatchType,
-    Resource,
+    resource_of,
 )
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.parsing import (
@@ -215,7 +215,7 @@ async def _guarded(work: Coroutine[Any, Any, None], name: str) -> None:
 
 async def asked(client: Client, action: AskJob) -> JobState:
     """The state of the job. Raises KubeError."""
-    job, resource = action.job, _resource(action.job)
+    job, resource = action.job, resource_of(action.job)
     if resource is None:
         return JobState.UNKNOWN
     try:
@@ -234,7 +234,7 @@ async def asked(client: Client, action: AskJob) -> JobState:
 
 async def owner_of(client: Client, action: FindOwner) -> Job | None:
     """The owner of this job, if it is of the kind that may own it. Raises KubeError."""
-    job, resource = action.job, _resource(action.job)
+    job, resource = action.job, resource_of(action.job)
     kind = kind_of(job.api_version, job.kind)
     if resource is None or kind is None:
         return None
@@ -250,12 +250,3 @@ async def owner_of(client: Client, action: FindOwner) -> Job | None:
     if owner is None or above is None or (above.group, above.kind) != kind.owner:
         return None
     return owner
-
-
-def _resource(job: Job) -> Resource | None:
-    """The API resource of the job; None for an unknown kind or a name that no object can have."""
-    kind = kind_of(job.api_version, job.kind)
-    if kind is None or not is_name(job.name):
-        return None
-    version = job.api_version.rpartition("/")[2]
-    return Resource(group=kind.group, version=version, plural=kind.plural)

@@ -16,11 +16,6 @@ from prometheus_client.registry import Collector
 from keepstep_operator.reconcile.state.goodput import BUCKETS
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.state.run import Run
-from keepstep_operator.reconcile.status.conditions import (
-    COMMITTING,
-    FULLY_INJECTED,
-    PROTECTED,
-)
 from keepstep_operator.serving import metrics_registry
 
 
@@ -38,16 +33,6 @@ def _counted(value: Callable[[Run], int]) -> Callable[[Run], float | None]:
     """A counter; no value before the run's object is known. Its status has the value to count on
     from, and a counter that began at 0 for a moment would look like that many new events."""
     return lambda run: float(value(run)) if run.object is not None else None
-
-
-def _condition(type: str) -> Callable[[Run], float | None]:
-    """The condition as 1 or 0; no value while it is unknown."""
-
-    def value(run: Run) -> float | None:
-        found = next((one for one in run.written.conditions if one.type == type), None)
-        return {"True": 1.0, "False": 0.0}.get(found.status) if found is not None else None
-
-    return value
 
 
 def _goodput(run: Run) -> float | None:
@@ -92,16 +77,14 @@ RUNS: Final = (
         "1 when the job is over",
         lambda run: float(run.finished_at is not None),
     ),
-    Row("keepstep_run_protected", "Condition Protected: 1 or 0", _condition(PROTECTED)),
-    Row("keepstep_run_injected", "Condition FullyInjected: 1 or 0", _condition(FULLY_INJECTED)),
-    Row("keepstep_run_committing", "Condition Committing: 1 or 0", _condition(COMMITTING)),
-    Row(
-        "keepstep_run_restore_refusals",
-        "Starts that the ranks' vote refused since the last restore",
-        lambda run: float(run.refusals()[0]),
-    ),
 )
 """Labels: namespace, run."""
+
+CONDITION: Final = (
+    "keepstep_run_condition",
+    "1 for the status that each condition of the run has: True, False or Unknown",
+)
+"""Labels: namespace, run, condition, status."""
 
 GOODPUT_SECONDS: Final = (
     "keepstep_run_goodput_seconds",
@@ -125,7 +108,15 @@ class _Runs(Collector):
                 if (value := row.value(run)) is not None:
                     family.add_metric((key.namespace, key.name), value)
             yield family
+        yield self._conditions()
         yield self._goodput()
+
+    def _conditions(self) -> Metric:
+        family = GaugeMetricFamily(*CONDITION, labels=("namespace", "run", "condition", "status"))
+        for key, run in self._registry.runs.items():
+            for one in run.written.conditions:
+                family.add_metric((key.namespace, key.name, one.type, one.status), 1.0)
+        return family
 
     def _goodput(self) -> Metric:
         family = GaugeMetricFamily(*GOODPUT_SECONDS, labels=("namespace", "run", "bucket"))

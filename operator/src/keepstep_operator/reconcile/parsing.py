@@ -37,11 +37,12 @@ from keepstep_operator.api.policy import (
     parse_policy,
     require_allowed,
 )
-from keepstep_operator.api.run import PolicyStatus, cut
+from keepstep_operator.api.run import MOST_WARNINGS, PolicyStatus, cut
 from keepstep_operator.bodies import Body
 
 _HARMLESS = ("ContainerCreating", "PodInitializing")
 _LONGEST_NAME = 253
+_LONGEST_WARNING = 400
 _DONE = {"Complete", "Succeeded", "Completed", "Finished"}
 _PHASES = {
     "Completed": JobState.FINISHED,
@@ -74,6 +75,7 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         return None
     said = injected_of(pod) or Injected(policy=pod.policy or "")
     metadata, status = body.get("metadata") or {}, body.get("status") or {}
+    warnings = said.warnings[:MOST_WARNINGS] if injected else ()
     trainer = _container_status(status, _training_name(pod, said))
     return PodRecord(
         uid=pod.uid,
@@ -88,6 +90,7 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         training="running" in (trainer.get("state") or {}),
         restarts=int(trainer.get("restartCount") or 0),
         trouble=cut(_trouble(status) if injected else said.message),
+        warnings=tuple(_shared(cut(one, longest=_LONGEST_WARNING)) for one in warnings),
         volumes=_volumes(body),
         host_paths=_host_paths(body),
         policy=_shared(cut(said.policy, longest=_LONGEST_NAME)),

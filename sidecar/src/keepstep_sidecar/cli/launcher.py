@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import pwd
 import shutil
 import signal
 import stat
@@ -15,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from keepstep.directory import Directory
 from keepstep.errors import SidecarError, UsageError
 from keepstep.processes import Process, wait_gone
 from keepstep_sidecar.cli import calls
-from keepstep_sidecar.cli.run_dir import RunDir, load, make_memory, save
+from keepstep_sidecar.cli.run_dir import RunDir, check_own, is_recorded, make_memory, save
 from keepstep_sidecar.config.sidecar import KEYS
 from keepstep_sidecar.volume.paths import RECORD
 
@@ -42,9 +42,11 @@ def supervising(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
     """Hold the run's lock as its only supervisor. Raises UsageError that names the other supervisor
     if the lock is not free within `timeout_s`."""
     try:
-        fd = os.open(kept.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except PermissionError as error:
-        raise UsageError(f"run {kept.run!r} in {kept.home.parent} {_of_user(kept.home)}") from error
+        home = Directory.opened(kept.home)
+        check_own(home)
+        fd = home.open(kept.lock.name, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}") from error
     deadline = time.monotonic() + timeout_s
     try:
         while True:
@@ -64,14 +66,6 @@ def supervising(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
         os.close(fd)
 
 
-def _of_user(home: Path) -> str:
-    """The end of a message: whose run it is, and what to do."""
-    uid = home.stat().st_uid
-    with contextlib.suppress(KeyError):
-        return f"belongs to user {pwd.getpwuid(uid).pw_name}: run this command as that user"
-    return f"belongs to user {uid}: run this command as that user"
-
-
 def _lock(fd: int, kept: RunDir) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,9 +81,11 @@ def note_command(kept: RunDir, pid: int) -> None:
     """Write the pid of the command to the lock file, after the supervisor's: the command may
     outlive the supervisor."""
     process = Process.of(pid)
-    with contextlib.suppress(OSError), kept.lock.open("w") as file:  # only messages use it
-        started = 0 if process is None else process.started
-        file.write(f"{os.getpid()}\n{pid} {started}\n")
+    started = 0 if process is None else process.started
+    with contextlib.suppress(OSError):  # only messages use it
+        fd = Directory.opened(kept.home).open(kept.lock.name, os.O_WRONLY | os.O_TRUNC)
+        with open(fd, "w") as file:
+            file.write(f"{os.getpid()}\n{pid} {started}\n")
 
 
 def _orphaned(kept: RunDir) -> Process | None:
@@ -106,21 +102,26 @@ def launch(kept: RunDir) -> int:
     make_memory(kept.memory)
     bound_log(kept.log)
     save(kept)
-    words = ("-m", "keepstep_sidecar", "serve", "--config", str(kept.record))
+    # -P: no module of the directory in which the training starts is imported (Python's manual)
+    words = ("-P", "-m", "keepstep_sidecar", "serve", "--config", str(kept.record))
     owner = ("--owner-pid", str(os.getpid()))
     settings = {key.variable for key in KEYS}  # the file has them; they would override it
     environment = {name: one for name, one in os.environ.items() if name not in settings}
-    return _spawn_service((*words, *owner), environment, log=kept.log)
-
-
-def _spawn_service(arguments: Sequence[str], environment: Mapping[str, str], *, log: Path) -> int:
-    """Start this Python with `arguments` as a process that outlives this one: a session of its own,
-    no stdin, output appended to `log`. Returns its pid. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    log = Directory.opened(kept.home).open(kept.log.name, flags, 0o644)
+    try:
+        return _spawn_service((*words, *owner), environment, log=log)
+    finally:
+        os.close(log)
+
+
+def _spawn_service(arguments: Sequence[str], environment: Mapping[str, str], *, log: int) -> int:
+    """Start this Python with `arguments` as a process that outlives this one: a session of its own,
+    no stdin, output appended to the open file `log`. Returns its pid. Raises OSError."""
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-        (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o644),
-        (os.POSIX_SPAWN_DUP2, 1, 2),
+        (os.POSIX_SPAWN_DUP2, log, 1),
+        (os.POSIX_SPAWN_DUP2, log, 2),
     ]
     return os.posix_spawn(
         sys.executable,
@@ -154,7 +155,7 @@ def adopt(kept: RunDir) -> Process | None:
     if live is None:
         return None
     process = Process.of(live.pid)
-    if process is not None and _as_recorded(kept):
+    if process is not None and is_recorded(kept):
         with contextlib.suppress(SidecarError):  # an older one lacks this; it lingers as before
             calls.own(kept.socket, os.getpid())
         return process
@@ -198,7 +199,7 @@ def _remove_memory(kept: RunDir) -> bool:
 def require_idle_or_same(kept: RunDir) -> None:
     """Raises UsageError if the run is training with other options than those of `kept`: the
     sidecar must not be replaced while it has a trainer."""
-    if (pids := trainers_of(kept)) and not _as_recorded(kept):
+    if (pids := trainers_of(kept)) and not is_recorded(kept):
         raise UsageError(f"run {kept.run!r} is training with other options {_to_end(kept, pids)}")
 
 
@@ -230,13 +231,6 @@ def trainers_of(kept: RunDir) -> tuple[int, ...]:
     """The pids of the live trainers that the run's sidecar serves."""
     live = calls.status(kept.socket)
     return () if live is None else tuple(one.pid for one in live.ranks if one.alive)
-
-
-def _as_recorded(kept: RunDir) -> bool:
-    try:
-        return load(kept.home.parent, kept.run) == kept
-    except UsageError:
-        return False
 
 
 def end(kept: RunDir, *, timeout_s: float = DRAIN_S) -> bool:
@@ -277,15 +271,20 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def bound_log(path: Path) -> None:
-    """Copy a log that has grown large to `<name>.1` and truncate it.
+    """Copy a log that has grown large to `<name>.1`, and cut it.
 
     The log is not renamed, because a live sidecar goes on appending to the file that it has open.
-    Lines written between copy and truncation are lost.
+    Lines written between copy and cut are lost. Raises OSError.
     """
+    directory = Directory.opened(path.parent)
     with contextlib.suppress(FileNotFoundError):
-        if path.stat().st_size > LOG_LIMIT_BYTES:
-            path.with_name(f"{path.name}.1").write_bytes(path.read_bytes())
-            os.truncate(path, 0)
+        fd = directory.open(path.name, os.O_RDWR)
+        try:
+            if (size_bytes := os.fstat(fd).st_size) > LOG_LIMIT_BYTES:
+                directory.write(f"{path.name}.1", os.pread(fd, size_bytes, 0), 0o644)
+                os.ftruncate(fd, 0)
+        finally:
+            os.close(fd)
 
 
 def log_tail(path: Path) -> str:

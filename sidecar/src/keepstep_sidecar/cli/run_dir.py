@@ -1,7 +1,6 @@
 """Where the parts of a run are, and the record by which other commands find them.
 
     DIR/RUN/sidecar.toml   this module's record, which is also the configuration of the sidecar
-    DIR/RUN/service.json   the record of an older keepstep: read, and replaced at the next start
     DIR/RUN/run.lock       locked (flock) by the command that supervises the run; holds its pid, and
                            the pid of the training command
     DIR/RUN/sidecar.log    the sidecar's log, bounded
@@ -14,6 +13,10 @@ slots of its predecessor even without the record.
 
 A directory may be copied or moved. So the record says in which directory it was written. A copy
 uses neither the volumes nor the memory of the original.
+
+A directory that is found may be anybody's: of another user, or unpacked from an archive. So DIR/RUN
+must belong to this user alone, and its record gives data and no settings: no address, no file that
+is read or sent, no place of memory is taken from it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import pwd
 import re
 import stat
 from collections.abc import Sequence
@@ -31,21 +35,31 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import tomllib
 
+from keepstep.directory import Directory
 from keepstep.errors import UsageError, few
 from keepstep_sidecar.config.keys import (
+    ADDRESS,
     LARGEST_FILE_BYTES,
+    PATH,
+    PEM,
+    PLACE,
+    STEP,
+    URL,
     gathered,
-    read_file,
     to_toml,
     toml_value,
 )
-from keepstep_sidecar.config.sidecar import KEYS, Config
+from keepstep_sidecar.config.sidecar import KEYS, Config, check_apart
 from keepstep_sidecar.memory.slot_directories import usual_mount
 
 SHARED_MEMORY: Final = Path("/dev/shm")
-_RECORD, _OLDER_RECORD = "sidecar.toml", "service.json"
+SHARED: Final = "KEEPSTEP_SHARED_DIR"
+_RECORD: Final = "sidecar.toml"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_SETTINGS: Final = (ADDRESS, PATH, PEM, PLACE, STEP, URL)
+"""Kinds of keys that are never taken from a record."""
 _PYTHON_FILE = re.compile(r"\.py[w]?$")
 
 
@@ -66,6 +80,7 @@ class RunDir:
         directory = Path(os.path.abspath(directory))
         placed = {"run": run, **_memory(directory, run)}
         config = Config.of({"volumes": (directory,), **values, **placed})
+        check_apart((directory,), run, config.archive)
         return cls(home=directory / run, config=config)
 
     @property
@@ -153,15 +168,51 @@ def make_home(kept: RunDir) -> None:
     """Make the run's directory. Raises UsageError."""
     directory = kept.home.parent
     try:
-        kept.home.mkdir(parents=True, exist_ok=True)
-        if (
-            directory.name == ".keepstep"
-        ):  # it is in the user's project: git must not commit its gigabytes
-            (directory / ".gitignore").write_text("*\n")
+        check_own(Directory.opened(kept.home, make=True))
+        if directory.name == ".keepstep":  # in the user's project: git must not commit gigabytes
+            _ignore(Directory.opened(Path(os.path.realpath(directory))))
     except OSError as error:
         raise UsageError(
-            f"cannot keep a run in {directory} ({error.strerror}); choose --dir DIR"
+            f"cannot keep a run in {directory} ({_reason(error)}); choose --dir DIR"
         ) from error
+    for root in kept.roots:
+        with contextlib.suppress(OSError):  # the sidecar makes it, or says what is wrong with it
+            check_own(Directory.opened(root))
+
+
+def _ignore(directory: Directory) -> None:
+    with contextlib.suppress(FileExistsError):
+        fd = directory.open(".gitignore", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        with open(fd, "w") as file:
+            file.write("*\n")
+
+
+def check_own(directory: Directory) -> None:
+    """Raises UsageError unless the directory is of this user, and no other may write to it."""
+    found, path = os.fstat(directory.fd), directory.path
+    if os.environ.get(SHARED):
+        return
+    trust = f"choose another --dir, or set {SHARED}=1 if you trust them with your steps"
+    if found.st_uid != os.geteuid():
+        raise UsageError(
+            f"{path} belongs to user {user_name(found.st_uid)}: run this command as that user,"
+            f" {trust}"
+        )
+    if found.st_mode & stat.S_IWOTH:
+        raise UsageError(
+            f"all users of this machine may write to {path}: say `chmod o-w {path}`, {trust}"
+        )
+
+
+def user_name(uid: int) -> str:
+    """The user's name, or the number if it has none."""
+    with contextlib.suppress(KeyError):
+        return pwd.getpwuid(uid).pw_name
+    return str(uid)
+
+
+def _reason(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
 
 
 # --- the record ------------------------------------------------------------------------------
@@ -178,7 +229,21 @@ class _Home:
 
 def save(kept: RunDir) -> None:
     """Write the record atomically. Raises OSError, UsageError."""
-    found = kept.home.stat()
+    home = Directory.opened(kept.home)
+    home.write(_RECORD, _text(kept, home), 0o644)
+
+
+def is_recorded(kept: RunDir) -> bool:
+    """Whether `save` would write what stands there."""
+    try:
+        home = Directory.opened(kept.home)
+        return home.read(_RECORD, most_bytes=LARGEST_FILE_BYTES) == _text(kept, home)
+    except (OSError, UsageError):
+        return False
+
+
+def _text(kept: RunDir, home: Directory) -> bytes:
+    found = os.fstat(home.fd)
     text = (
         "# Written by `keepstep run`, for its sidecar and for the other commands.\n"
         + to_toml(KEYS, kept.config)
@@ -186,32 +251,33 @@ def save(kept: RunDir) -> None:
         + f"device = {found.st_dev}\ninode = {found.st_ino}\n"
     )
     try:
-        data = text.encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"a path that is not UTF-8 cannot be kept in {kept.record}") from error
-    temporary = kept.record.with_name(f".{_RECORD}.tmp-{os.getpid()}")
-    temporary.write_bytes(data)
-    temporary.replace(kept.record)
-    (kept.home / _OLDER_RECORD).unlink(missing_ok=True)
 
 
 def load(directory: Path, run: str) -> RunDir:
-    """Read what `save` wrote. The module says what holds for a copied or moved directory.
+    """Read what `save` wrote, without settings: see the module, also for what holds of a directory
+    that was copied or moved.
 
     Raises UsageError if the record is missing or unreadable, is of a run of another name, or leads
-    to the volumes of another directory.
+    to the volumes of another directory, and for a directory of others.
     """
     home = Path(os.path.abspath(directory)) / run
     try:
-        written, file = _read(home)
-        noted = written.pop("home", None)
-        origin = None if noted is None else msgspec.convert(noted, _Home)
-        values = gathered(KEYS, flags={}, environment={}, written=written, file=file)
-        config = Config.of(values)
+        opened = Directory.opened(home)
+        data = opened.read(_RECORD, most_bytes=LARGEST_FILE_BYTES)
+        check_own(opened)
+        written = tomllib.loads(data.decode())
+        origin = msgspec.convert(written.pop("home"), _Home)
+        keys = [key for key in KEYS if key.for_run and key.kind not in _SETTINGS]
+        values = gathered(keys, flags={}, environment={}, written=written, file=home / _RECORD)
+        config = Config.of({**values, **_memory(_began_in(home, origin), run)})
     except FileNotFoundError:
         raise UsageError(_unknown_run(directory, run)) from None
-    except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, UsageError,
-            ValueError) as error:  # fmt: skip
+    except UsageError as error:
+        raise UsageError(f"{error}; start the run again") from error
+    except (OSError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise UsageError(
             f"the record in {home} cannot be read ({error}); start the run again"
         ) from error
@@ -220,98 +286,41 @@ def load(directory: Path, run: str) -> RunDir:
             f"{home} holds run {config.run!r}, whose steps go by that name alone; give the"
             " directory that name again, in another DIR if it is a copy"
         )
-    return RunDir(home=home, config=_settled(home, config, origin))
+    volumes = tuple(_settled(one, home, origin) for one in config.volumes)
+    return RunDir(home=home, config=dataclasses.replace(config, volumes=volumes))
 
 
-def _read(home: Path) -> tuple[dict[str, Any], Path]:
-    """The values of the record, by key, and its file. Raises FileNotFoundError and UsageError, and
-    for a malformed older record any error of its conversion."""
-    with contextlib.suppress(FileNotFoundError):
-        return read_file(home / _RECORD), home / _RECORD
-    file = home / _OLDER_RECORD
-    if file.exists() and not file.is_file():
-        raise ValueError("not a file")
-    with file.open("rb") as opened:
-        data = opened.read(LARGEST_FILE_BYTES + 1)
-    if len(data) > LARGEST_FILE_BYTES:
-        raise ValueError(f"more than {LARGEST_FILE_BYTES} bytes")
-    try:
-        return _of_older(json.loads(data)), file
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
+def _began_in(home: Path, origin: _Home) -> Path:
+    """DIR as the run was started with it, from which the place of its memory follows; links lead
+    to it by other names."""
+    written = Path(origin.path)
+    with contextlib.suppress(OSError, ValueError):
+        if written.name == home.name and written.samefile(home):
+            return written.parent
+    return home.parent
 
 
-def _of_older(body: Any) -> dict[str, Any]:
-    """The values of `service.json`, by today's keys."""
-    options = dict(body["options"])
-    archive, peers = options.pop("archive", None) or {}, options.pop("peers", None) or {}
-    kept, files = archive.pop("retention", None) or {}, peers.pop("files", None) or {}
-    seconds = kept.get("every_s")
-    return {
-        **{key.name: options.get(key.field, options.get(key.name)) for key in KEYS},
-        "run": body["run"],
-        "volumes": body["volumes"],
-        "memory_dir": body["memory"],
-        **{f"archive_{name}": value for name, value in archive.items()},
-        "archive": archive.get("url"),
-        "archive_keep": kept.get("last"),
-        "archive_keep_every": kept.get("every_steps") if seconds is None else f"{seconds}s",
-        **{f"peer_{name}": value for name, value in peers.items()},
-        "peers": peers.get("peers"),
-        "peer_cert": files.get("certificate"),
-        "peer_key": files.get("key"),
-        "peer_ca": files.get("authorities"),
-        "home": body.get("home"),
-    }
+def _settled(volume: Path, home: Path, origin: _Home) -> Path:
+    """Where the volume is now. Raises UsageError.
 
-
-def _settled(home: Path, config: Config, origin: _Home | None) -> Config:
-    """`config` as it applies to this `home`. Raises UsageError.
-
-    Volumes below the directory that held the run's are found below the directory that holds it now.
-    Other volumes apply only if `home` is the directory in which the record was written, at its old
+    A volume below the directory that held the run's is found below the directory that holds it now.
+    Another one applies only if `home` is the directory in which the record was written, at its old
     path or moved to a new one.
     """
-    written = _written_in(home, config, origin)
-    if written is not None and _same(written, home):
-        return config
-    here, moved = [], origin is not None and _is(home, origin)
-    for volume in config.volumes:
-        if written is not None and volume.is_relative_to(written.parent):
-            here.append(home.parent / volume.relative_to(written.parent))
-        elif moved:
-            here.append(volume)
-        else:
-            raise UsageError(
-                f"{home} is a copy of {written or 'another directory'}, whose volume"
-                f" {volume} is not touched from here: choose that one with --dir, or start the run"
-                " here again with --volume"
-            )
-    memory: dict[str, Any] = _memory(home.parent, config.run)
-    return dataclasses.replace(config, volumes=tuple(here), **memory)
-
-
-def _written_in(home: Path, config: Config, origin: _Home | None) -> Path | None:
-    """The path of `home` when the record was written; None if unknown. The oldest records do not
-    state it. Then it is known only if a candidate gives the recorded name of the memory directory:
-    the parent of `home`, or a volume."""
-    if origin is not None:
-        return Path(origin.path)
-    name = config.memory_dir.name
-    candidates = (home.parent, *config.volumes)
-    found = (one / config.run for one in candidates if memory_of(one, config.run).name == name)
-    return next(found, None)
-
-
-def _same(one: Path, other: Path) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        return one == other or one.samefile(other)
-    return False
-
-
-def _is(path: Path, home: _Home) -> bool:
-    found = path.stat()
-    return (found.st_dev, found.st_ino) == (home.device, home.inode)
+    found, written = home.stat(), Path(origin.path)
+    here, below = origin.path == str(home), volume.is_relative_to(written.parent)
+    same = found.st_ino == origin.inode and (here or found.st_dev == origin.device)
+    if same and (here or not below):
+        return volume
+    if not below:
+        raise UsageError(
+            f"{home} is a copy of {written}, whose volume {volume} is not touched from here: choose"
+            " that one with --dir, or start the run here again with --volume"
+        )
+    inside = volume.relative_to(written.parent)
+    if Path(os.path.realpath(home.parent / inside)) != Path(os.path.realpath(home.parent)) / inside:
+        raise UsageError(f"{home.parent / inside} is a link; start the run again with --volume")
+    return home.parent / inside
 
 
 # --- finding runs ----------------------------------------------------------------------------
@@ -319,8 +328,7 @@ def _is(path: Path, home: _Home) -> bool:
 
 def runs_in(directory: Path) -> tuple[str, ...]:
     """The names of the runs below `directory`, sorted."""
-    records = (*directory.glob(f"*/{_RECORD}"), *directory.glob(f"*/{_OLDER_RECORD}"))
-    return tuple(sorted({record.parent.name for record in records}))
+    return tuple(sorted(record.parent.name for record in directory.glob(f"*/{_RECORD}")))
 
 
 def removed_runs(directory: Path, run: str | None) -> tuple[RunDir, ...]:

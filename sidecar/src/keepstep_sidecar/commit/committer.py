@@ -63,7 +63,7 @@ from keepstep_sidecar.commit.script_failures import ScriptFailures
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.restore_from import Wish
 from keepstep_sidecar.history import History
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import Seldom, say, warn
 from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import LocalInventory
@@ -74,6 +74,9 @@ from keepstep_sidecar.volume.writer import CUT_OFF, EarlyWrite
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 T = TypeVar("T")
+
+_COMMITTED_S = 60.0
+"""How often a commit is logged."""
 _log = logging.getLogger("keepstep.sidecar")
 
 _SWEEP_S = 1.0
@@ -159,6 +162,7 @@ class Committer:
         self._names = names
         self._writers = writers
         self._changes = changes
+        self._told = Seldom(_COMMITTED_S)
         self._spawn = spawn
         self._opening: Counter[StepId] = Counter()
         self._starting: dict[EpochId, asyncio.Future[None]] = {}
@@ -218,10 +222,15 @@ class Committer:
                     self.alarms[action.text] = None
                 case Committed():
                     if action.tier is Tier.LOCAL:
-                        say("committed", step=str(action.id))
+                        self._tell_committed(action.id)
                 case _:
                     left.append(action)
         return left
+
+    def _tell_committed(self, id: StepId) -> None:
+        """Log a commit once a minute: the lines that matter must not scroll out of the log."""
+        if (left_out := self._told.due("committed")) is not None:
+            say("committed", step=str(id), not_logged=left_out)
 
     async def refresh(self) -> None:
         """Tell the node what this machine holds, and do what it then says."""
@@ -587,7 +596,7 @@ class Committer:
             warn("not retired", step=str(id), reason=str(error))
             return
         self._retired += 1  # not earlier: a write that found no room before this must still make it
-        say("retired", step=str(id), bytes=freed)
+        say("retired", level=logging.DEBUG, step=str(id), bytes=freed)
 
     # --- asking ------------------------------------------------------------------------------
 

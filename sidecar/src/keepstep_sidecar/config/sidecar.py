@@ -68,6 +68,33 @@ def check_run(name: str) -> None:
         )
 
 
+def check_apart(volumes: Iterable[Path], run: str, archive: ArchiveConfig | None) -> None:
+    """Raises UsageError if an archive and a volume, or the runs' directories of two volumes, are
+    one place, or one lies in the other: what is kept of one would be deleted as the other's."""
+    places = [Path(os.path.realpath(one)) for one in volumes]
+    for number, place in enumerate(places):
+        for other in places[number + 1 :]:
+            if _overlap(place / run, other / run):
+                raise UsageError(
+                    f"--volume {place} and --volume {other}: the run's directories there are one,"
+                    " or one in the other; name directories apart from each other"
+                )
+    if archive is None or archive.scheme != "file":
+        return
+    far = Path(os.path.realpath(archive.directory))
+    for place in places:
+        if _overlap(place, far):
+            raise UsageError(
+                f"--archive {far} and the volume {place} are one place, or one lies in the other:"
+                " the archive is to outlive the volume, and each would delete the other's steps;"
+                " name a directory apart from it, best on another drive"
+            )
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    return one.is_relative_to(other) or other.is_relative_to(one)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
     """Where to report about this pod: an operator that sees the whole run.
@@ -292,6 +319,7 @@ class Config:
                 f"--restore-from {fork}: a step of another run comes from the archive that both"
                 " share; give --archive"
             )
+        check_apart(self.volumes, self.run, archive)
         if len(os.fsencode(self.socket)) > _LONGEST_SOCKET_PATH:
             raise UsageError(
                 f"{self.socket}: a unix socket's path has at most {_LONGEST_SOCKET_PATH} bytes;"

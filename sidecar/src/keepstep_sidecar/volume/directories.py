@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -19,6 +20,9 @@ from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import Tree, is_shard, is_step, is_temporary, quarantine_name
 from keepstep_sidecar.volume.scan import step_directories
+
+_QUARANTINED = 16
+"""So many files stay in quarantine at most."""
 
 
 class Directories:
@@ -34,12 +38,11 @@ class Directories:
         """The path of a shard, published or pending; None when it is neither."""
         places = (self._tree.published_step(id), self._tree.pending_step(id))
         found = (place / shard for place in places)
-        # Check for a link first: its target is on another volume, which may be out of order.
-        return next((path for path in found if not path.is_symlink() and path.is_file()), None)
+        return next(filter(self._filesystem.is_file, found), None)
 
     def locate(self, path: Path) -> Path:
         """`path`, or the file's current path if its step was published or hidden meanwhile."""
-        if path.exists() or not is_step(path.parent.name):
+        if self._filesystem.lstat(path) is not None or not is_step(path.parent.name):
             return path
         return self.find(StepId.parse(path.parent.name), path.name) or path
 
@@ -47,44 +50,55 @@ class Directories:
         """The paths that this volume's shards of a step have once it is published."""
         names: set[str] = set()
         for place in (self._tree.published_step(id), self._tree.pending_step(id)):
-            names.update(path.name for path in _shards(place))
+            names.update(path.name for path in self.shards_in(place))
         return tuple(self._tree.published_step(id) / name for name in sorted(names))
 
     def used_bytes(self, *, besides: Collection[Path]) -> int:
         """Blocks of all files below the root except `besides`, in bytes."""
-        return sum(_blocks(path) for path in _walk(self._tree.root) if path not in besides)
+        found = self._filesystem.walk(self._tree.root)
+        return sum(_bytes(one) for path, one in found if path not in besides)
 
     def disk_bytes(self, path: Path) -> int:
         """Blocks of a file, or of all files in a directory, in bytes; 0 when it is gone."""
-        return sum(_blocks(one) for one in _walk(path)) if path.is_dir() else _blocks(path)
+        found = self._filesystem.lstat(path)
+        if found is None:
+            return 0
+        if not stat.S_ISDIR(found.st_mode):
+            return _bytes(found)
+        return sum(_bytes(one) for _, one in self._filesystem.walk(path))
 
     def shards_in(self, directory: Path) -> list[Path]:
         """The shards in `directory` itself, without links to other volumes."""
-        return [path for path in _shards(directory) if path.is_file()]
+        named = [path for path in self.entries(directory) if is_shard(path.name)]
+        return [path for path in named if self._filesystem.is_file(path)]
 
     def entries(self, directory: Path) -> list[Path]:
-        """What `directory` holds, sorted; nothing when it is missing."""
-        return _entries(directory)
+        """What `directory` holds, sorted; nothing when it is missing, a link or a file."""
+        return [directory / name for name in self._filesystem.names(directory)]
 
     def quarantined(self) -> int:
         """Number of files in quarantine."""
-        return sum(1 for _ in _entries(self._tree.quarantine))
+        return len(self._filesystem.names(self._tree.quarantine))
+
+    def quarantine_bytes(self) -> int:
+        """Space that the files in quarantine take. It counts as free."""
+        return self.disk_bytes(self._tree.quarantine)
 
     # --- moving ------------------------------------------------------------------------------
 
     def make_pending(self, id: StepId) -> Path:
         """Make the directory for a step's new shards. Its name survives a power cut."""
         for path in (self._tree.pending, self._tree.pending_step(id)):
-            self._make(path)
+            self.make(path)
         return self._tree.pending_step(id)
 
     def publish(self, id: StepId, elsewhere: Sequence[Path]) -> Path | None:
         """Show a step to readers by one rename of its whole directory. Returns that directory, or
         None if there are no shards. `elsewhere`: shards on other volumes, shown as links."""
         pending, published = self._tree.pending_step(id), self._tree.published_step(id)
-        if not _shards(pending):
-            return published if published.is_dir() else None
-        if published.is_dir():
+        if not self.shards_in(pending):
+            return published if self._filesystem.is_directory(published) else None
+        if self._filesystem.is_directory(published):
             # A shard was written again after the step had been hidden and shown. Join the two
             # first.
             self.unpublish(id)
@@ -93,7 +107,8 @@ class Directories:
         return published
 
     def _link(self, directory: Path, elsewhere: Sequence[Path]) -> None:
-        missing = [path for path in elsewhere if not os.path.lexists(directory / path.name)]
+        there = self._filesystem.names(directory)
+        missing = [path for path in elsewhere if path.name not in there]
         for path in missing:
             self._filesystem.symlink(path, directory / path.name)
         if missing:
@@ -102,16 +117,16 @@ class Directories:
     def unpublish(self, id: StepId) -> None:
         """Hide a step by one rename. Shards that are already pending join it first."""
         pending, published = self._tree.pending_step(id), self._tree.published_step(id)
-        if not published.is_dir():
+        if not self._filesystem.is_directory(published):
             return
-        self._make(self._tree.pending)
-        if pending.is_dir():
+        self.make(self._tree.pending)
+        if self._filesystem.is_directory(pending):
             self._merge(pending, published)
         self._move(published, pending, "unpublish")
 
     def _merge(self, source: Path, target: Path) -> None:
         """Move the files of `source` into `target`, and remove `source`."""
-        for path in _entries(source):
+        for path in self.entries(source):
             self._filesystem.rename(path, target / path.name)
         self._filesystem.sync_directory(target)
         self._filesystem.remove_directory(source)
@@ -120,9 +135,9 @@ class Directories:
         """Take a step out of sight. Returns the directories that are left of it in `retired/`."""
         doomed = []
         for place in (self._tree.published_step(id), self._tree.pending_step(id)):
-            if place.is_dir():
-                self._make(self._tree.retired)
-                target = _unused(self._tree.retired, place.name)
+            if self._filesystem.is_directory(place):
+                self.make(self._tree.retired)
+                target = self._unused(self._tree.retired, place.name)
                 # Make the move durable before the first unlink: after a power cut, a directory that
                 # lost some of its shards must not come back.
                 self._move(place, target, "retire")
@@ -131,17 +146,16 @@ class Directories:
 
     def delete(self, directory: Path) -> int:
         """Delete a retired directory; of a link, only the name. Returns the bytes freed."""
-        freed = 0
-        if directory.is_symlink():
+        if not self._filesystem.is_directory(directory):
             self._filesystem.unlink(directory)
-            return freed
-        for path in _entries(directory):
+            return 0
+        freed = self.disk_bytes(directory)
+        for path in self.entries(directory):
             faults.point("retire.unlink")
-            if not path.is_symlink() and path.is_dir():
-                freed += self.delete(path)
-                continue
-            freed += _blocks(path)
-            self._filesystem.unlink(path)
+            if self._filesystem.is_directory(path):
+                self._filesystem.remove_tree(path)
+            else:
+                self._filesystem.unlink(path)
         self._filesystem.remove_directory(directory)
         faults.point("retire.done")
         return freed
@@ -158,15 +172,35 @@ class Directories:
             id = StepId.parse(path.parent.name)
             self.unpublish(id)
             path = self._tree.pending_step(id) / path.name
-        self._make(self._tree.quarantine)
+        self.make(self._tree.quarantine)
         names = (quarantine_name(path, reason, number) for number in count(1))
         targets = (self._tree.quarantine / name for name in names)
-        target = next(target for target in targets if not target.exists())
+        target = next(one for one in targets if self._filesystem.lstat(one) is None)
         faults.point("quarantine.rename")
         self._filesystem.rename(path, target)
         self._filesystem.sync_directory(target.parent)
         self._filesystem.sync_directory(path.parent)
+        self._bound_quarantine(newest=target)
         return target
+
+    def drop_quarantine(self) -> None:
+        """Delete the files in quarantine: others need the space."""
+        doomed = self.entries(self._tree.quarantine)
+        if doomed:
+            warn("quarantine emptied", path=str(self._tree.quarantine), files=len(doomed))
+        self.discard(doomed)
+
+    def _bound_quarantine(self, *, newest: Path) -> None:
+        """Delete the oldest files if there are many, or if they take a tenth of the drive. The
+        newest one is kept: it holds bad blocks, or tells what went wrong."""
+        found = self._filesystem.walk(self._tree.quarantine)
+        there = {path: one for path, one in found if path != newest}
+        left_bytes = self._filesystem.size_bytes(self._tree.root) // 10 - self.disk_bytes(newest)
+        order = sorted(there, key=lambda path: there[path].st_ctime, reverse=True)
+        for number, path in enumerate(order, start=2):
+            left_bytes -= _bytes(there[path])
+            if number > _QUARANTINED or left_bytes < 0:
+                self.discard([path])
 
     def sweep(self, *, keep: Collection[Path]) -> None:
         """Remove what dead writers left: temporary files except `keep`, retired steps, empty steps.
@@ -175,15 +209,15 @@ class Directories:
         be removed (a file where a directory belongs, a file system that is read-only by now) stays
         and is logged. It must not hide the shards that a scan would find.
         """
-        for directory in _entries(self._tree.retired):
+        for directory in self.entries(self._tree.retired):
             with _said(directory):
                 self.delete(directory)
-        for directory in list(step_directories(self._tree)):
+        for directory in list(step_directories(self._tree, self._filesystem)):
             with _said(directory):
                 self._sweep_step(directory, keep)
 
     def _sweep_step(self, directory: Path, keep: Collection[Path]) -> None:
-        for path in _entries(directory):
+        for path in self.entries(directory):
             if is_temporary(path.name) and path not in keep:
                 with _said(path):
                     self._filesystem.unlink(path)
@@ -193,13 +227,19 @@ class Directories:
 
     # --- parts -------------------------------------------------------------------------------
 
-    def _make(self, path: Path) -> None:
-        if path.exists() and not path.is_dir():
-            aside = _unused(path.parent, f"{path.name}.set-aside")
+    def make(self, path: Path) -> None:
+        """Make one of the directories; a file or a link in its place is set aside."""
+        found = self._filesystem.lstat(path)
+        if found is not None and not stat.S_ISDIR(found.st_mode):
+            aside = self._unused(path.parent, f"{path.name}.set-aside")
             warn("set aside", path=str(path), reason="no directory", moved_to=str(aside))
             self._filesystem.rename(path, aside)
         if self._filesystem.make_directory(path):
             self._filesystem.sync_directory(path.parent)
+
+    def _unused(self, directory: Path, name: str) -> Path:
+        paths = (directory / f"{name}.{number}" for number in count(1))
+        return next(path for path in paths if self._filesystem.lstat(path) is None)
 
     def _move(self, source: Path, target: Path, what: str) -> None:
         """Rename a directory. On return, no power cut can undo it."""
@@ -218,31 +258,6 @@ def _said(path: Path) -> Iterator[None]:
         warn("not removed", path=str(path), reason=str(error))
 
 
-def _entries(directory: Path) -> list[Path]:
-    try:
-        return sorted(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _shards(directory: Path) -> list[Path]:
-    """The shards that lie in `directory` itself, without links to other volumes."""
-    return [path for path in _entries(directory) if is_shard(path.name) and not path.is_symlink()]
-
-
-def _unused(directory: Path, name: str) -> Path:
-    paths = (directory / f"{name}.{number}" for number in count(1))
-    return next(path for path in paths if not path.exists())
-
-
-def _walk(root: Path) -> Iterator[Path]:
-    for directory, _, names in os.walk(root):
-        yield from (Path(directory, name) for name in names)
-
-
-def _blocks(path: Path) -> int:
-    """Space that a file takes, in bytes; 0 when it is gone."""
-    try:
-        return os.lstat(path).st_blocks * 512
-    except FileNotFoundError:
-        return 0
+def _bytes(found: os.stat_result) -> int:
+    """Space that a file takes."""
+    return found.st_blocks * 512

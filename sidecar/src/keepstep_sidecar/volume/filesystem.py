@@ -2,7 +2,8 @@
 
 A volume touches its disk only through `Filesystem`. So a test can record the order of writes and
 replay every state that a power cut may leave (tests/volume/powercut.py). There is no policy here:
-no retries except for short transfers and signals, no translation of OSError.
+no retries except for short transfers and signals, no translation of OSError. No link is followed
+below a directory that is held (`keepstep.directory`); of other paths, the last two names are none.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import errno
 import fcntl
 import os
 import signal
+import stat
 import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from keepstep.directory import Directory
 
 PAGE_BYTES = 4096
 _FICLONERANGE = 0x4020940D
@@ -32,9 +37,69 @@ def _attributes(fd: int) -> dict[str, bytes]:
 class Filesystem:
     """POSIX calls of the standard library. Every method may raise OSError."""
 
+    _held: Mapping[Path, Directory] = {}
+
+    def hold(self, root: Path, *, make: bool = False) -> None:
+        """Open the directory `root`, which must be no link. From now on every path below it is
+        reached from there, whatever `root` names meanwhile. `make`: make it if it is missing."""
+        self._held = {**self._held, root: Directory.opened(root, make=make)}
+
+    def release(self, root: Path) -> None:
+        """Hold the directory no longer, so that its drive can be unmounted."""
+        self._held = {path: one for path, one in self._held.items() if path != root}
+
+    def _at(self, path: Path) -> tuple[Directory, str]:
+        """The directory that holds `path`, and its name there."""
+        for root in path.parents:
+            if root in self._held:
+                return self._held[root].inside(*path.relative_to(root).parts[:-1]), path.name
+        return Directory.opened(path.parent), path.name
+
+    def directory(self, path: Path) -> Directory:
+        """The directory `path`, open. Raises OSError for a link or a file."""
+        if path in self._held:
+            return self._held[path]
+        above, name = self._at(path)
+        return above.inside(name)
+
+    def names(self, path: Path) -> list[str]:
+        """What the directory `path` holds, sorted; nothing if it is missing, a link or a file."""
+        try:
+            return self.directory(path).names()
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def lstat(self, path: Path) -> os.stat_result | None:
+        """What lies at `path`, which may be a link; None if nothing does."""
+        try:
+            if path in self._held:
+                return os.fstat(self._held[path].fd)
+            directory, name = self._at(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return directory.lstat(name)
+
+    def is_directory(self, path: Path) -> bool:
+        """Whether a directory lies there, not a link to one."""
+        found = self.lstat(path)
+        return found is not None and stat.S_ISDIR(found.st_mode)
+
+    def is_file(self, path: Path) -> bool:
+        """Whether a regular file lies there, not a link to one."""
+        found = self.lstat(path)
+        return found is not None and stat.S_ISREG(found.st_mode)
+
+    def walk(self, path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+        """All files below the directory `path`, and what they are; links are files."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for place, found in self.directory(path).walk():
+                yield path / place, found
+
     def open(self, path: Path, flags: int) -> int:
-        """Open a file close-on-exec, never through a link. Owner and group may read a new file."""
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
+        """Open a regular file close-on-exec. One that is written to has this name alone. Owner and
+        group may read a new file."""
+        directory, name = self._at(path)
+        return directory.open(name, flags)
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -77,11 +142,7 @@ class Filesystem:
 
     def sync_directory(self, path: Path) -> None:
         """Return when the names in `path` are on the medium."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        self.directory(path).sync()
 
     def is_alike(self, fd: int, other: int) -> bool:
         """Whether two open files are of the same kind, owner, permissions and extended attributes
@@ -109,23 +170,29 @@ class Filesystem:
 
     def make_directory(self, path: Path) -> bool:
         """Make a directory below an existing one. False if it already existed."""
-        try:
-            os.mkdir(path, 0o750)
-        except FileExistsError:
-            return False
-        return True
+        directory, name = self._at(path)
+        return directory.make(name, 0o750)
 
     def remove_directory(self, path: Path) -> None:
-        os.rmdir(path)
+        directory, name = self._at(path)
+        directory.rmdir(name)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory with all that is in it."""
+        directory, name = self._at(path)
+        directory.remove(name)
 
     def rename(self, source: Path, target: Path) -> None:
-        os.rename(source, target)
+        (old, name), (new, called) = self._at(source), self._at(target)
+        old.rename(name, called, new)
 
     def symlink(self, target: Path, path: Path) -> None:
-        os.symlink(target, path)
+        directory, name = self._at(path)
+        os.symlink(target, name, dir_fd=directory.fd)
 
     def unlink(self, path: Path) -> None:
-        os.unlink(path)
+        directory, name = self._at(path)
+        directory.unlink(name)
 
     def size_bytes(self, path: Path) -> int:
         """Size of the whole file system of `path`."""

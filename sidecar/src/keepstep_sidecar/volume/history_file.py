@@ -10,7 +10,6 @@ name and then renamed.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -24,10 +23,12 @@ import msgspec
 
 from keepstep.core.goodput import Tally
 from keepstep.core.history import Event, Restart
+from keepstep.directory import Directory
 from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
 from keepstep_sidecar.history import new_id
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.volume import faults
+from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.scan import opened
 
 FORMAT_VERSION: Final = 1
@@ -40,7 +41,7 @@ _AHEAD_S: Final = 86400.0
 """An event further in the future came from a wrong clock, or from something other than keepstep."""
 
 _ID: Final = re.compile("[0-9a-f]{16}")
-_FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+_FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ class HistoryFile:
         return events, before
 
     def _read(self, path: Path, now: float) -> tuple[str, list[Event], Tally]:
-        with opened(path) as fd:
+        with opened(path, Filesystem()) as fd:
             size = os.fstat(fd).st_size
             head = self._checked(os.pread(fd, _LARGEST_HEAD, 0).partition(b"\n")[0])
             data = os.pread(fd, _LARGEST_BYTES, max(0, size - _LARGEST_BYTES))
@@ -149,35 +150,32 @@ class HistoryFile:
     def _append(self, path: Path, events: Sequence[Event], before: Tally) -> None:
         faults.point("history.write")
         forgotten = events[0].sequence - 1 - self._written
+        directory = Directory.opened(path.parent)
         if self._written >= 0 and forgotten > 0:  # the head of a new file must sum them up
             say("history shortened", path=str(path), events=forgotten)
-        elif self._written >= 0:
-            with contextlib.suppress(FileNotFoundError):
-                if 0 < _plain_size(path) < _LARGEST_BYTES:
-                    # Start with a newline, in case the last line is torn.
-                    news = (one for one in events if one.sequence > self._written)
-                    _write(path, b"\n" + _lines(news))
-                    return
-        temporary = path.with_name(f".{path.name}.tmp")
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+        elif self._written >= 0 and 0 < _plain_bytes(directory, path.name) < _LARGEST_BYTES:
+            # Start with a newline, in case the last line is torn.
+            news = (one for one in events if one.sequence > self._written)
+            _write(directory, path.name, b"\n" + _lines(news))
+            return
         head = _Head(format_version=FORMAT_VERSION, run=self._run, id=self.id, before=before)
-        _write(temporary, msgspec.json.encode(head) + b"\n" + _lines(events))
-        os.rename(temporary, path)
+        directory.write(path.name, msgspec.json.encode(head) + b"\n" + _lines(events))
 
 
-def _plain_size(path: Path) -> int:
-    """Size in bytes; 0 if the file is a link or has several names. Such a file is replaced, and
-    never written to."""
-    found = os.stat(path, follow_symlinks=False)
-    return found.st_size if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 else 0
+def _plain_bytes(directory: Directory, name: str) -> int:
+    """Size of the file; 0 if there is none, or it is a link or has several names. Such a file is
+    replaced, and never written to."""
+    found = directory.lstat(name)
+    if found is None or not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        return 0
+    return found.st_size
 
 
-def _write(path: Path, data: bytes) -> None:
-    fd = os.open(path, _FLAGS | os.O_CLOEXEC, 0o640)
+def _write(directory: Directory, name: str, data: bytes) -> None:
+    fd = directory.open(name, _FLAGS)
     try:
         if os.write(fd, data) != len(data):
-            raise StorageError(f"{path}: the volume is full")
+            raise StorageError(f"{directory.path / name}: the volume is full")
     finally:
         os.close(fd)
 

@@ -10,6 +10,7 @@ after a power cut there is either the old or the new file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass, replace
@@ -132,7 +133,7 @@ def load(path: Path, *, run: str) -> RunRecord:
     Raises FormatError, VersionError, OSError, or ForeignError when the record is another run's.
     """
     try:
-        with opened(path) as fd, open(fd, "rb", closefd=False) as file:
+        with opened(path, Filesystem()) as fd, open(fd, "rb", closefd=False) as file:
             data = file.read(_SIZE_LIMIT_BYTES)
     except FileNotFoundError:
         return RunRecord(run=run)
@@ -146,8 +147,9 @@ def save(path: Path, record: RunRecord, *, filesystem: Filesystem) -> None:
     """Replace `path` by `record`, durably. Raises OSError; if that happens before the rename,
     `path` is as it was."""
     temporary = path.with_name(f".{path.name}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    fd = filesystem.open(temporary, flags)
+    with contextlib.suppress(FileNotFoundError):  # of a process that was killed
+        filesystem.unlink(temporary)
+    fd = filesystem.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         faults.point("record.write")
         filesystem.write(fd, memoryview(record.to_json()), 0)

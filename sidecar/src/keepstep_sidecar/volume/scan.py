@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from keepstep.core.shard import Shard
+from keepstep.directory import NoFileError
 from keepstep.errors import FormatError, ImageError, TornError
 from keepstep.image import Layout
 from keepstep.image.manifest import Manifest
+from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import ShardName, Tree, is_shard, is_step
 
 BAD_BLOCKS = (errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN)
@@ -62,16 +64,17 @@ class Scan:
     unread: Mapping[Path, str] = field(default_factory=dict)
 
 
-def survey(root: Path, *, run: str) -> Scan:
+def survey(root: Path, *, run: str, filesystem: Filesystem | None = None) -> Scan:
     """Look at every shard below `root` (`<dir>/<run>`). A missing root gives an empty scan.
 
     Raises OSError when the content cannot be determined: unknown is not the same as absent.
     """
     tree = Tree(root.absolute())
+    filesystem = filesystem or holding(tree.root)
     shards: list[LocalShard] = []
     problems: list[Refused] = []
-    for path in _files(tree):
-        seen = _look(path, run=run, published=tree.is_published(path))
+    for path in _files(tree, filesystem):
+        seen = _look(path, filesystem, run=run, published=tree.is_published(path))
         if isinstance(seen, LocalShard):
             shards.append(seen)
         elif seen is not None:
@@ -80,48 +83,50 @@ def survey(root: Path, *, run: str) -> Scan:
     return Scan(shards=tuple(shards), problems=tuple(problems))
 
 
-def step_directories(tree: Tree) -> Iterator[Path]:
-    """Directories of steps, published ones first. Empty if there are none or no volume. A file
-    where `pending` belongs has none, and must not hide the published ones."""
+def holding(root: Path) -> Filesystem:
+    """A file system that holds `root`, if that exists. Raises OSError if it is a link or a file."""
+    filesystem = Filesystem()
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.hold(root)
+    return filesystem
+
+
+def step_directories(tree: Tree, filesystem: Filesystem) -> Iterator[Path]:
+    """Directories of steps, published ones first. Empty if there are none or no volume. A file or a
+    link where one belongs is none."""
     for parent in (tree.root, tree.pending):
-        with contextlib.suppress(FileNotFoundError):
-            if parent == tree.pending and not parent.is_dir():
-                continue
-            found = [path for path in parent.iterdir() if is_step(path.name)]
-            yield from sorted(path for path in found if not path.is_symlink())
+        named = (parent / name for name in filesystem.names(parent) if is_step(name))
+        yield from filter(filesystem.is_directory, named)
 
 
-def _files(tree: Tree) -> Iterator[Path]:
-    """All files named like a shard, without links: those stand for shards on other volumes."""
-    for directory in step_directories(tree):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for path in sorted(directory.iterdir()):
-                if is_shard(path.name) and not path.is_symlink():
-                    yield path
+def _files(tree: Tree, filesystem: Filesystem) -> Iterator[Path]:
+    """All that is named like a shard, without links: those stand for shards on other volumes."""
+    for directory in step_directories(tree, filesystem):
+        for name in filter(is_shard, filesystem.names(directory)):
+            found = filesystem.lstat(directory / name)
+            if found is not None and not stat.S_ISLNK(found.st_mode):
+                yield directory / name
 
 
-def strangers(tree: Tree) -> list[Path]:
+def strangers(tree: Tree, filesystem: Filesystem) -> list[Path]:
     """`.safetensors` files in steps' directories that are not shards. The sidecar neither reads nor
     moves them. But a stock reader of the directory would take them for a part of the step."""
     found: list[Path] = []
-    for directory in step_directories(tree):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            found += [
-                path
-                for path in sorted(directory.iterdir())
-                if path.suffix == ".safetensors" and not is_shard(path.name)
-            ]
-    return found
+    for directory in step_directories(tree, filesystem):
+        found += [directory / name for name in filesystem.names(directory)]
+    return [path for path in found if path.suffix == ".safetensors" and not is_shard(path.name)]
 
 
-def _look(path: Path, *, run: str, published: bool) -> LocalShard | Refused | None:
+def _look(
+    path: Path, filesystem: Filesystem, *, run: str, published: bool
+) -> LocalShard | Refused | None:
     """What a file is; None when the volume's owner moved or retired it meanwhile.
 
     Whatever error a reader meets, the file counts as refused, so that one bad file never hides the
     good ones.
     """
     try:
-        with opened(path) as fd:
+        with opened(path, filesystem) as fd:
             return LocalShard.of(path, read_manifest(fd, path, run=run), published=published)
     except ImageError as error:
         return Refused(path=path, error=error)
@@ -138,18 +143,14 @@ def _look(path: Path, *, run: str, published: bool) -> LocalShard | Refused | No
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """Open a shard for reading; yields the descriptor. Only a regular file, never through a link.
-    Raises FormatError for anything else, OSError."""
+def opened(path: Path, filesystem: Filesystem) -> Iterator[int]:
+    """Open a shard for reading; yields the descriptor. Raises FormatError for anything that is no
+    regular file, OSError."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise FormatError("not a regular file", path=path) from None
-        raise
+        fd = filesystem.open(path, os.O_RDONLY)
+    except NoFileError:
+        raise FormatError("not a regular file", path=path) from None
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise FormatError("not a regular file", path=path)
         yield fd
     finally:
         os.close(fd)

@@ -39,7 +39,7 @@ class SpareFiles:
         shards = [path for one in retired for path in self._directories.shards_in(one)]
         kept: dict[str, int] = {}
         with contextlib.suppress(OSError):  # what is not kept will be deleted, as without all this
-            self._filesystem.make_directory(self._tree.spare)
+            self._directories.make(self._tree.spare)
             for path in shards:
                 size_bytes = self._directories.disk_bytes(path)
                 if self._filesystem.free_bytes(self._tree.root) >= size_bytes:

@@ -12,13 +12,13 @@ import contextlib
 import errno
 import fcntl
 import os
-import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from keepstep.directory import Directory
 from keepstep.errors import (
     ImageError,
     KeepstepError,
@@ -93,16 +93,17 @@ class Volume:
         self._unscanned = ""
         """`failed` as the last scan set it, while there is no worse error."""
         self.verify = verify
-        self._filesystem = filesystem or Filesystem()
+        self.filesystem = filesystem or Filesystem()
         self._tree = Tree(self.root)
-        self._directories = Directories(self._tree, self._filesystem)
-        self._spares = SpareFiles(self._tree, self._directories, self._filesystem)
+        self._directories = Directories(self._tree, self.filesystem)
+        self._spares = SpareFiles(self._tree, self._directories, self.filesystem)
         self._lock = threading.RLock()
         self._ownership: Ownership | None = None
         if read_only:
             self.engine, self.engine_reason = Engine.BUFFERED, "read only"
             self.record = RunRecord(run=run)
             with contextlib.suppress(OSError, ImageError):
+                self.filesystem.hold(self.root)
                 self.record = run_record.load(self._tree.record, run=run)
         else:
             self._take(engine)
@@ -111,7 +112,7 @@ class Volume:
             tree=self._tree,
             directories=self._directories,
             spares=self._spares,
-            filesystem=self._filesystem,
+            filesystem=self.filesystem,
             lock=self._lock,
             run=run,
             engine=self.engine,
@@ -121,13 +122,13 @@ class Volume:
 
     def _take(self, engine: Engine | None) -> None:
         with self._translated(f"cannot use the volume {self.root}"):
-            self.root.mkdir(parents=True, exist_ok=True)
+            self.filesystem.hold(self.root, make=True)
             self._ownership = Ownership(self._tree.lock)
             self._device = self.root.stat().st_dev
             try:
                 self.record = run_record.load(self._tree.record, run=self.run)
                 self.engine, self.engine_reason = (
-                    (engine, "as configured") if engine else probe(self._filesystem, self.root)
+                    (engine, "as configured") if engine else probe(self.filesystem, self.root)
                 )
             except BaseException:
                 self._ownership.release()
@@ -194,12 +195,12 @@ class Volume:
         lacks memory or descriptors, the file stays, and Unread is raised."""
         try:
             path = self._directories.locate(path)  # inside the try: a dead drive fails here already
-            with opened(path):  # never a link or a pipe
+            with opened(path, self.filesystem):  # never a link or a pipe
                 pass
             with open_shard(
                 path,
                 os.O_RDONLY,
-                filesystem=self._filesystem,
+                filesystem=self.filesystem,
                 engine=self.engine,
                 threads=self.io_threads,
             ) as file:
@@ -238,16 +239,18 @@ class Volume:
     def _scan(self) -> Scan:
         with self._lock, self._translated(f"cannot scan {self.root}"):
             if self.read_only:
-                return survey(self.root, run=self.run)
+                return survey(self.root, run=self.run, filesystem=self.filesystem)
             self._spares.drop()
             self._directories.sweep(keep=self._writer.in_progress)
-            seen = survey(self.root, run=self.run)
-            for path in strangers(Tree(self.root)):
+            seen = survey(self.root, run=self.run, filesystem=self.filesystem)
+            for path in strangers(self._tree, self.filesystem):
                 warn("foreign file in a step's directory: take it out", path=str(path))
             moved = [self._settle(problem) for problem in seen.problems]
             if all(problem.moved_to is None for problem in moved):
                 return replace(seen, problems=tuple(moved))
-            return replace(survey(self.root, run=self.run), problems=tuple(moved))
+            return replace(
+                survey(self.root, run=self.run, filesystem=self.filesystem), problems=tuple(moved)
+            )
 
     def _settle(self, problem: Refused) -> Refused:
         if isinstance(problem.error, VersionError):
@@ -320,7 +323,7 @@ class Volume:
         self._require_writable()
         with self._lock, self._translated(f"cannot write {self._tree.record}"):
             self._writer.with_room(
-                lambda: run_record.save(self._tree.record, record, filesystem=self._filesystem)
+                lambda: run_record.save(self._tree.record, record, filesystem=self.filesystem)
             )
             self.record = record
 
@@ -342,18 +345,18 @@ class Volume:
             device = next(path.stat().st_dev for path in above if path.exists())
             if device != self._device:  # the drive was unmounted: do not use what lies below
                 raise OSError(errno.ENODEV, "its file system is not mounted any more")
-            self.root.mkdir(parents=True, exist_ok=True)
+            self.filesystem.hold(self.root, make=True)
             self._ownership = Ownership(self._tree.lock)
             ownership.release()
-            run_record.save(self._tree.record, self.record, filesystem=self._filesystem)
+            run_record.save(self._tree.record, self.record, filesystem=self.filesystem)
             self.failed = ""
             return True
 
     # --- space -------------------------------------------------------------------------------
 
     def used_bytes(self) -> int:
-        """Bytes that this volume's files take, with quarantine and writes in progress, without what
-        counts as free."""
+        """Bytes that this volume's files take, with writes in progress, without what counts as
+        free."""
         if self.read_only:
             return 0
         with self._translated(f"cannot measure {self.root}"):
@@ -364,7 +367,7 @@ class Volume:
         if self.read_only:
             return 0
         with self._translated(f"cannot measure {self.root}"):
-            free = self._filesystem.free_bytes(self.root) + self._spares.disk_bytes()
+            free = self.filesystem.free_bytes(self.root) + self._writer.dispensable_bytes()
             if self.capacity_bytes is None:
                 return free
             return max(0, min(free, self.capacity_bytes - self.used_bytes()))
@@ -372,7 +375,7 @@ class Volume:
     def drive(self) -> tuple[int, int]:
         """The device number of its file system, and the size of that in bytes."""
         with self._translated(f"cannot measure {self.root}"):
-            return self._device, self._filesystem.size_bytes(self.root)
+            return self._device, self.filesystem.size_bytes(self.root)
 
     def quarantined(self) -> int:
         """Number of files in quarantine; 0 if read-only: this process has then put none there."""
@@ -389,6 +392,7 @@ class Volume:
                 if self._ownership.held:
                     self._spares.drop()
             self._ownership.release()
+        self.filesystem.release(self.root)
 
     # --- errors ------------------------------------------------------------------------------
 
@@ -420,24 +424,16 @@ def _reason(error: Exception) -> str:
 # the process dies.
 
 
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
 class Ownership:
     """Holds `path` locked from construction to `release`.
 
-    `path` must be a regular file with one name: a link, or a file with other names, is never
-    written to. Raises StorageError when another process holds the lock (the message names its pid),
-    OSError.
+    Raises StorageError when another process holds the lock (the message names its pid), OSError.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = os.open(path, _FLAGS, 0o640)
+        self._fd = Directory.opened(path.parent).open(path.name, os.O_RDWR | os.O_CREAT)
         try:
-            found = os.fstat(self._fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-                raise OSError(errno.EINVAL, "not a file of its own: remove it", str(path))
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"

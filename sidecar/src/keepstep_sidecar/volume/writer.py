@@ -12,7 +12,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -79,27 +79,29 @@ class Writer:
         return self._in_progress.keys()
 
     def used_bytes(self) -> int:
-        """Bytes that all files take; files in progress count with their final size, and spare files
-        not at all."""
+        """Bytes that all files take; files in progress count with their final size, and what counts
+        as free not at all."""
         with self.lock:
             at_rest = self.directories.used_bytes(besides=self._in_progress)
-            return at_rest - self.spares.disk_bytes() + sum(self._in_progress.values())
+            return at_rest - self.dispensable_bytes() + sum(self._in_progress.values())
+
+    def dispensable_bytes(self) -> int:
+        """Space that counts as free: spare files, and files in quarantine."""
+        return self.spares.disk_bytes() + self.directories.quarantine_bytes()
 
     def keep_to_capacity(self) -> None:
-        """Delete the spare files if with them all files take more than they may. Raises OSError."""
+        """Delete what counts as free if with it all files take more than they may. Raises
+        OSError."""
         if self.capacity_bytes is not None:
             with self.lock:
-                if self.used_bytes() + self.spares.disk_bytes() > self.capacity_bytes:
-                    self.spares.drop()
+                for drop in (self.spares.drop, self.directories.drop_quarantine):
+                    if self.used_bytes() + self.dispensable_bytes() > self.capacity_bytes:
+                        drop()
 
     def with_room(self, make: Callable[[], T]) -> T:
-        """Call `make`; if the volume is full, once more without spare files. Raises as `make`."""
-        try:
-            return make()
-        except OSError as error:
-            if error.errno not in FULL or not self.spares.drop():
-                raise
-            return make()
+        """Call `make`; while the volume is full, once more without spare files, and once more
+        without the files in quarantine. Raises as `make`."""
+        return _with_room(make, (self.spares.drop, self.directories.drop_quarantine))
 
     def writing(
         self,
@@ -147,7 +149,7 @@ class Writer:
         if path is None:
             return None
         try:
-            with opened(path) as fd:
+            with opened(path, self.filesystem) as fd:
                 manifest = read_manifest(fd, path, run=self.run)
         except VersionError as error:
             raise StorageError(f"a newer keepstep has written this step: {error}") from error
@@ -234,6 +236,7 @@ class Writer:
         kept = ""
         with contextlib.suppress(OSError), self.lock:
             kept = f"; what was written is kept as {self.directories.quarantine(temporary, 'io')}"
+            self.filesystem.remove_directory(temporary.parent)  # fails if other ranks' lie there
         return StorageError(
             f"step {control.id}, rank {control.rank}: cannot write below {self.tree.root}: {error}"
             f"{kept}. Check the drive (dmesg); later steps go to another volume if there is one"
@@ -245,6 +248,16 @@ class Writer:
             f"step {control.id}, rank {control.rank}: no space on {self.tree.root}{limit}: {why}. "
             "Free space, raise the capacity, or keep fewer steps"
         )
+
+
+def _with_room(make: Callable[[], T], drops: Sequence[Callable[[], object]]) -> T:
+    try:
+        return make()
+    except OSError as error:
+        if error.errno not in FULL or not drops:
+            raise
+        drops[0]()
+        return _with_room(make, drops[1:])
 
 
 class EarlyWrite:

@@ -24,12 +24,13 @@ INTERVALS = 5.0
 class Health:
     """`silent`, `without_library`: names of pods. `stalled`: why no step becomes committed; ''
     while all is well. `draining`: cordoned nodes that hold the only copy of some part of the newest
-    commit."""
+    commit. `absent_ranks`: how many ranks the trainers speak of that no sidecar has."""
 
     silent: frozenset[str] = frozenset()
     without_library: frozenset[str] = frozenset()
     stalled: str = ""
     draining: frozenset[str] = frozenset()
+    absent_ranks: int = 0
 
 
 def look(run: Run, *, at: float) -> Health:
@@ -39,7 +40,21 @@ def look(run: Run, *, at: float) -> Health:
         without_library=frozenset(_without_library(run, at)),
         stalled=_failed_volume(run) or _stalled(run, at),
         draining=frozenset(_draining(run)),
+        absent_ranks=_absent_ranks(run, at),
     )
+
+
+def _absent_ranks(run: Run, at: float) -> int:
+    """The ranks without a sidecar, once all known pods have trained for a while: then no pod is
+    just late. Their pods do not ask for keepstep, so they are not known."""
+    pods = [pod for pod in run.pods.values() if not pod.over]
+    since = [run.training_since.get(pod.uid, at) for pod in pods if pod.stays]
+    if len(since) < len(pods) or not pods or at - max(since) < LIBRARY_S:
+        return 0
+    known = 0
+    for place in run.ledger.places.values():
+        known |= place.own
+    return max(0, (run.ledger.world or 0) - known.bit_count())
 
 
 def _draining(run: Run) -> set[str]:

@@ -35,7 +35,8 @@ def without_library(pod: str, *, after_s: float) -> str:
     """A training container runs, but no trainer has come to its sidecar."""
     return (
         f"the training container of pod {pod} runs for more than {after_s:.0f} s, but no trainer"
-        " came to its sidecar: is keepstep in the image (pip install keepstep), and does the script"
+        " came to its sidecar: is keepstep in the image (pip install ./lib of its source, or the"
+        " wheel of a release), and does the script"
         " make a keepstep.Checkpointer? Training goes on, nothing of it is protected"
     )
 

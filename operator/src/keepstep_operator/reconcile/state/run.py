@@ -558,7 +558,7 @@ class Run:
             again = aside and self.fleeting
             if again:  # what is left of older steps is of no use without what is gone
                 yield from self._alarmed(self.ledger.acknowledge(restart.epoch), at=at)
-            message = messages.restarted(restart, self.key, kept_aside=aside, again=again)
+            message = cut(messages.restarted(restart, self.key, kept_aside=aside, again=again))
             self._remember(
                 RecentStatus(
                     time=utc(at),

@@ -256,6 +256,14 @@ def _fully_injected(run: RunView) -> ConditionState:
     if without:
         message = messages.not_injected(without[0]) + and_more([pod.name for pod in without])
         return ConditionState("False", "NotInjected", message)
+    if run.health.absent_ranks:
+        message = (
+            f"the trainers say that the run has {run.world} ranks, but its {len(pods)} pods serve"
+            f" {run.world - run.health.absent_ranks}: the others have no sidecar, so no step can"
+            f" become committed. Give the annotation {names.POLICY_ANNOTATION} to every pod"
+            " template of the job, and make its pods again"
+        )
+        return ConditionState("False", "RanksWithoutSidecar", message)
     return ConditionState("True", "AllInjected", f"all {len(pods)} pods have the sidecar")
 
 

@@ -244,8 +244,11 @@ def _of_policy(held: Policy, now: PolicyRecord | None) -> Iterator[str]:
 
 
 def _said(run: RunView) -> dict[str, list[str]]:
-    """The warnings of sidecars, each with the names of its pods."""
+    """The warnings of injection and of sidecars, each with the names of its pods."""
     said: dict[str, list[str]] = {}
+    for one in run.pods.values():
+        for text in one.warnings if one.stays else ():
+            said.setdefault(text, []).append(one.name)
     for place in run.places.values():
         pod = run.pods.get(place.pod)
         if pod is not None:
@@ -266,7 +269,7 @@ def _conditions(run: RunView, said: Mapping[str, ConditionState], at: float) -> 
             type=type,
             status=verdict.status,
             reason=verdict.reason,
-            message=verdict.message,
+            message=cut(verdict.message),
             observed_generation=run.generation,
             last_transition_time=since(before.get(type), verdict.status, at),
         )

@@ -37,26 +37,22 @@ _WHERE = ("archive", "archive_endpoint", "archive_region")
 
 def which_archive(command: Command) -> Command:
     """Add the options that name an archive, or a run in DIR whose archive is meant."""
-    told = config_options(
-        [key for key in KEYS if key.name in _WHERE], archive="what the run in DIR was started with"
-    )
+    told = config_options([key for key in KEYS if key.name in _WHERE])
     return told(directory_option(run_option(default="the only one in the archive")(command)))
 
 
 def _config(
     values: dict[str, Any], directory: Path, run: str | None
 ) -> tuple[ArchiveConfig, str | None]:
-    """The archive, and the run if one is named: from `values`, else from a run in `directory`.
-    Raises UsageError."""
+    """The archive that `values` name, and the run if one is named. Raises UsageError."""
     if "archive_url" in values:
         where = {name.removeprefix("archive_"): value for name, value in values.items()}
         return ArchiveConfig(**where), run
     kept = run_dir.find(directory, run)
-    if kept.config.archive is None:
-        raise UsageError(
-            f"run {kept.run!r} was started without an archive; name one with --archive"
-        )
-    return kept.config.archive, kept.run
+    raise UsageError(
+        f"where are the steps of run {kept.run!r} archived? Name the place with --archive, or take"
+        f" all settings of its record with --config {kept.record}"
+    )
 
 
 def _with_archive(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
 from collections.abc import AsyncIterator, Callable
@@ -10,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepstep.directory import Directory
 from keepstep.errors import DigestError, ImageError, RestoreError, StorageError, UsageError
 from keepstep.steps import shard_name
 from keepstep_sidecar.config.archive import ArchiveConfig
@@ -124,27 +126,32 @@ async def pull_step(
     """Fetch the step to `<target>/<step>`; returns that path. Raises StorageError, ImageError,
     RestoreError when the name is taken."""
     final = target / str(step.id)
-    if final.exists():
-        raise RestoreError(f"{final} exists already; move it away, or verify it as it is")
     growing = target / f".{step.id}.pulling"
     try:
-        growing.mkdir(parents=True, exist_ok=True)
+        place = Directory.opened(Path(os.path.realpath(target)), make=True)
+        if place.lstat(final.name) is not None:
+            raise RestoreError(f"{final} exists already; move it away, or verify it as it is")
+        place.make(growing.name)
+        directory = place.inside(growing.name)
         for shard in holding.shards(step):
-            await _pull(holding, shard, growing, on_chunk)
-        await asyncio.to_thread(_finish, growing, final)
+            await _pull(holding, shard, directory, on_chunk)
+        await asyncio.to_thread(_finish, place, directory, final.name)
     except OSError as error:
         raise StorageError(f"cannot write {growing}: {error}") from error
     return final
 
 
 async def _pull(
-    holding: Holding, shard: RemoteShard, directory: Path, on_chunk: Callable[[int], None]
+    holding: Holding, shard: RemoteShard, directory: Directory, on_chunk: Callable[[int], None]
 ) -> None:
-    path = directory / shard_name(shard.rank, shard.world)
+    name = shard_name(shard.rank, shard.world)
     at = holding.source(shard)
 
     def work(cancel: Cancel) -> None:
-        with transfer.opened(at, cancel) as opened, path.open("a+b") as file:
+        with contextlib.ExitStack() as stack:
+            opened = stack.enter_context(transfer.opened(at, cancel))
+            fd = directory.open(name, os.O_RDWR | os.O_CREAT)
+            file = stack.enter_context(open(fd, "r+b", buffering=0))
             size_bytes = opened.manifest.layout.size_bytes
             # Allocate every block now: if the disk is full under a mapping, the process ends.
             Filesystem().allocate(file.fileno(), size_bytes)
@@ -171,8 +178,7 @@ def _complete(opened: transfer.Opened, view: memoryview, on_chunk: Callable[[int
     view[manifest.layout.digests_begin :] = manifest.closing
 
 
-def _finish(growing: Path, final: Path) -> None:
-    filesystem = Filesystem()
-    filesystem.sync_directory(growing)
-    os.rename(growing, final)
-    filesystem.sync_directory(final.parent)
+def _finish(place: Directory, directory: Directory, name: str) -> None:
+    directory.sync()
+    place.rename(directory.path.name, name)
+    place.sync()

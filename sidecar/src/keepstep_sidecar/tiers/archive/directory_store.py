@@ -1,7 +1,8 @@
 """An archive in a directory: a shared file system, a PVC, another drive.
 
 An object is written under a hidden name, flushed, and then renamed or linked to its own name. So
-readers see only whole objects, even after a power cut. The root must exist: a missing root is most
+readers see only whole objects, even after a power cut. No link is followed below the root, and only
+regular files are objects. The root must exist: a missing root is most
 likely not mounted, which is not the same as an empty archive.
 """
 
@@ -10,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from keepstep.errors import NoSpaceError, StorageError
+from keepstep.directory import Directory, NoFileError
+from keepstep.errors import FormatError, NoSpaceError, StorageError
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.tiers.archive.store import Stored
 from keepstep_sidecar.volume.filesystem import Filesystem
@@ -35,6 +38,7 @@ class DirectoryStore:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._filesystem = Filesystem()
+        self._swept = False
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="keepstep-archive")
 
     @property
@@ -42,61 +46,47 @@ class DirectoryStore:
         return str(self.root)
 
     async def list_below(self, prefix: str) -> list[Stored]:
-        return await self._do(lambda: self._list(prefix))
+        def work() -> list[Stored]:
+            try:
+                below = self._opened().inside(*Path(prefix).parts)
+            except FileNotFoundError:
+                return []
+            files = [one for one in below.walk() if not one[0].name.startswith(".")]
+            return sorted(
+                (_stored(Path(prefix) / path, found) for path, found in files),
+                key=lambda one: one.name,
+            )
 
-    def _list(self, prefix: str) -> list[Stored]:
-        self._check_root()
-        return sorted(self._walk(self.root / prefix), key=lambda one: one.name)
-
-    def _walk(self, directory: Path) -> Iterator[Stored]:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for entry in os.scandir(directory):
-                if entry.is_dir(follow_symlinks=False):
-                    yield from self._walk(Path(entry.path))
-                elif entry.name.startswith("."):
-                    self._sweep(entry)
-                elif (stored := self._stored(Path(entry.path))) is not None:
-                    yield stored
-
-    def _stored(self, path: Path) -> Stored | None:
-        try:
-            found = path.stat()
-        except FileNotFoundError:  # removed by another sidecar
-            return None
-        return Stored(
-            name=_text(path.relative_to(self.root).as_posix()),
-            bytes=found.st_size,
-            modified_at=found.st_mtime,
-            etag=f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}",
-        )
-
-    def _sweep(self, entry: os.DirEntry[str]) -> None:
-        """Remove a file that a dead writer left. Another machine may still write a younger one."""
-        with contextlib.suppress(OSError):
-            if ".tmp-" in entry.name and time.time() - entry.stat().st_mtime > _LEFTOVER_S:
-                os.unlink(entry.path)
+        return await self._do(work)
 
     async def directories(self, prefix: str) -> list[str]:
         def work() -> list[str]:
-            self._check_root()
-            with contextlib.suppress(FileNotFoundError):
-                entries = os.scandir(self.root / prefix)
-                named = (one.name for one in entries if one.is_dir() and one.name[0] != ".")
-                return sorted(map(_text, named))
-            return []
+            try:
+                above = self._opened().inside(*Path(prefix).parts)
+            except FileNotFoundError:
+                return []
+            found = {name: above.lstat(name) for name in above.names() if name[0] != "."}
+            named = [name for name, one in found.items() if one and stat.S_ISDIR(one.st_mode)]
+            return sorted(map(_text, named))
 
         return await self._do(work)
 
     async def find(self, name: str) -> Stored | None:
         def work() -> Stored | None:
-            self._check_root()
-            return self._stored(self.root / name)
+            try:
+                found = self._above(name).lstat(Path(name).name)
+            except FileNotFoundError:
+                return None
+            return None if found is None else _stored(Path(name), found)
 
         return await self._do(work)
 
     async def read(self, name: str, begin: int, view: memoryview) -> None:
         def work() -> None:
-            fd = self._filesystem.open(self.root / name, os.O_RDONLY)
+            try:
+                fd = self._above(name).open(Path(name).name, os.O_RDONLY)
+            except NoFileError:
+                raise FormatError("not a regular file", path=self.root / name) from None
             try:
                 got = self._filesystem.read(fd, view, begin)
                 # Gigabytes that will not be read again would push the training's data out of
@@ -111,18 +101,15 @@ class DirectoryStore:
 
     async def write(self, name: str, data: bytes) -> bool:
         def work() -> bool:
-            path, temporary = self._places(name)
-            fd = self._create(temporary)
+            new = self._begin(name)
             try:
-                self._filesystem.write(fd, memoryview(data), 0)
-                self._filesystem.sync_data(fd)
-                os.link(temporary, path)  # unlike rename, it does not replace
+                self._filesystem.write(new.fd, memoryview(data), 0)
+                self._filesystem.sync_data(new.fd)
+                new.link()  # unlike rename, it does not replace
             except FileExistsError:
                 return False
             finally:
-                os.close(fd)
-                temporary.unlink(missing_ok=True)
-            self._filesystem.sync_directory(path.parent)
+                new.drop()
             return True
 
         return await self._do(work)
@@ -130,67 +117,68 @@ class DirectoryStore:
     async def upload(
         self, name: str, pieces: AsyncIterator[memoryview], *, part_bytes: int, parts: int
     ) -> None:
-        path, temporary = self._places(name)
-        fd = await self._do(lambda: self._create(temporary))
+        new = await self._do(lambda: self._begin(name))
         try:
             at = 0
             async for piece in pieces:
-                await self._do(lambda data=piece, begin=at: self._put(fd, data, begin))  # type: ignore[misc]
+                await self._do(lambda data=piece, begin=at: self._put(new.fd, data, begin))  # type: ignore[misc]
                 at += len(piece)
                 del piece
-            await self._do(lambda: self._finish(fd, temporary, path))
+            await self._do(lambda: self._finish(new))
         finally:
-            # On a thread: with an unreachable server, both calls may wait for minutes.
-            await self._do(lambda: self._let_go(fd, temporary))
-
-    def _let_go(self, fd: int, temporary: Path) -> None:
-        """Close and remove the temporary file, also after an error. That error is the one to
-        report, so errors here are ignored."""
-        with contextlib.suppress(OSError):
-            os.close(fd)
-        with contextlib.suppress(OSError):  # after a rename there is none
-            temporary.unlink()
+            # On a thread: with an unreachable server, it may wait for minutes.
+            await self._do(new.drop)
 
     def _put(self, fd: int, data: memoryview, begin: int) -> None:
         self._filesystem.write(fd, data, begin)
         # Drop clean pages from the page cache, which the training needs.
         self._filesystem.forget_cache(fd)
 
-    def _finish(self, fd: int, temporary: Path, path: Path) -> None:
-        self._filesystem.sync_data(fd)
-        self._filesystem.forget_cache(fd)
-        os.rename(temporary, path)
-        self._filesystem.sync_directory(path.parent)
+    def _finish(self, new: _NewFile) -> None:
+        self._filesystem.sync_data(new.fd)
+        self._filesystem.forget_cache(new.fd)
+        new.rename()
 
     async def delete(self, names: Iterable[str]) -> None:
         def work() -> None:
-            self._check_root()
+            root = self._opened()
             for name in names:
-                path = self.root / name
-                path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # not empty yet, or gone
-                    path.parent.rmdir()
+                *above, directory, last = Path(name).parts
+                with contextlib.suppress(FileNotFoundError):
+                    place = root.inside(*above)
+                    with contextlib.suppress(FileNotFoundError):
+                        place.inside(directory).unlink(last)
+                    with contextlib.suppress(OSError):  # not empty yet
+                        place.rmdir(directory)
 
         await self._do(work)
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _places(self, name: str) -> tuple[Path, Path]:
-        path = self.root / name
-        return path, path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    def _begin(self, name: str) -> _NewFile:
+        """A new, empty file, hidden until it gets its `name`."""
+        directory = self._opened()
+        if not self._swept:
+            self._swept = True
+            _sweep(directory, Path(name).parts[0])
+        for part in Path(name).parts[:-1]:
+            if directory.make(part):
+                directory.sync()
+            directory = directory.inside(part)
+        return _NewFile(directory, Path(name).name)
 
-    def _create(self, path: Path) -> int:
-        self._check_root()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._filesystem.sync_directory(path.parent.parent)
-        return self._filesystem.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    def _above(self, name: str) -> Directory:
+        """The directory of an object. Raises FileNotFoundError."""
+        return self._opened().inside(*Path(name).parts[:-1])
 
-    def _check_root(self) -> None:
-        if not self.root.is_dir():
+    def _opened(self) -> Directory:
+        try:
+            return Directory.opened(self.root.resolve())
+        except (FileNotFoundError, NotADirectoryError):
             raise StorageError(
                 f"the archive {self.root} is not there; mount it, or make it if it is new"
-            )
+            ) from None
 
     async def _do(self, work: Callable[[], T]) -> T:
         """Run `work` on a thread. An OSError becomes a StorageError that names the archive."""
@@ -199,6 +187,54 @@ class DirectoryStore:
         except OSError as error:
             kind = NoSpaceError if error.errno in FULL else StorageError
             raise kind(f"the archive {self.root}: {error}") from error
+
+
+class _NewFile:
+    """A file that is being written, and gets its name when it is whole."""
+
+    def __init__(self, directory: Directory, name: str) -> None:
+        self._directory, self._name = directory, name
+        self._temporary = f".{name}.tmp-{secrets.token_hex(4)}"
+        self.fd = directory.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+    def rename(self) -> None:
+        """Give it its name, durably, in place of what has that name."""
+        self._directory.rename(self._temporary, self._name)
+        self._directory.sync()
+
+    def link(self) -> None:
+        """Give it its name, durably. Raises FileExistsError."""
+        at = self._directory.fd
+        os.link(self._temporary, self._name, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
+        self._directory.sync()
+
+    def drop(self) -> None:
+        """Close it, and remove its hidden name if it has that still. Raises nothing: an error
+        before is the one to report."""
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
+        with contextlib.suppress(OSError):
+            self._directory.unlink(self._temporary)
+
+
+def _sweep(root: Directory, run: str) -> None:
+    """Remove files of the run that dead writers left. Other machines may still write younger
+    ones."""
+    with contextlib.suppress(OSError):
+        below = root.inside(run)
+        for path, found in below.walk():
+            hidden = path.name.startswith(".") and ".tmp-" in path.name
+            if hidden and time.time() - found.st_mtime > _LEFTOVER_S:
+                below.inside(*path.parts[:-1]).unlink(path.name)
+
+
+def _stored(path: Path, found: os.stat_result) -> Stored:
+    return Stored(
+        name=_text(path.as_posix()),
+        bytes=found.st_size,
+        modified_at=found.st_mtime,
+        etag=f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}",
+    )
 
 
 def _text(name: str) -> str:

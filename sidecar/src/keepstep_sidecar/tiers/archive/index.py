@@ -214,7 +214,10 @@ class Surveyor:
             return key, known
         path = f"{self.store.where}/{stored.name}"
         data = bytearray(min(stored.bytes, records.LIMIT_BYTES))
-        await self.store.read(stored.name, 0, memoryview(data))
+        try:
+            await self.store.read(stored.name, 0, memoryview(data))
+        except ImageError as error:
+            return key, error
         parse = functools.partial(_parsed, bytes(data), path)
         return key, await blocking(None, parse)
 

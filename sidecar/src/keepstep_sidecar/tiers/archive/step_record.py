@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from keepstep.core.ranks import MOST_RANKS
 from keepstep.core.shard import Shard
 from keepstep.errors import FormatError, ImageError, TornError
 from keepstep.image import fields, strictjson
@@ -25,7 +26,7 @@ FORMAT_VERSION = 2
 NAME = "step.json"
 LIMIT_BYTES = 16 << 20
 
-_MAX_WORLD = 1 << 31
+_MAX_WORLD = MOST_RANKS
 _SINGLE = frozenset(("format_version", "keepstep", "run", "step", "world", "written_at", "seal"))
 
 

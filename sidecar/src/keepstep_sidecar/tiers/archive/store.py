@@ -44,7 +44,8 @@ class Store(Protocol):
         """The object, or None when there is none."""
 
     async def read(self, name: str, begin: int, view: memoryview) -> None:
-        """Fill `view` with the bytes from `begin` on."""
+        """Fill `view` with the bytes from `begin` on. Raises FormatError, too, where no object but
+        something foreign has that name."""
 
     async def write(self, name: str, data: bytes) -> bool:
         """Make a small object. Returns False, and changes nothing, when the name is taken."""

@@ -9,6 +9,7 @@ by this pod on its own: it may be the last one. All methods block and may be cal
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -33,7 +34,6 @@ from keepstep_sidecar.tiers.peer.protocol import Wanted
 from keepstep_sidecar.tiers.peer.receive import Broken, IncomingCopy, is_part
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.direct_io import RateLimit
-from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import ShardName, is_shard, is_step
 from keepstep_sidecar.volume.scan import opened, read_manifest
 from keepstep_sidecar.volume.volume import Volume
@@ -41,6 +41,7 @@ from keepstep_sidecar.volume.writer import FULL
 
 DIRECTORY = "peers"
 _MOST_PARTS, _MOST_HEADER_BYTES = 64, 64 << 20
+_SUPERSEDED = "superseded"
 """Limits for incoming copies. A copy beyond them is closed, and later continues where it was."""
 
 
@@ -60,7 +61,6 @@ class Copies:
         volumes: Sequence[Volume],
         *,
         run: str,
-        filesystem: Filesystem | None = None,
         commit: Callable[[], StepId | None] = lambda: None,
         pace: RateLimit | None = None,
     ) -> None:
@@ -69,7 +69,6 @@ class Copies:
         here; copying from drive to drive gives way to them."""
         self._volumes = volumes
         self._run = run
-        self._filesystem = filesystem or Filesystem()
         self._lock = threading.RLock()
         self._held: dict[tuple[StepId, int], KeptShard] = {}
         self._parts: dict[Path, IncomingCopy] = {}
@@ -96,7 +95,7 @@ class Copies:
 
     def check(self) -> None:
         """Forget copies whose files were removed by others. Their senders send them again."""
-        gone = {key: one for key, one in dict(self._held).items() if _is_gone(one.path)}
+        gone = {key: one for key, one in dict(self._held).items() if _is_gone(one)}
         with self._lock:
             for key, one in gone.items():
                 if self._held.get(key) is one:
@@ -105,7 +104,7 @@ class Copies:
 
     def _scan(self, volume: Volume) -> dict[tuple[StepId, int], KeptShard]:
         try:
-            read = [self._read(volume, path) for path in _files(volume.root / DIRECTORY)]
+            read = [self._read(volume, path) for path in _entries(volume, is_shard)]
         except OSError as error:
             self._doubt(volume, error)
             return {}
@@ -177,13 +176,13 @@ class Copies:
         path = volume.root / DIRECTORY / where
         with self._translated(f"cannot keep a copy below {volume.root}"):
             for directory in (path.parent.parent, path.parent):
-                if self._filesystem.make_directory(directory):
-                    self._filesystem.sync_directory(directory.parent)
+                if volume.filesystem.make_directory(directory):
+                    volume.filesystem.sync_directory(directory.parent)
             if (old := self._parts.pop(path, None)) is not None:
                 old.close()
             part = volume.with_room(
                 lambda: IncomingCopy(
-                    path, manifest, filesystem=self._filesystem, engine=volume.engine
+                    path, manifest, filesystem=volume.filesystem, engine=volume.engine
                 )
             )
         self._parts[path] = part
@@ -201,7 +200,7 @@ class Copies:
             raise StorageError("no volume here takes writes; another pod must keep this copy")
         begun = where.with_name(f".{where.name}.part")
         for volume in usable:
-            if (volume.root / DIRECTORY / begun).exists():
+            if volume.filesystem.lstat(volume.root / DIRECTORY / begun) is not None:
                 return volume
         self._free(usable, size_bytes)
         roomiest = max(usable, key=lambda one: one.free_bytes())
@@ -289,7 +288,7 @@ class Copies:
                 self._told.pop(next(iter(self._told)))
             doomed = placement.superseded(self._by_rank(), wanted)
             for id, rank in doomed:
-                self._drop(id, rank, why="superseded")
+                self._drop(id, rank, why=_SUPERSEDED)
             self._drop_parts(wanted)
         return len(doomed)
 
@@ -302,32 +301,34 @@ class Copies:
 
     def _drop_parts(self, wanted: Wanted) -> None:
         """Delete unfinished copies that will never be finished, in memory and left-over files."""
-        unwanted = set()
+        unwanted: dict[Path, Volume] = {}
         for volume in self._volumes:
-            for path in _entries(volume.root / DIRECTORY, is_part):
+            for path in _entries(volume, is_part):
                 name = ShardName.parse(path.with_name(path.name[1:].removesuffix(".part")))
                 if name.rank in wanted.ranks and name.id not in wanted.ranks[name.rank]:
-                    unwanted.add(path)
-        for path in unwanted:
+                    unwanted[path] = volume
+        for path, volume in unwanted.items():
             final = path.with_name(path.name[1:].removesuffix(".part"))
             if (part := self._parts.pop(final, None)) is not None:
                 part.close()
             with contextlib.suppress(OSError):
-                self._filesystem.unlink(path)
-                self._filesystem.remove_directory(path.parent)
+                volume.filesystem.unlink(path)
+                volume.filesystem.remove_directory(path.parent)
 
     def _drop(self, id: StepId, rank: int, *, why: str) -> None:
         copy = self._held.pop((id, rank), None)
         if copy is None:
             return
         try:
-            self._filesystem.unlink(copy.path)
+            copy.volume.filesystem.unlink(copy.path)
             with contextlib.suppress(OSError):  # copies of other ranks are the usual case
-                self._filesystem.remove_directory(copy.path.parent)
+                copy.volume.filesystem.remove_directory(copy.path.parent)
         except OSError as error:
             warn("copy not removed", path=str(copy.path), reason=str(error))
             return
-        say("copy removed", step=str(id), rank=rank, why=why)
+        usual = why == _SUPERSEDED
+        level = logging.DEBUG if usual else logging.INFO
+        say("copy removed", level=level, step=str(id), rank=rank, why=why)
 
     def _by_rank(self) -> dict[int, list[StepId]]:
         found: dict[int, list[StepId]] = {}
@@ -360,31 +361,24 @@ def _refuse(volume: Volume, path: Path, error: ImageError) -> None:
 
 def _copy(path: Path, volume: Volume, *, run: str) -> KeptShard:
     """A sealed copy, read from its header and control page. Raises ImageError, OSError."""
-    with opened(path) as fd:
+    with opened(path, volume.filesystem) as fd:
         manifest = read_manifest(fd, path, run=run)
     told = {one.name: getattr(manifest.shard, one.name) for one in fields(Shard)}
     return KeptShard(**told, path=path, volume=volume)
 
 
-def _is_gone(path: Path) -> bool:
+def _is_gone(copy: KeptShard) -> bool:
     """Whether the file is certainly gone. A drive that does not answer does not count: a restore
     will find out."""
     try:
-        return not path.exists()
+        return copy.volume.filesystem.lstat(copy.path) is None
     except OSError:
         return False
 
 
-def _files(directory: Path) -> list[Path]:
-    return _entries(directory, is_shard)
-
-
-def _entries(directory: Path, fits: Callable[[str], bool]) -> list[Path]:
-    """Files below `<directory>/<step>/` whose name fits. Raises OSError, but not for absence."""
-    found: list[Path] = []
-    with contextlib.suppress(FileNotFoundError):
-        for step in sorted(directory.iterdir()):
-            if is_step(step.name) and not step.is_symlink():
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    found += [path for path in sorted(step.iterdir()) if fits(path.name)]
-    return found
+def _entries(volume: Volume, fits: Callable[[str], bool]) -> list[Path]:
+    """Files in the directories of copied steps whose name fits. Raises OSError, but not for
+    absence."""
+    top, names = volume.root / DIRECTORY, volume.filesystem.names
+    steps = [top / name for name in names(top) if is_step(name)]
+    return [step / name for step in steps for name in names(step) if fits(name)]

@@ -64,7 +64,7 @@ class IncomingCopy:
         self.shared_bytes = 0
         self._users = 0
         self._missing = set(range(manifest.layout.chunk_count))
-        existed = self._temporary.exists()
+        existed = filesystem.lstat(self._temporary) is not None
         faults.point("peer.create")
         flags = os.O_RDWR | os.O_CREAT | engine.open_flags
         self._fd = filesystem.open(self._temporary, flags)

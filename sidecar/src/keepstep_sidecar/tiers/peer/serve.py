@@ -19,11 +19,10 @@ from keepstep.steps import StepId, Tier, shard_name
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import STREAMS, Listed, Listing
 from keepstep_sidecar.tiers.source import FileSource
-from keepstep_sidecar.volume.direct_io import Engine
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.paths import ShardName, Tree
+from keepstep_sidecar.volume.paths import ShardName, Tree, is_shard
 from keepstep_sidecar.volume.scan import opened, read_manifest, survey
 from keepstep_sidecar.volume.shard_file import ShardFile, open_shard
+from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 
@@ -52,7 +51,6 @@ class Shards:
         self._volumes = volumes
         self._copies = copies
         self._run = run
-        self._filesystem = Filesystem()
 
     def listing(self) -> Listing:
         """All sealed shards here; `reason` says what could not be read."""
@@ -70,14 +68,14 @@ class Shards:
 
     def _own(self) -> tuple[list[Listed], str]:
         """The own shards that can be read, and why others cannot."""
-        looks = [self._look(volume.root) for volume in self._volumes.volumes]
+        looks = [self._look(volume) for volume in self._volumes.volumes]
         found = [one for shards, _ in looks for one in shards]
         reason = "; ".join(why for _, why in looks if why)
         return [Listed.listed(one, copy=False) for one in found], reason
 
-    def _look(self, root: Path) -> tuple[Sequence[Shard], str]:
+    def _look(self, volume: Volume) -> tuple[Sequence[Shard], str]:
         try:
-            return survey(root, run=self._run).shards, ""
+            return survey(volume.root, run=self._run, filesystem=volume.filesystem).shards, ""
         except OSError as error:
             return (), str(error)
 
@@ -95,18 +93,19 @@ class Shards:
         """Shards of the same step and of other ranks of this pod: replicas of a model are alike."""
         for volume in self._volumes.volumes:
             with contextlib.suppress(OSError):  # dead: what lies on the others is as good
-                yield from self._others_on(Tree(volume.root), name)
+                yield from self._others_on(volume, name)
 
-    def _others_on(self, tree: Tree, name: ShardName) -> Iterator[FileSource]:
+    def _others_on(self, volume: Volume, name: ShardName) -> Iterator[FileSource]:
+        tree = Tree(volume.root)
         for place in (tree.published_step(name.id), tree.pending_step(name.id)):
-            for path in sorted(place.glob("rank-*")):
-                shard = self._shard(path)
+            for path in (place / one for one in volume.filesystem.names(place) if is_shard(one)):
+                shard = self._shard(path, volume)
                 if shard is not None and (shard.world, shard.rank) != (name.world, name.rank):
                     yield self.source(shard, where=str(path))
 
-    def _shard(self, path: Path) -> Shard | None:
+    def _shard(self, path: Path, volume: Volume) -> Shard | None:
         try:
-            with opened(path) as fd:
+            with opened(path, volume.filesystem) as fd:
                 return read_manifest(fd, path, run=self._run).shard
         except (ImageError, OSError):
             return None
@@ -114,29 +113,29 @@ class Shards:
     @contextmanager
     def open(self, id: StepId, rank: int, world: int) -> Iterator[Reading]:
         """Open a shard by its name. Raises StorageError when it is not here (any more)."""
-        path, engine = self._find(id, rank, world)
-        with self._opened(path, engine) as file:
+        path, volume = self._find(id, rank, world)
+        with self._opened(path, volume) as file:
             yield Reading(file, path, os.fstat(file.fd).st_size)
 
     @contextmanager
-    def _opened(self, path: Path, engine: Engine) -> Iterator[ShardFile]:
+    def _opened(self, path: Path, volume: Volume) -> Iterator[ShardFile]:
         try:
             with open_shard(
-                path, os.O_RDONLY, filesystem=self._filesystem, engine=engine, threads=1
+                path, os.O_RDONLY, filesystem=volume.filesystem, engine=volume.engine, threads=1
             ) as file:
                 yield file
         except OSError as error:  # also when a rename moved it after we looked
             raise StorageError(f"{path}: not readable (any more): {error}") from error
 
-    def _find(self, id: StepId, rank: int, world: int) -> tuple[Path, Engine]:
+    def _find(self, id: StepId, rank: int, world: int) -> tuple[Path, Volume]:
         for volume in self._volumes.volumes:
             tree = Tree(volume.root)
             for place in (tree.published_step(id), tree.pending_step(id)):
                 path = place / shard_name(rank, world)
                 with contextlib.suppress(OSError):  # dead: it may lie on another one
-                    if not path.is_symlink() and path.is_file():
-                        return path, volume.engine
+                    if volume.filesystem.is_file(path):
+                        return path, volume
         copy = self._copies.find(id, rank)
         if copy is None or copy.world != world:
             raise StorageError(f"step {id}, rank {rank} of {world}: not here (any more)")
-        return copy.path, copy.volume.engine
+        return copy.path, copy.volume

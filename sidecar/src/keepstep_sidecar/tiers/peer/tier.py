@@ -9,12 +9,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from keepstep.core.shard import Shard
-from keepstep.errors import KeepstepError
+from keepstep.errors import KeepstepError, StorageError
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.peers import PeerSettings
 from keepstep_sidecar.config.sidecar import Reporting
+from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer.client import Calls, Links, PeerSource
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.handlers import ServerContext
@@ -81,7 +82,7 @@ class PeerTier(RemoteTier):
         self._scanned = False
         self._scanning = asyncio.Lock()
         context = ServerContext(self._shards, self._copies)
-        self._server = Server(settings.listen, credentials, context) if settings.listen else None
+        self._server = _server(settings, credentials, context) if settings.listen else None
 
     # --- who is who --------------------------------------------------------------------------
 
@@ -90,10 +91,10 @@ class PeerTier(RemoteTier):
         """The address to be told to the operator; '' when this pod serves nothing."""
         if self._server is None:
             return ""
-        if self._settings.advertise:
-            return self._settings.advertise
-        host, _, port = self._settings.listen.rpartition(":")
-        return f"{host}:{self._server.port}" if port == "0" else self._settings.listen
+        wanted = self._settings.advertise or self._settings.listen
+        if self._settings.listen.endswith(f":{self._server.port}"):
+            return wanted
+        return f"{wanted.rpartition(':')[0]}:{self._server.port}"
 
     @property
     def introduced(self) -> bool:
@@ -272,6 +273,20 @@ class PeerTier(RemoteTier):
 
 
 # --- from the configuration ------------------------------------------------------------------
+
+
+def _server(settings: PeerSettings, credentials: Credentials, context: ServerContext) -> Server:
+    """The server at the address to listen on. If its port is taken, maybe by the trainer, any free
+    one will do where the operator tells the others; a sidecar that did not start would keep
+    training from starting. Raises StorageError where the others are told by hand."""
+    try:
+        return Server(settings.listen, credentials, context)
+    except StorageError as error:
+        if settings.files is not None:
+            raise
+        other = Server(f"{settings.listen.rpartition(':')[0]}:0", credentials, context)
+        warn("port for peers is taken", reason=str(error), instead=other.port)
+        return other
 
 
 def remote_tier(

@@ -1,0 +1,485 @@
+"""What the LimitRanges, the ResourceQuotas and the Pod Security of a namespace leave for the
+sidecar, by the API server's own rules.
+
+A pod that breaks one of them is not created, and the error names neither keepstep nor the way out.
+So the sidecar is made to fit before (`injection.resources`), and the whole pod is checked
+afterwards (`Room.objection`). What does not fit is admitted without a sidecar, and says why.
+
+The rules are those of the admission plugins LimitRanger and ResourceQuota of Kubernetes 1.34.
+LimitRanger gives its defaults to the pod's own containers before injection, and to the injected
+ones afterwards. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from keepstep_operator.api.quantities import (
+    format_bytes,
+    format_millicores,
+    parse_bytes,
+    parse_millicores,
+)
+from keepstep_operator.bodies import Body
+
+Amounts = Mapping[str, int]
+"""Amounts by resource: CPU in millicores, all else in bytes or pieces."""
+
+REQUESTS: Final = "requests"
+LIMITS: Final = "limits"
+CLAIMS: Final = "claims"
+"""What the claims of a pod's generic ephemeral volumes ask for."""
+_NO_HOST_PATH: Final = ("baseline", "restricted")
+_ENDLESS: Final = 1 << 70
+_COMPUTE: Final = ("cpu", "memory")
+_NAMED_BY_ALL: Final = {*_COMPUTE, *(f"{kind}.{one}" for kind in (REQUESTS, LIMITS)
+                                     for one in _COMPUTE)}  # fmt: skip
+"""What every container must name where a quota counts it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """One item of a LimitRange. `kind`: Container, Pod or PersistentVolumeClaim. `ratio`: the
+    largest limit for a request, in thousandths. `default`, `default_request`: what LimitRanger
+    writes into a container that names none."""
+
+    name: str
+    kind: str
+    least: Amounts = field(default_factory=dict)
+    most: Amounts = field(default_factory=dict)
+    ratio: Amounts = field(default_factory=dict)
+    default: Amounts = field(default_factory=dict)
+    default_request: Amounts = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """One scope of a quota. `values`: of a PriorityClass."""
+
+    name: str
+    operator: str = "Exists"
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quota:
+    """A ResourceQuota. `hard`, `used`: by (requests, limits or claims; resource)."""
+
+    name: str
+    hard: Mapping[tuple[str, str], int]
+    used: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    scopes: tuple[Scope, ...] = ()
+    named: frozenset[str] = frozenset()
+    """The names under `hard`, as they are written there."""
+
+    def left(self, what: tuple[str, str]) -> int:
+        return self.hard[what] - self.used.get(what, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """The rules of one namespace, for one pod. `pods`: how many pods of its job are still to be
+    created, this one included; None if that is not known. `goes_on`: pods of its run have the
+    sidecar already. `pod_security`: the level that the namespace enforces; '' for none."""
+
+    ranges: tuple[Range, ...] = ()
+    quotas: tuple[Quota, ...] = ()
+    pods: int | None = 1
+    goes_on: bool = False
+    pod_security: str = ""
+
+    # --- what a container may have -------------------------------------------------------
+
+    def least(self, resource: str) -> int:
+        return max((one.least.get(resource, 0) for one in self._of("Container")), default=0)
+
+    def most(self, resource: str) -> int | None:
+        return _least(one.most.get(resource) for one in self._of("Container"))
+
+    def ratio(self, resource: str) -> int | None:
+        return _least(one.ratio.get(resource) for one in self._of("Container"))
+
+    def limits(self, resource: str) -> bool:
+        """Whether a LimitRange gives or asks for a limit of every container."""
+        found = self._of("Container")
+        return any(resource in (*one.most, *one.ratio, *one.default) for one in found)
+
+    def counts_limits(self, resource: str, spec: Body) -> bool:
+        """Whether a quota counts the limits of this pod, and so asks for one of every container."""
+        return any((LIMITS, resource) in one.hard for one in self._quotas(spec, injected=True))
+
+    # --- what is left for the sidecar ----------------------------------------------------
+
+    def left(self, spec: Body, kind: str, resource: str) -> int | None:
+        """How much a sidecar may add to the pod; None for no bound.
+
+        A quota has to hold all pods of the job that are still to be created, so a sidecar gets no
+        more than an equal share of what they leave. Otherwise the first pods' sidecars would take
+        the place of the last pods. In a run whose other pods have the sidecar, the pods to come
+        may go without instead.
+        """
+        own = amounts_of(spec, kind).get(resource, 0)
+        bounds = [
+            one.most[resource] - own for one in self._of("Pod") if resource in one.most
+        ]  # fmt: skip
+        for quota in self._quotas(spec, injected=True):
+            if (kind, resource) in quota.hard:
+                room = quota.left((kind, resource))
+                before = own if _counts(quota, spec) else 0
+                pods = self._pods(room, before)
+                if pods > 0:
+                    bounds.append(room - pods * before if self.goes_on else room // pods - before)
+        return min(bounds, default=None)
+
+    def _pods(self, room: int, own: int) -> int:
+        """The pods that the room must do for. Pods of the run that are being replaced give theirs
+        back, so it may be 0. If it is not known: as many pods of this size as there is room for."""
+        if self.pods is not None:
+            return self.pods
+        return max(1, room // own) if own > 0 else 1
+
+    # --- whether the API server will accept the pod ---------------------------------------
+
+    def forbids_host_path(self, spec: Body) -> bool:
+        """Whether Pod Security refuses a hostPath. A pod that has one of its own is exempted from
+        it, by a rule that nobody can read."""
+        return self.pod_security in _NO_HOST_PATH and not any(
+            "hostPath" in one for one in spec.get("volumes") or ()
+        )
+
+    def objection(self, before: Body, after: Body) -> str:
+        """What keeps the injected pod from being created; '' if nothing does, or if the pod would
+        not be created without the sidecar either. `before`, `after`: specs."""
+        for one in self.ranges:
+            said = _breach(one, self.ranges, after)
+            if said and not _breach(one, self.ranges, before):
+                return said
+        for quota in self.quotas:
+            said = self._overdrawn(quota, before, after)
+            if said and _holds(quota, before):
+                return said
+        return ""
+
+    def _overdrawn(self, quota: Quota, before: Body, after: Body) -> str:
+        """Why this quota has no room for the sidecar, beside the pods that are still to come."""
+        if not _counts(quota, after):
+            return ""
+        if unnamed := _unnamed(quota, after):
+            return f"ResourceQuota {quota.name} asks for {unnamed}"
+        counted = _counts(quota, before)
+        for kind, resource in quota.hard:
+            own = amounts_of(before, kind).get(resource, 0) if counted else 0
+            needs, room = amounts_of(after, kind).get(resource, 0), quota.left((kind, resource))
+            pods = self._pods(room, own)
+            of_all = needs + (pods - 1) * own if self.goes_on else pods * needs
+            if needs > own and pods > 0 and of_all > room:
+                return _too_little(quota.name, kind, resource, needs, own, room, pods)
+        return ""
+
+    def unbounded(self) -> Room:
+        """The same rules without an end of any quota; quotas still ask for what must be named."""
+        ends = (dict.fromkeys(one.hard, _ENDLESS) for one in self.quotas)
+        quotas = zip(self.quotas, ends, strict=True)
+        return replace(self, quotas=tuple(replace(one, used={}, hard=hard) for one, hard in quotas))
+
+    def is_tight(self, before: Body, after: Body) -> bool:
+        """Whether a quota might not hold the whole job with its sidecars, so that it is worth
+        asking how many of its pods exist."""
+        for quota in self._quotas(after):
+            for kind, resource in quota.hard:
+                own = amounts_of(before, kind).get(resource, 0)
+                needs, room = amounts_of(after, kind).get(resource, 0), quota.left((kind, resource))
+                if needs != own and self._pods(room, own) * needs > room:
+                    return True
+        return False
+
+    def _of(self, kind: str) -> Iterator[Range]:
+        return (one for one in self.ranges if one.kind == kind)
+
+    def _quotas(self, spec: Body, *, injected: bool = False) -> Iterator[Quota]:
+        return (one for one in self.quotas if _counts(one, spec, injected=injected))
+
+
+# --- parsing -------------------------------------------------------------------------------------
+
+
+def parse_ranges(body: Body) -> tuple[Range, ...]:
+    """The items of a LimitRange. Amounts that cannot be read are left out."""
+    name = str((body.get("metadata") or {}).get("name") or "")
+    return tuple(_range(name, one) for one in (body.get("spec") or {}).get("limits") or ())
+
+
+def _range(name: str, item: Body) -> Range:
+    least, most = _amounts(item.get("min")), _amounts(item.get("max"))
+    default, request = _amounts(item.get("default")), _amounts(item.get("defaultRequest"))
+    if item.get("type") == "Container":  # as the API server completes it
+        default = {**most, **default}
+        request = {**least, **default, **request}
+    ratios = (item.get("maxLimitRequestRatio") or {}).items()
+    return Range(
+        name=name,
+        kind=str(item.get("type") or ""),
+        least=least,
+        most=most,
+        ratio={resource: parse_millicores(ratio) for resource, ratio in ratios},
+        default=default,
+        default_request=request,
+    )
+
+
+def parse_quota(body: Body) -> Quota:
+    """A ResourceQuota, without what pods of ours do not add to (objects, extended resources)."""
+    spec, status = body.get("spec") or {}, body.get("status") or {}
+    hard = status.get("hard") or spec.get("hard") or {}
+    plain = [Scope(name=str(one)) for one in spec.get("scopes") or ()]
+    chosen = ((spec.get("scopeSelector") or {}).get("matchExpressions")) or ()
+    return Quota(
+        name=str((body.get("metadata") or {}).get("name") or ""),
+        hard=_counted(hard),
+        used=_counted(status.get("used") or {}),
+        scopes=(*plain, *map(_scope, chosen)),
+        named=frozenset(hard),
+    )
+
+
+def _scope(expression: Body) -> Scope:
+    return Scope(
+        name=str(expression.get("scopeName") or ""),
+        operator=str(expression.get("operator") or "Exists"),
+        values=tuple(map(str, expression.get("values") or ())),
+    )
+
+
+def _counted(written: Body) -> dict[tuple[str, str], int]:
+    """The amounts that a pod counts for. If one is written twice (`cpu`, `requests.cpu`), both are
+    the same number of the quota's use, and the smaller `hard` holds."""
+    found: dict[tuple[str, str], int] = {}
+    for name, text in written.items():
+        if (what := _what(name)) is not None:
+            amount = _amount(what[1], text)
+            found[what] = min(found.get(what, amount), amount)
+    return found
+
+
+def _what(name: str) -> tuple[str, str] | None:
+    """What a name under a quota's `hard` counts; None for what injection never changes."""
+    if name in ("requests.storage", "persistentvolumeclaims", "count/persistentvolumeclaims"):
+        return CLAIMS, name.rpartition("/")[2]
+    kind, dot, resource = name.partition(".")
+    if not (dot and kind in (REQUESTS, LIMITS)):
+        kind, resource = REQUESTS, name
+    known = resource in (*_COMPUTE, "ephemeral-storage") or resource.startswith("hugepages-")
+    return (kind, resource) if known else None
+
+
+def _amounts(written: object) -> dict[str, int]:
+    given = written if isinstance(written, dict) else {}
+    return {str(name): _amount(name, text) for name, text in given.items()}
+
+
+def _amount(resource: str, text: str | int | float) -> int:
+    return parse_millicores(text) if resource == "cpu" else parse_bytes(text)
+
+
+def _written(resource: str, amount: int) -> str:
+    return format_millicores(amount) if resource == "cpu" else format_bytes(amount)
+
+
+# --- what a pod asks for -------------------------------------------------------------------------
+
+
+def amounts_of(spec: Body, kind: str) -> dict[str, int]:
+    """The requests or limits of a pod as the scheduler and quotas count them, or what its claims
+    ask for."""
+    if kind == CLAIMS:
+        sizes = list(_claims(spec))
+        return {"requests.storage": sum(sizes), "persistentvolumeclaims": len(sizes)}
+    total: dict[str, int] = {}
+    running: dict[str, int] = {}
+    peak: dict[str, int] = {}
+    for container in spec.get("containers") or ():
+        _add(total, container_amounts(container, kind))
+    for container in spec.get("initContainers") or ():
+        own = container_amounts(container, kind)
+        if container.get("restartPolicy") == "Always":
+            _add(total, own)
+            _add(running, own)
+            own = {}
+        for name in {*own, *running}:
+            peak[name] = max(peak.get(name, 0), own.get(name, 0) + running.get(name, 0))
+    found = {name: max(total.get(name, 0), peak.get(name, 0)) for name in {*total, *peak}}
+    for name, text in (spec.get("overhead") or {}).items():
+        if kind == REQUESTS or name in found:
+            found[name] = found.get(name, 0) + _amount(name, text)
+    return found
+
+
+def container_amounts(container: Body, kind: str) -> dict[str, int]:
+    """The requests or limits of a container; a missing request is the limit."""
+    resources = container.get("resources") or {}
+    limits = _amounts(resources.get(LIMITS))
+    return limits if kind == LIMITS else {**limits, **_amounts(resources.get(REQUESTS))}
+
+
+def _add(sums: dict[str, int], amounts: Amounts) -> None:
+    for name, amount in amounts.items():
+        sums[name] = sums.get(name, 0) + amount
+
+
+def _claims(spec: Body) -> Iterator[int]:
+    for volume in spec.get("volumes") or ():
+        template = (volume.get("ephemeral") or {}).get("volumeClaimTemplate") or {}
+        requests = ((template.get("spec") or {}).get("resources") or {}).get(REQUESTS) or {}
+        if "storage" in requests:
+            yield parse_bytes(requests["storage"])
+
+
+def _least(amounts: Iterable[int | None]) -> int | None:
+    return min((one for one in amounts if one is not None), default=None)
+
+
+# --- LimitRange ----------------------------------------------------------------------------------
+
+
+def _breach(rule: Range, ranges: tuple[Range, ...], spec: Body) -> str:
+    """How the pod breaks the rule; '' if it does not."""
+    if rule.kind == "PersistentVolumeClaim":
+        for size in _claims(spec):
+            if said := _broken(rule, "a claim", {"storage": size}, {"storage": size}):
+                return said
+    if rule.kind == "Pod":
+        return _broken(rule, "the pod", amounts_of(spec, REQUESTS), amounts_of(spec, LIMITS))
+    if rule.kind == "Container":
+        for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ())):
+            requests, limits = _completed(container, ranges)
+            if said := _broken(rule, f"container {container.get('name')}", requests, limits):
+                return said
+    return ""
+
+
+def _completed(container: Body, ranges: tuple[Range, ...]) -> tuple[Amounts, Amounts]:
+    """Requests and limits after LimitRanger's defaults."""
+    requests: Amounts = container_amounts(container, REQUESTS)
+    limits: Amounts = container_amounts(container, LIMITS)
+    for one in ranges:
+        if one.kind == "Container":
+            limits = {**one.default, **limits}
+            requests = {**one.default_request, **requests}
+    return requests, limits
+
+
+def _broken(rule: Range, what: str, requests: Amounts, limits: Amounts) -> str:
+    for resource in {*rule.least, *rule.most, *rule.ratio}:
+        request, limit = requests.get(resource), limits.get(resource)
+        if said := _of_resource(rule, resource, request, limit):
+            return f"LimitRange {rule.name}: {said} of {resource} for {what}"
+    for resource in {*requests} & {*limits}:
+        if requests[resource] > limits[resource]:
+            asked, given = (_written(resource, one[resource]) for one in (requests, limits))
+            return (
+                f"LimitRange {rule.name} gives {what} a limit of {given} of {resource}, which is"
+                f" less than its request of {asked}"
+            )
+    return ""
+
+
+def _of_resource(rule: Range, resource: str, request: int | None, limit: int | None) -> str:
+    given = [one for one in (request, limit) if one is not None]
+    least, most = rule.least.get(resource), rule.most.get(resource)
+    if least is not None and (request is None or min(given) < least):
+        return f"at least {_written(resource, least)}"
+    if most is not None and (limit is None or max(given) > most):
+        return f"at most {_written(resource, most)}"
+    ratio = rule.ratio.get(resource)
+    if ratio is not None and (not request or not limit or limit * 1000 > ratio * request):
+        return f"a limit of at most {ratio / 1000:g} times the request"
+    return ""
+
+
+# --- ResourceQuota -------------------------------------------------------------------------------
+
+
+def _counts(quota: Quota, spec: Body, *, injected: bool = False) -> bool:
+    """Whether the quota counts this pod. `injected`: as it will be with a sidecar, which has
+    requests, so the pod is of no quality of service BestEffort any more."""
+    return all(_matches(one, spec, injected=injected) for one in quota.scopes)
+
+
+def _matches(scope: Scope, spec: Body, *, injected: bool) -> bool:
+    match scope.name:
+        case "Terminating":
+            return spec.get("activeDeadlineSeconds") is not None
+        case "NotTerminating":
+            return spec.get("activeDeadlineSeconds") is None
+        case "BestEffort":
+            return not injected and _is_best_effort(spec)
+        case "NotBestEffort":
+            return injected or not _is_best_effort(spec)
+        case "PriorityClass":
+            return _of_priority(scope, str(spec.get("priorityClassName") or ""))
+        case "CrossNamespacePodAffinity":
+            return any(map(_crosses, _affinity_terms(spec.get("affinity") or {})))
+        case _:
+            return False
+
+
+def _of_priority(scope: Scope, name: str) -> bool:
+    match scope.operator:
+        case "In":
+            return name in scope.values
+        case "NotIn":
+            return name not in scope.values
+        case "DoesNotExist":
+            return not name
+        case _:
+            return bool(name)
+
+
+def _is_best_effort(spec: Body) -> bool:
+    containers = (*(spec.get("containers") or ()), *(spec.get("initContainers") or ()))
+    amounts = (container_amounts(one, REQUESTS) for one in containers)
+    return not any(one.get(name) for one in amounts for name in _COMPUTE)
+
+
+def _affinity_terms(affinity: Body) -> Iterator[Body]:
+    for name in ("podAffinity", "podAntiAffinity"):
+        kind = affinity.get(name) or {}
+        yield from kind.get("requiredDuringSchedulingIgnoredDuringExecution") or ()
+        for one in kind.get("preferredDuringSchedulingIgnoredDuringExecution") or ():
+            yield one.get("podAffinityTerm") or {}
+
+
+def _crosses(term: Body) -> bool:
+    return bool(term.get("namespaces")) or term.get("namespaceSelector") is not None
+
+
+def _holds(quota: Quota, spec: Body) -> bool:
+    """Whether the quota has room for this pod now."""
+    return not _counts(quota, spec) or all(
+        amounts_of(spec, kind).get(resource, 0) <= quota.left((kind, resource))
+        for kind, resource in quota.hard
+    )
+
+
+def _unnamed(quota: Quota, spec: Body) -> str:
+    """What some container does not name although the quota counts it; ''."""
+    for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ())):
+        for name in sorted(quota.named & _NAMED_BY_ALL):
+            what = _what(name)
+            if what is not None and what[1] not in container_amounts(container, what[0]):
+                return f"{name} of container {container.get('name')}"
+    return ""
+
+
+def _too_little(
+    name: str, kind: str, resource: str, needs: int, own: int, room: int, pods: int
+) -> str:
+    what = resource if kind == CLAIMS else f"{kind}.{resource}"
+    unit = resource if resource == "cpu" else "bytes"
+    of_all = f" for each of {pods} pods that are still to be created" if pods > 1 else ""
+    return (
+        f"ResourceQuota {name} has {_written(unit, max(0, room))} of {what} left; the pod needs"
+        f" {_written(unit, own)}, and with the sidecar {_written(unit, needs)}{of_all}"
+    )

@@ -1,0 +1,59 @@
+"""The port for peers is another process's: the trainer's, or another pod's."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from keepstep.errors import StorageError
+from keepstep_sidecar.config.peers import PeerSettings
+from keepstep_sidecar.tiers.peer.tier import PeerTier
+from keepstep_sidecar.tiers.peer.tls import FileCredentials
+from keepstep_sidecar.volume.volume import Volume
+from keepstep_sidecar.volume.volume_set import VolumeSet
+from tests.peer.authority import Authority
+from tests.volume.images import RUN
+
+
+def _tier(tmp_path: Path, authority: Authority, *, port: int, by_hand: bool) -> PeerTier:
+    files = authority.files(0)
+    settings = PeerSettings(
+        listen=f"127.0.0.1:{port}",
+        advertise=f"10.0.0.7:{port}",
+        files=files if by_hand else None,
+    )
+    volumes = VolumeSet([Volume(tmp_path / RUN, run=RUN)])
+    return PeerTier(settings, volumes, run=RUN, credentials=FileCredentials(files))
+
+
+async def test_another_port_is_served_and_told_to_the_operator(
+    tmp_path: Path, authority: Authority
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as trainer:
+        port = trainer.getsockname()[1]
+        tier = _tier(tmp_path, authority, port=port, by_hand=False)
+        host, _, told = tier.address.rpartition(":")
+        assert (host, told != str(port)) == ("10.0.0.7", True)
+        socket.create_connection(("127.0.0.1", int(told))).close()
+        await tier.close()
+
+
+async def test_the_port_is_the_wanted_one_where_it_is_free(
+    tmp_path: Path, authority: Authority
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        port = once.getsockname()[1]
+    tier = _tier(tmp_path, authority, port=port, by_hand=False)
+    assert tier.address == f"10.0.0.7:{port}"
+    await tier.close()
+
+
+def test_where_the_others_are_told_by_hand_a_taken_port_is_an_error(
+    tmp_path: Path, authority: Authority
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as trainer:
+        port = trainer.getsockname()[1]
+        with pytest.raises(StorageError, match="cannot listen"):
+            _tier(tmp_path, authority, port=port, by_hand=True)
