@@ -118,14 +118,67 @@ ROWS = (
         (_E2E + "test_17_shelf::test_archived_checkpoints_are_listed_again_after_etcd_was_lost",),
     ),
     Row(
-        "a node",
-        "neither peers nor archive",
-        "nothing: said clearly, and never step 0 in silence",
+        "a pod of several; each holds the whole state (DDP)",
+        "`emptyDir`, without peers or archive",
+        "the pods that are left, which send it",
+        (_E2E + "test_21_a_part_is_gone::test_a_replica_goes_on_from_the_pod_that_is_left",),
+    ),
+    Row(
+        "a node with one pod of several; each holds the whole state (DDP)",
+        "`emptyDir`, without peers or archive",
+        "the pods that are left, which send it",
         (
             _E2E + "test_12_tiers::"
-            "test_a_lost_node_with_no_copy_elsewhere_is_said_and_nothing_starts_anew",
+            "test_a_lost_node_whose_replica_is_left_costs_nothing_without_any_copy",
         ),
-        lost="all, until that node is back",
+    ),
+    Row(
+        "a pod of several; each holds a part (FSDP)",
+        "`emptyDir`, without peers or archive",
+        "step 0 by itself, with an Event that says how much was lost",
+        (
+            _E2E + "test_21_a_part_is_gone::"
+            "test_shards_that_went_with_their_pod_have_the_run_begin_again",
+        ),
+        lost="all",
+    ),
+    Row(
+        "a pod of several; each holds a part (FSDP)",
+        "`emptyDir`, `onLoss: Wait`",
+        "step 0, once a person said so; until then it waits",
+        (
+            _E2E + "test_21_a_part_is_gone::"
+            "test_with_on_loss_wait_the_run_waits_until_a_person_decides",
+        ),
+        lost="all",
+    ),
+    Row(
+        "a drive or a node for good; each pod holds a part (FSDP)",
+        "`hostPath`, without peers or archive",
+        "what was lost, once it is back; or step 0, once a person said so",
+        (
+            _E2E + "test_21_a_part_is_gone::"
+            "test_where_a_host_path_may_come_back_the_run_waits_and_one_command_works",
+        ),
+        lost="all, unless it comes back",
+    ),
+    Row(
+        "a sidecar, and about a second later its trainer",
+        "any",
+        "memory: sealed slots are adopted; no step is kept in between",
+        (
+            _E2E + "test_21_a_part_is_gone::"
+            "test_a_sidecar_and_its_trainer_that_are_killed_cost_what_was_finished_between",
+        ),
+    ),
+    Row(
+        "nothing for good: a node restarts with all pods of a job",
+        "`emptyDir`",
+        "the node's volume, which outlives the restart",
+        (
+            _E2E + "test_21_a_part_is_gone::"
+            "test_a_node_that_restarts_with_all_pods_costs_what_was_not_committed",
+        ),
     ),
     Row(
         "the archive, for a while",

@@ -91,9 +91,9 @@ def test_every_kind_has_status_short_names_columns_and_stays_on_uninstall(kind: 
 
 def test_the_columns_of_a_run_are_those_of_the_documentation() -> None:
     shown = [one["name"].upper() for one in _columns("CheckpointRun") if not one.get("priority")]
-    assert shown == ["JOB", "STEP", "COMMITTED", "BEHIND", "SURVIVES", "PROTECTED"]
+    assert shown == ["JOB", "STEP", "COMMITTED", "BEHIND", "SURVIVES", "PROTECTED", "PHASE"]
     wide = [one["name"].upper() for one in _columns("CheckpointRun") if one.get("priority")]
-    assert wide == ["TIERS", "NODES", "PHASE", "GOODPUT", "AGE"]
+    assert wide == ["TIERS", "NODES", "GOODPUT", "AGE"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/kubernetes").glob("policy*.yaml")))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from keepstep.core.candidates import Candidate, Candidates, Offer
+from keepstep.core.candidates import Candidate, Candidates, Offer, Part
 from keepstep.core.ledger import (
     Action,
     Alarm,
@@ -295,8 +295,14 @@ class Scenario:
         tier: str = "memory",
         epoch: str = "1",
         offers: str = "",
+        parts: str = "",
+        epochs: str = "",
+        fleeting: str = "no",
+        again: str = "no",
     ) -> Iterable[str]:
-        """Add votes. `offers`: 1-8/4 is step 1-8, saved by 4 ranks and offered from `local`."""
+        """Add votes. `offers`: 1-8/4 is step 1-8, saved by 4 ranks and offered from `local`.
+        `parts`: 1-8:0+2/4 is the same, but of ranks 0 and 2 only. `epochs`: 2=1-5 is epoch 2, which
+        went on from step 1-5."""
         images = tuple(
             Candidate(id=one.step_id, tier=Tier(tier), world=one.world, bytes=4096)
             for one in _held(held, 0, int(world))
@@ -308,6 +314,10 @@ class Scenario:
                 highest_epoch=int(epoch),
                 reason="the volume does not answer" if held == "unknown" else "",
                 offers=tuple(_offer(one, world) for one in offers.split(",") if one),
+                parts=tuple(_part(one, world) for one in parts.split(",") if one),
+                epochs=tuple(_epoch(one) for one in epochs.split(",") if one),
+                fleeting=fleeting == "yes",
+                begin_again=again == "yes",
             )
         return []
 
@@ -324,9 +334,18 @@ class Scenario:
             return [f"{type(error).__name__}: {error}"]
         what = f"restore {short(decision.id)}" if decision.id else "begin at step 0"
         without = f" without {listed(decision.incomplete)}" if decision.incomplete else ""
-        ways = zip(decision.tiers, decision.direct, strict=True)
-        tiers = " ".join(str(tier) if direct else f"resharded:{tier}" for tier, direct in ways)
-        return [f"{what}{without} as epoch {decision.epoch_number} {tiers}".rstrip()]
+        lent = decision.lent or (False,) * len(decision.tiers)
+        ways = zip(decision.tiers, decision.direct, lent, strict=True)
+        tiers = " ".join(_way(*way) for way in ways)
+        by = f" by {','.join(map(str, decision.lenders))}" if decision.lenders else ""
+        without += f" without {short(decision.lost)}" if decision.lost else ""
+        return [f"{what}{without} as epoch {decision.epoch_number} {tiers}{by}".rstrip()]
+
+
+def _way(tier: Tier, direct: bool, lent: bool) -> str:
+    if direct:
+        return str(tier)
+    return f"lent:{tier}" if lent else f"resharded:{tier}"
 
 
 def _held(text: str, rank: int, world: int, twins: tuple[int, ...] = ()) -> tuple[Shard, ...]:
@@ -351,6 +370,22 @@ def _image(text: str, rank: int, world: int, twins: tuple[int, ...]) -> Shard:
 def _offer(text: str, world: str) -> Offer:
     name, _, saved = text.partition("/")
     return Offer(id=step_id(name), tier=Tier.LOCAL, world=int(saved or world))
+
+
+def _part(text: str, world: str) -> Part:
+    rest, _, saved = text.partition("/")
+    name, _, ranks = rest.partition(":")
+    return Part(
+        id=step_id(name),
+        tier=Tier.LOCAL,
+        world=int(saved or world),
+        ranks=Ranks.of(map(int, ranks.split("+"))),
+    )
+
+
+def _epoch(text: str) -> Epoch:
+    number, _, parent = text.partition("=")
+    return Epoch(step_id(f"{number}-0").epoch, step_id(parent) if parent else None)
 
 
 def _answer(text: str) -> Answer:

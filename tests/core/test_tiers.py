@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from keepstep.core.candidates import Candidate, Candidates, Offer
+from keepstep.core.candidates import Candidate, Candidates, Offer, Part
 from keepstep.core.ledger import (
     EpochStarted,
     Ledger,
@@ -25,11 +25,13 @@ from keepstep.core.ledger import (
     RestorePlan,
     Retire,
 )
+from keepstep.core.ledger.holding import bits
+from keepstep.core.outlook import Outlook, Restart, outlook
 from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Shard
 from keepstep.core.vote import Decision, choose
-from keepstep.errors import RestoreError, WorldChangedError
+from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 
 _SOME = st.sets(st.integers(0, 5), max_size=2)
@@ -62,10 +64,18 @@ class Tiers(RuleBasedStateMachine):
         replicated=st.booleans(),
         peers=st.booleans(),
         archive=st.booleans(),
+        fleeting=st.booleans(),
     )
     def begin(
-        self, nodes: int, per_node: int, replicated: bool, peers: bool, archive: bool
+        self,
+        nodes: int,
+        per_node: int,
+        replicated: bool,
+        peers: bool,
+        archive: bool,
+        fleeting: bool = False,
     ) -> None:
+        self.fleeting = fleeting
         self.nodes = [Node() for _ in range(nodes)]
         self.per_node = per_node
         self.replicated, self.peers, self.has_archive = replicated, peers, archive
@@ -296,16 +306,16 @@ class Tiers(RuleBasedStateMachine):
         self._rebuild()
         votes = [self._vote(rank) for rank in range(self.world)]
         exact, covered = self._expected()
+        told = outlook(self.ledger, world=self.world, fleeting=self.fleeting)
         try:
             decision = choose(votes)
-        except WorldChangedError:
-            assert not covered or not any(vote.offers for vote in votes)
-            self._remove_the_run()
-            return
         except RestoreError:
             assert not covered, "there was a step that all could restore"
+            assert not self.fleeting, "what is missing cannot come back"
+            assert told.restart is Restart.WAITS
             self._remove_the_run()
             return
+        self._check_outlook(told, decision)
         self._check(decision, exact, covered)
         self._go_on(decision)
 
@@ -317,23 +327,29 @@ class Tiers(RuleBasedStateMachine):
             for id, of in reach[tier]
             if of == rank and not ledger.is_dead(id)
         }
+        whole = set(ledger.whole())
+        there: dict[StepId, int] = {}
+        for shelf in reach.values():
+            for id, of in shelf:
+                if ledger.lineage.restorable(id) and id not in whole:
+                    ranks = self._alike(of, self.worlds[id]).bits | 1 << of
+                    there[id] = there.get(id, 0) | ranks
         return Candidates(
-            answer=Answer.STEPS if own else self._without_own(reach, ledger),
+            answer=Answer.STEPS if own or whole or there else Answer.NONE,
             candidates=tuple(
                 Candidate(id=id, tier=own[id], world=self.worlds[id], bytes=1) for id in sorted(own)
             ),
             highest_epoch=ledger.highest_epoch(),
             offers=tuple(
-                Offer(id=id, tier=Tier.LOCAL, world=self.worlds[id]) for id in ledger.whole()
+                Offer(id=id, tier=Tier.LOCAL, world=self.worlds[id]) for id in sorted(whole)
             ),
+            parts=tuple(
+                Part(id=id, tier=Tier.LOCAL, world=self.worlds[id], ranks=Ranks.of(bits(ranks)))
+                for id, ranks in sorted(there.items())
+            ),
+            epochs=ledger.epochs,
+            fleeting=self.fleeting,
         )
-
-    def _without_own(self, reach: dict[Tier, set[Image]], ledger: Ledger) -> Answer:
-        """The answer of a rank that has no image of its own. If another world left images, the rank
-        must not say that there is nothing."""
-        alive = {id for shelf in reach.values() for id, _ in shelf if not ledger.is_dead(id)}
-        foreign = any(self.worlds[id] != self.world for id in alive)
-        return Answer.UNKNOWN if foreign else Answer.NONE
 
     def _of_node(self, number: int) -> tuple[Ledger, dict[Tier, set[Image]]]:
         """The ledger of a node's sidecar, and the images that the sidecar can bring."""
@@ -349,14 +365,14 @@ class Tiers(RuleBasedStateMachine):
 
     def _expected(self) -> tuple[set[StepId], set[StepId]]:
         """The steps that every rank could restore from an image of its own, and the steps that
-        every rank could restore from any images."""
-        exact, covered = set(self.worlds), set(self.worlds)
+        all images together cover, because ranks lend each other what they reach."""
+        exact, reached = set(self.worlds), set[Image]()
         for number in range(len(self.nodes)):
             images = set.union(*self._within_reach(number).values())
+            reached |= images
             for rank in range(number * self.per_node, (number + 1) * self.per_node):
-                own = {id for id, of in images if of == rank and self.worlds[id] == self.world}
-                exact &= own
-                covered &= own | {id for id in self.worlds if self._covered(images, id)}
+                exact &= {id for id, of in images if of == rank and self.worlds[id] == self.world}
+        covered = {id for id in self.worlds if self._covered(reached, id)}
         alive = {id for id in covered if self._alive(id, self._epochs())}
         return exact & alive, alive
 
@@ -366,7 +382,11 @@ class Tiers(RuleBasedStateMachine):
                 *(one for n in range(len(self.nodes)) for one in self._within_reach(n).values())
             )
             alive = {id for id, _ in images if self._alive(id, self._epochs())}
-            assert alive == set(decision.incomplete), "something was there"
+            if decision.lost is None:
+                assert alive == set(decision.incomplete), "something was there"
+            else:
+                assert self.fleeting
+                assert decision.lost == max(alive)
             assert not covered
             return
         assert decision.id in covered
@@ -380,6 +400,15 @@ class Tiers(RuleBasedStateMachine):
         if isinstance(plan, RestorePlan):
             assert plan.id >= decision.id, "the operator sees all that a sidecar sees"
             assert self.ledger.lineage.restorable(plan.id)
+
+    def _check_outlook(self, told: Outlook, decision: Decision) -> None:
+        """What people are told before a restart is what the restart does."""
+        if decision.id is not None:
+            assert told == Outlook(Restart.GOES_ON, decision.id), (told, decision)
+        elif decision.lost is not None:
+            assert told == Outlook(Restart.BEGINS_AGAIN, decision.lost)
+        else:
+            assert told.restart in (Restart.BEGINS, Restart.BEGINS_AGAIN)
 
     def _go_on(self, decision: Decision) -> None:
         self.lives += 1

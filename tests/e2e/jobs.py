@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -84,6 +85,28 @@ def pytorch_job(name: str = "gpt", *, workers: int = 1, **of_template: Any) -> O
     else:
         del specs["Worker"]
     return body
+
+
+def sharded_job(*, node: str = "", **of_template: Any) -> tuple[Object, Object]:
+    """A PyTorchJob of two pods, each of which holds one half of all tensors, and the ConfigMap with
+    its script. `node`: where both run."""
+    script: Object = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "script"},
+        "data": {"sharded.py": Path(__file__).with_name("sharded.py").read_text()},
+    }
+    spec: Object = {"volumes": [{"name": "script", "configMap": {"name": "script"}}]}
+    if node:
+        spec["nodeSelector"] = {"kubernetes.io/hostname": node}
+    job = pytorch_job(
+        spec=spec,
+        command=["python", "/script/sharded.py"],
+        args=[],
+        volumeMounts=[{"name": "script", "mountPath": "/script"}],
+        **of_template,
+    )
+    return script, job
 
 
 def indexed_job(name: str = "gpt", *, pods: int = 2, **of_template: Any) -> Object:

@@ -124,6 +124,22 @@ async def test_a_rollback_is_the_field_of_the_run_and_nothing_else(server: ApiSe
     assert [one.method for one in server.requests if one.method != "GET"] == ["PATCH"]
 
 
+async def test_a_rollback_to_a_step_that_the_api_does_not_know_says_so(server: ApiServer) -> None:
+    result = await _said("rollback", "gpt", "5")
+    assert result.exit_code == 0, "a pod may have it"
+    assert "knows of no step 5 of run gpt (there is: 40, 20)" in result.stderr
+    assert "NotFound" in result.stderr
+    assert "no step" not in (await _said("rollback", "gpt", "20")).stderr
+
+
+async def test_a_fresh_start_is_an_annotation_and_nothing_else(server: ApiServer) -> None:
+    said = await _ok("fresh-start", "gpt")
+    assert "if no step can be restored" in said
+    (written,) = [one for one in server.requests if one.method != "GET"]
+    assert written.method == "PATCH"
+    assert written.body == {"metadata": {"annotations": {"keepstep.dev/fresh-start": "allow"}}}
+
+
 async def test_a_step_of_another_run_is_no_rollback(server: ApiServer) -> None:
     result = await _said("rollback", "gpt", "other/20")
     assert result.exit_code == 2

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from keepstep.errors import UsageError
 from keepstep_sidecar.config.keys import to_toml, toml_value
+from keepstep_sidecar.config.on_loss import OnLoss
 from keepstep_sidecar.config.sidecar import KEYS, Config, values_of
 from keepstep_sidecar.config.verify import Verify
 
@@ -57,6 +58,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "report_token_file": ("/token", Path("/token")),
     "restore_from": ("1200", "1200"),
     "restore_since": ("4", 4),
+    "on_loss": ("restart", OnLoss.RESTART),
     "metrics_port": ("9464", 9464),
 }
 """Of each key: what a person writes, and what the sidecar has then."""

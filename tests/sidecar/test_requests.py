@@ -29,6 +29,7 @@ ROUTES = {
     "/v1/release": protocol.ReleaseRequest,
     "/v1/skipped": protocol.SkippedRequest,
     "/v1/failed": protocol.FailedRequest,
+    "/v1/refused": protocol.RefusedRequest,
     "/v1/warning": protocol.WarningRequest,
     "/v1/uncaught": protocol.UncaughtRequest,
     "/v1/candidates": protocol.CandidatesRequest,

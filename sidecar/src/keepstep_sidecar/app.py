@@ -26,6 +26,7 @@ from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes, Tasks
+from keepstep_sidecar.config.on_loss import OnLoss
 from keepstep_sidecar.config.sidecar import Config, Reporting
 from keepstep_sidecar.history import History
 from keepstep_sidecar.leases import Leases, Owner
@@ -185,6 +186,8 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         chunk_buffers,
         changes=changes,
         restores=leases.restores,
+        fleeting=config.on_loss is OnLoss.RESTART,
+        way_out=config.way_out,
     )
     saving = Saving(
         config,

@@ -190,6 +190,7 @@ def test_the_sidecar_is_told_everything_by_its_environment() -> None:
         "KEEPSTEP_BYTES_PER_SECOND": str(1 << 30),
         "KEEPSTEP_VERIFY": "seal",
         "KEEPSTEP_FLUSH_TIMEOUT": "60",
+        "KEEPSTEP_ON_LOSS": "restart",
         "KEEPSTEP_REPORT_URL": f"{DEFAULTS.reports_url}/v1/reports",
         "KEEPSTEP_REPORT_CA": DEFAULTS.reports_ca,
         "KEEPSTEP_REPORT_CA_FILE": "/keepstep/trust/ca.crt",

@@ -171,7 +171,7 @@ def test_a_pod_takes_its_emptydir_with_it_and_the_status_says_so() -> None:
     assert play.status.survives == []
     status, reason, message = play.condition(PROTECTED)
     assert (status, reason) == ("False", "PodsMissing")
-    assert "Look at the job" in message
+    assert "look at the job" in message
 
 
 def test_the_memory_of_a_pod_that_failed_is_gone_even_while_its_object_stays() -> None:
@@ -710,6 +710,26 @@ def test_commits_that_stop_while_steps_are_staged_are_stalled(
         assert "kubectl logs -n team gpt-worker-0" in play.condition(COMMITTING)[2]
 
 
+def test_commits_that_stall_because_two_pods_have_one_node_rank_say_so_and_nothing_else() -> None:
+    play, pods, sidecars = running()
+    play.see(replace(pod(1, life=2), name="other-worker-0"))
+    sidecars[1].more = {"volumes": (_full_volume(),)}
+    play.hear(pods[1], sidecars[1].report())
+    play.wait(1)
+    status, reason, message = play.condition(COMMITTING)
+    assert (status, reason) == ("False", "CommitStalled")
+    assert "have node rank 1 between them" in message
+    assert "free space" not in message
+
+
+def test_a_job_that_failed_is_not_called_finished() -> None:
+    play, pods, _ = running()
+    for one in pods:
+        play.see(replace(one, phase="Failed", training=False))
+    play.note(play.registry.runs[KEY].job_answered(JobState.FAILED, at=play.now))
+    assert play.condition(PROTECTED)[2].startswith("the job is failed; its last committed step")
+
+
 def test_time_without_trainers_is_no_stall() -> None:
     play, pods, sidecars = running()
     for one in sidecars:
@@ -826,8 +846,8 @@ def test_a_run_whose_pods_all_succeeded_is_finished() -> None:
     assert play.condition(PROTECTED) == (
         "Unknown",
         "Finished",
-        "the job is over; its last committed step is 90. It stays on the volumes of its nodes; a"
-        " new job goes on from it when its pods carry the label keepstep.dev/run: gpt-1a2b3c4d",
+        "the job is finished; its last committed step is 90. It stays on the volumes of its nodes;"
+        " a new job goes on from it when its pods carry the label keepstep.dev/run: gpt-1a2b3c4d",
     )
 
 

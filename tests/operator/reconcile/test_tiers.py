@@ -13,7 +13,7 @@ import pytest
 from keepstep.steps import StepId, Tier
 from keepstep.wire.status import TierProgress
 from keepstep_operator.api.model import NodeRecord
-from keepstep_operator.api.policy import VolumeKind
+from keepstep_operator.api.policy import OnLoss, VolumeKind
 from keepstep_operator.api.run import as_json
 from keepstep_operator.api.tiers import Archive, Bucket, Peers
 from keepstep_operator.reconcile.state.actions import WriteStatus
@@ -266,14 +266,15 @@ def test_a_node_that_is_lost_leaves_what_is_in_the_archive() -> None:
 
 
 def test_a_node_that_is_lost_with_neither_is_a_doubt_and_never_a_fresh_start() -> None:
-    play, pods, _ = running(known=policy(), kind=VolumeKind.EMPTY_DIR)
+    play, pods, _ = running(known=policy(on_loss=OnLoss.WAIT), kind=VolumeKind.EMPTY_DIR)
     play.lose(pods[0])
     reply = play.registry.reply(pods[1].uid, at=play.now)
     assert reply.plan is None
     assert play.status.survives == []
     status, reason, message = play.condition(PROTECTED)
     assert (status, reason) == ("False", "PodsMissing")
-    assert "nothing begins at step 0 by itself" in message
+    assert "starts wait until it is back" in message
+    assert "keepstep.dev/fresh-start=allow" in message
 
 
 def test_an_archive_in_which_nothing_is_yet_says_what_will_be() -> None:

@@ -10,6 +10,7 @@
     suspicion         which steps are suspect because the script failed after them
     readiness         when a rank may vote, and what it waits for until then
     vote              the step that all ranks choose
+    outlook           the same decision, from reports, for what people are told
     ledger            what is committed (`commit_rule`), from reports alone
 
 For an overview see docs/architecture.md.

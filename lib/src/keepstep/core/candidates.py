@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from keepstep.core.ranks import Ranks
 from keepstep.core.suspicion import Failure
-from keepstep.steps import Answer, StepId, Tier
+from keepstep.steps import Answer, Epoch, StepId, Tier
+
+MOST_EPOCHS = 64
+"""The most epochs that a vote carries, the newest: as far back as a step is lent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,19 @@ class Offer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """A step of which the sidecar can bring the boxes of some saved ranks, `ranks`, but not of all.
+
+    `tier`: the farthest tier that is needed.
+    """
+
+    id: StepId
+    tier: Tier
+    world: int
+    ranks: Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
 class Candidates:
     """What one rank can restore: its vote.
 
@@ -47,6 +64,13 @@ class Candidates:
     `failures`: recorded failures of the script itself, with the steps that they cast doubt on and
     that are not dead. `trusted`: pinned steps. `never_whole`: with `Answer.NONE`, as text, steps of
     which only some ranks have images.
+
+    `parts`: what this sidecar can add to a step that it cannot bring alone. `epochs`: the newest
+    epochs on record, from which the ranks together see which steps are dead.
+
+    `fleeting`: what a pod of this run kept goes with that pod for good, and the policy says to
+    begin again then. `begin_again`: a person asked to begin at step 0 if no step can be restored.
+    `way_out`: the command by which a person begins again, where a vote is refused.
     """
 
     answer: Answer
@@ -62,3 +86,8 @@ class Candidates:
     failures: tuple[Failure, ...] = ()
     trusted: tuple[StepId, ...] = ()
     never_whole: str = ""
+    parts: tuple[Part, ...] = ()
+    epochs: tuple[Epoch, ...] = ()
+    fleeting: bool = False
+    begin_again: bool = False
+    way_out: str = ""

@@ -9,6 +9,14 @@ on from an *offer*: a step of any world size of which its sidecar can bring ever
 step that every rank can go on from wins, in whichever way each rank does it. There is one
 exception: where twins would stand in for some ranks, an exact step that is nearby comes first
 (`_preferred`). Suspect steps are passed over (`keepstep.core.suspicion`).
+
+A rank that can go on from nothing may still be *lent* a step: if what all sidecars can bring
+together covers every box, the other ranks send it what it needs. So a run goes on from the pods
+that are left, as long as these hold the whole state.
+
+If no step is left, the run begins at step 0 only where nothing was kept, or where what was kept
+cannot come back (`_is_gone`), or where a person asked for it. Otherwise the vote refuses: storage
+that is missing may come back.
 """
 
 from __future__ import annotations
@@ -16,10 +24,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from keepstep.core.candidates import Candidate, Candidates, Offer
+from keepstep.core.candidates import Candidate, Candidates, Offer, Part
+from keepstep.core.ledger.holding import is_full
+from keepstep.core.ledger.lineage import trace
 from keepstep.core.suspicion import Doubt
 from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError, few
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier
 
 LAST_EARLY_STEP = 2
 """The highest number that the second step of a run can have: loops begin at 0 or at 1."""
@@ -34,8 +44,12 @@ class Decision:
 
     `epoch_number`: the number of the epoch that begins now, higher than any that any rank has seen.
     `incomplete`: first steps that only some ranks hold; the run begins at step 0 without them.
+    `lost`: the newest step of which something was left when the run had to begin again.
     `direct`: for each rank, whether it restores the image of its own rank. If not, it assembles its
     state from the images of all `world` ranks that saved the step.
+    `lent`: for each rank, whether it gets the images from other ranks, because its own sidecar
+    cannot bring them all. `lenders`: the ranks that show what their sidecars have, as few as cover
+    the step; empty if no rank is lent anything.
     `suspects`: suspect steps newer than `id` that were passed over, oldest first.
     """
 
@@ -46,6 +60,9 @@ class Decision:
     direct: tuple[bool, ...] = ()
     world: int = 0
     suspects: tuple[StepId, ...] = ()
+    lent: tuple[bool, ...] = ()
+    lenders: tuple[int, ...] = ()
+    lost: StepId | None = None
 
     def epoch(self, nonce: str) -> Epoch:
         """The epoch that begins now. `nonce`: 8 random hex digits, drawn by one rank for all."""
@@ -54,11 +71,13 @@ class Decision:
 
 @dataclass(frozen=True)
 class _Way:
-    """How one rank would restore a step: from an image of its own (`direct`), or from an offer."""
+    """How one rank would restore a step: from an image of its own (`direct`), from an offer, or
+    from what other ranks lend it (`lent`)."""
 
     tier: Tier
     world: int
     direct: bool
+    lent: bool = False
 
 
 _Ways = dict[StepId, _Way]
@@ -70,9 +89,11 @@ def choose(
     *,
     limit: StepId | None = None,
     exact: bool = False,
+    lending: bool = True,
 ) -> Decision:
     """Decide from the votes of all ranks, in rank order.
 
+    `lending`: ranks can send each other images.
     `limit`: use no step that is newer, because a person or the script asked to go back to it.
     `exact`: use no older step either. With a limit, a run never begins at step 0, and no step
     counts as suspect, because the limit was asked for.
@@ -88,6 +109,8 @@ def choose(
     allowed = _allowed(excluded, limit, exact=exact)
     distinct = {id(vote): vote for vote in votes}  # most ranks of a large world share one object
     made = {at: _ways(vote, len(votes), allowed) for at, vote in distinct.items()}
+    if lending:
+        _lend(list(made.values()), list(distinct.values()), allowed)
     ways = [made[id(vote)] for vote in votes]
     common = _common(list(made.values()))
     _check_world(votes, max(common, default=None), allowed)
@@ -95,14 +118,16 @@ def choose(
         left = common if limit is not None else _doubt(list(distinct.values())).left(common)
         chosen = _preferred(ways, left)
         taken = [each[chosen] for each in ways]
-        tiers, direct = tuple(way.tier for way in taken), tuple(way.direct for way in taken)
+        lent = tuple(way.lent for way in taken)
         return Decision(
             chosen,
-            tiers,
+            tuple(way.tier for way in taken),
             number,
-            direct=direct,
+            direct=tuple(way.direct for way in taken),
             world=taken[0].world,
             suspects=tuple(sorted(one for one in common - left if one > chosen)),
+            lent=lent,
+            lenders=_lenders(votes, chosen, taken[0].world) if any(lent) else (),
         )
     if limit is not None:
         raise _beyond(votes, excluded, limit, exact=exact)
@@ -111,6 +136,9 @@ def choose(
     if not excluded and _died_in_its_first_steps(votes):
         held = {one.id for vote in votes for one in vote.candidates}
         return Decision(None, (), number, tuple(sorted(held)))
+    if any(vote.begin_again for vote in votes) or (not excluded and _is_gone(votes)):
+        found = (one.id for vote in votes for one in (*_found(vote), *vote.parts))
+        return Decision(None, (), number, lost=max(found, default=None))
     raise _refusal(votes, excluded)
 
 
@@ -191,6 +219,70 @@ def _common(ways: Sequence[_Ways]) -> set[StepId]:
     return {id for id in ids if len({each[id].world for each in ways}) == 1}
 
 
+_Shown = Offer | Part
+"""What a sidecar can show other ranks of a step."""
+
+
+def _shows(vote: Candidates) -> tuple[_Shown, ...]:
+    return (*vote.offers, *vote.parts)
+
+
+def _lend(
+    ways: Sequence[_Ways], votes: Sequence[Candidates], allowed: Callable[[StepId], bool]
+) -> None:
+    """Add a way for each rank that has none to the steps that all sidecars together cover.
+
+    A step that any record of epochs left behind is none: a sidecar that is new has no record, so it
+    may list nothing wrong, but the others' records count for it.
+    """
+    shown: dict[StepId, list[_Shown]] = {}
+    for vote in votes:
+        for one in _shows(vote):
+            if allowed(one.id):
+                shown.setdefault(one.id, []).append(one)
+    wanting = [id for id in shown if any(id not in each for each in ways)]
+    if not wanting:
+        return
+    known = {epoch.id: epoch for vote in votes for epoch in vote.epochs}
+    seen = (one.id.epoch for vote in votes for one in (*_found(vote), *vote.parts))
+    lineage = trace(known, seen=seen)
+    for id in wanting:
+        if not lineage.restorable(id) or (world := _covered(shown[id])) is None:
+            continue
+        tier = max((one.tier for one in shown[id]), key=NEAREST_FIRST.index)
+        for each in ways:
+            each.setdefault(id, _Way(tier, world, direct=False, lent=True))
+
+
+def _covered(shown: Sequence[_Shown]) -> int | None:
+    """The world of a step of which `shown` covers all boxes; None if it does not."""
+    worlds, found = {one.world for one in shown}, 0
+    if len(worlds) != 1:
+        return None
+    for one in shown:
+        if isinstance(one, Offer):
+            return one.world
+        found |= one.ranks.bits
+    return worlds.pop() if is_full(found, shown[0].world) else None
+
+
+def _lenders(votes: Sequence[Candidates], id: StepId, world: int) -> tuple[int, ...]:
+    """As few ranks as cover the step, the nearest tiers first."""
+    shown = [
+        (NEAREST_FIRST.index(one.tier), rank, one)
+        for rank, vote in enumerate(votes)
+        for one in _shows(vote)
+        if one.id == id
+    ]
+    found, lenders = 0, []
+    for _, rank, one in sorted(shown, key=lambda each: each[:2]):
+        bits = (1 << world) - 1 if isinstance(one, Offer) else one.ranks.bits
+        if bits & ~found:
+            found |= bits
+            lenders.append(rank)
+    return tuple(sorted(lenders))
+
+
 def _preferred(ways: Sequence[_Ways], common: set[StepId]) -> StepId:
     """The newest common step, or an older exact one.
 
@@ -212,10 +304,10 @@ def _preferred(ways: Sequence[_Ways], common: set[StepId]) -> StepId:
 def _check_world(
     votes: Sequence[Candidates], newest: StepId | None, allowed: Callable[[StepId], bool]
 ) -> None:
-    """Raises WorldChangedError if no sidecar offers anything and a newer common step is of another
-    world. The older step is not taken instead, because no sidecar has checked whether the newer one
-    is whole."""
-    if not votes or any(vote.offers for vote in votes):
+    """Raises WorldChangedError if no sidecar offers anything, or a part of anything, and a newer
+    common step is of another world. The older step is not taken instead, because no sidecar has
+    checked whether the newer one is whole."""
+    if not votes or any(vote.offers or vote.parts for vote in votes):
         return
     held = ({one.id: one.world for one in vote.candidates if allowed(one.id)} for vote in votes)
     worlds = list(held)
@@ -236,7 +328,7 @@ def _doubt(votes: Sequence[Candidates]) -> Doubt:
 
 
 def _all_none(votes: Sequence[Candidates]) -> bool:
-    return all(vote.answer is Answer.NONE and not _found(vote) for vote in votes)
+    return all(vote.answer is Answer.NONE and not _found(vote) and not vote.parts for vote in votes)
 
 
 def _found(vote: Candidates) -> tuple[Candidate | Offer, ...]:
@@ -253,22 +345,40 @@ def _died_in_its_first_steps(votes: Sequence[Candidates]) -> bool:
     its first.
     """
     return all(
-        (vote.answer is Answer.NONE or (vote.answer is Answer.STEPS and vote.candidates))
+        (
+            vote.answer is Answer.NONE
+            or (vote.answer is Answer.STEPS and (vote.candidates or vote.parts))
+        )
         and not vote.offers  # a whole step is worth restoring, even if only one rank can reach it
         and all(one.world == len(votes) for one in vote.candidates)
-        and all(_early(steps) for steps in _steps_by_epoch(vote).values())
+        and all(one.world == len(votes) for one in vote.parts)
+        and all(is_early(steps) for steps in _steps_of_each(vote).values())
         for vote in votes
     )
 
 
-def _early(steps: set[int]) -> bool:
+def _is_gone(votes: Sequence[Candidates]) -> bool:
+    """Whether what no rank can reach cannot come back. The caller has already found that no step
+    can be restored.
+
+    Every rank must have looked, and say that what was kept in its pod went with that pod.
+    """
+    return all(vote.fleeting and vote.answer is not Answer.UNKNOWN for vote in votes)
+
+
+def is_early(steps: set[int]) -> bool:
+    """Whether these are at most the first two steps of an epoch."""
     return len(steps) <= 2 and max(steps) <= LAST_EARLY_STEP
 
 
-def _steps_by_epoch(vote: Candidates) -> dict[EpochId, set[int]]:
-    steps: dict[EpochId, set[int]] = {}
+def _steps_of_each(vote: Candidates) -> dict[tuple[EpochId, int], set[int]]:
+    """By epoch and rank, the steps that this rank's sidecar has of it; -1 is the voting rank."""
+    steps: dict[tuple[EpochId, int], set[int]] = {}
     for one in vote.candidates:
-        steps.setdefault(one.id.epoch, set()).add(one.id.step)
+        steps.setdefault((one.id.epoch, -1), set()).add(one.id.step)
+    for part in vote.parts:
+        for rank in part.ranks:
+            steps.setdefault((part.id.epoch, rank), set()).add(part.id.step)
     return steps
 
 
@@ -279,10 +389,13 @@ def _refusal(votes: Sequence[Candidates], excluded: Collection[StepId]) -> Resto
     if unknown := _unknown(votes):
         return RestoreError(
             "not every rank knows what it holds, and no step is known to be held by all; "
-            f"nothing was started anew. {unknown}. Bring that storage back and restart. "
-            f"Held: {_held(votes, excluded)}"
+            f"nothing was started anew. {unknown}. Bring that storage back and restart"
+            f"{_way_out(votes)}. Held: {_held(votes, excluded)}"
         )
-    left = [one for vote in votes for one in _found(vote) if one.id not in excluded]
+    every: list[Candidate | Offer | Part] = []
+    for vote in votes:
+        every += (*vote.candidates, *vote.offers, *vote.parts)
+    left = [one for one in every if one.id not in excluded]
     newest = max(left, key=lambda one: one.id, default=None)
     if newest is not None and newest.world != len(votes):
         return _world_changed(votes, newest.id, saved=newest.world)
@@ -290,15 +403,20 @@ def _refusal(votes: Sequence[Candidates], excluded: Collection[StepId]) -> Resto
     if not left:
         return RestoreError(
             f"every step that was found failed its verification on some rank: {failed or 'none'}. "
-            "Look at the quarantined files with `keepstep verify`; to begin anew, remove the run "
-            "with `keepstep rm`"
+            f"Look at the quarantined files with `keepstep verify`{_way_out(votes)}"
         )
     return NothingCommonError(
-        f"no step is held by all {len(votes)} ranks. {_held(votes, excluded)}"
+        f"no step is held by all {len(votes)} ranks, and what they hold together is not whole. "
+        + _held(votes, excluded)
         + (f". Failed verification: {failed}" if failed else "")
-        + ". Bring back the storage that is missing, or remove the run with `keepstep rm` to "
-        "begin anew"
+        + f". Bring back the storage that is missing{_way_out(votes)}"
     )
+
+
+def _way_out(votes: Sequence[Candidates]) -> str:
+    """How to begin at step 0 nonetheless, as the sidecars say it."""
+    commands = [vote.way_out for vote in votes if vote.way_out]
+    return f", or begin again at step 0: {commands[0]}" if commands else ""
 
 
 def _world_changed(votes: Sequence[Candidates], id: StepId, *, saved: int) -> WorldChangedError:
@@ -310,7 +428,7 @@ def _world_changed(votes: Sequence[Candidates], id: StepId, *, saved: int) -> Wo
     return WorldChangedError(
         f"step {id} was saved by {saved} ranks, but {len(votes)} are running, and not every rank's "
         f"sidecar can bring all of it: {_few(lacking)}. Start {saved} ranks, bring back the "
-        "storage that is missing, or give this run another name to begin anew"
+        f"storage that is missing{_way_out(votes)}"
     )
 
 
@@ -351,10 +469,14 @@ def _held(votes: Sequence[Candidates], excluded: Collection[StepId]) -> str:
 def _held_by(vote: Candidates, running: int, excluded: Collection[StepId]) -> str:
     own = [one for one in vote.candidates if one.id not in excluded]
     offers = [one for one in vote.offers if one.id not in excluded]
-    return _listed(own, running) + (f" and offers {_listed(offers, running)}" if offers else "")
+    whole = {one.id for one in offers}
+    parts = [one for one in vote.parts if one.id not in excluded and one.id not in whole]
+    return (
+        f"parts of {_listed(parts, running)}" if parts and not own else _listed(own, running)
+    ) + (f" and offers {_listed(offers, running)}" if offers else "")
 
 
-def _listed(found: Sequence[Candidate | Offer], running: int) -> str:
+def _listed(found: Sequence[Candidate | Offer | Part], running: int) -> str:
     if not found:
         return "nothing"
     newest_first = sorted(found, key=lambda one: one.id, reverse=True)

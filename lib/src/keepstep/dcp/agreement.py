@@ -125,7 +125,7 @@ def choose(ballots: Sequence[LoadBallot]) -> StepId | None:
                 return None
             raise _nothing(rank, ballot, votes)
     failed = {id for one in ballots for id in one.failed}
-    return choose_step(votes, failed, limit=limit, exact=exact).id
+    return choose_step(votes, failed, limit=limit, exact=exact, lending=False).id
 
 
 def _offers_of(ballot: LoadBallot) -> Candidates:

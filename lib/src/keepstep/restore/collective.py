@@ -7,6 +7,7 @@ rank comes to the same decision with the same pure function (`core.vote.choose`)
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -35,13 +36,20 @@ from keepstep.errors import (
 )
 from keepstep.restore.restore import Restore
 from keepstep.steps import Epoch, StepId, Tier
-from keepstep.wire.trainer import CandidatesRequest, LeaseGranted, RestoredRequest
+from keepstep.wire.trainer import (
+    CandidatesRequest,
+    LeaseGranted,
+    RefusedRequest,
+    RestoredRequest,
+)
 
 log = logging.getLogger("keepstep")
 
 T = TypeVar("T")
 
 _CANDIDATES_S = 600.0
+_REFUSED_S = 5.0
+_REASON = 2000  # characters
 _RANKS_NAMED = 8
 _INTERRUPTED_S = 2.0
 _BEGINS_S = 0.5
@@ -185,6 +193,7 @@ class Collective:
             decision = self._choose(votes, excluded, failures)
             epoch = decision.epoch(ballots[0].nonce)
             self._say_suspects(decision)
+            self._say_lent(decision)
             if decision.id is None:
                 self._say_incomplete(decision, votes)
                 begin_anew(self._gather)
@@ -205,9 +214,12 @@ class Collective:
             limit, exact = limit_of(votes, self._step)
             return choose(votes, excluded, limit=limit, exact=exact)
         except RestoreError as error:
+            text = f"{error}. The last attempt: {'; '.join(failures)}" if failures else str(error)
+            if self._session is not None and not self._quiet:
+                refuse(self._session, text)
             if not failures:
                 raise
-            raise type(error)(f"{error}. The last attempt: {'; '.join(failures)}") from error
+            raise type(error)(text) from error
 
     def _say_incomplete(self, decision: Decision, votes: list[Candidates]) -> None:
         if self._rank != 0 or self._quiet:
@@ -222,6 +234,22 @@ class Collective:
             log.warning(
                 "keepstep: beginning anew without %s: only some ranks hold it",
                 ", ".join(map(str, decision.incomplete)),
+            )
+        if decision.lost is not None:
+            why = "went with the pods that held it" if any(vote.fleeting for vote in votes) else ""
+            log.warning(
+                "keepstep: the run begins again at step 0: of step %s, a part %s",
+                *(decision.lost, why or "is out of reach, and a person asked to begin again"),
+            )
+
+    def _say_lent(self, decision: Decision) -> None:
+        if self._rank == 0 and not self._quiet and decision.id is not None and any(decision.lent):
+            lacking = [str(rank) for rank, lent in enumerate(decision.lent) if lent]
+            log.warning(
+                "keepstep: step %s is out of reach of rank %s: rank %s sends it, of what is left",
+                decision.id,
+                few(lacking, _RANKS_NAMED),
+                few([str(rank) for rank in decision.lenders], _RANKS_NAMED),
             )
 
     def _say_suspects(self, decision: Decision) -> None:
@@ -349,6 +377,13 @@ def ask_candidates(link: Session) -> Candidates:
     """What a rank's sidecar can bring, once it has looked at all tiers. Raises SidecarError."""
     request = CandidatesRequest(lease=link.lease, timeout_s=_CANDIDATES_S)
     return link.call("/v1/candidates", request, Candidates, timeout_s=_CANDIDATES_S + 10)
+
+
+def refuse(link: Session, reason: str) -> None:
+    """Tell the sidecar that the vote refused, for its status and reports. Raises nothing."""
+    request = RefusedRequest(lease=link.lease, reason=reason[:_REASON])
+    with contextlib.suppress(KeepstepError):
+        link.call("/v1/refused", request, dict, timeout_s=_REFUSED_S)
 
 
 def begin_epoch(

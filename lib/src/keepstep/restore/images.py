@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import logging
 import mmap
 import os
@@ -227,6 +228,16 @@ class Images:
     def skeleton(self, rank: int) -> str:
         """The tree of a saved rank's state."""
         return self._skeletons[rank]
+
+    def header(self, rank: int) -> bytes:
+        """The header of a saved rank's image, compressed."""
+        flat = self.flat(rank)
+        if flat is None:
+            request = HeadersRequest(lease=self._link.lease, id=self._id, ranks=(rank,))
+            answer = self._link.call("/v1/headers", request, Headers, timeout_s=_CALL_S)
+            return base64.b64decode(answer.headers[0])
+        view = memoryview((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr()))
+        return zlib.compress(Layout.parse(view, size_bytes=len(view)).header, 1)
 
     def parameters(self, rank: int, optimizer: str) -> Parameters | None:
         """The parameters of an optimizer, from a saved rank's image; None if the image does not

@@ -24,6 +24,7 @@ from keepstep.image.forms import ViewForm
 from keepstep.restore import transfer
 from keepstep.restore.boxes import Box, Saved
 from keepstep.restore.images import Images
+from keepstep.restore.lending import LentImages
 from keepstep.restore.modules import ModuleLoader
 from keepstep.restore.optimizers import OptimizerLoader
 from keepstep.restore.pairing import group_numbers
@@ -57,6 +58,7 @@ from keepstep.state.leaves import (
 from keepstep.state.refill import Refill, put_back
 from keepstep.state.rng import is_generator, suits
 from keepstep.state.wrappers import is_zero, unwrap
+from keepstep.wire.trainer import ChunkRun
 
 
 class Loader:
@@ -166,6 +168,11 @@ class Loader:
     def targets(self) -> list[Tensor]:
         """The tensors that `copy` fills."""
         return self._targets
+
+    def receive(self, chunks: Iterator[tuple[ChunkRun, Tensor]]) -> None:
+        """`copy` reads images that are lent from these chunks."""
+        if isinstance(self._images, LentImages):
+            self._images.comes(chunks)
 
     def copy(self) -> int:
         """Fill all tensors; returns the bytes copied.

@@ -13,9 +13,11 @@ from typing import Any
 from keepstep.client.session import Session
 from keepstep.core.vote import Decision
 from keepstep.restore.collective import Agreed, Collective, Connect
+from keepstep.restore.lending import Lending
 from keepstep.restore.load import Loader
-from keepstep.restore.restore import PartialRestore, Restore, Stage
+from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.state.take import take
+from keepstep.wire.trainer import ChunkRun
 
 
 def preview(
@@ -35,6 +37,8 @@ def preview(
 class Preview(Restore):
     """Fills `component`, a dict; it stays empty if the step has none of that name. The images of
     other components are not read."""
+
+    every = True  # a twin's values may differ from this rank's
 
     def __init__(
         self,
@@ -60,18 +64,21 @@ class Preview(Restore):
             timeout_s=timeout_s,
         )
 
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        return (self._read,)
-
-    def _read(self, _: Sequence[Any]) -> None:
-        loader = Loader(
+    def _plan(self, shown: Sequence[Any]) -> tuple[bytes, tuple[ChunkRun, ...]]:
+        images = self._lent_images(shown) if self._lent else self._all_images()
+        if self._lenders:
+            self._lending = Lending(
+                shown, rank=self._rank, own=self._shows, broadcast=self._broadcast
+            )
+        self._loader = Loader(
             self._components,
             self._take(),
-            self._all_images(every=True),  # a twin's values may differ from this rank's
+            images,
             rank=self._rank,
             trusted=self._trusted,
         )
-        loader.plan(whole=False)
-        loader.copy()
-        loader.finish()
+        self._loader.plan(whole=False)
+        return b"", self._wants(images)
+
+    def _finish(self, _: Sequence[Any]) -> None:
+        self._loader.finish()

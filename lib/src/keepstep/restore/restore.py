@@ -4,7 +4,8 @@ together.
 A rank whose own image fits its live tensors goes on from that image alone (*direct*). Any other
 rank assembles its state from the images of all ranks that saved the step. This is the case after a
 change of world size or of layout, if its own image holds only its part of a replica, or if its own
-image is lost and a twin's is not. Ranks may differ in this; what counts is that all come to the
+image is lost and a twin's is not. If its sidecar cannot bring them all, other ranks lend it the
+images (`keepstep.restore.lending`). Ranks may differ in this; what counts is that all come to the
 same step.
 
 Nothing is changed before every rank knows that it can get everything that it needs. No component
@@ -38,13 +39,14 @@ from keepstep.errors import (
 )
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
 from keepstep.restore.images import Images
+from keepstep.restore.lending import Broadcast, Lending, LentImages, Shown, over_torch, show
 from keepstep.restore.load import Loader, check_unused
 from keepstep.save import accelerator
 from keepstep.state import rng
 from keepstep.state.leaves import Taken, TensorLeaf, values_of
 from keepstep.state.wrappers import after_loading, unwrap
 from keepstep.steps import StepId, Tier
-from keepstep.wire.trainer import Opened, OpenRequest
+from keepstep.wire.trainer import ChunkRun, Opened, OpenRequest
 
 log = logging.getLogger("keepstep")
 
@@ -75,8 +77,10 @@ class Restore:
 
     `stages` run in this order; each gets what all ranks returned from the stage before. `tier`:
     where the image came from; of several images, the farthest tier. `bytes`: what was copied.
-    `rng`: the random states of this rank, {} if the step has none.
+    `rng`: the random states of this rank, {} if the step has none. `every`: read all twins.
     """
+
+    every = False
 
     def __init__(
         self,
@@ -92,6 +96,7 @@ class Restore:
         rng_later: bool = False,
         reader: int | None = None,
         timeout_s: float = RESTORE_S,
+        broadcast: Broadcast = over_torch,
     ) -> None:
         """`timeout_s`: for fetching this rank's image, or one window of other images. `partial`:
         what earlier attempts have changed. `reader`: the first rank of this node. `rng_later`: the
@@ -105,6 +110,11 @@ class Restore:
         self._components, self._link, self._take = components, link, take
         self._id: StepId = decision.id
         self._direct = decision.direct[rank]
+        self._lent = bool(decision.lent) and decision.lent[rank]
+        self._lenders = decision.lenders
+        self._broadcast = broadcast
+        self._shows: Images | None = None
+        self._lending: Lending | None = None
         self._rank, self._rng, self._trusted = rank, rng, trusted
         self._rng_later = rng_later
         self._partial, self._reader = partial, reader
@@ -116,6 +126,8 @@ class Restore:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages. Each may raise; then no rank goes on to the next."""
+        if self._lenders:
+            return self._open, self._show, self._plan, self._copy, self._finish
         return self._open, self._plan, self._copy, self._finish
 
     @property
@@ -147,12 +159,19 @@ class Restore:
                 )
                 bad = opened.path
 
+    def _show(self, _: Sequence[Any]) -> Shown | None:
+        """Show all ranks what this rank lends, if it is a lender."""
+        if self._rank not in self._lenders:
+            return None
+        self._shows = self._all_images()
+        return show(self._shows)
+
     def release(self) -> None:
         """Unmap the image, in a thread of its own: unmapping takes the kernel about a tenth of the
         time of the copy.
         """
-        held: list[object] = [self._slot, self._loader]
-        self._slot = None
+        held: list[object] = [self._slot, self._loader, self._shows, self._lending]
+        self._slot = self._shows = self._lending = None
         del self._loader
         threading.Thread(target=held.clear, name="keepstep-unmap", daemon=True).start()
 
@@ -182,20 +201,30 @@ class Restore:
         self._control, self._slot = control, slot
 
     @_without_collections()
-    def _plan(self, _: Sequence[Any]) -> bytes:
-        """Plan this rank's copies. Returns the saved names for which this rank has no place."""
+    def _plan(self, shown: Sequence[Any]) -> tuple[bytes, tuple[ChunkRun, ...]]:
+        """Plan this rank's copies. Returns the saved names for which this rank has no place, and
+        the chunks that other ranks are to lend it."""
         taken = self._take()
         slot = self._slot if self._slot is not None and fits(self._slot.layout, taken) else None
-        images = self._all_images() if slot is None else self._own_image(slot)
+        if self._lenders:
+            self._lending = Lending(
+                shown, rank=self._rank, own=self._shows, broadcast=self._broadcast
+            )
+        images = self._images(shown, slot)
         try:
             self._plan_from(images, taken, kept=None if slot is None else self._kept)
         except CoverageError:
-            if not images.index.left_out:
+            if self._lent or not images.index.left_out:
                 raise
             # only with all images read is it certain whether boxes contradict each other
             self._plan_from(self._all_images(every=True), taken)
         self._partial.check(self._id, self._lasting(taken), self._loader.targets)
-        return self._loader.unused()
+        return self._loader.unused(), self._wants(images)
+
+    def _images(self, shown: Sequence[Any], slot: SlotMapping | None) -> Images:
+        if self._lent:
+            return self._lent_images(shown)
+        return self._all_images() if slot is None else self._own_image(slot)
 
     def _plan_from(
         self, images: Images, taken: Taken, *, kept: dict[str, Any] | None = None
@@ -227,16 +256,38 @@ class Restore:
         return Images.of_slot(self._link, slot, self._control)
 
     def _all_images(self, *, every: bool = False) -> Images:
+        """`every`: see `Images.find`. What this rank lends is asked for once."""
+        every = every or self.every
+        if self._shows is not None and every == self.every:
+            return self._shows
         images = Images.find(self._link, self._id, self._timeout_s, every=every)
         refuse_dcp(images.skeleton(images.stand_in(self._rank)), self._id)
         return images
 
-    def _copy(self, unused: Sequence[Any]) -> None:
-        # a rank that goes on from its own image has already compared all names with it
-        if all(unused):
-            check_unused(unused)
-        self._partial.begin(self._loader.targets)
-        self.bytes = self._loader.copy()
+    def _lent_images(self, shown: Sequence[Any]) -> LentImages:
+        images = LentImages(self._link, self._id, shown)
+        refuse_dcp(images.skeleton(images.stand_in(self._rank)), self._id)
+        return images
+
+    def _wants(self, images: Images) -> tuple[ChunkRun, ...]:
+        return images.wanted if isinstance(images, LentImages) else ()
+
+    def _copy(self, planned: Sequence[Any]) -> None:
+        unused = [names for names, _ in planned]
+        chunks = self._chunks([run for _, runs in planned for run in runs])
+        try:
+            # a rank that goes on from its own image has already compared all names with it
+            if all(unused):
+                check_unused(unused)
+            self._partial.begin(self._loader.targets)
+            self._loader.receive(chunks)
+            self.bytes = self._loader.copy()
+        finally:
+            for _ in chunks:  # the other ranks are waiting, whatever went wrong here
+                pass
+
+    def _chunks(self, wanted: Sequence[ChunkRun]) -> Iterator[tuple[ChunkRun, Tensor]]:
+        return iter(()) if self._lending is None else self._lending.chunks(wanted)
 
     def _finish(self, _: Sequence[Any]) -> None:
         self._loader.finish()

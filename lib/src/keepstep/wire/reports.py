@@ -216,7 +216,8 @@ class Report:
     at which other pods of the run reach this one; '' if it serves none. `failures`: all failures of
     the script itself that are known here. `goodput`: None before the first restore.
     `peers_version`: the version of the list of peers that this sidecar has; '': it has none; None:
-    list the peers each time.
+    list the peers each time. `refusals`: how often the ranks' vote refused since the last restore.
+    `refused`: why, in its own words.
     """
 
     sidecar: str
@@ -242,6 +243,8 @@ class Report:
     failures: tuple[Failure, ...] = ()
     goodput: ReportedGoodput | None = None
     peers_version: str | None = None
+    refusals: int = 0
+    refused: str = ""
 
     def as_reported(self, node_rank: int, *, ordered: int) -> Reported:
         """The ledger's event. `ordered`: a number that grows over all sidecars of this node rank,
@@ -284,6 +287,7 @@ class ReportReply:
     `archive`: a committed step to archive instead of a due step that was never committed.
     `failures`: failures of the script itself, from all pods, because a new pod has no record.
     `reads_runs`: this operator reads `twin_runs`. For one that does not say so, `twins` are listed.
+    `begin_again`: a person wants the run to begin at step 0 if no step can be restored.
     """
 
     interval_s: float = 30.0
@@ -305,6 +309,7 @@ class ReportReply:
     archive: StepId | None = None
     failures: tuple[Failure, ...] = ()
     reads_runs: bool = False
+    begin_again: bool = False
 
 
 def _rank_report(one: ReportedRank) -> RankReport:

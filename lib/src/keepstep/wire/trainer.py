@@ -239,6 +239,14 @@ class UncaughtRequest(Message):
     repeats: bool = False
 
 
+class RefusedRequest(Message):
+    """POST /v1/refused: the ranks found steps, but their vote refused to go on or to begin
+    again. `reason`: the text of its error."""
+
+    lease: str
+    reason: str
+
+
 class ReleaseRequest(Message):
     """POST /v1/release: this trainer no longer writes into any slot. Its process may live on."""
 

@@ -80,6 +80,14 @@ class HugePages(str, enum.Enum):
     AUTO = "Auto"
 
 
+class OnLoss(str, enum.Enum):
+    """What a run does when a part of every step is gone for good: begin again, or wait for a
+    person."""
+
+    RESTART = "Restart"
+    WAIT = "Wait"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EmptyDir:
     """The node's own disk, for the life of the pod."""
@@ -156,6 +164,7 @@ class Policy:
     io_threads: int = 16
     bytes_per_second: int | None = None
     flush_timeout_s: int = 60
+    on_loss: OnLoss = OnLoss.RESTART
     run_ttl_s: int = 168 * 3600
     peers: Peers | None = None
     archive: Archive | None = None
@@ -181,6 +190,13 @@ class Policy:
         local = [one.source.path for one in self.volumes if isinstance(one.source, HostPath)]
         shared = self.archive.directory.path if self.archive and self.archive.directory else None
         return (*local, *([shared] if shared else []))
+
+    @property
+    def begins_again(self) -> bool:
+        """Whether a run begins again when a part of every step is gone: only where each volume goes
+        with its pod, so that nothing can come back."""
+        fleeting = all(one.source.kind is not VolumeKind.HOST_PATH for one in self.volumes)
+        return fleeting and self.on_loss is OnLoss.RESTART
 
     @property
     def usable_bytes(self) -> int | None:
@@ -222,6 +238,7 @@ def parse_policy(body: Body) -> Policy:
         io_threads=sidecar.number("ioThreadsPerVolume", 16, least=1, most=64),
         bytes_per_second=sidecar.optional_size("bytesPerSecondLimit"),
         flush_timeout_s=spec.duration("flushTimeout", "60s", least=1, most=_LONGEST_FLUSH_S),
+        on_loss=spec.choice("onLoss", OnLoss.RESTART),
         run_ttl_s=spec.duration("runTTL", "168h", least=60, most=8760 * 3600),
         peers=parse_peers(spec),
         archive=parse_archive(spec),

@@ -195,6 +195,7 @@ def _settings(
         "KEEPSTEP_BYTES_PER_SECOND": policy.bytes_per_second,
         "KEEPSTEP_VERIFY": _VERIFY[policy.verify],
         "KEEPSTEP_FLUSH_TIMEOUT": policy.flush_timeout_s,
+        "KEEPSTEP_ON_LOSS": "restart" if policy.begins_again else None,
         "KEEPSTEP_REPORT_URL": f"{defaults.reports_url}{reports.PATH}",
         "KEEPSTEP_REPORT_CA": defaults.reports_ca,
         "KEEPSTEP_REPORT_CA_FILE": f"{TRUST_PATH}/ca.crt",

@@ -69,6 +69,11 @@ class Cluster:
         body = {"spec": {"restoreFrom": step}}
         self._json("PATCH", self._path("checkpointruns", run), body=body, kind=_MERGE)
 
+    def annotate(self, run: str, annotations: dict[str, str]) -> None:
+        """Write these annotations of the CheckpointRun, whatever their values are."""
+        body = {"metadata": {"annotations": annotations}}
+        self._json("PATCH", self._path("checkpointruns", run), body=body, kind=_MERGE)
+
     def replace_pins(self, run: Body, pins: list[str]) -> None:
         """Write `spec.pins`, if the spec is still that of `run`. The status does not matter, since
         the operator writes it all the time."""

@@ -225,12 +225,33 @@ def rollback(run: str, step: str, namespace: str | None, context: str | None) ->
     """
     cluster = Cluster(context=context, namespace=namespace)
     _refuse_other_run(run, step)
+    known = _steps(cluster, cluster.run(run))
+    wanted = step.rpartition("/")[2]
+    if not any(wanted in (one["id"], str(one["step"])) for one in known):
+        there = ", ".join(str(one["step"]) for one in known[:8]) or "none"
+        note = f"note: the API knows of no step {wanted} of run {run} (there is: {there}); unless"
+        say(f"{note} its pods have it, the condition RestoreFrom says NotFound", err=True)
     cluster.ask_to_restore_from(run, step)
     say(
-        f"run {run} goes on from step {step} when it restarts. Wait until its condition RestoreFrom"
-        f" says Waiting (kubectl -n {cluster.namespace} describe ckrun {run}), then restart the"
-        " job's pods"
+        f"run {run} is to go on from step {step} when it restarts. Wait until its condition"
+        f" RestoreFrom says Waiting (kubectl -n {cluster.namespace} describe ckrun {run}), then"
+        " restart the job's pods"
     )
+
+
+@cli.command("fresh-start", epilog=_examples("fresh-start gpt-1a2b"))
+@click.argument("run")
+@_options
+def fresh_start(run: str, namespace: str | None, context: str | None) -> None:
+    """Let RUN begin again at step 0, if its next start finds no step that is whole.
+
+    For a run whose starts are refused because a part of every step is gone. While a step can be
+    restored, it is. Annotates the CheckpointRun, and writes nothing else.
+    """
+    cluster = Cluster(context=context, namespace=namespace)
+    cluster.run(run)
+    cluster.annotate(run, {names.FRESH_START_ANNOTATION: names.FRESH_START_ALLOW})
+    say(f"run {run} begins again at step 0 at its next start, if no step can be restored then")
 
 
 def _refuse_other_run(run: str, step: str) -> None:

@@ -134,7 +134,7 @@ def read(body: bytes) -> Parts[Report]:
     told["warnings"] = tuple(cut(_text(one)) for one in outer.warnings[:MOST_WARNINGS])
     for name in ("sidecar", "library"):
         told[name] = cut(told[name], longest=LONGEST_NAME)
-    report = Report(**told | {"pinned": cut(outer.pinned)})
+    report = Report(**told | {"pinned": cut(outer.pinned), "refused": cut(outer.refused)})
     yield
     _check_epochs(report)
     if not all(0 <= one.rank < LARGEST_WORLD for one in report.restores):

@@ -17,6 +17,7 @@ from keepstep.wire.trainer import (
     FailedRequest,
     Opened,
     OpenRequest,
+    RefusedRequest,
     RestoredRequest,
 )
 from keepstep_sidecar.api.saving import Saving
@@ -82,7 +83,8 @@ class Votes:
 
 
 class Restoring:
-    """The trainer's side of a restore. `restores`: the last restores, for the reports."""
+    """The trainer's side of a restore. `restores`: the last restores, for the reports. `refusals`:
+    by rank, how often the vote refused since then; `refused`: why."""
 
     def __init__(
         self,
@@ -96,6 +98,8 @@ class Restoring:
         changes: Changes,
     ) -> None:
         self.restores: list[ReportedRestore] = []
+        self.refusals: dict[int, int] = {}
+        self.refused = ""
         self.votes = Votes(self._vote_view, remote_tiers.look, changes)
         self._saving = saving
         self._slots = slots
@@ -137,6 +141,7 @@ class Restoring:
             lease.rank, seconds=request.seconds, epoch=request.epoch, tier=request.tier
         )
         self._restorer.release(lease.rank)
+        self.refusals, self.refused = {}, ""
         say(
             "restored",
             rank=lease.rank,
@@ -145,6 +150,14 @@ class Restoring:
             step=request.epoch.parent and str(request.epoch.parent),
             tier=request.tier and str(request.tier),
         )
+        self._changes.ring()
+
+    async def vote_refused(self, request: RefusedRequest) -> None:
+        """The vote refused, and the trainer ends."""
+        rank = self._saving.leases.require(request.lease).rank
+        self.refusals[rank] = self.refusals.get(rank, 0) + 1
+        self.refused = request.reason
+        warn("restore refused", rank=rank, times=self.refusals[rank], reason=request.reason)
         self._changes.ring()
 
     async def failed(self, request: FailedRequest) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from keepstep.core.candidates import Offer
+from keepstep.core.candidates import Offer, Part
 from keepstep.core.ledger import RankReport, Reported
-from keepstep.core.ledger.holding import is_full
+from keepstep.core.ledger.holding import bits, is_full
 from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.core.shard import Shard
 from keepstep.errors import ImageError
@@ -499,15 +499,31 @@ class CopyLocator:
     def _offer(self, id: StepId) -> Offer | None:
         if (world := self.world_of(id)) is None:
             return None
-        reached: dict[Tier, int] = {}
-        for tier, rank, alike in self._copies(id):
-            reached[tier] = reached.get(tier, 0) | 1 << rank | alike.bits
-        found = 0
+        found, reached = 0, self._reached(id)
         for tier in NEAREST_FIRST:
             found |= reached.get(tier, 0)
             if is_full(found, world):
                 return Offer(id=id, tier=tier, world=world)
         return None
+
+    def parts(self, ids: Iterable[StepId]) -> tuple[Part, ...]:
+        """What is within reach of each of these steps, oldest first."""
+        found = []
+        for id in sorted(ids):
+            reached, world = self._reached(id), self.world_of(id)
+            if reached and world is not None:
+                ranks, tier = 0, max(reached, key=NEAREST_FIRST.index)
+                for there in reached.values():
+                    ranks |= there
+                found.append(Part(id=id, tier=tier, world=world, ranks=Ranks.of(bits(ranks))))
+        return tuple(found)
+
+    def _reached(self, id: StepId) -> dict[Tier, int]:
+        """By tier, the ranks whose boxes are within reach there, as a bitmap."""
+        reached: dict[Tier, int] = {}
+        for tier, rank, alike in self._copies(id):
+            reached[tier] = reached.get(tier, 0) | 1 << rank | alike.bits
+        return reached
 
     def _copies(self, id: StepId) -> Iterable[tuple[Tier, int, Ranks]]:
         """(tier, rank, the rank and its twins) of all copies."""

@@ -18,7 +18,11 @@ from keepstep_sidecar.config.restore_from import Wish
 
 
 class Rollback:
-    """The step to go back to, if one was named at the sidecar's start or by the operator."""
+    """The step to go back to, if one was named at the sidecar's start or by the operator.
+
+    `begin_again`: a person asked, through the operator, to begin at step 0 if no step can be
+    restored.
+    """
 
     def __init__(
         self,
@@ -30,6 +34,7 @@ class Rollback:
         """`recorded`: returns the epochs on this machine's record. `asked`: the step that the
         script asked for in the newest of them."""
         self.run = ""
+        self.begin_again = False
         self.asked = asked
         self._wish = wish
         self._recorded = recorded
@@ -39,6 +44,7 @@ class Rollback:
     def hear(self, reply: ReportReply) -> None:
         """Take in the operator's reply, which holds until the next one."""
         self._told, self.run = reply.restore_from, reply.restore_run
+        self.begin_again = reply.begin_again
         if self._told != self._began:
             self._began = None
 

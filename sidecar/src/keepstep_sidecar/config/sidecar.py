@@ -43,6 +43,7 @@ from keepstep_sidecar.config.keys import (
     refuse_unknown,
     whole,
 )
+from keepstep_sidecar.config.on_loss import OnLoss
 from keepstep_sidecar.config.peers import Files, PeerSettings
 from keepstep_sidecar.config.quantities import parse_duration
 from keepstep_sidecar.config.restore_from import Fork, Wish, parse
@@ -283,6 +284,12 @@ class Config:
         for_run=False,
         hidden=True,
     )
+    on_loss: OnLoss = key(
+        one_of(OnLoss), OnLoss.WAIT,
+        "What to do when a part of every step is lost: wait for it, or begin again, because what a"
+        " pod kept here goes with that pod for good.",
+        for_run=False,
+    )
     metrics_port: int | None = key(
         whole(1, 65535), None, "TCP port of /metrics and /healthz.  [default: the socket only]"
     )
@@ -383,6 +390,13 @@ class Config:
             token_file=self.report_token_file,
             ca_file=self.report_ca_file,
         )
+
+    @property
+    def way_out(self) -> str:
+        """The command by which a person has this run begin again at step 0."""
+        if self.report_url is None:
+            return "`keepstep run --run NAME -- ...` with a new name; the steps of this run stay"
+        return f"`kubectl annotate --overwrite ckrun {self.run} keepstep.dev/fresh-start=allow`"
 
     @property
     def wish(self) -> Wish | None:

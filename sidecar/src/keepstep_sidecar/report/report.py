@@ -31,6 +31,7 @@ _RESTART_S = 120.0
 """A trainer that takes longer to come back will find the operator's plan anyway."""
 _WARNINGS = 10
 _WARNING_CHARACTERS = 500
+_REFUSED_CHARACTERS = 1000
 
 
 def urgent(service: Service) -> bool:
@@ -71,6 +72,8 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         ),
         failures=committer.script_failures.known(committer.ledger),
         goodput=_goodput(service.history),
+        refusals=max(service.restoring.refusals.values(), default=0),
+        refused=service.restoring.refused[:_REFUSED_CHARACTERS],
     )
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from keepstep.core.candidates import Candidate, Candidates
+from keepstep.core.candidates import MOST_EPOCHS, Candidate, Candidates, Part
 from keepstep.errors import ImageError, NoMemoryError, StorageError, few
 from keepstep.steps import Answer, StepId, Tier
 from keepstep.wire.trainer import RESTORE_TIMEOUT_ENV, Opened
@@ -40,8 +40,12 @@ class Restorer:
         *,
         changes: Changes,
         restores: Callable[[int], bool],
+        fleeting: bool = False,
+        way_out: str = "",
     ) -> None:
-        """`restores`: whether a rank is about to restore. A rank that trains needs its slots."""
+        """`restores`: whether a rank is about to restore. A rank that trains needs its slots.
+        `fleeting`, `way_out`: see `Candidates`."""
+        self._fleeting, self._way_out = fleeting, way_out
         self._pool = pool
         self._committer = committer
         self._prefetcher = prefetcher
@@ -71,8 +75,13 @@ class Restorer:
             whole = {*ledger.committed(Tier.MEMORY), *(one.id for one in offers)}
             # A step of another world size stays on the list: the vote reports the difference.
             held = {id: one for id, one in held.items() if id in whole or one.world != lease.world}
+            parts: tuple[Part, ...] = ()
+        else:
+            parts = self._parts(hidden.union(one.id for one in offers))
         planned = plan(self._committer)
-        answer, reason = (Answer.STEPS, "") if held or offers else self._why_nothing(lease)
+        answer, reason = (Answer.STEPS, "")
+        if not held and not offers:
+            answer, reason = self._why_nothing(lease, parts)
         return Candidates(
             answer=answer,
             candidates=tuple(held[id] for id in sorted(held)),
@@ -83,7 +92,20 @@ class Restorer:
             failures=self._committer.script_failures.known(ledger),
             trusted=tuple(sorted(self._committer.operator_view.word.pinned)),
             never_whole=self._never_whole() if answer is Answer.NONE else "",
+            parts=parts,
+            epochs=ledger.epochs[-MOST_EPOCHS:],
+            fleeting=self._fleeting,
+            begin_again=self._committer.rollback.begin_again,
+            way_out=self._way_out,
             **self._wanted(),
+        )
+
+    def _parts(self, without: Collection[StepId]) -> tuple[Part, ...]:
+        """What this sidecar can add to steps that only several sidecars together have."""
+        committer = self._committer
+        restorable = committer.ledger.lineage.restorable
+        return committer.locator.parts(
+            id for id in committer.locator.ids().difference(without) if restorable(id)
         )
 
     def _never_whole(self) -> str:
@@ -141,7 +163,7 @@ class Restorer:
             )
         return None
 
-    def _why_nothing(self, lease: Lease) -> tuple[Answer, str]:
+    def _why_nothing(self, lease: Lease, parts: Collection[Part]) -> tuple[Answer, str]:
         committer = self._committer
         if committer.unreadable:
             return Answer.UNKNOWN, committer.unreadable
@@ -151,6 +173,8 @@ class Restorer:
             return Answer.UNKNOWN, committer.remotes.unknown
         if refusal := committer.ancestry.refusal():
             return Answer.UNKNOWN, refusal
+        if parts:
+            return Answer.STEPS, ""
         kept = {id for id in committer.remotes.complete if not committer.ledger.is_dead(id)}
         if committed := committer.local_shards.ever_published() | kept:
             newest = max(committed)
@@ -172,7 +196,7 @@ class Restorer:
         saved = f"{locator.world_of(newest) or 'different numbers of'} ranks"
         return Answer.UNKNOWN, (
             f"step {newest} was saved by {saved}, while {lease.world} are running, and it is not "
-            f"whole: {ledger.what_ails(newest)}; remove the run with `keepstep rm` to begin anew"
+            f"whole: {ledger.what_ails(newest)}"
         )
 
     # --- ahead of time -----------------------------------------------------------------------

@@ -673,13 +673,17 @@ def whole(copies: Completeness, lineage: Lineage) -> tuple[StepId, ...]:
     return tuple(reversed(list(_whole(copies, lineage))))
 
 
-def newest_whole(copies: Completeness, lineage: Lineage) -> StepId | None:
-    """The newest step of `whole`, found without judging all the older ones."""
-    return next(_whole(copies, lineage), None)
+def newest_whole(
+    copies: Completeness, lineage: Lineage, *, world: int | None = None
+) -> StepId | None:
+    """The newest step of `whole`, found without judging all the older ones. `world`: how many ranks
+    run."""
+    return next(_whole(copies, lineage, world=world), None)
 
 
-def _whole(copies: Completeness, lineage: Lineage) -> Iterator[StepId]:
-    """The steps of `whole`, newest first."""
+def _whole(copies: Completeness, lineage: Lineage, *, world: int | None = None) -> Iterator[StepId]:
+    """The steps of `whole`, newest first. If another number of ranks runs than saved the step, all
+    of them put it together, so no twin stands in for a rank."""
     for place in reversed(range(len(copies.steps))):
         id = copies.steps[place]
         if not lineage.restorable(id):
@@ -696,7 +700,11 @@ def _whole(copies: Completeness, lineage: Lineage) -> Iterator[StepId]:
                 if copies.complete(one, Tier.MEMORY) and lineage.restorable(one)
             )
             complete = next(before, None)
-            if complete is None or not _nearby(coverage, copies.coverage(complete)):
+            if (
+                complete is None
+                or coverage.world != (world or coverage.world)
+                or not _nearby(coverage, copies.coverage(complete))
+            ):
                 yield id
 
 

@@ -193,6 +193,10 @@ class Ledger:
         `commit_rule.whole` says when a twin's image stands in for a rank's own."""
         return commit_rule.whole(self._copies, self._lineage)
 
+    def restart_step(self, *, world: int | None = None) -> StepId | None:
+        """The newest step that `world` ranks could go on from now; None if no step is whole."""
+        return commit_rule.newest_whole(self._copies, self._lineage, world=world)
+
     def without(self, *node_ranks: int, tier: Tier = Tier.LOCAL) -> StepId | None:
         """The newest step that could be restored from this tier and stronger ones if everything
         that these nodes reported were gone. Images in the archive would still be there."""
@@ -289,7 +293,7 @@ class Ledger:
 
     def next_step(self, ranks: Collection[int]) -> StepId | Nothing | Unknown:
         """Only the step of `plan`. This is cheaper, because it does not look at every rank."""
-        newest = commit_rule.newest_whole(self._copies, self._lineage)
+        newest = commit_rule.newest_whole(self._copies, self._lineage, world=len(ranks))
         coverage = None if newest is None else self._copies.coverage(newest)
         if newest is None or coverage is None:
             return self._nothing(ranks)

@@ -40,15 +40,16 @@ def survives(
     common: bool,
     committed: bool,
     spread: bool,
+    apart: bool,
     archived: bool,
     kinds: Collection[VolumeKind],
     labelled: bool,
 ) -> tuple[Survives, ...]:
     """The events that the run would survive now.
 
-    `common`: there is a step that all ranks hold somewhere. `committed`: a step is durable on all
-    ranks. `spread`: a step is left whichever single node is lost. `archived`: a step is in the
-    archive.
+    `common`: there is a step that a restart goes on from. `committed`: a step is durable on all
+    ranks. `spread`: a step is left whichever single node is lost; `apart`: the same for each pod
+    with its volumes. `archived`: a step is in the archive.
 
     What survives the loss of a node also survives the loss of a pod. A new job replaces all pods at
     once, so copies on peers do not survive it if they lie on volumes that are lost with their pod.
@@ -56,7 +57,7 @@ def survives(
     on_nodes = committed and volumes_outlive_pod(kinds)
     held = {
         Survives.CONTAINER_RESTART: common or committed,
-        Survives.POD_RESTART: on_nodes or spread,
+        Survives.POD_RESTART: on_nodes or spread or apart,
         Survives.NODE_LOSS: spread,
         Survives.JOB_RECREATE: labelled and (on_nodes or archived),
     }

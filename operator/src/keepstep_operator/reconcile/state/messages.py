@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from keepstep.core.outlook import Outlook
+from keepstep.core.outlook import Restart as Goes
 from keepstep.steps import StepId
 from keepstep_operator import names
 from keepstep_operator.api.model import PodRecord, RunKey
@@ -39,9 +41,9 @@ def without_library(pod: str, *, after_s: float) -> str:
     )
 
 
-def restarted(restart: Restart, run: RunKey, *, kept_aside: bool) -> str:
+def restarted(restart: Restart, run: RunKey, *, kept_aside: bool, again: bool = False) -> str:
     """Where an epoch of the run began, and what the restart cost. `kept_aside`: older steps still
-    exist."""
+    exist. `again`: of these, a part is gone for good."""
     lost = _steps_lost(restart.lost_steps)
     if restart.parent:
         where = f" from {restart.tier}" if restart.tier else ""
@@ -49,6 +51,12 @@ def restarted(restart: Restart, run: RunKey, *, kept_aside: bool) -> str:
         if restart.origin:
             return f"began from step {restart.step} of run {restart.origin}{where} in {seconds} s"
         return f"restored step {restart.step}{where} in {seconds} s; {lost}"
+    if again:
+        return (
+            f"began again at step 0 ({lost}): a part of every step went with the pod that held it."
+            " With peers or an archive in the policy, or hostPath volumes, it would not; with"
+            " onLoss: Wait, the run would wait for a person"
+        )
     if kept_aside:
         return f"began at step 0 although older steps exist ({lost}). {acknowledge(run)}"
     return (
@@ -89,11 +97,34 @@ def _steps_lost(count: int) -> str:
     return "1 step lost" if count == 1 else f"{count} steps lost"
 
 
-def last_step_lost(pod: PodRecord, before: StepId | None, after: StepId | None) -> str:
-    """A pod was deleted before its last step was on anything that outlives the pod."""
-    step, onward = before.step if before else 0, after.step if after else 0
+def last_step_lost(pod: PodRecord, before: StepId, after: Outlook, run: RunKey) -> str:
+    """A pod was deleted before its last step was on anything that outlives the pod. `after`: what a
+    restart does now."""
+    step = after.step.step if after.step else 0
+    onward = {
+        Goes.GOES_ON: f"a restart goes on from step {step}",
+        Goes.BEGINS: "nothing is left, so a restart begins at step 0",
+        Goes.BEGINS_AGAIN: "the other pods do not have all of any step, so the run begins again at"
+        " step 0",
+        Goes.WAITS: "the other pods do not have all of any step, so restarts wait for what is"
+        f" missing. {begin_again(run)}",
+    }
     return (
-        f"pod {pod.name} was deleted before step {step}, which all ranks had finished, was kept"
-        f" where it outlives the pod; a restart goes on from step {onward}. Give the policy peers"
-        " or an archive, and a flushTimeout that holds what a pod writes and sends"
+        f"pod {pod.name} was deleted before step {before.step} was kept where it outlives the pod;"
+        f" {onward[after.restart]}. Give the policy peers or an archive, and a flushTimeout that"
+        " holds what a pod writes and sends"
     )
+
+
+def begin_again(run: RunKey) -> str:
+    """How a person has a run begin again that waits for what is missing."""
+    return (
+        "To begin again at step 0: kubectl annotate --overwrite checkpointrun -n"
+        f" {run.namespace} {run.name} {names.FRESH_START_ANNOTATION}={names.FRESH_START_ALLOW}"
+    )
+
+
+def restore_refused(times: int, reason: str) -> str:
+    """The ranks' vote refused to go on."""
+    starts = "1 start was" if times == 1 else f"{times} starts were"
+    return f"{starts} refused: {reason}"

@@ -26,7 +26,7 @@ MOST_PAST = 64
 
 class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a sidecar reports of itself and of its pod. `failed`: pairs of name and reason, for
-    volumes that take no writes."""
+    volumes that take no writes. `refusals`, `refused`: see `Report`."""
 
     version: str
     started_at: float
@@ -38,6 +38,8 @@ class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     failed: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
     depots: tuple[TierProgress, ...]
+    refusals: int
+    refused: str
 
     @classmethod
     def of(cls, report: Report) -> SidecarState:
@@ -52,13 +54,17 @@ class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             failed=tuple((one.name, one.failed) for one in report.volumes if one.failed),
             warnings=report.warnings,
             depots=report.depots,
+            refusals=report.refusals,
+            refused=report.refused,
         )
 
     @property
     def troubles(self) -> tuple[object, ...]:
         """The facts that conditions depend on, without numbers that change with each report."""
         ways = tuple((one.tier, one.trouble, one.backlog > 0) for one in self.depots)
-        return self.ready, self.library, self.failed, self.warnings, bool(self.peer_address), ways
+        served = bool(self.peer_address)
+        refused = self.refusals, self.refused
+        return self.ready, self.library, self.failed, self.warnings, served, ways, refused
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False):

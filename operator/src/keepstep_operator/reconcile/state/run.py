@@ -14,11 +14,13 @@ from types import MappingProxyType
 
 from keepstep.core import ledger
 from keepstep.core.ledger import AlarmKind, is_among
+from keepstep.core.outlook import Outlook, Restart, outlook
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import on_grid, stands_in
 from keepstep.core.suspicion import Failure, newest
-from keepstep.steps import StepId, Tier
+from keepstep.steps import EpochId, StepId, Tier
 from keepstep.wire.reports import Report
+from keepstep_operator import names
 from keepstep_operator.api.job_kinds import kind_of
 from keepstep_operator.api.model import (
     Job,
@@ -117,6 +119,7 @@ class Run:
         """A commit to archive although it is not due; None again once it is archived."""
         self.recent: list[RecentStatus] = []
         self.commit: Commit | None = None
+        self.commit_lost: StepId | None = None
         self.finished_at: float | None = None
         self.health = Health()
         self._looked_at = 0.0
@@ -137,6 +140,10 @@ class Run:
         self._noted_at = 0.0
         self._idle_since: float | None = None
         self._fresh_start_until: float | None = None
+        self._begin_again_after: int | None = None
+        """The newest epoch's number when a person asked to begin again; None: nobody did."""
+        self._began_again: EpochId | None = None
+        """The epoch that then began at step 0, as long as it has no step that all ranks hold."""
 
     # --- pods ----------------------------------------------------------------------------
 
@@ -175,7 +182,8 @@ class Run:
     def _ended(self, pod: PodRecord, at: float) -> list[Action]:
         """The pod's containers will not run again: its memory is lost, and its volumes with it
         unless they outlive the pod."""
-        before = self.ledger.restorable() if pod.uid in self._leaving else None
+        known = self.outlook() if pod.uid in self._leaving else None
+        before = known.step if known and known.restart is Restart.GOES_ON else None
         said = self.ledger.pod_gone(pod.uid, local_stays=volumes_outlive_pod(pod.volumes))
         self._know_alive(at)
         left = self._left(pod, before) if pod.uid in self._leaving else ()
@@ -188,13 +196,12 @@ class Run:
 
         `before`: the newest step that could be restored while the pod existed.
         """
-        after = self.ledger.restorable()
-        gone = before is not None and (after is None or after < before)
-        if gone and any(one.stays for one in self.pods.values()):
-            yield self._event(
-                "LastStepLost", messages.last_step_lost(pod, before, after), warning=True,
-                topic=pod.uid,
-            )  # fmt: skip
+        after = self.outlook()
+        left = after.step if after.restart is Restart.GOES_ON else None
+        gone = before is not None and (left is None or left < before)
+        if before is not None and gone and any(one.stays for one in self.pods.values()):
+            message = messages.last_step_lost(pod, before, after, self.key)
+            yield self._event("LastStepLost", message, warning=True, topic=pod.uid)
 
     def _not_injected(self, pod: PodRecord) -> Iterator[Action]:
         if not pod.injected and not pod.over:
@@ -255,6 +262,10 @@ class Run:
         self._configure()
         if object.fresh_start and (before is None or before.fresh_start != object.fresh_start):
             self._fresh_start_until = at + FRESH_START_S
+            self._begin_again_after = None
+            if object.fresh_start == names.FRESH_START_ALLOW:
+                current = self.ledger.core.lineage.current
+                self._begin_again_after = current.number if current else 0
         changed = before is None or before.generation != object.generation
         write = [WriteStatus(self.key, soon=before is not None)] if changed else []
         return [*self._acknowledge(at=at), *write]
@@ -366,6 +377,7 @@ class Run:
             *self._committed(at),
             *self._alarmed(said, at=at),
             *self._warned(pod, report),
+            *self._refused(pod, report),
             *self._acknowledge(at=at),
             *self._restarted(at),
             *(self._changed_outlook(self._look(at), at) if troubled and self._may_look(at) else ()),
@@ -418,6 +430,38 @@ class Run:
                 "SidecarWarning", message, warning=True, topic=f"{pod.uid} {kind}", period_s=ALARM_S
             )
 
+    def _refused(self, pod: PodRecord, report: Report) -> Iterator[Action]:
+        """Report that the ranks' vote refused to go on."""
+        if report.refusals:
+            message = messages.restore_refused(report.refusals, report.refused)
+            yield self._event("RestoreRefused", message, warning=True)
+
+    # --- what a restart does -------------------------------------------------------------
+
+    @property
+    def fleeting(self) -> bool:
+        """Whether what a pod keeps goes with the pod, so that the run may begin again."""
+        return (
+            self.policy is not None
+            and self.policy.begins_again
+            and VolumeKind.HOST_PATH not in self.volumes
+        )
+
+    def refusals(self) -> tuple[int, str]:
+        """How often the ranks' vote refused since the last restore, and why, in its own words."""
+        there = (one.sidecar for one in self.ledger.places.there())
+        return max(((one.refusals, one.refused) for one in there), default=(0, ""))
+
+    def outlook(self) -> Outlook:
+        """What a restart would do now, as far as reports show."""
+        world = self.ledger.world or 0
+        return outlook(self.ledger.core, world=world, fleeting=self.fleeting)
+
+    def begins_again(self) -> bool:
+        """Whether a person asked to begin at step 0 if no step can be restored: until an epoch
+        begins and, if it began at step 0, until that has a commit."""
+        return self._begin_again_after is not None or self._began_again is not None
+
     def _know_alive(self, at: float) -> None:
         self.alive_since = (self.alive_since or at) if self.ledger.alive() else None
 
@@ -448,19 +492,22 @@ class Run:
             archive=self._stand_in,
             failures=self.failures,
             reads_runs=True,
+            begin_again=self.begins_again(),
         )
 
     def _committed(self, at: float) -> Iterator[Action]:
         id, known = self.ledger.committed(), self.commit
         if id is None:
             # lost with a pod, or only out of sight while a pod has not reported
-            self.commit = None if self.ledger.settled else known
+            if known is not None and self.ledger.settled:
+                self.commit, self.commit_lost = None, known.id
             return
         if known is not None and (id == known.id or not self._is_news(id, known)):
             return
         since = max(known.at, self.alive_since or known.at) if known is not None else None
         if known is not None and self._stands_in(id, known.id):
             self._stand_in = id
+        self.commit_lost = None
         self.commit = Commit(id=id, at=at, interval_s=None if since is None else at - since)
         queued = any(pod.queued for pod in self.pods.values())
         if queued and self.object is not None and at - self._noted_at >= NOTE_COMMIT_S:
@@ -508,7 +555,10 @@ class Run:
             reason = "Restored" if restart.parent else "FreshStart"
             reason = "Forked" if restart.origin else reason
             aside = self.ledger.core.lineage.fresh == restart.epoch
-            message = cut(messages.restarted(restart, self.key, kept_aside=aside))
+            again = aside and self.fleeting
+            if again:  # what is left of older steps is of no use without what is gone
+                yield from self._alarmed(self.ledger.acknowledge(restart.epoch), at=at)
+            message = cut(messages.restarted(restart, self.key, kept_aside=aside, again=again))
             self._remember(
                 RecentStatus(
                     time=utc(at),
@@ -532,6 +582,12 @@ class Run:
         """Acknowledge the fresh start that the annotation names: an epoch, or "newest". For
         "newest", a fresh start is looked for only a while, so that it never acknowledges a later
         one."""
+        if self._began_again is not None and self.ledger.restorable() is not None:
+            self._began_again = None
+        after = self._began_again.number if self._began_again else self._begin_again_after
+        if after is not None:
+            yield from self._began(after, at=at)
+            return
         if self._fresh_start_until is None or self.object is None:
             return
         named = parse_epoch(self.object.fresh_start)
@@ -544,6 +600,18 @@ class Run:
                 yield NameFreshStart(self.key, epoch)
         elif at > self._fresh_start_until:
             self._fresh_start_until = None
+
+    def _began(self, after: int, *, at: float) -> Iterator[Action]:
+        """Note that an epoch began after a person asked to begin again: that was for one start."""
+        current, fresh = self.ledger.core.lineage.current, self.ledger.core.lineage.fresh
+        if current is None or current.number <= after:
+            return
+        self._begin_again_after = self._began_again = self._fresh_start_until = None
+        if fresh is not None and fresh.number > after:
+            self._began_again = fresh
+            yield from self._alarmed(self.ledger.acknowledge(fresh), at=at)
+        yield WriteStatus(self.key)
+        yield NameFreshStart(self.key, current)
 
     # --- the job's end -------------------------------------------------------------------
 

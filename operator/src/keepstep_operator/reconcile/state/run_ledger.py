@@ -28,7 +28,7 @@ from keepstep.core.ledger import (
     Unknown,
     is_among,
 )
-from keepstep.core.ledger.holding import bitmap, bits
+from keepstep.core.ledger.holding import Holding, bitmap, bits
 from keepstep.core.retention import Retention
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
@@ -65,12 +65,14 @@ kept."""
 class Safety:
     """What the loss of one node would leave.
 
-    `step`: the newest step that survives the loss of any single node; it may be the archived one.
-    `archived`: the newest archived step. `sole`: nodes that hold the only copy of some part of the
-    newest commit. `refuges`: for each node, the newest step that survives its loss.
+    `step`: the newest step that survives the loss of any single node; it may be the archived
+    one. `archived`: the newest archived step. `sole`: nodes that hold the only copy of some part of
+    the newest commit. `refuges`: for each node, the newest step that survives its loss. `pod`: the
+    newest step that survives the loss of any single pod, with its volumes.
     """
 
     step: StepId | None = None
+    pod: StepId | None = None
     archived: StepId | None = None
     sole: frozenset[str] = frozenset()
     refuges: frozenset[StepId] = frozenset()
@@ -448,8 +450,14 @@ class RunLedger:
         apart = next((id for id in newest_first if sole.get(id) == frozenset()), None)
         safe = max((id for id in (apart, archived) if id is not None), default=None)
         alone = sole.get(newest_first[0]) if newest_first else None
+        by_pods = (id for id in newest_first if self._sole_pods(id) == frozenset())
+        pod = max((id for id in (next(by_pods, None), archived) if id is not None), default=None)
         return Safety(
-            step=safe, archived=archived, sole=alone or frozenset(), refuges=refuges(sole)
+            step=safe,
+            pod=pod,
+            archived=archived,
+            sole=alone or frozenset(),
+            refuges=refuges(sole),
         )
 
     def unaided(self) -> StepId | None:
@@ -465,22 +473,36 @@ class RunLedger:
 
     def _sole_nodes(self, id: StepId, *, helpers: bool) -> frozenset[str] | None:
         """As `durability.sole_nodes`. Counts all drives that still exist, also those of pods that
-        are gone.
-
-        No other pod can read from a pod that does not serve peers. So the images of such a pod do
-        not count as twins.
-        """
+        are gone. Twins count, because ranks lend each other images; without `helpers`, only those
+        of pods that serve peers, because what a helper serves is exact."""
         known = {**self.places, **(self.helpers if helpers else {})}
         by_node: dict[str, int] = {}
         world = 0
-        for held in self.core.copies(id):
-            node_rank, tier, saved = held.place
+        for held in self._on_drives(id):
+            node_rank, _, saved = held.place
             place = known.get(node_rank)
-            if tier in (Tier.LOCAL, Tier.PEER) and place is not None and not place.dropped:
+            if place is not None and not place.dropped:
                 world = world or saved
-                ranks = held.with_twins() if place.sidecar.peer_address else held.ranks
+                twins = helpers or place.sidecar.peer_address
+                ranks = held.with_twins() if twins else held.ranks
                 by_node[place.node] = by_node.get(place.node, 0) | ranks
         return sole_nodes(by_node, world=world) if world else None
+
+    def _sole_pods(self, id: StepId) -> frozenset[str] | None:
+        """The same for each pod instead of each node."""
+        by_pod: dict[str, int] = {}
+        world = 0
+        for held in self._on_drives(id):
+            node_rank, _, saved = held.place
+            place = self.places.get(node_rank)
+            if place is not None and not place.gone:
+                world = world or saved
+                by_pod[place.pod] = by_pod.get(place.pod, 0) | held.with_twins()
+        return sole_nodes(by_pod, world=world) if world else None
+
+    def _on_drives(self, id: StepId) -> Iterator[Holding]:
+        """Each copy of the step on a drive."""
+        return (held for held in self.core.copies(id) if held.place[1] in (Tier.LOCAL, Tier.PEER))
 
     def expendable(self) -> tuple[StepId, ...]:
         """Steps of which no copy on local is needed, oldest first.

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from keepstep.core.outlook import Outlook, Restart
 from keepstep.steps import NEAREST_FIRST, Answer, EpochId, StepId, Tier
 from keepstep_operator.api.model import Job, PodRecord, PolicyRecord, RunKey
 from keepstep_operator.api.policy import Policy, VolumeKind
@@ -50,7 +51,10 @@ class RunView:
     the node ranks that are shown. `on_drives`: by node rank, the newest step of which its drives
     hold any image, its own or a copy. `own_drives`: node ranks whose drives hold shards of their
     own. `slowest`: if commits stall, the pod that is the farthest behind. `serving`: numbers of
-    those `helpers` that have reported.
+    those `helpers` that have reported. `outlook`: what a restart does now. `fleeting`: the run
+    begins again where a part of every step is gone. `settled`: what no pod reports is certainly not
+    there. `commit_lost`: the last commit, if a part of it is gone. `refusals`, `refused`: how often
+    the ranks' own vote refused since the last restore, and why.
     """
 
     key: RunKey
@@ -76,6 +80,12 @@ class RunView:
     commits: tuple[StepId, ...]
     archived: tuple[StepId, ...]
     restorable: StepId | None
+    outlook: Outlook
+    fleeting: bool
+    settled: bool
+    commit_lost: StepId | None
+    refusals: int
+    refused: str
     doubt: str
     safety: Safety
     survives: tuple[Survives, ...]
@@ -111,6 +121,7 @@ def view_of(run: Run) -> RunView:
     """The view of the run as it is now."""
     ledger, restores = run.ledger, run.restores
     safety, commits, restorable = ledger.safety(), ledger.commits(), ledger.restorable()
+    outlook, (refusals, refused) = run.outlook(), run.refusals()
     origins = (f"{one.origin}/{one.parent}" for one in ledger.core.epochs if one.origin)
     ranks = [rank for place in ledger.places.there() for rank in place.ranks.values()]
     staying = [rank for rank, place in ledger.places.items() if place.stays and not place.dropped]
@@ -139,12 +150,19 @@ def view_of(run: Run) -> RunView:
         commits=commits,
         archived=ledger.archived(),
         restorable=restorable,
+        outlook=outlook,
+        fleeting=run.fleeting,
+        settled=ledger.settled,
+        commit_lost=run.commit_lost,
+        refusals=refusals,
+        refused=refused,
         doubt=ledger.doubt() if restorable is None else "",
         safety=safety,
         survives=survives(
-            common=restorable is not None,
+            common=outlook.restart is Restart.GOES_ON,
             committed=bool(commits),
             spread=safety.step is not None,
+            apart=safety.pod is not None,
             archived=safety.archived is not None,
             kinds=run.volumes,
             labelled=run.labelled,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from keepstep.core.outlook import Restart
 from keepstep_operator import names
 from keepstep_operator.api.quantities import format_bytes
 from keepstep_operator.api.run import utc
@@ -39,18 +40,21 @@ FULLY_INJECTED = "FullyInjected"
 COMMITTING = "Committing"
 DUPLICATE_NODE_RANK = "DuplicateNodeRank"
 COUNTED_BY_QUEUE = "CountedByQueue"
+RESTORE_REFUSED = "RestoreRefused"
 
 
 def condition_states(run: RunView) -> dict[str, ConditionState]:
     """The conditions by type, in the order in which they are shown, without those that do not apply
     to this run."""
     injected, twice, committing = _fully_injected(run), _duplicate_node_rank(run), _committing(run)
+    refused = _restore_refused(run)
     peers, archive = replicated(run), archived(run)
     protected = (
         _finished(run)
         or _unheard(run)
         or _failing(injected)
         or (twice and replace(twice, status="False"))
+        or (refused and replace(refused, status="False"))
         or _no_library(run)
         or _silent(run)
         or _nothing_kept(run)
@@ -63,6 +67,7 @@ def condition_states(run: RunView) -> dict[str, ConditionState]:
         PROTECTED: protected,
         FULLY_INJECTED: injected,
         DUPLICATE_NODE_RANK: twice,
+        RESTORE_REFUSED: refused,
         COUNTED_BY_QUEUE: _counted_by_queue(run),
         COMMITTING: committing,
         REPLICATED: peers,
@@ -83,9 +88,11 @@ def _failing(verdict: ConditionState | None) -> ConditionState | None:
 def _finished(run: RunView) -> ConditionState | None:
     if not run.finished:
         return None
+    how = next((one.message for one in run.recent if one.type == FINISHED), "the job is over")
+    how = how.partition(";")[0]
     if run.commit is None:
-        return ConditionState("Unknown", FINISHED, "the job is over; no step of it was committed")
-    said = f"the job is over; its last committed step is {run.commit.id.step}"
+        return ConditionState("Unknown", FINISHED, f"{how}; no step of it was committed")
+    said = f"{how}; its last committed step is {run.commit.id.step}"
     if volumes_outlive_pod(run.volumes):
         said += (
             ". It stays on the volumes of its nodes; a new job goes on from it when its pods carry"
@@ -164,19 +171,29 @@ def _silent(run: RunView) -> ConditionState | None:
     )
 
 
+def _restore_refused(run: RunView) -> ConditionState | None:
+    """None unless the ranks' vote refused since the last restore."""
+    if not run.refusals or run.finished:
+        return None
+    said = messages.restore_refused(run.refusals, run.refused)
+    return ConditionState("True", RESTORE_REFUSED, said)
+
+
 def _nothing_kept(run: RunView) -> ConditionState | None:
-    if run.survives:
+    """None if a restart goes on from a step. Otherwise, what it does by the ranks' own rule."""
+    if run.outlook.restart is Restart.GOES_ON:
         return None
     missing = [place.pod for place in run.places.values() if place.gone]
-    if missing and run.step:
-        doubt = f" ({run.doubt})" if run.doubt else ""
-        return ConditionState(
-            "False",
-            "PodsMissing",
-            f"{len(missing)} pods of the run are gone, with what they held, and have not come back:"
-            " without them no step is complete, so nothing is restored and nothing begins at step 0"
-            f" by itself. Look at the job why they are not made again{doubt}",
-        )
+    newest = run.outlook.step.step if run.outlook.step else 0
+    if run.outlook.restart is not Restart.BEGINS and (missing or run.settled):
+        gone = f"of step {newest}, and of every other step, a part is gone"
+        if run.fleeting:
+            said = f"{gone} for good with its pod: the next start begins again at step 0"
+        else:
+            said = f"{gone}: starts wait until it is back. {messages.begin_again(run.key)}"
+        if missing:
+            said += f". {len(missing)} pods have not come back: look at the job"
+        return ConditionState("False", "PodsMissing" if missing else "PartGone", said)
     return ConditionState(
         "False",
         "NothingKept",
@@ -187,7 +204,7 @@ def _nothing_kept(run: RunView) -> ConditionState | None:
 
 
 def _what_is_kept(run: RunView) -> str:
-    restart = max(id.step for id in (run.restorable, run.committed) if id is not None)
+    restart = run.outlook.step.step if run.outlook.step else 0
     said = [
         f"the restart of a container goes on from step {restart}",
         *_of_a_pod(run),
@@ -212,10 +229,17 @@ def _of_a_pod(run: RunView) -> list[str]:
         return [*said, "nothing is committed yet: a pod that is deleted takes its part with it"]
     if stays:
         return [*said, "a node that is lost takes its part with it"]
-    fleeting = ", ".join(sorted({str(kind) for kind in run.volumes})) or "none"
+    if (apart := run.safety.pod) is not None:
+        return [
+            f"a pod that is deleted or moved goes on from step {apart.step} or newer, which the"
+            " other pods have"
+        ]
+    kinds = ", ".join(sorted({str(kind) for kind in run.volumes})) or "none"
+    waits = not run.fleeting and len(run.places) > 1
+    then = "waits for a person (onLoss: Wait)" if waits else "begins at step 0"
     return [
-        "a pod that is deleted or moved takes its part with it, and the run then begins at step 0"
-        f" (volumes: {fleeting}; hostPath outlives pods)"
+        f"a pod that is deleted or moved takes its part with it, and the run then {then}"
+        f" (volumes: {kinds}; hostPath outlives pods)"
     ]
 
 
@@ -246,12 +270,20 @@ def _fully_injected(run: RunView) -> ConditionState:
 def _committing(run: RunView) -> ConditionState:
     if run.finished:
         return OVER
+    if run.health.stalled and (twice := _duplicate_node_rank(run)) is not None:
+        return ConditionState("False", "CommitStalled", twice.message)
     if run.health.stalled:
         return ConditionState(
             "False", "CommitStalled", f"{run.health.stalled}. {_what_hinders(run)}"
         )
     if not run.places:
         return NO_REPORTS
+    if run.commit is None and run.commit_lost is not None:
+        said = f"step {run.commit_lost.step} was committed, and a part of it is gone with its pod"
+        if run.outlook.restart is Restart.GOES_ON:
+            said += ", but a restart goes on from what the other pods have"
+            return ConditionState("Unknown", "NothingCommitted", said)
+        return ConditionState("False", "PartGone", said)
     if run.commit is None:
         if warning := _warned(run):
             said = f"no step was committed yet; {warning}. Training goes on"

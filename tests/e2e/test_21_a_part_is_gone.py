@@ -1,0 +1,140 @@
+"""A pod of several is deleted with all that it kept: what comes next, and what people are told."""
+
+from __future__ import annotations
+
+import time
+
+from tests.e2e import jobs, runs
+from tests.e2e.cluster import Cluster, run
+from tests.e2e.kubectl import Kubectl
+
+
+def test_a_replica_goes_on_from_the_pod_that_is_left(
+    namespace: Kubectl, record_property: runs.Record
+) -> None:
+    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    runs.committed_beyond(namespace, 20)
+    before = runs.training_beyond(namespace, 20)
+    namespace.eventually(
+        lambda: "PodRestart" in runs.status(namespace)["survives"], what="it outlives a pod"
+    )
+    assert "and the run then" not in runs.condition(namespace, "Protected")["message"]
+    began = _delete(namespace, "gpt-worker-0")
+    killed = runs.ended(namespace, before)
+    life = runs.restarted(namespace, within_s=120)
+    record_property("lost_steps", runs.lost(killed, life))
+    assert life.ended_at[life.first] - began < 60
+    assert life.first > 20
+    assert not namespace.events("LastStepLost"), "the other pod has it"
+    assert not namespace.events("RestoreRefused")
+    restored = namespace.eventually(lambda: namespace.events("Restored"), what="an Event")
+    assert f"step {life.first - 1} " in restored[-1]["message"]
+
+
+def test_shards_that_went_with_their_pod_have_the_run_begin_again(namespace: Kubectl) -> None:
+    namespace.apply(jobs.policy(), *jobs.sharded_job())
+    committed = runs.committed_beyond(namespace, 20)
+    assert runs.status(namespace)["survives"] == ["ContainerRestart"]
+    runs.becomes(namespace, "Protected", words="the run then begins at step 0")
+    began = _delete(namespace, "gpt-worker-0")
+    lost = namespace.eventually(lambda: namespace.events("LastStepLost"), what="an Event")
+    assert "the run begins again at step 0" in lost[-1]["message"]
+    life = _begun_again(namespace, began)
+    assert life.ended_at[0] - began < 60
+    fresh = namespace.eventually(lambda: namespace.events("FreshStart"), what="an Event")
+    (steps_lost,) = {
+        int(one["message"].partition(" steps lost")[0].split("(")[-1]) for one in fresh
+    }
+    assert steps_lost >= committed
+    assert not namespace.events("RestoreRefused")
+    runs.committed_beyond(namespace, 5)
+    runs.becomes(namespace, "Protected")
+
+
+def test_with_on_loss_wait_the_run_waits_until_a_person_decides(namespace: Kubectl) -> None:
+    namespace.apply(jobs.policy(onLoss="Wait"), *jobs.sharded_job())
+    runs.committed_beyond(namespace, 20)
+    runs.becomes(namespace, "Protected", words="waits for a person")
+    _waits_and_begins_again(namespace, _delete(namespace, "gpt-worker-0"))
+
+
+def test_where_a_host_path_may_come_back_the_run_waits_and_one_command_works(
+    cluster: Cluster, namespace: Kubectl
+) -> None:
+    here, there = cluster.workers()[:2]
+    policy = jobs.policy("node-local", host_path=True)
+    namespace.apply(policy, *jobs.sharded_job(policy="node-local", node=here))
+    runs.committed_beyond(namespace, 20)
+    name = runs.the_run(namespace)["metadata"]["name"]
+    below = f"/var/lib/keepstep/{_name(namespace)}/{name}"
+    for node in (here, there):  # the drive was replaced by an empty one
+        cluster.on_node(node, "sh", "-c", f"mv {below}/1 {below}/gone-1 2>/dev/null || true")
+    _waits_and_begins_again(namespace, _delete(namespace, "gpt-worker-0"))
+
+
+def test_a_sidecar_and_its_trainer_that_are_killed_cost_what_was_finished_between(
+    cluster: Cluster, namespace: Kubectl, record_property: runs.Record
+) -> None:
+    namespace.apply(jobs.policy(), jobs.pytorch_job())
+    before = runs.training_beyond(namespace, 20)
+    runs.kill_sidecar(cluster, namespace, "gpt-worker-0")
+    runs.kill_trainer(cluster, namespace, "gpt-worker-0")
+    killed = runs.ended(namespace, before)
+    life = runs.restarted(namespace, within_s=180)
+    record_property("lost_steps", runs.lost(killed, life))
+    assert life.first > before.last - 1, "no step is kept while the sidecar is away"
+
+
+def test_a_node_that_restarts_with_all_pods_costs_what_was_not_committed(
+    cluster: Cluster, namespace: Kubectl, record_property: runs.Record, cluster_alone: None
+) -> None:
+    node = cluster.workers()[0]
+    on = {"nodeSelector": {"kubernetes.io/hostname": node}}
+    namespace.apply(jobs.policy(), jobs.pytorch_job(spec=on))
+    runs.committed_beyond(namespace, 20)
+    before = runs.training_beyond(namespace, 20)
+    run("docker", "stop", node)
+    cluster.start_node(node)
+    life = runs.restarted(namespace, within_s=240)
+    record_property("lost_steps", max(0, before.last - (life.first - 1)))
+    assert life.first > 10, "an emptyDir outlives a restart of its node"
+
+
+def _waits_and_begins_again(namespace: Kubectl, began: float) -> None:
+    refused = runs.becomes(namespace, "RestoreRefused", within_s=120)
+    assert "what they hold together is not whole" in refused["message"]
+    protected = runs.condition(namespace, "Protected")
+    assert (protected["status"], protected["reason"]) == ("False", "RestoreRefused")
+    assert namespace.events("RestoreRefused")
+    command = refused["message"].partition("`kubectl ")[2].partition("`")[0]
+    assert runs.condition(namespace, "Committing")["status"] != "True"
+    namespace(*command.split())
+    life = _begun_again(namespace, began, within_s=150)
+    assert life.first == 0
+    committed = runs.committed_beyond(namespace, 5)
+    runs.becomes(namespace, "Protected")
+    assert all(one["type"] != "RestoreRefused" for one in runs.status(namespace)["conditions"])
+    # the request was for one start: from now on the run goes on from its own steps
+    metadata = runs.the_run(namespace)["metadata"]
+    assert metadata["annotations"]["keepstep.dev/fresh-start"] != "allow"
+    assert committed > 5
+
+
+def _begun_again(namespace: Kubectl, began: float, *, within_s: float = 120.0) -> jobs.Life:
+    def look() -> jobs.Life | None:
+        one = jobs.life(namespace, "gpt-master-0")
+        return one if one and one.first == 0 and one.began_at > began and one.last > 3 else None
+
+    found: jobs.Life = namespace.eventually(look, within_s=within_s, what="a life from step 0")
+    return found
+
+
+def _delete(namespace: Kubectl, pod: str) -> float:
+    began = time.time()
+    namespace("delete", "pod", pod, "--wait=false")
+    return began
+
+
+def _name(namespace: Kubectl) -> str:
+    name: str = namespace.get("pod", "gpt-master-0")["metadata"]["namespace"]  # type: ignore[index]
+    return name

@@ -1,0 +1,185 @@
+"""Machines that do not serve each other: what a lost machine held comes back from the others, over
+the ranks' own process group, or the run says that it is gone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import SidecarProcess, torchrun
+
+SCRIPT = Path(__file__).parent / "lending_script.py"
+
+
+class Machine(SidecarProcess):
+    """A machine with one sidecar. `lose`: it is gone, and another one takes its place."""
+
+    def lose(self, *options: str, **environment: str) -> None:
+        self.kill()
+        self.lose_memory()
+        shutil.rmtree(self.volume)
+        self.start(*options, **environment)
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[list[Machine]]:
+    """Four machines that are not started yet, for one run."""
+    memory = Path(tempfile.mkdtemp(prefix="keepstep-test-", dir="/dev/shm"))
+    made = []
+    for number in range(4):
+        (memory / str(number)).mkdir()
+        place = tmp_path / str(number)
+        made.append(Machine("run", memory / str(number), place, tmp_path / f"log-{number}"))
+    yield made
+    for one in made:
+        one.end()
+    shutil.rmtree(memory, ignore_errors=True)
+
+
+def train(
+    kind: str, last: int, machines: list[Machine], *, local: int = 1, **env: str
+) -> list[str]:
+    """What each rank said, in rank order; raises if a rank failed."""
+    sockets = [one.socket for one in machines]
+    done = torchrun(len(machines) * local, SCRIPT, kind, last, local, *sockets, **env)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+
+
+def told(lines: list[str], word: str) -> list[str]:
+    return [line.partition(f" {word} ")[2] for line in lines if f" {word} " in line]
+
+
+def values(lines: list[str], word: str) -> set[str]:
+    return {re.sub(".*with ", "", one) for one in told(lines, word)}
+
+
+def test_a_machine_that_is_lost_gets_the_state_from_its_twin(machines):
+    two = [one.start() for one in machines[:2]]
+    before = train("ddp", 4, two)
+    two[0].lose()
+    after = train("ddp", 4, two, PREVIEW="1")
+    assert told(after, "previews") == ["(4, {'seen': 4})"] * 2
+    assert [one.split(" with ")[0] for one in told(after, "begins")] == ["at 4 from memory"] * 2
+    assert values(after, "begins") == values(before, "ends")
+    assert len(values(after, "begins")) == 1
+
+
+def test_a_machine_of_several_ranks_gets_the_parts_of_a_replica_from_its_twin(machines):
+    two = [one.start() for one in machines[:2]]
+    before = train("ddp", 3, two, local=2)
+    two[1].lose()
+    after = train("ddp", 5, two, local=2)
+    assert told(after, "begins")[0].startswith("at 3 from")
+    assert values(after, "begins") == values(before, "ends")
+    assert len(values(after, "ends")) == 1
+
+
+def test_shards_that_different_machines_have_are_put_together(machines):
+    four = [one.start() for one in machines]
+    before = train("hsdp", 3, four)
+    four[1].lose()
+    four[2].lose()
+    after = train("hsdp", 5, four)
+    assert {one[:4] for one in told(after, "begins")} == {"at 3"}
+    assert values(after, "begins") == values(before, "ends")
+
+
+def test_a_world_that_grows_goes_on_from_what_one_machine_has(machines):
+    two = [one.start() for one in machines[:2]]
+    before = train("ddp", 3, two[:1])
+    after = train("ddp", 5, two)
+    assert {one[:4] for one in told(after, "begins")} == {"at 3"}
+    assert values(after, "begins") == values(before, "ends")
+
+
+def test_shards_of_another_world_are_put_together(machines):
+    three = [one.start() for one in machines[:3]]
+    before = train("fsdp", 3, three[:2])
+    after = train("fsdp", 5, three)
+    assert {one[:4] for one in told(after, "begins")} == {"at 3"}
+    assert values(after, "begins") == values(before, "ends")
+
+
+def test_what_lies_on_a_drive_is_lent_as_what_lies_in_memory(machines):
+    two = [one.start() for one in machines[:2]]
+    before = train("ddp", 3, two)
+    two[0].lose()
+    two[1].kill()
+    two[1].lose_memory()
+    two[1].start()
+    after = train("ddp", 3, two)
+    assert told(after, "begins")[0].startswith("at 3 from local")
+    assert values(after, "begins") == values(before, "ends")
+
+
+def test_a_shard_that_is_lost_is_waited_for_and_its_return_is_enough(machines, tmp_path):
+    two = [one.start() for one in machines[:2]]
+    before = train("fsdp", 3, two)
+    two[0].kill()
+    two[0].lose_memory()
+    aside = two[0].volume.rename(tmp_path / "aside")
+    two[0].start()
+    with pytest.raises(RuntimeError, match="what they hold together is not whole") as refused:
+        train("fsdp", 3, two)
+    assert "rank 0: nothing; rank 1: " in str(refused.value)
+    assert "keepstep run --run NAME" in str(refused.value)
+    two[0].kill()
+    shutil.rmtree(two[0].volume)
+    aside.rename(two[0].volume)
+    two[0].start()
+    after = train("fsdp", 3, two)
+    assert values(after, "begins") == values(before, "ends")
+
+
+def test_a_shard_that_went_for_good_has_the_run_begin_again_and_go_on(machines):
+    fleeting = {"KEEPSTEP_ON_LOSS": "restart"}
+    two = [one.start(**fleeting) for one in machines[:2]]
+    train("fsdp", 3, two)
+    two[0].lose(**fleeting)
+    after = train("fsdp", 1, two)
+    assert {one.split(" with")[0] for one in told(after, "begins")} == {"at None"}
+    again = train("fsdp", 4, two)
+    assert {one[:4] for one in told(again, "begins")} == {"at 1"}, "not 3, which is not whole"
+
+
+def test_with_one_machine_whose_storage_may_come_back_the_run_waits(machines):
+    two = [machines[0].start(KEEPSTEP_ON_LOSS="restart"), machines[1].start()]
+    train("fsdp", 3, two)
+    two[0].lose(KEEPSTEP_ON_LOSS="restart")
+    with pytest.raises(RuntimeError, match="NothingCommonError"):
+        train("fsdp", 3, two)
+
+
+def test_a_damaged_step_is_not_lent_and_an_older_one_is(machines):
+    two = [one.start("--persist-every", "1") for one in machines[:2]]
+    before = train("ddp", 3, two)
+    assert len(values(before, "ends")) == 1
+    two[0].lose("--persist-every", "1")
+    two[1].kill()
+    two[1].lose_memory()
+    newest = max(two[1].volume.rglob("*.safetensors"), key=lambda path: path.parent.name)
+    with newest.open("r+b") as file:
+        size = newest.stat().st_size
+        for at in range(size // 2, size - 8192, 64):
+            file.seek(at)
+            file.write(b"\xff")
+    two[1].start("--persist-every", "1")
+    after = train("ddp", 4, two)
+    (step,) = {int(one.split()[1]) for one in told(after, "begins")}
+    assert step < 3
+
+
+def test_both_machines_of_a_replica_that_are_lost_begin_at_step_0(machines):
+    two = [one.start() for one in machines[:2]]
+    train("ddp", 2, two)
+    for one in two:
+        one.lose()
+    after = train("ddp", 1, two)
+    assert {one.split(" with")[0] for one in told(after, "begins")} == {"at None"}
