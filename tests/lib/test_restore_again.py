@@ -72,7 +72,8 @@ def test_an_interrupted_restore_leaves_no_thread_and_can_be_called_again(sidecar
                 interrupted += 1
                 eventually(lambda: not is_voting())
                 began = time.monotonic()
-                assert checkpointer.restore().step == 0
+                if checkpointer.epoch is None:  # else it came when all was done
+                    assert checkpointer.restore().step == 0
                 assert time.monotonic() - began < AT_ONCE_S
             assert live.weight.equal(saved.weight)
             checkpointer.close()

@@ -327,13 +327,14 @@ class Checkpointer:
             layout = restoring.layout
             restoring.release()
         collective.announce(agreed, seconds=time.perf_counter() - started)
-        self._stage_every, self._epoch = agreed.stage_every, agreed.epoch
         self._compare_replicas(agreed.epoch)
-        self._taken, self._restored = probed, layout
+        self._taken, self._restored = probed and _without_values(probed), layout
         self._order_slots()
+        self._stage_every = agreed.stage_every
+        self._last_step = self._last_step if parent is None else parent.step
+        self._epoch = agreed.epoch  # last: what interrupts a restore before lets it be called again
         if parent is None or restoring is None:
             return None
-        self._last_step = parent.step
         if self._rank == 0 and self._socket in _SAVED_IN:
             log.warning(
                 "keepstep: this process has kept steps of this run before: this Checkpointer goes"
@@ -519,7 +520,7 @@ class Checkpointer:
             taken = retake(before, self._components, self._topology, loose=self._loose)
             self._misses = 0 if taken.cache is before.cache else self._misses + 1
         if self._misses < _MISSES or self._misses % _MISSES_BETWEEN == 0:
-            self._taken = replace(taken, values=[None] * len(taken.values))
+            self._taken = _without_values(taken)
         return taken
 
     def _restoring(self, partial: PartialRestore, decision: Decision) -> Restore:
@@ -1112,6 +1113,11 @@ class Left(NamedTuple):
         """None if a later change of the state could not be noticed."""
         guard = snapshots.guard_of_all(taken)
         return None if guard is None else cls(step, taken, extras, guard)
+
+
+def _without_values(taken: Taken) -> Taken:
+    """The same, to be compared with the next save: values may be large, and are taken anew."""
+    return replace(taken, values=[None] * len(taken.values))
 
 
 def _has_state(component: Any) -> bool:
