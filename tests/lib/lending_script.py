@@ -35,7 +35,8 @@ parts = {"model": model, "optimizer": optimizer, "counter": counter}
 checkpointer = keepstep.Checkpointer(parts)
 if os.environ.get("PREVIEW"):
     print(f"rank {rank} previews {checkpointer.preview('counter')}", flush=True)
-at = checkpointer.restore()
+asked = os.environ.get("ASKED")
+at = checkpointer.restore(step=int(asked) if asked else None)
 
 
 def whole(tensor):

@@ -183,3 +183,23 @@ def test_both_machines_of_a_replica_that_are_lost_begin_at_step_0(machines):
         one.lose()
     after = train("ddp", 1, two)
     assert {one.split(" with")[0] for one in told(after, "begins")} == {"at None"}
+
+
+def test_a_step_that_the_script_asks_for_is_lent_too(machines):
+    two = [one.start() for one in machines[:2]]
+    train("ddp", 3, two)
+    two[0].lose()
+    after = train("ddp", 4, two, ASKED="2")
+    assert {one[:4] for one in told(after, "begins")} == {"at 2"}
+
+
+def test_a_machine_whose_drive_cannot_be_read_goes_on_from_its_twin(machines):
+    two = [one.start() for one in machines[:2]]
+    before = train("ddp", 3, two)
+    two[0].kill()
+    two[0].lose_memory()
+    for path in two[0].volume.rglob("*.safetensors"):
+        path.write_bytes(b"\xff" * path.stat().st_size)
+    two[0].start()
+    after = train("ddp", 3, two)
+    assert values(after, "begins") == values(before, "ends")

@@ -405,11 +405,11 @@ def _refusal(votes: Sequence[Candidates], excluded: Collection[StepId]) -> Resto
             f"every step that was found failed its verification on some rank: {failed or 'none'}. "
             f"Look at the quarantined files with `keepstep verify`{_way_out(votes)}"
         )
+    # what to do comes first: the list may be long, and is cut where it is shown
     return NothingCommonError(
         f"no step is held by all {len(votes)} ranks, and what they hold together is not whole. "
-        + _held(votes, excluded)
+        f"Bring back the storage that is missing{_way_out(votes)}. {_held(votes, excluded)}"
         + (f". Failed verification: {failed}" if failed else "")
-        + f". Bring back the storage that is missing{_way_out(votes)}"
     )
 
 

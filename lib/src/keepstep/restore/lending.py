@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -32,9 +32,6 @@ from keepstep.steps import StepId
 from keepstep.wire.trainer import Chunk, ChunkRun, Source, Sources
 
 log = logging.getLogger("keepstep")
-
-Broadcast = Callable[[Any, int], Any]
-"""Sends a value of one rank to all; returns it on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,6 @@ class Lending:
         *,
         rank: int,
         own: Images | None,
-        broadcast: Broadcast,
     ) -> None:
         """`shown`: by running rank. `own`: the images that this rank lends, if it does."""
         self._lender = {
@@ -138,7 +134,7 @@ class Lending:
             if one is not None
             for source, _, _ in one.images
         }
-        self._rank, self._own, self._broadcast = rank, own, broadcast
+        self._rank, self._own = rank, own
 
     def chunks(self, wanted: Iterable[ChunkRun]) -> Iterator[tuple[ChunkRun, Tensor]]:
         """Go through all chunks that any rank wants, in the same order on all ranks.
@@ -152,7 +148,7 @@ class Lending:
             lender = self._lender.get(rank)
             if lender is None:
                 continue
-            sent = self._broadcast(next(mine) if lender == self._rank else None, lender)
+            sent = _broadcast(next(mine) if lender == self._rank else None, lender)
             if sent:
                 run = ChunkRun(rank=rank, first=chunk, end=chunk + 1)
                 yield run, torch.frombuffer(bytearray(sent), dtype=torch.uint8)
@@ -185,8 +181,8 @@ def _bytes_in(images: Images | None, chunks: Iterable[tuple[int, int]]) -> Itera
             yield _bytes_of(flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])
 
 
-def over_torch(value: Any, lender: int) -> Any:
-    """Send a value over the default process group."""
+def _broadcast(value: bytes | None, lender: int) -> Any:
+    """Send the lender's value to all ranks of the default process group; returns it."""
     box = [value]
     torch.distributed.broadcast_object_list(box, src=lender)
     return box[0]

@@ -67,9 +67,7 @@ class Preview(Restore):
     def _plan(self, shown: Sequence[Any]) -> tuple[bytes, tuple[ChunkRun, ...]]:
         images = self._lent_images(shown) if self._lent else self._all_images()
         if self._lenders:
-            self._lending = Lending(
-                shown, rank=self._rank, own=self._shows, broadcast=self._broadcast
-            )
+            self._lending = Lending(shown, rank=self._rank, own=self._shows)
         self._loader = Loader(
             self._components,
             self._take(),

@@ -39,7 +39,7 @@ from keepstep.errors import (
 )
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
 from keepstep.restore.images import Images
-from keepstep.restore.lending import Broadcast, Lending, LentImages, Shown, over_torch, show
+from keepstep.restore.lending import Lending, LentImages, Shown, show
 from keepstep.restore.load import Loader, check_unused
 from keepstep.save import accelerator
 from keepstep.state import rng
@@ -96,7 +96,6 @@ class Restore:
         rng_later: bool = False,
         reader: int | None = None,
         timeout_s: float = RESTORE_S,
-        broadcast: Broadcast = over_torch,
     ) -> None:
         """`timeout_s`: for fetching this rank's image, or one window of other images. `partial`:
         what earlier attempts have changed. `reader`: the first rank of this node. `rng_later`: the
@@ -112,7 +111,6 @@ class Restore:
         self._direct = decision.direct[rank]
         self._lent = bool(decision.lent) and decision.lent[rank]
         self._lenders = decision.lenders
-        self._broadcast = broadcast
         self._shows: Images | None = None
         self._lending: Lending | None = None
         self._rank, self._rng, self._trusted = rank, rng, trusted
@@ -207,9 +205,7 @@ class Restore:
         taken = self._take()
         slot = self._slot if self._slot is not None and fits(self._slot.layout, taken) else None
         if self._lenders:
-            self._lending = Lending(
-                shown, rank=self._rank, own=self._shows, broadcast=self._broadcast
-            )
+            self._lending = Lending(shown, rank=self._rank, own=self._shows)
         images = self._images(shown, slot)
         try:
             self._plan_from(images, taken, kept=None if slot is None else self._kept)

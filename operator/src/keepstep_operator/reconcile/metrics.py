@@ -77,11 +77,6 @@ RUNS: Final = (
         "1 when the job is over",
         lambda run: float(run.finished_at is not None),
     ),
-    Row(
-        "keepstep_run_restore_refusals",
-        "Starts that the ranks' vote refused since the last restore",
-        lambda run: float(run.refusals()[0]),
-    ),
 )
 """Labels: namespace, run."""
 

@@ -433,7 +433,7 @@ class Run:
     def _refused(self, pod: PodRecord, report: Report) -> Iterator[Action]:
         """Report that the ranks' vote refused to go on."""
         if report.refusals:
-            message = messages.restore_refused(report.refusals, report.refused)
+            message = cut(messages.restore_refused(report.refusals, report.refused))
             yield self._event("RestoreRefused", message, warning=True)
 
     # --- what a restart does -------------------------------------------------------------
