@@ -129,8 +129,8 @@ def test_no_command_follows_what_stands_in_the_place_of_a_name(
             ended = keepstep.start(*words)
             told = ended.communicate(timeout=_LIMIT_S)
             assert ended.returncode in (0, 1, 2, 125), (name, words, told)
-            if ended.returncode not in (0, 1):
-                assert str(keepstep.directory) in told[1], (name, words, told)
+            if ended.returncode not in (0, 1) and words[0] != "rm":
+                assert ".keepstep" in told[1], (name, words, told)
         elsewhere.check()
         _remove(keepstep.directory / name)
 
@@ -169,8 +169,13 @@ def test_a_projects_own_modules_neither_run_in_the_sidecar_nor_stop_the_training
     script = tmp_path / "apart" / "train.py"
     script.parent.mkdir()
     script.write_text(_TRAIN)
-    keepstep("run", "--", sys.executable, str(script))
-    keepstep("run", "--warm", "--", sys.executable, str(script))
+    for words in (("run",), ("run", "--warm")):
+        # as the `keepstep` script, which has no working directory on its path
+        ended = keepstep.start(
+            *words, "--", sys.executable, str(script), via=("-P", "-m", "keepstep_sidecar.cli")
+        )
+        told = ended.communicate(timeout=_LIMIT_S)
+        assert ended.returncode == 0, told
     embedded = _TRAIN.replace("n={", 'dir="kept", n={')
     (script.parent / "embedded.py").write_text(embedded)
     done = subprocess.run(
