@@ -44,7 +44,13 @@ class Directory:
         self.fd, self.path = fd, path
 
     def __del__(self) -> None:
-        os.close(self.fd)
+        self.close()
+
+    def close(self) -> None:
+        """Close it before the last reference goes: the traceback of an error may hold one."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     @classmethod
     def opened(cls, path: Path, *, make: bool = False) -> Directory:

@@ -215,6 +215,7 @@ class _NewFile:
             os.close(self.fd)
         with contextlib.suppress(OSError):
             self._directory.unlink(self._temporary)
+        self._directory.close()
 
 
 def _sweep(root: Directory, run: str) -> None:
