@@ -9,8 +9,8 @@ import pytest
 
 from bench import scale, scale_operator
 from keepstep.core import vote
+from keepstep.core.holding import Holding, Place
 from keepstep.core.ledger import Ledger, RankReport, Reported, commit_rule
-from keepstep.core.ledger.holding import Holding, Place
 from keepstep.core.shard import Shard
 from keepstep.state.topology import Topology
 from keepstep.steps import Answer, Tier

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.ledger.holding import bitmap
+from keepstep.core.holding import bitmap
 from keepstep.core.ranks import MOST_RANKS, MOST_RUNS, Ranks
 
 RANKS = st.sets(st.integers(0, 300), max_size=60)

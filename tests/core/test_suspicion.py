@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.core.candidates import Candidate, Candidates
-from keepstep.core.ledger.lineage import Standing, trace
+from keepstep.core.lineage import Standing, trace
 from keepstep.core.retention import Retention, evicted, retired
 from keepstep.core.suspicion import WITHIN, Doubt, Failure
 from keepstep.core.vote import choose

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from keepstep.core.candidates import Candidate, Candidates, Offer, Part
+from keepstep.core.holding import bits
 from keepstep.core.ledger import (
     EpochStarted,
     Ledger,
@@ -25,7 +26,6 @@ from keepstep.core.ledger import (
     RestorePlan,
     Retire,
 )
-from keepstep.core.ledger.holding import bits
 from keepstep.core.outlook import Outlook, Restart, outlook
 from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.core.retention import Retention

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from keepstep.core.holding import bits
 from keepstep.core.ledger import Ledger
-from keepstep.core.ledger.holding import bits
 from keepstep.core.vote import is_early
 from keepstep.steps import EpochId, StepId, StrEnum
 

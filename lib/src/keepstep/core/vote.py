@@ -25,8 +25,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from keepstep.core.candidates import Candidate, Candidates, Offer, Part
-from keepstep.core.ledger.holding import is_full
-from keepstep.core.ledger.lineage import trace
+from keepstep.core.holding import is_full
+from keepstep.core.lineage import trace
 from keepstep.core.suspicion import Doubt
 from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError, few
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier

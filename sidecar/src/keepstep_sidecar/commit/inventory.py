@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from keepstep.core.candidates import Offer, Part
+from keepstep.core.holding import bits, is_full
 from keepstep.core.ledger import RankReport, Reported
-from keepstep.core.ledger.holding import bits, is_full
 from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.core.shard import Shard
 from keepstep.errors import ImageError

@@ -2,8 +2,6 @@
 
 machine       the ledger: events in, actions out
 commit_rule   when a step is committed, whole, or at risk
-holding       what one place holds of one step, as a bitmap of ranks
-lineage       which steps the newest epoch goes on from
 alarms        what people should look at
 events        the values that go in and come out
 """
@@ -27,7 +25,7 @@ from keepstep.core.ledger.events import (
     Unknown,
 )
 from keepstep.core.ledger.ledger import Ledger, is_among
-from keepstep.core.ledger.lineage import Lineage, Segment, Standing
+from keepstep.core.lineage import Lineage, Segment, Standing
 
 __all__ = [
     "Action",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from keepstep.core.ledger.commit_rule import Completeness
 from keepstep.core.ledger.events import Alarm, AlarmKind
-from keepstep.core.ledger.lineage import Lineage
+from keepstep.core.lineage import Lineage
 from keepstep.steps import EpochId, StepId
 
 _NAMED = 8

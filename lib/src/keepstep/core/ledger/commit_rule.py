@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from keepstep.core.holding import Holding, Place, RankUnion, bitmap, bits, is_full
 from keepstep.core.ledger.events import RankReport, at_least
-from keepstep.core.ledger.holding import Holding, Place, RankUnion, bitmap, bits, is_full
-from keepstep.core.ledger.lineage import Lineage
+from keepstep.core.lineage import Lineage
 from keepstep.core.shard import ShardFacts
 from keepstep.steps import NEAREST_FIRST, Answer, EpochId, StepId, Tier
 

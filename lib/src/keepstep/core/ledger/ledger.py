@@ -11,6 +11,7 @@ import operator
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from keepstep.core.holding import Holding, bitmap, bits
 from keepstep.core.ledger import commit_rule
 from keepstep.core.ledger.alarms import (
     Signatures,
@@ -36,8 +37,7 @@ from keepstep.core.ledger.events import (
     Retire,
     Unknown,
 )
-from keepstep.core.ledger.holding import Holding, bitmap, bits
-from keepstep.core.ledger.lineage import Lineage, Standing, trace
+from keepstep.core.lineage import Lineage, Standing, trace
 from keepstep.core.retention import Retention, retired
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from keepstep.core.holding import Holding, bitmap, bits
 from keepstep.core.ledger import (
     Action,
     FreshStartAcknowledged,
@@ -28,7 +29,6 @@ from keepstep.core.ledger import (
     Unknown,
     is_among,
 )
-from keepstep.core.ledger.holding import Holding, bitmap, bits
 from keepstep.core.retention import Retention
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank

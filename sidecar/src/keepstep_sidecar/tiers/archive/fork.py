@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from keepstep.core.ledger.lineage import Standing, trace
+from keepstep.core.lineage import Standing, trace
 from keepstep.errors import KeepstepError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep_sidecar.config.restore_from import Fork
