@@ -127,7 +127,9 @@ def test_an_archive_is_enough(alone: Keepstep, keepstep: Keepstep) -> None:
         shutil.rmtree(step)
     record = keepstep.home / "kept/.keepstep/export_script/sidecar.toml"
     record.write_text(record.read_text().replace(str(alone.home), str(keepstep.home / "kept")))
-    keepstep("export", "5", "--to", "again", "--dir", "kept/.keepstep")
+    kept = ("--dir", "kept/.keepstep")
+    assert f"--config {record}" in keepstep("export", "5", "--to", "no", *kept, code=2).stderr
+    keepstep("export", "5", "--to", "again", *kept, "--config", str(record))
     assert_equal(load(keepstep.home / "again"), trained(alone))
 
 
@@ -138,10 +140,12 @@ def test_what_one_machine_lacks_comes_from_the_archive(keepstep: Keepstep) -> No
     lost.unlink()
     for archived in (keepstep.home / "archive").glob("*/*-000000002/rank-00000-of-*"):
         flip(archived, at=archived.stat().st_size // 3)  # nobody asks for it
-    keepstep("export", "2", "--to", "out")
+    (record,) = keepstep.directory.glob("*/sidecar.toml")
+    settings = ("--config", str(record))
+    keepstep("export", "2", "--to", "out", *settings)
     assert_equal(load(keepstep.home / "out"), trained(keepstep))
     (keepstep.home / "archive").rename(keepstep.home / "away")
-    assert "mount it" in keepstep("export", "2", "--to", "no", code=1).stderr
+    assert "mount it" in keepstep("export", "2", "--to", "no", *settings, code=1).stderr
     assert not (keepstep.home / "no").exists()
 
 

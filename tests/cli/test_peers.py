@@ -126,9 +126,10 @@ def test_what_a_machine_lacks_is_exported_from_its_copies_and_from_peers(
     said = train(machines, [options(authority, rank, ports) for rank in (0, 1)], 4, monkeypatch)
     await_copies(machines)
     here, other = machines
+    settings = ("--config", str(here.directory / "train" / "sidecar.toml"))
 
     def exported(rank: int, out: str) -> float:
-        here("export", "3", "--only", f"model{rank}", "--to", out)
+        here("export", "3", "--only", f"model{rank}", "--to", out, *settings)
         weight = safetensors.torch.load_file(here.home / out / "model.safetensors")["weight"]
         return round(float(weight.sum()), 5)
 
@@ -140,7 +141,8 @@ def test_what_a_machine_lacks_is_exported_from_its_copies_and_from_peers(
     shutil.rmtree(here.directory / "train" / "peers")
     assert exported(1, "from-peer") == pytest.approx(sums[1], abs=0.1)
     other("stop", code=None)
-    said_now = here("export", "3", "--only", "model1", "--to", "none", code=2).stderr
+    words = ("export", "3", "--only", "model1", "--to", "none", *settings)
+    said_now = here(*words, code=2).stderr
     assert "those of rank 1 are not on this machine's volumes" in " ".join(said_now.split())
     assert f"away: 127.0.0.1:{ports[1]}" in said_now
     assert not (here.home / "none").exists()

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from keepstep.errors import UsageError
-from keepstep_sidecar.cli import run_dir
+from keepstep_sidecar.cli import launcher, run_dir
 from keepstep_sidecar.cli.run_dir import (
     RunDir,
     find,
@@ -120,9 +120,10 @@ def test_a_directory_to_which_all_may_write_is_refused_unless_that_is_wanted(
 ) -> None:
     kept = _keep(tmp_path, "a")
     kept.home.chmod(mode)
-    for use in (lambda: find(tmp_path, "a"), lambda: make_home(kept)):
-        with pytest.raises(UsageError, match="all users of this machine may write"):
-            use()
+    with pytest.raises(UsageError, match="all users of this machine may write"):
+        make_home(kept)
+    with pytest.raises(UsageError, match="all users"), launcher.supervising(kept):
+        pass
     monkeypatch.setenv("KEEPSTEP_SHARED_DIR", "1")
     make_home(kept)
     assert find(tmp_path, "a") == kept
@@ -131,9 +132,11 @@ def test_a_directory_to_which_all_may_write_is_refused_unless_that_is_wanted(
 def test_a_directory_of_another_user_is_refused_by_that_users_name(tmp_path: Path) -> None:
     kept = _keep(tmp_path, "a")
     os.chown(kept.home, 65534, -1)
-    for use in (lambda: find(tmp_path, "a"), lambda: make_home(kept)):
-        with pytest.raises(UsageError, match="belongs to user nobody"):
-            use()
+    with pytest.raises(UsageError, match="belongs to user nobody"):
+        make_home(kept)
+    with pytest.raises(UsageError, match="belongs to user nobody"), launcher.supervising(kept):
+        pass
+    assert find(tmp_path, "a").home == kept.home, "it may be looked at"
 
 
 @pytest.mark.parametrize(

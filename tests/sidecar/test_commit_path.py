@@ -25,6 +25,8 @@ from tests.volume.images import RUN, make_layout, staged
 SHARED = (
     "keepstep/image/",  # the format
     "keepstep/core/ledger/",  # what machine and copies are made of
+    "keepstep/core/holding.py",
+    "keepstep/core/lineage.py",
     "keepstep/core/schedule.py",
     "keepstep/core/ranks.py",  # whose images are alike
     "keepstep/core/retention.py",
@@ -43,6 +45,7 @@ SHARED = (
     "keepstep_sidecar/log.py",
     "keepstep/log.py",
     "keepstep/steps.py",
+    "keepstep/directory.py",  # that no link is followed
 )
 """What a step is made of, and helpers that decide and move nothing of it."""
 

@@ -25,7 +25,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Literal, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
@@ -47,15 +47,12 @@ from keepstep.errors import (
 from keepstep.image import Layout, extras
 from keepstep.restore.collective import Collective, Gather, Unkept
 from keepstep.restore.modules import check_loads
-from keepstep.restore.preview import Preview, preview
-from keepstep.restore.rehearsal import rehearse
 from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.restore.structure import COMPONENT, Structure, changes, structure_of
 from keepstep.restore.waiting import telling
 from keepstep.save import loops
 from keepstep.save.agent import Agent
 from keepstep.save.pending import Guard
-from keepstep.save.replicas import Replicas
 from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
 from keepstep.save.snapshot import Snapshots
 from keepstep.save.stats import Stats
@@ -78,6 +75,9 @@ from keepstep.state.walk import NOWHERE, Loose
 from keepstep.state.wrappers import is_known, unwrap
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted
+
+if TYPE_CHECKING:
+    from keepstep.save.replicas import Replicas
 
 log = logging.getLogger("keepstep")
 
@@ -255,6 +255,8 @@ class Checkpointer:
         session = self._agent.session if self._agent is not None else None
         collective = Collective(session, rank=self._rank, world=self._world, quiet=True)
 
+        from keepstep.restore.preview import Preview, preview
+
         def begin(decision: Decision) -> Preview:
             assert session is not None
             found.clear()
@@ -358,6 +360,8 @@ class Checkpointer:
 
     def _compare_replicas(self, epoch: Epoch) -> None:
         if self._world > 1 and (agent := self._agent) is not None:
+            from keepstep.save.replicas import Replicas
+
             several = len(set(self._topology.nodes)) > 1
             self._replicas = Replicas(
                 rank=self._rank,
@@ -455,6 +459,8 @@ class Checkpointer:
     def _check_loads(self, taken: Taken, *, models_only: bool = False) -> None:
         """Raise UsageError for what could be kept, but never restored."""
         check_loads(taken)
+        from keepstep.restore.rehearsal import rehearse
+
         rehearse(taken, trusted=self._trusted, models_only=models_only)
 
     def _known(self) -> dict[str, Any]:

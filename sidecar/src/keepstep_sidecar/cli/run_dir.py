@@ -14,8 +14,8 @@ slots of its predecessor even without the record.
 A directory may be copied or moved. So the record says in which directory it was written. A copy
 uses neither the volumes nor the memory of the original.
 
-A directory that is found may be anybody's: of another user, or unpacked from an archive. So DIR/RUN
-must belong to this user alone, and its record gives data and no settings: no address, no file that
+A directory that is found may be anybody's: of another user, or unpacked from an archive. So who
+writes to DIR/RUN must be its user, and no other may write there; and its record gives data and no settings: no address, no file that
 is read or sent, no place of memory is taken from it.
 """
 
@@ -261,13 +261,11 @@ def load(directory: Path, run: str) -> RunDir:
     that was copied or moved.
 
     Raises UsageError if the record is missing or unreadable, is of a run of another name, or leads
-    to the volumes of another directory, and for a directory of others.
+    to the volumes of another directory.
     """
     home = Path(os.path.abspath(directory)) / run
     try:
-        opened = Directory.opened(home)
-        data = opened.read(_RECORD, most_bytes=LARGEST_FILE_BYTES)
-        check_own(opened)
+        data = Directory.opened(home).read(_RECORD, most_bytes=LARGEST_FILE_BYTES)
         written = tomllib.loads(data.decode())
         origin = msgspec.convert(written.pop("home"), _Home)
         keys = [key for key in KEYS if key.for_run and key.kind not in _SETTINGS]

@@ -71,6 +71,8 @@ def survey(root: Path, *, run: str, filesystem: Filesystem | None = None) -> Sca
     """
     tree = Tree(root.absolute())
     filesystem = filesystem or holding(tree.root)
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.directory(tree.root)  # raises if it is a link or a file
     shards: list[LocalShard] = []
     problems: list[Refused] = []
     for path in _files(tree, filesystem):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,14 +45,21 @@ def _config(
     values: dict[str, Any], directory: Path, run: str | None
 ) -> tuple[ArchiveConfig, str | None]:
     """The archive that `values` name, and the run if one is named. Raises UsageError."""
-    if "archive_url" in values:
-        where = {name.removeprefix("archive_"): value for name, value in values.items()}
-        return ArchiveConfig(**where), run
+    if (archive := archive_of(values)) is not None:
+        return archive, run
     kept = run_dir.find(directory, run)
     raise UsageError(
         f"where are the steps of run {kept.run!r} archived? Name the place with --archive, or take"
         f" all settings of its record with --config {kept.record}"
     )
+
+
+def archive_of(values: Mapping[str, Any]) -> ArchiveConfig | None:
+    """The archive that these values of keys name, by field; None without one. Raises UsageError."""
+    if "archive_url" not in values:
+        return None
+    named = {f"archive_{one}": one for one in ("url", "endpoint", "region")}
+    return ArchiveConfig(**{named[field]: values[field] for field in named.keys() & values.keys()})
 
 
 def _with_archive(

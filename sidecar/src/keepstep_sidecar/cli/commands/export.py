@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
+import os
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,16 +14,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from keepstep.errors import RestoreError, StorageError, UsageError, few
 from keepstep.steps import Epoch, StepId
 from keepstep_sidecar.cli import run_dir
-from keepstep_sidecar.cli.commands.archive import which_archive
-from keepstep_sidecar.cli.options import json_option, size_option
+from keepstep_sidecar.cli.commands.archive import archive_of
+from keepstep_sidecar.cli.options import (
+    config_options,
+    directory_option,
+    json_option,
+    run_option,
+    size_option,
+)
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.config.peers import PeerSettings
 from keepstep_sidecar.config.quantities import format_size
+from keepstep_sidecar.config.sidecar import KEYS
 
 if TYPE_CHECKING:
     from keepstep.export import Exported
@@ -32,10 +42,16 @@ if TYPE_CHECKING:
 
 _NEWEST = "latest"
 _OPENED_AT_ONCE = 16
+_ELSEWHERE = (
+    *("archive", "archive_endpoint", "archive_region"),
+    *("peer_listen", "peers", "peer_cert", "peer_key", "peer_ca"),
+)
 
 
 @click.command()
-@which_archive
+@config_options([key for key in KEYS if key.for_run and key.name in _ELSEWHERE])
+@directory_option
+@run_option(default="the only one in DIR, or in the archive")
 @json_option
 @click.option(
     "--to",
@@ -76,9 +92,10 @@ def export(
 
     STEP is a number, a full name as in `keepstep steps`, or `latest`: the newest committed one. It
     may be of any world and layout: shards are put together, names are those of the model. Every
-    byte is verified; DIR appears when all of it is written. What is not on this machine's volumes
-    is read from peers, or from the run's archive; with --archive all comes from there. A training
-    that goes on is not disturbed. Needs torch.
+    byte is verified; DIR appears when all of it is written. With --archive all comes from there.
+    With --config .keepstep/RUN/sidecar.toml, what is not on this machine's volumes is read from the
+    peers and the archive with which the run was started. A training that goes on is not disturbed.
+    Needs torch.
 
     \b
     Examples:
@@ -86,6 +103,7 @@ def export(
       keepstep export 12000 --to ./model --dtype bf16
       keepstep export 12000 --to ./ema --only ema --shard-size 2GB
       keepstep export 12000 --to ./model --archive s3://ckpt/runs --run gpt
+      keepstep export 12000 --to ./model --config .keepstep/gpt/sidecar.toml
     """
     from keepstep_sidecar.cli import output
 
@@ -106,7 +124,9 @@ def export(
                 told: Exported = made.write(target, functools.partial(_read, images, cancel), done)
                 return told
 
-    id, told = asyncio.run(_with_newest(word, work, **where))
+    source = click.get_current_context().get_parameter_source("archive")
+    alone = source is ParameterSource.COMMANDLINE or "KEEPSTEP_ARCHIVE" in os.environ
+    id, told = asyncio.run(_with_newest(word, work, archive_alone=alone, **where))
     if as_json:
         output.print_json({"step": id, **vars(told)})
         return
@@ -226,6 +246,7 @@ async def _with_step(
     values: dict[str, Any],
     directory: Path,
     run: str | None,
+    archive_alone: bool,
 ) -> tuple[StepId, Exported]:
     """Find the step that `word` names, and do `work` on a thread. Raises KeepstepError."""
     from keepstep_sidecar.cli import inventory, output
@@ -234,17 +255,18 @@ async def _with_step(
     async def finish(step: _Step) -> tuple[StepId, Exported]:
         return step.id, await transfer.run(None, functools.partial(work, step))
 
-    if "archive_url" in values:
-        told = {name.removeprefix("archive_"): value for name, value in values.items()}
-        return await _from_archive(ArchiveConfig(**told), run, word, {}, finish)
+    archive = archive_of(values)
+    if archive is not None and archive_alone:
+        return await _from_archive(archive, run, word, {}, finish)
     kept = run_dir.find(directory, run)
+    peers = dataclasses.replace(kept.config, **values).peers
     held = await asyncio.to_thread(_on_volumes, kept)
     epochs = await asyncio.to_thread(inventory.epochs, kept)
     silent: tuple[str, ...] = ()
     suspects = await asyncio.to_thread(_suspects, kept)
     id = _committed(held, epochs, word, suspects)
-    if kept.config.peers is not None and (id is None or word == _NEWEST):
-        silent = await _add_peers(kept, kept.config.peers, held)
+    if peers is not None and (id is None or word == _NEWEST):
+        silent = await _add_peers(kept, peers, held)
         id = _committed(held, epochs, word, suspects)
     if id is not None:
         for doubt in _doubts(id, epochs, suspects):
@@ -253,9 +275,9 @@ async def _with_step(
             output.echo(f"warning: not in reach: {'; '.join(silent)}", err=True)
         sources = tuple(held[id][rank] for rank in sorted(held[id]))
         return await finish(_Step(run=kept.run, id=id, sources=sources))
-    if kept.config.archive is None:
+    if archive is None:
         raise _incomplete(kept, word, held, silent)
-    return await _from_archive(kept.config.archive, kept.run, word, held, finish)
+    return await _from_archive(archive, kept.run, word, held, finish)
 
 
 _Held = dict[StepId, dict[int, "ShardSource"]]
@@ -373,10 +395,12 @@ def _incomplete(kept: RunDir, word: str, held: _Held, silent: Sequence[str]) -> 
             missing = [str(rank) for rank in range(world) if rank not in ranks]
             return UsageError(
                 f"step {id}: of {world} shards, those of rank {few(missing, 8)} are not on this"
-                f" machine's volumes; name an archive that has them with --archive{away}"
+                " machine's volumes; name an archive that has them with --archive, or take archive"
+                f" and peers from the run's record with --config {kept.record}{away}"
             )
     there = few([str(id) for id in sorted(held)][-5:], 5) or "none"
     what = "committed step" if word == _NEWEST else f"step {word}"
     return UsageError(
-        f"no {what} of run {kept.run!r} on the volumes; the newest there: {there}{away}"
+        f"no {what} of run {kept.run!r} on the volumes; the newest there: {there}. --archive names"
+        f" another place, --config {kept.record} the archive and the peers of the run{away}"
     )
