@@ -15,8 +15,8 @@ A directory may be copied or moved. So the record says in which directory it was
 uses neither the volumes nor the memory of the original.
 
 A directory that is found may be anybody's: of another user, or unpacked from an archive. So who
-writes to DIR/RUN must be its user, and no other may write there; and its record gives data and no settings: no address, no file that
-is read or sent, no place of memory is taken from it.
+writes to DIR/RUN must be its user, and no other may write there; and its record gives data and no
+settings: no address, no file that is read or sent, no place of memory is taken from it.
 """
 
 from __future__ import annotations
