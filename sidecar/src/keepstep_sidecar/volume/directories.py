@@ -146,7 +146,8 @@ class Directories:
 
     def delete(self, directory: Path) -> int:
         """Delete a retired directory; of a link, only the name. Returns the bytes freed."""
-        if not self._filesystem.is_directory(directory):
+        found = self._filesystem.lstat(directory)
+        if found is not None and stat.S_ISLNK(found.st_mode):
             self._filesystem.unlink(directory)
             return 0
         freed = self.disk_bytes(directory)

@@ -72,7 +72,7 @@ def survey(root: Path, *, run: str, filesystem: Filesystem | None = None) -> Sca
     tree = Tree(root.absolute())
     filesystem = filesystem or holding(tree.root)
     with contextlib.suppress(FileNotFoundError):
-        filesystem.directory(tree.root)  # raises if it is a link or a file
+        filesystem.directory(tree.root)  # raises if it is a file
     shards: list[LocalShard] = []
     problems: list[Refused] = []
     for path in _files(tree, filesystem):
@@ -95,8 +95,12 @@ def holding(root: Path) -> Filesystem:
 
 def step_directories(tree: Tree, filesystem: Filesystem) -> Iterator[Path]:
     """Directories of steps, published ones first. Empty if there are none or no volume. A file or a
-    link where one belongs is none."""
+    link where one belongs is none. But of a link in the place of `pending` it is unknown what lies
+    behind it: OSError."""
     for parent in (tree.root, tree.pending):
+        found = filesystem.lstat(parent)
+        if found is not None and stat.S_ISLNK(found.st_mode):
+            filesystem.directory(parent)  # raises
         named = (parent / name for name in filesystem.names(parent) if is_step(name))
         yield from filter(filesystem.is_directory, named)
 
