@@ -276,8 +276,8 @@ def bound_log(path: Path) -> None:
     The log is not renamed, because a live sidecar goes on appending to the file that it has open.
     Lines written between copy and cut are lost. Raises OSError.
     """
-    directory = Directory.opened(path.parent)
     with contextlib.suppress(FileNotFoundError):
+        directory = Directory.opened(path.parent)
         fd = directory.open(path.name, os.O_RDWR)
         try:
             if (size_bytes := os.fstat(fd).st_size) > LOG_LIMIT_BYTES:

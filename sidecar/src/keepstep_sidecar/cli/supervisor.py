@@ -183,7 +183,8 @@ class Supervisor:
             self._launch_sidecar()
         if now - self._log_checked > _LOG_CHECK_S:
             self._log_checked = now
-            launcher.bound_log(self._kept.log)
+            with contextlib.suppress(OSError):  # it may grow until the next start, which says why
+                launcher.bound_log(self._kept.log)
         due = now > self._look_at and (self._command_pid or self._ending)
         if due and not self._looking.locked():
             self._look_at = now + _LOOK_S
