@@ -231,10 +231,12 @@ def test_what_hinders_it_is_an_error_that_says_so(keepstep: Keepstep) -> None:
     said = plain(keepstep, "train.py", "2", "-1", code=1).stderr
     assert "UsageError: dir='.keepstep': Invalid value for '--dir'" in said
     (keepstep.home / ".keepstep").unlink()
-    (keepstep.home / "keepstep_sidecar.py").write_text(
+    (keepstep.home / "lacking").mkdir()
+    (keepstep.home / "lacking" / "keepstep_sidecar.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'keepstep_sidecar'\")"
     )
-    said = plain(keepstep, "train.py", "2", "-1", code=1).stderr
+    path = os.pathsep.join(filter(None, ["lacking", os.environ.get("PYTHONPATH")]))
+    said = plain(keepstep, "train.py", "2", "-1", code=1, PYTHONPATH=path).stderr
     assert "pip install ./sidecar of keepstep's source" in said
     assert "give it one with --run NAME" in keepstep("start", code=2).stderr
 

@@ -52,7 +52,8 @@ def _ignored(number: int) -> bool:
     return signal.getsignal(number) is signal.SIG_IGN
 
 
-_SERVER = f"{SAFE_PATH}; from keepstep.warm.server import start; start()"
+_NAME: Final = "keepstep.warm.server"
+_SERVER: Final = f"{SAFE_PATH}; from {_NAME} import start; start()"
 
 
 class ForkServer:
@@ -73,7 +74,7 @@ class ForkServer:
         ours, theirs = pair()
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
-            words = (interpreter, "-c", _SERVER, str(theirs.fileno()), *modules)
+            words = (interpreter, "-c", _SERVER, _NAME, str(theirs.fileno()), *modules)
             try:
                 pid = os.posix_spawn(interpreter, words, environment, setsigmask=())
             except OSError:

@@ -1,6 +1,6 @@
 """The fork server: it has imported torch, run nothing else, and has one thread.
 
-    python -c CODE FD [MODULE...]
+    python -c CODE keepstep.warm.server FD [MODULE...]
 
 CODE is `client._SERVER`, which calls `start`: no module of the working directory is imported but
 MODULE. FD is the server's end of the connection that `client.ForkServer` holds; the server ends
@@ -230,11 +230,11 @@ def main() -> None:
     """Run the server. In each process that it starts, run that process's job."""
     for number in _IGNORED:  # the terminal's signals are for the rest of the process group
         signal.signal(number, signal.SIG_IGN)
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection = socket.socket(fileno=int(sys.argv[2]))
     connection.set_inheritable(False)
     environment = dict(os.environ)
     try:
-        preload(sys.argv[2:])
+        preload(sys.argv[3:])
     except RefusedError as refused:
         _send(connection, {"cold": str(refused)})
         os._exit(0)

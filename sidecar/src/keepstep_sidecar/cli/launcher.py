@@ -91,7 +91,8 @@ def note_command(kept: RunDir, pid: int) -> None:
 def _orphaned(kept: RunDir) -> Process | None:
     """The command that a killed supervisor left, if it still lives."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        pid, started = kept.lock.read_text().splitlines()[1].split()
+        data = Directory.opened(kept.home).read(kept.lock.name, most_bytes=_TAIL_BYTES)
+        pid, started = data.decode().splitlines()[1].split()
         process = Process(int(pid), int(started))
         return process if process.alive() else None
     return None
@@ -290,6 +291,9 @@ def bound_log(path: Path) -> None:
 def log_tail(path: Path) -> str:
     """The end of the log, for an error message."""
     try:
-        return path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+        fd = Directory.opened(path.parent).open(path.name, os.O_RDONLY)
     except OSError:
         return ""
+    with open(fd, "rb") as file:
+        file.seek(max(0, os.fstat(fd).st_size - _TAIL_BYTES))
+        return file.read(_TAIL_BYTES).decode(errors="replace").strip()

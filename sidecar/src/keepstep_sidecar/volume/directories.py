@@ -184,12 +184,13 @@ class Directories:
         self._bound_quarantine(newest=target)
         return target
 
-    def drop_quarantine(self) -> None:
-        """Delete the files in quarantine: others need the space."""
+    def drop_quarantine(self) -> bool:
+        """Delete the files in quarantine: others need the space. Returns whether there were any."""
         doomed = self.entries(self._tree.quarantine)
         if doomed:
             warn("quarantine emptied", path=str(self._tree.quarantine), files=len(doomed))
         self.discard(doomed)
+        return bool(doomed)
 
     def _bound_quarantine(self, *, newest: Path) -> None:
         """Delete the oldest files if there are many, or if they take a tenth of the drive. The

@@ -250,14 +250,16 @@ class Writer:
         )
 
 
-def _with_room(make: Callable[[], T], drops: Sequence[Callable[[], object]]) -> T:
+def _with_room(make: Callable[[], T], drops: Sequence[Callable[[], bool]]) -> T:
     try:
         return make()
     except OSError as error:
-        if error.errno not in FULL or not drops:
+        if error.errno not in FULL:
             raise
-        drops[0]()
-        return _with_room(make, drops[1:])
+        for number, drop in enumerate(drops, start=1):
+            if drop():
+                return _with_room(make, drops[number:])
+        raise
 
 
 class EarlyWrite:
