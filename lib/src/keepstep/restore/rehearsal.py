@@ -117,17 +117,9 @@ def _reaches_out(hook: Any) -> bool:
     if not isinstance(hook, FunctionType):
         return False  # a method is copied with its object
     cells = [cell.cell_contents for cell in hook.__closure__ or () if _is_filled(cell)]
-    known = {name: hook.__globals__.get(name) for name in hook.__code__.co_names}
-    named = [one for name, one in known.items() if not _is_constant(name, one)]
+    named = [hook.__globals__.get(name) for name in hook.__code__.co_names]
     given = [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()]
     return not all(isinstance(one, _UNCHANGED) for one in (*cells, *named, *given))
-
-
-def _is_constant(name: str, value: Any) -> bool:
-    """Whether a global is a table of plain values with the name of a constant (PEP 8)."""
-    if not name.isupper() or not isinstance(value, dict):
-        return False
-    return all(isinstance(one, int | float | str) for one in (*value, *value.values()))
 
 
 def _is_filled(cell: Any) -> bool:
