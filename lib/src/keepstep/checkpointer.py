@@ -292,7 +292,7 @@ class Checkpointer:
         - UsageError, on every rank, if a component on any rank cannot be kept. It names the
           component, and is raised whether or not there is anything to restore.
         """
-        started = time.perf_counter()
+        started, grad = time.perf_counter(), torch.is_grad_enabled()
         if self._epoch is not None:
             raise UsageError("restore() was called already; it starts an epoch, once per process")
         if rng not in ("now", "later"):
@@ -317,6 +317,7 @@ class Checkpointer:
                 )
         finally:
             probed, self._probed = self._probed, None
+            torch.set_grad_enabled(grad)  # an interrupt may come within torch.no_grad()
         if isinstance(agreed, Unkept):
             if agreed.reason:
                 self._let_go(agreed.reason, timeout_s=5.0)
