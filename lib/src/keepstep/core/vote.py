@@ -109,7 +109,7 @@ def choose(
     allowed = _allowed(excluded, limit, exact=exact)
     distinct = {id(vote): vote for vote in votes}  # most ranks of a large world share one object
     made = {at: _ways(vote, len(votes), allowed) for at, vote in distinct.items()}
-    if lending and not _is_near(list(made.values())):
+    if lending:
         _lend(list(made.values()), list(distinct.values()), allowed)
     ways = [made[id(vote)] for vote in votes]
     common = _common(list(made.values()))
@@ -225,13 +225,6 @@ _Shown = Offer | Part
 
 def _shows(vote: Candidates) -> tuple[_Shown, ...]:
     return (*vote.offers, *vote.parts)
-
-
-def _is_near(ways: Sequence[_Ways]) -> bool:
-    """Whether each rank has its own image of a common step, on a machine of the run: that is exact
-    to the random states, and only a few steps behind what others would lend."""
-    newest = max(_common(ways), default=None)
-    return newest is not None and all(each[newest].tier is not Tier.ARCHIVE for each in ways)
 
 
 def _lend(
