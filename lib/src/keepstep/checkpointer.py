@@ -334,7 +334,8 @@ class Checkpointer:
         self._taken, self._restored = probed and _without_values(probed), layout
         self._order_slots()
         self._stage_every = agreed.stage_every
-        self._last_step = self._last_step if parent is None else parent.step
+        if parent is not None and restoring is not None:
+            self._last_step = parent.step
         self._epoch = agreed.epoch  # last: what interrupts a restore before lets it be called again
         if parent is None or restoring is None:
             return None
@@ -459,9 +460,9 @@ class Checkpointer:
 
     def _check_loads(self, taken: Taken, *, models_only: bool = False) -> None:
         """Raise UsageError for what could be kept, but never restored."""
-        check_loads(taken)
         from keepstep.restore.rehearsal import rehearse
 
+        check_loads(taken)
         rehearse(taken, trusted=self._trusted, models_only=models_only)
 
     def _known(self) -> dict[str, Any]:
@@ -550,14 +551,13 @@ class Checkpointer:
         """Have the memory of images made from now on, if the layout is known: as that of what was
         restored, or without. A new optimizer has no state before its first step.
         """
-        components = self._components.values()
-        # a foreign object is not asked for its state before the first save: a loader may begin then
         if self._agent is None:
             return
         if self._restored is not None:
             self._agent.use_layout(self._restored)
             return
-        if not all(is_known(one) and _has_state(one) for one in components):
+        # a foreign object is not asked for its state before the first save: a loader may begin then
+        if not all(is_known(one) and _has_state(one) for one in self._components.values()):
             return
         with contextlib.suppress(Exception):  # the first save raises it again
             taken = self._retake()

@@ -15,20 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from keepstep.directory import Directory
 from keepstep.errors import StorageError, UsageError
 from keepstep_sidecar.volume.paths import LOCK, RECORD
 from keepstep_sidecar.volume.prepare import mount_of
-
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_LOCKED = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 _CLOCKS_APART_S = 600.0
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -48,14 +44,13 @@ def clean(directory: Path, *, gone_since: float = math.inf) -> int:
     """
     directory = Path(os.path.abspath(directory))
     _check_name(directory)
+    aside = _aside(directory.name)
     try:
-        with _opened(directory.parent) as parent:
-            _drop(parent, _aside(directory.name))  # of an attempt that was cut short
-            with _unused(parent, directory, gone_since + _CLOCKS_APART_S):
-                os.rename(
-                    directory.name, _aside(directory.name), src_dir_fd=parent, dst_dir_fd=parent
-                )
-                return _drop(parent, _aside(directory.name))
+        parent = _opened(directory.parent)
+        parent.remove(aside)  # of an attempt that was cut short
+        with _unused(parent, directory, gone_since + _CLOCKS_APART_S):
+            parent.rename(directory.name, aside)
+            return parent.remove(aside)
     except FileNotFoundError:
         return 0
     except OSError as error:
@@ -76,34 +71,25 @@ def _aside(name: str) -> str:
     return f".{name}.removed"
 
 
-@contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[int]:
+def _opened(directory: Path) -> Directory:
     """Open a directory. No link below the mount point is followed."""
     start = mount_of(directory)
-    fd = os.open(start, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for name in directory.relative_to(start).parts:
-            inner = os.open(name, _DIRECTORY, dir_fd=fd)
-            os.close(fd)
-            fd = inner
-        yield fd
-    finally:
-        os.close(fd)
+    return Directory.opened(start).inside(*directory.relative_to(start).parts)
 
 
 @contextlib.contextmanager
-def _unused(parent: int, directory: Path, latest: float) -> Iterator[None]:
+def _unused(parent: Directory, directory: Path, latest: float) -> Iterator[None]:
     """Hold every lock that a sidecar would hold, `<node rank>/<run>/.lock`. Raises StorageError."""
     with contextlib.ExitStack() as held:
-        run = _entered(held, parent, directory.name)
-        for rank in os.listdir(run):
-            place = _place(held, run, rank)
+        run = parent.inside(directory.name)
+        for rank in run.names():
+            place = _place(run, rank)
             if place is None:
                 continue
             if not _NODE_RANK.fullmatch(rank):
                 raise _not_a_run(directory, f"{directory}/{rank} is no node rank's directory")
-            for name in os.listdir(place):
-                inner = _place(held, place, name)
+            for name in place.names():
+                inner = _place(place, name)
                 if inner is None:
                     continue
                 if name != directory.name:
@@ -128,98 +114,30 @@ def _not_a_run(directory: Path, why: str) -> StorageError:
     )
 
 
-def _written(directory: int) -> float:
+def _written(directory: Directory) -> float:
     """When a step was last begun or removed there, or the record replaced, in Unix seconds."""
-    times = [os.fstat(directory).st_mtime]
-    with contextlib.suppress(FileNotFoundError):
-        times.append(_lstat(directory, RECORD).st_mtime)
-    return max(times)
+    record = directory.lstat(RECORD)
+    times = [os.fstat(directory.fd).st_mtime]
+    return max(times if record is None else [*times, record.st_mtime])
 
 
-def _entered(held: contextlib.ExitStack, parent: int, name: str) -> int:
-    fd = os.open(name, _DIRECTORY, dir_fd=parent)
-    held.callback(os.close, fd)
-    return fd
-
-
-def _place(held: contextlib.ExitStack, parent: int | None, name: str) -> int | None:
+def _place(parent: Directory, name: str) -> Directory | None:
     """Open a directory in a directory. None for anything else, links included."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        if parent is not None and stat.S_ISDIR(_lstat(parent, name).st_mode):
-            return _entered(held, parent, name)
+        return parent.inside(name)
     return None
 
 
-def _locked(held: contextlib.ExitStack, directory: int) -> bool:
+def _locked(held: contextlib.ExitStack, directory: Directory) -> bool:
     """Take the directory's lock; False if another process has it. A sidecar makes its lock before
     any other file. So a directory that is not empty and has no lock counts as used."""
     try:
-        fd = os.open(LOCK, _LOCKED, dir_fd=directory)
+        fd = directory.open(LOCK, os.O_RDWR)
     except FileNotFoundError:
-        return not os.listdir(directory)
+        return not directory.names()
     held.callback(os.close, fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
-
-
-def _drop(parent: int, name: str) -> int:
-    """Remove a tree below an open directory. Returns how many files were removed."""
-    try:
-        found = _lstat(parent, name)
-    except FileNotFoundError:
-        return 0
-    if not stat.S_ISDIR(found.st_mode):
-        os.unlink(name, dir_fd=parent)
-        return 1
-    top = _inside(parent, name)
-    try:
-        gone = _empty(top)
-    finally:
-        os.close(top)
-    os.rmdir(name, dir_fd=parent)
-    return gone
-
-
-def _inside(parent: int, name: str) -> int:
-    """Open a directory of the same file system. Raises StorageError for another file system."""
-    if _lstat(parent, name).st_dev != os.fstat(parent).st_dev:
-        raise StorageError(f"{name} is another file system, mounted there; it is left alone")
-    return os.open(name, _DIRECTORY, dir_fd=parent)
-
-
-def _empty(top: int) -> int:
-    """Remove what is in an open directory. Directories further down are first moved up into it. So
-    neither the stack nor the number of descriptors grows with the depth of the tree, which anyone
-    may have made."""
-    gone, found = 0, os.listdir(top)
-    names = set(found)
-    while found:
-        name = found.pop()
-        if not stat.S_ISDIR(_lstat(top, name).st_mode):
-            os.unlink(name, dir_fd=top)
-            gone += 1
-            continue
-        inner = _inside(top, name)
-        try:
-            for one in os.listdir(inner):
-                if stat.S_ISDIR(_lstat(inner, one).st_mode):
-                    os.close(_inside(inner, one))
-                    free = next(new for n in itertools.count() if (new := str(n)) not in names)
-                    os.rename(one, free, src_dir_fd=inner, dst_dir_fd=top)
-                    names.add(free)
-                    found.append(free)
-                else:
-                    os.unlink(one, dir_fd=inner)
-                    gone += 1
-        finally:
-            os.close(inner)
-        os.rmdir(name, dir_fd=top)
-        names.discard(name)
-    return gone
-
-
-def _lstat(parent: int, name: str) -> os.stat_result:
-    return os.stat(name, dir_fd=parent, follow_symlinks=False)

@@ -79,11 +79,14 @@ class Writer:
         return self._in_progress.keys()
 
     def used_bytes(self) -> int:
-        """Bytes that all files take; files in progress count with their final size, and what counts
-        as free not at all."""
+        """Bytes that all files take but for what counts as free."""
         with self.lock:
-            at_rest = self.directories.used_bytes(besides=self._in_progress)
-            return at_rest - self.dispensable_bytes() + sum(self._in_progress.values())
+            return self._all_bytes() - self.dispensable_bytes()
+
+    def _all_bytes(self) -> int:
+        """Bytes that all files take; files in progress count with their final size."""
+        at_rest = self.directories.used_bytes(besides=self._in_progress)
+        return at_rest + sum(self._in_progress.values())
 
     def dispensable_bytes(self) -> int:
         """Space that counts as free: spare files, and files in quarantine."""
@@ -95,7 +98,7 @@ class Writer:
         if self.capacity_bytes is not None:
             with self.lock:
                 for drop in (self.spares.drop, self.directories.drop_quarantine):
-                    if self.used_bytes() + self.dispensable_bytes() > self.capacity_bytes:
+                    if self._all_bytes() > self.capacity_bytes:
                         drop()
 
     def with_room(self, make: Callable[[], T]) -> T:
