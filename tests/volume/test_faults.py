@@ -104,6 +104,40 @@ def test_an_io_error_quarantines_the_file_and_is_not_retried(
     assert [shard.step_id for shard in volume.scan().shards] == [step_id(2)]
 
 
+def fail(volume: Volume, armed: Callable[[str], None], steps: range) -> None:
+    for step in steps:
+        slot = staged(make_layout(), step)
+        armed("write.table:eio")
+        with pytest.raises(StorageError, match="Check the drive"):
+            volume.write(slot.view, slot.layout, slot.control)
+    armed("")
+
+
+def test_a_drive_that_errs_for_long_leaves_a_few_files_the_newest_and_no_directories(
+    volume: Volume, armed: Callable[[str], None]
+) -> None:
+    fail(volume, armed, range(1, 21))
+    kept = sorted(path.name.partition(".rank")[0] for path in volume.root.glob("quarantine/*"))
+    assert kept == [str(step_id(step)) for step in range(5, 21)]
+    assert list(volume.root.glob("pending/*")) == []
+
+
+def test_what_failed_takes_no_room_from_what_is_written_once_the_drive_is_well(
+    open_volume: Callable[..., Volume], armed: Callable[[str], None]
+) -> None:
+    size_bytes = make_layout().size_bytes
+    limit_bytes = 4 * size_bytes + (64 << 10)
+    volume = open_volume(capacity_bytes=limit_bytes)
+    fail(volume, armed, range(1, 9))
+    assert volume.free_bytes() > 4 * size_bytes
+    for step in range(11, 15):
+        slot = staged(make_layout(), step)
+        volume.write(slot.view, slot.layout, slot.control)
+    assert len(volume.scan().shards) == 4
+    taken = sum(path.lstat().st_blocks * 512 for path in volume.root.rglob("*") if path.is_file())
+    assert taken <= limit_bytes
+
+
 @pytest.mark.parametrize("point", FAILING_POINTS)
 def test_a_full_disk_leaves_nothing_behind(
     volume: Volume, armed: Callable[[str], None], point: str
