@@ -11,6 +11,7 @@ import pytest
 
 from keepstep.steps import Answer, Epoch, EpochId, StepId
 from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.tiers.archive import index
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
 from tests.harness import until
@@ -118,6 +119,20 @@ async def test_what_does_not_belong_or_is_missing_is_named_and_nothing_is_offere
         assert await remote_tier.drain(timeout_s=20)
         assert [id.step for id in sorted((await remote_tier.look()).complete)] == [300, 400, 500]
     assert everything(step) == before
+
+
+async def test_records_are_read_from_the_newest_on_up_to_a_limit(
+    archived: ArchiveConfig, local: Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(archived) as remote_tier:
+        commit(remote_tier, write_step(local, 20))
+        assert await remote_tier.drain(timeout_s=10)
+    monkeypatch.setattr(index, "RECORDS_BYTES", 1)
+
+    async with running(archived) as remote_tier:
+        held = await remote_tier.look()
+        assert held.complete == {step_id(20)}
+        assert f"{step_id(10)}/step.json: {index.TOO_MUCH}" in held.reason
 
 
 async def test_a_record_of_another_step_does_not_pass_for_this_one(

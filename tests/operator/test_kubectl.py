@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,13 @@ async def test_what_the_user_may_not_see_is_unknown_to_the_doctor_not_bad(
     server.forbidden = "deployments"
     code, found = await _findings()
     assert (code, found["operator"]) == (0, "unknown")
+
+
+async def test_a_name_never_leads_to_another_object(server: ApiServer) -> None:
+    before = deepcopy(server.objects)
+    for name in ("gpt/../fork", "../checkpointpolicies/nvme", "gpt?x=1", "gpt#"):
+        assert (await _said("pin", name, "3")).exit_code == 1
+    assert server.objects == before
 
 
 async def test_errors_are_a_line_that_says_what(

@@ -122,12 +122,13 @@ def test_without_a_good_token_nothing_is_signed(tmp_path: Path, token: str) -> N
     play(tmp_path, scene)
 
 
-@pytest.mark.parametrize("kind", ["nonsense", "rsa", "foreign key"])
+@pytest.mark.parametrize("kind", ["nonsense", "rsa", "foreign key", "another curve"])
 def test_a_request_that_is_none_is_refused(tmp_path: Path, kind: str) -> None:
     one, other = (request_of(ec.generate_private_key(ec.SECP256R1())) for _ in range(2))
     requests = {
         "nonsense": b"-----BEGIN nothing",
         "rsa": request_of(rsa.generate_private_key(65537, 2048)),
+        "another curve": request_of(ec.generate_private_key(ec.SECP521R1())),
         "foreign key": _with_signature_of(one, other),
     }
 

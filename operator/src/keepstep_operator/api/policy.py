@@ -27,7 +27,7 @@ from keepstep_operator.api.tiers import (
 from keepstep_operator.bodies import Body
 from keepstep_operator.names import SIDECAR_METRICS_PORT, SIDECAR_PEER_PORT
 
-_VOLUME_NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
+_VOLUME_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 _WRITES_PER_DAY = re.compile(r"^(0\.[0-9]*[1-9][0-9]*|[1-9][0-9]*(\.[0-9]+)?)$")
 _SOURCES = ("emptyDir", "hostPath", "ephemeral")
 _MOST_VOLUMES = 8
@@ -318,7 +318,7 @@ def _volumes(listed: object) -> tuple[Volume, ...]:
 
 def _volume(fields: Fields) -> Volume:
     name = fields.value("name")
-    if not isinstance(name, str) or not _VOLUME_NAME.match(name):
+    if not isinstance(name, str) or not _VOLUME_NAME.fullmatch(name):
         raise fields.wrong("name", f"{name!r} is not a DNS label of at most 40 characters")
     given = [one for one in _SOURCES if fields.value(one) is not None]
     if len(given) != 1:

@@ -50,13 +50,13 @@ def format_millicores(millicores: int) -> str:
 
 def parse_duration(text: str) -> int:
     """Seconds of `90s`, `15m`, `1h30m`. Raises ValueError saying what is expected."""
-    if not isinstance(text, str) or not _DURATION.match(text):
+    if not isinstance(text, str) or not _DURATION.fullmatch(text):
         raise ValueError(f"{text!r} is not a duration; write it like 90s, 15m or 2h")
     return sum(int(number) * _SECONDS[unit] for number, unit in _DURATION_PART.findall(text))
 
 
 def _parse(written: Written, *, example: str) -> Decimal:
-    match = None if isinstance(written, bool) else _QUANTITY.match(str(written))
+    match = None if isinstance(written, bool) else _QUANTITY.fullmatch(str(written))
     if not match:
         raise ValueError(f"{written!r} is not a quantity; write it like {example}")
     number, suffix, exponent = match.groups()

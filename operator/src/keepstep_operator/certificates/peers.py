@@ -47,7 +47,7 @@ def sign(
     """PEM of a certificate for `uri` and the key of `request`, for both ends of a connection.
 
     `authority`: certificate and key. Raises ValueError if `request` is not a certificate request,
-    is not signed by its own key, or has a key that is not of an elliptic curve.
+    is not signed by its own key, or has a key that is not on the curve P-256.
     """
     issuer = x509.load_pem_x509_certificate(authority[0])
     signer = serialization.load_pem_private_key(authority[1], password=None)
@@ -55,6 +55,8 @@ def sign(
     key = asked.public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey) or not _is_proven(asked):
         raise ValueError("it must be signed with its own elliptic curve key")
+    if not isinstance(key.curve, ec.SECP256R1):
+        raise ValueError(f"the key must be on the curve P-256, not {key.curve.name}")
     assert isinstance(signer, ec.EllipticCurvePrivateKey)
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     known_as = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)])

@@ -88,22 +88,23 @@ class Cluster:
         self._json("PATCH", path, body=operations, kind=_JSON_PATCH)
 
     def _path(self, plural: str, name: str = "") -> str:
-        path = f"/apis/{names.API_VERSION}/namespaces/{self.namespace}/{plural}"
-        return f"{path}/{name}" if name else path
+        path = f"/apis/{names.API_VERSION}/namespaces/{_quoted(self.namespace)}/{plural}"
+        return f"{path}/{_quoted(name)}" if name else path
 
     # --- what Kubernetes has of them ---------------------------------------------------------
 
     def pods(self, run: str) -> list[str]:
         """The names of the run's pods with a sidecar."""
         labels = f"{names.RUN_KEY_LABEL}={run},{names.INJECTED_LABEL}={names.INJECTED}"
-        found = self.list(f"/api/v1/namespaces/{self.namespace}/pods", labels=labels)
+        found = self.list(f"/api/v1/namespaces/{_quoted(self.namespace)}/pods", labels=labels)
         return [str(one["metadata"]["name"]) for one in found]
 
     def log(self, pod: str, *, lines: int, previous: bool) -> str:
         """The last `lines` of the log of a pod's sidecar, or of its previous container."""
         query = {"container": names.SIDECAR_CONTAINER, "tailLines": str(lines)}
         query |= {"previous": "true"} if previous else {}
-        return self._call("GET", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log", query=query)
+        path = f"/api/v1/namespaces/{_quoted(self.namespace)}/pods/{_quoted(pod)}/log"
+        return self._call("GET", path, query=query)
 
     # --- what leads to the page --------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class Cluster:
 
     def token_of(self, account: str, *, audience: str, seconds: int) -> str:
         """A new token for a service account of the namespace."""
-        path = f"/api/v1/namespaces/{self.namespace}/serviceaccounts/{quote(account, safe='')}"
+        path = f"/api/v1/namespaces/{_quoted(self.namespace)}/serviceaccounts/{_quoted(account)}"
         spec = {"audiences": [audience], "expirationSeconds": seconds}
         said = self._json("POST", f"{path}/token", body={"spec": spec}, kind="application/json")
         return str(said["status"]["token"])
@@ -130,7 +131,7 @@ class Cluster:
         """A connection to a port of a pod's loopback, through the API server."""
         from kubernetes.stream.ws_client import portforward_call
 
-        path = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(pod, safe='')}"
+        path = f"/api/v1/namespaces/{_quoted(namespace)}/pods/{_quoted(pod)}"
         method, url, headers, *_ = self._api.param_serialize(
             "GET",
             f"{path}/portforward",
@@ -215,3 +216,8 @@ def _words(path: str, code: int, text: str) -> str:
             f"somebody changed the run's spec meanwhile; look at it, and say it again ({message})"
         )
     return f"{path}: {message}" if code in (401, 403) else message
+
+
+def _quoted(name: str) -> str:
+    """One part of a path, whatever the user typed: a name never leads to another object."""
+    return quote(name, safe="")

@@ -18,7 +18,7 @@ _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 def parse_size(text: str) -> int:
     """Bytes of `512Mi`, `32Gi`, `10G` or `4096`. Raises ValueError that says what is expected."""
-    match = _SIZE.match(text.strip())
+    match = _SIZE.fullmatch(text.strip())
     if not match:
         raise ValueError(f"{text!r} is not a size; write it like 512Mi, 32Gi or 10G")
     return round(float(match[1]) * _unit_bytes(match[2] or ""))
@@ -36,7 +36,7 @@ def parse_duration(text: str) -> float:
     text = text.strip()
     if re.fullmatch(r"\d+(\.\d+)?", text):
         return float(text)
-    if not _DURATION.match(text):
+    if not _DURATION.fullmatch(text):
         raise ValueError(f"{text!r} is not a duration; write it like 90s, 15m or 2h")
     return sum(float(number) * _SECONDS[unit] for number, unit in _DURATION_PART.findall(text))
 

@@ -42,7 +42,7 @@ class Wanted:
 
 def parse_wanted(text: str) -> Wanted | None:
     """Parse the field; None if the schema should have refused it."""
-    match = _WANTED.match(text)
+    match = _WANTED.fullmatch(text)
     if match is None:
         return None
     ids = list(parse_steps([match[3]])) if match[3] else []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,10 @@ from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.tiers.archive.twin import is_twin
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
 from keepstep_sidecar.volume.paths import is_shard, is_step
+
+RECORDS_BYTES = 48 << 20
+"""The records of one run that are read, from the newest step on. The newest one always is."""
+TOO_MUCH = f"not read, because the records of newer steps take {RECORDS_BYTES >> 20} MiB already"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,15 +206,23 @@ class Surveyor:
             directory, _, name = stored.name.removeprefix(f"{self.run}/").partition("/")
             if is_step(directory) and "/" not in name:
                 by_step[StepId.parse(directory)][name] = stored
-        records_there = filter(None, map(_record_in, by_step.values()))
-        reads = [functools.partial(self._read, stored) for stored in records_there]
+        newest_first = (files for _, files in sorted(by_step.items(), reverse=True))
+        records_there = list(filter(None, map(_record_in, newest_first)))
+        read_bytes = itertools.accumulate(stored.bytes for stored in records_there)
+        reads = [
+            functools.partial(self._read, stored, total)
+            for stored, total in zip(records_there, read_bytes, strict=True)
+        ]
         # Only from this listing: another survey with an older listing may be under way.
         found = self._known = dict(await few_at_once(reads, most=IN_FLIGHT))
         steps = tuple(self._judge(id, files, found) for id, files in sorted(by_step.items()))
         return Survey(steps=steps, conflict=self._conflict(steps, own))
 
-    async def _read(self, stored: Stored) -> tuple[_Key, _Found]:
+    async def _read(self, stored: Stored, total_bytes: int) -> tuple[_Key, _Found]:
+        """The record of a step. `total_bytes`: of it and the records of all newer steps."""
         key = stored.name, stored.etag
+        if total_bytes > max(RECORDS_BYTES, stored.bytes):
+            return key, ImageError(TOO_MUCH, path=f"{self.store.where}/{stored.name}")
         if (known := self._known.get(key)) is not None:
             return key, known
         path = f"{self.store.where}/{stored.name}"
