@@ -14,9 +14,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 SAFE_PATH: Final = "import sys; sys.path[:1] == [''] and sys.path.pop(0)"
 """First of the code of `python -c`: what it imports comes from no working directory. That is what
@@ -77,8 +76,7 @@ def send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """A process that need not be a child of this one. Its start time tells it from a later process
     with the same pid."""
 

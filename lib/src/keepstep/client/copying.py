@@ -12,7 +12,6 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -48,8 +47,7 @@ class Move(NamedTuple):
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """A copy of one tensor into another of the same shape and dtype (strided, or on another
     device)."""
 
@@ -57,8 +55,7 @@ class Copy:
     source: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Transfers:
+class Transfers(NamedTuple):
     """What to copy: plain moves, and copies that need torch. `holds`: what owns the memory from
     which the moves read."""
 

@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from keepstep.steps import Epoch, EpochId, StepId, StrEnum
 
@@ -33,8 +34,7 @@ class Standing(StrEnum):
     DEAD = "dead"
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """The steps of `epoch` up to and including `last` (None: all of them)."""
 
     epoch: EpochId

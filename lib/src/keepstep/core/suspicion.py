@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from keepstep.steps import EpochId, StepId
 
@@ -68,8 +69,7 @@ def newest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     return tuple(known[at] for at in sorted(known)[-KEPT:])
 
 
-@dataclass(frozen=True)
-class Doubt:
+class Doubt(NamedTuple):
     """Which steps are in doubt.
 
     `since`: this step and all later ones are suspect; None: no step is. `newest`: the newest step

@@ -22,7 +22,7 @@ that is missing may come back.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from keepstep.core.candidates import Candidate, Candidates, Offer, Part
 from keepstep.core.holding import is_full
@@ -38,8 +38,7 @@ _RANKS_NAMED = 8
 _STEPS_NAMED = 3
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """Restore `id`, each rank from its tier in `tiers`. `id` None: begin at step 0.
 
     `epoch_number`: the number of the epoch that begins now, higher than any that any rank has seen.
@@ -69,8 +68,7 @@ class Decision:
         return Epoch(EpochId(self.epoch_number, nonce), self.id)
 
 
-@dataclass(frozen=True)
-class _Way:
+class _Way(NamedTuple):
     """How one rank would restore a step: from an image of its own (`direct`), from an offer, or
     from what other ranks lend it (`lent`)."""
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from keepstep.restore.plan import Piece
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A saved sub-box that lies wholly in a range of bytes, and the part of it that is needed.
 
     The sub-box begins at byte `begin` of the image and has the shape `sizes`. The needed part

@@ -16,8 +16,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -64,8 +63,7 @@ Gather = Callable[[Any], list[Any]]
 """Gathers one value of every rank on all ranks, in rank order."""
 
 
-@dataclass(frozen=True)
-class Agreed:
+class Agreed(NamedTuple):
     """The epoch that begins. `restoring` restored its parent step; None if there was nothing to
     restore.
     """
@@ -80,8 +78,7 @@ class Agreed:
         return self.restoring.tier if self.restoring is not None else None
 
 
-@dataclass(frozen=True)
-class Unkept:
+class Unkept(NamedTuple):
     """There was nothing to restore, and nothing can be kept. `reason`: which ranks have no sidecar;
     '' if no rank has one.
     """
@@ -89,8 +86,7 @@ class Unkept:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class _Failure:
+class _Failure(NamedTuple):
     """Why a stage failed on a rank. `again`: whether another step may succeed. `mismatch`: model
     and checkpoint disagree, and will at the next start.
     """
@@ -100,8 +96,7 @@ class _Failure:
     mismatch: bool = False
 
 
-@dataclass(frozen=True)
-class _Ballot:
+class _Ballot(NamedTuple):
     """The vote of one rank.
 
     `said`: the rank's `Candidates`, packed. Most ranks send identical bytes, which are unpacked
@@ -323,9 +318,9 @@ class Collective:
             return arrival
         self.doing = "waiting until all ranks know what there is"
         try:
-            return replace(arrival, said=_packed(ask_candidates(self._session)))
+            return arrival._replace(said=_packed(ask_candidates(self._session)))
         except SidecarError as error:
-            return replace(arrival, error=str(error))
+            return arrival._replace(error=str(error))
 
     def _raise_errors(self, ballots: list[_Ballot]) -> None:
         errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(ballots) if one.error]

@@ -113,7 +113,10 @@ class _UnusableError(KeepstepError):
 
 
 class Images:
-    """The images of one step that were found. `index`: what they hold, one box per row."""
+    """The images of one step that were found. `index`: what they hold, one box per row. `wanted`:
+    the chunks that other ranks are to send."""
+
+    wanted: tuple[ChunkRun, ...] = ()
 
     def __init__(
         self,
@@ -274,6 +277,9 @@ class Images:
         chunks = iter(wanted)
         for first in chunks:
             yield from self._reader().stream(chain((first,), chunks))
+
+    def comes(self, chunks: Iterator[tuple[ChunkRun, Tensor]]) -> None:
+        """What was `wanted` comes from these chunks."""
 
     def announce(self, runs: tuple[ChunkRun, ...]) -> None:
         """Announce the chunks that will be requested, in this order.

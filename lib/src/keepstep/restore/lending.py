@@ -16,9 +16,8 @@ import ctypes
 import logging
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +33,7 @@ from keepstep.wire.trainer import Chunk, ChunkRun, Source, Sources
 log = logging.getLogger("keepstep")
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(NamedTuple):
     """What a lender shows of a step. `images`: for each image the source, the compressed header,
     and the bytes of everything that is not a tensor."""
 

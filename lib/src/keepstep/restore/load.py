@@ -24,7 +24,6 @@ from keepstep.image.forms import ViewForm
 from keepstep.restore import transfer
 from keepstep.restore.boxes import Box, Saved
 from keepstep.restore.images import Images
-from keepstep.restore.lending import LentImages
 from keepstep.restore.modules import ModuleLoader
 from keepstep.restore.optimizers import OptimizerLoader
 from keepstep.restore.pairing import group_numbers
@@ -171,8 +170,7 @@ class Loader:
 
     def receive(self, chunks: Iterator[tuple[ChunkRun, Tensor]]) -> None:
         """`copy` reads images that are lent from these chunks."""
-        if isinstance(self._images, LentImages):
-            self._images.comes(chunks)
+        self._images.comes(chunks)
 
     def copy(self) -> int:
         """Fill all tensors; returns the bytes copied.

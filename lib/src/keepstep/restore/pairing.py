@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +28,7 @@ log = logging.getLogger("keepstep")
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class SavedParameter:
+class SavedParameter(NamedTuple):
     """A parameter as an image describes it. None: the image does not say."""
 
     name: str | None

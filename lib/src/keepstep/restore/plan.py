@@ -43,8 +43,7 @@ class Want(NamedTuple):
     own: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of one saved box, and its place in a wanted box.
 
     The saved box has the shape `sizes` and begins at byte `begin` of the image of `rank`. The part

@@ -7,7 +7,6 @@ training it is of, and the states of callbacks that then build parameter groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from keepstep.client.session import Session
@@ -55,7 +54,7 @@ class Preview(Restore):
         super().__init__(
             components,
             link,
-            replace(decision, direct=(False,) * len(decision.direct)),
+            decision._replace(direct=(False,) * len(decision.direct)),
             rank=rank,
             take=lambda: take(components),
             rng=False,
@@ -76,7 +75,7 @@ class Preview(Restore):
             trusted=self._trusted,
         )
         self._loader.plan(whole=False)
-        return b"", self._wants(images)
+        return b"", images.wanted
 
     def _finish(self, _: Sequence[Any]) -> None:
         self._loader.finish()

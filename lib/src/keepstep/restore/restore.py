@@ -21,7 +21,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ from keepstep.errors import (
 )
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
 from keepstep.restore.images import Images
-from keepstep.restore.lending import Lending, LentImages, Shown, show
 from keepstep.restore.load import Loader, check_unused
 from keepstep.save import accelerator
 from keepstep.state import rng
@@ -47,6 +46,9 @@ from keepstep.state.leaves import Taken, TensorLeaf, values_of
 from keepstep.state.wrappers import after_loading, unwrap
 from keepstep.steps import StepId, Tier
 from keepstep.wire.trainer import ChunkRun, Opened, OpenRequest
+
+if TYPE_CHECKING:
+    from keepstep.restore.lending import Lending, Shown
 
 log = logging.getLogger("keepstep")
 
@@ -161,6 +163,8 @@ class Restore:
         """Show all ranks what this rank lends, if it is a lender."""
         if self._rank not in self._lenders:
             return None
+        from keepstep.restore.lending import show  # a restore that needs no lender does not pay
+
         self._shows = self._all_images()
         return show(self._shows)
 
@@ -205,6 +209,8 @@ class Restore:
         taken = self._take()
         slot = self._slot if self._slot is not None and fits(self._slot.layout, taken) else None
         if self._lenders:
+            from keepstep.restore.lending import Lending
+
             self._lending = Lending(shown, rank=self._rank, own=self._shows)
         images = self._images(shown, slot)
         try:
@@ -215,7 +221,7 @@ class Restore:
             # only with all images read is it certain whether boxes contradict each other
             self._plan_from(self._all_images(every=True), taken)
         self._partial.check(self._id, self._lasting(taken), self._loader.targets)
-        return self._loader.unused(), self._wants(images)
+        return self._loader.unused(), images.wanted
 
     def _images(self, shown: Sequence[Any], slot: SlotMapping | None) -> Images:
         if self._lent:
@@ -260,13 +266,12 @@ class Restore:
         refuse_dcp(images.skeleton(images.stand_in(self._rank)), self._id)
         return images
 
-    def _lent_images(self, shown: Sequence[Any]) -> LentImages:
+    def _lent_images(self, shown: Sequence[Any]) -> Images:
+        from keepstep.restore.lending import LentImages
+
         images = LentImages(self._link, self._id, shown)
         refuse_dcp(images.skeleton(images.stand_in(self._rank)), self._id)
         return images
-
-    def _wants(self, images: Images) -> tuple[ChunkRun, ...]:
-        return images.wanted if isinstance(images, LentImages) else ()
 
     def _copy(self, planned: Sequence[Any]) -> None:
         unused = [names for names, _ in planned]

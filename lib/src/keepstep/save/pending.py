@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,8 +53,7 @@ class Verdict(enum.Enum):
     LOST = "lost"
 
 
-@dataclass(frozen=True, slots=True)
-class Guard:
+class Guard(NamedTuple):
     """What must be the same before and after a lazy copy."""
 
     leaves: tuple[TensorLeaf, ...]

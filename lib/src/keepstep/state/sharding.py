@@ -12,8 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from torch import Tensor
 from keepstep.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class Sharing:
+class Sharing(NamedTuple):
     """A tensor that several ranks hold together.
 
     `offsets`, `global_shape`: the box on this rank. `replicas`: the ranks that have the very same
@@ -129,8 +127,7 @@ def chunk(size: int, parts: int, number: int) -> tuple[int, int]:
     return begin, min(full, size - begin)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
+class _Shard(NamedTuple):
     dim: int
     split_factor: int | None
 

@@ -20,7 +20,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from keepstep.errors import RestoreError, UsageError
 from keepstep.image.xxh3 import LEAST_BYTES, xxh3_128
@@ -198,8 +198,7 @@ SMALL_BYTES = 4096
 """Tensors up to this size are never cut."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bulk:
+class Bulk(NamedTuple):
     """Shape and element size of a replicated tensor."""
 
     shape: tuple[int, ...]

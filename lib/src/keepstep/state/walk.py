@@ -11,8 +11,7 @@ import dataclasses
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +50,7 @@ NOWHERE: Loose = frozenset()
 _FORMS = frozenset({OrderedDict, defaultdict, deque})
 
 
-@dataclass(frozen=True, slots=True)
-class _Owner:
+class _Owner(NamedTuple):
     """A parameter as its optimizer state sees it.
 
     `path`: the prefix of the names of its state. `members`: the ranks that have the parameter; None

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,8 +17,7 @@ from keepstep.errors import UsageError
 from keepstep.state.rng import is_generator
 
 
-@dataclass(frozen=True, slots=True)
-class Replication:
+class Replication(NamedTuple):
     """The ranks on which a module's parameters are the same, except for those that are
     `ignored`.
     """
