@@ -135,6 +135,22 @@ async def test_records_are_read_from_the_newest_on_up_to_a_limit(
         assert f"{step_id(10)}/step.json: {index.TOO_MUCH}" in held.reason
 
 
+@pytest.mark.parametrize("size_bytes", [0, (16 << 20) + 1, 1 << 40])
+async def test_what_is_too_small_or_too_large_for_a_record_hides_no_other_step(
+    archived: ArchiveConfig, archive_dir: Path, size_bytes: int
+) -> None:
+    planted = archive_dir / RUN / str(step_id(20)) / "step.json"
+    planted.parent.mkdir()
+    with planted.open("wb") as file:
+        file.truncate(size_bytes)
+
+    async with running(archived) as remote_tier:
+        held = await remote_tier.look()
+        assert held.complete == {step_id(10)}
+        assert str(planted.relative_to(archive_dir)) in held.reason
+    assert planted.stat().st_size == size_bytes
+
+
 async def test_a_record_of_another_step_does_not_pass_for_this_one(
     archived: ArchiveConfig, archive_dir: Path
 ) -> None:

@@ -149,7 +149,8 @@ def _memory(directory: Path, run: str) -> dict[str, Path | None]:
 
 
 def make_memory(memory: Path) -> None:
-    """Make the memory directory, private to this user. Raises UsageError if another user owns it.
+    """Make the memory directory, private to this user. Raises UsageError if another user owns it,
+    and names that user.
 
     Every user can write to /dev/shm. A link, or a directory that another user made, is refused:
     its owner could read or replace the model.
@@ -157,10 +158,15 @@ def make_memory(memory: Path) -> None:
     if not SHARED_MEMORY.is_dir():
         raise UsageError(f"{SHARED_MEMORY} is missing: keepstep keeps slots in shared memory")
     for directory in (memory.parent, memory):
-        directory.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
         found = directory.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise UsageError(f"{directory} belongs to somebody else; remove it and try again")
+        what = "directory" if stat.S_ISDIR(found.st_mode) else "file or link"
+        if what != "directory" or found.st_uid != os.getuid():
+            raise UsageError(
+                f"{directory} is a {what} of user {user_name(found.st_uid)}, and slots go there:"
+                " that user or root has to remove it"
+            )
         directory.chmod(0o700)
 
 
