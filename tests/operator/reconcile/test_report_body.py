@@ -27,7 +27,7 @@ from keepstep_operator.reconcile.token_auth import Refused
 from keepstep_operator.reconcile.writers.events import event_bodies
 from tests.operator.promises.hostile import REPORTS
 from tests.operator.promises.surface import Body, epoch, held, rank, report
-from tests.operator.reconcile.samples import FIRST, Play, Sidecar, later, pod, policy, step
+from tests.operator.reconcile.samples import Play, Sidecar, later, pod, policy
 
 
 def as_large_as_may_be() -> Body:
@@ -180,7 +180,7 @@ def _hostile(value: Any) -> Any:
     match value:
         case dict():
             return {key: _hostile(one) for key, one in value.items()}
-        case list():
+        case list() | tuple():
             return [_hostile(one) for one in value]
         case "any":
             return f"{_HOSTILE}any"
@@ -190,7 +190,6 @@ def _hostile(value: Any) -> Any:
 def test_nothing_that_a_pod_says_reaches_a_status_or_an_event_unprintable() -> None:
     pods = [pod(rank, volumes=(VolumeKind.HOST_PATH,)) for rank in (0, 1)]
     play = Play(*pods, known_policy=policy(peers=Peers()))
-    fork = replace(FIRST, parent=step(3, later(0, None)), origin="any")
     told = {
         "warnings": ["any"],
         "volumes": [
@@ -201,13 +200,16 @@ def test_nothing_that_a_pod_says_reaches_a_status_or_an_event_unprintable() -> N
         **dict.fromkeys(("sidecar", "library", "pinned", "peer_address", "refused"), "any"),
     }
     for one in pods:
-        said = Sidecar(rank=one.node_rank, epochs=[fork]).staged(8, 9).durable(4).report()
-        play.hear(one, _whole(_hostile(msgspec.to_builtins(said) | told)))
+        said = Sidecar(rank=one.node_rank, epochs=[])
+        play.hear(one, said.report())
+        said.restored(replace(later(2, 3), origin="any"), tier=Tier.ARCHIVE).staged(8, 9)
+        play.hear(one, _whole(_hostile(msgspec.to_builtins(said.report()) | told)))
     play.wait(600.0)
     status = as_json(play.status)
     events = [body["note"] for one in play.actions if isinstance(one, EmitEvent)
               for body in event_bodies(one, run_uid="run-1", at=play.now)]  # fmt: skip
     texts = [*_texts(status), *events]
+    assert "any/" in status["origin"]
     assert sum("any" in one for one in texts) > 5, "they are shown"
     assert [one for one in texts if not one.isprintable()] == []
 
