@@ -362,6 +362,23 @@ def find(directory: Path, run: str | None) -> RunDir:
     return load(directory, names[0])
 
 
+def seen(directory: Path, run: str | None) -> RunDir:
+    """As `find`, for commands that change nothing: in the container of a pod's sidecar, which has
+    no record, they show the pod's run. Raises UsageError."""
+    pod = None if runs_in(directory) else _of_pod()
+    return pod if pod is not None and run in (None, pod.run) else find(directory, run)
+
+
+def _of_pod() -> RunDir | None:
+    """The run of this container's sidecar, which is configured by the environment alone; None
+    elsewhere. Raises UsageError."""
+    values = gathered(KEYS, flags={}, environment=os.environ, written={})
+    if not values.keys() >= {"run", "memory_dir", "volumes"}:
+        return None
+    config = Config.of(values)
+    return RunDir(home=config.volumes[0] / config.run, config=config)
+
+
 def _unknown_run(directory: Path, run: str) -> str:
     names = runs_in(directory)
     there = f"it keeps: {few(names, 10)}" if names else "no run is kept there; see --dir"
