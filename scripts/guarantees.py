@@ -38,7 +38,7 @@ _E2E = "tests.e2e."
 
 ROWS = (
     Row(
-        "a trainer (SIGKILL, OOM, an exception)",
+        "a trainer, once (SIGKILL, OOM, an exception)",
         "any",
         "memory",
         (
@@ -232,6 +232,7 @@ ROWS = (
             "tests.sidecar.test_restart::"
             "test_a_damaged_shard_is_quarantined_and_never_a_silent_fresh_start",
         ),
+        lost="none if another tier has the step; else what lies beyond an older one",
     ),
 )
 

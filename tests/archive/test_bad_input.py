@@ -135,6 +135,52 @@ async def test_records_are_read_from_the_newest_on_up_to_a_limit(
         assert f"{step_id(10)}/step.json: {index.TOO_MUCH}" in held.reason
 
 
+@pytest.mark.parametrize("size_bytes", [0, (16 << 20) + 1, 1 << 40])
+async def test_what_is_too_small_or_too_large_for_a_record_hides_no_other_step(
+    archived: ArchiveConfig, archive_dir: Path, size_bytes: int
+) -> None:
+    planted = archive_dir / RUN / str(step_id(20)) / "step.json"
+    planted.parent.mkdir()
+    with planted.open("wb") as file:
+        file.truncate(size_bytes)
+
+    async with running(archived) as remote_tier:
+        held = await remote_tier.look()
+        assert held.complete == {step_id(10)}
+        assert str(planted.relative_to(archive_dir)) in held.reason
+    assert planted.stat().st_size == size_bytes
+
+
+@pytest.mark.parametrize("name", ["", "step.json", "rank-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+async def test_what_stands_in_the_place_of_a_file_leads_nowhere_and_holds_up_nobody(
+    archived: ArchiveConfig,
+    local: Volume,
+    archive_dir: Path,
+    tmp_path: Path,
+    name: str,
+    kind: str,
+) -> None:
+    victim, planted = tmp_path / "victim", archive_dir / RUN / str(step_id(20)) / name
+    async with running(archived) as remote_tier:
+        commit(remote_tier, write_step(local, 20))
+        assert await remote_tier.drain(timeout_s=10)
+    planted.rename(victim)
+    match kind:
+        case "link":
+            planted.symlink_to(victim)
+        case "pipe":
+            os.mkfifo(planted)
+        case _:
+            planted.mkdir()
+    before = everything(victim) if victim.is_dir() else victim.read_bytes()
+
+    async with running(archived) as remote_tier:
+        assert (await remote_tier.look()).complete == {step_id(10)}
+    assert (everything(victim) if victim.is_dir() else victim.read_bytes()) == before
+    assert planted.lstat(), "it is left alone"
+
+
 async def test_a_record_of_another_step_does_not_pass_for_this_one(
     archived: ArchiveConfig, archive_dir: Path
 ) -> None:

@@ -279,6 +279,15 @@ def test_memory_is_private_and_never_through_a_link(
     assert mine.stat().st_mode & 0o777 == 0o700
     mine.rmdir()
     (tmp_path / "elsewhere").mkdir()
-    mine.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UsageError, match="belongs to somebody else"):
+    for target in ("elsewhere", "nothing", mine.name):
+        mine.symlink_to(tmp_path / target)
+        with pytest.raises(UsageError, match=f"{mine} is a file or link of user root"):
+            make_memory(mine)
+        mine.unlink()
+    mine.write_bytes(b"")
+    with pytest.raises(UsageError, match="is a file or link of user root"):
         make_memory(mine)
+    os.chown(mine.parent, 65534, -1)
+    with pytest.raises(UsageError, match=f"{mine.parent} is a directory of user nobody"):
+        make_memory(mine)
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -65,9 +65,10 @@ def test_no_link_is_followed_neither_on_the_way_nor_within(tmp_path: Path) -> No
     run, precious = _run(tmp_path), tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_bytes(b"x")
-    (run / "0" / "link").symlink_to(precious)
-    (run / "2").symlink_to(precious)
+    (run / "0" / "gpt" / "link").symlink_to(precious)
+    (run / "1" / "gpt" / "0001.aaaaaaaa-000000040" / "link").symlink_to(precious)
     clean(run)
+    assert not run.exists()
     assert (precious / "file").exists()
     (tmp_path / "elsewhere").symlink_to(tmp_path / "team")
     other = _run(tmp_path, "gpt-2")
@@ -130,6 +131,33 @@ def test_a_namespace_is_no_run_and_its_runs_stay_whole_locked_or_not(
     monkeypatch.setattr("keepstep_sidecar.relay.clean.mount_of", lambda directory: volume)
     with pytest.raises(UsageError, match="no directory of a run"):
         clean(Path(f"{run.parent}/"))  # what an empty name of a run comes to, below a hostPath
+    assert len(list(run.rglob("*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        *((place, kind) for place in ("file", "2", "0/gpt-2") for kind in ("file", "link", "pipe")),
+        *((place, "directory") for place in ("others", "0/gpt-2")),
+    ],
+)
+def test_what_others_keep_beside_the_node_ranks_stays_and_the_run_with_it(
+    tmp_path: Path, place: str, kind: str
+) -> None:
+    run, precious = _run(tmp_path), tmp_path / "precious"
+    precious.mkdir()
+    match kind:
+        case "file":
+            (run / place).write_bytes(b"a data set of others")
+        case "link":
+            (run / place).symlink_to(precious)
+        case "pipe":
+            os.mkfifo(run / place)
+        case _:
+            (run / place).mkdir()
+    with pytest.raises(StorageError, match=rf"/gpt/{place} is no.*nothing was removed"):
+        clean(run)
+    assert (run / place).lstat()
     assert len(list(run.rglob("*.safetensors"))) == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import signal
 import socket
@@ -200,6 +201,44 @@ def test_a_flush_prints_what_is_durable(
     done = run("--flush", "--flush-timeout", "20s", *memory)
     assert done.stdout.splitlines() == [f"step {id} is durable" for id in ids[1:]]
     assert done.returncode == 0
+
+
+def test_in_the_container_of_a_sidecar_the_commands_that_look_show_its_run(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers, tmp_path: Path
+) -> None:
+    sidecar = sidecars().start()
+    trainer = trainers(sidecar.socket).begin_run()
+    assert trainer.wait(trainer.stage(4), "committed").reached
+    pod = {
+        "KEEPSTEP_RUN": sidecar.run,
+        "KEEPSTEP_MEMORY_DIR": str(sidecar.memory),
+        "KEEPSTEP_VOLUMES": str(sidecar.volume),
+    }
+    (tmp_path / "anywhere").mkdir()
+
+    def look(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "keepstep_sidecar.cli", *words],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            cwd=tmp_path / "anywhere",
+            env={**os.environ, **environment},
+        )
+
+    status = look("status", **pod)
+    assert status.returncode == 0, status.stderr
+    assert str(sidecar.root) in status.stdout
+    assert "step 4 of epoch" in status.stdout
+    assert "sidecar.log" not in status.stdout
+    steps = json.loads(look("steps", "--json", **pod).stdout)["steps"]
+    assert [one["step"] for one in steps] == [4]
+    assert "every digest is right" in look("verify", **pod).stdout
+    other = look("status", "--run", "another", **pod)
+    assert (other.returncode, "no run 'another'" in other.stderr) == (2, True)
+    assert look("stop", **pod).returncode == 2, "it is the pod's to end"
+    assert look("status").returncode == 2
+    assert not [*sidecar.root.glob("run.lock"), *sidecar.root.glob("sidecar.*")]
 
 
 def test_metrics_are_served_over_tcp_and_nothing_else_is(

@@ -7,19 +7,27 @@ import contextlib
 import gc
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 
 from keepstep.steps import Tier
 from keepstep.wire.reports import Report
+from keepstep_operator.api.policy import VolumeKind
+from keepstep_operator.api.run import as_json
+from keepstep_operator.api.tiers import Peers
 from keepstep_operator.reconcile import turns
 from keepstep_operator.reconcile.report_body import read
 from keepstep_operator.reconcile.reports_api import LARGEST_REPORT_BYTES
+from keepstep_operator.reconcile.state.actions import EmitEvent
 from keepstep_operator.reconcile.token_auth import Refused
+from keepstep_operator.reconcile.writers.events import event_bodies
 from tests.operator.promises.hostile import REPORTS
 from tests.operator.promises.surface import Body, epoch, held, rank, report
+from tests.operator.reconcile.samples import Play, Sidecar, later, pod, policy
 
 
 def as_large_as_may_be() -> Body:
@@ -162,3 +170,57 @@ async def test_work_that_fails_leaves_nothing_behind() -> None:
         assert held_by[0]() is None
     finally:
         gc.enable()
+
+
+_HOSTILE = "\x1b]0;pwned\x07\x9b2J\u202e"
+
+
+def _hostile(value: Any) -> Any:
+    """The same report with this in front of every text that may be any text."""
+    match value:
+        case dict():
+            return {key: _hostile(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_hostile(one) for one in value]
+        case "any":
+            return f"{_HOSTILE}any"
+    return value
+
+
+def test_nothing_that_a_pod_says_reaches_a_status_or_an_event_unprintable() -> None:
+    pods = [pod(rank, volumes=(VolumeKind.HOST_PATH,)) for rank in (0, 1)]
+    play = Play(*pods, known_policy=policy(peers=Peers()))
+    told = {
+        "warnings": ["any"],
+        "volumes": [
+            {"name": "any", "failed": "any", "engine": "any", "used_bytes": 1, "free_bytes": 0}
+        ],
+        "depots": [{"tier": "peer", "where": "any", "backlog": 3, "trouble": "any"}],
+        "refusals": 3,
+        **dict.fromkeys(("sidecar", "library", "pinned", "peer_address", "refused"), "any"),
+    }
+    for one in pods:
+        said = Sidecar(rank=one.node_rank, epochs=[])
+        play.hear(one, said.report())
+        said.restored(replace(later(2, 3), origin="any"), tier=Tier.ARCHIVE).staged(8, 9)
+        play.hear(one, _whole(_hostile(msgspec.to_builtins(said.report()) | told)))
+    play.wait(600.0)
+    status = as_json(play.status)
+    events = [body["note"] for one in play.actions if isinstance(one, EmitEvent)
+              for body in event_bodies(one, run_uid="run-1", at=play.now)]  # fmt: skip
+    texts = [*_texts(status), *events]
+    assert "any/" in status["origin"]
+    assert sum("any" in one for one in texts) > 5, "they are shown"
+    assert [one for one in texts if not one.isprintable()] == []
+
+
+def _texts(value: Any) -> Iterator[str]:
+    match value:
+        case dict():
+            for one in value.items():
+                yield from _texts(list(one))
+        case list():
+            for one in value:
+                yield from _texts(one)
+        case str():
+            yield value

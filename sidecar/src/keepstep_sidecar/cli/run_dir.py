@@ -149,7 +149,8 @@ def _memory(directory: Path, run: str) -> dict[str, Path | None]:
 
 
 def make_memory(memory: Path) -> None:
-    """Make the memory directory, private to this user. Raises UsageError if another user owns it.
+    """Make the memory directory, private to this user. Raises UsageError if another user owns it,
+    and names that user.
 
     Every user can write to /dev/shm. A link, or a directory that another user made, is refused:
     its owner could read or replace the model.
@@ -157,10 +158,15 @@ def make_memory(memory: Path) -> None:
     if not SHARED_MEMORY.is_dir():
         raise UsageError(f"{SHARED_MEMORY} is missing: keepstep keeps slots in shared memory")
     for directory in (memory.parent, memory):
-        directory.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
         found = directory.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise UsageError(f"{directory} belongs to somebody else; remove it and try again")
+        what = "directory" if stat.S_ISDIR(found.st_mode) else "file or link"
+        if what != "directory" or found.st_uid != os.getuid():
+            raise UsageError(
+                f"{directory} is a {what} of user {user_name(found.st_uid)}, and slots go there:"
+                " that user or root has to remove it"
+            )
         directory.chmod(0o700)
 
 
@@ -354,6 +360,23 @@ def find(directory: Path, run: str | None) -> RunDir:
             f"{directory} keeps {len(names)} runs; choose one with --run: {few(names, 10)}"
         )
     return load(directory, names[0])
+
+
+def seen(directory: Path, run: str | None) -> RunDir:
+    """As `find`, for commands that change nothing: in the container of a pod's sidecar, which has
+    no record, they show the pod's run. Raises UsageError."""
+    pod = None if runs_in(directory) else _of_pod()
+    return pod if pod is not None and run in (None, pod.run) else find(directory, run)
+
+
+def _of_pod() -> RunDir | None:
+    """The run of this container's sidecar, which is configured by the environment alone; None
+    elsewhere. Raises UsageError."""
+    values = gathered(KEYS, flags={}, environment=os.environ, written={})
+    if not values.keys() >= {"run", "memory_dir", "volumes"}:
+        return None
+    config = Config.of(values)
+    return RunDir(home=config.volumes[0] / config.run, config=config)
 
 
 def _unknown_run(directory: Path, run: str) -> str:

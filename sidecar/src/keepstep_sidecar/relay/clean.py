@@ -4,7 +4,8 @@
 The operator knows whether a run is gone. This module checks three things. No sidecar holds any of
 the run's volumes (each sidecar takes a lock). None has written there since the run was gone: the
 run may have lived once more while the operator was away. And the directory looks like that of a
-run, `<node rank>/<run>/.lock`, because the name of the run comes from a label.
+run, `<node rank>/<run>/.lock` and nothing beside, because the name of the run comes from a label:
+it may be that of a directory in which others keep files.
 
 The directory is first renamed as a whole. So a run of the same name that begins meanwhile gets a
 new directory and none of the old files. It runs as root with DAC_OVERRIDE only, so no link is ever
@@ -84,16 +85,12 @@ def _unused(parent: Directory, directory: Path, latest: float) -> Iterator[None]
         run = parent.inside(directory.name)
         for rank in run.names():
             place = _place(run, rank)
-            if place is None:
-                continue
-            if not _NODE_RANK.fullmatch(rank):
+            if place is None or not _NODE_RANK.fullmatch(rank):
                 raise _not_a_run(directory, f"{directory}/{rank} is no node rank's directory")
             for name in place.names():
                 inner = _place(place, name)
-                if inner is None:
-                    continue
-                if name != directory.name:
-                    raise _not_a_run(directory, f"{directory}/{rank}/{name} is of another run")
+                if inner is None or name != directory.name:
+                    raise _not_a_run(directory, f"{directory}/{rank}/{name} is not this run's")
                 if not _locked(held, inner):
                     raise StorageError(
                         f"{directory}/{rank}/{name}: a sidecar uses it, or it has no {LOCK}, so the"

@@ -34,7 +34,7 @@ def status(directory: Path, run: str | None, as_json: bool) -> None:
     """
     from keepstep_sidecar.cli import output
 
-    kept = run_dir.find(directory, run)
+    kept = run_dir.seen(directory, run)
     held = inventory.read(kept)
     if as_json:
         output.print_json(_document(kept, held))
@@ -104,7 +104,8 @@ def _facts(kept: RunDir, held: Holdings) -> list[tuple[str, str]]:
         ]
     facts += [("goodput", text) for text in _goodput(inventory.goodput(kept, held))]
     facts += [("volume", text) for text in _volumes(kept, live)]
-    facts.append(("log", str(kept.log)))
+    if kept.log.exists():  # a pod's sidecar writes to stderr
+        facts.append(("log", str(kept.log)))
     return facts
 
 

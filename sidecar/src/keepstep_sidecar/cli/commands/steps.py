@@ -27,7 +27,7 @@ def steps(directory: Path, run: str | None, as_json: bool) -> None:
     """
     from keepstep_sidecar.cli import inventory, output
 
-    kept = run_dir.find(directory, run)
+    kept = run_dir.seen(directory, run)
     held = inventory.read(kept)
     if as_json:
         shown = list(map(inventory.document, held.steps))

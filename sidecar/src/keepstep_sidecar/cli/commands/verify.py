@@ -38,7 +38,7 @@ def verify(directory: Path, run: str | None, as_json: bool, word: str | None) ->
     """
     from keepstep_sidecar.cli import output
 
-    kept = run_dir.find(directory, run)
+    kept = run_dir.seen(directory, run)
     began = time.monotonic()
     shards, problems = _selected(kept, word)
     total = sum(shard.size_bytes for shard in shards)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from keepstep.core.shard import Shard
-from keepstep.errors import ImageError
+from keepstep.errors import FormatError, ImageError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, merged
 from keepstep_sidecar.concurrency import blocking, few_at_once
 from keepstep_sidecar.tiers.archive import step_record as records
@@ -31,6 +31,7 @@ from keepstep_sidecar.volume.paths import is_shard, is_step
 
 RECORDS_BYTES = 48 << 20
 """The records of one run that are read, from the newest step on. The newest one always is."""
+TOO_LARGE = f"not read: the record of a step has at most {records.LIMIT_BYTES >> 20} MiB"
 TOO_MUCH = f"not read, because the records of newer steps take {RECORDS_BYTES >> 20} MiB already"
 
 
@@ -208,7 +209,7 @@ class Surveyor:
                 by_step[StepId.parse(directory)][name] = stored
         newest_first = (files for _, files in sorted(by_step.items(), reverse=True))
         records_there = list(filter(None, map(_record_in, newest_first)))
-        read_bytes = itertools.accumulate(stored.bytes for stored in records_there)
+        read_bytes = itertools.accumulate(map(_read_bytes, records_there))
         reads = [
             functools.partial(self._read, stored, total)
             for stored, total in zip(records_there, read_bytes, strict=True)
@@ -221,12 +222,14 @@ class Surveyor:
     async def _read(self, stored: Stored, total_bytes: int) -> tuple[_Key, _Found]:
         """The record of a step. `total_bytes`: of it and the records of all newer steps."""
         key = stored.name, stored.etag
+        path = f"{self.store.where}/{stored.name}"
+        if stored.bytes > records.LIMIT_BYTES:
+            return key, FormatError(TOO_LARGE, path=path)
         if total_bytes > max(RECORDS_BYTES, stored.bytes):
-            return key, ImageError(TOO_MUCH, path=f"{self.store.where}/{stored.name}")
+            return key, ImageError(TOO_MUCH, path=path)
         if (known := self._known.get(key)) is not None:
             return key, known
-        path = f"{self.store.where}/{stored.name}"
-        data = bytearray(min(stored.bytes, records.LIMIT_BYTES))
+        data = bytearray(stored.bytes)
         try:
             await self.store.read(stored.name, 0, memoryview(data))
         except ImageError as error:
@@ -278,6 +281,11 @@ class Surveyor:
 
     def _family(self, family: frozenset[EpochId], *, mine: bool) -> str:
         return f"epoch {max(family)}" + (" (this run)" if mine else "")
+
+
+def _read_bytes(stored: Stored) -> int:
+    """How many bytes of a record's file are read: none of one that is too large for a record."""
+    return stored.bytes if stored.bytes <= records.LIMIT_BYTES else 0
 
 
 def _parsed(data: bytes, path: str) -> StepRecord | ImageError:
