@@ -138,6 +138,15 @@ class HolderStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
     step: int | None = None
 
 
+class DriveStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """The file systems on which the shards of one place lie on its node, by volume. Each is named
+    as `ReportedVolume.drive_id`; '' if it is not known."""
+
+    node_rank: int
+    node: str
+    volumes: dict[str, str] = {}
+
+
 class RestoreFromStatus(
     msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
 ):
@@ -205,6 +214,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     recent: list[RecentStatus] = []
     ranks: list[PlaceStatus] = []
     holders: list[HolderStatus] = []
+    drives: list[DriveStatus] = []
     restore_from: RestoreFromStatus | None = None
     warnings: list[str] = []
     conditions: list[Condition] = []
