@@ -168,6 +168,8 @@ def test_with_on_loss_wait_the_run_waits_and_says_what_lies_there() -> None:
         pytest.param(on(nvme="made up"), id="not a name"),
         pytest.param(on(other=drive(7)), id="another volume of the policy"),
         pytest.param(on(), id="no volume"),
+        pytest.param(on(nvme=drive(7), **{"\x1b[31m": drive(8)}), id="a name that no volume has"),
+        pytest.param(on(**{f"v{n}": drive(n) for n in range(100)}), id="more than a pod may have"),
         pytest.param(on(nvme=drive(7), other=drive(8)), id="one volume more"),
     ],
 )

@@ -1,8 +1,9 @@
 """Names the file system that a volume lies on, so that its replacement by another one is noticed.
 
 A new drive is empty, so nothing on it can tell that it is new: the operator compares this name with
-the one that it knows (docs/adr/0018-another-drive.md). Nothing is named that may change by itself:
-device numbers change when a node starts, and so does `f_fsid` of XFS, which is one.
+the one that it knows (docs/adr/0017-ranks-lend-each-other-a-step.md). Nothing is named that may
+change by itself: device numbers change when a node starts, and so does `f_fsid` of XFS, which is
+one.
 """
 
 from __future__ import annotations

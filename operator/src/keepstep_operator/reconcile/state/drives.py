@@ -3,7 +3,7 @@
 A hostPath outlives its pod. A drive that was replaced or formatted is empty, so only a memory
 outside of it can tell that it is another one: this one, and CheckpointRun.status.drives after a
 restart of the reconciler. What counts as another drive, and what may as well be a drive that is
-only away, is in docs/adr/0018-another-drive.md.
+only away, is in docs/adr/0017-ranks-lend-each-other-a-step.md.
 """
 
 from __future__ import annotations
@@ -15,22 +15,32 @@ from dataclasses import dataclass
 from keepstep.wire.reports import Report
 from keepstep_operator.api.run import DriveStatus
 
-_NAME = re.compile(r"[0-9a-f-]{36}@[0-9a-f]{16}")
+_ID = re.compile(r"[0-9a-f-]{36}@[0-9a-f]{16}")
+_VOLUME = re.compile(r"[a-z0-9-]{1,63}")
+_MOST_VOLUMES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceDrives:
     """Where the volumes of one place lie: its node and, by the volume's name, the file system
-    (`ReportedVolume.drive_id`); '' if that is not known."""
+    (`ReportedVolume.drive_id`); '' if that is not known. No volumes: the report makes no sense."""
 
     node: str
     volumes: Mapping[str, str]
 
     @classmethod
     def of(cls, node: str, report: Report) -> PlaceDrives:
-        named = ((one.name, one.drive_id) for one in report.volumes)
-        volumes = {name: drive if _NAME.fullmatch(drive) else "" for name, drive in named}
-        return cls(node=node, volumes=volumes)
+        volumes = {
+            one.name: one.drive_id if _ID.fullmatch(one.drive_id) else ""
+            for one in report.volumes[:_MOST_VOLUMES]
+            if _VOLUME.fullmatch(one.name)
+        }
+        whole = len(volumes) == len(report.volumes)
+        return cls(node=node, volumes=volumes if whole else {})
+
+    @property
+    def known(self) -> bool:
+        return bool(self.volumes) and all(self.volumes.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +69,7 @@ class Drives:
         """A sidecar has scanned its volumes and reports them."""
         self._now[node_rank] = now
         _keep(self.changed, node_rank, now != self._held.get(node_rank))
-        _keep(self._unknown, node_rank, "" in now.volumes.values())
+        _keep(self._unknown, node_rank, not now.known)
 
     def hold(self, node_rank: int) -> None:
         """All ranks can restore a step from what is there, so nothing that a restart needs lies on

@@ -383,7 +383,7 @@ class Run:
             *self._alarmed(said, at=at),
             *self._warned(pod, report),
             *self._refused(pod, report),
-            *self._mounted(pod, report),
+            *self._compare_drives(pod, report),
             *self._acknowledge(at=at),
             *self._restarted(at),
             *(self._changed_outlook(self._look(at), at) if troubled and self._may_look(at) else ()),
@@ -442,7 +442,7 @@ class Run:
             message = cut(messages.restore_refused(report.refusals, report.refused))
             yield self._event("RestoreRefused", message, warning=True)
 
-    def _mounted(self, pod: PodRecord, report: Report) -> Iterator[Action]:
+    def _compare_drives(self, pod: PodRecord, report: Report) -> Iterator[Action]:
         """Note on which drives a pod's shards lie, and report drives that are other ones."""
         if VolumeKind.HOST_PATH not in pod.volumes or not report.ready:
             return
@@ -453,7 +453,7 @@ class Run:
         if said and said != self._other_drives:
             self._other_drives = said
             message = messages.other_drive(said, self.key, waits=not self.gone_for_good)
-            yield self._event("OtherDrive", message, warning=True, topic=said)
+            yield self._event("OtherDrive", cut(message), warning=True, topic=said)
 
     # --- what a restart does -------------------------------------------------------------
 
