@@ -127,24 +127,23 @@ def test_a_drive_that_comes_back_after_all_is_gone_on_from() -> None:
 
 
 def test_the_record_outlives_the_reconciler() -> None:
-    before, pods, _ = running()
+    first, second = on(a=drive(1), b=drive(3)), on(nvme=drive(2))
+    before, pods, _ = running(first, second)
     status = before.status
-    assert [(one.node_rank, one.node, one.volumes) for one in status.drives] == [
-        (0, "node-0", {"nvme": drive(1)}),
-        (1, "node-1", {"nvme": drive(2)}),
+    assert [(one.node_rank, one.node, one.volume, one.id) for one in status.drives] == [
+        (0, "node-0", "a", drive(1)),
+        (0, "node-0", "b", drive(3)),
+        (1, "node-1", "nvme", drive(2)),
     ]
     play = Play(pods[1], known_policy=policy())
     play.find(run_object(status))
     new = replace(pods[0], uid="new", created_at="2026-11-21T08:00:00Z")
     play.see(new)
-    play.hear(new, Sidecar(rank=0, epochs=[], more=on(nvme=drive(7))).report())
+    play.hear(new, Sidecar(rank=0, epochs=[], more=on(a=drive(7), b=drive(3))).report())
     assert not play.told(new).gone_for_good, "the other pod has not reported yet"
-    play.hear(pods[1], Sidecar(rank=1, more=on(nvme=drive(2))).durable(90).report())
+    play.hear(pods[1], Sidecar(rank=1, more=second).durable(90).report())
     assert play.told(new).gone_for_good
-    assert {one.node_rank: one.volumes["nvme"] for one in play.status.drives} == {
-        0: drive(1),
-        1: drive(2),
-    }
+    assert play.status.drives == status.drives
 
 
 def test_with_on_loss_wait_the_run_waits_and_says_what_lies_there() -> None:
@@ -179,7 +178,7 @@ def test_where_the_drive_may_come_back_the_run_waits(volumes: dict[str, Any]) ->
     assert not play.told(new).gone_for_good
     assert play.events("OtherDrive") == []
     assert "starts wait until it is back" in play.condition(PROTECTED)[2]
-    assert play.status.drives[0].volumes == {"nvme": drive(1)}
+    assert play.status.drives[0].id == drive(1)
 
 
 def test_a_pod_on_another_node_may_go_back_to_its_drive() -> None:
@@ -234,7 +233,7 @@ def test_where_all_is_there_another_drive_is_just_the_new_one() -> None:
     assert play.events("OtherDrive") == []
     assert "goes on from step 90" in play.condition(PROTECTED)[2]
     play.hear(new, mine.report())
-    assert play.status.drives[0].volumes == {"nvme": drive(7)}
+    assert play.status.drives[0].id == drive(7)
 
 
 def test_a_run_without_a_host_path_has_no_record_of_drives() -> None:

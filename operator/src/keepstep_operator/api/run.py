@@ -139,12 +139,13 @@ class HolderStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
 
 
 class DriveStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """The file systems on which the shards of one place lie on its node, by volume. Each is named
-    as `ReportedVolume.drive_id`; '' if it is not known."""
+    """The file system on which one volume of one place lies on its node. `id`: as
+    `ReportedVolume.drive_id`."""
 
     node_rank: int
     node: str
-    volumes: dict[str, str] = {}
+    volume: str
+    id: str = ""
 
 
 class RestoreFromStatus(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from keepstep.wire.reports import Report
 from keepstep_operator.api.run import DriveStatus
@@ -109,16 +110,20 @@ class Drives:
 
     def rows(self, *, most: int) -> list[DriveStatus]:
         """What to write down, so that a later reconciler can go on."""
-        return [
-            DriveStatus(node_rank=node_rank, node=one.node, volumes=dict(one.volumes))
-            for node_rank, one in sorted(self._held.items())[:most]
-        ]
+        rows = (
+            DriveStatus(node_rank=node_rank, node=one.node, volume=volume, id=id)
+            for node_rank, one in sorted(self._held.items())
+            for volume, id in sorted(one.volumes.items())
+        )
+        return list(islice(rows, most))
 
     def resume(self, rows: Iterable[DriveStatus]) -> None:
         """Take over what an earlier reconciler wrote down."""
-        self._held = {
-            one.node_rank: PlaceDrives(node=one.node, volumes=one.volumes) for one in rows
-        }
+        places: dict[tuple[int, str], dict[str, str]] = {}
+        for one in rows:
+            places.setdefault((one.node_rank, one.node), {})[one.volume] = one.id
+        for (node_rank, node), volumes in places.items():
+            self._held[node_rank] = PlaceDrives(node=node, volumes=volumes)
 
 
 def _keep(of: set[int], node_rank: int, is_in: bool) -> None:
