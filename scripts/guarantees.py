@@ -153,9 +153,29 @@ ROWS = (
         lost="all",
     ),
     Row(
+        "a drive, which is formatted or replaced on its node; each pod holds a part (FSDP)",
+        "`hostPath` on ext4 or XFS, without peers or archive",
+        "step 0 by itself, with Events that name the drive and say how much was lost",
+        (
+            _E2E + "test_21_a_part_is_gone::"
+            "test_another_drive_in_place_of_the_one_with_the_steps_has_the_run_begin_again",
+        ),
+        lost="all",
+    ),
+    Row(
+        "nothing for good: a drive is not mounted; each pod holds a part (FSDP)",
+        "`hostPath`, without peers or archive",
+        "the drive, once it is mounted again; until then the run waits",
+        (
+            _E2E + "test_21_a_part_is_gone::"
+            "test_a_drive_that_is_not_mounted_is_waited_for_and_its_return_is_enough",
+        ),
+    ),
+    Row(
         "a drive or a node for good; each pod holds a part (FSDP)",
         "`hostPath`, without peers or archive",
-        "what was lost, once it is back; or step 0, once a person said so",
+        "what was lost, once it is back; or step 0: by itself where another drive (ext4, XFS) is in"
+        " its place, else once a person said so",
         (
             _E2E + "test_21_a_part_is_gone::"
             "test_where_a_host_path_may_come_back_the_run_waits_and_one_command_works",

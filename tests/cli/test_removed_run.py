@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from tests import warm
 from tests.cli.conftest import TRAIN, Keepstep
 from tests.harness import eventually
+from tests.volume.drives import command, made
 
 FREED = (
     "its directory was removed, so what an earlier run of that name had left in memory was freed"
@@ -99,3 +103,31 @@ def test_a_run_that_trains_makes_its_directory_again(keepstep: Keepstep) -> None
     keepstep.script("train.py", text)
     keepstep("run", "--", warm.python(), "train.py", "60", "-1")
     assert list((keepstep.directory / "train").glob("0*-000000059"))
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("memory_stays", "begins"), [(True, "from 3"), (False, "from None")])
+def test_a_drive_of_the_only_machine_that_was_formatted_costs_what_memory_lacks(
+    keepstep: Keepstep,
+    mounted: Callable[..., Path],
+    tmp_path: Path,
+    memory_stays: bool,
+    begins: str,
+) -> None:
+    """As `torch.save` to that drive would: nothing else knows that there were steps."""
+    image = made(tmp_path / "image", size_bytes=64 << 20)
+    drive = mounted("drive", "-o", "loop", image)
+    fail(keepstep, "--volume", str(drive))
+    assert list(drive.glob("train/*-000000002"))
+    keepstep.sidecar().send_signal(signal.SIGKILL)
+    eventually(lambda: not keepstep.sidecars())
+    if not memory_stays:
+        shutil.rmtree(keepstep.memory("train"))
+    command("mount", "-o", "loop", made(tmp_path / "another", size_bytes=64 << 20), drive)
+    try:
+        out, err = again(keepstep, "--volume", str(drive))
+        assert begins in out
+        assert ("it can go on from step 3" in err) is memory_stays
+    finally:
+        keepstep.end()
+        command("umount", "--lazy", drive)

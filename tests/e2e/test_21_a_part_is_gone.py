@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import time
 
-from tests.e2e import jobs, runs
-from tests.e2e.cluster import Cluster, run
+import pytest
+
+from tests.e2e import jobs, runs, tiers
+from tests.e2e.cluster import HOST_PATH, Cluster, run
 from tests.e2e.kubectl import Kubectl
+
+
+@pytest.fixture
+def path() -> str:
+    """A directory of a node, another each time."""
+    return f"{HOST_PATH}/drive-{time.time_ns() // 1_000_000}"
 
 
 def test_a_replica_goes_on_from_the_pod_that_is_left(
@@ -72,6 +80,46 @@ def test_where_a_host_path_may_come_back_the_run_waits_and_one_command_works(
     _waits_and_begins_again(namespace, _delete(namespace, "gpt-worker-0"))
 
 
+def test_another_drive_in_place_of_the_one_with_the_steps_has_the_run_begin_again(
+    cluster: Cluster, namespace: Kubectl, path: str
+) -> None:
+    node = cluster.workers()[0]
+    with tiers.small_drive(cluster, node, path, mib=320):
+        committed = _committed_on(namespace, node, path)
+        with tiers.small_drive(cluster, node, path, mib=320, number=1):
+            began = _delete(namespace, "gpt-worker-0")  # the other pod has the former drive
+            said = namespace.eventually(lambda: namespace.events("OtherDrive"), what="an Event")
+            assert "volume nvme0 of pod gpt-worker-0 lies on another" in said[-1]["message"]
+            life = _begun_again(namespace, began)
+            assert life.ended_at[0] - began < 90
+            fresh = namespace.eventually(lambda: namespace.events("FreshStart"), what="an Event")
+            assert "lies on another file system" in fresh[-1]["message"]
+            lost = fresh[-1]["message"].partition(" steps lost")[0].split("(")[-1]
+            assert int(lost) >= committed
+            runs.committed_beyond(namespace, 5)
+            runs.becomes(namespace, "Protected")
+
+
+def test_a_drive_that_is_not_mounted_is_waited_for_and_its_return_is_enough(
+    cluster: Cluster, namespace: Kubectl, path: str
+) -> None:
+    node = cluster.workers()[0]
+    with tiers.small_drive(cluster, node, path, mib=320):
+        _committed_on(namespace, node, path)
+        cluster.on_node(node, "umount", "--lazy", path)
+        try:
+            _delete(namespace, "gpt-worker-0")
+            runs.becomes(namespace, "RestoreRefused", within_s=120)
+            assert not namespace.events("OtherDrive")
+        finally:
+            cluster.on_node(node, "mount", "-o", "loop", f"{path}-0.img", path)
+        began = _delete(namespace, "gpt-worker-0")
+        life = runs.restarted(namespace, within_s=180)
+        assert life.began_at > began
+        assert life.first > 20
+        assert not namespace.events("FreshStart")
+
+
 def test_a_sidecar_and_its_trainer_that_are_killed_cost_what_was_finished_between(
     cluster: Cluster, namespace: Kubectl, record_property: runs.Record
 ) -> None:
@@ -98,6 +146,20 @@ def test_a_node_that_restarts_with_all_pods_costs_what_was_not_committed(
     life = runs.restarted(namespace, within_s=240)
     record_property("lost_steps", max(0, before.last - (life.first - 1)))
     assert life.first > 10, "an emptyDir outlives a restart of its node"
+
+
+def _committed_on(namespace: Kubectl, node: str, path: str) -> int:
+    """The committed step of a sharded job on a drive that is mounted there on this node."""
+    policy = jobs.policy("node-local", host_path=True)
+    policy["spec"]["volumes"] = [{"name": "nvme0", "hostPath": {"path": path}}]
+    namespace.apply(policy, *jobs.sharded_job(policy="node-local", node=node))
+    committed = runs.committed_beyond(namespace, 20)
+
+    def known() -> bool:
+        return len(runs.status(namespace).get("drives", ())) == 2
+
+    namespace.eventually(known, what="the drives of both pods are on record")
+    return committed
 
 
 def _waits_and_begins_again(namespace: Kubectl, began: float) -> None:

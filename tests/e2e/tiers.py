@@ -132,9 +132,12 @@ def rot(cluster: Cluster, node: str, path: str) -> None:
 
 
 @contextmanager
-def small_drive(cluster: Cluster, node: str, path: str, *, mib: int) -> Iterator[None]:
-    """A file system of its own at this path of a node, gone afterwards."""
-    image = f"{path}.img"
+def small_drive(
+    cluster: Cluster, node: str, path: str, *, mib: int, number: int = 0
+) -> Iterator[None]:
+    """A file system of its own at this path of a node, gone afterwards. `number`: of several that
+    are mounted there, one above the other."""
+    image = f"{path}-{number}.img"
     cluster.on_node(node, "mkdir", "-p", path)
     cluster.on_node(node, "truncate", "-s", f"{mib}M", image)
     cluster.on_node(node, "mkfs.ext4", "-q", "-m", "0", image)

@@ -149,6 +149,33 @@ def test_a_shard_that_went_for_good_has_the_run_begin_again_and_go_on(machines):
     assert {one[:4] for one in told(again, "begins")} == {"at 1"}, "not 3, which is not whole"
 
 
+def test_a_drive_that_comes_back_after_the_run_began_again_brings_its_steps(machines, tmp_path):
+    two = [one.start() for one in machines[:2]]
+    before = train("fsdp", 3, two)
+    drive, aside, new = two[0].volume, tmp_path / "aside", tmp_path / "new"
+    lose_power(two)
+    drive.rename(aside)
+    for one in two:
+        one.start(KEEPSTEP_ON_LOSS="restart")
+    again = train("fsdp", 1, two)
+    assert {one.split(" with")[0] for one in told(again, "begins")} == {"at None"}
+    lose_power(two)
+    drive.rename(new)
+    aside.rename(drive)
+    for one in two:
+        one.start()
+    after = train("fsdp", 3, two)
+    assert {one[:4] for one in told(after, "begins")} == {"at 3"}
+    assert values(after, "begins") == values(before, "ends")
+
+
+def lose_power(machines: list[Machine]) -> None:
+    """Only what lies on drives is left."""
+    for one in machines:
+        one.kill()
+        one.lose_memory()
+
+
 def test_with_one_machine_whose_storage_may_come_back_the_run_waits(machines):
     two = [machines[0].start(KEEPSTEP_ON_LOSS="restart"), machines[1].start()]
     train("fsdp", 3, two)

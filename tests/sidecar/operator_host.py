@@ -90,6 +90,7 @@ class OperatorHost:
         self.seen = Seen()
         self.restore_from: StepId | None = None
         self.awaits = ""
+        self.gone_for_good = False
         self.pinned: tuple[StepId, ...] = ()
         self.failures: tuple[Failure, ...] = ()
         self.all_peers = False
@@ -178,6 +179,7 @@ class OperatorHost:
             plan=plan.id if isinstance(plan, RestorePlan) else None,
             restore_from=self.restore_from,
             awaits=self.awaits,
+            gone_for_good=self.gone_for_good,
             pinned=self.pinned,
             failures=self.failures,
             all_peers=self.all_peers,

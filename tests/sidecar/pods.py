@@ -14,6 +14,7 @@ class Pod(SidecarProcess):
         home.mkdir(parents=True, exist_ok=True)
         memory.mkdir(parents=True, exist_ok=True)
         super().__init__("run", memory, home / "volume", home / "log")
+        self.node = node
         self.token = home / "token"
         self.token.write_text(f"node-{node}\n")
         self.report = {

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,15 @@ from trainer import FakeTrainer, content, make_layout, read_image
 
 from keepstep.core.suspicion import Failure
 from keepstep.core.vote import choose, limit_of
+from keepstep.errors import NothingCommonError
 from keepstep.steps import Answer, Epoch, EpochId, StepId
-from keepstep.wire.reports import ReportedGoodput
+from keepstep.wire.reports import Report, ReportedGoodput
 from keepstep.wire.trainer import FailedRequest, Flushed, FlushRequest
 from keepstep_sidecar.cli import calls
 from tests.harness import eventually
+from tests.operator.reconcile.samples import Play
+from tests.operator.reconcile.samples import pod as pod_record
+from tests.volume.drives import command, made
 
 Trainers = Callable[..., FakeTrainer]
 
@@ -254,6 +259,72 @@ def test_after_both_pods_were_lost_the_common_step_is_fetched_ahead_and_restored
     assert [one.id.step for one in found.candidates] == [7, 8]
     assert found.plan == id
     assert team.restore() == id
+
+
+@pytest.mark.root
+def test_what_lay_on_a_drive_that_is_another_one_is_voted_gone_for_good(
+    team: Team, operator: OperatorHost, mounted: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The sidecars' reports, as the operator's own state judges them."""
+    size = 32 << 20
+    for pod in team.pods:
+        image = made(tmp_path / f"image-{pod.node}", size_bytes=size)
+        mounted(f"pod-{pod.node}/volume", "-o", "loop", image)
+    both, _ = team.start()
+    id = team.reach(7)
+    records = [pod_record(0), pod_record(1)]
+    play = Play(*records)
+    for _ in range(2):
+        for node, record in enumerate(records):
+            play.hear(record, known(operator, node, since=0.0))
+    assert len(play.status.drives) == 2
+    team.disconnect()
+    both[0].kill()
+    both[0].lose_memory()
+    with another_drive(both[0].volume, made(tmp_path / "another", size_bytes=size)):
+        began = time.time()
+        both[0].start()
+        new = replace(records[0], uid="new", created_at="2026-11-21T08:00:00Z")
+        play.see(new)
+        play.lose(records[0])
+        play.hear(new, known(operator, 0, since=began))
+        ranks = team.come_back()
+        assert not ranks[1].candidates().fleeting
+        with pytest.raises(NothingCommonError):
+            choose([one.candidates() for one in ranks])
+        operator.gone_for_good = play.told(records[1]).gone_for_good
+        votes = eventually(
+            lambda: (
+                (found := [one.candidates() for one in ranks])
+                and all(one.fleeting for one in found)
+                and found
+            ),
+            what="both pods were told",
+        )
+        decision = choose(votes)
+        assert (decision.id, decision.lost) == (None, id)
+        both[0].kill()
+
+
+def known(operator: OperatorHost, node: int, *, since: float) -> Report:
+    """The last report of a pod that has scanned its volume, of a sidecar that started later."""
+
+    def found() -> Report | None:
+        one = operator.newest(node)
+        return one if one is not None and one.ready and one.started_at >= since else None
+
+    report: Report = eventually(found, what=f"a report of pod {node}")
+    return report
+
+
+@contextlib.contextmanager
+def another_drive(point: Path, image: Path) -> Iterator[None]:
+    """Mounted in place of the one that is there."""
+    command("mount", "-o", "loop", image, point)
+    try:
+        yield
+    finally:
+        command("umount", "--lazy", point)
 
 
 def test_a_restore_is_reported_with_step_tier_and_what_was_lost(

@@ -28,12 +28,17 @@ def small_drive(
     mounted: Callable[..., Path], image: Path, *, size_bytes: int, kind: str = "ext4"
 ) -> Path:
     """A file system of its own in the file `image`; skips where nothing makes one."""
+    return mounted("drive", "-o", "loop", made(image, size_bytes=size_bytes, kind=kind))
+
+
+def made(image: Path, *, size_bytes: int, kind: str = "ext4") -> Path:
+    """The file `image` with a new file system in it."""
     if not shutil.which(make := f"mkfs.{kind}"):
         pytest.skip(f"needs {make} to make a small drive")
     with image.open("wb") as file:
         file.truncate(size_bytes)
     command(make, *_OPTIONS[kind], image)
-    return mounted("drive", "-o", "loop", image)
+    return image
 
 
 _XFS_IOC_GOINGDOWN = 0x8004587D

@@ -68,9 +68,10 @@ class Candidates:
     `parts`: what this sidecar can add to a step that it cannot bring alone. `epochs`: the newest
     epochs on record, from which the ranks together see which steps are dead.
 
-    `fleeting`: what a pod of this run kept goes with that pod for good, and the policy says to
-    begin again then. `begin_again`: a person asked to begin at step 0 if no step can be restored.
-    `way_out`: the command by which a person begins again, where a vote is refused.
+    `fleeting`: what the pods of this run kept and no rank can reach is gone for good, with its pod
+    or its drive, and the policy says to begin again then. `begin_again`: a person asked to begin at
+    step 0 if no step can be restored. `way_out`: the command by which a person begins again, where
+    a vote is refused.
     """
 
     answer: Answer

@@ -36,7 +36,7 @@ class Outlook:
 def outlook(ledger: Ledger, *, world: int, fleeting: bool) -> Outlook:
     """What a restart of `world` ranks would do now.
 
-    `fleeting`: what was kept in a pod went with that pod, and the run may begin again.
+    `fleeting`: what is out of reach went with its pod or its drive, and the run may begin again.
     """
     if (step := ledger.restart_step(world=world or None)) is not None:
         return Outlook(Restart.GOES_ON, step)

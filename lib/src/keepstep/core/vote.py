@@ -359,7 +359,7 @@ def _is_gone(votes: Sequence[Candidates]) -> bool:
     """Whether what no rank can reach cannot come back. The caller has already found that no step
     can be restored.
 
-    Every rank must have looked, and say that what was kept in its pod went with that pod.
+    Every rank must have looked, and say that what is out of reach went with its pod or its drive.
     """
     return all(vote.fleeting and vote.answer is not Answer.UNKNOWN for vote in votes)
 

@@ -231,10 +231,13 @@ class Collective:
                 ", ".join(map(str, decision.incomplete)),
             )
         if decision.lost is not None:
-            why = "went with the pods that held it" if any(vote.fleeting for vote in votes) else ""
+            gone = any(vote.fleeting for vote in votes)
             log.warning(
                 "keepstep: the run begins again at step 0: of step %s, a part %s",
-                *(decision.lost, why or "is out of reach, and a person asked to begin again"),
+                decision.lost,
+                "went for good with the pod or the drive that held it"
+                if gone
+                else "is out of reach, and a person asked to begin again",
             )
 
     def _say_lent(self, decision: Decision) -> None:

@@ -160,9 +160,11 @@ class ReportedRestore:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedVolume(VolumeUsage):
-    """One volume of this pod. `name`: the name under which the pod mounts it."""
+    """One volume of this pod. `name`: the name under which the pod mounts it. `drive_id`: names the
+    file system that it lies on (`UUID@position`); '' if nothing in the pod tells."""
 
     name: str
+    drive_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +290,8 @@ class ReportReply:
     `failures`: failures of the script itself, from all pods, because a new pod has no record.
     `reads_runs`: this operator reads `twin_runs`. For one that does not say so, `twins` are listed.
     `begin_again`: a person wants the run to begin at step 0 if no step can be restored.
+    `gone_for_good`: what no pod of the run can reach cannot come back, and the policy says to begin
+    again then.
     """
 
     interval_s: float = 30.0
@@ -310,6 +314,7 @@ class ReportReply:
     failures: tuple[Failure, ...] = ()
     reads_runs: bool = False
     begin_again: bool = False
+    gone_for_good: bool = False
 
 
 def _rank_report(one: ReportedRank) -> RankReport:

@@ -138,6 +138,16 @@ class HolderStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
     step: int | None = None
 
 
+class DriveStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """The file system on which one volume of one place lies on its node. `id`: as
+    `ReportedVolume.drive_id`."""
+
+    node_rank: int
+    node: str
+    volume: str
+    id: str = ""
+
+
 class RestoreFromStatus(
     msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
 ):
@@ -205,6 +215,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     recent: list[RecentStatus] = []
     ranks: list[PlaceStatus] = []
     holders: list[HolderStatus] = []
+    drives: list[DriveStatus] = []
     restore_from: RestoreFromStatus | None = None
     warnings: list[str] = []
     conditions: list[Condition] = []

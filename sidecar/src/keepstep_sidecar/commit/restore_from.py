@@ -21,7 +21,7 @@ class Rollback:
     """The step to go back to, if one was named at the sidecar's start or by the operator.
 
     `begin_again`: a person asked, through the operator, to begin at step 0 if no step can be
-    restored.
+    restored. `gone_for_good`: the operator knows that what no pod can reach cannot come back.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Rollback:
         """`recorded`: returns the epochs on this machine's record. `asked`: the step that the
         script asked for in the newest of them."""
         self.run = ""
-        self.begin_again = False
+        self.begin_again = self.gone_for_good = False
         self.asked = asked
         self._wish = wish
         self._recorded = recorded
@@ -45,6 +45,7 @@ class Rollback:
         """Take in the operator's reply, which holds until the next one."""
         self._told, self.run = reply.restore_from, reply.restore_run
         self.begin_again = reply.begin_again
+        self.gone_for_good = reply.gone_for_good
         if self._told != self._began:
             self._began = None
 

@@ -150,7 +150,7 @@ def _own(service: Service, held: RankReport) -> RankReport:
 def _volume(volume: Volume, measured: VolumeStatus) -> ReportedVolume:
     """A pod mounts each volume under its name. The run's directory lies below."""
     usage = _part_of(measured, VolumeUsage) | {"failed": volume.failed}
-    return ReportedVolume(name=volume.root.parent.name, **usage)
+    return ReportedVolume(name=volume.root.parent.name, drive_id=volume.drive_id, **usage)
 
 
 def _part_of(status: object, kind: type[Any]) -> dict[str, Any]:

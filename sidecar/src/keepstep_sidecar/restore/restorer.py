@@ -94,7 +94,7 @@ class Restorer:
             never_whole=self._never_whole() if answer is Answer.NONE else "",
             parts=parts,
             epochs=ledger.epochs[-MOST_EPOCHS:],
-            fleeting=self._fleeting,
+            fleeting=self._fleeting or self._committer.rollback.gone_for_good,
             begin_again=self._committer.rollback.begin_again,
             way_out=self._way_out,
             **self._wanted(),

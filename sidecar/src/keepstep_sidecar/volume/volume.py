@@ -35,6 +35,7 @@ from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume import run_record
 from keepstep_sidecar.volume.direct_io import Engine, RateLimit, probe
 from keepstep_sidecar.volume.directories import Directories
+from keepstep_sidecar.volume.drive_id import drive_id
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import Tree
 from keepstep_sidecar.volume.run_record import RunRecord
@@ -99,11 +100,14 @@ class Volume:
         self._spares = SpareFiles(self._tree, self._directories, self.filesystem)
         self._lock = threading.RLock()
         self._ownership: Ownership | None = None
+        self.drive_id = ""
+        """As `drive_id` names it."""
         if read_only:
             self.engine, self.engine_reason = Engine.BUFFERED, "read only"
             self.record = RunRecord(run=run)
             with contextlib.suppress(OSError, ImageError):
                 self.filesystem.hold(self.root)
+                self.drive_id = drive_id(self.filesystem.directory(self.root).fd)
                 self.record = run_record.load(self._tree.record, run=run)
         else:
             self._take(engine)
@@ -125,6 +129,7 @@ class Volume:
             self.filesystem.hold(self.root, make=True)
             self._ownership = Ownership(self._tree.lock)
             self._device = self.root.stat().st_dev
+            self.drive_id = drive_id(self.filesystem.directory(self.root).fd)
             try:
                 self.record = run_record.load(self._tree.record, run=self.run)
                 self.engine, self.engine_reason = (

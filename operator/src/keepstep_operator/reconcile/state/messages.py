@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from keepstep.core.outlook import Outlook
 from keepstep.core.outlook import Restart as Goes
+from keepstep.errors import few
 from keepstep.steps import StepId
 from keepstep_operator import names
 from keepstep_operator.api.model import PodRecord, RunKey
+from keepstep_operator.reconcile.state.drives import OtherDrive
 from keepstep_operator.reconcile.state.restart_history import Restart
 from keepstep_operator.reconcile.state.restore_request import RestoreRequest
+
+_DRIVES_NAMED = 3
 
 
 def not_injected(pod: PodRecord) -> str:
@@ -41,9 +47,12 @@ def without_library(pod: str, *, after_s: float) -> str:
     )
 
 
-def restarted(restart: Restart, run: RunKey, *, kept_aside: bool, again: bool = False) -> str:
+def restarted(
+    restart: Restart, run: RunKey, *, kept_aside: bool, again: bool = False, other_drives: str = ""
+) -> str:
     """Where an epoch of the run began, and what the restart cost. `kept_aside`: older steps still
-    exist. `again`: of these, a part is gone for good."""
+    exist. `again`: of these, a part is gone for good. `other_drives`: as the function of this
+    name."""
     lost = _steps_lost(restart.lost_steps)
     if restart.parent:
         where = f" from {restart.tier}" if restart.tier else ""
@@ -58,7 +67,8 @@ def restarted(restart: Restart, run: RunKey, *, kept_aside: bool, again: bool = 
             " onLoss: Wait, the run would wait for a person"
         )
     if kept_aside:
-        return f"began at step 0 although older steps exist ({lost}). {acknowledge(run)}"
+        why = f": {other_drives}" if other_drives else ""
+        return f"began at step 0 although older steps exist ({lost}){why}. {acknowledge(run)}"
     return (
         f"began at step 0: nothing older was left to restore ({lost}); volumes of kind emptyDir"
         " and ephemeral go with their pod, a hostPath stays on its node"
@@ -71,8 +81,28 @@ def acknowledge(run: RunKey) -> str:
         "They are kept, and fill the volumes. If that start was wanted, let them go: kubectl"
         f" annotate checkpointrun -n {run.namespace} {run.name}"
         f" {names.FRESH_START_ANNOTATION}=newest; if not, stop the job and look for the volume that"
-        " was not mounted"
+        " was not mounted, or for the former drive"
     )
+
+
+def other_drives(found: Iterable[OtherDrive], pods: Mapping[int, str]) -> str:
+    """Where other file systems lie than those of the run's shards. `pods`: names by node rank."""
+    said = [
+        f"volume {one.volume} of pod {pods.get(one.node_rank, one.node_rank)} lies on another file"
+        f" system than its steps did ({one.now}, formerly {one.was})"
+        for one in found
+    ]
+    return few(said, _DRIVES_NAMED)
+
+
+def other_drive(said: str, run: RunKey, *, waits: bool) -> str:
+    """A part of the run lay on a drive in whose place another one is now."""
+    onward = (
+        f"starts wait (onLoss: Wait). {begin_again(run)}"
+        if waits
+        else "the next start begins again at step 0; what is left of older steps is kept"
+    )
+    return f"{said}: what it held does not come back, and {onward}"
 
 
 def rolled_back(restore_request: RestoreRequest) -> str:

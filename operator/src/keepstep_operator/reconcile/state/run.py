@@ -31,7 +31,7 @@ from keepstep_operator.api.model import (
     RunKey,
     RunObject,
 )
-from keepstep_operator.api.policy import Policy, VolumeKind
+from keepstep_operator.api.policy import OnLoss, Policy, VolumeKind
 from keepstep_operator.api.run import MOST_RECENT, RecentStatus, RunStatus, cut, utc
 from keepstep_operator.reconcile.state import helper_plan, messages
 from keepstep_operator.reconcile.state.actions import (
@@ -44,6 +44,7 @@ from keepstep_operator.reconcile.state.actions import (
     NoteCommit,
     WriteStatus,
 )
+from keepstep_operator.reconcile.state.drives import Drives, PlaceDrives
 from keepstep_operator.reconcile.state.durability import volumes_outlive_pod
 from keepstep_operator.reconcile.state.goodput import RunGoodput
 from keepstep_operator.reconcile.state.health import LIBRARY_S, Health, look
@@ -96,6 +97,9 @@ class Run:
         self.host_paths: tuple[str, ...] = ()
         """Prefixes of node directories below which helper pods may be started."""
         self.ledger = RunLedger()
+        self.drives = Drives()
+        self._other_drives = ""
+        """The drives that were last found to be other ones, until the run is back."""
         self.peer_assignment = PeerAssignment(self, nodes)
         self.restore_request = RestoreRequest()
         self._adviser = AdviceCache(self.ledger)
@@ -286,6 +290,7 @@ class Run:
         self._past_step = past.step
         self.commit = past.commit
         commit = past.commit.id if past.commit else None
+        self.drives.resume(past.status.drives)
         self.ledger.orphans.resume(past.status.holders, commit=commit, epoch=past.epoch)
         self.job = self.job or past.job
         self.finished_at = past.finished_at if self.idle else None
@@ -378,6 +383,7 @@ class Run:
             *self._alarmed(said, at=at),
             *self._warned(pod, report),
             *self._refused(pod, report),
+            *self._compare_drives(pod, report),
             *self._acknowledge(at=at),
             *self._restarted(at),
             *(self._changed_outlook(self._look(at), at) if troubled and self._may_look(at) else ()),
@@ -436,6 +442,19 @@ class Run:
             message = cut(messages.restore_refused(report.refusals, report.refused))
             yield self._event("RestoreRefused", message, warning=True)
 
+    def _compare_drives(self, pod: PodRecord, report: Report) -> Iterator[Action]:
+        """Note on which drives a pod's shards lie, and report drives that are other ones."""
+        if VolumeKind.HOST_PATH not in pod.volumes or not report.ready:
+            return
+        self.drives.take(pod.node_rank, PlaceDrives.of(pod.node, report))
+        if pod.node_rank in self.drives.changed and self.ledger.restorable() is not None:
+            self.drives.hold(pod.node_rank)
+        said = self.other_drives()
+        if said and said != self._other_drives:
+            self._other_drives = said
+            message = messages.other_drive(said, self.key, waits=not self.gone_for_good)
+            yield self._event("OtherDrive", cut(message), warning=True, topic=said)
+
     # --- what a restart does -------------------------------------------------------------
 
     @property
@@ -447,6 +466,22 @@ class Run:
             and VolumeKind.HOST_PATH not in self.volumes
         )
 
+    def other_drives(self) -> str:
+        """Where other file systems lie than those of the run's shards, as text; '' unless what no
+        pod can reach can have lain on these only."""
+        found = self.drives.others()
+        places = self.ledger.places
+        if not found or any(self.ledger.orphans) or any(one.gone for one in places.values()):
+            return ""
+        pods = {one.node_rank: one.name for one in self.pods.values() if one.stays}
+        return messages.other_drives(found, pods)
+
+    @property
+    def gone_for_good(self) -> bool:
+        """Whether what no pod can reach cannot come back, so that the run may begin again."""
+        restarts = self.policy is not None and self.policy.on_loss is OnLoss.RESTART
+        return self.fleeting or (restarts and bool(self.other_drives()))
+
     def refusals(self) -> tuple[int, str]:
         """How often the ranks' vote refused since the last restore, and why, in its own words."""
         there = (one.sidecar for one in self.ledger.places.there())
@@ -455,7 +490,7 @@ class Run:
     def outlook(self) -> Outlook:
         """What a restart would do now, as far as reports show."""
         world = self.ledger.world or 0
-        return outlook(self.ledger.core, world=world, fleeting=self.fleeting)
+        return outlook(self.ledger.core, world=world, fleeting=self.gone_for_good)
 
     def begins_again(self) -> bool:
         """Whether a person asked to begin at step 0 if no step can be restored: until an epoch
@@ -493,6 +528,7 @@ class Run:
             failures=self.failures,
             reads_runs=True,
             begin_again=self.begins_again(),
+            gone_for_good=self.gone_for_good,
         )
 
     def _committed(self, at: float) -> Iterator[Action]:
@@ -558,7 +594,16 @@ class Run:
             again = aside and self.fleeting
             if again:  # what is left of older steps is of no use without what is gone
                 yield from self._alarmed(self.ledger.acknowledge(restart.epoch), at=at)
-            message = cut(messages.restarted(restart, self.key, kept_aside=aside, again=again))
+            message = cut(
+                messages.restarted(
+                    restart,
+                    self.key,
+                    kept_aside=aside,
+                    again=again,
+                    other_drives=self._other_drives,
+                )
+            )
+            self._other_drives = ""
             self._remember(
                 RecentStatus(
                     time=utc(at),

@@ -15,8 +15,10 @@ from keepstep.steps import NEAREST_FIRST, Answer, EpochId, StepId, Tier
 from keepstep_operator.api.model import Job, PodRecord, PolicyRecord, RunKey
 from keepstep_operator.api.policy import Policy, VolumeKind
 from keepstep_operator.api.run import (
+    MOST_HOLDERS,
     MOST_RANKS,
     Condition,
+    DriveStatus,
     GoodputStatus,
     RecentStatus,
     RestoreFromStatus,
@@ -51,10 +53,11 @@ class RunView:
     the node ranks that are shown. `on_drives`: by node rank, the newest step of which its drives
     hold any image, its own or a copy. `own_drives`: node ranks whose drives hold shards of their
     own. `slowest`: if commits stall, the pod that is the farthest behind. `serving`: numbers of
-    those `helpers` that have reported. `outlook`: what a restart does now. `fleeting`: the run
-    begins again where a part of every step is gone. `settled`: what no pod reports is certainly not
-    there. `commit_lost`: the last commit, if a part of it is gone. `refusals`, `refused`: how often
-    the ranks' own vote refused since the last restore, and why.
+    those `helpers` that have reported. `outlook`: what a restart does now. `gone_for_good`: the run
+    begins again where a part of every step is gone. `other_drives`: where other file systems lie
+    than those of the run's shards. `drives`: those of the shards. `settled`: what no pod reports is
+    certainly not there. `commit_lost`: the last commit, if a part of it is gone. `refusals`,
+    `refused`: how often the ranks' own vote refused since the last restore, and why.
     """
 
     key: RunKey
@@ -81,7 +84,8 @@ class RunView:
     archived: tuple[StepId, ...]
     restorable: StepId | None
     outlook: Outlook
-    fleeting: bool
+    gone_for_good: bool
+    other_drives: str
     settled: bool
     commit_lost: StepId | None
     refusals: int
@@ -103,6 +107,7 @@ class RunView:
     goodput: GoodputStatus | None
     buddies: Mapping[int, tuple[int, ...]]
     orphans: tuple[OrphanedShard, ...]
+    drives: tuple[DriveStatus, ...]
     helpers: tuple[Helper, ...]
     serving: frozenset[int]
     restore_stage: Stage
@@ -151,7 +156,8 @@ def view_of(run: Run) -> RunView:
         archived=ledger.archived(),
         restorable=restorable,
         outlook=outlook,
-        fleeting=run.fleeting,
+        gone_for_good=run.gone_for_good,
+        other_drives=run.other_drives(),
         settled=ledger.settled,
         commit_lost=run.commit_lost,
         refusals=refusals,
@@ -187,6 +193,7 @@ def view_of(run: Run) -> RunView:
         goodput=run.goodput.status(),
         buddies=run.peer_assignment.ring(),
         orphans=tuple(ledger.orphans),
+        drives=tuple(run.drives.rows(most=MOST_HOLDERS)),
         helpers=tuple(helper_plan.wanted(run)),
         serving=frozenset(ledger.helpers),
         restore_stage=run.restore_request.stage,

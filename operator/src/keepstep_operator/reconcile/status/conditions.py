@@ -187,10 +187,12 @@ def _nothing_kept(run: RunView) -> ConditionState | None:
     newest = run.outlook.step.step if run.outlook.step else 0
     if run.outlook.restart is not Restart.BEGINS and (missing or run.settled):
         gone = f"of step {newest}, and of every other step, a part is gone"
-        if run.fleeting:
-            said = f"{gone} for good with its pod: the next start begins again at step 0"
+        if run.gone_for_good:
+            went = f": {run.other_drives}. The" if run.other_drives else " with its pod: the"
+            said = f"{gone} for good{went} next start begins again at step 0"
         else:
-            said = f"{gone}: starts wait until it is back. {messages.begin_again(run.key)}"
+            other = f" ({run.other_drives})" if run.other_drives else ""
+            said = f"{gone}{other}: starts wait until it is back. {messages.begin_again(run.key)}"
         if missing:
             said += f". {len(missing)} pods have not come back: look at the job"
         return ConditionState("False", "PodsMissing" if missing else "PartGone", said)
@@ -235,7 +237,7 @@ def _of_a_pod(run: RunView) -> list[str]:
             " other pods have"
         ]
     kinds = ", ".join(sorted({str(kind) for kind in run.volumes})) or "none"
-    waits = not run.fleeting and len(run.places) > 1
+    waits = not run.gone_for_good and len(run.places) > 1
     then = "waits for a person (onLoss: Wait)" if waits else "begins at step 0"
     return [
         f"a pod that is deleted or moved takes its part with it, and the run then {then}"

@@ -82,6 +82,7 @@ def render(run: RunView, *, at: float) -> RunStatus:
         recent=list(run.recent),
         ranks=_ranks(run),
         holders=holders(run),
+        drives=list(run.drives),
         restore_from=run.restore_from,
         warnings=_warnings(run),
         conditions=_conditions(run, said, at),
