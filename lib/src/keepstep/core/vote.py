@@ -12,7 +12,8 @@ exception: where twins would stand in for some ranks, an exact step that is near
 
 A rank that can go on from nothing may still be *lent* a step: if what all sidecars can bring
 together covers every box, the other ranks send it what it needs. So a run goes on from the pods
-that are left, as long as these hold the whole state.
+that are left, as long as these hold the whole state. A rank whose own image another sidecar has is
+lent it, too, rather than going on from a twin's: machines may come back in another order.
 
 If no step is left, the run begins at step 0 only where nothing was kept, or where what was kept
 cannot come back (`_is_gone`), or where a person asked for it. Otherwise the vote refuses: storage
@@ -22,7 +23,7 @@ that is missing may come back.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keepstep.core.candidates import Candidate, Candidates, Offer, Part
 from keepstep.core.holding import is_full
@@ -72,12 +73,13 @@ class Decision:
 @dataclass(frozen=True)
 class _Way:
     """How one rank would restore a step: from an image of its own (`direct`), from an offer, or
-    from what other ranks lend it (`lent`)."""
+    from what other ranks lend it (`lent`). `exact`: from its own image, here or lent."""
 
     tier: Tier
     world: int
     direct: bool
     lent: bool = False
+    exact: bool = False
 
 
 _Ways = dict[StepId, _Way]
@@ -112,6 +114,8 @@ def choose(
     if lending:
         _lend(list(made.values()), list(distinct.values()), allowed)
     ways = [made[id(vote)] for vote in votes]
+    if lending:
+        ways = _lend_own(ways, list(distinct.values()))
     common = _common(list(made.values()))
     _check_world(votes, max(common, default=None), allowed)
     if common:
@@ -127,7 +131,7 @@ def choose(
             world=taken[0].world,
             suspects=tuple(sorted(one for one in common - left if one > chosen)),
             lent=lent,
-            lenders=_lenders(votes, chosen, taken[0].world) if any(lent) else (),
+            lenders=_lenders(votes, chosen, taken) if any(lent) else (),
         )
     if limit is not None:
         raise _beyond(votes, excluded, limit, exact=exact)
@@ -135,6 +139,7 @@ def choose(
         return Decision(None, (), number)
     if not excluded and _died_in_its_first_steps(votes):
         held = {one.id for vote in votes for one in vote.candidates}
+        held |= {one.id for vote in votes for one in vote.parts}
         return Decision(None, (), number, tuple(sorted(held)))
     if any(vote.begin_again for vote in votes) or (not excluded and _is_gone(votes)):
         found = (one.id for vote in votes for one in (*_found(vote), *vote.parts))
@@ -206,7 +211,7 @@ def _ways(vote: Candidates, running: int, allowed: Callable[[StepId], bool]) -> 
     because it needs no image of another rank."""
     ways = {one.id: _Way(one.tier, one.world, False) for one in vote.offers if allowed(one.id)}
     own = (one for one in vote.candidates if one.world == running and allowed(one.id))
-    ways.update({one.id: _Way(one.tier, one.world, True) for one in own})
+    ways.update({one.id: _Way(one.tier, one.world, True, exact=True) for one in own})
     return ways
 
 
@@ -254,6 +259,26 @@ def _lend(
             each.setdefault(id, _Way(tier, world, direct=False, lent=True))
 
 
+def _lend_own(ways: Sequence[_Ways], votes: Sequence[Candidates]) -> list[_Ways]:
+    """The ways of each rank, where a rank for which a twin would stand in is lent its own image if
+    another sidecar shows that."""
+    tiers: dict[StepId, dict[int, Tier]] = {}
+    for vote in votes:
+        for one in _shows(vote):
+            if one.world == len(ways):
+                found = tiers.setdefault(one.id, {})
+                found.update((rank, one.tier) for rank in one.images)
+    return [
+        {
+            id: replace(way, tier=tiers[id][rank], lent=True, exact=True)
+            if not way.exact and rank in tiers.get(id, ())
+            else way
+            for id, way in each.items()
+        }
+        for rank, each in enumerate(ways)
+    ]
+
+
 def _covered(shown: Sequence[_Shown]) -> int | None:
     """The world of a step of which `shown` covers all boxes; None if it does not."""
     worlds, found = {one.world for one in shown}, 0
@@ -266,8 +291,11 @@ def _covered(shown: Sequence[_Shown]) -> int | None:
     return worlds.pop() if is_full(found, shown[0].world) else None
 
 
-def _lenders(votes: Sequence[Candidates], id: StepId, world: int) -> tuple[int, ...]:
-    """As few ranks as cover the step, the nearest tiers first."""
+def _lenders(votes: Sequence[Candidates], id: StepId, ways: Sequence[_Way]) -> tuple[int, ...]:
+    """As few ranks as have the images that ranks are lent as their own, and cover the step; the
+    nearest tiers first."""
+    world = ways[0].world
+    own = sum(1 << rank for rank, way in enumerate(ways) if way.lent and way.exact)
     shown = [
         (NEAREST_FIRST.index(one.tier), rank, one)
         for rank, vote in enumerate(votes)
@@ -277,8 +305,9 @@ def _lenders(votes: Sequence[Candidates], id: StepId, world: int) -> tuple[int, 
     found, lenders = 0, []
     for _, rank, one in sorted(shown, key=lambda each: each[:2]):
         bits = (1 << world) - 1 if isinstance(one, Offer) else one.ranks.bits
-        if bits & ~found:
+        if bits & ~found or own & one.images.bits:
             found |= bits
+            own &= ~one.images.bits
             lenders.append(rank)
     return tuple(sorted(lenders))
 
@@ -286,16 +315,16 @@ def _lenders(votes: Sequence[Candidates], id: StepId, world: int) -> tuple[int, 
 def _preferred(ways: Sequence[_Ways], common: set[StepId]) -> StepId:
     """The newest common step, or an older exact one.
 
-    If a rank has only an offer of the newest step, and the step's world size is the one that runs,
-    a twin would stand in for that rank. A twin has the rank's boxes, but not its buffers, RNG and
-    extras. So the newest step of which all ranks have their own images is taken instead, if the
-    ranks that have only an offer have their images of it nearer than the archive.
+    If no sidecar has a rank's own image of the newest step, and the step's world size is the one
+    that runs, a twin would stand in for that rank. A twin has the rank's boxes, but not its
+    buffers, RNG and extras. So the newest step of which all ranks get their own images is taken
+    instead, if those ranks have their images of it nearer than the archive.
     `commit_rule.whole` is the same rule; each sidecar follows it in its offers. Here it is applied
     to what all sidecars see together.
     """
     newest = max(common)
-    by_twins = [each for each in ways if not each[newest].direct]
-    exact = max((id for id in common if all(each[id].direct for each in ways)), default=None)
+    by_twins = [each for each in ways if not each[newest].exact]
+    exact = max((id for id in common if all(each[id].exact for each in ways)), default=None)
     if exact is None or ways[0][newest].world != len(ways):
         return newest
     return exact if all(each[exact].tier is not Tier.ARCHIVE for each in by_twins) else newest
