@@ -131,10 +131,11 @@ def _listening(port: int, service: Service) -> socket.socket | None:
     except OSError as error:
         if not service.no_metrics:
             warn("no metrics", port=port, reason=str(error))
+        reason = os.strerror(error.errno or 0)
         service.no_metrics = (
-            f"no metrics are served, since port {port} cannot be had"
-            f" ({os.strerror(error.errno or 0)}); it is tried again. If the training script uses that"
-            " port, choose another one (sidecar.ports.metrics of the policy, --metrics-port)"
+            f"no metrics are served, since port {port} cannot be had ({reason}); it is tried again."
+            " If the training script uses that port, choose another one (sidecar.ports.metrics of"
+            " the policy, --metrics-port)"
         )
         return None
     if service.no_metrics:

@@ -329,7 +329,8 @@ class Saving:
         self.compare_steps()
         if self._slots.holds_old_layouts(slots):
             alive = [rank for rank in self._slots.ranks if self.leases.of(rank)]
-            if self._slots.drop_old_layouts(self._committer.node.common(), alive=alive):
+            common, moved = self._committer.node.common(), self._slots.moved
+            if self._slots.drop_old_layouts(common, alive=alive) and moved:
                 self._grow()
         self._changes.ring()
 

@@ -86,7 +86,15 @@ class Sizing:
         """
         size_bytes, wanted = slot_set.layout.size_bytes, self._config.slots
         others = [one for one in slots.slot_sets.values() if one is not slot_set]
-        count = self._affordable(lease, size_bytes, others)
+        # once: slots that are given up below have no names any more, but still take their memory
+        total_bytes = self._total_bytes(size_bytes)
+
+        def affordable(beside: list[SlotSet]) -> int:
+            taken = sum(other.size_bytes for other in beside)
+            budget = self._budget(lease, total_bytes)
+            return budget.affordable(size_bytes, wanted=wanted, taken_bytes=taken)
+
+        count = affordable(others)
         newest = max(slots.sealed(), default=None)
         for keep, enough in ((2, wanted), (1, LEAST_SLOTS), (0, LEAST_SLOTS)):
             if count >= enough:
@@ -96,10 +104,10 @@ class Sizing:
                     self._pool.unlink(other.give_up(keep=keep))
             if lease.training or keep == _KEPT_OF_GONE:
                 self._give_up_gone(lease, keep=keep)
-            count = self._affordable(lease, size_bytes, others)
-        if count < LEAST_SLOTS <= self._affordable(lease, size_bytes, []):
+            count = affordable(others)
+        if count < LEAST_SLOTS <= affordable([]):
             raise refuse("memory-busy", "images of a former layout are on their way to the drive")
-        budget = self._budget(lease, size_bytes)
+        budget = self._budget(lease, total_bytes)
         warning = shortage(budget, size_bytes, wanted=wanted, count=count)
         slot_set.failure = ""
         slot_set.wanted = max(count, slot_set.count)
@@ -123,8 +131,10 @@ class Sizing:
         taken = slots.taken_bytes - slot_set.size_bytes
         size_bytes, wanted = slot_set.layout.size_bytes, self._config.slots + 1
 
+        total_bytes = self._total_bytes(size_bytes)
+
         def affordable() -> int:
-            budget = self._budget(lease, size_bytes)
+            budget = self._budget(lease, total_bytes)
             return budget.affordable(size_bytes, wanted=wanted, taken_bytes=taken)
 
         if not affordable():
@@ -136,15 +146,10 @@ class Sizing:
         for slot_set in self._pool.gone_sets(lease.world):
             self._pool.unlink(slot_set.give_up(keep=keep))
 
-    def _affordable(self, lease: Lease, size_bytes: int, others: list[SlotSet]) -> int:
-        taken = sum(other.size_bytes for other in others)
-        budget = self._budget(lease, size_bytes)
-        return budget.affordable(size_bytes, wanted=self._config.slots, taken_bytes=taken)
-
-    def _budget(self, lease: Lease, slot_bytes: int) -> Budget:
+    def _budget(self, lease: Lease, total_bytes: int) -> Budget:
         gone = self._pool.gone_bytes(lease.world)
         return Budget(
-            total_bytes=max(0, self._total_bytes(slot_bytes) - gone),
+            total_bytes=max(0, total_bytes - gone),
             ranks=lease.request.local_world or lease.world,
         )
 
