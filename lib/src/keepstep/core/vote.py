@@ -327,6 +327,8 @@ def _preferred(ways: Sequence[_Ways], common: set[StepId]) -> StepId:
     exact = max((id for id in common if all(each[id].exact for each in ways)), default=None)
     if exact is None or ways[0][newest].world != len(ways):
         return newest
+    if any(id > exact and ways[0][id].world != len(ways) for id in common):
+        return newest  # the run was of another world since: the exact step is far back
     return exact if all(each[exact].tier is not Tier.ARCHIVE for each in by_twins) else newest
 
 
