@@ -120,7 +120,7 @@ def choose(
     _check_world(votes, max(common, default=None), allowed)
     if common:
         left = common if limit is not None else _doubt(list(distinct.values())).left(common)
-        chosen = _preferred(ways, left)
+        chosen = _preferred(ways, left, complete=_complete(list(distinct.values())))
         taken = [each[chosen] for each in ways]
         lent = tuple(way.lent for way in taken)
         return Decision(
@@ -312,7 +312,19 @@ def _lenders(votes: Sequence[Candidates], id: StepId, ways: Sequence[_Way]) -> t
     return tuple(sorted(lenders))
 
 
-def _preferred(ways: Sequence[_Ways], common: set[StepId]) -> StepId:
+def _complete(votes: Sequence[Candidates]) -> set[StepId]:
+    """The steps of which the sidecars together show each saved rank's own image."""
+    found: dict[StepId, tuple[int, int]] = {}
+    for vote in votes:
+        for one in _shows(vote):
+            _, images = found.get(one.id, (0, 0))
+            found[one.id] = one.world, images | one.images.bits
+    return {id for id, (world, images) in found.items() if is_full(images, world)}
+
+
+def _preferred(
+    ways: Sequence[_Ways], common: set[StepId], *, complete: Collection[StepId]
+) -> StepId:
     """The newest common step, or an older exact one.
 
     If no sidecar has a rank's own image of the newest step, and the step's world size is the one
@@ -327,7 +339,7 @@ def _preferred(ways: Sequence[_Ways], common: set[StepId]) -> StepId:
     exact = max((id for id in common if all(each[id].exact for each in ways)), default=None)
     if exact is None or ways[0][newest].world != len(ways):
         return newest
-    if any(id > exact and ways[0][id].world != len(ways) for id in common):
+    if any(id > exact and ways[0][id].world != len(ways) for id in common.intersection(complete)):
         return newest  # the run was of another world since: the exact step is far back
     return exact if all(each[exact].tier is not Tier.ARCHIVE for each in by_twins) else newest
 
