@@ -489,5 +489,5 @@ def test_an_exact_step_that_only_all_sidecars_see_together_comes_before_one_by_t
     run.begin(nodes=2, per_node=2, replicated=True, peers=True, archive=False)
     run.the_run_goes_on([(1, {2}, set(), set()), (1, set(), {0}, set())])
     run.a_node_is_lost(0)
-    run.the_trainers_start(per_node=2)
+    run.the_trainers_start(per_node=2, turned=0)
     assert set(run.at.values()) == {0}
