@@ -301,7 +301,8 @@ class Scenario:
         again: str = "no",
     ) -> Iterable[str]:
         """Add votes. `offers`: 1-8/4 is step 1-8, saved by 4 ranks and offered from `local`.
-        `parts`: 1-8:0+2/4 is the same, but of ranks 0 and 2 only. `epochs`: 2=1-5 is epoch 2, which
+        `parts`: 1-8:0+2/4 is the same, but of ranks 0 and 2 only. Either may end with the ranks
+        whose own images these are: 1-8/4!0+2. `epochs`: 2=1-5 is epoch 2, which
         went on from step 1-5."""
         images = tuple(
             Candidate(id=one.step_id, tier=Tier(tier), world=one.world, bytes=4096)
@@ -368,19 +369,28 @@ def _image(text: str, rank: int, world: int, twins: tuple[int, ...]) -> Shard:
 
 
 def _offer(text: str, world: str) -> Offer:
-    name, _, saved = text.partition("/")
-    return Offer(id=step_id(name), tier=Tier.LOCAL, world=int(saved or world))
+    rest, _, images = text.partition("!")
+    name, _, saved = rest.partition("/")
+    return Offer(
+        id=step_id(name), tier=Tier.LOCAL, world=int(saved or world), images=_ranks(images)
+    )
 
 
 def _part(text: str, world: str) -> Part:
+    text, _, images = text.partition("!")
     rest, _, saved = text.partition("/")
     name, _, ranks = rest.partition(":")
     return Part(
         id=step_id(name),
         tier=Tier.LOCAL,
         world=int(saved or world),
-        ranks=Ranks.of(map(int, ranks.split("+"))),
+        ranks=_ranks(ranks),
+        images=_ranks(images),
     )
+
+
+def _ranks(text: str) -> Ranks:
+    return Ranks.of(map(int, text.split("+"))) if text else NOBODY
 
 
 def _epoch(text: str) -> Epoch:

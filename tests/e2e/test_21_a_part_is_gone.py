@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e import jobs, runs, tiers
 from tests.e2e.cluster import HOST_PATH, Cluster, run
-from tests.e2e.kubectl import Kubectl
+from tests.e2e.kubectl import Kubectl, Object
 
 
 @pytest.fixture
@@ -200,3 +200,49 @@ def _delete(namespace: Kubectl, pod: str) -> float:
 def _name(namespace: Kubectl) -> str:
     name: str = namespace.get("pod", "gpt-master-0")["metadata"]["namespace"]  # type: ignore[index]
     return name
+
+
+def test_a_second_job_with_the_label_of_a_run_leaves_the_first_its_commits(
+    namespace: Kubectl,
+) -> None:
+    namespace.apply(jobs.policy(), jobs.pytorch_job(run="shared"))
+    runs.committed_beyond(namespace, 10)
+    namespace.apply(jobs.indexed_job("again", pods=1, run="shared"))
+    taken = namespace.eventually(lambda: namespace.events("RunTaken"), what="an Event")
+    assert "Job again has the label keepstep.dev/run: shared" in taken[-1]["message"]
+    warnings = runs.status(namespace)["warnings"]
+    assert any("PyTorchJob gpt has that run" in one for one in warnings)
+    runs.committed_beyond(namespace, runs.committed_beyond(namespace, 10) + 10)
+    namespace("delete", "pytorchjob", "gpt", "--wait=true")
+    namespace.eventually(
+        lambda: (
+            not any("has that run" in one for one in runs.status(namespace, "again")["warnings"])
+        ),
+        within_s=120,
+        what="the second job has the run",
+    )
+
+
+def test_pods_of_shards_that_come_back_on_each_others_nodes_lose_nothing(
+    cluster: Cluster, namespace: Kubectl
+) -> None:
+    here, there = cluster.workers()[:2]
+    policy = jobs.policy("node-local", host_path=True, peers={})
+    namespace.apply(policy, *_apart(here, there))
+    runs.committed_beyond(namespace, 20)
+    namespace("delete", "pytorchjob", "gpt", "--wait=true")
+    namespace.apply(*_apart(there, here))
+    committed = runs.committed_beyond(namespace, 30)
+    assert not namespace.events("FreshStart"), "it went on"
+    runs.committed_beyond(namespace, committed + 20)
+
+
+def _apart(master: str, worker: str) -> tuple[Object, Object]:
+    """The sharded job, whose two pods ask for these nodes."""
+    script, job = jobs.sharded_job(policy="node-local", run="places")
+    for replica, node in zip(("Master", "Worker"), (master, worker), strict=True):
+        spec = job["spec"]["pytorchReplicaSpecs"][replica]["template"]["spec"]
+        job["spec"]["pytorchReplicaSpecs"][replica]["template"]["spec"] = spec | {
+            "nodeSelector": {"kubernetes.io/hostname": node}
+        }
+    return script, job

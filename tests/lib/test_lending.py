@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import SidecarProcess, torchrun
+from tests.harness import SidecarProcess, eventually, torchrun
 
 SCRIPT = Path(__file__).parent / "lending_script.py"
 
@@ -230,3 +230,78 @@ def test_a_machine_whose_drive_cannot_be_read_goes_on_from_its_twin(machines):
     two[0].start()
     after = train("ddp", 3, two)
     assert values(after, "begins") == values(before, "ends")
+
+
+# --- machines that come back in another order ----------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_two_machines_that_change_places_twice_lose_no_step(machines, kind):
+    """The second time, each machine also has the old images of the ranks that come back to it."""
+    two = [one.start() for one in machines[:2]]
+    first = train(kind, 3, two)
+    second = train(kind, 8, two[::-1])
+    assert {one[:4] for one in told(second, "begins")} == {"at 3"}
+    assert values(second, "begins") == values(first, "ends")
+    third = train(kind, 10, two)
+    assert {one[:4] for one in told(third, "begins")} == {"at 8"}
+    assert values(third, "begins") == values(second, "ends")
+
+
+def test_machines_that_kept_their_drives_alone_come_back_in_another_order(machines):
+    three = [one.start() for one in machines[:3]]
+    first = train("fsdp", 3, three)
+    for one in three:
+        one.kill()
+        one.lose_memory()
+        one.start()
+    second = train("fsdp", 6, [*three[1:], three[0]])
+    assert {one[:4] for one in told(second, "begins")} == {"at 3"}
+    assert values(second, "begins") == values(first, "ends")
+
+
+def test_machines_change_places_while_another_takes_the_place_of_one(machines):
+    four = [one.start() for one in machines]
+    first = train("hsdp", 3, four)
+    four[3].lose()
+    second = train("hsdp", 6, [four[2], four[0], four[3], four[1]])
+    assert {one[:4] for one in told(second, "begins")} == {"at 3"}
+    assert values(second, "begins") == values(first, "ends")
+    third = train("hsdp", 8, four)
+    assert {one[:4] for one in told(third, "begins")} == {"at 6"}
+    assert values(third, "begins") == values(second, "ends")
+
+
+def test_two_ranks_of_a_machine_change_places_with_those_of_another(machines):
+    two = [one.start() for one in machines[:2]]
+    first = train("fsdp", 3, two, local=2)
+    second = train("fsdp", 6, two[::-1], local=2)
+    assert {one[:4] for one in told(second, "begins")} == {"at 3"}
+    assert values(second, "begins") == values(first, "ends")
+
+
+def test_ranks_of_one_machine_are_spread_over_two_which_have_older_images_of_them(machines):
+    two = [one.start() for one in machines[:2]]
+    train("ddp", 3, two)
+    second = train("ddp", 6, two[:1], local=2)
+    third = train("ddp", 8, two)
+    assert {one[:4] for one in told(second, "begins")} == {"at 3"}
+    assert {one[:4] for one in told(third, "begins")} == {"at 6"}
+    assert values(third, "begins") == values(second, "ends")
+
+
+def test_machines_with_memory_for_one_rank_alone_change_places(machines):
+    """The images of the ranks that left give way, and then those that came have all their slots."""
+    two = [one.start() for one in machines[:2]]
+    first = train("fsdp", 3, two)
+    largest = max(slot.stat().st_size for rank, one in enumerate(two) for slot in one.slots(rank))
+    for one in two:
+        one.kill()
+        one.start("--memory-limit", str(4 * largest))
+    second = train("fsdp", 8, two[::-1])
+    assert {one[:4] for one in told(second, "begins")} == {"at 3"}
+    assert values(second, "begins") == values(first, "ends")
+    for rank, one in enumerate(two[::-1]):
+        eventually(lambda one=one, rank=rank: len(one.slots(rank)) == 4)
+        assert one.slots(1 - rank) == []
+        assert one.get("/v1/status")["warnings"] == []

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 
-import pytest
-
-from keepstep.errors import StorageError
 from keepstep_sidecar.config.peers import PeerSettings
 from keepstep_sidecar.tiers.peer.tier import PeerTier
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
+from tests.harness import until
 from tests.peer.authority import Authority
 from tests.volume.images import RUN
 
@@ -36,6 +35,8 @@ async def test_another_port_is_served_and_told_to_the_operator(
         tier = _tier(tmp_path, authority, port=port, by_hand=False)
         host, _, told = tier.address.rpartition(":")
         assert (host, told != str(port)) == ("10.0.0.7", True)
+        assert f"Port {told} is used" in tier.warning
+        assert "sidecar.ports.peer" in tier.warning
         socket.create_connection(("127.0.0.1", int(told))).close()
         await tier.close()
 
@@ -46,14 +47,21 @@ async def test_the_port_is_the_wanted_one_where_it_is_free(
     with socket.create_server(("127.0.0.1", 0)) as once:
         port = once.getsockname()[1]
     tier = _tier(tmp_path, authority, port=port, by_hand=False)
-    assert tier.address == f"10.0.0.7:{port}"
+    assert (tier.address, tier.warning) == (f"10.0.0.7:{port}", "")
     await tier.close()
 
 
-def test_where_the_others_are_told_by_hand_a_taken_port_is_an_error(
+async def test_where_the_others_are_told_by_hand_the_port_is_used_once_it_is_free(
     tmp_path: Path, authority: Authority
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as trainer:
         port = trainer.getsockname()[1]
-        with pytest.raises(StorageError, match="cannot listen"):
-            _tier(tmp_path, authority, port=port, by_hand=True)
+        tier = _tier(tmp_path, authority, port=port, by_hand=True)
+        running = asyncio.create_task(tier.run())
+        assert tier.address == ""
+        assert "peers are not served" in tier.warning
+        assert "--peer-listen" in tier.warning
+    await until(lambda: tier.address)
+    assert (tier.address, tier.warning) == (f"10.0.0.7:{port}", "")
+    running.cancel()
+    await tier.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -19,6 +20,7 @@ from trainer import FakeTrainer, lose_memory_and_damage
 from keepstep_sidecar.__main__ import main
 from keepstep_sidecar.cli import calls
 from tests.harness import SidecarProcess, eventually
+from tests.peer.authority import Authority
 
 Trainers = Callable[..., FakeTrainer]
 COMMAND = (sys.executable, "-m", "keepstep_sidecar")
@@ -261,15 +263,49 @@ def test_metrics_are_served_over_tcp_and_nothing_else_is(
     assert ask("/v1/status")[0] == 404
 
 
-def test_a_port_that_is_taken_does_not_stop_a_sidecar(
+def test_a_port_that_is_taken_stops_no_sidecar_and_is_used_once_it_is_free(
     sidecars: Callable[..., SidecarProcess],
 ) -> None:
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
-        sidecar = sidecars().start("--metrics-port", str(taken.getsockname()[1]))
-        assert sidecar.get("/v1/status")["run"] == "run"
-    assert '"no metrics"' in sidecar.text()
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        sidecar = sidecars().start("--metrics-port", str(port))
+        (warning,) = sidecar.get("/v1/status")["warnings"]
+        assert f"port {port} cannot be had (Address already in use)" in warning
+        assert "sidecar.ports.metrics" in warning
+
+    def scraped() -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        with contextlib.closing(connection), contextlib.suppress(OSError):
+            connection.request("GET", "/metrics")
+            return connection.getresponse().status == 200
+        return False
+
+    eventually(scraped)
+    assert sidecar.get("/v1/status")["warnings"] == []
+    assert sidecar.text().count('"no metrics"') == 1
+
+
+def test_a_script_that_opens_the_port_first_keeps_it_and_is_kept_by_the_sidecar(
+    sidecars: Callable[..., SidecarProcess], tmp_path: Path
+) -> None:
+    """The sidecar is restarted while the script listens on both of the sidecar's ports."""
+    with (
+        socket.create_server(("0.0.0.0", 0)) as metrics,
+        socket.create_server(("0.0.0.0", 0)) as peers,
+    ):
+        options = ("--metrics-port", str(metrics.getsockname()[1]))
+        files = Authority(tmp_path).files(0)
+        options += ("--peer-listen", f"127.0.0.1:{peers.getsockname()[1]}")
+        options += ("--peer-cert", str(files.certificate), "--peer-key", str(files.key))
+        options += ("--peer-ca", str(files.authorities))
+        sidecar = sidecars().start(*options)
+        trainer = FakeTrainer(sidecar.socket).begin_run()
+        assert trainer.wait(trainer.stage(1), "committed").reached
+        trainer.disconnect()
+        told = " ".join(sidecar.get("/v1/status")["warnings"])
+        assert "no metrics are served" in told
+        assert "peers are not served" in told
+    eventually(lambda: sidecar.get("/v1/status")["warnings"] == [])
 
 
 def test_while_its_owner_lives_a_sidecar_does_not_count_its_linger(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepstep.core.ranks import Ranks
+from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.core.suspicion import Failure
 from keepstep.steps import Answer, Epoch, StepId, Tier
 
@@ -26,25 +26,28 @@ class Candidate:
 class Offer:
     """A step whose shards, wherever they are, cover all boxes of all ranks of its `world`.
 
-    `tier`: the farthest tier that is needed.
+    `tier`: the farthest tier that is needed. `images`: the saved ranks whose own images are among
+    them; of the other ranks, a twin has the boxes.
     """
 
     id: StepId
     tier: Tier
     world: int
+    images: Ranks = NOBODY
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """A step of which the sidecar can bring the boxes of some saved ranks, `ranks`, but not of all.
 
-    `tier`: the farthest tier that is needed.
+    `tier`: the farthest tier that is needed. `images`: see `Offer`.
     """
 
     id: StepId
     tier: Tier
     world: int
     ranks: Ranks
+    images: Ranks = NOBODY
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ exception: where twins would stand in for some ranks, an exact step that is near
 
 A rank that can go on from nothing may still be *lent* a step: if what all sidecars can bring
 together covers every box, the other ranks send it what it needs. So a run goes on from the pods
-that are left, as long as these hold the whole state.
+that are left, as long as these hold the whole state. A rank whose own image another sidecar has is
+lent it, too, rather than going on from a twin's: machines may come back in another order.
 
 If no step is left, the run begins at step 0 only where nothing was kept, or where what was kept
 cannot come back (`_is_gone`), or where a person asked for it. Otherwise the vote refuses: storage
@@ -70,12 +71,13 @@ class Decision(NamedTuple):
 
 class _Way(NamedTuple):
     """How one rank would restore a step: from an image of its own (`direct`), from an offer, or
-    from what other ranks lend it (`lent`)."""
+    from what other ranks lend it (`lent`). `exact`: from its own image, here or lent."""
 
     tier: Tier
     world: int
     direct: bool
     lent: bool = False
+    exact: bool = False
 
 
 _Ways = dict[StepId, _Way]
@@ -110,11 +112,13 @@ def choose(
     if lending:
         _lend(list(made.values()), list(distinct.values()), allowed)
     ways = [made[id(vote)] for vote in votes]
+    if lending:
+        ways = _lend_own(ways, list(distinct.values()))
     common = _common(list(made.values()))
     _check_world(votes, max(common, default=None), allowed)
     if common:
         left = common if limit is not None else _doubt(list(distinct.values())).left(common)
-        chosen = _preferred(ways, left)
+        chosen = _preferred(ways, left, complete=_complete(list(distinct.values())))
         taken = [each[chosen] for each in ways]
         lent = tuple(way.lent for way in taken)
         return Decision(
@@ -125,7 +129,7 @@ def choose(
             world=taken[0].world,
             suspects=tuple(sorted(one for one in common - left if one > chosen)),
             lent=lent,
-            lenders=_lenders(votes, chosen, taken[0].world) if any(lent) else (),
+            lenders=_lenders(votes, chosen, taken) if any(lent) else (),
         )
     if limit is not None:
         raise _beyond(votes, excluded, limit, exact=exact)
@@ -133,6 +137,7 @@ def choose(
         return Decision(None, (), number)
     if not excluded and _died_in_its_first_steps(votes):
         held = {one.id for vote in votes for one in vote.candidates}
+        held |= {one.id for vote in votes for one in vote.parts}
         return Decision(None, (), number, tuple(sorted(held)))
     if any(vote.begin_again for vote in votes) or (not excluded and _is_gone(votes)):
         found = (one.id for vote in votes for one in (*_found(vote), *vote.parts))
@@ -204,7 +209,7 @@ def _ways(vote: Candidates, running: int, allowed: Callable[[StepId], bool]) -> 
     because it needs no image of another rank."""
     ways = {one.id: _Way(one.tier, one.world, False) for one in vote.offers if allowed(one.id)}
     own = (one for one in vote.candidates if one.world == running and allowed(one.id))
-    ways.update({one.id: _Way(one.tier, one.world, True) for one in own})
+    ways.update({one.id: _Way(one.tier, one.world, True, exact=True) for one in own})
     return ways
 
 
@@ -252,6 +257,26 @@ def _lend(
             each.setdefault(id, _Way(tier, world, direct=False, lent=True))
 
 
+def _lend_own(ways: Sequence[_Ways], votes: Sequence[Candidates]) -> list[_Ways]:
+    """The ways of each rank, where a rank for which a twin would stand in is lent its own image if
+    another sidecar shows that."""
+    tiers: dict[StepId, dict[int, Tier]] = {}
+    for vote in votes:
+        for one in _shows(vote):
+            if one.world == len(ways):
+                found = tiers.setdefault(one.id, {})
+                found.update((rank, one.tier) for rank in one.images)
+    return [
+        {
+            id: way._replace(tier=tiers[id][rank], lent=True, exact=True)
+            if not way.exact and rank in tiers.get(id, ())
+            else way
+            for id, way in each.items()
+        }
+        for rank, each in enumerate(ways)
+    ]
+
+
 def _covered(shown: Sequence[_Shown]) -> int | None:
     """The world of a step of which `shown` covers all boxes; None if it does not."""
     worlds, found = {one.world for one in shown}, 0
@@ -264,8 +289,11 @@ def _covered(shown: Sequence[_Shown]) -> int | None:
     return worlds.pop() if is_full(found, shown[0].world) else None
 
 
-def _lenders(votes: Sequence[Candidates], id: StepId, world: int) -> tuple[int, ...]:
-    """As few ranks as cover the step, the nearest tiers first."""
+def _lenders(votes: Sequence[Candidates], id: StepId, ways: Sequence[_Way]) -> tuple[int, ...]:
+    """As few ranks as have the images that ranks are lent as their own, and cover the step; the
+    nearest tiers first."""
+    world = ways[0].world
+    own = sum(1 << rank for rank, way in enumerate(ways) if way.lent and way.exact)
     shown = [
         (NEAREST_FIRST.index(one.tier), rank, one)
         for rank, vote in enumerate(votes)
@@ -275,27 +303,42 @@ def _lenders(votes: Sequence[Candidates], id: StepId, world: int) -> tuple[int, 
     found, lenders = 0, []
     for _, rank, one in sorted(shown, key=lambda each: each[:2]):
         bits = (1 << world) - 1 if isinstance(one, Offer) else one.ranks.bits
-        if bits & ~found:
+        if bits & ~found or own & one.images.bits:
             found |= bits
+            own &= ~one.images.bits
             lenders.append(rank)
     return tuple(sorted(lenders))
 
 
-def _preferred(ways: Sequence[_Ways], common: set[StepId]) -> StepId:
+def _complete(votes: Sequence[Candidates]) -> set[StepId]:
+    """The steps of which the sidecars together show each saved rank's own image."""
+    found: dict[StepId, tuple[int, int]] = {}
+    for vote in votes:
+        for one in _shows(vote):
+            _, images = found.get(one.id, (0, 0))
+            found[one.id] = one.world, images | one.images.bits
+    return {id for id, (world, images) in found.items() if is_full(images, world)}
+
+
+def _preferred(
+    ways: Sequence[_Ways], common: set[StepId], *, complete: Collection[StepId]
+) -> StepId:
     """The newest common step, or an older exact one.
 
-    If a rank has only an offer of the newest step, and the step's world size is the one that runs,
-    a twin would stand in for that rank. A twin has the rank's boxes, but not its buffers, RNG and
-    extras. So the newest step of which all ranks have their own images is taken instead, if the
-    ranks that have only an offer have their images of it nearer than the archive.
+    If no sidecar has a rank's own image of the newest step, and the step's world size is the one
+    that runs, a twin would stand in for that rank. A twin has the rank's boxes, but not its
+    buffers, RNG and extras. So the newest step of which all ranks get their own images is taken
+    instead, if those ranks have their images of it nearer than the archive.
     `commit_rule.whole` is the same rule; each sidecar follows it in its offers. Here it is applied
     to what all sidecars see together.
     """
     newest = max(common)
-    by_twins = [each for each in ways if not each[newest].direct]
-    exact = max((id for id in common if all(each[id].direct for each in ways)), default=None)
+    by_twins = [each for each in ways if not each[newest].exact]
+    exact = max((id for id in common if all(each[id].exact for each in ways)), default=None)
     if exact is None or ways[0][newest].world != len(ways):
         return newest
+    if any(id > exact and ways[0][id].world != len(ways) for id in common.intersection(complete)):
+        return newest  # the run was of another world since: the exact step is far back
     return exact if all(each[exact].tier is not Tier.ARCHIVE for each in by_twins) else newest
 
 

@@ -165,7 +165,7 @@ class Restore:
             return None
         from keepstep.restore.lending import show  # a restore that needs no lender does not pay
 
-        self._shows = self._all_images()
+        self._shows = self._all_images(every=True)  # a twin's does not replace a rank's own
         return show(self._shows)
 
     def release(self) -> None:
@@ -258,10 +258,10 @@ class Restore:
         return Images.of_slot(self._link, slot, self._control)
 
     def _all_images(self, *, every: bool = False) -> Images:
-        """`every`: see `Images.find`. What this rank lends is asked for once."""
-        every = every or self.every
-        if self._shows is not None and every == self.every:
+        """`every`: see `Images.find`. What this rank lends is asked for once, and is all."""
+        if self._shows is not None:
             return self._shows
+        every = every or self.every
         images = Images.find(self._link, self._id, self._timeout_s, every=every)
         refuse_dcp(images.skeleton(images.stand_in(self._rank)), self._id)
         return images

@@ -104,9 +104,9 @@ class ReportedShard:
 class ReportedRank(RankCounters):
     """What a report says of one rank.
 
-    `staged_at`: unix seconds. `peer`: copies that this pod keeps of the images of another pod's
-    rank; such a rank is never `alive` here. `archive`: the rank's images that were seen in the
-    archive.
+    `staged_at`: unix seconds. `peer`: copies that this pod keeps of images of a rank that another
+    pod has, or had before the pods came back in another order. `archive`: the rank's images that
+    were seen in the archive.
 
     A tier whose answer is None does not exist on this pod, or this report does not cover it. If
     `gone` names a tier, the report lists only the images that were added to it, and `gone` the

@@ -242,7 +242,10 @@ def _snapshot(status: Body, namespace: str) -> Policy | None:
 
 
 def job_state(body: Body) -> JobState:
-    """Whether a job is over: by the phase of a Volcano Job, and by the conditions of all others."""
+    """Whether a job is over: by the phase of a Volcano Job, and by the conditions of all others. A
+    job that is being deleted makes no pod again."""
+    if (body.get("metadata") or {}).get("deletionTimestamp"):
+        return JobState.GONE
     status = body.get("status") or {}
     if phase := (status.get("state") or {}).get("phase"):
         return _PHASES.get(str(phase), JobState.ACTIVE)

@@ -110,6 +110,8 @@ class ReportsApi:
         pod = self._registry.pod(identity.pod_uid) or await self._look_up(identity)
         if pod.namespace != identity.namespace or not pod.injected:
             raise Refused(403, "not-injected", f"pod {pod.name} was not given this sidecar")
+        if reason := self._registry.refusal(pod.uid):
+            raise Refused(403, "run-taken", reason)
         return pod
 
     async def _sign(self, request: web.Request) -> web.Response:

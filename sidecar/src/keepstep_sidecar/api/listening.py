@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import signal
+import socket
 from pathlib import Path
 
 from aiohttp import web
@@ -22,6 +23,7 @@ from keepstep_sidecar.memory.slot_file import make_way
 
 _SHUTDOWN_S = 3.0
 _WATCH_S = 1.0
+_LISTEN_AGAIN_S = 5.0
 _MOST_SCRAPES, _SCRAPE_S = 16, 10.0
 """Connections to the metrics port, and how long each may last: anyone can open them."""
 
@@ -80,7 +82,9 @@ async def listen(service: Service, tasks: Tasks, lock: DirectoryLock) -> None:
     public = _runner(public_application(service))
     await runner.setup()
     await public.setup()
-    await _listen_publicly(public, service.config.metrics_port, tasks)
+    if (port := service.config.metrics_port) is not None:
+        listening = _listening(port, service)
+        tasks.spawn(_serve_metrics(public, listening, port, service), "serve metrics")
     door = _Door(runner, service.config.socket)
     await door.open()
     tasks.keep(functools.partial(_watch, service, lock, door), "watch memory")
@@ -102,15 +106,14 @@ def _runner(app: web.Application) -> web.AppRunner:
     )
 
 
-async def _listen_publicly(runner: web.AppRunner, port: int | None, tasks: Tasks) -> None:
-    """Serve metrics. A port that is taken is only logged: training must not fail over metrics."""
-    if port is None:
-        return
-    try:
-        listening = connections.listen(port)
-    except OSError as error:
-        warn("no metrics", port=port, reason=str(error))
-        return
+async def _serve_metrics(
+    runner: web.AppRunner, listening: socket.socket | None, port: int, service: Service
+) -> None:
+    """Serve metrics until cancelled. A port that is taken, maybe by the training script, is tried
+    again: nothing else waits for it."""
+    while listening is None:
+        await asyncio.sleep(_LISTEN_AGAIN_S)
+        listening = _listening(port, service)
     strangers: connections.Strangers[asyncio.Transport] = connections.Strangers(
         lambda transport: transport.abort(),
         most=_MOST_SCRAPES,
@@ -118,4 +121,24 @@ async def _listen_publicly(runner: web.AppRunner, port: int | None, tasks: Tasks
         seconds=_SCRAPE_S,
     )
     assert runner.server is not None
-    tasks.spawn(connections.serve(runner.server, listening, strangers), "serve metrics")
+    await connections.serve(runner.server, listening, strangers)
+
+
+def _listening(port: int, service: Service) -> socket.socket | None:
+    """A socket that listens on the port; None if it cannot be had, which the warnings say."""
+    try:
+        listening = connections.listen(port)
+    except OSError as error:
+        if not service.no_metrics:
+            warn("no metrics", port=port, reason=str(error))
+        reason = os.strerror(error.errno or 0)
+        service.no_metrics = (
+            f"no metrics are served, since port {port} cannot be had ({reason}); it is tried again."
+            " If the training script uses that port, choose another one (sidecar.ports.metrics of"
+            " the policy, --metrics-port)"
+        )
+        return None
+    if service.no_metrics:
+        say("metrics are served", port=port)
+    service.no_metrics = ""
+    return listening

@@ -132,6 +132,7 @@ class Restoring:
         """All ranks agreed on this epoch. It is durably recorded on return."""
         lease = self._saving.leases.require(request.lease)
         lost = self._lost_steps(lease.rank, request.epoch.parent)
+        self._saving.plan_persists(all_came=True)  # it has voted, and so has every rank here
         await self._committer.start_epoch(request.epoch, asked=request.asked)
         lease.training = True
         self._saving.unequal_steps.began(request.epoch.id, time.monotonic())

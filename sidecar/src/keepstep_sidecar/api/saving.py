@@ -178,9 +178,12 @@ class Saving:
             self._committer.feed(Sealed(rank, kept))
         self._changes.ring()
 
-    def plan_persists(self) -> None:
-        """Tell the node which ranks are served here: those with a trainer, and those with slots."""
+    def plan_persists(self, *, all_came: bool = False) -> None:
+        """Tell the node which ranks are served here: those with a trainer, and those with slots,
+        unless they moved to another machine. `all_came`: see `_see_moved`."""
+        self._see_moved(all_came=all_came)
         ranks = {rank for rank, slots in self._slots.ranks.items() if slots.slot_sets}
+        ranks -= self._slots.moved
         ranks |= {rank for rank in self._last if self.leases.of(rank)}
         ranks |= self.unequal_steps.closed  # without it no step of this epoch will be whole
         worlds = [lease.world for lease in self._last.values() if not lease.ended]
@@ -191,6 +194,19 @@ class Saving:
         if self._committer.scanned:  # before the scan it is unknown what is already durable
             here = frozenset(rank for rank in ranks if not worlds or rank < max(worlds))
             self._committer.feed(Serves(here, fewest))
+
+    def _see_moved(self, *, all_came: bool) -> None:
+        """Find out which ranks that were here train on another machine now. Otherwise no step
+        would become durable: the node would wait for their images, too.
+
+        This is known once all trainers of this machine have come, by their number or because the
+        ranks began an epoch (`all_came`). It holds until such a rank's trainer comes after all.
+        """
+        leased = {rank: self.leases.of(rank) for rank in self.leases.ranks}
+        most = max((one.request.local_world for one in leased.values() if one), default=0)
+        if all_came or 0 < most <= len(leased):
+            self._slots.moved = frozenset({*self._slots.ranks, *self._committer.ranks()})
+        self._slots.moved -= leased.keys()
 
     # --- layout ------------------------------------------------------------------------------
 
@@ -313,8 +329,19 @@ class Saving:
         self.compare_steps()
         if self._slots.holds_old_layouts(slots):
             alive = [rank for rank in self._slots.ranks if self.leases.of(rank)]
-            self._slots.drop_old_layouts(self._committer.node.common(), alive=alive)
+            common, moved = self._committer.node.common(), self._slots.moved
+            if self._slots.drop_old_layouts(common, alive=alive) and moved:
+                self._grow()
         self._changes.ring()
+
+    def _grow(self) -> None:
+        """Make the slots for which there was no room before."""
+        for rank, slots in self._slots.ranks.items():
+            lease, current = self.leases.of(rank), slots.current
+            if lease is not None and current is not None and current.wanted < self._config.slots:
+                slots.warning = self._sizing.fit(slots, current, lease)
+                self._allocator.fill(current)
+        self.plan_persists()
 
     def discard(self, request: DiscardRequest) -> SlotGranted:
         """The image is not valid, so its slot is free. Returns the next slot, as `staged` does."""

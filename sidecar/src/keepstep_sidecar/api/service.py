@@ -90,6 +90,8 @@ class Service:
     started_at: float = field(default_factory=time.time)
     ending: bool = False
     flushing: bool = False
+    no_metrics: str = ""
+    """Why metrics are not served although they should be; '' when all is well."""
     _closing: bool = False
     _came: int = 0
     """How often a trainer or an owner of the run has come."""

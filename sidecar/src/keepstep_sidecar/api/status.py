@@ -285,6 +285,8 @@ def warnings(service: Service) -> tuple[str, ...]:
     found += [
         f"{one.where}: {one.trouble}" for one in service.remote_tiers.statuses() if one.trouble
     ]
+    found += [one.warning for one in service.remote_tiers.remote_tiers]
+    found.append(service.no_metrics)
     # Pods come and go, so an unknown peer is no warning. An archive that does not answer is one.
     found.append(committer.remotes.why_unknown(Tier.ARCHIVE))
     found += [

@@ -139,7 +139,7 @@ class StepWaits:
             return self._saving.unequal
         unstaged: list[int] = []
         unwritten: list[int] = []
-        for rank in sorted(self._slots.ranks):
+        for rank in sorted(self._slots.here()):
             if self._committer.local_shards.holds(rank, id) is None:
                 (unwritten if self._staged(rank, id) else unstaged).append(rank)
         if unstaged:
@@ -184,8 +184,8 @@ class StepWaits:
         self._saving.plan_persists()
 
     def _durable(self, id: StepId) -> bool:
-        ranks = [rank for rank, slots in self._slots.ranks.items() if slots.slot_sets]
-        return all(self._committer.local_shards.holds(rank, id) is not None for rank in ranks)
+        holds = self._committer.local_shards.holds
+        return all(holds(rank, id) is not None for rank in self._slots.here())
 
     async def drain(self, *, timeout_s: float) -> bool:
         """Wait until nothing is being written. Returns False when the time is up."""

@@ -503,7 +503,7 @@ class CopyLocator:
         for tier in NEAREST_FIRST:
             found |= reached.get(tier, 0)
             if is_full(found, world):
-                return Offer(id=id, tier=tier, world=world)
+                return Offer(id=id, tier=tier, world=world, images=self._images(id))
         return None
 
     def parts(self, ids: Iterable[StepId]) -> tuple[Part, ...]:
@@ -515,8 +515,12 @@ class CopyLocator:
                 ranks, tier = 0, max(reached, key=NEAREST_FIRST.index)
                 for there in reached.values():
                     ranks |= there
-                found.append(Part(id=id, tier=tier, world=world, ranks=Ranks.of(bits(ranks))))
+                covered, images = Ranks.of(bits(ranks)), self._images(id)
+                found.append(Part(id=id, tier=tier, world=world, ranks=covered, images=images))
         return tuple(found)
+
+    def _images(self, id: StepId) -> Ranks:
+        return Ranks.of(self.ranks_of(id))
 
     def _reached(self, id: StepId) -> dict[Tier, int]:
         """By tier, the ranks whose boxes are within reach there, as a bitmap."""

@@ -13,6 +13,9 @@ from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool, SlotSet
 
 LEAST_SLOTS = 2
+_KEPT_OF_GONE = 2
+"""Images of a rank that trains here no more, until the run has restored: of its newest two steps,
+one is common to all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,18 +78,23 @@ class Sizing:
         self._leases = leases
 
     def fit(self, slots: RankSlots, slot_set: SlotSet, lease: Lease) -> str:
-        """Set the number of slots. Returns a warning when there are fewer than configured, else "".
+        """Set the number of slots; fewer than configured as long as images of ranks that are gone
+        take the memory. Returns a warning when there are fewer than configured, else "".
 
         Raises NoMemoryError when not even two fit; SidecarError `memory-busy` when they will, once
         images of former layouts are on the drive.
         """
-        budget, size_bytes, wanted = (
-            self._budget(lease, slot_set.layout.size_bytes),
-            slot_set.layout.size_bytes,
-            self._config.slots,
-        )
+        size_bytes, wanted = slot_set.layout.size_bytes, self._config.slots
         others = [one for one in slots.slot_sets.values() if one is not slot_set]
-        count = self._affordable(budget, size_bytes, others)
+        # once: slots that are given up below have no names any more, but still take their memory
+        total_bytes = self._total_bytes(size_bytes)
+
+        def affordable(beside: list[SlotSet]) -> int:
+            taken = sum(other.size_bytes for other in beside)
+            budget = self._budget(lease, total_bytes)
+            return budget.affordable(size_bytes, wanted=wanted, taken_bytes=taken)
+
+        count = affordable(others)
         newest = max(slots.sealed(), default=None)
         for keep, enough in ((2, wanted), (1, LEAST_SLOTS), (0, LEAST_SLOTS)):
             if count >= enough:
@@ -94,9 +102,12 @@ class Sizing:
             for other in others:
                 if keep or newest not in other.table.sealed():
                     self._pool.unlink(other.give_up(keep=keep))
-            count = self._affordable(budget, size_bytes, others)
-        if count < LEAST_SLOTS <= self._affordable(budget, size_bytes, []):
+            if lease.training or keep == _KEPT_OF_GONE:
+                self._give_up_gone(lease, keep=keep)
+            count = affordable(others)
+        if count < LEAST_SLOTS <= affordable([]):
             raise refuse("memory-busy", "images of a former layout are on their way to the drive")
+        budget = self._budget(lease, total_bytes)
         warning = shortage(budget, size_bytes, wanted=wanted, count=count)
         slot_set.failure = ""
         slot_set.wanted = max(count, slot_set.count)
@@ -118,19 +129,27 @@ class Sizing:
                 size_bytes, wanted=self._config.slots, taken_bytes=others
             )
         taken = slots.taken_bytes - slot_set.size_bytes
-        size_bytes = slot_set.layout.size_bytes
-        return self._budget(lease, size_bytes).affordable(
-            size_bytes, wanted=self._config.slots + 1, taken_bytes=taken
-        )
+        size_bytes, wanted = slot_set.layout.size_bytes, self._config.slots + 1
 
-    def _affordable(self, budget: Budget, size_bytes: int, others: list[SlotSet]) -> int:
-        taken = sum(other.size_bytes for other in others)
-        return budget.affordable(size_bytes, wanted=self._config.slots, taken_bytes=taken)
+        total_bytes = self._total_bytes(size_bytes)
 
-    def _budget(self, lease: Lease, slot_bytes: int) -> Budget:
+        def affordable() -> int:
+            budget = self._budget(lease, total_bytes)
+            return budget.affordable(size_bytes, wanted=wanted, taken_bytes=taken)
+
+        if not affordable():
+            self._give_up_gone(lease, keep=_KEPT_OF_GONE)
+        return affordable()
+
+    def _give_up_gone(self, lease: Lease, *, keep: int) -> None:
+        """Free slots of ranks that train here no more, without the newest `keep` images of each."""
+        for slot_set in self._pool.gone_sets(lease.world):
+            self._pool.unlink(slot_set.give_up(keep=keep))
+
+    def _budget(self, lease: Lease, total_bytes: int) -> Budget:
         gone = self._pool.gone_bytes(lease.world)
         return Budget(
-            total_bytes=max(0, self._total_bytes(slot_bytes) - gone),
+            total_bytes=max(0, total_bytes - gone),
             ranks=lease.request.local_world or lease.world,
         )
 

@@ -77,6 +77,9 @@ class SlotPool:
         self.ranks: dict[int, RankSlots] = {}
         self.world = 0
         """World size of the newest trainer, 0 before the first."""
+        self.moved: frozenset[int] = frozenset()
+        """Ranks that were here and now train on another machine: the machines of a run may come
+        back in another order."""
         self._run = run
 
     def rank(self, rank: int) -> RankSlots:
@@ -92,17 +95,23 @@ class SlotPool:
         return sum(len(file.view) for file in self.files())
 
     def gone_bytes(self, world: int) -> int:
-        """Bytes taken by ranks that a world of this size does not have. They are not free before
-        the first images of that world."""
-        gone = (slots for rank, slots in self.ranks.items() if rank >= world)
-        return sum(one.taken_bytes for one in gone)
+        """Bytes taken by ranks that a world of this size does not have, or that moved to another
+        machine. They are not free before the first images of those that train here."""
+        return sum(one.size_bytes for one in self.gone_sets(world))
 
-    def _running(self) -> dict[int, RankSlots]:
-        """Ranks with slots, without ranks that the current, smaller world does not have."""
+    def gone_sets(self, world: int) -> list[SlotSet]:
+        """The slot sets of those ranks."""
+        found = self.ranks.items()
+        gone = (slots for rank, slots in found if rank >= world or rank in self.moved)
+        return [one for slots in gone for one in slots.slot_sets.values()]
+
+    def here(self) -> dict[int, RankSlots]:
+        """Ranks with slots, without ranks that the current, smaller world does not have, and
+        without those that moved to another machine."""
         return {
             rank: one
             for rank, one in self.ranks.items()
-            if one.slot_sets and (not self.world or rank < self.world)
+            if one.slot_sets and rank not in self.moved and (not self.world or rank < self.world)
         }
 
     def files(self) -> Iterator[SlotFile]:
@@ -246,16 +255,19 @@ class SlotPool:
     def holds_old_layouts(self, slots: RankSlots) -> bool:
         """Whether this rank, or a rank that is gone, has slots that no trainer fills any more."""
         return len(slots.slot_sets) > 1 or any(
-            one.slot_sets and rank >= slots.world for rank, one in self.ranks.items()
+            one.slot_sets and (rank >= slots.world or rank in self.moved)
+            for rank, one in self.ranks.items()
         )
 
-    def drop_old_layouts(self, common: StepId | None, *, alive: Collection[int] = ()) -> None:
+    def drop_old_layouts(self, common: StepId | None, *, alive: Collection[int] = ()) -> bool:
         """Free the slots of layouts that hold nothing newer than `common`, the step that all ranks
-        have in common, and the slots of ranks that the world no longer has. `alive`: ranks with a
-        trainer, which may fill their slots whatever world another trainer was in."""
+        have in common, and the slots of ranks that the world no longer has, or that moved to
+        another machine. `alive`: ranks with a trainer, which may fill their slots whatever world
+        another trainer was in. Returns whether any were freed."""
+        freed = False
         if common is None:
-            return
-        running = {*self._running(), *alive}
+            return freed
+        running = {*self.here(), *alive}
         for rank, slots in self.ranks.items():
             for key, slot_set in list(slots.slot_sets.items()):
                 newest = max(slot_set.table.sealed(), default=None)
@@ -271,6 +283,8 @@ class SlotPool:
                     slots.current = None if slot_set is slots.current else slots.current
                     slot_set.wanted = 0
                     self.unlink([*slot_set.files, *slot_set.drop_orphans()])
+                    freed = True
+        return freed
 
     def unlink(self, files: list[SlotFile]) -> None:
         """Remove the files of slots."""

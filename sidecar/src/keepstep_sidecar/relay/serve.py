@@ -99,7 +99,9 @@ def report(listing: Listing, *, address: str, started_at: float, sequence: int) 
         sent_at=time.time(),
         ready=listing.ready,
         epochs=listing.epochs,
-        ranks=tuple(reporting.other(rank, kept.values()) for rank, kept in sorted(by_rank.items())),
+        ranks=tuple(
+            reporting.other(rank, list(kept.values())) for rank, kept in sorted(by_rank.items())
+        ),
         warnings=(listing.reason,) if listing.reason else (),
         peer_address=address,
     )

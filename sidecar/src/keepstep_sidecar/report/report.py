@@ -6,7 +6,7 @@ Separate from `reporter`, which decides when to look and knows how to send.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -57,7 +57,7 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         library=service.saving.library,
         pinned=_pinned(service),
         epochs=_epochs(service),
-        ranks=(*(_rank(service, rank) for rank in committer.ranks()), *others(service)),
+        ranks=_ranks(service),
         restores=tuple(service.restoring.restores),
         volumes=tuple(map(_volume, committer.volumes.volumes, volumes)),
         warnings=tuple(text[:_WARNING_CHARACTERS] for text in look.warnings(service)[:_WARNINGS]),
@@ -108,7 +108,26 @@ def _epochs(service: Service) -> tuple[Epoch, ...]:
     return (*recorded, current) if current is not None and unrecorded else recorded
 
 
-def _rank(service: Service, rank: int) -> ReportedRank:
+def _ranks(service: Service) -> tuple[ReportedRank, ...]:
+    """The ranks of this pod, and those of other pods of which it knows something. A rank that moved
+    to another pod is the latter as soon as nothing of it is left here."""
+    kept: dict[int, list[Shard]] = {}
+    for one in service.remote_tiers.kept():
+        kept.setdefault(one.rank, []).append(one)
+    here = [rank for rank in service.committer.ranks() if not _left(service, rank)]
+    own = (_rank(service, rank, kept.get(rank, ())) for rank in here)
+    return (*own, *others(service, kept, here=set(here)))
+
+
+def _left(service: Service, rank: int) -> bool:
+    held = service.committer.ledger_reports.of_rank(rank)
+    nothing = not held.sealed[Tier.MEMORY] and held.answers[Tier.LOCAL] is Answer.NONE
+    return rank in service.slots.moved and nothing
+
+
+def _rank(service: Service, rank: int, kept: Collection[Shard]) -> ReportedRank:
+    """`kept`: the copies of the rank that this pod keeps for another pod, which has it now or had
+    it before."""
     held, counters = (
         _own(service, service.committer.ledger_reports.of_rank(rank)),
         service.saving.of(rank),
@@ -129,8 +148,9 @@ def _rank(service: Service, rank: int) -> ReportedRank:
         blocked_s=counters.blocked_s,
         archive=_rows(held.sealed.get(Tier.ARCHIVE, ())),
         archive_answer=held.answers.get(Tier.ARCHIVE),
-        # The pods that keep the copies list them. This pod only says whether it knows of any.
-        peer_answer=held.answers.get(Tier.PEER),
+        # The pods that keep the copies list them. Others only say whether they know of any.
+        peer=_copies(kept),
+        peer_answer=Answer.STEPS if kept else held.answers.get(Tier.PEER),
     )
 
 
@@ -172,33 +192,34 @@ _MOST_COPIES = 8192
 tells only of its own."""
 
 
-def others(service: Service) -> tuple[ReportedRank, ...]:
+def others(
+    service: Service, kept: Mapping[int, list[Shard]], *, here: Collection[int]
+) -> tuple[ReportedRank, ...]:
     """Ranks of other pods, of which this pod keeps a copy or knows an archived shard."""
-    here = set(service.committer.ranks())
-    kept: dict[int, list[Shard]] = {}
-    for one in service.remote_tiers.kept():
-        if one.rank not in here:
-            kept.setdefault(one.rank, []).append(one)
-    archived = {rank: found for rank, found in _archived(service).items() if rank not in here}
-    ranks = sorted({*kept, *archived})
+    archived = _archived(service)
+    ranks = sorted({*kept, *archived}.difference(here))
     return tuple(other(rank, kept.get(rank, ()), archived.get(rank, ())) for rank in ranks)
 
 
-def other(rank: int, kept: Iterable[Shard], archived: Sequence[Shard] = ()) -> ReportedRank:
+def other(rank: int, kept: Collection[Shard], archived: Sequence[Shard] = ()) -> ReportedRank:
     """A rank of another pod, of which this pod knows some shard."""
-    copies = sorted(kept, key=lambda one: one.step_id)
-    newest = max([*copies, *archived], key=lambda one: one.step_id)
+    copies = _copies(kept)
+    newest = max([*kept, *archived], key=lambda one: one.step_id)
     return ReportedRank(
         rank=rank,
         world=newest.world,
         alive=False,
         memory_answer=Answer.NONE,
         local_answer=Answer.NONE,
-        peer=_rows(copies),
+        peer=copies,
         peer_answer=Answer.STEPS if copies else None,
         archive=_rows(archived),
         archive_answer=Answer.STEPS if archived else None,
     )
+
+
+def _copies(kept: Iterable[Shard]) -> tuple[ReportedShard, ...]:
+    return _rows(sorted(kept, key=lambda one: one.step_id))
 
 
 def _archived(service: Service) -> dict[int, list[Shard]]:

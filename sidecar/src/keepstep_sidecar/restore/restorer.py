@@ -205,7 +205,7 @@ class Restorer:
         """Bring the planned step into memory for every rank here that will restore it."""
         if (planned := plan(self._committer)) is None:
             return
-        here = set(self._committer.ranks())
+        here = set(self._committer.ranks()) - self._pool.moved
         async with asyncio.TaskGroup() as group:
             for rank, tier in planned.tiers.items():
                 own = rank in here and rank not in planned.by_twins

@@ -122,6 +122,9 @@ class RemoteTier:
     """The other run whose steps this tier holds. A run that has nothing of its own begins from one
     of these steps instead of at step 0, so only where step 0 would be allowed."""
 
+    warning: str = ""
+    """What people should know of this tier besides what `status` says; '' for nothing."""
+
     meets_pods: bool = False
     """Whether an operator tells this tier of the run's other pods."""
 

@@ -9,7 +9,7 @@ from keepstep.core.outlook import Restart as Goes
 from keepstep.errors import few
 from keepstep.steps import StepId
 from keepstep_operator import names
-from keepstep_operator.api.model import PodRecord, RunKey
+from keepstep_operator.api.model import Job, PodRecord, RunKey
 from keepstep_operator.reconcile.state.drives import OtherDrive
 from keepstep_operator.reconcile.state.restart_history import Restart
 from keepstep_operator.reconcile.state.restore_request import RestoreRequest
@@ -24,6 +24,21 @@ def not_injected(pod: PodRecord) -> str:
         " has no sidecar, so no step of this run can become committed, and if it has steps already"
         f" its restarts fail, lest it begin anew. {_why(pod)}"
     )
+
+
+def rival(pod: PodRecord, holder: Job | None, run: RunKey) -> str:
+    """A pod of another job than the one that has the run of its label."""
+    own = _named(pod.job)
+    other = _named(holder)
+    return (
+        f"pod {pod.name} of {own} has the label {names.RUN_LABEL}: {run.name}, but {other} has that"
+        f" run: nothing of {own} is kept, and {other} goes on. Give it a label of its own. Or end"
+        f" {other} and delete its pods: then {own} goes on with the run"
+    )
+
+
+def _named(job: Job | None) -> str:
+    return f"{job.kind} {job.name}" if job is not None else "another job"
 
 
 def _why(pod: PodRecord) -> str:

@@ -53,7 +53,14 @@ class Registry:
     def pod(self, uid: str) -> PodRecord | None:
         """The pod with this uid, if it asked for keepstep and still exists."""
         key = self._run_of_pod.get(uid)
-        return self.runs[key].pods.get(uid) if key in self.runs else None
+        if key not in self.runs:
+            return None
+        return self.runs[key].pods.get(uid) or self.runs[key].rivals.get(uid)
+
+    def refusal(self, uid: str) -> str:
+        """Why this pod is no member of the run of its label; '' if it may be one."""
+        run = self.runs.get(self._run_of_pod.get(uid) or RunKey("", ""))
+        return run.refusal(uid) if run is not None else ""
 
     def uid_of(self, key: RunKey) -> str:
         """The uid of the run's CheckpointRun; '' if there is none."""
@@ -69,6 +76,8 @@ class Registry:
         run = self._run(pod.run)
         actions += run.pod_seen(pod, at=at)
         self._note_life(run)
+        if pod.uid in run.rivals:
+            return actions
         run.earlier = run.earlier or self._earlier(run)
         policy = self._policies.get((pod.namespace, pod.policy))
         if policy is not None and run.policy_now != policy:

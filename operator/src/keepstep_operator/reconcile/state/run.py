@@ -66,6 +66,8 @@ from keepstep_operator.reconcile.state.run_ledger import LARGEST_WORLD, MOST_RAN
 FRESH_START_S = 120.0
 """How long an acknowledgement of "newest" waits for the reports that show which epoch it means."""
 ASK_JOB_S = 30.0
+ASK_RIVALLED_JOB_S = 5.0
+"""The same while pods of another job wait for the run."""
 COMMITTED_EVENT_S = 300.0
 NOTE_COMMIT_S = 60.0
 ALARM_S = 3600.0
@@ -104,6 +106,9 @@ class Run:
         self.restore_request = RestoreRequest()
         self._adviser = AdviceCache(self.ledger)
         self.pods: dict[str, PodRecord] = {}
+        self.rivals: dict[str, PodRecord] = {}
+        """Pods of another job with this run's label, by uid. They are no members while a job has
+        the run: their steps would mix with its own, and stop its commits."""
         self.pods_moved = 0
         """Grows when the pods that stay, or their node ranks or nodes, may have changed."""
         self._leaving: set[str] = set()
@@ -156,6 +161,10 @@ class Run:
         before = self.pods.get(pod.uid)
         if before == pod:
             return []
+        if before is None and (rivalled := self._rivalled(pod)):
+            if rivalled is pod:
+                return self._keep_out(pod, at)
+            return self._displace(rivalled, pod, at)
         self.pods[pod.uid] = pod
         self.pods_moved += _spot(before) != _spot(pod)
         if pod.deleting and not pod.over:
@@ -172,16 +181,98 @@ class Run:
             self.training_since[pod.uid] = at
         said = self._ended(pod, at) if pod.over else []
         soon = before is not None or bool(pod.trouble)  # not for all pods at each start
-        return [WriteStatus(self.key, soon=soon), *looked_up, *said, *self._not_injected(pod)]
+        told = (*said, *self._not_injected(pod), *self._ask_rivalled(at))
+        return [WriteStatus(self.key, soon=soon), *looked_up, *told]
 
     def pod_gone(self, uid: str, *, at: float) -> list[Action]:
         """The pod's object was deleted."""
+        if self.rivals.pop(uid, None) is not None:
+            return [WriteStatus(self.key)]
         pod = self.pods.pop(uid, None)
         if pod is None:
             return []
         self.pods_moved += 1
         self.training_since.pop(uid, None)
-        return [WriteStatus(self.key), *self._ended(pod, at)]
+        return [WriteStatus(self.key), *self._ended(pod, at), *self._ask_rivalled(at)]
+
+    # --- two jobs with one label -----------------------------------------------------------
+
+    def _rivalled(self, pod: PodRecord) -> PodRecord | None:
+        """Of a new pod and a member of another job that has its place: the one that is no member.
+        None if there is no such member.
+
+        The job that is on record keeps the run, else the one with the older pod: a reconciler that
+        starts sees them in any order.
+        """
+        if not pod.labelled or pod.job is None or pod.over or pod.deleting:
+            return None
+        if any(one.job == pod.job for one in self.rivals.values()):
+            return pod
+        place = pod.node_rank
+        others = (one for one in self.pods.values() if one.stays and one.job != pod.job)
+        member = next((one for one in others if one.node_rank == place), None)
+        if member is None or member.job is None:
+            return None
+        on_record = self.past.job if self.past else None
+        if on_record in (pod.job, member.job):
+            return pod if on_record == member.job else member
+        return member if (pod.created_at, pod.uid) < (member.created_at, member.uid) else pod
+
+    def _set_apart(self, pods: Iterable[PodRecord]) -> list[Action]:
+        """These pods, all of one job, are no members of this run."""
+        said: list[Action] = [WriteStatus(self.key)]
+        for pod in pods:
+            if all(one.job != pod.job for one in self.rivals.values()):
+                message = messages.rival(pod, self.job, self.key)
+                event = self._event("RunTaken", message, warning=True, topic=str(pod.job))
+                said.append(replace(event, about=pod.job))
+            self.rivals[pod.uid] = pod
+        return said
+
+    def _keep_out(self, pod: PodRecord, at: float) -> list[Action]:
+        """A new pod of a job that is none of this run: its other pods are no members, either."""
+        moved = [one for one in self.pods.values() if one.job == pod.job]
+        said = self._forget(moved, at)
+        if moved:  # their job was taken for the run's
+            said += self._belongs(next(one.job for one in self.pods.values() if one.stays))
+        return [*said, *self._set_apart([*moved, pod])]
+
+    def _displace(self, member: PodRecord, pod: PodRecord, at: float) -> list[Action]:
+        """The pods of a job that came later were seen before this pod."""
+        moved = [one for one in self.pods.values() if one.job == member.job]
+        forgotten = self._forget(moved, at)
+        return [*forgotten, *self.pod_seen(pod, at=at), *self._set_apart(moved)]
+
+    def _forget(self, pods: Iterable[PodRecord], at: float) -> list[Action]:
+        """Remove these members, with all that they reported."""
+        said: list[Action] = []
+        for pod in pods:
+            said += self.pod_gone(pod.uid, at=at)
+            said += self._alarmed(self.ledger.pod_gone(pod.uid, local_stays=False), at=at)
+        return said
+
+    def _ask_rivalled(self, at: float) -> Iterator[Action]:
+        """While another job waits for the run, and no member stays: ask whether the run's job is
+        still there. Its pods may only be made again."""
+        due = at - self._asked_at >= ASK_RIVALLED_JOB_S
+        if self.rivals and self.job is not None and due and not self._has_members:
+            self._asked_at = at
+            yield AskJob(self.key, self.job)
+
+    @property
+    def _has_members(self) -> bool:
+        return any(pod.stays for pod in self.pods.values())
+
+    def _let_in(self, at: float) -> list[Action]:
+        """The run's job is over or gone, so the job that waited goes on with the run."""
+        waiting, self.rivals = sorted(self.rivals.values(), key=lambda one: one.created_at), {}
+        self.past = None if self.past is None else replace(self.past, job=None)
+        return [action for pod in waiting for action in self.pod_seen(pod, at=at)]
+
+    def refusal(self, uid: str) -> str:
+        """Why this pod is no member of the run although it has its label; '' if it may be one."""
+        pod = self.rivals.get(uid)
+        return messages.rival(pod, self.job, self.key) if pod is not None else ""
 
     def _ended(self, pod: PodRecord, at: float) -> list[Action]:
         """The pod's containers will not run again: its memory is lost, and its volumes with it
@@ -693,6 +784,8 @@ class Run:
 
     def job_answered(self, state: JobState, *, at: float) -> list[Action]:
         """The state of the root job."""
+        if self.rivals and state is not JobState.ACTIVE and not self._has_members:
+            return self._let_in(at)
         if state is JobState.ACTIVE or self.finished_at is not None or not self.idle:
             return []
         if state is not JobState.UNKNOWN:
@@ -749,7 +842,11 @@ class Run:
         if self.health != before:
             actions += [WriteStatus(self.key), *self._changed_outlook(before, at)]
         self._alarms = {text: said for text, said in self._alarms.items() if at - said < ALARM_S}
-        later = (*self._still_not_injected(at), *self._still_ownerless(at))
+        later = (
+            *self._still_not_injected(at),
+            *self._still_ownerless(at),
+            *self._ask_rivalled(at),
+        )
         return [*actions, *later, *self._look_after(at)]
 
     def _look(self, at: float) -> Health:
@@ -809,7 +906,7 @@ class Run:
     @property
     def is_empty(self) -> bool:
         """Whether neither the CheckpointRun nor any pod exists."""
-        return self.object is None and not self.pods
+        return self.object is None and not self.pods and not self.rivals
 
     def _event(
         self,

@@ -56,8 +56,9 @@ class RunView:
     those `helpers` that have reported. `outlook`: what a restart does now. `gone_for_good`: the run
     begins again where a part of every step is gone. `other_drives`: where other file systems lie
     than those of the run's shards. `drives`: those of the shards. `settled`: what no pod reports is
-    certainly not there. `commit_lost`: the last commit, if a part of it is gone. `refusals`,
-    `refused`: how often the ranks' own vote refused since the last restore, and why.
+    certainly not there. `rivals`: for each pod of another job with the run's label, what to do
+    about it. `commit_lost`: the last commit, if a part of it is gone. `refusals`, `refused`: how
+    often the ranks' own vote refused since the last restore, and why.
     """
 
     key: RunKey
@@ -74,6 +75,7 @@ class RunView:
     recent: tuple[RecentStatus, ...]
     alarms: tuple[str, ...]
     earlier: RunKey | None
+    rivals: tuple[str, ...]
     volumes: tuple[VolumeKind, ...]
     world: int
     alive: int
@@ -146,6 +148,7 @@ def view_of(run: Run) -> RunView:
         recent=tuple(run.recent),
         alarms=run.alarms,
         earlier=run.earlier,
+        rivals=tuple(run.refusal(uid) for uid, pod in sorted(run.rivals.items()) if pod.stays),
         volumes=run.volumes,
         world=ledger.world or 0,
         alive=ledger.alive(),

@@ -217,6 +217,7 @@ def _all_warnings(run: RunView) -> Iterator[str]:
             f" job does not go on from them. To do so, make it with the label {names.RUN_LABEL}:"
             f" {run.earlier.name} on its pods"
         )
+    yield from run.rivals
     yield from run.alarms
     for pod in sorted(run.pods.values(), key=lambda pod: pod.name):
         if pod.trouble and pod.injected:

@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 _LOOK_TIMEOUT_S = 10.0
 _LOOK_EVERY_S = 15.0
+_LISTEN_AGAIN_S = 5.0
 
 
 class PeerTier(RemoteTier):
@@ -51,10 +52,8 @@ class PeerTier(RemoteTier):
         credentials: Credentials,
         keep_fresh: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """Binds the address. `keep_fresh`: renews the credentials while `run` runs.
-
-        Raises StorageError when the address cannot be listened on.
-        """
+        """Binds the address, if it can be had. `keep_fresh`: renews the credentials while `run`
+        runs."""
         self._settings = settings
         self._run = run
         self._credentials = credentials
@@ -81,8 +80,36 @@ class PeerTier(RemoteTier):
         self._feeders: dict[str, tuple[Feeder, asyncio.Task[None]]] = {}
         self._scanned = False
         self._scanning = asyncio.Lock()
-        context = ServerContext(self._shards, self._copies)
-        self._server = _server(settings, credentials, context) if settings.listen else None
+        self._server: Server | None = None
+        self._listen()
+
+    def _listen(self) -> None:
+        """Bind the address to listen on, if there is one. If its port is taken, maybe by the
+        training script, any free one will do where the operator tells the others. Never raises: a
+        sidecar that did not start would keep training from starting."""
+        wanted, context = self._settings.listen, ServerContext(self._shards, self._copies)
+        by_hand, before = self._settings.files is not None, self.warning
+        any_port = f"{wanted.rpartition(':')[0]}:0"
+        for address in (wanted, *(() if by_hand else (any_port,))) if wanted else ():
+            try:
+                self._server = Server(address, self._credentials, context)
+                break
+            except StorageError as error:
+                self.warning = _taken(str(error), by_hand=by_hand)
+        if self._server is not None and address == any_port:
+            self.warning += f". Port {self._server.port} is used, which NetworkPolicies must allow"
+        elif self._server is not None:
+            self.warning = ""
+        if self.warning not in ("", before):
+            warn("peers are not served as asked", reason=self.warning)
+
+    async def _keep_serving(self) -> None:
+        """Start to serve, once there is a port: what took it may have been there only briefly."""
+        while self._settings.listen and self._server is None:
+            await asyncio.sleep(_LISTEN_AGAIN_S)
+            self._listen()
+        if self._server is not None:
+            self._server.start()
 
     # --- who is who --------------------------------------------------------------------------
 
@@ -106,7 +133,7 @@ class PeerTier(RemoteTier):
         """Take over the operator's list. A static list takes precedence. If this pod serves
         nothing, the other pods do not either, and the list counts as complete."""
         if not self._settings.peers:
-            whole = complete or self._server is None
+            whole = complete or not self._settings.listen
             self._directory.peers_are(peers, own=self.address, awaits=awaits, complete=whole)
             self._changes.ring()
 
@@ -216,9 +243,8 @@ class PeerTier(RemoteTier):
         """Serve, look and send, until cancelled. May be called again after a failure."""
         self._feeders.clear()
         await self._scan()
-        if self._server is not None:
-            self._server.start()
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_serving(), name="serve peers")
             if self._keep_fresh is not None:
                 group.create_task(self._certified(self._keep_fresh), name="peer certificate")
             group.create_task(self._keep_looking(), name="look at peers")
@@ -226,7 +252,7 @@ class PeerTier(RemoteTier):
 
     async def _certified(self, keep_fresh: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """A pod that serves nothing needs no certificate until there is another pod to ask."""
-        while self._server is None and not self._directory.expecting:
+        while not self._settings.listen and not self._directory.expecting:
             await self._changes.until(lambda: self._directory.expecting, timeout_s=3600.0)
         await keep_fresh()
 
@@ -275,18 +301,14 @@ class PeerTier(RemoteTier):
 # --- from the configuration ------------------------------------------------------------------
 
 
-def _server(settings: PeerSettings, credentials: Credentials, context: ServerContext) -> Server:
-    """The server at the address to listen on. If its port is taken, maybe by the trainer, any free
-    one will do where the operator tells the others; a sidecar that did not start would keep
-    training from starting. Raises StorageError where the others are told by hand."""
-    try:
-        return Server(settings.listen, credentials, context)
-    except StorageError as error:
-        if settings.files is not None:
-            raise
-        other = Server(f"{settings.listen.rpartition(':')[0]}:0", credentials, context)
-        warn("port for peers is taken", reason=str(error), instead=other.port)
-        return other
+def _taken(reason: str, *, by_hand: bool) -> str:
+    """Peers are not served at the address that was asked for; `reason`: why."""
+    if by_hand:
+        return f"peers are not served: {reason}; it is tried again. Or name another --peer-listen"
+    return (
+        f"peers are not served where the policy says: {reason}. If the training script uses that"
+        " port, give the policy another sidecar.ports.peer"
+    )
 
 
 def remote_tier(
@@ -294,7 +316,7 @@ def remote_tier(
 ) -> PeerTier:
     """The peer tier of this pod. `reporting`: the operator, which signs when no files are given.
 
-    Raises UsageError for unusable certificates, StorageError for an address that is taken.
+    Raises UsageError for unusable certificates.
     """
     if settings.files is not None:
         return PeerTier(settings, volumes, run=run, credentials=FileCredentials(settings.files))
