@@ -220,7 +220,7 @@ def vote(kind: str, world: int) -> dict[str, float]:
     with measured.timed("candidates_read_s"):
         mine = from_json(Candidates, text)
     session: Any = SimpleNamespace(lease="lease", rank=0, call=lambda *_, **__: mine)
-    granted = LeaseGranted(lease="lease", run="gpt", protocol=1, sidecar="0.1.0", memory_dir="/dev")
+    granted = LeaseGranted(lease="lease", run="gpt", sidecar="0.1.0", memory_dir="/dev")
     restoring: Any = SimpleNamespace(stages=(lambda _: None,) * 4, tier=Tier.MEMORY)
     everyone = _Everyone(session, rank=0, world=world)
     agreed: list[Topology] = []
@@ -356,7 +356,7 @@ def _listing(kind: str, node: int, world: int) -> bytes:
         Listed(
             rank=rank, id=StepId(_EPOCH, step), world=world, root=f"{step:016x}{rank:016x}",
             params_digest=f"{step:016x}{rank:016x}", written_at=1.79e9, bytes=1 << 34,
-            twin_runs=alike_of(kind, rank, world), copy=owner != node,
+            alike=alike_of(kind, rank, world), copy=owner != node,
         )
         for owner in dict.fromkeys((node, (node - 1) % pods))
         for rank in range(owner * NODE, owner * NODE + NODE)

@@ -90,7 +90,7 @@ def _with_twins(kind: str, told: Body) -> Body:
     for tier in ("memory", "local", "peer"):
         for one in told.get(tier, []):
             same = range(number % NODE, one["world"], NODE) if kind == "ddp" else ()
-            one["twin_runs"] = Ranks.of(same)
+            one["alike"] = Ranks.of(same)
     return told
 
 

@@ -1,4 +1,4 @@
-"""From an older chart to this one, by the command that the documents name.
+"""Upgrades of the chart, by the command that the documents name.
 
 `--reset-then-reuse-values` takes the new chart's defaults, and over them what the user set.
 `--reuse-values` takes the old release's values, its chart's defaults included, as the defaults of
@@ -8,12 +8,10 @@ the new chart: what a release adds is missing then.
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import helm_python
 import pytest
-import yaml
 
 from tests.chart.charts import CHART, NAMESPACE, RELEASE, ROOT, Object
 
@@ -28,23 +26,7 @@ def _render(chart: Path, values: Object) -> None:
         loaded.render(values, name=RELEASE, namespace=NAMESPACE)
 
 
-def _older_values(added: str) -> Object:
-    values: Object = yaml.safe_load((CHART / "values.yaml").read_text())
-    del values[added]
-    return values
-
-
-@pytest.mark.parametrize("added", ["ui", "helpers", "test"])
-def test_with_the_old_charts_defaults_a_new_value_is_missing(added: str, tmp_path: Path) -> None:
-    """Why `--reuse-values` is in no document."""
-    chart = tmp_path / "keepstep"
-    shutil.copytree(CHART, chart)
-    (chart / "values.yaml").write_text(yaml.safe_dump(_older_values(added)))
-    with pytest.raises(helm_python.HelmError):
-        _render(chart, _SET_BY_A_USER)
-
-
-def test_what_a_user_set_on_an_older_chart_is_taken_by_this_one() -> None:
+def test_a_few_values_of_a_user_suffice() -> None:
     _render(CHART, _SET_BY_A_USER)
 
 

@@ -51,7 +51,7 @@ def test_the_time_of_a_step_is_of_the_last_minute_of_this_life() -> None:
 def seen() -> Seen:
     restart = Restart(at=NOW - 60, detection_s=1.25, start_s=8.5, restore_s=0.75, first_step_s=0.5)
     live = Status(
-        run="gpt", sidecar="1", pid=1, started_at=NOW - 3600, protocol_min=1, protocol_max=1,
+        run="gpt", sidecar="1", pid=1, started_at=NOW - 3600, protocol=1,
         locked="mlock", epoch=Epoch(EpochId(3, "00000003")), committed_at=NOW - 8,
         watermarks={"memory": step(1204), "local": step(1200)},
         ranks=tuple(

@@ -39,7 +39,7 @@ def test_growth_is_the_power_that_fits() -> None:
 def test_a_pod_tells_of_its_ranks_and_of_the_copies_that_it_keeps() -> None:
     told = scale_operator.whole_report("ddp", 1, 32)
     assert [one["rank"] for one in told["ranks"]] == [*range(8, 16), *range(8)]
-    assert [*told["ranks"][0]["memory"][0]["twin_runs"]] == [0, 8, 16, 24]
+    assert [*told["ranks"][0]["memory"][0]["alike"]] == [0, 8, 16, 24]
 
 
 # --- what keeps the figures low ----------------------------------------------------------------

@@ -51,13 +51,6 @@ def test_a_step_that_nobody_knows_is_refused_with_what_there_is() -> None:
         limit_of([vote(3, 4, wanted="7", exact=True), vote(3, 4)])
 
 
-def test_a_step_of_another_run_is_refused_and_never_begun_anew_over() -> None:
-    none = Candidates(answer=Answer.NONE)
-    told = Candidates(answer=Answer.NONE, limit=step(9), exact=True, limit_run="gpt")
-    with pytest.raises(RestoreError, match="a step of run gpt"):
-        limit_of([none, told])
-
-
 def test_without_a_wish_the_newest_step_wins() -> None:
     assert limit_of([vote(3), vote(3)]) == (None, False)
 
@@ -96,7 +89,7 @@ def test_a_number_means_its_newest_whole_step() -> None:
         (Candidates(answer=Answer.UNKNOWN, reason="it is being scanned"), False),
         (vote(3), False),
         (Candidates(answer=Answer.NONE, wanted="7"), False),
-        (Candidates(answer=Answer.NONE, limit=step(9), limit_run="gpt"), False),
+        (Candidates(answer=Answer.NONE, limit=step(9)), False),
     ],
 )
 def test_nothing_is_kept_where_all_could_look_and_nobody_wants_to_go_back(

@@ -61,7 +61,7 @@ def test_a_trillion_ranks_are_told_apart_without_being_counted() -> None:
     assert not claimed.is_short
 
 
-def test_many_runs_or_a_larger_world_are_told_as_a_list() -> None:
+def test_many_runs_or_a_larger_world_are_not_short() -> None:
     assert Ranks.of([MOST_RANKS - 1]).is_short
     assert not Ranks.of([MOST_RANKS]).is_short
     squares = [one * one for one in range(2 * MOST_RUNS + 2)]

@@ -35,7 +35,7 @@ def test_nothing_is_said_while_a_rank_is_missing_or_silent_about_it() -> None:
     assert Ledger().size_bytes(STEP) == 0
 
 
-def test_one_of_an_older_sidecar_that_tells_no_size_is_the_same_image() -> None:
+def test_the_size_is_no_part_of_what_an_image_is() -> None:
     small = Shard(step_id=STEP, rank=0, world=2, root="a")
     assert small == replace(small, size_bytes=4096)
 

@@ -149,13 +149,11 @@ class Cluster:
         self.kubectl("-n", namespace, "rollout", "status", f"deployment/{deployment}",
                      "--timeout=540s", timeout_s=560)  # fmt: skip
 
-    def install(self, *values: str, tree: str = ".") -> None:
-        """`helm upgrade --install` of a checkout's chart, and wait until all of it is ready."""
-        # an older chart has no page, and refuses what it does not know
-        values = (*(("--set", "ui.enabled=true") if tree == "." else ()), *values)
+    def install(self, *values: str) -> None:
+        """`helm upgrade --install` of this chart, and wait until all of it is ready."""
         self.helm(
-            "upgrade", "--install", RELEASE, f"{tree}/charts/keepstep", "-n", NAMESPACE,
-            "--create-namespace", "--set", f"hostPaths={{{HOST_PATH}}}", *values,
+            "upgrade", "--install", RELEASE, "charts/keepstep", "-n", NAMESPACE,
+            "--create-namespace", "--set", f"hostPaths={{{HOST_PATH}}},ui.enabled=true", *values,
             "--wait", "--timeout", "540s",
         )  # fmt: skip
 
@@ -262,20 +260,20 @@ class Cluster:
         self.on_node(node, "kill", "-9", pid)
 
 
-def build_ours(tree: str = ".", version: str = VERSION) -> list[str]:
-    """The operator's and the sidecar's images of a checkout; their names."""
-    images = {target: f"keepstep/{target}:{version}" for target in ("operator", "sidecar")}
+def build_ours() -> list[str]:
+    """The operator's and the sidecar's images; their names."""
+    images = {target: f"keepstep/{target}:{VERSION}" for target in ("operator", "sidecar")}
     for target, image in images.items():
-        run("docker", "build", "--target", target, "-t", image, tree, timeout_s=900)
+        run("docker", "build", "--target", target, "-t", image, ".", timeout_s=900)
     return [*images.values()]
 
 
-def build_trainer(tree: str = ".", version: str = VERSION) -> list[str]:
-    """The training image of a checkout; its name."""
+def build_trainer() -> list[str]:
+    """The training image; its name."""
     base = os.environ.get("KEEPSTEP_E2E_TORCH_IMAGE") or _image_with_wheels()
     build = ("--build-arg", f"BUILD_IMAGE={base}") if base else ()
-    file, image = f"{tree}/examples/kubernetes/Dockerfile", f"keepstep/example-gpt:{version}"
-    run("docker", "build", "-f", file, "-t", image, *build, tree, timeout_s=1800)
+    file, image = "examples/kubernetes/Dockerfile", f"keepstep/example-gpt:{VERSION}"
+    run("docker", "build", "-f", file, "-t", image, *build, ".", timeout_s=1800)
     return [image]
 
 

@@ -52,7 +52,7 @@ def _warned(kubectl: Kubectl) -> list[str]:
     return sorted(one["involvedObject"]["kind"] for one in kubectl.events("SidecarWarning"))
 
 
-def test_a_library_of_an_older_version_works(namespace: Kubectl) -> None:
+def test_the_librarys_version_is_in_the_status(namespace: Kubectl) -> None:
     namespace.apply(jobs.policy(), _library('keepstep.version.__version__ = "0.0.9"'))
     runs.committed_beyond(namespace, 3)
     assert runs.status(namespace)["libraryVersion"] == "0.0.9"
@@ -60,8 +60,7 @@ def test_a_library_of_an_older_version_works(namespace: Kubectl) -> None:
 
 def test_a_library_of_another_protocol_is_named_with_both_versions(namespace: Kubectl) -> None:
     change = (
-        "of = keepstep.wire.trainer.LeaseRequest.__dataclass_fields__;"
-        " of['protocol_min'].default = of['protocol_max'].default = 99"
+        "of = keepstep.wire.trainer.LeaseRequest.__dataclass_fields__; of['protocol'].default = 99"
     )
     namespace.apply(jobs.policy(), _library(change))
     runs.becomes(namespace, "Protected", "False", words="speaks protocol 99", within_s=90)

@@ -158,7 +158,7 @@ def test_reconcile_may_make_no_pod_but_helper_pods_and_none_beside_the_keys(
     security = container["securityContext"]
     worse: list[tuple[str, dict[str, object]]] = [
         ("sidecar image", {"image": "busybox"}),
-        ("sidecar image", {"command": ["sh", "--serve"]}),
+        ("sidecar image", {"command": ["sh", "relay"]}),
         ("privileged", {"securityContext": {**security, "privileged": True}}),
         ("not root", {"securityContext": {**security, "runAsUser": 0}}),
         ("no Secret", {"envFrom": [{"secretRef": {"name": "s"}}]}),

@@ -19,9 +19,9 @@ def test_upgrade_rollback_and_uninstall_leave_the_job_training(
     namespace = training
     committed = runs.committed_beyond(namespace, 5)
 
-    older, of_release = _older_chart(tmp_path), (RELEASE, "-n", NAMESPACE)
+    fewer, of_release = _chart_without_dashboards(tmp_path), (RELEASE, "-n", NAMESPACE)
     values = ("--reset-values", "--set", "admission.replicas=3,hostPaths={/var/lib/keepstep}")
-    cluster.helm("upgrade", *of_release, str(older), *values, "--wait", "--timeout", "540s")
+    cluster.helm("upgrade", *of_release, str(fewer), *values, "--wait", "--timeout", "540s")
     cluster.helm(*_documented_upgrade())
     kept = json.loads(cluster.helm("get", "values", *of_release, "-o", "json"))
     assert kept == {"admission": {"replicas": 3}, "hostPaths": ["/var/lib/keepstep"]}
@@ -50,8 +50,8 @@ def test_upgrade_rollback_and_uninstall_leave_the_job_training(
     assert runs.training_beyond(namespace, alone.last).first == 0, "the trainers never ended"
 
 
-def _older_chart(directory: Path) -> Path:
-    """This chart before it had dashboards."""
+def _chart_without_dashboards(directory: Path) -> Path:
+    """A chart to which the next upgrade adds a value."""
     chart = directory / "keepstep"
     shutil.copytree(ROOT / "charts" / "keepstep", chart)
     (chart / "templates" / "monitoring" / "dashboards.yaml").unlink()

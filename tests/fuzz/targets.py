@@ -258,7 +258,7 @@ SHARDS = [
      "twin_of": 0, "stored_bytes": 4}
 ]  # fmt: skip
 STEP_RECORD = {
-    "format_version": 2, "keepstep": "0", "run": "demo", "step": str(ID), "world": 3,
+    "format_version": 1, "keepstep": "0", "run": "demo", "step": str(ID), "world": 3,
     "written_at": 1.0, "epochs": [{"id": str(ID.epoch), "parent": None}], "shards": SHARDS,
 }  # fmt: skip
 
@@ -313,12 +313,12 @@ _RUNS = {"runs": [[0, 1, 1]]}
 LISTING = {
     "run": "demo", "ready": True, "epochs": [{"id": _EPOCH, "parent": None}],
     "shards": [
-        {"id": _ID, "rank": 0, "world": 2, "bytes": 5, "root": "0" * 32, "twins": [1]},
-        {"id": _ID, "rank": 1, "world": 2, "bytes": 5, "root": "0" * 32, "twin_runs": _RUNS},
+        {"id": _ID, "rank": 0, "world": 2, "bytes": 5, "root": "0" * 32},
+        {"id": _ID, "rank": 1, "world": 2, "bytes": 5, "root": "0" * 32, "alike": _RUNS},
     ],
 }  # fmt: skip
 WANTED = {"committed": _ID, "ranks": {"0": [_ID]}}
-_HELD = {"id": _ID, "world": 2, "twin_runs": _RUNS}
+_HELD = {"id": _ID, "world": 2, "alike": _RUNS}
 REPORT = {
     "sidecar": "0.1", "started_at": 1.0, "sequence": 1, "sent_at": 2.0, "ready": True,
     "epochs": [{"id": _EPOCH, "parent": None}],

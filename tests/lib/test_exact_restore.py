@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import keepstep
-from keepstep.image import Layout
 from keepstep.restore.restore import PartialRestore
 from tests.harness import eventually
 from tests.lib.lives import bring_back, keep
@@ -191,46 +190,6 @@ def test_parameters_keep_their_memory_and_their_strides(again):
     again({"m": saved}, {"m": live})
     assert (live.weight.data_ptr(), live.weight.stride()) == (address, strides)
     assert_same(live.weight, saved.weight)
-
-
-def test_an_older_image_that_tells_no_strides_and_no_names_is_restored(tmp_path):
-    saved, live = trained(), trained(steps=0, seed=1)
-    keep(saved, tmp_path / "slot")
-    data = bytearray((tmp_path / "slot").read_bytes())
-    layout = Layout.parse(memoryview(data))
-    older = _without(layout)
-    moved = bytearray(older.size_bytes)
-    moved[: len(older.header)] = older.header
-    moved[len(older.header) :] = data[len(layout.header) :]
-    page = moved[older.control_begin :]
-    assert len(moved) - older.control_begin == len(data) - layout.control_begin
-    moved[older.control_begin :] = _resealed(page, older)
-    (tmp_path / "slot").write_bytes(moved)
-    bring_back(live, tmp_path / "slot")
-    for one, two in zip(saved["m"].parameters(), live["m"].parameters(), strict=True):
-        for key, value in saved["o"].state[one].items():
-            assert torch.equal(value, live["o"].state[two][key])
-
-
-def _without(layout):
-
-    specs = [entry.spec._replace(dim_order=None, device=None) for entry in layout.entries.values()]
-    return Layout.build(
-        specs,
-        rank=0,
-        world=1,
-        aliases=layout.aliases,
-        skeleton=layout.skeleton,
-        extras_capacity_bytes=layout.extras_capacity_bytes,
-    )
-
-
-def _resealed(page, layout):
-    from dataclasses import replace
-
-    from keepstep.image import ControlPage
-
-    return replace(ControlPage.from_bytes(memoryview(page)), layout=layout.id).to_bytes()
 
 
 # --- modules -------------------------------------------------------------------------------------

@@ -250,9 +250,9 @@ def test_what_a_pod_wants_is_bounded_and_forgotten_with_what_it_wants_next() -> 
     [
         {"rank": 65_536, "world": 65_537},
         {"rank": (1 << 31) - 2, "world": (1 << 31) - 1},
-        {"rank": 0, "world": 2, "twins": [2]},
-        {"rank": 0, "world": 2, "twins": [1 << 40]},
-        {"rank": 0, "world": 2, "twins": [-1]},
+        {"rank": 0, "world": 2, "alike": {"runs": [[0, 2, 2]]}},
+        {"rank": 0, "world": 2, "alike": {"runs": [[0, 1 << 40, 1 << 40]]}},
+        {"rank": 0, "world": 2, "alike": {"runs": [[-1, 0, 1]]}},
     ],
     ids=str,
 )
@@ -264,6 +264,6 @@ def test_a_rank_that_no_run_has_is_refused_before_a_bit_is_kept_for_it(lie: dict
     with pytest.raises(ValueError, match=r"rank|twins"):
         msgspec.json.decode(text, type=protocol.Listing)
     true = msgspec.json.encode(
-        {"run": RUN, "shards": [{**told, "rank": 0, "world": 2, "twins": [1]}]}
+        {"run": RUN, "shards": [{**told, "rank": 0, "world": 2, "alike": {"runs": [[0, 1, 1]]}}]}
     )
     assert len(msgspec.json.decode(true, type=protocol.Listing).shards) == 1

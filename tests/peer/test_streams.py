@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 
-from keepstep.core.ranks import Ranks
-from keepstep_sidecar.tiers.peer import client, handlers, protocol
+from keepstep_sidecar.tiers.peer import client, handlers
 from keepstep_sidecar.tiers.peer.body import receive
 from keepstep_sidecar.tiers.peer.copies import Copies
-from keepstep_sidecar.tiers.peer.protocol import OLDER_STREAMS, STREAMS, Begun, Listing, streams
+from keepstep_sidecar.tiers.peer.protocol import STREAMS
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
 from tests.harness import until
 from tests.peer.nodes import BIG, Node, running
@@ -64,76 +60,6 @@ async def test_chunks_of_a_copy_arrive_while_others_are_digested_and_written(
     crowd = Crowd(monkeypatch, wanted=STREAMS)
     await copied(here, buddy)
     assert crowd.most == STREAMS
-
-
-async def test_an_older_buddy_is_sent_two_chunks_at_once(
-    node: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, older = node(0), node(1)
-    here.knows(older, buddies=(older,))
-    begin = client.Link.begin
-    monkeypatch.setattr(
-        client.Link,
-        "begin",
-        lambda *all, **named: msgspec.json.decode(
-            msgspec.json.encode({"missing": begin(*all, **named).missing}), type=Begun
-        ),
-    )
-    crowd = Crowd(monkeypatch, wanted=OLDER_STREAMS)
-    await copied(here, older)
-    assert crowd.most == OLDER_STREAMS
-
-
-@pytest.mark.parametrize("told", [None, 1, STREAMS, 1000])
-async def test_a_restore_uses_as_many_connections_as_the_peer_has_places_for(
-    node: Make, monkeypatch: pytest.MonkeyPatch, told: int | None
-) -> None:
-    here, other = node(0), node(1)
-    here.knows(other)
-    async with running(here, other):
-        other.write(5, rank=1)
-        truth = other.remote_tier._shards.listing
-
-        def listing() -> Listing:
-            return truth() if told is None else replace(truth(), streams=told)
-
-        monkeypatch.setattr(other.remote_tier._shards, "listing", listing)
-        (remote,) = (await here.remote_tier.look()).shards
-        (source,) = here.remote_tier.sources(remote)
-        assert source.streams == min(told or STREAMS, STREAMS)
-        here.remote_tier._directory.known[other.address].listing = None
-        (source,) = here.remote_tier.sources(remote)
-        assert source.streams == OLDER_STREAMS
-
-
-@pytest.mark.parametrize("told", [0, -1, -(1 << 70)])
-def test_a_peer_that_says_nonsense_gets_one_connection(told: int) -> None:
-    assert streams(told) == 1
-
-
-def test_a_listing_of_an_older_peer_says_two() -> None:
-    assert msgspec.json.decode(b'{"run": "gpt"}', type=Listing).streams == OLDER_STREAMS
-
-
-async def test_an_older_peer_that_does_not_say_that_it_reads_runs_is_told_lists_of_twins(
-    node: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, other = node(0), node(1)
-    async with running(here, other):
-        other.write(5, rank=1)
-        truth = other.remote_tier._shards.listing()
-        shards = tuple(replace(one, twin_runs=Ranks.of((0, 1))) for one in truth.shards)
-        monkeypatch.setattr(
-            other.remote_tier._shards, "listing", lambda: replace(truth, shards=shards)
-        )
-
-        def ask() -> tuple[Listing, Listing]:
-            with client.Link(other.address, FileCredentials(here.files)) as link:
-                return link.listing(), link._ask("GET", protocol.SHARDS, kind=Listing)
-
-        now, older = await asyncio.to_thread(ask)
-        assert [(one.twins, [*one.twin_runs]) for one in now.shards] == [((), [0, 1])]
-        assert [one.twins for one in older.shards] == [(0,)]
 
 
 async def test_a_connection_that_asks_for_nothing_keeps_no_buffer(

@@ -182,14 +182,12 @@ def test_a_rank_with_files_and_without_a_lock_is_not_understood_and_stays(tmp_pa
 def test_the_command_says_what_went_and_needs_to_be_told_what(tmp_path: Path) -> None:
     run = _run(tmp_path)
     program = (sys.executable, "-m", "keepstep_sidecar")
-    done = subprocess.run([*program, "--clean", str(run)], capture_output=True, text=True)
+    done = subprocess.run([*program, "clean", str(run)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{run}: 4 files removed\n")
-    late = [*program, "--clean", "--gone-since", "1000", str(_run(tmp_path))]
+    late = [*program, "clean", "--gone-since", "1000", str(_run(tmp_path))]
     done = subprocess.run(late, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (STILL_USED_EXIT, "")
     assert "nothing was removed" in done.stderr
-    done = subprocess.run([*program, "--clean"], capture_output=True, text=True)
+    done = subprocess.run([*program, "clean"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "Missing argument 'DIR...'" in done.stderr
-    done = subprocess.run([*program, "--clean", "--prepare", "/x"], capture_output=True, text=True)
-    assert "choose one of" in done.stderr

@@ -75,6 +75,11 @@ class Seen:
     reports: list[tuple[int, Report]] = field(default_factory=list)
 
 
+def version(peers: tuple[Peer, ...]) -> str:
+    """The version of this list of peers."""
+    return f"{hash(peers):x}"
+
+
 class OperatorHost:
     """Takes reports of tokens `node-<n>`; runs in a thread of its own."""
 
@@ -95,11 +100,8 @@ class OperatorHost:
         self.failures: tuple[Failure, ...] = ()
         self.all_peers = False
         self.peers: tuple[Peer, ...] = ()
-        self.peers_version = ""
-        """'': as an operator that knows no versions."""
         self.authorities = ""
         self.leaving = False
-        self.reads_runs = True
         self.pem = identity.pem
         self.interval_s = 2.0
         self.port = port
@@ -170,7 +172,7 @@ class OperatorHost:
         actions = ledger.apply(report.as_reported(node, ordered=len(self.seen.reports)))
         marks = {str(tier): ledger.watermark(tier) for tier in (Tier.MEMORY, Tier.LOCAL)}
         plan = ledger.plan(range(self._world))
-        ranks, version = {one.rank for one in report.ranks}, self.peers_version
+        ranks, peers = {one.rank for one in report.ranks}, version(self.peers)
         return ReportReply(
             interval_s=self.interval_s,
             least_gap_s=self._least_gap_s,
@@ -183,11 +185,10 @@ class OperatorHost:
             pinned=self.pinned,
             failures=self.failures,
             all_peers=self.all_peers,
-            peers=() if version and version == report.peers_version else self.peers,
-            peers_version=version,
+            peers=() if peers == report.peers_version else self.peers,
+            peers_version=peers,
             authorities=self.authorities,
             leaving=self.leaving,
-            reads_runs=self.reads_runs,
             retire=tuple(
                 one.id for one in actions if isinstance(one, Retire) and ranks & set(one.ranks)
             ),

@@ -85,31 +85,11 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    ("older", "now"),
-    [
-        ((), ("serve",)),
-        (("--run", "a", "--slots", "3"), ("serve", "--run", "a", "--slots", "3")),
-        (("--memory-dir", "/m", "--probe"), ("probe", "--memory-dir", "/m")),
-        (("--healthy",), ("probe", "--healthy")),
-        (("--started", "--probe-timeout", "9s"), ("probe", "--started", "--timeout", "9s")),
-        (("--flush", "--flush-timeout", "9s"), ("flush", "--flush-timeout", "9s")),
-        (("--prepare", "/d"), ("prepare", "/d")),
-        (("--serve", "/d", "--run", "a"), ("relay", "/d", "--run", "a")),
-        (("--clean", "--gone-since", "1", "/d"), ("clean", "--gone-since", "1", "/d")),
-    ],
-)
-def test_the_flags_of_older_pods_are_the_commands_of_today(
-    older: tuple[str, ...], now: tuple[str, ...]
-) -> None:
-    def understood(words: tuple[str, ...]) -> tuple[str | None, dict[str, object]]:
-        context = main.make_context("keepstep-sidecar", list(words))
-        rest = [*context._protected_args, *context.args]
-        name, command, rest = main.resolve_command(context, rest)
-        assert command is not None
-        return name, command.make_context("keepstep-sidecar", rest).params
-
-    assert understood(older) == understood(now)
+def test_without_a_command_it_serves(tmp_path: Path) -> None:
+    told = ["--run", "a", "--slots", "3"]
+    context = main.make_context("keepstep-sidecar", list(told))
+    assert [*context._protected_args, *context.args] == ["serve", *told]
+    assert run("--probe", "--memory-dir", str(tmp_path)).returncode == 2
 
 
 def test_what_is_missing_is_named_with_its_variable() -> None:
@@ -147,31 +127,31 @@ def test_a_token_is_never_sent_in_the_clear(tmp_path: Path) -> None:
 def test_a_probe_waits_for_a_sidecar_that_starts(sidecar: SidecarProcess) -> None:
     sidecar.kill()
     sidecar.socket.unlink()
-    probe = subprocess.Popen([*COMMAND, "--probe", "--memory-dir", str(sidecar.memory)])
+    probe = subprocess.Popen([*COMMAND, "probe", "--memory-dir", str(sidecar.memory)])
     sidecar.start()
     assert probe.wait(10) == 0
 
 
 def test_a_probe_says_whether_a_sidecar_answers(sidecar: SidecarProcess) -> None:
-    assert run("--probe", "--memory-dir", str(sidecar.memory)).returncode == 0
-    assert run("--probe", KEEPSTEP_MEMORY_DIR=str(sidecar.memory)).returncode == 0
+    assert run("probe", "--memory-dir", str(sidecar.memory)).returncode == 0
+    assert run("probe", KEEPSTEP_MEMORY_DIR=str(sidecar.memory)).returncode == 0
     sidecar.kill()
-    assert run("--probe", "--memory-dir", str(sidecar.memory)).returncode == 1
+    assert run("probe", "--memory-dir", str(sidecar.memory)).returncode == 1
 
 
 def test_a_start_hook_never_keeps_a_trainer_from_starting(
     sidecar: SidecarProcess, tmp_path: Path
 ) -> None:
     memory = ("--memory-dir", str(sidecar.memory))
-    up = run("--started", *memory)
+    up = run("probe", "--started", *memory)
     assert (up.returncode, up.stderr.strip().endswith("training begins")) == (0, True)
     assert sidecar.process is not None
     sidecar.process.send_signal(signal.SIGSTOP)
-    hung = run("--started", "--probe-timeout", "0.5s", *memory)
+    hung = run("probe", "--started", "--timeout", "0.5s", *memory)
     sidecar.process.send_signal(signal.SIGCONT)
     assert hung.returncode == 0
     assert "no sidecar answers" in hung.stderr
-    assert run("--started", "--probe-timeout", "0.1s").returncode == 0, "and no directory named"
+    assert run("probe", "--started", "--timeout", "0.1s").returncode == 0, "and no directory named"
 
 
 def test_health_is_more_than_an_answer(
@@ -179,16 +159,16 @@ def test_health_is_more_than_an_answer(
 ) -> None:
     sidecar = sidecars().start(KEEPSTEP_FAULTS="write.data:eio")
     memory = ("--memory-dir", str(sidecar.memory))
-    assert run("--healthy", *memory).returncode == 0
+    assert run("probe", "--healthy", *memory).returncode == 0
     trainer = trainers(sidecar.socket).begin_run()
     trainer.stage(1)
     eventually(lambda: sidecar.get("/v1/status")["volumes"][0]["failed"])
-    done = run("--healthy", *memory)
+    done = run("probe", "--healthy", *memory)
     assert done.returncode == 1
     assert "injected at write.data" in done.stderr
-    assert run("--probe", *memory).returncode == 0
+    assert run("probe", *memory).returncode == 0
     assert trainer.wait(trainer.stage(2), "committed", flush=True).reached
-    assert run("--healthy", *memory).returncode == 0, "the volume works again"
+    assert run("probe", "--healthy", *memory).returncode == 0, "the volume works again"
 
 
 def test_a_flush_prints_what_is_durable(
@@ -196,11 +176,11 @@ def test_a_flush_prints_what_is_durable(
 ) -> None:
     sidecar = sidecars().start("--persist-every", "1000000")
     memory = ("--memory-dir", str(sidecar.memory))
-    nothing = run("--flush", *memory)
+    nothing = run("flush", *memory)
     assert (nothing.returncode, nothing.stdout.split()[0]) == (0, "nothing")
     trainer = trainers(sidecar.socket).begin_run()
     ids = [trainer.stage(step) for step in range(1, 4)]
-    done = run("--flush", "--flush-timeout", "20s", *memory)
+    done = run("flush", "--flush-timeout", "20s", *memory)
     assert done.stdout.splitlines() == [f"step {id} is durable" for id in ids[1:]]
     assert done.returncode == 0
 
@@ -367,7 +347,7 @@ def test_a_flush_does_not_keep_to_the_limit(
     sidecar = sidecars().start(*limit)
     trainer = trainers(sidecar.socket, size=64 << 20).begin_run()
     trainer.stage(1)
-    done = run("--flush", "--memory-dir", str(sidecar.memory))
+    done = run("flush", "--memory-dir", str(sidecar.memory))
     assert done.returncode == 0, done.stderr
     assert sidecar.get("/v1/status")["persist_seconds"] < 20.0
 
@@ -377,7 +357,7 @@ def test_a_flush_does_not_keep_to_the_limit(
 def test_prepare_makes_a_directory_and_gives_it_to_the_sidecar(tmp_path: Path) -> None:
     directory = tmp_path / "team-a" / "gpt" / "0"
     for _ in range(2):
-        done = run("--prepare", str(directory), str(tmp_path / "other"))
+        done = run("prepare", str(directory), str(tmp_path / "other"))
         assert done.returncode == 0, done.stderr
     for path in (directory, tmp_path / "other"):
         found = path.stat()
@@ -393,7 +373,7 @@ def test_prepare_needs_no_more_than_three_capabilities(tmp_path: Path) -> None:
     kept = "-all,+chown,+dac_override,+fowner"
     limited = ("setpriv", f"--bounding-set={kept}", "--inh-caps=-all")
     done = subprocess.run(
-        [*limited, *COMMAND, "--prepare", str(directory)],
+        [*limited, *COMMAND, "prepare", str(directory)],
         capture_output=True,
         text=True,
         timeout=30,
@@ -412,7 +392,7 @@ def test_prepare_follows_no_link_below_the_mount(tmp_path: Path, link: str) -> N
     path = tmp_path / "host" / link
     path.parent.mkdir(parents=True)
     path.symlink_to(target)
-    done = run("--prepare", str(tmp_path / "host" / "team-a" / "gpt" / "0"))
+    done = run("prepare", str(tmp_path / "host" / "team-a" / "gpt" / "0"))
     assert done.returncode == 1
     assert "a link is not followed" in done.stderr
     assert list(target.iterdir()) == []

@@ -300,7 +300,7 @@ def test_a_scan_that_fails_is_told_and_repeated_until_it_succeeds(
     (hostile.root / "pending").rmdir()
     (hostile.root / "pending").symlink_to("elsewhere")  # it is unknown what lies there
     hostile.start()
-    healthy = [*hostile.program, "--healthy", "--memory-dir", str(hostile.memory)]
+    healthy = [*hostile.program, "probe", "--healthy", "--memory-dir", str(hostile.memory)]
     done = subprocess.run(healthy, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1
     assert "a link or a file, where a directory belongs: move it away" in done.stderr

@@ -110,10 +110,10 @@ def test_a_rank_is_free_once_its_trainer_has_gone(
 def test_a_library_of_another_protocol_is_told_the_versions(
     sidecar: SidecarProcess, trainers: Trainers
 ) -> None:
-    with pytest.raises(SidecarError, match="speaks protocol 8 to 9") as error:
-        trainers(sidecar.socket).connect(protocol_min=8, protocol_max=9)
+    with pytest.raises(SidecarError, match="speaks protocol 9, this sidecar") as error:
+        trainers(sidecar.socket).connect(protocol=9)
     assert error.value.code == "protocol"
-    assert "speaks protocol 8 to 9" in sidecar.get("/v1/status")["warnings"][0]
+    assert "speaks protocol 9" in sidecar.get("/v1/status")["warnings"][0]
     trainers(sidecar.socket).connect()
     assert sidecar.get("/v1/status")["warnings"] == []
 

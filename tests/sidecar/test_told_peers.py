@@ -1,4 +1,4 @@
-"""The list of peers is told once: what the reporter passes on, with operators new and old."""
+"""The list of peers is told once: what the reporter passes on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from operator_host import OperatorHost, make_identity
+from operator_host import OperatorHost, make_identity, version
 
 from keepstep.wire.reports import Peer, Report, ReportReply
 from keepstep_sidecar.commit.operator_link import OperatorLink
@@ -39,7 +39,7 @@ class Heard:
         self.peers: list[tuple[Peer, ...]] = []
 
     @property
-    def held(self) -> list[str | None]:
+    def held(self) -> list[str]:
         return [one.peers_version for _, one in self._operator.seen.reports]
 
     async def obey(self, reply: ReportReply) -> None:
@@ -81,38 +81,21 @@ async def reporting(operator: OperatorHost, tmp_path: Path) -> AsyncIterator[Hea
 async def test_a_list_that_is_not_repeated_stands_and_another_one_takes_its_place(
     operator: OperatorHost, tmp_path: Path
 ) -> None:
-    operator.peers_version = "a"
     async with reporting(operator, tmp_path) as heard:
-        assert (heard.held[:2], heard.peers[:2]) == (["", "a"], [FIRST, FIRST])
-        operator.peers, operator.peers_version = SECOND, "b"
+        assert (heard.held[:2], heard.peers[:2]) == (["", version(FIRST)], [FIRST, FIRST])
+        operator.peers = SECOND
         await heard.again(3)
-        assert (heard.held[-1], heard.peers[-1]) == ("b", SECOND)
-        operator.peers, operator.peers_version = (), "c"
+        assert (heard.held[-1], heard.peers[-1]) == (version(SECOND), SECOND)
+        operator.peers = ()
         await heard.again(3)
-        assert (heard.held[-1], heard.peers[-1]) == ("c", ())
+        assert (heard.held[-1], heard.peers[-1]) == (version(()), ())
 
 
 async def test_a_sidecar_that_began_anew_holds_no_list(
     operator: OperatorHost, tmp_path: Path
 ) -> None:
-    operator.peers_version = "a"
     async with reporting(operator, tmp_path):
         pass
     operator.seen.reports.clear()
     async with reporting(operator, tmp_path) as heard:
         assert (heard.held[0], heard.peers[0]) == ("", FIRST)
-
-
-async def test_an_older_operator_is_believed_each_time_also_after_a_newer_one(
-    operator: OperatorHost, tmp_path: Path
-) -> None:
-    async with reporting(operator, tmp_path) as heard:
-        assert heard.peers[:2] == [FIRST, FIRST]
-        operator.peers_version = "a"
-        await heard.again(3)
-        operator.peers, operator.peers_version = (), ""
-        await heard.again(3)
-        assert heard.peers[-1] == ()
-        operator.peers = SECOND
-        await heard.again(2)
-        assert heard.peers[-1] == SECOND

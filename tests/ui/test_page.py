@@ -46,8 +46,7 @@ def status(**values: Any) -> Status:
         "sidecar": "0.1.0",
         "pid": 77,
         "started_at": 1e9,
-        "protocol_min": 1,
-        "protocol_max": 1,
+        "protocol": 1,
         "locked": "no slots yet",
     }
     return Status(**{**known, **values})

@@ -21,16 +21,6 @@ from keepstep_sidecar.cli.options import Group, Misuse, config_options, duration
 from keepstep_sidecar.config.sidecar import KEYS, Config
 
 _PROBE_EVERY_S = 0.02
-_OLDER = {
-    "--probe": ("probe",),
-    "--started": ("probe", "--started"),
-    "--healthy": ("probe", "--healthy"),
-    "--flush": ("flush",),
-    "--prepare": ("prepare",),
-    "--serve": ("relay",),
-    "--clean": ("clean",),
-}
-"""Flags of older operators' pods, and the commands that replace them."""
 
 
 class _Program(Group):
@@ -38,11 +28,7 @@ class _Program(Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or args[0] not in (*self.commands, "--help", "--version"):
-            asked = [word for word in args if word in _OLDER]
-            if len(asked) > 1:
-                raise click.UsageError(f"choose one of {', '.join(asked)}")
-            command = _OLDER[asked[0]] if asked else ("serve",)
-            args = [*command, *(word for word in args if word not in asked)]
+            args = ["serve", *args]
         return super().parse_args(ctx, args)
 
     def ending(self, error: KeepstepError) -> click.ClickException:
@@ -103,7 +89,6 @@ def serve(values: dict[str, Any]) -> None:
 @config_options(_keys("memory_dir"))
 @duration_option(
     "--timeout",
-    "--probe-timeout",
     "timeout_s",
     envvar="KEEPSTEP_PROBE_TIMEOUT",
     default="3s",

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from keepstep.errors import ImageError
 from keepstep.image import Layout
-from keepstep.wire.trainer import PROTOCOL_MAX, PROTOCOL_MIN, LeaseRequest
+from keepstep.wire.trainer import PROTOCOL, LeaseRequest
 from keepstep_sidecar import __version__
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.errors import refuse
@@ -171,17 +171,14 @@ LARGEST_WORLD = 65536
 """The operator accepts the same limit in a report."""
 
 
-def common_version(request: LeaseRequest) -> int:
-    """The newest protocol version that both sides speak. Raises SidecarError `protocol`."""
-    version = min(PROTOCOL_MAX, request.protocol_max)
-    if version < max(PROTOCOL_MIN, request.protocol_min):
+def check_protocol(request: LeaseRequest) -> None:
+    """Raises SidecarError `protocol` for a library that speaks another protocol."""
+    if request.protocol != PROTOCOL:
         raise refuse(
             "protocol",
-            f"the library {request.library} speaks protocol {request.protocol_min} to"
-            f" {request.protocol_max}, this sidecar ({__version__}) {PROTOCOL_MIN} to"
-            f" {PROTOCOL_MAX}: bring both within two minor versions of each other",
+            f"the library {request.library} speaks protocol {request.protocol}, this sidecar"
+            f" ({__version__}) protocol {PROTOCOL}: install both of one version",
         )
-    return version
 
 
 def check_rank(request: LeaseRequest) -> None:

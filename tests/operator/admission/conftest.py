@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from keepstep_operator.admission.metrics import Metrics
-from keepstep_operator.admission.nodes import NodeCache
 from keepstep_operator.admission.policies import PolicyCache
 from keepstep_operator.admission.rooms import Rooms
 from keepstep_operator.admission.run_record import RunRecords
@@ -80,7 +79,6 @@ def started(tls_dir: Path, authority: Pair) -> Start:
             rooms = Rooms(client)
             admission = Admission(
                 policies=cache,
-                nodes=NodeCache(client),
                 records=RunRecords(client),
                 rooms=rooms,
                 defaults=lambda: running.defaults,

@@ -10,7 +10,7 @@ import pytest
 
 from keepstep_operator.admission import server as admission_server
 from keepstep_operator.api.pod import injected_of, parse_pod
-from keepstep_operator.injection import CONTRACT, inject
+from keepstep_operator.injection import inject
 from keepstep_operator.kube import POLICIES, RUNS
 from tests.harness import until
 from tests.operator.admission.conftest import Running, Start
@@ -126,7 +126,7 @@ async def test_a_run_that_is_not_there_or_makes_no_sense_means_no_preference(
 async def test_a_pod_that_joins_a_run_gets_what_its_others_have(started: Start) -> None:
     """The policy is deleted by then, the chart has another image; root's is the chart's."""
     async with started() as running:
-        _put_start(running, image="sidecar:0", version="0", contract=CONTRACT)
+        _put_start(running, image="sidecar:0", version="0")
         created, warnings = await running.webhook.create(pytorch_job())
     sidecar = _sidecar(created)
     assert (sidecar["image"], warnings) == ("sidecar:0", [])
@@ -137,22 +137,13 @@ async def test_a_pod_that_joins_a_run_gets_what_its_others_have(started: Start) 
     assert (said.image, said.version, said.generation) == ("sidecar:0", "0", 3)
 
 
-async def test_an_image_that_another_contract_was_made_for_is_not_given_to_new_pods(
-    started: Start,
-) -> None:
-    async with started() as running:
-        _put_start(running, image="sidecar:0", version="0", contract=CONTRACT - 1)
-        created, _ = await running.webhook.create(pytorch_job())
-    assert _sidecar(created)["image"] == DEFAULTS.sidecar_image
-
-
 async def test_without_a_pod_of_the_run_the_next_one_gets_what_holds_by_then(
     started: Start,
 ) -> None:
     async with started() as running:
         put_policy(running.server, policy_body(HOST_PATH))
         await _synced(running)
-        _put_start(running, image="", version="", contract=0)
+        _put_start(running, image="", version="")
         body = running.server.objects[_RUN_PATH]
         del body["status"]["start"]
         created, _ = await running.webhook.create(pytorch_job())

@@ -76,7 +76,7 @@ def policies(draw: st.DrawFn) -> Policy:
         memory={
             "limit": draw(_SIZES),
             "slots": draw(st.integers(2, 16)),
-            "hugePages": draw(st.sampled_from(["None", "2Mi", "Auto"])),
+            "hugePages": draw(st.sampled_from(["None", "2Mi"])),
         },
         accounting=draw(st.sampled_from(["Add", "CarveOut"])),
         persist=draw(st.sampled_from([{"mode": "Auto"}, fixed])),

@@ -156,10 +156,10 @@ def test_the_sidecar_starts_before_everything_else(make: Any) -> None:
     first = inject(make(), policy(), DEFAULTS)["spec"]["initContainers"][0]
     assert first["name"] == "keepstep-sidecar"
     assert first["restartPolicy"] == "Always"
-    wait = ["keepstep-sidecar", "--started", "--probe-timeout", "120s"]
+    wait = ["keepstep-sidecar", "probe", "--started", "--timeout", "120s"]
     assert first["lifecycle"]["postStart"]["exec"]["command"] == wait
     assert "startupProbe" not in first, "it would look once a second only"
-    assert first["lifecycle"]["preStop"]["exec"]["command"] == ["keepstep-sidecar", "--flush"]
+    assert first["lifecycle"]["preStop"]["exec"]["command"] == ["keepstep-sidecar", "flush"]
     assert "readinessProbe" not in first
     assert "args" not in first
 
@@ -288,9 +288,8 @@ def test_a_guaranteed_pod_stays_one_with_huge_pages() -> None:
     assert resources["requests"] == resources["limits"]
 
 
-@pytest.mark.parametrize("words", ["None", "Auto"])
-def test_nothing_asks_for_huge_pages_unless_that_is_settled(words: str) -> None:
-    pod = inject(bare_pod(), policy(memory={"limit": "2Gi", "hugePages": words}), DEFAULTS)
+def test_nothing_asks_for_huge_pages_unless_the_policy_does() -> None:
+    pod = inject(bare_pod(), policy(memory={"limit": "2Gi", "hugePages": "None"}), DEFAULTS)
     assert "huge" not in json.dumps(pod)
     assert "fsGroup" not in pod["spec"]["securityContext"]
 
@@ -343,7 +342,7 @@ def test_a_host_path_is_prepared_by_an_init_container_and_mounted_below_the_run(
     prepare, sidecar = spec["initContainers"][:2]
     below = "team-a/llama-aa11bb22/20001"
     assert prepare["name"] == "keepstep-volumes"
-    assert prepare["command"] == ["keepstep-sidecar", "--prepare", f"/host/nvme0/{below}"]
+    assert prepare["command"] == ["keepstep-sidecar", "prepare", f"/host/nvme0/{below}"]
     assert prepare["image"] == sidecar["image"] == DEFAULTS.sidecar_image
     security = prepare["securityContext"]
     assert security["runAsUser"] == 0

@@ -184,12 +184,6 @@ def test_a_label_that_admission_wrote_for_another_pod_is_no_wish() -> None:
     assert node_rank(parse_pod(copied)) == 5
 
 
-def test_a_stateful_set_of_an_older_cluster_tells_the_index_by_the_name() -> None:
-    body = bare_pod("train-4")
-    body["metadata"]["ownerReferences"] = [owner("StatefulSet", "train", api_version="apps/v1")]
-    assert node_rank(parse_pod(body)) == 4
-
-
 def test_a_pod_that_its_controller_has_not_numbered_is_no_first_one() -> None:
     body = pytorch_job()
     del body["metadata"]["labels"]["training.kubeflow.org/replica-index"]

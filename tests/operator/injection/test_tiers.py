@@ -118,7 +118,7 @@ def test_a_shared_claim_is_mounted_in_the_sidecar_alone() -> None:
 def test_a_directory_of_the_nodes_is_prepared_for_the_namespace_and_mounted_no_higher() -> None:
     wanted = policy(archive={"directory": {"path": "/mnt/nvme0/archive"}})
     prepare, sidecar = inject(bare_pod(), wanted, DEFAULTS)["spec"]["initContainers"]
-    assert prepare["command"] == ["keepstep-sidecar", "--prepare", "/host-archive/team-a"]
+    assert prepare["command"] == ["keepstep-sidecar", "prepare", "/host-archive/team-a"]
     assert prepare["volumeMounts"] == [{"name": "keepstep-archive", "mountPath": "/host-archive"}]
     assert {
         "name": "keepstep-archive",

@@ -23,7 +23,7 @@ from tests.operator.promises.surface import (
 
 def _helper_nodes(cluster: Cluster) -> set[str]:
     """Nodes for which a pod was made that serves what lies there."""
-    made = [one for one in cluster.made("pods") if "--serve" in str(one["spec"]["containers"])]
+    made = [one for one in cluster.made("pods") if "relay" in str(one["spec"]["containers"])]
     affinity = [one["spec"]["affinity"]["nodeAffinity"] for one in made]
     required: list[Any] = [
         one["requiredDuringSchedulingIgnoredDuringExecution"] for one in affinity

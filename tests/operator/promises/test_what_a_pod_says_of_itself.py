@@ -95,7 +95,7 @@ async def test_a_label_that_is_no_name_of_a_run_sends_out_no_cleaner(
 def _cleaned(cluster: Cluster) -> list[str]:
     """Directories that cleaning pods were made for."""
     commands = [_command(one) for one in cluster.made("pods")]
-    return [path for one in commands if "--clean" in one for path in one if path.startswith("/")]
+    return [path for one in commands if "clean" in one for path in one if path.startswith("/")]
 
 
 def _command(made: Body) -> list[str]:

@@ -226,7 +226,7 @@ class Play:
         for one, sidecar in pairs:
             self.hear(one, sidecar.report())
 
-    def told(self, one: PodRecord, *, holds: str | None = None) -> ReportReply:
+    def told(self, one: PodRecord, *, holds: str = "") -> ReportReply:
         """The reply as it is sent."""
         reply = self.registry.reply(one.uid, holds=holds, at=self.now)
         return msgspec.json.decode(msgspec.json.encode(reply), type=ReportReply)

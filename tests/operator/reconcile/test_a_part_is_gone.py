@@ -38,8 +38,8 @@ def twins(report: Report) -> Report:
     ranks = (
         replace(
             one,
-            memory=tuple(replace(held, twin_runs=both) for held in one.memory),
-            local=tuple(replace(held, twin_runs=both) for held in one.local),
+            memory=tuple(replace(held, alike=both) for held in one.memory),
+            local=tuple(replace(held, alike=both) for held in one.local),
         )
         for one in report.ranks
     )

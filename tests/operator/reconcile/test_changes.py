@@ -319,11 +319,3 @@ def test_what_changes_add_up_to_is_bounded(monkeypatch: pytest.MonkeyPatch, grow
         assert len(ledger.places[0].epochs) <= most + 8
     assert grows == "archive" or 2 <= asked <= 8
     assert grows == "epochs" or ledger.core.steps[-1].step >= 4 * most - 2
-
-
-def test_an_operator_that_says_nothing_of_changes_is_told_all_each_time() -> None:
-    one = Told(0)
-    first = one.report()
-    reply = msgspec.json.decode(b"{}", type=ReportReply)
-    assert reply.changes_since != first.sequence, "so the reporter keeps no report to compare with"
-    assert changes(None, one.report()).since == 0

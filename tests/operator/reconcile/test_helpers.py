@@ -24,7 +24,6 @@ PATH = "/mnt/nvme0"
 DEFAULTS = HelperDefaults(
     image="keepstep/sidecar:1",
     namespace="keepstep-system-helpers",
-    release="keepstep-system",
     account="keepstep-helpers",
     reports_url="https://reports.keepstep-system.svc:443",
     reports_ca=lambda: "-----BEGIN CERTIFICATE-----",
@@ -99,7 +98,7 @@ def test_a_pod_that_moved_is_served_from_the_node_it_left() -> None:
     assert told.plan == step(40)
     assert play.condition("LeftShardsServed")[0] == "True"
     assert "node-1" in play.events("LeftShardsServed")[0]
-    assert play.told(helper) == ReportReply(reads_runs=True), "a helper is told nothing"
+    assert play.told(helper) == ReportReply(), "a helper is told nothing"
 
 
 def test_a_helper_stays_until_a_newer_step_is_committed_without_it() -> None:
@@ -235,7 +234,7 @@ def test_a_serving_pod_may_read_its_runs_directories_and_nothing_else() -> None:
     mounts = [at for at in container["volumeMounts"] if at["name"] != "token"]
     assert sorted(at["subPath"] for at in mounts) == sorted([f"{below}/1", f"{below}/3"] * 2)
     assert all(at["readOnly"] for at in container["volumeMounts"])
-    assert container["command"][1:] == ["--serve", *(at["mountPath"] for at in mounts)]
+    assert container["command"][1:] == ["relay", *(at["mountPath"] for at in mounts)]
     security = container["securityContext"]
     assert security["runAsNonRoot"]
     assert security["capabilities"] == {"drop": ["ALL"]}
@@ -305,7 +304,7 @@ def test_a_cleaning_pod_is_root_with_one_capability_on_that_node_alone() -> None
     body = pod_spec.cleaning(Cleaning(run=KEY, node="a", paths=(PATH,), gone_since=T0), DEFAULTS)
     (container,) = body["spec"]["containers"]
     where = f"/host/0/{KEY.namespace}/{KEY.name}"
-    assert container["command"][1:] == ["--clean", "--gone-since", f"{T0:.0f}", where]
+    assert container["command"][1:] == ["clean", "--gone-since", f"{T0:.0f}", where]
     assert container["securityContext"]["capabilities"] == {
         "drop": ["ALL"],
         "add": ["DAC_OVERRIDE"],

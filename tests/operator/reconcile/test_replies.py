@@ -71,14 +71,6 @@ def test_a_list_that_got_lost_is_told_again_and_so_it_is_to_a_sidecar_that_began
     assert len(play.told(play.pods[2], holds="").peers) == 2
 
 
-def test_an_older_sidecar_is_told_the_list_each_time() -> None:
-    play = Crowd(3)
-    play.exchange_all()
-    for _ in range(2):
-        told = play.told(play.pods[0]).peers
-        assert [(one.node_rank, one.buddy) for one in told] == [(1, True), (2, False)]
-
-
 def test_another_operator_that_says_the_same_names_it_alike() -> None:
     """So one that began anew sends no list to pods that have it, and no pod keeps an old one."""
     one, other = Crowd(3), Crowd(3)

@@ -48,7 +48,7 @@ def one_long_rank() -> Body:
 
 def endless_runs_of_twins() -> Body:
     told = rank(0, 65_536, local=(1,))
-    told["local"][0]["twin_runs"] = {"runs": [[one, one, 1] for one in range(240_000)]}
+    told["local"][0]["alike"] = {"runs": [[one, one, 1] for one in range(240_000)]}
     return report(told)
 
 
@@ -90,7 +90,7 @@ def _whole(body: Body) -> Report:
 def test_a_long_rank_says_what_a_short_one_says() -> None:
     steps = tuple(range(1000))
     told = rank(3, 8, memory=steps[:4], local=steps, archive=steps)
-    told["local"][5]["twins"] = [1, 2]
+    told["local"][5]["alike"] = {"runs": [(3, 7, 2)]}
     restore = {"rank": 3, "epoch": {"id": epoch()}, "tier": "local", "seconds": 1.0, "at": 2.0}
     volume = {"name": "nvme0", "engine": "direct", "used_bytes": 1, "free_bytes": 1}
     gone = {"peer": [{"epoch": epoch(), "step": 7}]}

@@ -471,13 +471,13 @@ def test_a_changed_policy_holds_for_pods_that_were_made_with_it() -> None:
 
 
 def test_a_start_lasts_from_the_first_pod_until_none_stays() -> None:
-    first = pod(0, sidecar_image="sidecar:1", sidecar_contract=1)
+    first = pod(0, sidecar_image="sidecar:1")
     play = Play(first)
-    assert play.status.start == StartStatus(image="sidecar:1", contract=1)
-    play.see(pod(1, life=2, sidecar_image="sidecar:2", sidecar_contract=1))
-    assert play.status.start == StartStatus(image="sidecar:1", contract=1), "of the oldest"
+    assert play.status.start == StartStatus(image="sidecar:1")
+    play.see(pod(1, life=2, sidecar_image="sidecar:2"))
+    assert play.status.start == StartStatus(image="sidecar:1"), "of the oldest"
     play.see(replace(first, deleting=True))
-    assert play.status.start == StartStatus(image="sidecar:2", contract=1)
+    assert play.status.start == StartStatus(image="sidecar:2")
     play.see(pod(1, life=2, phase="Succeeded"))
     assert play.status.start is None
 

@@ -62,7 +62,6 @@ class Candidates:
 
     `wanted`: the step that a person wants to go back to, as text; '' for the newest. `limit`: that
     step, None if it is not known here. Nothing newer is used and, where `exact`, nothing older.
-    `limit_run`: the step is of this other run's archive.
 
     `failures`: recorded failures of the script itself, with the steps that they cast doubt on and
     that are not dead. `trusted`: pinned steps. `never_whole`: with `Answer.NONE`, as text, steps of
@@ -86,7 +85,6 @@ class Candidates:
     wanted: str = ""
     limit: StepId | None = None
     exact: bool = False
-    limit_run: str = ""
     failures: tuple[Failure, ...] = ()
     trusted: tuple[StepId, ...] = ()
     never_whole: str = ""

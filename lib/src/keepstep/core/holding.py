@@ -130,7 +130,7 @@ class Holding:
         self.ranks = _shared(self.ranks | bitmap(ranks))
         self.written_at = max(self.written_at, *(one.written_at or 0.0 for one in told))
         for rank, one in images.items():
-            if group := _group(rank, one):
+            if group := one.alike.bits:
                 self._twins = self._twins or {}
                 self._twins[group] = self._twins.get(group, 0) | 1 << rank
 
@@ -156,7 +156,7 @@ class Holding:
             and _get(self._sizes, at) == shard.size_bytes
             and (shard.written_at or 0.0) <= self.written_at
             and not self.doubled >> rank & 1
-            and self._group_of(rank) == _group(rank, shard)
+            and self._group_of(rank) == shard.alike.bits
         )
 
     def root(self, rank: int) -> int:
@@ -199,12 +199,6 @@ def number_of(digest: str | None) -> int:
     step in the archive.
     """
     return 0 if digest is None else (hash(digest) & 0x7FFFFFFF) or 1
-
-
-def _group(rank: int, shard: ShardFacts) -> int:
-    """Bitmap of the rank and its twins, the same for all of them; 0 if the rank has no twins."""
-    group = shard.alike.bits
-    return group | 1 << rank if group and not group >> rank & 1 else group
 
 
 def _index(ranks: int, rank: int) -> int:

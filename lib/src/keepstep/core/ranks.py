@@ -16,7 +16,7 @@ Run = tuple[int, int, int]
 """First rank, last rank, and the distance from one rank to the next: at least 1."""
 
 MOST_RUNS: Final = 64
-"""The most runs of a set that is sent as runs. A set of more runs is sent as a list."""
+"""The most runs of a set that is sent as runs. A set of more runs is not sent."""
 MOST_RANKS: Final = 1 << 16
 """A set that is sent as runs contains only ranks below this one."""
 _LONGEST_KEPT: Final = 4096

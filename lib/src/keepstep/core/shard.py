@@ -45,8 +45,7 @@ class ShardFacts(Protocol):
     def params_digest(self) -> str | None: ...
     @property
     def alike(self) -> Ranks:
-        """The twins. The rank itself may be missing, because older versions named only its
-        twins."""
+        """The rank and its twins, as in `Shard`."""
 
     @property
     def written_at(self) -> float | None: ...

@@ -152,11 +152,6 @@ def limit_of(votes: Sequence[Candidates], step: int | None = None) -> tuple[Step
     the script itself asks for; it counts only if no vote asks for one. Raises RestoreError if the
     request cannot be followed.
     """
-    if runs := {vote.limit_run for vote in votes if vote.limit_run}:
-        raise RestoreError(
-            f"going back to a step of run {', '.join(sorted(runs))} was asked for, but this version"
-            " reads no archive of another run; empty spec.restoreFrom to go on without"
-        )
     limits = {vote.limit for vote in votes if vote.limit is not None}
     if len(limits) > 1:
         raise RestoreError(
@@ -187,7 +182,7 @@ def _of_number(votes: Sequence[Candidates], step: int) -> StepId | None:
 
 def nothing_is_kept(votes: Sequence[Candidates]) -> bool:
     """Whether each of these ranks could look and found nothing, and none was asked to go back."""
-    asked = any(vote.wanted or vote.limit or vote.limit_run for vote in votes)
+    asked = any(vote.wanted or vote.limit for vote in votes)
     return _all_none(votes) and not asked
 
 

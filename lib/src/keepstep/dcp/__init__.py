@@ -32,7 +32,6 @@ uses either keepstep.dcp or a `Checkpointer`, because a rank has one lease.
 """
 
 from keepstep.dcp.reader import StorageReader, latest_step
-from keepstep.dcp.reader import newest_step as newest_step  # kept for scripts that use this name
 from keepstep.dcp.session import close
 from keepstep.dcp.writer import StorageWriter
 

@@ -50,9 +50,6 @@ def latest_step() -> int | None:
     return None if found is None else found.step
 
 
-newest_step = latest_step  # another name, kept for scripts that use it
-
-
 def _joined() -> sessions.Session:
     session = sessions.session()
     session.meet(*group_place(is_coordinator=False, rank=None))

@@ -140,7 +140,7 @@ class Header:
         }
 
     def _hints(self) -> dict[str, Any]:
-        """Keys that a reader can do without. Older images may lack them."""
+        """Keys that only some images have."""
         orders = {one.name: one.dim_order for one in self.specs if one.dim_order is not None}
         strides = {one.name: one.strides for one in self.specs if one.strides is not None}
         shapes = {one.name: one.unflattened for one in self.specs if one.unflattened is not None}

@@ -242,11 +242,11 @@ class Images:
         view = memoryview((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr()))
         return zlib.compress(Layout.parse(view, size_bytes=len(view)).header, 1)
 
-    def parameters(self, rank: int, optimizer: str) -> Parameters | None:
-        """The parameters of an optimizer, from a saved rank's image; None if the image does not
-        list them.
+    def parameters(self, rank: int, optimizer: str) -> Parameters:
+        """The parameters of an optimizer, from a saved rank's image; none if the component was no
+        optimizer there.
         """
-        return self._parameters[rank].get(optimizer)
+        return self._parameters[rank].get(optimizer, ())
 
     def all_parameters(self, optimizer: str) -> Parameters:
         """The parameters of an optimizer in all images; each distinct list appears once."""

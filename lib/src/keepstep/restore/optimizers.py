@@ -18,14 +18,12 @@ from torch import Tensor
 from keepstep.restore.boxes import Saved
 from keepstep.restore.images import Images
 from keepstep.restore.pairing import (
-    SavedParameter,
     bring_in_order,
     is_capturable,
     live_numbers,
     load_exactly,
     loads_in_its_own_way,
     parameter_names,
-    saved_parameters,
     state_device,
 )
 from keepstep.restore.targets import Live, Path, SavedTree, Target, describe_saved
@@ -71,9 +69,9 @@ class OptimizerLoader:
         `saved`: the tree in the image of saved rank `rank`, whose values this rank takes. `groups`:
         the numbers of the parameters in each group.
         """
-        told = self._told(rank, saved)
-        numbers = live_numbers(self._parameters, groups, told, self._names)
-        self._check_parameters(groups, told, numbers)
+        names = self._saved_names(rank)
+        numbers = live_numbers(self._parameters, groups, names, self._names)
+        self._check_parameters(groups, names, numbers)
         order = self._order(groups, numbers)
         if order is None:
             return
@@ -104,12 +102,13 @@ class OptimizerLoader:
 
     # --- pairing of parameters and groups ------------------------------------------------------
 
-    def _told(self, rank: int, saved: SavedTree) -> dict[int, SavedParameter]:
-        told = self._images.parameters(rank, self._name)
-        return saved_parameters(self._name, saved.node, told)
+    def _saved_names(self, rank: int) -> dict[int, str]:
+        """The names of the saved parameters by their numbers, as the image of `rank` lists them."""
+        listed = self._images.parameters(rank, self._name)
+        return {number: name for number, (name, _) in enumerate(listed)}
 
     def _check_parameters(
-        self, groups: _Groups, told: Mapping[int, SavedParameter], numbers: Mapping[int, int]
+        self, groups: _Groups, saved: Mapping[int, str], numbers: Mapping[int, int]
     ) -> None:
         """Compare the parameters with those that any image lists, because each image may have only
         a part of them. This rank's own image alone must have all of them, and no others.
@@ -129,10 +128,9 @@ class OptimizerLoader:
                 )
         if self._loader.alone:
             for number in (one for group in groups for one in group if one not in numbers):
-                name = told[number].name if number in told else None
+                name = saved.get(number, number)
                 self._loader.differ(
-                    f"{self._name}: has the parameter {name or number} in the checkpoint, but not"
-                    " here"
+                    f"{self._name}: has the parameter {name} in the checkpoint, but not here"
                 )
 
     def _order(self, groups: _Groups, numbers: Mapping[int, int]) -> list[int] | None:
@@ -232,9 +230,9 @@ class OptimizerLoader:
         state = None if saved is None else dict(saved.branches(saved.node)).get("state")
         if saved is None or state is None:
             return
-        told = self._told(rank, saved)
+        names = self._saved_names(rank)
         for key, node in saved.branches(state):
-            name = told[key].name if key in told else None
+            name = names.get(key)
             if name is not None and self._owner(name) == at:
                 self._parameter(at, saved, node, live)
 

@@ -11,28 +11,18 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from keepstep.image import Parameters, base_of
-from keepstep.restore.targets import Path
 from keepstep.state import sharding
 from keepstep.state.devices import device_of
-from keepstep.state.leaves import Node, leaves_of
 from keepstep.state.wrappers import unwrap
 
 log = logging.getLogger("keepstep")
 
 _CPU = torch.device("cpu")
-
-
-class SavedParameter(NamedTuple):
-    """A parameter as an image describes it. None: the image does not say."""
-
-    name: str | None
-    shape: tuple[int, ...] | None
 
 
 def bring_in_order(
@@ -119,34 +109,6 @@ def parameter_names(components: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def saved_parameters(
-    component: str, node: Node, told: Parameters | None
-) -> dict[int, SavedParameter]:
-    """The saved parameters by number.
-
-    `told`: what the image lists. `node`: the optimizer's tree in the image. An older image has no
-    list, so the tree gives the names of the parameters that have a tensor in their state.
-    """
-    if told is not None:
-        return {at: SavedParameter(*one) for at, one in enumerate(told)}
-    return {
-        path[1]: SavedParameter(_parameter_of(component, leaf[1], path), None)
-        for path, leaf in leaves_of(node)
-        if leaf[0] == "t" and len(path) > 2 and path[0] == "state" and type(path[1]) is int
-    }
-
-
-def _parameter_of(component: str, tensor: str, path: Path) -> str | None:
-    """The parameter after which a tensor of an optimizer's state is named. `path`: of the tensor in
-    the optimizer's tree.
-    """
-    name = base_of(tensor)[0].rstrip("~")
-    begin, end = f"{component}.state.", "." + ".".join(map(str, path[2:]))
-    if not name.startswith(begin) or not name.endswith(end):
-        return None
-    return name[len(begin) : -len(end)] or None
-
-
 def state_device(
     saved: str | None, parameter: torch.device, *, home: str | None, counter: bool
 ) -> torch.device:
@@ -163,14 +125,14 @@ def state_device(
 def live_numbers(
     live: Sequence[Tensor],
     groups: Iterable[Sequence[int]],
-    saved: Mapping[int, SavedParameter],
+    saved: Mapping[int, str],
     names: Mapping[str, Tensor],
 ) -> dict[int, int]:
-    """The live number of each saved parameter that has one."""
+    """The live number of each saved parameter that has one. `saved`: the names by saved number."""
     at = {id(one): number for number, one in enumerate(live)}
     numbers, unnamed = {}, []
     for number in (one for group in groups for one in group):
-        name = saved[number].name if number in saved else None
+        name = saved.get(number)
         parameter = None if name is None else names.get(name)
         if parameter is not None and id(parameter) in at:
             numbers[number] = at[id(parameter)]

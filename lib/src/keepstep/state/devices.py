@@ -108,9 +108,6 @@ def generator_states() -> dict[str, list[bytes]]:
     return {found: [bytes(devices.get_rng_state(at).tolist()) for at in count]}
 
 
-def set_generator(kind: str, state: torch.Tensor, at: int | None = None) -> None:
-    """Set the generator of device `at`; None means the current device."""
-    if at is None:
-        module(kind).set_rng_state(state)
-    else:
-        module(kind).set_rng_state(state, at)
+def set_generator(kind: str, state: torch.Tensor, at: int) -> None:
+    """Set the generator of device `at`."""
+    module(kind).set_rng_state(state, at)

@@ -127,13 +127,10 @@ def _apply_numpy(state: Any) -> None:
 
 def _apply_devices(kind: str, states: Any) -> None:
     count = devices.module(kind).device_count() if kind == devices.kind() else 0
-    if count and isinstance(states, bytes):  # an older image, with the state of one device
-        devices.set_generator(kind, _byte_tensor(states))
-        return
     if len(states) != count:
         log.warning(
             "keepstep: random states of %d devices (%s) were kept, and there are %d here",
-            1 if isinstance(states, bytes) else len(states),
+            len(states),
             kind,
             count,
         )

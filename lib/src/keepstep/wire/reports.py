@@ -10,8 +10,7 @@ pinned for a run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
-from typing import TypeVar
+from dataclasses import dataclass, field, fields
 
 from keepstep.core.goodput import Badput, Goodput
 from keepstep.core.ledger import RankReport, Reported
@@ -30,15 +29,11 @@ STILL_USED_EXIT = 3
 after the operator had taken it for gone."""
 
 
-_Image = TypeVar("_Image", bound="ReportedShard")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReportedShard:
     """A `Shard` of the rank under which it is reported.
 
-    `twin_runs`: the rank and its twins. `twins`: the twins as a list, for an operator that does not
-    say that it reads runs, or if there would be too many runs.
+    `alike`: the rank and its twins; no ranks if they would take too many runs (`Ranks.is_short`).
     """
 
     id: StepId
@@ -46,19 +41,14 @@ class ReportedShard:
     root: str | None = None
     params_digest: str | None = None
     written_at: float | None = None
-    twins: tuple[int, ...] = ()
     bytes: int = field(default=0, compare=False)
-    twin_runs: Ranks = NOBODY
+    alike: Ranks = NOBODY
 
     def __post_init__(self) -> None:
-        if self.twin_runs:
-            if not self.twin_runs.is_short or self.twin_runs.last >= self.world:
+        if self.alike:
+            if not self.alike.is_short or self.alike.last >= self.world:
                 raise ValueError("twins that cannot be")
-            object.__setattr__(self, "twin_runs", shared(self.twin_runs))
-
-    @property
-    def alike(self) -> Ranks:
-        return self.twin_runs or Ranks.of(self.twins)
+            object.__setattr__(self, "alike", shared(self.alike))
 
     @property
     def step_id(self) -> StepId:
@@ -77,15 +67,8 @@ class ReportedShard:
             params_digest=shard.params_digest,
             written_at=shard.written_at,
             bytes=shard.size_bytes,
-            twins=() if shard.alike.is_short else tuple(shard.alike),
-            twin_runs=shard.alike if shard.alike.is_short else NOBODY,
+            alike=shard.alike if shard.alike.is_short else NOBODY,
         )
-
-    def with_list(self: _Image, rank: int) -> _Image:
-        """This shard of `rank` with its twins as a list, for an operator that reads no runs."""
-        if not self.twin_runs:
-            return self
-        return replace(self, twins=tuple(one for one in self.twin_runs if one != rank))
 
     def shard(self, rank: int) -> Shard:
         return Shard(
@@ -96,7 +79,7 @@ class ReportedShard:
             root=self.root,
             params_digest=self.params_digest,
             written_at=self.written_at,
-            alike=self.twin_runs or (Ranks.of((rank, *self.twins)) if self.twins else NOBODY),
+            alike=self.alike,
         )
 
 
@@ -123,14 +106,6 @@ class ReportedRank(RankCounters):
     peer_answer: Answer | None = None
     archive_answer: Answer | None = None
     gone: dict[Tier, tuple[StepId, ...]] = field(default_factory=dict)
-
-    def with_lists(self) -> ReportedRank:
-        """This report with all twins as lists, for an operator that reads no runs."""
-        listed = {
-            str(tier): tuple(one.with_list(self.rank) for one in held)
-            for tier, (held, _) in self.by_tier().items()
-        }
-        return replace(self, **listed)  # type: ignore[arg-type]
 
     def by_tier(self) -> dict[Tier, tuple[tuple[ReportedShard, ...], Answer | None]]:
         """By tier, the listed shards and the tier's answer."""
@@ -217,9 +192,9 @@ class Report:
     from being swapped ("hugepages", "mlock"), or "no" and the reason. `peer_address`: the address
     at which other pods of the run reach this one; '' if it serves none. `failures`: all failures of
     the script itself that are known here. `goodput`: None before the first restore.
-    `peers_version`: the version of the list of peers that this sidecar has; '': it has none; None:
-    list the peers each time. `refusals`: how often the ranks' vote refused since the last restore.
-    `refused`: why, in its own words.
+    `peers_version`: the version of the list of peers that this sidecar has; '': it has none.
+    `refusals`: how often the ranks' vote refused since the last restore. `refused`: why, in its own
+    words.
     """
 
     sidecar: str
@@ -244,7 +219,7 @@ class Report:
     depots: tuple[TierProgress, ...] = ()
     failures: tuple[Failure, ...] = ()
     goodput: ReportedGoodput | None = None
-    peers_version: str | None = None
+    peers_version: str = ""
     refusals: int = 0
     refused: str = ""
 
@@ -271,10 +246,9 @@ class ReportReply:
     `pinned`: steps that stay even when a volume is full.
     `peers`: the other pods of the run that serve, or that hold copies of this pod's shards.
     `peers_version`: names the content of this list. If it is the version that the report named, the
-    list is unchanged and not repeated. '': the list is whole.
+    list is unchanged and not repeated.
     `restore_from`: a person wants the next epoch to go on from exactly this step, so no newer one
-    is a candidate; None: no such wish. `restore_run`: the run to whose archive that step belongs;
-    '': this run.
+    is a candidate; None: no such wish.
     `awaits`: shards of this pod's ranks that are being made reachable; '': none. A vote waits for
     them for a while, and does not answer NONE meanwhile.
     `all_peers`: every pod of the run has reported, so `peers` names all that serve. Otherwise a pod
@@ -288,7 +262,6 @@ class ReportReply:
     other number, like 0, the next report must be whole.
     `archive`: a committed step to archive instead of a due step that was never committed.
     `failures`: failures of the script itself, from all pods, because a new pod has no record.
-    `reads_runs`: this operator reads `twin_runs`. For one that does not say so, `twins` are listed.
     `begin_again`: a person wants the run to begin at step 0 if no step can be restored.
     `gone_for_good`: what no pod of the run can reach cannot come back, and the policy says to begin
     again then.
@@ -304,7 +277,6 @@ class ReportReply:
     peers: tuple[Peer, ...] = ()
     peers_version: str = ""
     restore_from: StepId | None = None
-    restore_run: str = ""
     awaits: str = ""
     all_peers: bool = False
     leaving: bool = False
@@ -312,7 +284,6 @@ class ReportReply:
     authorities: str = ""
     archive: StepId | None = None
     failures: tuple[Failure, ...] = ()
-    reads_runs: bool = False
     begin_again: bool = False
     gone_for_good: bool = False
 

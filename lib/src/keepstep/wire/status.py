@@ -162,8 +162,7 @@ class Status:
     sidecar: str
     pid: int
     started_at: float
-    protocol_min: int
-    protocol_max: int
+    protocol: int
     locked: str
     hints: tuple[str, ...] = ()
     epoch: Epoch | None = None

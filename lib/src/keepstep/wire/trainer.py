@@ -26,8 +26,7 @@ else:  # `typing` has it from Python 3.11 on, and only type checkers need it
         return lambda kind: kind
 
 
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
+PROTOCOL = 1
 
 SOCKET_ENV = "KEEPSTEP_SOCKET"
 """Environment variable of the training process: the path of the sidecar's unix socket."""
@@ -98,8 +97,7 @@ class LeaseRequest(Message):
     attempt: str
     pid: int
     library: str
-    protocol_min: int = PROTOCOL_MIN
-    protocol_max: int = PROTOCOL_MAX
+    protocol: int = PROTOCOL
     holding: tuple[str, ...] = ()
     local_world: int = 0
     ancestors: tuple[int, ...] = ()
@@ -116,7 +114,6 @@ class LeaseGranted(Message):
 
     lease: str
     run: str
-    protocol: int
     sidecar: str
     memory_dir: str
     huge_pages_dir: str = ""

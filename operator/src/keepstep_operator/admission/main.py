@@ -13,7 +13,6 @@ import click
 from keepstep_operator import __version__, journal
 from keepstep_operator.admission.authority import ReportsAuthority
 from keepstep_operator.admission.metrics import Metrics
-from keepstep_operator.admission.nodes import NodeCache
 from keepstep_operator.admission.policies import PolicyCache
 from keepstep_operator.admission.rooms import Rooms
 from keepstep_operator.admission.run_record import RunRecords
@@ -57,7 +56,6 @@ class Settings:
     namespace: str
     timeout_s: float
     drain_s: float
-    watch_nodes: bool
 
     def defaults(self, reports_ca: str) -> Defaults | None:
         """The settings for each pod; None while the reports CA is unknown."""
@@ -115,12 +113,6 @@ class Settings:
     metavar="SECONDS",
     help="How long to go on answering after SIGTERM, until Services have noticed.",
 )
-@option(
-    "--watch-nodes",
-    is_flag=True,
-    help="Follow the cluster's nodes, for policies with `hugePages: Auto`; without, these get small"
-    " pages.",
-)
 def admission(**options: Any) -> None:
     """Serve the webhook that puts the sidecar into annotated pods.
 
@@ -145,13 +137,12 @@ async def serve(settings: Settings) -> None:
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client(await find_access()))
         policies = PolicyCache(client, counted=metrics.policies)
-        nodes, rooms = NodeCache(client), Rooms(client)
+        rooms = Rooms(client)
         authority = ReportsAuthority(
             client, namespace=settings.namespace, name=settings.reports_ca_configmap
         )
         server = Admission(
             policies=policies,
-            nodes=nodes,
             records=RunRecords(client),
             rooms=rooms,
             defaults=lambda: settings.defaults(authority.pem),
@@ -175,8 +166,6 @@ async def serve(settings: Settings) -> None:
             group.create_task(authority.run(), name="follow the reports CA"),
             group.create_task(tls.keep_fresh(), name="reload the certificate"),
         ]
-        if settings.watch_nodes:
-            followers.append(group.create_task(nodes.run(), name="follow nodes"))
         async with (
             listening(observed(metrics.registry, ready), port=settings.metrics_port) as seen,
             listening(

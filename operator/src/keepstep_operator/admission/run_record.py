@@ -17,7 +17,7 @@ from cachetools import TTLCache
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.policy import Policy, parse_policy
 from keepstep_operator.bodies import Body
-from keepstep_operator.injection import CONTRACT, Near
+from keepstep_operator.injection import Near
 from keepstep_operator.kube import RUNS, Client, KubeError
 from keepstep_operator.spans import within
 
@@ -47,7 +47,6 @@ class _Policy(msgspec.Struct, frozen=True, kw_only=True):
 class _Start(msgspec.Struct, frozen=True, kw_only=True):
     image: str = ""
     version: str = ""
-    contract: int = 0
 
 
 class _Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,13 +102,11 @@ def read(run: Body, namespace: str) -> RunRecord:
         return RunRecord()
     if status.start is None:
         return RunRecord(holders=status.holders)
-    # an image that an older admission chose may not know the arguments that this one gives
-    known = status.start.contract == CONTRACT
     return RunRecord(
         holders=status.holders,
         policy=_parsed(status.policy, namespace),
-        image=status.start.image if known else "",
-        version=status.start.version if known else "",
+        image=status.start.image,
+        version=status.start.version,
     )
 
 

@@ -19,7 +19,6 @@ from aiohttp import web
 from cachetools import TTLCache
 
 from keepstep_operator.admission.metrics import Metrics
-from keepstep_operator.admission.nodes import NodeCache
 from keepstep_operator.admission.policies import PolicyAbsent, PolicyCache
 from keepstep_operator.admission.reviews import (
     Result,
@@ -79,7 +78,6 @@ class Admission:
         self,
         *,
         policies: PolicyCache,
-        nodes: NodeCache,
         records: RunRecords,
         rooms: Rooms,
         defaults: Callable[[], Defaults | None],
@@ -90,7 +88,6 @@ class Admission:
         self._records = records
         self._rooms = rooms
         self._policies = policies
-        self._nodes = nodes
         self._defaults = defaults
         self._metrics = metrics
         self._deadline_s = deadline_s
@@ -145,7 +142,6 @@ class Admission:
         kept = policy.host_paths or policy.peers is not None
         near = record.near(place.node_rank) if place is not None and kept else ()
         defaults = defaults.with_sidecar(record.image, record.version)
-        policy = self._nodes.settled(policy, review.body.get("spec") or {})
         room = await self._rooms.of(review.pod)
         if room.quotas and place is not None and is_tight(review.body, policy, defaults, room):
             room = await self._rooms.now(room, review.pod, place)

@@ -83,7 +83,6 @@ class PodRecord:
     policy_generation: int = 0
     sidecar_image: str = ""
     sidecar_version: str = ""
-    sidecar_contract: int = 0
     labelled: bool = False
     queued: bool = False
     uncounted: bool = False

@@ -115,7 +115,6 @@ class Placement:
 _Word = Annotated[str, msgspec.Meta(pattern=r"\A[!-~]{0,128}\Z")]
 _Image = Annotated[str, msgspec.Meta(pattern=r"\A[!-~]{0,1024}\Z")]
 _Generation = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-_Contract = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +123,7 @@ class Injected:
 
     `reason`: '' if the sidecar was injected; otherwise one word, and `message` says what to do.
     `job`: None if refused. `image`, `version`: of the sidecar. `warnings`: what was done otherwise
-    than asked. `ranked`: the pod asked for its node rank by label. `contract`: see
-    `injection.settings`; 0 before there was one.
+    than asked. `ranked`: the pod asked for its node rank by label.
 
     The types are checked on reading, because anybody who may write pods may have written the
     annotation. `policy`, `message` and `warnings` may be any text.
@@ -141,7 +139,6 @@ class Injected:
     job: Job | None = None
     warnings: tuple[str, ...] = ()
     ranked: bool = False
-    contract: _Contract = 0
 
     def render(self) -> str:
         """The annotation's value: JSON without empty fields, keys in a fixed order."""
@@ -241,10 +238,7 @@ def _index_by(pod: Pod, kind: JobKind) -> int | None:
         case RankSource.GROUPED:
             return _grouped(pod)
         case RankSource.LABEL:
-            index = _indexed(pod, kind.label)
-            if index is None and kind.kind == "StatefulSet":
-                return _index(pod.name.rpartition("-")[2])  # before Kubernetes 1.28
-            return index
+            return _indexed(pod, kind.label)
         case _:
             return 0
 

@@ -72,12 +72,11 @@ class Verify(str, enum.Enum):
 
 
 class HugePages(str, enum.Enum):
-    """The pages of slots. `AUTO`: huge pages if every node that the pod may run on has enough of
-    them, since a pod that requests more than any node has is never scheduled."""
+    """The pages of slots: small ones, or huge pages of 2 MiB. A pod that requests more huge pages
+    than any node has is never scheduled."""
 
     NONE = "None"
-    ALWAYS = "2Mi"
-    AUTO = "Auto"
+    TWO_MIB = "2Mi"
 
 
 class OnLoss(str, enum.Enum):
@@ -173,7 +172,7 @@ class Policy:
     @property
     def huge_bytes(self) -> int:
         """The bytes of huge pages for each pod; 0 if the policy asks for none."""
-        if self.huge_pages is not HugePages.ALWAYS:
+        if self.huge_pages is not HugePages.TWO_MIB:
             return 0
         return -(-self.memory_limit_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
 

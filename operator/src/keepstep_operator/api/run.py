@@ -167,7 +167,6 @@ class StartStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
 
     image: str
     version: str = ""
-    contract: int = 0
 
 
 class Condition(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):

@@ -16,6 +16,6 @@ from keepstep_operator.injection.affinity import Near
 from keepstep_operator.injection.inject import inject, is_injected, is_tight
 from keepstep_operator.injection.refusal import refuse
 from keepstep_operator.injection.room import Room
-from keepstep_operator.injection.settings import CONTRACT, Defaults
+from keepstep_operator.injection.settings import Defaults
 
-__all__ = ["CONTRACT", "Defaults", "Near", "Room", "inject", "is_injected", "is_tight", "refuse"]
+__all__ = ["Defaults", "Near", "Room", "inject", "is_injected", "is_tight", "refuse"]

@@ -90,8 +90,10 @@ def sidecar(
         "resources": resources,
         "volumeMounts": mounts_of(policy, placement),
         "lifecycle": {
-            "postStart": {"exec": {"command": [_PROGRAM, "--started", "--probe-timeout", _START]}},
-            "preStop": {"exec": {"command": [_PROGRAM, "--flush"]}},
+            "postStart": {
+                "exec": {"command": [_PROGRAM, "probe", "--started", "--timeout", _START]}
+            },
+            "preStop": {"exec": {"command": [_PROGRAM, "flush"]}},
         },
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": confined(user=USER_ID, group=GROUP_ID),
@@ -116,7 +118,7 @@ def directories(
         "name": VOLUMES_CONTAINER,
         "image": defaults.root_image or defaults.sidecar_image,
         "imagePullPolicy": defaults.sidecar_pull_policy,
-        "command": [_PROGRAM, "--prepare", *prepared_paths(policy, placement)],
+        "command": [_PROGRAM, "prepare", *prepared_paths(policy, placement)],
         "resources": resources_of(
             replace(cost, memory_bytes=128 << 20, spare_bytes=0, huge_bytes=0).within(room)
         ),

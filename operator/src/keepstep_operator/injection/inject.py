@@ -35,7 +35,7 @@ from keepstep_operator.injection.resources import (
     storage_limit,
 )
 from keepstep_operator.injection.room import Room
-from keepstep_operator.injection.settings import CONTRACT, Defaults
+from keepstep_operator.injection.settings import Defaults
 from keepstep_operator.injection.volumes import file_system_group, memory_mounts, volumes_of
 from keepstep_operator.names import (
     GROUP_ID,
@@ -262,7 +262,6 @@ class _Injection:
             generation=self.policy.generation,
             image=self.defaults.sidecar_image,
             version=self.defaults.version,
-            contract=CONTRACT,
             container=self.container,
             job=root_of(self.pod),
             warnings=tuple(self.warnings),

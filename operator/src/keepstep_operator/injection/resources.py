@@ -3,7 +3,7 @@
 Its memory is the slots plus the policy's overhead: pages of shared memory are charged to the
 sidecar, which touches them first. Requests equal limits, since memory cannot be taken back. Slots
 of huge pages are a resource of their own. The sidecar's memory limit stays the same then, because
-small images, and images of an older library, use small pages all the same.
+small images use small pages all the same.
 
 CPU has no limit unless something asks for one: the policy (`cpuLimit`), a Guaranteed pod, which
 stays Guaranteed, a LimitRange or a quota of the namespace. An idle sidecar takes next to no CPU,

@@ -4,12 +4,6 @@ them."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
-
-CONTRACT: Final = 1
-"""The version of the arguments and variables that a sidecar gets. Raise it when an image that
-understood the version before would not start with them. Such an image is then not given to pods
-that join its run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from keepstep_operator import __version__, names
+from keepstep_operator import names
 from keepstep_operator.kubectl.cluster import Body, Cluster, Refused
 
 OK, BAD, UNKNOWN = "ok", "bad", "unknown"
@@ -96,33 +96,6 @@ def _component(deployment: Body) -> str:
     return str(deployment["metadata"].get("labels", {}).get("app.kubernetes.io/component", ""))
 
 
-def _versions(cluster: Cluster) -> Iterator[Told]:
-    """Library and sidecar may be two minor releases apart. This plugin has the operator's
-    version."""
-    for one in cluster.runs():
-        status = one.get("status", {})
-        sidecar, library = status.get("sidecarVersion", ""), status.get("libraryVersion", "")
-        if status.get("phase") == "Finished" or not (sidecar and library):
-            continue
-        near = _minor(sidecar) and _minor(library) and _apart(sidecar, library) <= 2
-        said = f"run {one['metadata']['name']}: sidecar {sidecar}, library {library}"
-        hint = "" if near else "; they may be two minor releases apart: make the image anew"
-        yield OK if near else BAD, said + hint
-    yield OK, f"this plugin is of {__version__}"
-
-
-def _minor(version: str) -> bool:
-    return len(version.split(".")) >= 2 and all(one.isdecimal() for one in version.split(".")[:2])
-
-
-def _apart(one: str, other: str) -> int:
-    """The number of minor releases between two versions; 1000 more for each major release."""
-    (major, minor), (its_major, its_minor) = (
-        tuple(map(int, version.split(".")[:2])) for version in (one, other)
-    )
-    return abs(minor - its_minor) + 1000 * abs(major - its_major)
-
-
 def _huge_pages(cluster: Cluster) -> Iterator[Told]:
     nodes = cluster.list("/api/v1/nodes")
     with_them = [
@@ -135,4 +108,4 @@ def _huge_pages(cluster: Cluster) -> Iterator[Told]:
     yield OK, said
 
 
-_CHECKS: Final = (_kinds, _webhook, _operator, _versions, _huge_pages)
+_CHECKS: Final = (_kinds, _webhook, _operator, _huge_pages)

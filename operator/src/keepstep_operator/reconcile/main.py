@@ -89,7 +89,6 @@ class Settings:
         return HelperDefaults(
             image=self.helper_image,
             namespace=self.helper_namespace or self.namespace,
-            release=self.namespace,
             account=self.helper_account,
             reports_url=self.reports_url,
             reports_ca=reports_ca,

@@ -97,7 +97,6 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         policy_generation=said.generation,
         sidecar_image=_shared(said.image),
         sidecar_version=_shared(said.version),
-        sidecar_contract=said.contract,
         labelled=names.RUN_LABEL in pod.labels,
         queued=is_queued(pod),
         uncounted=is_queued_by_template(pod),

@@ -42,13 +42,11 @@ _MOST_BITS: Final = 1 << 23
 """A step takes a bit for each rank up to its highest, so fewer steps count for ranks beyond
 8,192."""
 MOST_BITS_OF_ALL: Final = 1 << 26
-"""The same for all ranks and tiers of a report together: 8 MiB."""
+"""The same for all ranks and tiers of a report together: 8 MiB. The bitmaps of all different sets
+of twins must fit into as many."""
 MOST_EPOCHS: Final = 1024
 """The most epochs that a step, a restore or another epoch's parent names. Further ones are dropped
 and not refused, since a run may have begun any number of times."""
-MOST_TWINS: Final = 1 << 18
-"""The most twins that one report lists. Twins that are reported as runs are bounded otherwise: the
-bitmaps of their different sets must fit into `MOST_BITS_OF_ALL`."""
 MOST_WARNINGS: Final = 32
 MOST_RESTORES: Final = 16 * MOST_RANKS
 MOST_DOUBTED: Final = KEPT * KEPT
@@ -96,7 +94,7 @@ class _OuterRank(ReportedRank):
 class _OuterShard(msgspec.Struct, frozen=True):
     """The field of an image that is not decoded before its length is known."""
 
-    twin_runs: msgspec.Raw = msgspec.Raw(b"")
+    alike: msgspec.Raw = msgspec.Raw(b"")
 
 
 _outer: Final = msgspec.json.Decoder(_Outer).decode
@@ -161,16 +159,16 @@ def _failures(raw: Sequence[msgspec.Raw]) -> tuple[Failure, ...]:
 
 def _ranks(raw: Sequence[msgspec.Raw]) -> Parts[tuple[ReportedRank, ...]]:
     found: list[ReportedRank] = []
-    held = twins = 0
+    held = 0
     runs: set[Ranks] = set()
     for one in raw:
         told = _rank(one) if len(memoryview(one)) <= _SMALL_BYTES else (yield from _long_rank(one))
         held += bool(told.peer) or not kept(told)
         if held > MOST_RANKS or len(found) >= held + MOST_OTHERS:
             raise Refused(400, "bad-report", "more ranks than one pod can have")
-        twins += _check_rank(told)
-        runs.update(image.twin_runs for image in _images(told))
-        if twins > MOST_TWINS or sum(each.last + 1 for each in runs) > MOST_BITS_OF_ALL:
+        _check_rank(told)
+        runs.update(image.alike for image in _images(told))
+        if sum(each.last + 1 for each in runs) > MOST_BITS_OF_ALL:
             raise Refused(400, "bad-report", "more twins than one pod can tell of")
         found.append(_newest(told))
         yield
@@ -195,10 +193,9 @@ def _long_rank(raw: msgspec.Raw) -> Parts[ReportedRank]:
 
 
 def _checked_shard(raw: msgspec.Raw) -> ReportedShard:
-    """Decode an image. Very long runs of twins are refused undecoded: one run takes several times
-    as long as one rank of a list."""
+    """Decode an image. Very long runs of twins are refused undecoded."""
     is_long = len(memoryview(raw)) > _SMALL_BYTES
-    if is_long and len(memoryview(_outer_shard(raw).twin_runs)) > _SMALL_BYTES:
+    if is_long and len(memoryview(_outer_shard(raw).alike)) > _SMALL_BYTES:
         raise Refused(400, "bad-report", "more runs of twins than are read")
     return _shard(raw)
 
@@ -258,14 +255,11 @@ def _last(held: tuple[ReportedShard, ...], most: int) -> tuple[ReportedShard, ..
     return tuple(sorted(held, key=lambda shard: shard.id)[-most:])
 
 
-def _check_rank(one: ReportedRank) -> int:
-    """Check a rank. Returns how many twins it lists. Raises Refused."""
+def _check_rank(one: ReportedRank) -> None:
+    """Raises Refused."""
     held = _images(one)
     worlds = {one.world, *(image.world for image in held)}
-    with_twins = [image for image in held if image.twins]
-    if any(min(image.twins) < 0 or max(image.twins) >= image.world for image in with_twins) or any(
-        one.rank not in image.twin_runs for image in held if image.twin_runs
-    ):
+    if any(one.rank not in image.alike for image in held if image.alike):
         raise Refused(400, "bad-report", f"rank {one.rank} tells of twins that cannot be")
     if not 0 <= one.rank < one.world or not all(0 < world <= LARGEST_WORLD for world in worlds):
         raise Refused(400, "bad-report", f"rank {one.rank} of {one.world} cannot be")
@@ -277,7 +271,6 @@ def _check_rank(one: ReportedRank) -> int:
     staged = (one.staged,) if one.staged is not None else ()
     if not all(map(_is_step, (*staged, *gone, *(image.id for image in held)))):
         raise Refused(400, "bad-report", f"rank {one.rank} tells of a step that cannot be")
-    return sum(len(image.twins) for image in with_twins)
 
 
 def _images(one: ReportedRank) -> tuple[ReportedShard, ...]:

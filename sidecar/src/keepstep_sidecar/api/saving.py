@@ -40,8 +40,8 @@ from keepstep_sidecar.history import History
 from keepstep_sidecar.leases import (
     Lease,
     Leases,
+    check_protocol,
     check_rank,
-    common_version,
     local_world,
     parse_layout,
 )
@@ -97,7 +97,7 @@ class Saving:
         """A trainer asks for its rank. Raises SidecarError `protocol` or `rank-taken`."""
         check_rank(request)
         try:
-            version = common_version(request)
+            check_protocol(request)
         except SidecarError as error:
             self.refused[request.rank] = str(error)
             self._changes.ring()
@@ -121,7 +121,6 @@ class Saving:
         return lease, LeaseGranted(
             lease=lease.token,
             run=self._config.run,
-            protocol=version,
             sidecar=__version__,
             memory_dir=str(self._config.memory_dir),
             huge_pages_dir=str(self._slots.directories.huge or ""),

@@ -15,7 +15,7 @@ from keepstep.errors import StorageError
 from keepstep.image import HUGE_PAGE_BYTES
 from keepstep.steps import StepId, Tier
 from keepstep.wire.status import RankStatus, SlotStatus, Status, StepStatus, VolumeStatus
-from keepstep.wire.trainer import PROTOCOL_MAX, PROTOCOL_MIN
+from keepstep.wire.trainer import PROTOCOL
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.concurrency import detached
@@ -47,8 +47,7 @@ async def status(service: Service) -> Status:
         sidecar=__version__,
         pid=os.getpid(),
         started_at=service.started_at,
-        protocol_min=PROTOCOL_MIN,
-        protocol_max=PROTOCOL_MAX,
+        protocol=PROTOCOL,
         locked=pinned(service),
         hints=hints(service),
         epoch=committer.epoch or max(ledger.epochs, key=lambda one: one.id, default=None),

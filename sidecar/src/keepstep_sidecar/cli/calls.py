@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from keepstep.client.http import Client, UnixConnection
-from keepstep.errors import ProtocolError, SidecarAbsent
+from keepstep.errors import SidecarAbsent
 from keepstep.wire.status import History, Status
 from keepstep.wire.trainer import Flushed, FlushRequest, OwnerRequest, StopRequest
 
@@ -31,13 +31,9 @@ def status(path: Path, *, timeout_s: float = ANSWER_S) -> Status | None:
 
 
 def history(path: Path, since: int = 0, *, timeout_s: float = ANSWER_S) -> History | None:
-    """What happened after the event `since`; None when no process listens, and when the sidecar is
-    too old for this call. Raises SidecarError."""
+    """What happened after the event `since`; None when no process listens. Raises SidecarError."""
     route = f"/v1/history?since={since}"
-    try:
-        return _ask(path, lambda client: client.get(route, History, timeout_s=timeout_s))
-    except ProtocolError:
-        return None
+    return _ask(path, lambda client: client.get(route, History, timeout_s=timeout_s))
 
 
 def answers(path: Path, *, timeout_s: float = 2.0) -> bool:

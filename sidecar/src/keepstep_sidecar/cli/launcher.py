@@ -157,8 +157,7 @@ def adopt(kept: RunDir) -> Process | None:
         return None
     process = Process.of(live.pid)
     if process is not None and is_recorded(kept):
-        with contextlib.suppress(SidecarError):  # an older one lacks this; it lingers as before
-            calls.own(kept.socket, os.getpid())
+        calls.own(kept.socket, os.getpid())
         return process
     # making newer steps durable could retire the step that --restore-from names
     drain = not kept.config.restore_from

@@ -107,13 +107,11 @@ def versions() -> Iterator[Finding]:
 
 
 def both_halves(library: str, sidecar: str) -> Finding:
-    """Library and sidecar may be at most two minor releases apart."""
+    """Library and sidecar must be of one version."""
     found = f"library {library}, sidecar {sidecar}"
-    (major, minor), (other_major, other_minor) = _numbers(library), _numbers(sidecar)
-    if major == other_major and abs(minor - other_minor) <= 2:
+    if library == sidecar:
         return _finding("keepstep", Outcome.OK, found)
-    change = "install both of one version: they may be two minor releases apart"
-    return _finding("keepstep", Outcome.MISSING, found, change)
+    return _finding("keepstep", Outcome.MISSING, found, "install both of one version")
 
 
 def _torch() -> Finding:

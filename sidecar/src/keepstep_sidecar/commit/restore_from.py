@@ -33,7 +33,6 @@ class Rollback:
     ) -> None:
         """`recorded`: returns the epochs on this machine's record. `asked`: the step that the
         script asked for in the newest of them."""
-        self.run = ""
         self.begin_again = self.gone_for_good = False
         self.asked = asked
         self._wish = wish
@@ -43,7 +42,7 @@ class Rollback:
 
     def hear(self, reply: ReportReply) -> None:
         """Take in the operator's reply, which holds until the next one."""
-        self._told, self.run = reply.restore_from, reply.restore_run
+        self._told = reply.restore_from
         self.begin_again = reply.begin_again
         self.gone_for_good = reply.gone_for_good
         if self._told != self._began:
@@ -79,7 +78,7 @@ class Rollback:
         """Whether this may be the wanted step, which must not be deleted."""
         if id == self.asked:
             return True
-        return (wish := self.wish) is not None and not self.run and wish.names(id)
+        return (wish := self.wish) is not None and wish.names(id)
 
     def resolve(self, whole: Iterable[StepId], held: Collection[StepId]) -> StepId | None:
         """The wanted step; of several with its number, the newest. Prefers steps in `whole`."""

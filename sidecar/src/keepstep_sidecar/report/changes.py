@@ -34,11 +34,6 @@ def changes(known: Report | None, now: Report) -> Report:
     )
 
 
-def with_lists(report: Report) -> Report:
-    """The same report, for an operator that cannot read twins as runs."""
-    return replace(report, ranks=tuple(one.with_lists() for one in report.ranks))
-
-
 def _goes_on(known: Report, now: Report) -> bool:
     after = {one.rank: one.by_tier() for one in now.ranks}
     return (

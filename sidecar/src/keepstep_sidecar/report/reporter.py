@@ -29,7 +29,7 @@ from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.report.changes import changes, with_lists
+from keepstep_sidecar.report.changes import changes
 
 _log = logging.getLogger("keepstep.sidecar")
 
@@ -146,10 +146,6 @@ class Reporter:
         self._sent: Report | None = None
         self._known: Report | None = None
         """The last report, if the operator said that it can go on from that one."""
-        self._reads_runs = True
-        """Whether the operator reads twins as runs. This is assumed until it does not say so. An
-        operator that reads only lists thus gets a first report without twins; the next report has
-        them."""
         self._peers: tuple[Peer, ...] = ()
         self._peers_version = ""
         self._volumes: tuple[VolumeStatus, ...] = ()
@@ -274,7 +270,7 @@ class Reporter:
             "Authorization": f"Bearer {_token(self._config.token_file)}",
             "Content-Type": "application/json",
         }
-        body = msgspec.json.encode(report if self._reads_runs else with_lists(report))
+        body = msgspec.json.encode(report)
         try:
             # No redirects: the token is for this address only.
             async with session.post(
@@ -296,7 +292,7 @@ class Reporter:
 
     def _with_peers(self, reply: ReportReply) -> ReportReply:
         """Add the known list of peers: the operator does not repeat an unchanged list."""
-        if reply.peers_version and reply.peers_version == self._peers_version:
+        if reply.peers_version == self._peers_version:
             return replace(reply, peers=self._peers)
         self._peers, self._peers_version = reply.peers, reply.peers_version
         return reply
@@ -312,17 +308,15 @@ class Reporter:
 
     def _succeeded(self, report: Report, told: Report, reply: ReportReply) -> None:
         """`told`: what was sent of `report`. If the operator cannot follow changes, the next report
-        is sent whole, at once. The same goes for twins that it cannot read as runs."""
+        is sent whole, at once."""
         if self._failures or self._operator.heard_at is None:
             say("reporting", url=self._config.address, failures=self._failures)
         self._failures = 0
         self._logged.clear()
         self._operator.heard_at = time.time()
-        understood = reply.reads_runs or not self._reads_runs or with_lists(told) == told
-        self._reads_runs = reply.reads_runs
-        follows = understood and reply.changes_since == report.sequence
+        follows = reply.changes_since == report.sequence
         self._known = report if follows else None
-        taken = understood and (follows or not told.since)
+        taken = follows or not told.since
         self._sent = self._look.news(report) if taken else None
         self._rhythm = Rhythm.of(reply)
 

@@ -142,7 +142,6 @@ class Restorer:
             "wanted": str(wish),
             "limit": self._committer.wanted(),
             "exact": True,
-            "limit_run": rollback.run,
         }
 
     def held(self, rank: int) -> dict[StepId, Candidate]:

@@ -25,6 +25,7 @@ from keepstep.core.goodput import Tally
 from keepstep.core.history import Event, Restart
 from keepstep.directory import Directory
 from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
+from keepstep.image import fields
 from keepstep_sidecar.history import new_id
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.volume import faults
@@ -67,8 +68,7 @@ class HistoryFile:
         self._path = path
         self._run = run
         self.id = new_id()
-        """The id of the history that `read` found; a new one if none was found, or one without
-        id."""
+        """The id of the history that `read` found; a new one if none was found."""
         self._written = 0
         self._trouble = ""
         self._writing = threading.Lock()
@@ -100,11 +100,7 @@ class HistoryFile:
             else:
                 self._written = -1
             return [], Tally()
-        self._written = events[-1].sequence if events else 0
-        if _ID.fullmatch(id):
-            self.id = id
-        else:  # from a version without ids: a file with one replaces it
-            self._written = -1
+        self.id, self._written = id, events[-1].sequence if events else 0
         return events, before
 
     def _read(self, path: Path, now: float) -> tuple[str, list[Event], Tally]:
@@ -128,6 +124,8 @@ class HistoryFile:
             raise FormatError(f"not a history: {error}") from None
         if head.format_version > FORMAT_VERSION:
             raise VersionError(f"a history of format {head.format_version}, by a newer keepstep")
+        if not _ID.fullmatch(head.id):
+            raise FormatError(f"not a history: its id is {fields.quoted(head.id)}")
         if head.run != self._run:
             raise ForeignError(f"belongs to run {head.run[:80]!r}, not {self._run!r}")
         return head

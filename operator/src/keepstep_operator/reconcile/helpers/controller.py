@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Final, TypeVar
 
 from keepstep.wire.reports import STILL_USED_EXIT
@@ -83,8 +82,6 @@ class HelperController:
         self._pending_since: dict[str, float] = {}
         self._left_out: set[RunKey] = set()
         self._crashes = Throttle(burst=5, refill_s=_CRASH_LOGGED_S)
-        # when to try next; None: done
-        self._take_over_at: float | None = 0.0 if defaults.release != defaults.namespace else None
         self.pods = Feed[str](
             name="helper pods",
             resource=PODS,
@@ -172,7 +169,6 @@ class HelperController:
         self._left_out.clear()
         now = self._clock()
         self._not_before = {name: at for name, at in self._not_before.items() if at > now}
-        await self._take_over()
         await self._bury()
         wanted = {**await self._serving(), **self._cleaning()}
         there = dict(self.pods_by_name)
@@ -228,40 +224,6 @@ class HelperController:
         if body is None or _phase(body) != "Pending":
             return False
         return self._clock() - self._pending_since.setdefault(name, self._clock()) > PENDING_S
-
-    # --- records of an earlier release ------------------------------------------------------
-
-    async def _take_over(self) -> None:
-        """Move the records of 0.1.0, which lie in the operator's own namespace. Each is removed
-        there once it is written in the helpers' namespace."""
-        if self._take_over_at is None or self._clock() < self._take_over_at:
-            return
-        release, left = self._defaults.release, False
-        try:
-            found = self._client.list(CONFIG_MAPS, namespace=release, labels=cleanup.LABEL)
-            async for body in found:
-                left = await self._take_over_one(body) or left
-        except KubeError as error:
-            warn("earlier records of directories not taken over", reason=str(error))
-            self._take_over_at = self._clock() + AGAIN_S
-            return
-        self._take_over_at = self._take_over_at if left else None
-
-    async def _take_over_one(self, body: Body) -> bool:
-        """Move one record. Returns whether it is still to be written. Raises KubeError."""
-        old = cleanup.parse(body)
-        if old is None:
-            return False
-        known = self._graves.get(old.run, old)
-        both = replace(known, nodes={**old.nodes, **known.nodes})
-        if self._written.get(old.run) == both:
-            uid = str(body["metadata"].get("uid") or "")
-            release = self._defaults.release
-            await self._client.delete(CONFIG_MAPS, _name(body), namespace=release, uid=uid)
-            say("record of a run's directories moved", run=str(old.run))
-            return False
-        self._graves[old.run] = both
-        return True
 
     # --- graves ------------------------------------------------------------------------------
 

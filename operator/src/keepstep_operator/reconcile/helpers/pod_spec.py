@@ -24,7 +24,7 @@ from keepstep_operator.reconcile.helpers.cleanup import Cleaning
 from keepstep_operator.reconcile.state.helper_plan import Helper, number_of
 
 LABEL: Final = "keepstep.dev/helper"
-SERVES: Final = "serve"
+SERVES: Final = "relay"
 CLEANS: Final = "clean"
 _ABOUT: Final = "keepstep.dev/about"
 """Annotation with the run and the node as JSON. A label would be too short for a namespace and a
@@ -38,13 +38,12 @@ _HOST: Final = "/host"
 
 @dataclass(frozen=True, kw_only=True)
 class HelperDefaults:
-    """The settings that the chart fixes. `release`: the operator's own namespace. `reports_ca`:
-    returns the PEM of the authorities by which helper pods recognize the reports API. `resources`:
-    of the container of each helper pod; None for the default of its kind."""
+    """The settings that the chart fixes. `reports_ca`: returns the PEM of the authorities by which
+    helper pods recognize the reports API. `resources`: of the container of each helper pod; None
+    for the default of its kind."""
 
     image: str
     namespace: str
-    release: str
     account: str
     reports_url: str
     reports_ca: Callable[[], str]
@@ -62,7 +61,7 @@ def serving(helper: Helper, defaults: HelperDefaults) -> Body:
         for rank in helper.node_ranks
     ]
     container = {
-        **_container("serve", [at for at, _, _ in where], defaults, memory="192Mi"),
+        **_container(SERVES, [at for at, _, _ in where], defaults, memory="192Mi"),
         "env": _environment(helper, defaults),
         "ports": [{"name": "keepstep-peer", "containerPort": names.SIDECAR_PEER_PORT}],
         "volumeMounts": [
@@ -87,7 +86,7 @@ def cleaning(one: Cleaning, defaults: HelperDefaults) -> Body:
     security["capabilities"]["add"] = ["DAC_OVERRIDE"]
     since = ("--gone-since", f"{one.gone_since:.0f}")
     container = {
-        **_container("clean", (*since, *where), defaults, memory="64Mi"),
+        **_container(CLEANS, (*since, *where), defaults, memory="64Mi"),
         "volumeMounts": [
             {"name": f"volume-{number}", "mountPath": f"{_HOST}/{number}"}
             for number in range(len(one.paths))
@@ -189,7 +188,7 @@ def _container(does: str, where: Sequence[str], defaults: HelperDefaults, *, mem
         "name": does,
         "image": defaults.image,
         "imagePullPolicy": defaults.pull_policy,
-        "command": [_PROGRAM, f"--{does}", *where],
+        "command": [_PROGRAM, does, *where],
         "resources": defaults.resources or needed,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }

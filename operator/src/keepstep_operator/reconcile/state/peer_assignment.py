@@ -58,9 +58,7 @@ class PeerAssignment:
         self._looked: object = None
         self._listed: _Listed | None = None
 
-    def told(
-        self, node_rank: int, *, holds: str | None = None, at: float
-    ) -> tuple[str, msgspec.Raw]:
+    def told(self, node_rank: int, *, holds: str = "", at: float) -> tuple[str, msgspec.Raw]:
         """For the sidecar of this place: the version of its list of peers, and the list. The list
         has all other pods that serve, with its buddies marked. It is empty if `holds`, the version
         that the sidecar has, is this version. The version is a digest of the content.

@@ -187,11 +187,11 @@ class Registry:
         run = self.runs[self._run_of_pod[uid]]
         return run.reported(run.pods[uid], report, at=at)
 
-    def reply(self, uid: str, *, holds: str | None = None, at: float) -> Reply:
+    def reply(self, uid: str, *, holds: str = "", at: float) -> Reply:
         """What to tell the sidecar of this pod. `holds`: the version of the list of peers that it
         has. Raises KeyError for an unknown pod."""
         if uid in self.helpers:
-            return Reply(reads_runs=True)
+            return Reply()
         run = self.runs[self._run_of_pod[uid]]
         gap_s = self.least_gap_s(run)
         return run.reply(run.pods[uid], holds=holds, least_gap_s=gap_s, at=at)

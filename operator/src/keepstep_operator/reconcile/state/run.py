@@ -591,9 +591,7 @@ class Run:
     def _know_alive(self, at: float) -> None:
         self.alive_since = (self.alive_since or at) if self.ledger.alive() else None
 
-    def reply(
-        self, pod: PodRecord, *, holds: str | None = None, least_gap_s: float, at: float
-    ) -> Reply:
+    def reply(self, pod: PodRecord, *, holds: str = "", least_gap_s: float, at: float) -> Reply:
         """What to tell the sidecar of this pod. `holds`: the version of the list of peers that it
         has. Without a known policy, no step is ever retired."""
         version, peers = self.peer_assignment.told(pod.node_rank, holds=holds, at=at)
@@ -617,7 +615,6 @@ class Run:
             changes_since=self.ledger.follows(pod.node_rank, pod.uid),
             archive=self._stand_in,
             failures=self.failures,
-            reads_runs=True,
             begin_again=self.begins_again(),
             gone_for_good=self.gone_for_good,
         )

@@ -109,11 +109,7 @@ def _start(run: RunView) -> StartStatus | None:
     first = min(staying, key=lambda pod: (pod.created_at, pod.name), default=None)
     if first is None:
         return None
-    return StartStatus(
-        image=first.sidecar_image,
-        version=first.sidecar_version,
-        contract=first.sidecar_contract,
-    )
+    return StartStatus(image=first.sidecar_image, version=first.sidecar_version)
 
 
 def _pods(run: RunView) -> int:

@@ -21,8 +21,7 @@ from keepstep_sidecar import __version__
 from keepstep_sidecar.tiers.archive.twin import twin_name
 from keepstep_sidecar.volume.run_record import epoch_json, read_epoch, read_step
 
-FORMAT_VERSION = 2
-"""Format of a step with twins; 1 without twins, which older versions can read too."""
+FORMAT_VERSION = 1
 NAME = "step.json"
 LIMIT_BYTES = 16 << 20
 
@@ -75,7 +74,7 @@ class StepRecord:
 
     def to_json(self) -> bytes:
         body = {
-            "format_version": FORMAT_VERSION if self.twins else 1,
+            "format_version": FORMAT_VERSION,
             "keepstep": self.keepstep,
             "run": self.run,
             "step": str(self.id),

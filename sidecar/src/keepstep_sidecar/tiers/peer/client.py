@@ -83,7 +83,7 @@ class Link:
 
     def listing(self) -> protocol.Listing:
         """All that the pod holds."""
-        return self._ask("GET", protocol.SHARDS, headers=protocol.READS, kind=protocol.Listing)
+        return self._ask("GET", protocol.SHARDS, kind=protocol.Listing)
 
     def begin(self, shard: Shard, manifest: bytes, *, size: int) -> protocol.Begun:
         """Begin a copy of `size` bytes, or continue it."""
@@ -373,7 +373,7 @@ class PeerSource:
     received: Callable[[int, float], None] = field(compare=False, repr=False)
     """Called with the bytes and seconds of a read."""
 
-    streams: int
+    streams: int = protocol.STREAMS
     tier: Tier = Tier.PEER
     chunks_per_read: int = 4
     """Enough that the round trip of a request does not matter."""

@@ -136,11 +136,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _get(self, match: re.Match[str]) -> None:
         if match[2] is None:
-            listing = self.context.shards.listing()
-            reads_runs = all(
-                self.headers.get(name) == told for name, told in protocol.READS.items()
-            )
-            self._say(listing if reads_runs else listing.with_lists())
+            self._say(self.context.shards.listing())
             return
         name = _name(match)
         with self.context.shards.open(name.id, name.rank, name.world) as reading:
@@ -165,7 +161,7 @@ class Handler(BaseHTTPRequestHandler):
         self._release_large()  # others may read theirs while this copies
         for other in self.context.shards.others(name):
             self.context.copies.take_from(part, other)
-        self._say(protocol.Begun(missing=part.missing, streams=protocol.STREAMS))
+        self._say(protocol.Begun(missing=part.missing))
 
     def _sealed_before(self, name: ShardName) -> None:
         copy = self.context.copies.find(name.id, name.rank)

@@ -14,7 +14,7 @@ from keepstep.steps import Answer, Epoch, StepId, Tier, merged
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer import placement
-from keepstep_sidecar.tiers.peer.protocol import OLDER_STREAMS, Listed, Listing, streams
+from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
 
 OWN = ""
@@ -35,11 +35,6 @@ class Known:
     def name(self) -> str:
         """A name for people."""
         return self.address if self.node_rank is None else f"node rank {self.node_rank}"
-
-    @property
-    def streams(self) -> int:
-        """How many connections one transfer uses with this pod."""
-        return streams(OLDER_STREAMS if self.listing is None else self.listing.streams)
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,6 @@
 """The protocol between pods of a run: HTTPS, JSON about shards, plain bytes of shards.
 
-    GET  /v1/shards                       Listing: all sealed shards here, own ones and copies,
-                                          whose twins are runs if `Keepstep-Reads` is `runs`
+    GET  /v1/shards                       Listing: all sealed shards here, own ones and copies
     GET  /v1/shards/<step>/<shard>        the file; `Range: bytes=a-b` for a part of it
     POST /v1/copies/<step>/<shard>        header, digest table and control page -> Begun
     PUT  /v1/copies/<step>/<shard>/<n>    chunk n, checked against the table
@@ -15,7 +14,7 @@ to these messages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from keepstep.core.ranks import MOST_RANKS
@@ -29,17 +28,8 @@ COPIES: Final = "/v1/copies"
 WANTED: Final = "/v1/wanted"
 LARGEST_JSON_BYTES: Final = 16 << 20
 LARGEST_WANTED_BYTES: Final = 4 << 20
-READS: Final = {"Keepstep-Reads": "runs"}
-"""The header of a client that reads `twin_runs`. All others get lists of twins."""
 STREAMS: Final = 4
 """Connections of one transfer. Some wait for a drive or hash while the others move bytes."""
-OLDER_STREAMS: Final = 2
-"""To a pod that does not say: there each connection keeps one of eight buffers until it ends."""
-
-
-def streams(told: int) -> int:
-    """How many connections a transfer uses with a pod that states this number."""
-    return min(max(told, 1), STREAMS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +47,7 @@ class Listed(ReportedShard):
         super().__post_init__()
         if not 0 <= self.rank < self.world <= MOST_RANKS:
             raise ValueError(f"rank {quoted(self.rank)} of {quoted(self.world)}")
-        if self.twins and not 0 <= min(self.twins) <= max(self.twins) < self.world:
-            raise ValueError(f"rank {self.rank} with twins that {self.world} ranks do not have")
-        if self.twin_runs and self.rank not in self.twin_runs:
+        if self.alike and self.rank not in self.alike:
             raise ValueError(f"rank {self.rank} with the twins of another one")
         if self.root is None:
             raise ValueError("a sealed shard without a root")
@@ -69,29 +57,22 @@ class Listed(ReportedShard):
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """All that a pod holds of the run. `ready`: its volumes could be read. `streams`: for how many
-    connections of one transfer it has room."""
+    """All that a pod holds of the run. `ready`: its volumes could be read."""
 
     run: str
     epochs: tuple[Epoch, ...] = ()
     shards: tuple[Listed, ...] = ()
     ready: bool = True
     reason: str = ""
-    streams: int = OLDER_STREAMS
-
-    def with_lists(self) -> Listing:
-        """The same listing for a client that cannot read runs."""
-        return replace(self, shards=tuple(one.with_list(one.rank) for one in self.shards))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
     """What a copy lacks. `missing`: chunk numbers. `sealed`: nothing is missing, the copy is
-    durable there. `streams`: as in a `Listing`."""
+    durable there."""
 
     missing: tuple[int, ...] = ()
     sealed: bool = False
-    streams: int = OLDER_STREAMS
 
 
 @dataclass(frozen=True, kw_only=True)

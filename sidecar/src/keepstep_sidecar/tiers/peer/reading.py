@@ -7,7 +7,7 @@ import asyncio
 from keepstep.errors import KeepstepError
 from keepstep_sidecar.config.peers import PeerSettings
 from keepstep_sidecar.tiers.peer.client import Calls, Links, PeerSource
-from keepstep_sidecar.tiers.peer.protocol import Listing, streams
+from keepstep_sidecar.tiers.peer.protocol import Listing
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
 
 _LOOK_TIMEOUT_S = 10.0
@@ -38,7 +38,6 @@ async def look(settings: PeerSettings, *, run: str) -> tuple[list[PeerSource], t
                 run=run,
                 credentials=credentials,
                 received=lambda size_bytes, seconds: None,
-                streams=streams(listing.streams),
             )
             for one in listing.shards
         )

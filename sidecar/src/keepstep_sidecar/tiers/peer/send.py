@@ -49,9 +49,13 @@ def send(shard: LocalShard, shards: Shards, links: Links, pace: RateLimit) -> in
             with missing.lock:
                 sent += len(data)
 
-        threads = protocol.streams(begun.streams)
         transfer.each(
-            source, begun.missing, put, threads=threads, niceness=WRITER_NICENESS, still=missing
+            source,
+            begun.missing,
+            put,
+            threads=protocol.STREAMS,
+            niceness=WRITER_NICENESS,
+            still=missing,
         )
         sealed = link.seal(shard, size=shard.size_bytes)
         if sealed.root != shard.root:

@@ -17,7 +17,7 @@ from keepstep.core.shard import Shard
 from keepstep.errors import ImageError, StorageError, TornError
 from keepstep.steps import StepId, Tier, shard_name
 from keepstep_sidecar.tiers.peer.copies import Copies
-from keepstep_sidecar.tiers.peer.protocol import STREAMS, Listed, Listing
+from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.paths import ShardName, Tree, is_shard
 from keepstep_sidecar.volume.scan import opened, read_manifest, survey
@@ -63,7 +63,6 @@ class Shards:
             shards=(*own, *copies),
             ready=not reason,
             reason=reason,
-            streams=STREAMS,
         )
 
     def _own(self) -> tuple[list[Listed], str]:

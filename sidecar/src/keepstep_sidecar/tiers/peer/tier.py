@@ -20,7 +20,7 @@ from keepstep_sidecar.tiers.peer.client import Calls, Links, PeerSource
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.handlers import ServerContext
 from keepstep_sidecar.tiers.peer.members import OWN, Directory, Known
-from keepstep_sidecar.tiers.peer.protocol import OLDER_STREAMS, Listing
+from keepstep_sidecar.tiers.peer.protocol import Listing
 from keepstep_sidecar.tiers.peer.replicate import Feeder, Outbox, Tools
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.server import Server
@@ -195,7 +195,6 @@ class PeerTier(RemoteTier):
                     run=self._run,
                     credentials=self._credentials,
                     received=self._traffic.count_received,
-                    streams=known.streams if known is not None else OLDER_STREAMS,
                 )
             )
         return found
