@@ -18,7 +18,7 @@ import yaml
 from tests.chart.charts import CHART, NAMESPACE, RELEASE, ROOT, Object
 
 _SET_BY_A_USER: Object = {"hostPaths": ["/mnt/nvme0"], "admission": {"replicas": 3}}
-_TEXTS = ("docs/operations.md", "docs/quickstart.md", "docs/page.md", "README.md",
+_TEXTS = ("docs/operations.md", "docs/quickstart.md", "README.md",
           "charts/keepstep/templates/NOTES.txt", "charts/keepstep/README.md")  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def _older_values(added: str) -> Object:
     return values
 
 
-@pytest.mark.parametrize("added", ["ui", "helpers", "test"])
+@pytest.mark.parametrize("added", ["helpers", "test"])
 def test_with_the_old_charts_defaults_a_new_value_is_missing(added: str, tmp_path: Path) -> None:
     """Why `--reuse-values` is in no document."""
     chart = tmp_path / "keepstep"

@@ -151,8 +151,6 @@ class Cluster:
 
     def install(self, *values: str, tree: str = ".") -> None:
         """`helm upgrade --install` of a checkout's chart, and wait until all of it is ready."""
-        # an older chart has no page, and refuses what it does not know
-        values = (*(("--set", "ui.enabled=true") if tree == "." else ()), *values)
         self.helm(
             "upgrade", "--install", RELEASE, f"{tree}/charts/keepstep", "-n", NAMESPACE,
             "--create-namespace", "--set", f"hostPaths={{{HOST_PATH}}}", *values,

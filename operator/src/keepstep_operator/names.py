@@ -79,15 +79,6 @@ GROUP_ID = 65532
 """User and group of the sidecar. The pod gets the group as a supplemental one, so that trainers may
 fill slots."""
 
-# --- the page ----------------------------------------------------------------------------------
-
-UI_AUDIENCE = "ui.keepstep.dev"
-"""Audience of tokens that are made for the page and are good for nothing else."""
-UI_NAMESPACE_HEADER = "Keepstep-Namespace"
-"""Header of a request to the page: the namespace whose runs to show."""
-UI_PORT = 8790
-"""The page's port on its pod's loopback."""
-
 # --- ports -------------------------------------------------------------------------------------
 
 ADMISSION_PORT = 9443

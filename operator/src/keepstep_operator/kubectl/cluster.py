@@ -108,25 +108,6 @@ class Cluster:
 
     # --- what leads to the page --------------------------------------------------------------
 
-    def token(self) -> str:
-        """The user's own token. Raises UsageError if the kubeconfig has none."""
-        known = self._api.configuration.auth_settings().get("BearerToken", {}).get("value") or ""
-        kind, _, token = str(known).partition(" ")
-        if kind.lower() != "bearer" or not token:
-            raise UsageError(
-                "this context has no token to show the page (but a client certificate, as kind's"
-                " own); name a service account of the namespace that may read runs:"
-                " --service-account NAME (your right: create serviceaccounts/token)"
-            )
-        return token
-
-    def token_of(self, account: str, *, audience: str, seconds: int) -> str:
-        """A new token for a service account of the namespace."""
-        path = f"/api/v1/namespaces/{_quoted(self.namespace)}/serviceaccounts/{_quoted(account)}"
-        spec = {"audiences": [audience], "expirationSeconds": seconds}
-        said = self._json("POST", f"{path}/token", body={"spec": spec}, kind="application/json")
-        return str(said["status"]["token"])
-
     def open_port(self, namespace: str, pod: str, port: int) -> socket.socket:
         """A connection to a port of a pod's loopback, through the API server."""
         from kubernetes.stream.ws_client import portforward_call

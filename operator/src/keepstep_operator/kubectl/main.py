@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import sys
@@ -160,55 +159,6 @@ def logs(run: str, tail: int, previous: bool, namespace: str | None, context: st
     if not pods:
         raise click.ClickException(f"no pod of run {run} has a sidecar now")
     sys.exit(1 if refused else 0)
-
-
-@cli.command(epilog=_examples("ui -n ml", "ui -n ml --service-account viewer --port 8790"))
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=0,
-    help="Port on 127.0.0.1 to listen on; a free one.",
-)
-@click.option("--no-open", is_flag=True, help="Only print the URL; start no browser.")
-@click.option(
-    "--service-account",
-    metavar="NAME",
-    help="Look as this one of the namespace, where you have no token of your own.",
-)
-@click.option(
-    "--page",
-    metavar="NAMESPACE/POD",
-    default="keepstep-system/keepstep-ui-0",
-    show_default=True,
-    help="Where the page runs.",
-)
-@_options
-def ui(
-    port: int,
-    no_open: bool,
-    service_account: str | None,
-    page: str,
-    namespace: str | None,
-    context: str | None,
-) -> None:
-    """Show the runs of the namespace in a browser, as they change.
-
-    Needs the chart's ui.enabled, and the rights to forward a port to its pod and to list
-    checkpointruns and checkpoints. Listens on 127.0.0.1 alone; the URL has a token that lets one
-    in. Ctrl-C ends it.
-    """  # fmt: skip
-    from keepstep_operator.kubectl.page import Upstream, account_token, serving
-    from keepstep_page.browser import show
-
-    cluster = Cluster(context=context, namespace=namespace)
-    place, slash, pod = page.partition("/")
-    if not (place and slash and pod):
-        raise UsageError(f"--page {page}: say NAMESPACE/POD, like keepstep-system/keepstep-ui-0")
-    token = account_token(cluster, service_account) if service_account else cluster.token
-    token()  # an error must come before anything is opened
-    site = serving(Upstream(cluster, place, pod, token), port=port)
-    what = f"runs in namespace {cluster.namespace}"
-    asyncio.run(show(site, what, browser=not no_open, echo=say))
 
 
 # --- what people ask for -------------------------------------------------------------------------
