@@ -51,7 +51,6 @@ function match(place, news) {
 
 const LINES = {
   steps: [
-    { name: "committed", label: "committed", color: "--memory", width: 2 },
     { name: "memory", label: "in memory", color: "--memory", width: 2 },
     { name: "local", label: "on drives", color: "--local", size: 5 },
     { name: "peer", label: "with peers", color: "--peer", size: 9 },
