@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
@@ -148,7 +149,7 @@ def logs(run: str, tail: int, previous: bool, namespace: str | None, context: st
     """What the sidecars of a run wrote last, each line behind its pod's name."""
     cluster = Cluster(context=context, namespace=namespace)
     cluster.run(run)
-    pods, refused = cluster.pods(run), 0
+    pods, refused = [one["metadata"]["name"] for one in cluster.pods(run)], 0
     for pod in pods:
         try:
             lines = cluster.log(pod, lines=tail, previous=previous).splitlines()
@@ -159,6 +160,32 @@ def logs(run: str, tail: int, previous: bool, namespace: str | None, context: st
     if not pods:
         raise click.ClickException(f"no pod of run {run} has a sidecar now")
     sys.exit(1 if refused else 0)
+
+
+@cli.command(epilog=_examples("ui gpt-1a2b", "ui gpt-1a2b -n ml --port 8790"))
+@click.argument("run")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Port on 127.0.0.1 to listen on; a free one.",
+)
+@_options
+def ui(run: str, port: int, namespace: str | None, context: str | None) -> None:
+    """Print the URL of a page of RUN, as the sidecar of its node rank 0 sees it.
+
+    Forwards a port to that pod, by your own right (get and create of pods/portforward). The token
+    in the URL lets in one browser, once. Ctrl-C ends it.
+    """
+    from keepstep_operator.kubectl.page import Page, serve
+
+    cluster = Cluster(context=context, namespace=namespace)
+    pods = cluster.pods(run, node_rank=0)
+    running = [one for one in pods if one.get("status", {}).get("phase") == "Running"]
+    if not running:
+        cluster.run(run)  # that there is no such run is said first
+        raise click.ClickException(f"no pod of node rank 0 of run {run} is running now")
+    asyncio.run(serve(Page(cluster, running[-1]), port=port, run=run, say=say))
 
 
 # --- what people ask for -------------------------------------------------------------------------

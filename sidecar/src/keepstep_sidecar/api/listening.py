@@ -13,6 +13,7 @@ from aiohttp import web
 
 from keepstep.errors import KeepstepError
 from keepstep_sidecar import connections
+from keepstep_sidecar.api.page import offer_page
 from keepstep_sidecar.api.server import application, public_application
 from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.concurrency import Tasks
@@ -81,6 +82,7 @@ async def listen(service: Service, tasks: Tasks, lock: DirectoryLock) -> None:
     await runner.setup()
     await public.setup()
     await _listen_publicly(public, service.config.metrics_port, tasks)
+    offer_page(service.config, tasks)
     door = _Door(runner, service.config.socket)
     await door.open()
     tasks.keep(functools.partial(_watch, service, lock, door), "watch memory")

@@ -58,7 +58,7 @@ cookie.
 class Access:
     """The access to the page of one process. `command`: the command that prints its URL.
 
-    `secret`: a request for `ENTRY_ROUTE` that shows it is given a token; '' for no such route.
+    `secret`: what a request for `ENTRY_ROUTE` must show; '': no request may have that route.
     """
 
     def __init__(self, command: str, *, secret: str = "") -> None:
@@ -68,9 +68,10 @@ class Access:
 
     def url(self, port: int) -> str:
         """A URL that lets in one browser, once."""
-        return f"http://{HOST}:{port}/?token={self._token()}"
+        return f"http://{HOST}:{port}/?token={self.token()}"
 
-    def _token(self) -> str:
+    def token(self) -> str:
+        """A token that lets in one browser, once."""
         self._tokens.append(token := secrets.token_urlsafe(32))
         return token
 
@@ -88,16 +89,17 @@ class Access:
         return guarded
 
     def _entry(self, request: web.Request) -> web.Response | None:
-        """None for a request with the cookie; a page that sets the cookie for a request with a
-        token; else a refusal.
+        """None for a request that may have its route; a page that sets the cookie for a request
+        with a token; else a refusal.
         """
+        if request.path == ENTRY_ROUTE:
+            shown = request.headers.get("Authorization", "")
+            if self._secret and _same(shown, f"Bearer {self._secret}"):
+                return None
+            return _refused(403, "this is the page of another pod, or not for you")
         cookie = f"keepstep-ui-{_host(request)[1]}"
         if _same(request.cookies.get(cookie, ""), self._cookie):
             return None
-        if request.path == ENTRY_ROUTE and self._secret:
-            if _same(request.headers.get("Authorization", ""), f"Bearer {self._secret}"):
-                return web.Response(text=self._token())
-            return _refused(403, "this is the page of another pod, or not for you")
         token = request.query.get("token", "")
         if (known := next((one for one in self._tokens if _same(token, one)), None)) is None:
             why = (

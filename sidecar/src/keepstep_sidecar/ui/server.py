@@ -18,7 +18,7 @@ from aiohttp import web
 
 from keepstep.errors import UsageError
 from keepstep_sidecar import connections
-from keepstep_sidecar.ui.access import HOST, Access, sign
+from keepstep_sidecar.ui.access import ENTRY_ROUTE, HOST, Access, sign
 from keepstep_sidecar.ui.board import Board
 from keepstep_sidecar.ui.pages import STATIC, Pages, Shown
 from keepstep_sidecar.ui.view import RunPage
@@ -72,13 +72,14 @@ async def serving(
         assert request.transport is not None
         strangers.leave(request.transport)
 
-    routes = _Routes(Board(names, read, readers), Pages(place=place, text=text))
+    routes = _Routes(Board(names, read, readers), Pages(place=place, text=text), access)
     app = web.Application(middlewares=[access.middleware(admitted)])
     app.on_response_prepare.append(sign)
     app.router.add_get("/", routes.index, allow_head=False)
     app.router.add_get("/changes", routes.index_changes, allow_head=False)
     app.router.add_get("/runs/{name}", routes.run, allow_head=False)
     app.router.add_get("/runs/{name}/changes", routes.run_changes, allow_head=False)
+    app.router.add_get(ENTRY_ROUTE, routes.entry, allow_head=False)
     app.router.add_static("/static", STATIC)
     # a viewer's response never ends by itself, so it is cancelled
     runner = web.AppRunner(
@@ -106,8 +107,8 @@ async def serving(
 class _Routes:
     """Each page is rendered once for all its viewers."""
 
-    def __init__(self, board: Board, pages: Pages) -> None:
-        self._board, self._pages = board, pages
+    def __init__(self, board: Board, pages: Pages, access: Access) -> None:
+        self._board, self._pages, self._access = board, pages, access
         self._last: dict[str, tuple[RunPage, Shown]] = {}
         self._open = 0
 
@@ -125,6 +126,18 @@ class _Routes:
 
     async def index_changes(self, request: web.Request) -> web.StreamResponse:
         return await self._send(request, lambda: self._pages.index_sections(self._board.all()))
+
+    async def entry(self, request: web.Request) -> web.StreamResponse:
+        """A token for a browser. The response stays open, and with it the page, until the command
+        that asked for the token ends."""
+        response = web.StreamResponse(headers={"Content-Type": "text/plain"})
+        with contextlib.suppress(ConnectionResetError):
+            await response.prepare(request)
+            await response.write(f"{self._access.token()}\n".encode())
+            while True:
+                await asyncio.sleep(_STILL_THERE_S)
+                await response.write(b"\n")
+        return response
 
     async def run_changes(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]

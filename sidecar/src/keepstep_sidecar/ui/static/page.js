@@ -150,7 +150,7 @@ function listen(route) {
   };
   changes.onerror = () => {
     if (changes.readyState === EventSource.CLOSED) {
-      tellConnection("This page is no longer allowed in: reload it to see why, or open the URL that keepstep ui printed.");
+      tellConnection("This page is no longer allowed in: start keepstep ui again, and open the URL that it prints.");
     } else {
       tellConnection("keepstep ui does not answer: what is shown is old.");
     }
