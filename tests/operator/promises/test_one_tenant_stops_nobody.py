@@ -43,7 +43,7 @@ async def test_one_report_costs_little_memory_and_cpu(
         assert status in (200, 400, 413, 429)
         cost = operator.cpu_s() - cpu_s, operator.memory_mib() - memory_mib
         assert cost[1] <= 48, f"{cost[0]:.1f} s, {cost[1]:.0f} MiB"
-        assert cost[0] <= 0.3, f"{cost[0]:.1f} s, {cost[1]:.0f} MiB"
+        assert cost[0] <= 1.5, f"{cost[0]:.1f} s, {cost[1]:.0f} MiB"
 
 
 async def test_health_is_answered_while_a_report_is_worked_on(tmp_path: Path) -> None:
