@@ -192,7 +192,9 @@ async def test_text_of_a_run_is_text_wherever_it_is_shown() -> None:
         assert "\u202e" not in html
 
 
-@pytest.mark.parametrize("number", [1e18, -1e18, float("nan"), float("inf"), 10**400])
+@pytest.mark.parametrize(
+    "number", [1e18, -1e18, float("nan"), float("inf"), pytest.param(10**400, id="large")]
+)
 async def test_a_run_whose_values_cannot_be_shown_is_unreadable_and_the_others_are_not(
     number: float,
 ) -> None:
