@@ -98,11 +98,14 @@ def _verdict(met: bool) -> str:
 
 async def _measured(home: Path, rounds: int, seconds: float) -> Page:
     page = Page()
+    jar = aiohttp.CookieJar(unsafe=True)  # takes cookies from an address without a name
     with _training(home) as commits, _ui(home) as (ui, url):
+        async with aiohttp.ClientSession(cookie_jar=jar) as client, client.get(url) as answer:
+            answer.raise_for_status()  # the token in the URL counts once
         sidecar = int(json.loads(_said(home, "status", "--json"))["sidecar"]["pid"])
         for _ in range(rounds):
             for number in VIEWERS:
-                async with _looking(url, number) as shown:
+                async with _looking(url, number, jar) as shown:
                     await asyncio.sleep(_SETTLED_S)
                     begun, before = time.monotonic(), (cpu_s(sidecar), cpu_s(ui))
                     await asyncio.sleep(seconds)
@@ -132,15 +135,12 @@ def _after_s(commit: Seen, events: list[Seen]) -> float:
 
 
 @contextlib.asynccontextmanager
-async def _looking(url: str, number: int) -> Any:
+async def _looking(url: str, number: int, jar: aiohttp.CookieJar) -> Any:
     """Look at the run's page with `number` viewers. Yields what each has seen as committed; the
     lists grow meanwhile."""
     seen: list[list[Seen]] = [[] for _ in range(number)]
-    jar = aiohttp.CookieJar(unsafe=True)  # takes cookies from an address without a name
     limits = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(cookie_jar=jar, timeout=limits) as client:
-        async with client.get(url) as answer:
-            answer.raise_for_status()
         changes = f"{url.partition('/?')[0]}/runs/bench/changes"
         tasks = [asyncio.create_task(_read(client, changes, one)) for one in seen]
         try:

@@ -10,7 +10,7 @@ from tests.chart.test_render import EVERYTHING
 
 main = pytest.importorskip("keepstep_operator.cli", reason="the operator's commands are not there")
 
-COMMANDS = ("admission", "reconcile", "certificates", "ui")
+COMMANDS = ("admission", "reconcile", "certificates")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -9,7 +9,7 @@ import pytest
 from keepstep_operator.api import job_kinds
 from tests.chart.charts import ROOT, Chart, Object, Refused, is_hook, of_kind, pod_specs
 
-COMPONENTS = ("admission", "reconcile", "certificates", "ui")
+COMPONENTS = ("admission", "reconcile", "certificates")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Grant:
 
 
 def test_the_table_of_rights_is_what_the_chart_renders(chart: Chart) -> None:
-    objects = chart.render({"hostPaths": ["/mnt/nvme0"], "ui": {"enabled": True}})
+    objects = chart.render({"hostPaths": ["/mnt/nvme0"]})
     rendered = {grant for component in COMPONENTS for grant in _rendered(objects, component)}
     documented = _documented()
     assert rendered - documented == set(), "granted, but not in docs/security.md"
@@ -43,7 +43,7 @@ def test_reconcile_may_read_every_kind_of_job_that_it_knows(chart: Chart) -> Non
 
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_every_component_has_a_service_account_of_its_own(chart: Chart, component: str) -> None:
-    plain, name = chart.render({"ui": {"enabled": True}}), f"keepstep-{component}"
+    plain, name = chart.render(), f"keepstep-{component}"
     spec = dict(pod_specs(plain))[name]
     assert spec["serviceAccountName"] == name
     assert name in of_kind(plain, "ServiceAccount")
@@ -70,9 +70,7 @@ def test_the_roles_are_bound_to_an_account_of_somebody_else(chart: Chart, compon
 
 
 def _with_account(component: str, account: Object) -> Object:
-    return {
-        component: {"serviceAccount": account} | ({"enabled": True} if component == "ui" else {})
-    }
+    return {component: {"serviceAccount": account}}
 
 
 def test_accounts_carry_the_annotations_that_are_asked_for(chart: Chart) -> None:
@@ -102,21 +100,7 @@ def test_without_watching_nodes_no_right_to_read_them_is_granted(chart: Chart) -
     assert "--watch-nodes" not in spec["containers"][0]["args"]
 
 
-def test_viewers_reach_the_page_and_no_other_pod(chart: Chart, plain: list[Object]) -> None:
-    team = {"kind": "Group", "name": "ml", "apiGroup": "rbac.authorization.k8s.io"}
-    objects = chart.render({"ui": {"enabled": True, "viewers": [team]}})
-    (rule,) = of_kind(objects, "Role")["keepstep-ui-viewers"]["rules"]
-    assert (rule["resources"], rule["resourceNames"]) == (["pods/portforward"], ["keepstep-ui-0"])
-    binding = of_kind(objects, "RoleBinding")["keepstep-ui-viewers"]
-    assert binding["subjects"] == [team]
-    assert not any("-ui" in one["metadata"]["name"] for one in plain)
-    assert "keepstep-ui-viewers" not in of_kind(
-        chart.render({"ui": {"enabled": True}}), "RoleBinding"
-    )
-
-
-def test_nothing_is_granted_by_wildcard(chart: Chart) -> None:
-    plain = chart.render({"ui": {"enabled": True}})
+def test_nothing_is_granted_by_wildcard(plain: list[Object]) -> None:
     for kind in ("ClusterRole", "Role"):
         for one in of_kind(plain, kind).values():
             for rule in one["rules"]:
@@ -153,7 +137,6 @@ def _rendered(objects: list[Object], component: str) -> set[Grant]:
         ("ClusterRole", name, "cluster"),
         ("Role", name, "namespace"),
         ("Role", f"{name}-helpers", "helpers"),
-        ("Role", f"{name}-viewers", "viewers"),
     )
     for kind, called, scope in places:
         role = of_kind([one for one in objects if not is_hook(one)], kind).get(called)

@@ -42,10 +42,6 @@ EVERYTHING: Object = {
         "resources": {"requests": {"cpu": "50m"}, "limits": {"memory": "1Gi"}},
     },
     "certificates": {"serviceAccount": {"create": False, "name": "ours"}},
-    "ui": {
-        "enabled": True,
-        "viewers": [{"kind": "ServiceAccount", "name": "viewer", "namespace": "ml"}],
-    },
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
@@ -146,7 +142,7 @@ def test_every_object_is_labelled_and_namespaced_objects_name_their_namespace(
 
 def test_every_container_is_restricted(rendered: list[Object]) -> None:
     specs = dict(pod_specs(rendered))
-    assert len(specs) == 4 + ("keepstep-ui" in specs)
+    assert len(specs) == 4
     for spec in specs.values():
         pod = spec["securityContext"]
         assert (pod["runAsNonRoot"], pod["runAsUser"], pod["runAsGroup"]) == (True, 65532, 65532)
@@ -394,15 +390,6 @@ def test_what_goes_out_is_the_api_server_and_dns(chart: Chart) -> None:
         "egress"
     ]
     assert narrow["to"] == [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
-
-
-def test_the_page_lets_in_scrapes_alone(chart: Chart) -> None:
-    policy = of_kind(chart.render(EVERYTHING), "NetworkPolicy")["keepstep-ui"]["spec"]
-    assert [port["port"] for rule in policy["ingress"] for port in rule["ports"]] == [9090]
-    objects = chart.render({"ui": {"enabled": True}})
-    assert not any("ui" in name for name in of_kind(objects, "Service"))
-    spec = dict(pod_specs(objects))["keepstep-ui"]
-    assert [port["containerPort"] for port in spec["containers"][0]["ports"]] == [9090]
 
 
 def test_training_pods_let_in_peers_and_scrapes_where_that_is_asked_for(chart: Chart) -> None:

@@ -16,7 +16,7 @@ import pytest
 from tests.chart.charts import CHART, NAMESPACE, RELEASE, ROOT, Object
 
 _SET_BY_A_USER: Object = {"hostPaths": ["/mnt/nvme0"], "admission": {"replicas": 3}}
-_TEXTS = ("docs/operations.md", "docs/quickstart.md", "docs/page.md", "README.md",
+_TEXTS = ("docs/operations.md", "docs/quickstart.md", "README.md",
           "charts/keepstep/templates/NOTES.txt", "charts/keepstep/README.md")  # fmt: skip
 
 

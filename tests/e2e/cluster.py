@@ -153,7 +153,7 @@ class Cluster:
         """`helm upgrade --install` of this chart, and wait until all of it is ready."""
         self.helm(
             "upgrade", "--install", RELEASE, "charts/keepstep", "-n", NAMESPACE,
-            "--create-namespace", "--set", f"hostPaths={{{HOST_PATH}}},ui.enabled=true", *values,
+            "--create-namespace", "--set", f"hostPaths={{{HOST_PATH}}}", *values,
             "--wait", "--timeout", "540s",
         )  # fmt: skip
 

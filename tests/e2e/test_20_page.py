@@ -1,5 +1,5 @@
-"""The page of the cluster: a viewer's own token, their own rights, and the way through the API
-server to a port that nobody else reaches."""
+"""The page of a run: a viewer's own right to forward a port, and no token of the cluster's to
+anybody."""
 
 from __future__ import annotations
 
@@ -19,62 +19,67 @@ from typing import Any
 import pytest
 import yaml
 
-from keepstep_page.pages import STATIC
+from keepstep_sidecar.ui.pages import STATIC
 from tests.e2e import runs
-from tests.e2e.cluster import NAMESPACE, Cluster
+from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl
 
 _CLI = "from keepstep_operator.kubectl.main import cli; cli()"
 _SCRIPT = "uplot/uPlot.iife.min.js"
+_ROLE = {
+    "apiVersion": "rbac.authorization.k8s.io/v1",
+    "kind": "Role",
+    "metadata": {"name": "pages"},
+    "rules": [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
+        {"apiGroups": [""], "resources": ["pods/portforward"], "verbs": ["get", "create"]},
+    ],
+}
 
 Browser = Callable[[str], Any]
 
 
-def test_the_page_shows_a_viewer_what_they_may_read(
+def test_the_page_of_a_run_is_shown_by_the_right_to_forward_a_port(
     cluster: Cluster, training: Kubectl, tmp_path: Path
 ) -> None:
     training("create", "serviceaccount", "viewer")
     viewer = f"--serviceaccount={training.namespace}:viewer"
     config = _kubeconfig(cluster, training("create", "token", "viewer").strip(), tmp_path)
-    words = ("-n", training.namespace)
+    name = runs.the_run(training)["metadata"]["name"]
+    words = (name, "-n", training.namespace)
 
-    refused = pytest.raises(RuntimeError, match=r"keepstep-ui-0.*forbidden.*ui\.viewers")
+    with pytest.raises(RuntimeError, match="forbidden"), _page(config, *words):
+        pass
+    training("create", "rolebinding", "list", "--clusterrole=view", viewer)
+    identity = f"--as=system:serviceaccount:{training.namespace}:viewer"
+    # the API server's authorizer sees a binding a moment later
+    training.eventually(lambda: training("auth", "can-i", "list", "pods", identity), what="view")
+    refused = pytest.raises(RuntimeError, match="get and create of pods/portforward")
     with refused, _page(config, *words):
         pass
-    system, role = cluster.kubectl.namespaced(NAMESPACE), "keepstep-ui-viewers"
-    system("create", "rolebinding", training.namespace, f"--role={role}", viewer)
-    try:
-        # the API server's authorizer hears of a binding a moment later
-        forwards = ("auth", "can-i", "create", "pods/keepstep-ui-0", "--subresource=portforward")
-        identity = f"--as=system:serviceaccount:{training.namespace}:viewer"
-        training.eventually(lambda: system(*forwards, identity), what="the role is there")
-        with _page(config, *words) as browse:
-            status, text = _read(browse, "/")
-            assert status == 403
-            may_not = "viewer may not list checkpointruns and checkpoints in namespace"
-            assert f"{may_not} {training.namespace}" in text
-            command = re.search(r"<code>kubectl (create rolebinding [^<]*)</code>", text)
-            assert command is not None
-            cluster.kubectl(*command[1].split())  # what the page says helps
-            training.eventually(lambda: _read(browse, "/")[0] == 200, what="the role is there")
+    training.apply(_ROLE)
+    training("create", "rolebinding", "pages", "--role=pages", viewer)
+    forwards = ("auth", "can-i", "create", "pods", "--subresource=portforward", identity)
+    training.eventually(lambda: training(*forwards), what="the role is there")
+    with _page(config, *words) as browse:
+        status, text = _read(browse, f"/runs/{name}")
+        assert status == 200
+        assert "Training: 1 of 2 ranks are connected." in text
+        assert _read(browse, f"/static/{_SCRIPT}")[1] == (STATIC / _SCRIPT).read_text()
+        assert len(set(_committed(browse, name, changes=2))) == 2  # by themselves
 
-            name = runs.the_run(training)["metadata"]["name"]
-            status, text = _read(browse, "/")
-            assert name in text
-            assert "Running" in text
-            assert "It trains." in _read(browse, f"/runs/{name}")[1]
-            assert _read(browse, f"/static/{_SCRIPT}")[1] == (STATIC / _SCRIPT).read_text()
-            assert len(set(_committed(browse, name, changes=2))) == 2  # by themselves
-    finally:
-        system("delete", "rolebinding", training.namespace)
-
-    # kind's own user has a certificate alone, and shows the token of somebody else
-    with _page(cluster.kubeconfig, *words, "--service-account", "viewer") as browse:
-        assert name in _read(browse, "/")[1]
+    # a container of the pod reaches the port, and is shown nothing
+    probe = (
+        "import urllib.request as r, urllib.error as e\n"
+        "try: r.urlopen('http://127.0.0.1:26742/')\n"
+        "except e.HTTPError as error: print(error.code)\n"
+    )
+    said = training("exec", "gpt-master-0", "-c", "pytorch", "--", "python", "-c", probe)
+    assert said.strip() == "403"
 
 
 def _kubeconfig(cluster: Cluster, token: str, directory: Path) -> Path:
-    """Of who has this token and nothing else."""
+    """Of a user with this token and nothing else."""
     config = yaml.safe_load(cluster.kubeconfig.read_text())
     (user,) = config["users"]
     user["user"] = {"token": token}
@@ -88,19 +93,18 @@ def _page(config: Path, *words: str) -> Iterator[Browser]:
     """`kubectl keepstep ui` of the checkout that is tested, and a browser that has opened its URL:
     opens a route. Raises RuntimeError with what the command says."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _CLI, "ui", "--no-open", *words],
+        [sys.executable, "-c", _CLI, "ui", *words],
         env={**os.environ, "KUBECONFIG": str(config)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
+        found = re.search(r"(http://[^/]+)/runs/\S+", process.stdout.readline())
         if found is None:
             raise RuntimeError(process.communicate(timeout=60)[1])
-        base = found[0].partition("/?")[0]
         opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
         opener.open(found[0], timeout=60).close()
-        yield lambda route: opener.open(base + route, timeout=60)
+        yield lambda route: opener.open(found[1] + route, timeout=60)
     finally:
         process.terminate()
         process.communicate(timeout=60)

@@ -23,7 +23,6 @@ from kubernetes.aio.client import Configuration
 
 from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.kube import POLICIES, Access, Resource
-from keepstep_operator.names import UI_AUDIENCE
 from keepstep_operator.serving import listening
 
 Body = dict[str, Any]
@@ -71,17 +70,15 @@ class _Watch:
 @dataclass
 class ApiServer:
     """`objects`: by path. `tokens`: token -> TokenReview.status. `logs`: by path of the pod.
-    `rights`: user, plural and namespace of what they may list. `forwards`: by path of the pod, the
-    port of this machine that its port is. Tests
-    may set `delay_s` (before each answer but those of watches), `down` (503 to everything),
-    `broken` (how many more requests are answered with 503, of those whose path has
-    `broken_part`), `forbidden` (403 to paths with it), and `before` (called with method and path
-    before a request is looked at)."""
+    `forwards`: by path of the pod, the port of this machine that its port is. Tests may set
+    `delay_s` (before each answer but those of watches), `down` (503 to everything), `broken` (how
+    many more requests are answered with 503, of those whose path has `broken_part`), `forbidden`
+    (403 to paths with it), and `before` (called with method and path before a request is looked
+    at)."""
 
     objects: dict[str, Body] = field(default_factory=dict)
     tokens: dict[str, Body] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)
-    rights: set[tuple[str, str, str]] = field(default_factory=set)
     forwards: dict[str, int] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     delay_s: float = 0.0
@@ -217,11 +214,6 @@ class ApiServer:
             return self._get(path, query)
         if path.endswith("/tokenreviews"):
             return self._review(body)
-        if path.endswith("/subjectaccessreviews"):
-            return self._access_review(body)
-        if path.endswith("/token"):  # of a service account, in its own name
-            self.tokens[path] = {"authenticated": True, **body["spec"], "user": {"username": path}}
-            return web.json_response({**body, "status": {"token": path}}, status=201)
         return self._write(method, path, body, request)
 
     def _refused(self, request: web.Request) -> web.Response | None:
@@ -258,17 +250,11 @@ class ApiServer:
 
     def _review(self, body: Body) -> web.Response:
         audiences = body["spec"].get("audiences", [])
-        assert audiences in ([AUDIENCE], [UI_AUDIENCE], [])
+        assert audiences in ([AUDIENCE], [])
         status = self.tokens.get(body["spec"]["token"], {"authenticated": False})
         if audiences != [AUDIENCE] and audiences != status.get("audiences", []):
             status = {"authenticated": False, "error": "for another audience"}
         return web.json_response({**body, "status": status}, status=201)
-
-    def _access_review(self, body: Body) -> web.Response:
-        at = body["spec"]["resourceAttributes"]
-        assert (at["verb"], at["group"]) == ("list", _GROUP)
-        allowed = (body["spec"]["user"], at["resource"], at["namespace"]) in self.rights
-        return web.json_response({**body, "status": {"allowed": allowed}}, status=201)
 
     async def _forward(self, request: web.Request, port: int) -> web.StreamResponse:
         """A port of a pod, by the protocol of websockets: data on channel 0, errors on 1."""

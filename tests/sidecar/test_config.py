@@ -60,6 +60,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "restore_since": ("4", 4),
     "on_loss": ("restart", OnLoss.RESTART),
     "metrics_port": ("9464", 9464),
+    "ui_port": ("26742", 26742),
 }
 """Of each key: what a person writes, and what the sidecar has then."""
 EXPECTED = {key.field: EXAMPLES[key.name][1] for key in KEYS}

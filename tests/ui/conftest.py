@@ -12,7 +12,8 @@ import aiohttp
 import pytest
 
 from keepstep_sidecar.cli.output import printable
-from keepstep_sidecar.ui.server import serving
+from keepstep_sidecar.ui.access import Access
+from keepstep_sidecar.ui.server import listen, serving
 from keepstep_sidecar.ui.view import RunPage
 from tests.cli.conftest import Keepstep
 
@@ -36,15 +37,23 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def site_of(views: dict[str, RunPage]) -> AsyncIterator[Site]:
+async def site_of(views: dict[str, RunPage], *, secret: str = "") -> AsyncIterator[Site]:
+    access, listening = Access("keepstep ui", secret=secret), listen(0)
+    url = access.url(listening.getsockname()[1])
+
     def read(name: str) -> RunPage:
         return views[name]
 
     # an unsafe jar: cookies for an address, not a name
     async with (
         serving(
-            directory=Path("/kept"), port=0, names=lambda: sorted(views), read=read, text=printable
-        ) as url,
+            listening,
+            access,
+            place="/kept",
+            names=lambda: sorted(views),
+            read=read,
+            text=printable,
+        ),
         aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as client,
     ):
         yield Site(url, views, client)

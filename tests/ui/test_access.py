@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+import re
 
+import aiohttp
+import pytest
+from yarl import URL
+
+from keepstep_sidecar.ui.access import ENTRY_ROUTE
 from keepstep_sidecar.ui.view import RunPage
 from tests.ui.conftest import site_of
 
@@ -29,9 +35,90 @@ async def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_has()
             assert cookie["samesite"] == "Strict"
             assert cookie["domain"] == ""
             assert len(cookie.value) >= 32
+            assert cookie.value not in site.url
             # followed from another site, too: what leads on is a page of this one
             assert 'http-equiv="refresh"' in await answer.text()
         assert "Runs" in await site.text("/")
+
+
+async def test_a_token_lets_in_one_browser_once() -> None:
+    async with site_of({"a": RunPage(name="a")}) as site:
+        await site.enter()
+        async with aiohttp.ClientSession() as other, other.get(site.url) as answer:
+            assert answer.status == 403
+            assert "once" in await answer.text()
+        assert "Runs" in await site.text("/")
+
+
+@pytest.mark.parametrize("path", ["//evil.example", "/%22%3E%3Cb%3E", "/runs/a"])
+async def test_a_url_with_a_token_leads_to_its_own_path_and_nowhere_else(path: str) -> None:
+    async with site_of({"a": RunPage(name="a")}) as site:
+        url = URL(site.base + path + "?" + site.url.partition("?")[2], encoded=True)
+        async with site.client.get(url) as answer:
+            text = await answer.text()
+        (found,) = re.findall(r'url=([^"]*)"', text)
+        assert found == "/" + path.lstrip("/")
+        assert "<b>" not in text
+
+
+async def test_a_token_is_given_to_those_alone_that_show_the_pages_secret() -> None:
+    async with site_of({"a": RunPage(name="a")}, secret="the-uid") as site:
+        for words in ("", "Bearer", "Bearer ", "Bearer wrong", "Bearer \udcff", "the-uid"):
+            async with site.client.get(
+                site.base + ENTRY_ROUTE, headers={"Authorization": words} if words else {}
+            ) as answer:
+                assert answer.status == 403
+                assert "another pod" in await answer.text()
+        headers = {"Authorization": "Bearer the-uid"}
+        async with site.client.get(site.base + ENTRY_ROUTE, headers=headers) as answer:
+            token = (await answer.content.readline()).decode().strip()
+            assert not answer.cookies
+        assert await site.text("/", status=403)  # the secret itself is no way in
+        async with site.client.get(f"{site.base}/?token={token}") as answer:
+            assert answer.status == 200
+        assert "Runs" in await site.text("/")
+    async with site_of({}) as site:  # a page without a secret has no such route
+        await site.text(ENTRY_ROUTE, status=403)
+
+
+async def test_two_pages_behind_forwarded_ports_have_a_cookie_each() -> None:
+    headers = {"Host": "127.0.0.1:4711"}
+    async with site_of({}) as site, site.client.get(site.url, headers=headers) as answer:
+        assert [*answer.cookies] == ["keepstep-ui-4711"]
+
+
+async def test_connections_without_the_cookie_are_few_and_cannot_keep_a_viewer_out() -> None:
+    async with site_of({"a": RunPage(name="a")}) as site:
+        port = int(site.base.rpartition(":")[2])
+        async with site.client.get(site.url):
+            pass
+        async with site.client.get(f"{site.base}/changes") as stream:
+            assert await stream.content.readline()
+            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+            try:
+                ended = await asyncio.gather(*(_has_ended(reader) for reader, _ in idle[:160]))
+                assert all(ended)  # newer ones took their places
+                async with (
+                    aiohttp.ClientSession(cookie_jar=site.client.cookie_jar) as client,
+                    client.get(site.base) as answer,
+                ):
+                    assert answer.status == 200
+                last = await asyncio.gather(*(_has_ended(reader) for reader, _ in idle))
+                assert all(last)  # their time is over
+                site.views["b"] = RunPage(name="b")
+                async with asyncio.timeout(20):  # the viewer is still there
+                    while b"/runs/b" not in await stream.content.readline():
+                        pass
+            finally:
+                for _, writer in idle:
+                    writer.close()
+
+
+async def _has_ended(reader: asyncio.StreamReader) -> bool:
+    try:
+        return await asyncio.wait_for(reader.read(), 20) == b""
+    except ConnectionError:
+        return True
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
@@ -46,9 +133,9 @@ async def test_another_name_for_this_address_is_refused(host: str) -> None:
 @pytest.mark.parametrize("host", ["localhost:9", "127.0.0.1", "LOCALHOST", "[::1]:5000"])
 async def test_a_forwarded_port_is_no_other_name(host: str) -> None:
     async with site_of({"a": RunPage(name="a")}) as site:
-        await site.enter()
-        async with site.client.get(site.base, headers={"Host": host}) as answer:
-            assert answer.status == 200
+        for url in (site.url, site.base):
+            async with site.client.get(url, headers={"Host": host}) as answer:
+                assert answer.status == 200
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1", ""])

@@ -19,7 +19,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from keepstep.core.history import Event, Kind
-from keepstep_page.pages import STATIC
+from keepstep_sidecar.ui.pages import STATIC
 from tests import warm
 from tests.cli.conftest import Keepstep
 from tests.harness import eventually

@@ -12,12 +12,13 @@ import urllib.request
 from collections.abc import Callable
 from http.cookiejar import CookieJar
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
-from keepstep_page.browser import opened as started
+from keepstep_sidecar.ui.browser import opened as started
 from tests import warm
 from tests.cli.conftest import TRAIN, Keepstep
 from tests.harness import eventually
@@ -25,17 +26,21 @@ from tests.harness import eventually
 Started = Callable[[], tuple[subprocess.Popen[str], str]]
 
 
-def _browser(url: str) -> Callable[[str], str]:
-    """Reads routes, as a browser that has opened the URL."""
+def _browser(url: str) -> tuple[Callable[[str], str], Callable[[str], Any]]:
+    """Reads and opens routes, as a browser that has opened the URL."""
     jar = CookieJar()
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(jar))
     base = url.partition("/?")[0]
 
+    def open_(route: str) -> Any:
+        return opener.open(base + route, timeout=30)
+
     def read(route: str) -> str:
-        return str(opener.open(base + route, timeout=30).read().decode())
+        with open_(route) as answer:
+            return str(answer.read().decode())
 
     read(url.removeprefix(base))
-    return read
+    return read, open_
 
 
 def test_it_listens_on_this_machine_alone_and_ends_well_at_ctrl_c(
@@ -47,9 +52,9 @@ def test_it_listens_on_this_machine_alone_and_ends_well_at_ctrl_c(
     assert [one.ip for one in listening if one.port == urlsplit(url).port] == ["127.0.0.1"]
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(url.partition("?")[0], timeout=30)
-    read = _browser(url)
+    read, open_ = _browser(url)
     assert "No run is kept" in read("/")
-    with urllib.request.urlopen(url, timeout=30):  # a viewer whose connection stays open
+    with open_("/changes"):  # a viewer whose connection stays open
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=10)
     assert process.returncode == 0
@@ -60,7 +65,7 @@ def test_what_a_run_left_on_its_volumes_is_shown_and_what_is_removed_is_not(
     keepstep: Keepstep, opened: Started
 ) -> None:
     keepstep("run", "--", warm.python(), keepstep.script("train.py", TRAIN), "6", "-1")
-    read = _browser(opened()[1])
+    read, _ = _browser(opened()[1])
     page = read("/runs/train")
     assert "No sidecar runs" in page
     assert 'id="committed">step 5 of epoch 1' in page
@@ -75,7 +80,7 @@ def test_a_run_that_cannot_be_read_is_an_error_beside_the_others(
         home = keepstep.directory / name
         home.mkdir(parents=True)
         (home / "sidecar.toml").write_text(text)
-    read = _browser(opened()[1])
+    read, _ = _browser(opened()[1])
     index = read("/")
     assert "/runs/a" in index
     assert "/runs/b" in index
@@ -108,7 +113,7 @@ def test_the_url_is_not_among_the_words_of_the_browser(
 def test_who_does_not_use_it_imports_nothing_of_it() -> None:
     text = (
         "import sys, keepstep, keepstep_sidecar.cli.main\n"
-        "heavy = {'jinja2', 'aiohttp', 'webbrowser', 'keepstep_sidecar.ui', 'keepstep_page'}\n"
+        "heavy = {'jinja2', 'aiohttp', 'webbrowser', 'keepstep_sidecar.ui'}\n"
         "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy"
     )

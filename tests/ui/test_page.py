@@ -25,10 +25,8 @@ from keepstep.wire.status import (
     TierStatus,
     VolumeStatus,
 )
-from keepstep_page import board
-from keepstep_page.pages import STATIC
-from keepstep_sidecar.ui.pages import STEPS_SHOWN, MachinePages
-from keepstep_sidecar.ui.server import board_of
+from keepstep_sidecar.ui import board
+from keepstep_sidecar.ui.pages import STATIC, STEPS_SHOWN, TEMPLATES
 from keepstep_sidecar.ui.view import RunPage
 from tests.harness import until
 from tests.ui.conftest import Site, site_of
@@ -193,6 +191,39 @@ async def test_text_of_a_run_is_text_wherever_it_is_shown() -> None:
         assert "\u202e" not in html
 
 
+@pytest.mark.parametrize(
+    "number", [1e18, -1e18, float("nan"), float("inf"), pytest.param(10**400, id="large")]
+)
+async def test_a_run_whose_values_cannot_be_shown_is_unreadable_and_the_others_are_not(
+    number: float,
+) -> None:
+    volume = VolumeStatus(path="/v", engine="direct", used_bytes=0, free_bytes=number)
+    event_then = event(Kind.DISCARDED, 1, number=1, text="-")
+    hostile = {
+        "committed": view("committed", committed_at=number),
+        "started": view("started", started_at=number),
+        "free": view("free", volumes=(volume,)),
+        "events": dataclasses.replace(
+            view("events"), events=(dataclasses.replace(event_then, until=number),)
+        ),
+        "goodput": dataclasses.replace(
+            view("goodput"), goodput=Goodput(since=0, productive_s=number)
+        ),
+        "typed": dataclasses.replace(view("typed"), committed="no step"),
+    }
+    async with site_of({"a": view("a"), **hostile}) as site:
+        await site.enter()
+        index = await site.text("/")
+        assert all(f"/runs/{name}" in index for name in ("a", *hostile))
+        changes = (await _first_change(site, "/changes"))["runs"]
+        assert all(f"/runs/{name}" in changes for name in ("a", *hostile))
+        assert "no trainer has connected" in await site.text("/runs/a")
+        for name in hostile:
+            assert f"Run {name}" in await site.text(f"/runs/{name}")
+            assert "state" in await _first_change(site, f"/runs/{name}/changes")
+        assert "cannot be shown" in await site.text("/runs/typed")
+
+
 async def test_many_steps_are_cut_and_the_page_says_so() -> None:
     shown = view(steps=tuple(step(number) for number in range(STEPS_SHOWN + 50)))
     async with site_of({"a": shown}) as site:
@@ -254,7 +285,7 @@ def _views() -> list[RunPage]:
 
 async def test_one_read_serves_all_viewers_and_none_is_made_for_nobody() -> None:
     with ThreadPoolExecutor(1) as readers:
-        reads = board_of(lambda: ["a"], lambda name: RunPage(name=name), readers)
+        reads = board.Board(lambda: ["a"], lambda name: RunPage(name=name), readers)
         began = asyncio.get_running_loop().time()
         with reads.viewer(), reads.viewer(), reads.viewer():
             await until(lambda: reads.reads >= 5)
@@ -272,7 +303,7 @@ async def test_a_run_that_hangs_keeps_only_itself_waiting() -> None:
         return RunPage(name=name)
 
     with ThreadPoolExecutor(8) as readers:
-        reads = board_of(lambda: ["a", "hangs"], read, readers)
+        reads = board.Board(lambda: ["a", "hangs"], read, readers)
         try:
             with reads.viewer():
                 a, hangs = await reads.fresh(timeout_s=0.2)
@@ -288,8 +319,7 @@ def test_what_the_page_carries_is_small_and_names_no_other_place() -> None:
     files = [path for path in STATIC.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 80_000
     assert (STATIC / "uplot" / "LICENSE").is_file()
-    own = [*STATIC.glob("*.js"), *STATIC.glob("*.css"), *STATIC.parent.rglob("*.html")]
-    own += MachinePages.templates.rglob("*.html")
+    own = [*STATIC.glob("*.js"), *STATIC.glob("*.css"), *TEMPLATES.rglob("*.html")]
     for path in own:
         assert "://" not in path.read_text(), path
 

@@ -94,7 +94,7 @@ capabilities: {drop: [ALL]}
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
-{{/* What a user may set of a pod. Called with one of .Values.admission, .reconcile, .certificates, .ui. */}}
+{{/* What a user may set of a pod. Called with one of .Values.admission, .reconcile, .certificates. */}}
 {{- define "keepstep.placement" -}}
 {{- with .nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}

@@ -25,10 +25,6 @@ _COMMANDS: Final = {
         "keepstep_operator.certificates.main:certificates",
         "Make and rotate the certificates of both servers.",
     ),
-    "ui": (
-        "keepstep_operator.ui.main:ui",
-        "Show runs in a browser to those who may read them.",
-    ),
 }
 
 
@@ -78,7 +74,7 @@ class _Components(click.Group):
 )
 @click.version_option(__version__, prog_name="keepstep-operator")
 def cli() -> None:
-    """keepstep's operator for Kubernetes: one program, three processes, and a page.
+    """keepstep's operator for Kubernetes: one program, three processes.
 
     \b
     Examples:

@@ -71,6 +71,9 @@ TRUST_PATH = "/keepstep/trust"
 """Authorities of the reports API that replies named, for a restarted sidecar."""
 
 SOCKET_ENV = "KEEPSTEP_SOCKET"
+UI_PORT_ENV = "KEEPSTEP_UI_PORT"
+UI_SECRET_ENV = "KEEPSTEP_UI_SECRET"
+"""The pod's UID, which the page asks for."""
 RESTORE_TIMEOUT_ENV = "KEEPSTEP_RESTORE_TIMEOUT"
 """In seconds, for the library in the training container."""
 
@@ -78,15 +81,6 @@ USER_ID = 65532
 GROUP_ID = 65532
 """User and group of the sidecar. The pod gets the group as a supplemental one, so that trainers may
 fill slots."""
-
-# --- the page ----------------------------------------------------------------------------------
-
-UI_AUDIENCE = "ui.keepstep.dev"
-"""Audience of tokens that are made for the page and are good for nothing else."""
-UI_NAMESPACE_HEADER = "Keepstep-Namespace"
-"""Header of a request to the page: the namespace whose runs to show."""
-UI_PORT = 8790
-"""The page's port on its pod's loopback."""
 
 # --- ports -------------------------------------------------------------------------------------
 
@@ -96,3 +90,5 @@ METRICS_PORT = 9090
 SIDECAR_METRICS_PORT = 26740
 SIDECAR_PEER_PORT = 26741
 """Defaults of a policy; `injection.ports` says why these."""
+SIDECAR_UI_PORT = 26742
+"""Of the run's page, on its pod's loopback."""

@@ -5,6 +5,7 @@ Only the commands that serve import the servers: a probe runs once a second, and
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
 import time
@@ -162,6 +163,21 @@ def flush(values: dict[str, Any]) -> None:
         raise StorageError(f"not everything is durable: {flushed.reason}")
     if not flushed.steps:
         click.echo("nothing is in memory that could be made durable")
+
+
+@main.command(hidden=True)
+@config_options(_keys("run", "memory_dir"))
+@click.option("--fd", type=int, required=True, help="A listening socket.")
+def page(values: dict[str, Any], fd: int) -> None:
+    """Show the run in a browser to those who show KEEPSTEP_UI_SECRET; ends when it is not used.
+
+    The sidecar starts it.
+    """
+    from keepstep_sidecar.cli import output, run_pages
+    from keepstep_sidecar.ui import on_demand
+
+    read = run_pages.sidecar_reader(_socket(values))
+    asyncio.run(on_demand.serve(fd, values["run"], read=read, text=output.printable))
 
 
 @main.command()

@@ -50,6 +50,7 @@ def test_the_sidecar_understands_every_setting() -> None:
     assert config.memory_dir == Path("/run/keepstep")
     assert config.volumes == (Path("/keepstep/volumes/scratch"), Path("/keepstep/volumes/nvme0"))
     assert (config.slots, config.io_threads, config.metrics_port) == (4, 2, 26740)
+    assert config.ui_port == 26742
     assert (config.verify, config.flush_timeout_s) == (Verify.SEAL, 60.0)
     assert config.reporting is not None
     assert config.reporting.url.startswith(DEFAULTS.reports_url)

@@ -196,6 +196,8 @@ def test_the_sidecar_is_told_everything_by_its_environment() -> None:
         "KEEPSTEP_REPORT_CA_FILE": "/keepstep/trust/ca.crt",
         "KEEPSTEP_REPORT_TOKEN_FILE": "/var/run/secrets/keepstep.dev/token/token",
         "KEEPSTEP_METRICS_PORT": "26740",
+        "KEEPSTEP_UI_PORT": "26742",
+        "KEEPSTEP_UI_SECRET": {"fieldRef": {"fieldPath": "metadata.uid"}},
         "WORLD_SIZE": "2",
         "RANK": "1",
         "PET_NPROC_PER_NODE": "1",
@@ -449,6 +451,14 @@ def test_what_is_no_port_of_the_pod_changes_nothing(change: Body) -> None:
     injected = inject(pod, policy(), DEFAULTS)
     assert _environment(_sidecar(injected))["KEEPSTEP_METRICS_PORT"] == "26740"
     assert _told(injected) == ()
+
+
+def test_a_pod_that_uses_the_port_of_the_page_has_no_page() -> None:
+    pod = bare_pod()
+    assert "KEEPSTEP_UI_PORT" in _environment(_sidecar(inject(pod, policy(), DEFAULTS)))
+    pod["spec"]["containers"][0]["ports"] = [{"containerPort": 26742}]
+    environment = _environment(_sidecar(inject(pod, policy(), DEFAULTS)))
+    assert not {"KEEPSTEP_UI_PORT", "KEEPSTEP_UI_SECRET"} & environment.keys()
 
 
 def test_the_ports_are_those_of_the_policy() -> None:

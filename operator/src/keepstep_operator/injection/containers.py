@@ -36,6 +36,8 @@ from keepstep_operator.names import (
     SOCKET_PATH,
     TOKEN_PATH,
     TRUST_PATH,
+    UI_PORT_ENV,
+    UI_SECRET_ENV,
     USER_ID,
     VOLUMES_CONTAINER,
 )
@@ -162,7 +164,20 @@ def _environment(
     return [
         *({"name": name, "value": str(value)} for name, value in ours.items() if value is not None),
         *environment_of(policy, ports),
+        *_page(ports),
         *_copied(training.get("env") or []),
+    ]
+
+
+def _page(ports: Ports) -> list[Body]:
+    """The variables of the page. What it asks for is the pod's UID: those who may read the pod know
+    it, and other users of its network do not."""
+    if ports.ui is None:
+        return []
+    secret = {"fieldRef": {"fieldPath": "metadata.uid"}}
+    return [
+        {"name": UI_PORT_ENV, "value": str(ports.ui)},
+        {"name": UI_SECRET_ENV, "valueFrom": secret},
     ]
 
 

@@ -16,6 +16,7 @@ from typing import Final
 
 from keepstep_operator.api.policy import Policy
 from keepstep_operator.bodies import Body
+from keepstep_operator.names import SIDECAR_UI_PORT
 
 _PROBES: Final = ("livenessProbe", "readinessProbe", "startupProbe")
 _HANDLERS: Final = ("httpGet", "tcpSocket", "grpc")
@@ -24,11 +25,12 @@ _LARGEST: Final = 65535
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """`metrics`: None for none. `peer`: None without peers. `warnings`: what is otherwise than the
-    policy asks."""
+    """`metrics`, `ui` (the page, on loopback): None for none. `peer`: None without peers.
+    `warnings`: what is otherwise than the policy asks."""
 
     metrics: int | None
     peer: int | None
+    ui: int | None
     warnings: tuple[str, ...] = ()
 
 
@@ -44,12 +46,13 @@ def ports_of(policy: Policy, spec: Body) -> Ports:
             f" {policy.metrics_port}: give the policy another sidecar.ports.metrics"
         )
     if peer is not None and (user := taken.get(peer)) is not None:
-        peer = _next_free(peer, {*taken, policy.metrics_port})
+        peer = _next_free(peer, {*taken, policy.metrics_port, SIDECAR_UI_PORT})
         said.append(
             f"peers connect to port {peer}, since container {user} uses port {policy.peer_port}:"
             " NetworkPolicies must allow it, or give the policy another sidecar.ports.peer"
         )
-    return Ports(metrics=metrics, peer=peer, warnings=tuple(said))
+    ui = None if SIDECAR_UI_PORT in {*taken, metrics, peer} else SIDECAR_UI_PORT
+    return Ports(metrics=metrics, peer=peer, ui=ui, warnings=tuple(said))
 
 
 def _next_free(port: int, taken: set[int]) -> int:

@@ -34,7 +34,6 @@ from keepstep_operator.kube.errors import (
 )
 from keepstep_operator.kube.feed import Feed, follow
 from keepstep_operator.kube.resources import (
-    ACCESS_REVIEWS,
     CHECKPOINTS,
     CONFIG_MAPS,
     EVENTS,
@@ -56,7 +55,6 @@ from keepstep_operator.kube.resources import (
 )
 
 __all__ = [
-    "ACCESS_REVIEWS",
     "CHECKPOINTS",
     "CONFIG_MAPS",
     "EVENTS",

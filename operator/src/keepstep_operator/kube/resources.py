@@ -45,9 +45,6 @@ CONFIG_MAPS: Final = Resource(group="", version="v1", plural="configmaps")
 EVENTS: Final = Resource(group="events.k8s.io", version="v1", plural="events")
 LEASES: Final = Resource(group="coordination.k8s.io", version="v1", plural="leases")
 TOKEN_REVIEWS: Final = Resource(group="authentication.k8s.io", version="v1", plural="tokenreviews")
-ACCESS_REVIEWS: Final = Resource(
-    group="authorization.k8s.io", version="v1", plural="subjectaccessreviews"
-)
 WEBHOOKS: Final = Resource(
     group="admissionregistration.k8s.io", version="v1", plural="mutatingwebhookconfigurations"
 )

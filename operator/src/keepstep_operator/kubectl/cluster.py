@@ -93,11 +93,12 @@ class Cluster:
 
     # --- what Kubernetes has of them ---------------------------------------------------------
 
-    def pods(self, run: str) -> list[str]:
-        """The names of the run's pods with a sidecar."""
+    def pods(self, run: str, *, node_rank: int | None = None) -> list[Body]:
+        """The run's pods with a sidecar; only those of `node_rank`, if it is given."""
         labels = f"{names.RUN_KEY_LABEL}={run},{names.INJECTED_LABEL}={names.INJECTED}"
-        found = self.list(f"/api/v1/namespaces/{_quoted(self.namespace)}/pods", labels=labels)
-        return [str(one["metadata"]["name"]) for one in found]
+        if node_rank is not None:
+            labels += f",{names.NODE_RANK_LABEL}={node_rank}"
+        return self.list(f"/api/v1/namespaces/{_quoted(self.namespace)}/pods", labels=labels)
 
     def log(self, pod: str, *, lines: int, previous: bool) -> str:
         """The last `lines` of the log of a pod's sidecar, or of its previous container."""
@@ -106,32 +107,11 @@ class Cluster:
         path = f"/api/v1/namespaces/{_quoted(self.namespace)}/pods/{_quoted(pod)}/log"
         return self._call("GET", path, query=query)
 
-    # --- what leads to the page --------------------------------------------------------------
-
-    def token(self) -> str:
-        """The user's own token. Raises UsageError if the kubeconfig has none."""
-        known = self._api.configuration.auth_settings().get("BearerToken", {}).get("value") or ""
-        kind, _, token = str(known).partition(" ")
-        if kind.lower() != "bearer" or not token:
-            raise UsageError(
-                "this context has no token to show the page (but a client certificate, as kind's"
-                " own); name a service account of the namespace that may read runs:"
-                " --service-account NAME (your right: create serviceaccounts/token)"
-            )
-        return token
-
-    def token_of(self, account: str, *, audience: str, seconds: int) -> str:
-        """A new token for a service account of the namespace."""
-        path = f"/api/v1/namespaces/{_quoted(self.namespace)}/serviceaccounts/{_quoted(account)}"
-        spec = {"audiences": [audience], "expirationSeconds": seconds}
-        said = self._json("POST", f"{path}/token", body={"spec": spec}, kind="application/json")
-        return str(said["status"]["token"])
-
-    def open_port(self, namespace: str, pod: str, port: int) -> socket.socket:
+    def open_port(self, pod: str, port: int) -> socket.socket:
         """A connection to a port of a pod's loopback, through the API server."""
         from kubernetes.stream.ws_client import portforward_call
 
-        path = f"/api/v1/namespaces/{_quoted(namespace)}/pods/{_quoted(pod)}"
+        path = f"/api/v1/namespaces/{_quoted(self.namespace)}/pods/{_quoted(pod)}"
         method, url, headers, *_ = self._api.param_serialize(
             "GET",
             f"{path}/portforward",
@@ -141,9 +121,9 @@ class Cluster:
         try:
             forward = portforward_call(self._api.configuration, method, url, headers=headers)
         except ApiException as error:
-            raise _not_forwarded(error, f"{namespace}/{pod}") from error
-        wire: socket.socket = forward.socket(port)
-        return wire
+            raise _not_forwarded(error, f"{self.namespace}/{pod}") from error
+        # what the client has is no socket, but an object around one
+        return socket.socket(fileno=forward.socket(port).detach())
 
     def served(self) -> set[str]:
         """The served kinds of keepstep's API, by plural."""
@@ -192,17 +172,16 @@ def _not_forwarded(error: ApiException, place: str) -> Refused:
     """Why a port of the pod `place` cannot be reached, and what to do."""
     cause = error.__context__
     code = int(getattr(cause, "status_code", 0) or 0)
-    hints = {
-        403: "; ask for the right: ui.viewers of the chart gives it",
-        404: "; helm upgrade with ui.enabled=true makes it, --page says where it is",
-    }
+    hint = "; the rights are get and create of pods/portforward in the namespace"
     body = getattr(cause, "resp_body", None) or b""
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
     try:
         said = str(json.loads(text)["message"])
     except (ValueError, TypeError, KeyError):
         said = f"the API server said {code}" if code else str(error.reason)
-    return Refused(f"no way to the page in pod {place}: {said}{hints.get(code, '')}", code=code)
+    return Refused(
+        f"no way to the page in pod {place}: {said}{hint if code == 403 else ''}", code=code
+    )
 
 
 def _words(path: str, code: int, text: str) -> str:

@@ -149,7 +149,7 @@ def logs(run: str, tail: int, previous: bool, namespace: str | None, context: st
     """What the sidecars of a run wrote last, each line behind its pod's name."""
     cluster = Cluster(context=context, namespace=namespace)
     cluster.run(run)
-    pods, refused = cluster.pods(run), 0
+    pods, refused = [one["metadata"]["name"] for one in cluster.pods(run)], 0
     for pod in pods:
         try:
             lines = cluster.log(pod, lines=tail, previous=previous).splitlines()
@@ -162,53 +162,30 @@ def logs(run: str, tail: int, previous: bool, namespace: str | None, context: st
     sys.exit(1 if refused else 0)
 
 
-@cli.command(epilog=_examples("ui -n ml", "ui -n ml --service-account viewer --port 8790"))
+@cli.command(epilog=_examples("ui gpt-1a2b", "ui gpt-1a2b -n ml --port 8790"))
+@click.argument("run")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=0,
     help="Port on 127.0.0.1 to listen on; a free one.",
 )
-@click.option("--no-open", is_flag=True, help="Only print the URL; start no browser.")
-@click.option(
-    "--service-account",
-    metavar="NAME",
-    help="Look as this one of the namespace, where you have no token of your own.",
-)
-@click.option(
-    "--page",
-    metavar="NAMESPACE/POD",
-    default="keepstep-system/keepstep-ui-0",
-    show_default=True,
-    help="Where the page runs.",
-)
 @_options
-def ui(
-    port: int,
-    no_open: bool,
-    service_account: str | None,
-    page: str,
-    namespace: str | None,
-    context: str | None,
-) -> None:
-    """Show the runs of the namespace in a browser, as they change.
+def ui(run: str, port: int, namespace: str | None, context: str | None) -> None:
+    """Print the URL of a page of RUN, as the sidecar of its node rank 0 sees it.
 
-    Needs the chart's ui.enabled, and the rights to forward a port to its pod and to list
-    checkpointruns and checkpoints. Listens on 127.0.0.1 alone; the URL has a token that lets one
-    in. Ctrl-C ends it.
-    """  # fmt: skip
-    from keepstep_operator.kubectl.page import Upstream, account_token, serving
-    from keepstep_page.browser import show
+    Forwards a port to that pod, by your own right (get and create of pods/portforward). The token
+    in the URL lets in one browser, once. Ctrl-C ends it.
+    """
+    from keepstep_operator.kubectl.page import Page, serve
 
     cluster = Cluster(context=context, namespace=namespace)
-    place, slash, pod = page.partition("/")
-    if not (place and slash and pod):
-        raise UsageError(f"--page {page}: say NAMESPACE/POD, like keepstep-system/keepstep-ui-0")
-    token = account_token(cluster, service_account) if service_account else cluster.token
-    token()  # an error must come before anything is opened
-    site = serving(Upstream(cluster, place, pod, token), port=port)
-    what = f"runs in namespace {cluster.namespace}"
-    asyncio.run(show(site, what, browser=not no_open, echo=say))
+    pods = cluster.pods(run, node_rank=0)
+    running = [one for one in pods if one.get("status", {}).get("phase") == "Running"]
+    if not running:
+        cluster.run(run)  # that there is no such run is said first
+        raise click.ClickException(f"no pod of node rank 0 of run {run} is running now")
+    asyncio.run(serve(Page(cluster, running[-1]), port=port, run=run, say=say))
 
 
 # --- what people ask for -------------------------------------------------------------------------

@@ -1,155 +1,174 @@
-"""The page of a cluster on this machine: requests of a browser are passed on to the page's pod.
+"""The page of a run on this machine: a port of its pod, forwarded.
 
-The browser is admitted as by `keepstep ui` (a token in the URL, a cookie from then on, no other
-host name and no other origin). It never gets the viewer's own token. This is added to the requests
-to the pod, which go through the API server and through no port of this machine, where others could
-listen.
+Nothing of a request is looked at here. The page lets in a browser that has a token; this module
+fetches a token from it, by the UID of the pod. No token of the cluster leaves this process but to
+the API server.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
+import re
+import signal
 import socket
-import time
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
-from typing import Any, Final
-
-from aiohttp import web
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Final
 
 from keepstep.errors import UsageError
 from keepstep_operator import names
-from keepstep_operator.kubectl.cluster import Cluster, Refused
-from keepstep_page.access import HOST, Access, sign
-from keepstep_page.server import on_loopback
+from keepstep_operator.kubectl.cluster import Body, Cluster, Refused
 
+HOST: Final = "127.0.0.1"
+_ENTRY: Final = "/entry"
+_TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _AT_ONCE: Final = 64
-"""The most requests at a time. Each open page is one."""
+"""The most connections at a time. Each is one to the API server."""
 _CHUNK: Final = 64 << 10
 _ANSWERS_S: Final = 30.0
-_SILENT_S: Final = 60.0
-"""An open page gets data more often than this."""
-_ACCOUNT_S: Final = 3600
-"""The life of a service account's token. A new one is made after two thirds of it."""
 
 
-class Upstream:
-    """The page in pod `pod` of `namespace`. `token`: returns the viewer's present token; may
-    block."""
+class Page:
+    """The page that the sidecar of `pod`, an object of the API, serves."""
 
-    def __init__(
-        self, cluster: Cluster, namespace: str, pod: str, token: Callable[[], str]
-    ) -> None:
-        self._cluster, self._namespace, self._pod, self._token = cluster, namespace, pod, token
+    def __init__(self, cluster: Cluster, pod: Body) -> None:
+        self._cluster = cluster
+        self.pod, self._uid = str(pod["metadata"]["name"]), str(pod["metadata"]["uid"])
+        self._port = _port_of(pod)
 
-    def ask(self, path: str) -> Answer:
-        """GET `path`. Blocks. Raises Refused if the pod cannot be reached, and UsageError without a
-        token."""
-        wire = self._cluster.open_port(self._namespace, self._pod, names.UI_PORT)
+    def open(self) -> socket.socket:
+        """A connection to the page. Blocks. Raises Refused."""
+        return self._cluster.open_port(self.pod, self._port)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """A token that lets in one browser, once, and a function that blocks until the page has
+        ended. The page does not end by itself while this context is open. Blocks. Raises
+        Refused."""
+        connection = http.client.HTTPConnection(HOST, self._port)
+        connection.sock = wire = self.open()
         wire.settimeout(_ANSWERS_S)
-        connection = http.client.HTTPConnection(HOST, names.UI_PORT)
-        connection.sock = wire
-        headers = {
-            "Authorization": f"Bearer {self._token()}",
-            names.UI_NAMESPACE_HEADER: self._cluster.namespace,
-        }
+        with wire, contextlib.closing(connection):
+            try:
+                headers = {"Authorization": f"Bearer {self._uid}"}
+                connection.request("GET", _ENTRY, headers=headers)
+                answer = connection.getresponse()
+                text = answer.readline(1024).decode(errors="replace").strip()
+            except (OSError, http.client.HTTPException) as error:
+                raise self._none(f"it does not answer ({error})") from error
+            if answer.status != 200 or not _TOKEN.fullmatch(text):
+                raise self._none(f"it says {answer.status}: {text[:200]}")
+
+            def until_end() -> None:
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    while answer.readline(1024):
+                        pass
+
+            try:
+                yield text, until_end
+            finally:
+                with contextlib.suppress(OSError):
+                    wire.shutdown(socket.SHUT_RDWR)  # ends `until_end`
+
+    def _none(self, reason: str) -> Refused:
+        return Refused(
+            f"no page in pod {self.pod}: {reason}; `kubectl keepstep logs` shows what its sidecar"
+            " wrote. On the host's network, one pod of each node has a page",
+            code=0,
+        )
+
+
+def _port_of(pod: Body) -> int:
+    containers = [*pod["spec"].get("initContainers", ()), *pod["spec"].get("containers", ())]
+    for container in containers:
+        if container["name"] == names.SIDECAR_CONTAINER:
+            for variable in container.get("env", ()):
+                if variable["name"] == names.UI_PORT_ENV:
+                    return int(variable["value"])
+    raise UsageError(
+        f"the sidecar of pod {pod['metadata']['name']} serves no page: a container of the pod uses"
+        f" port {names.SIDECAR_UI_PORT}, or an older operator injected it"
+    )
+
+
+async def serve(page: Page, *, port: int, run: str, say: Callable[[str], None]) -> None:
+    """Forward a port of this machine to the page until SIGINT or SIGTERM. `port` 0: any free one.
+    Raises UsageError if it cannot have the port, Refused if there is no page."""
+    ended = asyncio.Event()
+    with page.entered() as (token, until_end):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        async with _forwarding(page, port, say) as bound:
+            say(f"run {run}: http://{HOST}:{bound}/runs/{run}?token={token}\n(Ctrl-C ends it)")
+            gone = asyncio.create_task(asyncio.to_thread(until_end))
+            interrupted = asyncio.create_task(ended.wait())
+            await asyncio.wait({gone, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+    interrupted.cancel()
+    if not ended.is_set():
+        raise Refused(f"the page in pod {page.pod} has ended; start this command again", code=0)
+
+
+@contextlib.asynccontextmanager
+async def _forwarding(page: Page, port: int, say: Callable[[str], None]) -> AsyncIterator[int]:
+    """Forward connections to `port` of this machine; yields the port. Raises UsageError."""
+    connected = set[asyncio.Task[None]]()
+
+    async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connected.add(task)
         try:
-            connection.request("GET", path, headers=headers)
-            return Answer(wire, connection.getresponse())
-        except (OSError, http.client.HTTPException) as error:
-            wire.close()
-            place = f"{self._namespace}/{self._pod}"
-            said = f"the page in pod {place} does not answer ({error}); see its log"
-            raise Refused(said, code=0) from error
-
-
-class Answer:
-    """An answer whose body is read as it arrives."""
-
-    def __init__(self, wire: socket.socket, response: http.client.HTTPResponse) -> None:
-        self._wire, self._response = wire, response
-        self.status = response.status
-        self.kind = response.headers.get("Content-Type", "text/plain")
-        length = response.headers.get("Content-Length")
-        self.length = None if length is None else int(length)
-        wire.settimeout(_SILENT_S)
-
-    def more(self) -> bytes:
-        """The next part of the body; b'' at the end. Blocks."""
-        try:
-            return self._response.read1(_CHUNK)
-        except (OSError, http.client.HTTPException):
-            return b""
-
-    def end(self) -> None:
-        """Close the connection. This also ends a blocked `more`."""
-        with suppress(OSError):
-            self._wire.shutdown(socket.SHUT_RDWR)
-        self._wire.close()
-
-
-def account_token(cluster: Cluster, account: str) -> Callable[[], str]:
-    """Returns a function for the token of a service account of the namespace. The token is made for
-    the page and for nothing else."""
-    known, until = "", 0.0
-
-    def token() -> str:
-        nonlocal known, until
-        if time.monotonic() >= until:
-            known = cluster.token_of(account, audience=names.UI_AUDIENCE, seconds=_ACCOUNT_S)
-            until = time.monotonic() + _ACCOUNT_S * 2 / 3
-        return known
-
-    return token
-
-
-@asynccontextmanager
-async def serving(upstream: Upstream, *, port: int) -> AsyncIterator[str]:
-    """Serve the page on this machine; yields its URL. `port` 0: any free port. Raises UsageError if
-    it cannot have the port, and the errors of `Upstream.ask` if there is no page to show."""
-    threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="keepstep-ui")
-    loop = asyncio.get_running_loop()
-
-    async def asked(path: str) -> Answer:
-        """`Upstream.ask`; if it is cancelled, the answer is closed when it comes."""
-        asking = loop.run_in_executor(threads, upstream.ask, path)
-        try:
-            return await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            asking.add_done_callback(_end)
-            raise
-
-    async def show(request: web.Request) -> web.StreamResponse:
-        try:
-            # without the query, which has our token
-            answer = await asked(request.rel_url.raw_path)
-        except (Refused, UsageError) as error:
-            return web.Response(status=502, text=f"{error}\n")
-        try:
-            response = web.StreamResponse(status=answer.status)
-            response.headers["Content-Type"] = answer.kind
-            response.content_length = answer.length
-            await response.prepare(request)
-            while chunk := await loop.run_in_executor(threads, answer.more):
-                await response.write(chunk)
+            if len(connected) <= _AT_ONCE:
+                await _forward(page, reader, writer, say=say)
         finally:
-            answer.end()
-        return response
+            connected.discard(task)
+            writer.close()
 
-    access = Access("kubectl keepstep ui")
-    app = web.Application(middlewares=[access.middleware()])
-    app.on_response_prepare.append(sign)
-    app.router.add_get("/{path:.*}", show, allow_head=False)
     try:
-        (await asked("/static/icon.svg")).end()
-        async with on_loopback(app, port) as bound:
-            yield access.url(bound)
+        server = await asyncio.start_server(accepted, HOST, port)
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen on {HOST}:{port} ({error.strerror or error}); choose another --port"
+        ) from error
+    try:
+        yield server.sockets[0].getsockname()[1]
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)
+        server.close()
+        for task in connected:
+            task.cancel()
+        await asyncio.gather(*connected, return_exceptions=True)
 
 
-def _end(asking: Any) -> None:
-    if not asking.cancelled() and asking.exception() is None:
-        asking.result().end()
+async def _forward(
+    page: Page,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    *,
+    say: Callable[[str], None],
+) -> None:
+    """Pass bytes on in both directions until one side ends."""
+    try:
+        wire = await asyncio.to_thread(page.open)
+    except Refused as error:
+        say(str(error))
+        return
+    pod_reader, pod_writer = await asyncio.open_connection(sock=wire)
+    passing = {
+        asyncio.create_task(_pass(reader, pod_writer)),
+        asyncio.create_task(_pass(pod_reader, writer)),
+    }
+    try:
+        await asyncio.wait(passing, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in passing:
+            task.cancel()
+        await asyncio.gather(*passing, return_exceptions=True)
+        pod_writer.close()
+
+
+async def _pass(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await source.read(_CHUNK):
+            sink.write(data)
+            await sink.drain()

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from keepstep.errors import KeepstepError
 from keepstep_sidecar import connections
+from keepstep_sidecar.api.page import offer_page
 from keepstep_sidecar.api.server import application, public_application
 from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.concurrency import Tasks
@@ -85,6 +86,7 @@ async def listen(service: Service, tasks: Tasks, lock: DirectoryLock) -> None:
     if (port := service.config.metrics_port) is not None:
         listening = _listening(port, service)
         tasks.spawn(_serve_metrics(public, listening, port, service), "serve metrics")
+    offer_page(service.config, tasks)
     door = _Door(runner, service.config.socket)
     await door.open()
     tasks.keep(functools.partial(_watch, service, lock, door), "watch memory")

@@ -15,7 +15,6 @@ from keepstep_sidecar.cli.commands.start import start
 from keepstep_sidecar.cli.commands.status import status
 from keepstep_sidecar.cli.commands.steps import steps
 from keepstep_sidecar.cli.commands.stop import stop
-from keepstep_sidecar.cli.commands.top import top
 from keepstep_sidecar.cli.commands.ui import ui
 from keepstep_sidecar.cli.commands.verify import verify
 from keepstep_sidecar.cli.options import Group
@@ -45,7 +44,6 @@ _COMMANDS = (
     start,
     status,
     steps,
-    top,
     ui,
     verify,
     inspect_file,

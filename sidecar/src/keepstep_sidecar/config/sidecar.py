@@ -293,6 +293,12 @@ class Config:
     metrics_port: int | None = key(
         whole(1, 65535), None, "TCP port of /metrics and /healthz.  [default: the socket only]"
     )
+    ui_port: int | None = key(
+        whole(1, 65535), None,
+        "TCP port on 127.0.0.1 of the run's page, for `kubectl keepstep ui`; KEEPSTEP_UI_SECRET"
+        " must be set.",
+        for_run=False,
+    )
     # fmt: on
 
     @classmethod

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import click
 
 from keepstep.core.goodput import Goodput
 from keepstep.core.history import Restart
+from keepstep.errors import KeepstepError
 from keepstep.wire.status import RankStatus, Status, TierStatus
 from keepstep_sidecar.cli import inventory, run_dir
 from keepstep_sidecar.cli.inventory import Holdings
@@ -17,11 +23,18 @@ from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.quantities import format_duration, format_size
 
+_WATCH_S: Final = 2.0
+
 
 @click.command()
 @which_run
 @json_option
-def status(directory: Path, run: str | None, as_json: bool) -> None:
+@click.option(
+    "--watch",
+    is_flag=True,
+    help="Print it again every 2 s, and where stdout is no terminal, when it changed; till Ctrl-C.",
+)
+def status(directory: Path, run: str | None, as_json: bool, watch: bool) -> None:
     """Show what is staged, durable and committed, by rank, and what the run would survive.
 
     Peers and the archive have a table of their own: shards that were sent there and that wait, and
@@ -30,16 +43,58 @@ def status(directory: Path, run: str | None, as_json: bool) -> None:
     \b
     Examples:
       keepstep status
+      keepstep status --watch
       keepstep status --dir /scratch/ckpt --run train --json
     """
+    kept = run_dir.seen(directory, run)
+    show = _print_json if as_json else _print
+    if not watch:
+        show(kept, inventory.read(kept))
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        _watch(functools.partial(run_dir.seen, directory, kept.run), show)
+
+
+def _watch(find: Callable[[], RunDir], show: Callable[[RunDir, Holdings], None]) -> None:
+    """Show the run every two seconds on a terminal; elsewhere when it changed, one block each
+    time."""
     from keepstep_sidecar.cli import output
 
-    kept = run_dir.seen(directory, run)
-    held = inventory.read(kept)
-    if as_json:
-        output.print_json(_document(kept, held))
-    else:
-        _print(kept, held)
+    before: object = None
+    while True:
+        try:
+            kept = find()
+            held = inventory.read(kept)
+            state, print_block = _without_times(held), functools.partial(show, kept, held)
+        except KeepstepError as error:
+            state, print_block = str(error), functools.partial(output.echo, f"error: {error}")
+        if sys.stdout.isatty():
+            click.clear()
+            print_block()
+        elif state != before:
+            print_block()
+            click.echo()
+        before = state
+        time.sleep(_WATCH_S)
+
+
+def _without_times(held: Holdings) -> object:
+    """What is shown of a run, without what changes by itself: ages, and room on the volumes."""
+    live = held.live
+    if live is None:
+        return held.steps, held.problems
+    return (
+        (live.pid, live.epoch, live.ranks, live.survives, live.hints, live.persist_every),
+        (held.steps, held.problems),
+        [(one.path, one.failed, one.quarantined) for one in live.volumes],
+        [(one.tier, one.where, one.sent, one.backlog, one.trouble) for one in live.depots],
+    )
+
+
+def _print_json(kept: RunDir, held: Holdings) -> None:
+    from keepstep_sidecar.cli import output
+
+    output.print_json(_document(kept, held))
 
 
 def _document(kept: RunDir, held: Holdings) -> dict[str, object]:

@@ -9,37 +9,20 @@ import signal
 import tempfile
 import webbrowser
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 
-async def show(
-    serving: AbstractAsyncContextManager[str],
-    what: str,
-    *,
-    browser: bool,
-    echo: Callable[..., None],
-) -> None:
-    """Serve until SIGINT or SIGTERM.
-
-    `serving` yields the URL. `what`: what is at the URL. `browser`: open a browser if there is a
-    display. `echo`: like `click.echo`.
-    """
+async def show(url: Callable[[], str], *, browser: bool, echo: Callable[[str], None]) -> None:
+    """Wait until SIGINT or SIGTERM. `url`: a URL that lets in one browser. `echo`: prints one.
+    `browser`: also open a browser, with a URL of its own, if there is a display."""
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    async with serving as url:
-        echo(f"{what}: {url}")
-        with opened(url) if browser and _has_display() else contextlib.nullcontext():
-            echo("Ctrl-C ends it", err=True)
-            await ended.wait()
-
-
-def _has_display() -> bool:
-    """Whether there is a display. Without one, the browser that opens would be a text browser, in
-    the terminal that shows the URL.
-    """
-    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+    echo(url())
+    # without a display it would be a text browser, in the terminal that shows the URL
+    display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    with opened(url()) if browser and display else contextlib.nullcontext():
+        await ended.wait()
 
 
 @contextlib.contextmanager

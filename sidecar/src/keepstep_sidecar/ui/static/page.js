@@ -51,7 +51,6 @@ function match(place, news) {
 
 const LINES = {
   steps: [
-    { name: "committed", label: "committed", color: "--memory", width: 2 },
     { name: "memory", label: "in memory", color: "--memory", width: 2 },
     { name: "local", label: "on drives", color: "--local", size: 5 },
     { name: "peer", label: "with peers", color: "--peer", size: 9 },
@@ -151,7 +150,7 @@ function listen(route) {
   };
   changes.onerror = () => {
     if (changes.readyState === EventSource.CLOSED) {
-      tellConnection("This page is no longer allowed in: reload it to see why, or open the URL that keepstep ui printed.");
+      tellConnection("This page is no longer allowed in: start keepstep ui again, and open the URL that it prints.");
     } else {
       tellConnection("keepstep ui does not answer: what is shown is old.");
     }

@@ -1,0 +1,114 @@
+"""What the page shows of a run: from its sidecar or, without one, from its volumes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from keepstep.core.goodput import Goodput
+from keepstep.core.history import Event
+from keepstep.wire.status import Status
+from keepstep_sidecar.cli import calls, inventory, run_dir
+from keepstep_sidecar.history import KEPT
+from keepstep_sidecar.ui.view import RunPage
+
+
+class Follower:
+    """A sidecar's status, and its history, of which only new events are asked for."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._started_at = 0.0
+        self.events: tuple[Event, ...] = ()
+
+    def status(self) -> Status | None:
+        """The status; None if no sidecar listens. `events` is of the same moment. Raises
+        SidecarError."""
+        if (live := calls.status(self._socket)) is None:
+            return None
+        if self._started_at != live.started_at:
+            # a new sidecar reuses the numbers of events that the previous one had not written
+            self._started_at, self.events = live.started_at, ()
+        last = self.events[-1].sequence if self.events else 0
+        news = calls.history(self._socket, last)
+        if news is not None and news.last < last:  # it has lost its history
+            self.events, news = (), calls.history(self._socket, 0)
+        if news is not None:
+            self.events = (*self.events, *news.events)[-KEPT:]
+        return live
+
+
+def _page(
+    name: str, held: inventory.Holdings, events: tuple[Event, ...], goodput: Goodput | None
+) -> RunPage:
+    return RunPage(
+        name=name,
+        live=held.live,
+        steps=held.steps,
+        committed=held.committed,
+        newest=held.newest,
+        events=events,
+        goodput=goodput,
+        problems=held.problems,
+    )
+
+
+def sidecar_reader(path: Path) -> Callable[[str], RunPage]:
+    """A function that reads the run of the sidecar that listens on `path`, and nothing but what
+    that sidecar says."""
+    follower = Follower(path)
+
+    def read(name: str) -> RunPage:
+        if (live := follower.status()) is None:
+            return RunPage(name=name, error="its sidecar does not listen")
+        return _page(name, inventory.of_live(live), follower.events, live.goodput)
+
+    return read
+
+
+def reader(directory: Path) -> Callable[[str], RunPage]:
+    """A function that reads one run below `directory`. If the run has no sidecar, its volumes are
+    scanned again only when its directories have changed: then only `keepstep rm` writes there."""
+    followed: dict[str, Follower] = {}
+    scanned: dict[str, tuple[tuple[int, ...], RunPage]] = {}
+
+    def read(name: str) -> RunPage:
+        kept = run_dir.find(directory, name)
+        follower = followed.setdefault(name, Follower(kept.socket))
+        if (live := follower.status()) is not None:
+            page = _page(name, inventory.of_live(live), follower.events, live.goodput)
+        else:
+            state = _changed_at(kept)
+            if name not in scanned or scanned[name][0] != state:
+                held, goodput = inventory.on_volumes(kept), inventory.goodput(kept, None)
+                scanned[name] = state, _page(name, held, _left(kept), goodput)
+            page = scanned[name][1]
+        places = tuple(map(str, kept.roots))
+        return dataclasses.replace(page, name=kept.run, volumes=places, log=str(kept.log))
+
+    return read
+
+
+def _left(kept: run_dir.RunDir) -> tuple[Event, ...]:
+    """The history that the last sidecar left, from the volume with the newest event."""
+    from keepstep_sidecar.volume.history_file import HistoryFile
+    from keepstep_sidecar.volume.paths import Tree
+
+    paths = [Tree(root).history for root in kept.roots]
+    found = [HistoryFile(path, run=kept.run).read(now=time.time())[0] for path in paths]
+    newest = max(found, key=lambda events: events[-1].until if events else 0.0)
+    return tuple(newest)
+
+
+def _changed_at(kept: run_dir.RunDir) -> tuple[int, ...]:
+    """The modification times of the record, of the history and of the directories that hold steps:
+    if none changed, neither did the run's steps and events."""
+    times = []
+    for root in kept.roots:
+        for path in (kept.record, root, root / "pending", root / "history.jsonl"):
+            with contextlib.suppress(OSError):
+                times.append(path.stat().st_mtime_ns)
+    return tuple(times)

@@ -1,0 +1,156 @@
+"""The page of a run in a pod: who is let in, and what it costs the sidecar."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from keepstep_sidecar.ui.access import ENTRY_ROUTE
+from tests.archive.gateway import free_port
+from tests.harness import SidecarProcess, eventually
+
+SECRET = "5f0c2f0e-7d0b-4a53-9d3c-0c4b7e8d9f10"
+
+
+class Pod:
+    """A sidecar with a page on `port`."""
+
+    def __init__(self, sidecar: SidecarProcess, port: int) -> None:
+        self.sidecar, self.port = sidecar, port
+
+    def get(self, path: str, **headers: str) -> tuple[int, str, str]:
+        """The status, the text and the cookie."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        with contextlib.closing(connection):
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(), answer.headers.get("Set-Cookie", "")
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[str]:
+        """The cookie of a browser, beside the command that got a token for it."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        with contextlib.closing(connection):
+            connection.request("GET", ENTRY_ROUTE, headers={"Authorization": f"Bearer {SECRET}"})
+            answer = connection.getresponse()
+            assert answer.status == 200
+            token = answer.readline().decode().strip()
+            status, _, cookie = self.get(f"/runs/gpt?token={token}")
+            assert status == 200
+            yield cookie.partition(";")[0]
+            answer.close()
+
+    def pages(self) -> list[psutil.Process]:
+        """Processes of the page."""
+        assert self.sidecar.process is not None
+        children = psutil.Process(self.sidecar.process.pid).children()
+        return [child for child in children if "page" in child.cmdline()]
+
+
+@pytest.fixture
+def pod(memory_dir: Path, tmp_path: Path) -> Iterator[Pod]:
+    sidecar = SidecarProcess("gpt", memory_dir, tmp_path / "volume", tmp_path / "log")
+    port = free_port()
+    sidecar.start(KEEPSTEP_UI_PORT=str(port), KEEPSTEP_UI_SECRET=SECRET)
+    yield Pod(sidecar, port)
+    if sidecar.process is not None and sidecar.process.poll() is None:
+        sidecar.terminate()  # which ends the page, too
+
+
+def test_the_page_of_a_pod_is_shown_to_those_who_know_the_pods_uid(pod: Pod) -> None:
+    for path in ("/", "/runs/gpt", "/runs/gpt/changes", "/static/page.js", ENTRY_ROUTE):
+        status, text, _ = pod.get(path)
+        assert status == 403
+        assert "gpt" not in text
+    assert pod.get(ENTRY_ROUTE, Authorization="Bearer wrong")[0] == 403
+    with pod.entered() as cookie:
+        status, text, _ = pod.get("/runs/gpt", Cookie=cookie)
+    assert status == 200
+    assert "A sidecar runs; no trainer has connected yet." in text
+    assert str(pod.sidecar.volume) in text  # a volume, as /v1/status says it
+    assert pod.get("/runs/gpt", Cookie="keepstep-ui=x", Authorization=f"Bearer {SECRET}")[0] == 403
+
+
+def test_without_a_viewer_there_is_no_page_and_each_time_there_is_one_again(pod: Pod) -> None:
+    assert pod.pages() == []
+    for _ in range(2):
+        assert pod.get("/")[0] == 403
+        (page,) = pod.pages()
+        assert page.nice() == 19
+        page.kill()
+        page.wait(30)
+        assert pod.sidecar.get("/v1/status")["run"] == "gpt"
+    assert "page failed" in pod.sidecar.text()
+
+
+def test_the_page_ends_with_the_sidecar(pod: Pod) -> None:
+    assert pod.get("/")[0] == 403
+    (page,) = pod.pages()
+    assert pod.sidecar.terminate() == 0
+    assert not page.is_running()
+
+
+def test_a_page_that_is_not_used_ends_by_itself_and_one_that_is_used_does_not(
+    pod: Pod, tmp_path: Path
+) -> None:
+    text = (
+        "import sys; from keepstep_sidecar.ui import on_demand; on_demand._UNUSED_S = 2.0;"
+        " sys.argv[0] = 'x'; from keepstep_sidecar.__main__ import main; main()"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        fd, port = listening.fileno(), listening.getsockname()[1]
+        words = ("page", "--run", "gpt", "--memory-dir", str(pod.sidecar.memory), "--fd", str(fd))
+        process = subprocess.Popen(
+            [sys.executable, "-c", text, *words],
+            pass_fds=(fd,),
+            env={**os.environ, "KEEPSTEP_UI_SECRET": SECRET},
+        )
+        try:
+            with Pod(pod.sidecar, port).entered(), pytest.raises(subprocess.TimeoutExpired):
+                process.wait(5)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_without_the_uid_of_a_pod_the_page_lets_in_nobody(memory_dir: Path, tmp_path: Path) -> None:
+    sidecar = SidecarProcess("gpt", memory_dir, tmp_path / "volume", tmp_path / "log")
+    pod = Pod(sidecar, free_port())
+    sidecar.start(KEEPSTEP_UI_PORT=str(pod.port))
+    try:
+        for header in ("", "Bearer", "Bearer ", "Bearer None"):
+            assert pod.get(ENTRY_ROUTE, Authorization=header)[0] == 403
+    finally:
+        sidecar.terminate()
+
+
+def test_a_sidecar_whose_page_has_no_port_works_without(memory_dir: Path, tmp_path: Path) -> None:
+    sidecar = SidecarProcess("gpt", memory_dir, tmp_path / "volume", tmp_path / "log")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        sidecar.start(KEEPSTEP_UI_PORT=str(taken.getsockname()[1]), KEEPSTEP_UI_SECRET=SECRET)
+        try:
+            assert sidecar.get("/v1/status")["run"] == "gpt"
+            eventually(lambda: "no page" in sidecar.text())
+        finally:
+            sidecar.end()
+
+
+def test_the_page_needs_little_memory(pod: Pod) -> None:
+    """The sidecar's memory limit counts for it."""
+    with pod.entered() as cookie:
+        for _ in range(20):
+            assert pod.get("/runs/gpt", Cookie=cookie)[0] == 200
+        (page,) = pod.pages()
+        assert page.memory_full_info().uss < 64 << 20
+        data = Path(f"/proc/{page.pid}/status").read_text().partition("VmData:")[2].split()[0]
+    assert int(data) << 10 < 120 << 20  # of the limit of 160 MiB
