@@ -33,6 +33,7 @@ NOT_WORSE = {
     Result.REFUSED_AT_START: set(Result),
     Result.REFUSED_AT_FIRST_SAVE: set(Result),
     Result.NAMED_AT_SAVE: {Result.DIFFERS, Result.RAISES},
+    Result.RAISES: {Result.RAISES},
 }
 """Results of keepstep, and the results of the control beside which each is allowed. What is not
 equal needs a reason. A refusal by the end of the first step costs nothing that was trained."""

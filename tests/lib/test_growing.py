@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from keepstep.save.agent import Use
 from tests.harness import eventually
 from tests.lib.training import begun
 
@@ -67,11 +68,16 @@ class Rows(dict):
         return torch.stack([one for one, _ in self["rows"]])
 
 
+def has_a_slot(checkpointer):
+    held = checkpointer._agent._held
+    return held is not None and held.use is Use.READY
+
+
 def kept(checkpointer, step):
     """Whether a save found a slot. If not, all were on their way to the drive: wait for one."""
     if checkpointer.save(step):
         return True
-    eventually(lambda: checkpointer._agent._held is not None)
+    eventually(lambda: has_a_slot(checkpointer))
     return False
 
 
@@ -87,7 +93,7 @@ def test_a_state_that_grows_by_a_tensor_each_step_is_kept_at_each_step(sidecar, 
         grown.add(torch.tensor(float(step)))
         assert checkpointer.save(step), checkpointer.stats
         # later saves wait for a slot as ever: all others may be on their way to the drive
-        eventually(lambda: checkpointer._agent._held is not None)
+        eventually(lambda: has_a_slot(checkpointer))
     layout = checkpointer._snapshots
     grown.add(torch.tensor(12.0))
     number = next(step for step in range(12, 600) if kept(checkpointer, step))
