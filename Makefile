@@ -77,11 +77,12 @@ test-frameworks: $(FRAMEWORKS)/.ready ## keepstep.integrations with the framewor
 	@# a part of the tests proves a part of the table
 	$(if $(PYTEST_ARGS),,$(FRAMEWORKS)/bin/python scripts/frameworks.py --check build/junit-frameworks.xml)
 
-check: $(READY) ## ruff, mypy --strict, import-linter
+check: $(READY) ## ruff, mypy --strict, import-linter, and the limits of scripts/house.toml
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PYTHONPATH=lib/src:sidecar/src:operator/src $(BIN)/lint-imports --no-cache
+	$(BIN)/python scripts/house.py
 
 e2e: $(READY) ## the end-to-end suite on a kind cluster of its own (needs docker, kind, kubectl, helm)
 	$(BIN)/python -m pytest -m e2e tests/e2e -n $(E2E_JOBS) --dist load --maxschedchunk 1 \
@@ -114,7 +115,7 @@ bench: $(READY) build/peers/.ready ## all benchmarks beside their peers and floo
 	$(BIN)/python -m bench
 
 bench-gpu: $(READY) ## the GPU benchmark: one script, one GPU
-	$(BIN)/python bench/gpu.py
+	PYTHONPATH=lib/src:sidecar/src $(BIN)/python -m bench.gpu
 
 soak: $(READY) ## kills on this machine: KILLS=500, at most MINUTES=60; results add up, Ctrl-C keeps them
 	$(BIN)/python -m tests.faults.kills --kills $(KILLS) --minutes $(MINUTES) $(SOAK_ARGS)

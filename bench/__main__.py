@@ -25,7 +25,7 @@ from bench.ours import OURS, KeepstepLazy
 from bench.peers import PEERS, FastPersist
 from bench.processes import MEMORY_PREFIX, ROOT, environment
 from bench.results import BARS, Results, Sample
-from bench.worker import DISK, IMPORTS, LIVES, MEMCPY
+from bench.worker import ARCHIVE, DISK, IMPORTS, LIVES, MEMCPY, PEER
 from tests.hugetlbfs import Unavailable
 
 _MIB = 1 << 20
@@ -86,7 +86,7 @@ class Plan:
         ]
         floors = [Job(MEMCPY), Job(DISK), Job(LIVES)]
         if size == self.main:
-            floors.append(Job(IMPORTS))
+            floors += [Job(IMPORTS), Job(PEER), Job(ARCHIVE)]
         # one after the other on each kind of pages, so that both see the same moods of the machine
         jobs = [replace(one, huge_pages=on) for one in (*floors, *savers) for on in self.pages]
         if self.peers:
@@ -106,10 +106,10 @@ def main() -> int:
         began = time.monotonic()
         _run(plan, results, directory, only=options.only)
         described["took"] = f"{(time.monotonic() - began) / 60:.1f} minutes"
-        described["rounds"] = rounds_of(results)
+        described["rounds"] = _rounds_of(results)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    write(results, described, plan.main, options.out, options.name or machine.slug())
+    _write(results, described, plan.main, options.out, options.name or machine.slug())
     return 0
 
 
@@ -193,7 +193,7 @@ def _work(job: Job, sample: Sample, place: Path, *, tree: Path) -> None:
         hugepages.clean()
 
 
-def rounds_of(results: Results) -> str:
+def _rounds_of(results: Results) -> str:
     """How many rounds each size got, as text."""
     counts = {
         size: len({one.round for one in results.samples if one.size_bytes == size})
@@ -202,47 +202,36 @@ def rounds_of(results: Results) -> str:
     return ", ".join(f"{report.size_name(size)}: {count}" for size, count in counts.items())
 
 
-def write(
+def _write(
     results: Results, described: dict[str, str], main_size: int, out: Path, name: str
 ) -> None:
-    """Write report, samples and plots below `out`; print the first half of the report."""
+    """Write report and samples below `out`; print the first half of the report."""
     out.mkdir(parents=True, exist_ok=True)
     prefix = out / name
-    pictures: list[str] = []
-    try:
-        from bench import plots
-
-        pictures = plots.draw(results, main=main_size, prefix=prefix)
-    except ImportError as error:
-        print(f"no plots: {error}", file=sys.stderr)
-    text = report.markdown(results, machine=described, main=main_size, pictures=pictures)
+    text = report.markdown(results, machine=described, main=main_size)
     prefix.with_suffix(".md").write_text(text)
-    prefix.with_suffix(".json").write_text(
-        report.to_json(results, machine=described, main=main_size)
-    )
+    document = {"machine": described, "main_bytes": main_size, "samples": results.as_json()}
+    prefix.with_suffix(".json").write_text(json.dumps(document, indent=1))
     print(text.split("## How each figure grows")[0])
     print(f"{prefix}.md, {prefix}.json, {len(BARS)} bars", file=sys.stderr)
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    if options.quick:
-        plan = Plan((64 * _MIB, 256 * _MIB), 256 * _MIB, 1, 1, 3.0, 0.3, 2)
-    else:
-        plan = Plan(
-            tuple(size * _MIB for size in options.sizes),
-            options.main * _MIB,
-            options.rounds,
-            options.side_rounds,
-            options.minutes,
-            1.0,
-            4,
-        )
-    return replace(plan, peers=not options.no_peers, pages=_PAGES[options.pages])
+    return Plan(
+        sizes=tuple(size * _MIB for size in options.sizes),
+        main=options.main * _MIB,
+        rounds=options.rounds,
+        side_rounds=options.side_rounds,
+        minutes=options.minutes,
+        wait_s=1.0,
+        steps=4,
+        peers=not options.no_peers,
+        pages=_PAGES[options.pages],
+    )
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small and once: for development")
     parser.add_argument("--minutes", type=float, default=14.0, help="time budget")
     parser.add_argument("--rounds", type=int, default=5, help="of the main size, at most")
     parser.add_argument("--side-rounds", type=int, default=2, help="of the other sizes, at most")

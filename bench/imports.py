@@ -22,7 +22,7 @@ print(json.dumps([torch_s, package_s, time.perf_counter() - begun]))
 """
 
 
-def measure(*, repeats: int = 5) -> dict[str, float]:
+def measure(*_: object, repeats: int = 5) -> dict[str, float]:
     """Seconds to import torch alone, keepstep after it, and keepstep with its `Checkpointer`."""
     rows = []
     for _ in range(repeats + 1):

@@ -91,7 +91,7 @@ def _first_step(trainer: Trainer) -> float:
 
 def _killed(size_bytes: int, sidecar: Sidecar) -> Figures:
     """Kill a trainer after at least three commits. Its successor starts at once."""
-    options = ("--steps", "1000", "--commit")
+    options = ("--steps", "1000", "--reach", "committed")
     first = Trainer(size_bytes, *options, socket=sidecar.socket)
     try:
         for _ in range(3):

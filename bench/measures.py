@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.processes import machine_cpu_s, tree_cpu_s
+from bench.processes import tree_cpu_s
 from bench.savers import Saver
 
 Figures = dict[str, float]
@@ -93,7 +93,7 @@ def durable(saver: Saver, steps: Steps, *, size_bytes: int, repeats: int = 6) ->
     samples = []
     for _ in range(repeats):
         time.sleep(0.1)
-        tree, beside, machine = tree_cpu_s(), saver.background_cpu_s(), machine_cpu_s()
+        tree, beside = tree_cpu_s(), saver.background_cpu_s()
         begun = time.perf_counter()
         saver.save(steps.next())
         saver.fence()
@@ -102,18 +102,15 @@ def durable(saver: Saver, steps: Steps, *, size_bytes: int, repeats: int = 6) ->
         staged_beside = saver.background_cpu_s()
         saver.wait_durable()
         ended = time.perf_counter()
-        beside_s = saver.background_cpu_s() - beside
-        write_cpu = saver.background_cpu_s() - staged_beside
-        cpu = tree_cpu_s() - tree
+        cpu = saver.background_cpu_s()
         samples.append(
             {
                 "durable_s": ended - begun,
                 "staged_s": staged - begun,
                 "write_s": ended - staged,
-                "cpu_s": cpu,
-                "background_cpu_s": beside_s,
-                "write_cpu_s": write_cpu,
-                "machine_cpu_s": machine_cpu_s() - machine,
+                "background_cpu_s": cpu - beside,
+                "write_cpu_s": cpu - staged_beside,
+                "cpu_s": tree_cpu_s() - tree,
             }
         )
     middle = {key: statistics.median(one[key] for one in samples) for key in samples[0]}
@@ -121,7 +118,6 @@ def durable(saver: Saver, steps: Steps, *, size_bytes: int, repeats: int = 6) ->
     return middle | {
         "cpu_s_per_gb": middle["cpu_s"] * per_gb,
         "background_cpu_s_per_gb": middle["background_cpu_s"] * per_gb,
-        "machine_cpu_s_per_gb": middle["machine_cpu_s"] * per_gb,
     }
 
 
@@ -152,22 +148,15 @@ def lost(saver: Saver, steps: Steps, *, step_s: float, quiet_s: float) -> Figure
     saver.fence()
     is_durable = threading.Event()
     waiter = threading.Thread(target=_wait_then_set, args=(saver, is_durable), name="waiter")
-    begun = time.perf_counter()
     waiter.start()
     during: list[float] = []
     while not is_durable.is_set() or len(during) < 8:
         during.append(work.timed())
-    persisted = time.perf_counter() - begun
     waiter.join()
     time.sleep(0.1)
     quiet += work.times_for(quiet_s)
     baseline = statistics.mean(quiet)
-    return {
-        "lost_s": sum(during) - len(during) * baseline,
-        "lost_persist_s": persisted,
-        "lost_step_s": baseline,
-        "lost_noise_s": statistics.stdev(quiet) * len(during) ** 0.5,
-    }
+    return {"lost_s": sum(during) - len(during) * baseline, "lost_step_s": baseline}
 
 
 class Compute:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from bench.peers import PeerMissing
-from bench.processes import Sidecar, memory_kib, memory_limit_bytes
+from bench.processes import Sidecar, memory_limit_bytes, own_memory_kib
 from bench.savers import Savable, Saver
 
 _DURABLE_TIMEOUT_S = 120.0
@@ -65,8 +65,7 @@ class KeepstepLazy(Saver):
     def wait_durable(self) -> None:
         if self._last >= 0:
             self._checkpointer.wait(self._last, "durable", timeout=_DURABLE_TIMEOUT_S)
-            memory = memory_kib(self._sidecar.pid)
-            self._peak_kib = max(self._peak_kib, memory["RssAnon"] + memory["RssFile"])
+            self._peak_kib = max(self._peak_kib, own_memory_kib(self._sidecar.pid))
 
     def background_cpu_s(self) -> float:
         return self._sidecar.cpu_s()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,22 +59,10 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def machine_cpu_s() -> float:
-    """CPU seconds that the whole machine has spent, with kernel threads (resolution 10 ms)."""
-    words = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
-    user, nice, system, _idle, _iowait, irq, softirq = map(int, words[:7])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-
-
-def memory_kib(pid: int) -> dict[str, int]:
-    """RssAnon, RssFile, RssShmem, VmPTE and VmHWM of a process, KiB."""
-    wanted = ("RssAnon", "RssFile", "RssShmem", "VmPTE", "VmHWM")
-    values: dict[str, int] = {}
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        key, _, rest = line.partition(":")
-        if key in wanted:
-            values[key] = int(rest.split()[0])
-    return values
+def own_memory_kib(pid: int) -> int:
+    """RssAnon and RssFile of a process, which leaves shared memory out, KiB."""
+    rows = dict(row.split(":") for row in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(rows[name].split()[0]) for name in ("RssAnon", "RssFile"))
 
 
 def memory_limit_bytes() -> int:
@@ -108,7 +97,7 @@ class Sidecar:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, *, wait: bool = True, timeout_s: float = 30.0) -> float:
+    def start(self, *, timeout_s: float = 30.0) -> float:
         """Start the sidecar. Returns the seconds until its socket exists. Raises RuntimeError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
@@ -120,7 +109,7 @@ class Sidecar:
         command += self.options
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
-        while wait and not self.socket.exists():
+        while not self.socket.exists():
             if self._process.poll() is not None or time.perf_counter() - started > timeout_s:
                 tail = self._log.read_text()[-2000:]
                 raise RuntimeError(f"the sidecar did not start ({self._process.poll()}):\n{tail}")
@@ -142,22 +131,19 @@ class Sidecar:
         finally:
             connection.close()
 
-    def wait_slots(self, *, timeout_s: float = 120.0) -> None:
+    def wait_slots(self) -> None:
         """Wait until every slot of rank 0 is made: their first touch takes seconds per GiB."""
-        deadline = time.monotonic() + timeout_s
-        while sum(len(rank["slots"]) for rank in self.status()["ranks"]) < self._slots:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no {self._slots} slots within {timeout_s:.0f} s")
-            time.sleep(0.05)
+        self._wait(lambda states: len(states) >= self._slots, f"{self._slots} slots")
 
-    def wait_sealed(self, *, timeout_s: float = 120.0) -> None:
+    def wait_sealed(self) -> None:
         """Wait until rank 0 has an image in memory that is fetched, hashed and ready to restore."""
-        deadline = time.monotonic() + timeout_s
-        while not any(
-            slot["state"] == "sealed" for rank in self.status()["ranks"] for slot in rank["slots"]
-        ):
+        self._wait(lambda states: "sealed" in states, "fetched image")
+
+    def _wait(self, reached: Callable[[list[str]], bool], what: str) -> None:
+        deadline = time.monotonic() + 120.0
+        while not reached([one["state"] for of in self.status()["ranks"] for one in of["slots"]]):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no image was fetched within {timeout_s:.0f} s")
+                raise RuntimeError(f"no {what} within 120 s")
             time.sleep(0.02)
 
     def kill(self) -> None:

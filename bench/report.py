@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from bench.ours import OURS
 from bench.peers import PEERS
@@ -64,6 +61,16 @@ _LIFE = (
     ("start of a sidecar until its socket is there", "sidecar_start_s"),
 )
 
+_TIERS = (
+    ("a copy at a buddy, from durable here", "peer", "peer_copy_s"),
+    ("`restore()` from a buddy, memory and drive made anew", "peer", "peer_restore_s"),
+    ("as many bytes over plain TLS, digested", "peer", "peer_floor_s"),
+    ("archived, from durable here", "archive", "archive_copy_s"),
+    ("`obstore.put` of the same file", "archive", "archive_put_s"),
+    ("`restore()` from the archive, memory and drive made anew", "archive", "archive_restore_s"),
+    ("`obstore.get` of the same file, digested", "archive", "archive_get_s"),
+)
+
 _FLOORS = (
     ("memcpy", "memcpy", "memcpy_s"),
     ("fio write, best", "disk", "fio_write_s"),
@@ -77,9 +84,7 @@ _FLOORS = (
 )
 
 
-def markdown(
-    results: Results, *, machine: dict[str, str], main: int, pictures: Sequence[str]
-) -> str:
+def markdown(results: Results, *, machine: dict[str, str], main: int) -> str:
     """The whole report."""
     parts = [
         "# keepstep, measured",
@@ -102,24 +107,12 @@ def markdown(
         _floors(results),
         "### Lives of keepstep: killed and restored",
         _lives(results),
-        *(f"![{Path(one).stem}]({one})" for one in pictures),
+        "### A buddy and an archive",
+        _by_size(results, _parts(results, _TIERS)),
         "## Configuration of each",
         "\n".join(f"- {one.name}: {one.note}" for one in _SAVERS if one.note),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def to_json(results: Results, *, machine: dict[str, str], main: int) -> str:
-    """Machine, bars and every sample."""
-    bars = [
-        _bar_json(bar, on.results, main, huge_pages=on.huge)
-        for on in pages_of(results)
-        for bar in BARS
-    ]
-    samples = results.as_json()
-    return json.dumps(
-        {"machine": machine, "main_bytes": main, "bars": bars, "samples": samples}, indent=1
-    )
 
 
 def size_name(size_bytes: int) -> str:
@@ -187,16 +180,6 @@ def _bar_row(bar: Bar, results: Results, main: int, *, huge_pages: bool) -> list
     below = bar.floor if bar.floor == "0" else f"{bar.floor}: {show(floor)}"
     verdict = "pass" if figure <= most else "**FAIL**"
     return [bar.name, below, show(value), f"{figure:.3g} {bar.unit}", limit, verdict]
-
-
-def _bar_json(bar: Bar, results: Results, main: int, *, huge_pages: bool) -> dict[str, Any]:
-    limit = bar.limit_on(huge_pages=huge_pages)
-    of = {"bar": bar.name, "huge_pages": huge_pages, "limit": limit, "unit": bar.unit}
-    try:
-        figure = bar.figure(results, main)
-    except LookupError as error:
-        return {**of, "error": error.args[0]}
-    return {**of, "figure": figure, "passed": figure <= limit}
 
 
 def _beside(results: Results, main: int) -> str:

@@ -4,7 +4,7 @@
 
 The figures are medians of interleaved rounds. The training is the example GPT in its default size,
 with each step kept, as one process and as two ranks under torchrun. Rank 0 is killed after it has
-finished 25 steps. The bar is for torchrun: at most 1 s.
+finished 25 steps. Bar: two ranks, warm, at most 1 s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Any
 
 TRAIN = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-BAR_S = 1.0
 _KILL_AT, _STEPS = 25, 60
 _LIMIT_S = 180.0
 
@@ -44,8 +43,6 @@ def main() -> None:
         cold, warm = (seconds[ranks, kind] for kind in (False, True))
         name = "one process" if ranks == 1 else "two ranks, torchrun"
         print(f"| {name} | {_shown(cold)} | {_shown(warm)} |")
-    met = statistics.median(seconds[2, True]) <= BAR_S
-    print(f"\ntwo ranks, warm, at most {BAR_S:g} s: {'pass' if met else 'FAIL'} ({rounds} rounds)")
 
 
 def _shown(seconds: list[float]) -> str:

@@ -81,36 +81,38 @@ class Results:
         return [asdict(one) for one in self.samples]
 
 
+Value = Callable[[Results, int], float]
+
+
 @dataclass(frozen=True)
 class Bar:
-    """One requirement: `figure` must not exceed `limit`, and on huge pages `huge_limit`."""
+    """One requirement: `figure` must not exceed `limit`, and on huge pages `huge`. The figure is
+    `value / floor_value` if the unit is "x", else `value`."""
 
     name: str
     limit: float
-    huge_limit: float
     unit: str
+    value: Value
     floor: str
-    figure: Callable[[Results, int], float]
-    floor_value: Callable[[Results, int], float]
-    value: Callable[[Results, int], float]
+    floor_value: Value
+    huge: float | None = None
 
     def limit_on(self, *, huge_pages: bool) -> float:
         """The limit on pages of one size."""
-        return self.huge_limit if huge_pages else self.limit
+        return self.huge if huge_pages and self.huge is not None else self.limit
+
+    def figure(self, results: Results, size: int) -> float:
+        """What the limit is for. Raises LookupError if it was not measured."""
+        value = self.value(results, size)
+        return value / self.floor_value(results, size) if self.unit == "x" else value
 
 
-def _of(subject: str, figure: str) -> Callable[[Results, int], float]:
-    return lambda results, size: results.median(subject, size, figure)
+def _of(subject: str, figure: str, *, times: float = 1.0) -> Value:
+    return lambda results, size: results.median(subject, size, figure) * times
 
 
-def _ratio(
-    top: Callable[[Results, int], float], bottom: Callable[[Results, int], float]
-) -> Callable[[Results, int], float]:
-    return lambda results, size: top(results, size) / bottom(results, size)
-
-
-def _zero(_: Results, __: int) -> float:
-    return 0.0
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _busy_floor(results: Results, size: int) -> float:
@@ -118,156 +120,61 @@ def _busy_floor(results: Results, size: int) -> float:
     return (copy + results.median("keepstep", size, "busy_beside_cpu_s")) / _cores()
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+def _slower_floor(results: Results, size: int) -> float:
+    return max(_MEMCPY(results, size), _WRITE(results, size))
 
 
-_MEMCPY = _of("memcpy", "memcpy_s")
-_WRITE = _of("disk", "fio_write_s")
-_READ = _of("disk", "read_s")
+_MEMCPY, _WRITE = _of("memcpy", "memcpy_s"), _of("disk", "fio_write_s")
+_COPY, _TLS = "one memcpy of the state", "plain TLS, received and digested"
+_LAZY, _EAGER = "keepstep", "keepstep eager"
 
-
-def _ratio_bar(
-    name: str,
-    limit: float,
-    floor: str,
-    value: Callable[[Results, int], float],
-    floor_value: Callable[[Results, int], float],
-    *,
-    huge: float | None = None,
-) -> Bar:
-    ratio = _ratio(value, floor_value)
-    return Bar(name, limit, huge or limit, "x", floor, ratio, floor_value, value)
-
-
-def _plain_bar(
-    name: str,
-    limit: float,
-    unit: str,
-    floor: str,
-    value: Callable[[Results, int], float],
-    floor_value: Callable[[Results, int], float] = _zero,
-    *,
-    huge: float | None = None,
-) -> Bar:
-    return Bar(name, limit, huge or limit, unit, floor, value, floor_value, value)
-
-
-def _scaled(
-    value: Callable[[Results, int], float], factor: float
-) -> Callable[[Results, int], float]:
-    return lambda results, size: value(results, size) * factor
-
-
+# fmt: off
 BARS: tuple[Bar, ...] = (
-    _ratio_bar(
-        "blocked time of a save, lazy (call + fence)",
-        0.1,
-        "one memcpy of the state",
-        _of("keepstep", "blocked_s"),
-        _MEMCPY,
-        huge=0.08,
-    ),
-    _ratio_bar(
-        "blocked time of a save, eager",
-        1.2,
-        "one memcpy of the state",
-        _of("keepstep eager", "blocked_s"),
-        _MEMCPY,
-    ),
-    _ratio_bar(
-        "step time while saving every step, compute off the CPU",
-        1.03,
-        "the same without saving",
-        _of("keepstep", "step_s"),
-        _of("keepstep", "plain_step_s"),
-    ),
-    _ratio_bar(
-        "time added to a step, compute on every core",
-        1.3,
-        "CPU of copy and write / cores",
-        _of("keepstep", "busy_added_s"),
-        _busy_floor,
-    ),
-    _ratio_bar(
-        "durable from staged",
-        1.05,
-        "fio O_DIRECT 8 MiB, end_fsync",
-        _of("keepstep eager", "write_s"),
-        _WRITE,
-    ),
-    *(
-        _ratio_bar(
-            f"from the call to durable, {name}",
-            1.15,
-            "the longer of memcpy and fio",
-            _of(subject, "durable_s"),
-            lambda results, size: max(_MEMCPY(results, size), _WRITE(results, size)),
-        )
-        for name, subject in (("lazy", "keepstep"), ("eager", "keepstep eager"))
-    ),
-    _plain_bar(
-        "training time lost while persisting",
-        0.1,
-        "s",
-        "the write's own CPU / cores",
-        _of("keepstep eager", "lost_s"),
-        lambda results, size: results.median("keepstep eager", size, "write_cpu_s") / _cores(),
-        huge=0.06,
-    ),
-    _plain_bar(
-        "CPU per GB made durable (sidecar)",
-        0.1,
-        "s/GB",
-        "fio's own",
-        _of("keepstep", "background_cpu_s_per_gb"),
-        _of("disk", "fio_write_cpu_s_per_gb"),
-        huge=0.05,
-    ),
-    _ratio_bar(
-        "restore from memory",
-        1.2,
-        "one memcpy of the state",
-        _of("lives", "restore_memory_s"),
-        _MEMCPY,
-        huge=1.15,
-    ),
-    _ratio_bar(
-        "restore from local: read and verified into a slot",
-        1.1,
-        "O_DIRECT read of the same file",
-        _of("lives", "engine_load_s"),
-        _of("lives", "engine_read_s"),
-    ),
-    _ratio_bar(
-        "restore from local: `restore()` asked when the sidecar is just up, memory made anew",
-        1.1,
-        "O_DIRECT read of the bytes",
-        _of("lives", "restore_local_bare_s"),
-        _READ,
-        huge=1.5,
-    ),
-    _plain_bar(
-        "kill -9 to the next finished step, beyond a plain start and the restore",
-        1.0,
-        "s",
-        "a plain start of the same process",
-        _of("lives", "kill_beyond_restore_s"),
-        _of("lives", "plain_start_s"),
-    ),
-    _plain_bar(
-        "sidecar memory beyond slots (RssAnon + RssFile)",
-        80.0,
-        "MiB",
-        "0",
-        _of("keepstep", "sidecar_rss_mib"),
-    ),
-    _plain_bar(
-        "`import keepstep` after `import torch` (with Checkpointer)",
-        50.0,
-        "ms",
-        "import torch",
-        _scaled(_of("imports", "import_keepstep_s"), 1e3),
-        _scaled(_of("imports", "import_torch_s"), 1e3),
-    ),
+    Bar("blocked time of a save, lazy (call + fence)", 0.1, "x",
+        _of(_LAZY, "blocked_s"), _COPY, _MEMCPY, huge=0.08),
+    Bar("blocked time of a save, eager", 1.2, "x",
+        _of(_EAGER, "blocked_s"), _COPY, _MEMCPY),
+    Bar("step time while saving every step, compute off the CPU", 1.03, "x",
+        _of(_LAZY, "step_s"), "the same without saving", _of(_LAZY, "plain_step_s")),
+    Bar("time added to a step, compute on every core", 1.3, "x",
+        _of(_LAZY, "busy_added_s"), "CPU of copy and write / cores", _busy_floor),
+    Bar("durable from staged", 1.05, "x",
+        _of(_EAGER, "write_s"), "fio O_DIRECT 8 MiB, end_fsync", _WRITE),
+    Bar("from the call to durable, lazy", 1.15, "x",
+        _of(_LAZY, "durable_s"), "the longer of memcpy and fio", _slower_floor),
+    Bar("from the call to durable, eager", 1.15, "x",
+        _of(_EAGER, "durable_s"), "the longer of memcpy and fio", _slower_floor),
+    Bar("training time lost while persisting", 0.1, "s",
+        _of(_EAGER, "lost_s"), "the write's own CPU / cores",
+        _of(_EAGER, "write_cpu_s", times=1 / _cores()), huge=0.06),
+    Bar("CPU per GB made durable (sidecar)", 0.1, "s/GB",
+        _of(_LAZY, "background_cpu_s_per_gb"), "fio's own", _of("disk", "fio_write_cpu_s_per_gb"),
+        huge=0.05),
+    Bar("restore from memory", 1.2, "x",
+        _of("lives", "restore_memory_s"), _COPY, _MEMCPY, huge=1.15),
+    Bar("restore from local: read and verified into a slot", 1.1, "x",
+        _of("lives", "engine_load_s"), "O_DIRECT read of the same file",
+        _of("lives", "engine_read_s")),
+    Bar("restore from local: `restore()` asked when the sidecar is just up, memory made anew",
+        1.1, "x", _of("lives", "restore_local_bare_s"), "O_DIRECT read of the bytes",
+        _of("disk", "read_s"), huge=1.5),
+    Bar("kill -9 to the next finished step, beyond a plain start and the restore", 1.0, "s",
+        _of("lives", "kill_beyond_restore_s"), "a plain start of the same process",
+        _of("lives", "plain_start_s")),
+    Bar("sidecar memory beyond slots (RssAnon + RssFile)", 80.0, "MiB",
+        _of(_LAZY, "sidecar_rss_mib"), "0", lambda *_: 0.0),
+    Bar("`import keepstep` after `import torch` (with Checkpointer)", 50.0, "ms",
+        _of("imports", "import_keepstep_s", times=1e3), "import torch",
+        _of("imports", "import_torch_s", times=1e3)),
+    Bar("a copy at a buddy, from durable here", 1.5, "x",
+        _of("peer", "peer_copy_s"), _TLS, _of("peer", "peer_floor_s")),
+    Bar("restore from a buddy, memory and drive made anew", 2.5, "x",
+        _of("peer", "peer_restore_s"), _TLS, _of("peer", "peer_floor_s")),
+    Bar("archived, from durable here", 1.5, "x",
+        _of("archive", "archive_copy_s"), "obstore.put of the same file",
+        _of("archive", "archive_put_s")),
+    Bar("restore from the archive, memory and drive made anew", 4.0, "x",
+        _of("archive", "archive_restore_s"), "obstore.get of the same file, digested",
+        _of("archive", "archive_get_s")),
 )
+# fmt: on

@@ -2,13 +2,11 @@
 
     python -m bench.scale                              all parts for 256, 1,024, 4,096, 16,384 ranks
     python -m bench.scale --worlds 256 1024 --parts vote gossip
-    python -m bench.scale --parts operator --write     the result into bench/results
+    python -m bench.scale --parts ledger --write       the result into bench/results
 
 Each part runs the product's own code for one process of the restart, in a process of its own. What
 the other processes would send is made beforehand and not timed. There is no network: bytes are
-counted instead of sent. Only the operator's part sends them: its pods are simulated clients on
-loopback (`bench.scale_operator`). A node has 8 ranks. The model has 195 parameters and AdamW's
-state.
+counted instead of sent. A node has 8 ranks. The model has 195 parameters and AdamW's state.
 
 `ddp`: each rank has the whole model, and each node keeps it once, in 8 parts. `fsdp`: each rank has
 one slice of each tensor, which is empty for some ranks if there are more ranks than rows.
@@ -39,9 +37,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from bench import machine, scale_operator
+from bench import machine
 from keepstep.core.candidates import Candidate, Candidates, Offer
-from keepstep.core.ledger import Ledger, Reported
+from keepstep.core.ledger import Ledger, RankReport, Reported
 from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.core.shard import Shard
 from keepstep.image import Layout, Parameters, Section, TensorSpec
@@ -415,14 +413,54 @@ def gossip(kind: str, world: int) -> dict[str, float]:
     return measured.found | {"listings_bytes": heard_bytes, "listings_read_s": read_s}
 
 
+# --- what the host of the ledger does ------------------------------------------------------------
+
+
+def ledger(kind: str, world: int) -> dict[str, float]:
+    """The ledger of a run takes in the first report of every node, then one more step of each, and
+    names what is committed after each report. A node also has copies for the previous node."""
+    measured, run = Measured(), Ledger()
+    pods = world // NODE
+    first = [_reported(kind, node, world, _LOCAL, sequence=1) for node in range(pods)]
+    with measured.timed("first_reports_s"):
+        for report in first:
+            run.apply(report)
+            run.committed(Tier.LOCAL)
+    assert len(run.committed(Tier.LOCAL)) == len(_LOCAL)
+    later = (*_LOCAL[1:], _LOCAL[-1] + 2)
+    changes = [_reported(kind, node, world, later, sequence=2) for node in range(pods)]
+    with measured.timed("next_step_s"):
+        for report in changes:
+            run.apply(report)
+            run.committed(Tier.LOCAL)
+    assert run.committed(Tier.LOCAL)[-1].step == later[-1]
+    return measured.found
+
+
+def _reported(kind: str, node: int, world: int, steps: Sequence[int], *, sequence: int) -> Reported:
+    """What a node reports: shards of its own ranks, and copies of the previous node's."""
+    ranks = {}
+    for owner in dict.fromkeys((node, (node - 1) % (world // NODE))):
+        place = Tier.LOCAL if owner == node else Tier.PEER
+        for rank in range(owner * NODE, owner * NODE + NODE):
+            shards = tuple(
+                Shard(
+                    step_id=StepId(_EPOCH, step), rank=rank, world=world,
+                    root=f"{step:016x}{rank:016x}", alike=alike_of(kind, rank, world),
+                )
+                for step in steps
+            )  # fmt: skip
+            ranks[rank] = RankReport(sealed={place: shards}, answers={place: Answer.STEPS})
+    return Reported(node_rank=node, ranks=ranks, epochs=(Epoch(_EPOCH),), sequence=sequence)
+
+
 # --- all of it -----------------------------------------------------------------------------------
 
 PARTS: dict[str, Callable[[str, int], dict[str, float]]] = {
     "vote": vote,
     "gossip": gossip,
     "plan": plan,
-    "reports": scale_operator.reports,
-    "operator": scale_operator.restart,
+    "ledger": ledger,
 }
 KINDS = ("ddp", "fsdp")
 
@@ -492,10 +530,6 @@ def _shown(name: str, value: float | str | None) -> str:
     return f"{value:,.3g} {unit}".strip() if value < 1000 else f"{value:,.0f} {unit}".strip()
 
 
-def _suffix(parts: list[str]) -> str:
-    return "" if parts == list(PARTS) else f"-{'-'.join(parts)}"
-
-
 def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -532,7 +566,7 @@ def main() -> None:
             f"{name}: {told}" for name, told in machine.describe(Path("/tmp")).items()
         )
         command = f"python -m bench.scale {' '.join(sys.argv[1:])}"
-        (_RESULTS / f"{machine.slug()}-scale{_suffix(options.parts)}.md").write_text(
+        (_RESULTS / f"{machine.slug()}-scale.md").write_text(
             f"# A restart of thousands of ranks\n\n{about}\n\n{text}\n\n    {command}\n"
         )
 

@@ -31,7 +31,7 @@ def main() -> None:
         seconds = time.perf_counter() - begun
         if at is not None:
             first = at.step + 1
-            say("restored", step=at.step, tier=str(at.tier), seconds=seconds, inside=at.seconds)
+            say("restored", step=at.step, tier=str(at.tier), seconds=seconds)
     step, kept = first, False
     for step in range(first, first + options.steps):
         time.sleep(options.step_s)
@@ -40,9 +40,9 @@ def main() -> None:
         if checkpointer is not None:
             # the first steps are not kept, while the slots are being made
             kept = checkpointer.save(step)
-            if kept and options.commit:
-                checkpointer.wait(step, "committed", timeout=120)
-                say("committed", step=step)
+            for name in options.reach if kept else ():
+                checkpointer.wait(step, name, timeout=120)
+                say(name, step=step)
     if checkpointer is not None:
         # close() raises an error if the last step found no slot: train until a step is kept
         while not kept:
@@ -69,7 +69,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--commit", action="store_true", help="wait for every commit")
+    parser.add_argument("--reach", nargs="+", default=(), help="states that each step waits for")
     parser.add_argument("--wait-for", type=Path)
     return parser.parse_args()
 

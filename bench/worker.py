@@ -6,19 +6,30 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
-from bench import floors, measures
+from bench import measures
 from bench.gpt import TrainingState
 from bench.ours import OURS
 from bench.peers import PEERS
 from bench.savers import Saver
 
-MEMCPY, DISK, LIVES, IMPORTS = "memcpy", "disk", "lives", "imports"
+MEMCPY, DISK, LIVES, IMPORTS, PEER, ARCHIVE = (
+    "memcpy",
+    "disk",
+    "lives",
+    "imports",
+    "peer",
+    "archive",
+)
+# by subject, module and function; only what is measured is imported
+_PARTS = {MEMCPY: "floors.memcpy", DISK: "floors.disk", LIVES: "lives.measure"}
+_PARTS |= {IMPORTS: "imports.measure", PEER: "tiers.peers", ARCHIVE: "tiers.archive"}
 
 
 def main() -> int:
@@ -34,19 +45,12 @@ def main() -> int:
 
 
 def _measure(options: argparse.Namespace) -> dict[str, float]:
-    if options.subject == MEMCPY:
-        return floors.memcpy(options.bytes)
-    if options.subject == DISK:
-        return floors.disk(options.bytes, options.dir)
-    if options.subject == LIVES:
-        from bench import lives
-
-        return lives.measure(options.bytes, options.dir)
-    if options.subject == IMPORTS:
-        from bench import imports
-
-        return imports.measure()
-    return _measure_saver(options)
+    if options.subject not in _PARTS:
+        return _measure_saver(options)
+    module, _, function = _PARTS[options.subject].partition(".")
+    measure = getattr(importlib.import_module(f"bench.{module}"), function)
+    figures: dict[str, float] = measure(options.bytes, options.dir)
+    return figures
 
 
 def _measure_saver(options: argparse.Namespace) -> dict[str, float]:

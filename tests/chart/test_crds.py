@@ -13,7 +13,6 @@ import yaml
 
 from keepstep_operator.api import run
 from keepstep_operator.api.run import RunStatus
-from scripts.api_reference import TARGET, reference
 from tests.chart.charts import ROOT, Object, crds, schema_of, walk
 from tests.chart.schemas import closed, filled, json_schema
 
@@ -22,29 +21,10 @@ KINDS = sorted(CRDS)
 FIELDS = [
     (f"{kind}{path}", schema) for kind in KINDS for path, schema in walk(schema_of(CRDS[kind]))
 ]
-UNITS = re.compile(
-    r"bytes|seconds|steps|number|duration|threads|cpus|images|ranks|generation|restores|saves"
-    r"|newest step|its place|the step",
-    re.IGNORECASE,
-)
 
 
 def test_there_are_three_kinds() -> None:
     assert KINDS == ["Checkpoint", "CheckpointPolicy", "CheckpointRun"]
-
-
-def test_every_field_is_described_in_sentences() -> None:
-    sentence = re.compile(r"[A-Z0-9].*\.")
-    assert [path for path, one in FIELDS if not sentence.fullmatch(one["description"])] == []
-
-
-def test_every_number_says_its_unit() -> None:
-    numbers = [
-        (path, one["description"])
-        for path, one in FIELDS
-        if one.get("type") in ("integer", "number") or "x-kubernetes-int-or-string" in one
-    ]
-    assert [path for path, description in numbers if not UNITS.search(description)] == []
 
 
 def test_every_string_list_and_map_is_bounded() -> None:
@@ -52,20 +32,9 @@ def test_every_string_list_and_map_is_bounded() -> None:
     assert [path for path, one in FIELDS if not _bounded(one, most=many.get(path, 64))] == []
 
 
-def test_every_list_says_how_it_is_merged() -> None:
-    lists = [(path, one) for path, one in FIELDS if one.get("type") == "array"]
-    assert [path for path, one in lists if "x-kubernetes-list-type" not in one] == []
-
-
 def test_every_schema_has_one_type() -> None:
     for path, one in FIELDS:
         assert ("type" in one) != ("x-kubernetes-int-or-string" in one), path
-
-
-def test_every_rule_says_in_a_line_what_is_wrong() -> None:
-    rules = [rule for _, one in FIELDS for rule in one.get("x-kubernetes-validations", ())]
-    assert len(rules) > 10
-    assert [rule for rule in rules if len(rule["message"]) < 20 or "\n" in rule["message"]] == []
 
 
 def test_every_default_satisfies_its_own_schema() -> None:
@@ -122,10 +91,6 @@ def test_what_the_reconciler_cuts_fits_the_schema() -> None:
         status["pinned"],
     ):
         assert text["maxLength"] >= run.LONGEST_TEXT
-
-
-def test_the_reference_is_generated_from_the_schemas() -> None:
-    assert TARGET.read_text() == reference(), "run: python scripts/api_reference.py"
 
 
 def _bounded(schema: Object, *, most: int) -> bool:

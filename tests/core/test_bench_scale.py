@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from bench import scale, scale_operator
+from bench import scale
 from keepstep.core import vote
 from keepstep.core.holding import Holding, Place
 from keepstep.core.ledger import Ledger, RankReport, Reported, commit_rule
@@ -21,7 +21,7 @@ from keepstep_sidecar.tiers.peer.protocol import Listing
 def test_each_part_of_a_restart_says_what_it_takes(kind: str) -> None:
     # Each part runs in its own process: memory is measured as growth of the process, and an older
     # process may give some memory back meanwhile.
-    found = {part: scale.apart(part, kind, 32) for part in ("vote", "gossip", "plan", "reports")}
+    found = {part: scale.apart(part, kind, 32) for part in scale.PARTS}
     for each in found.values():
         assert isinstance(each, dict), each
         assert all(one >= 0 for one in each.values()), each
@@ -34,12 +34,6 @@ def test_each_part_of_a_restart_says_what_it_takes(kind: str) -> None:
 def test_growth_is_the_power_that_fits() -> None:
     assert scale.exponent([(256, 3.0), (1024, 48.0)]) == pytest.approx(2.0)
     assert math.isnan(scale.exponent([(256, 3.0)]))
-
-
-def test_a_pod_tells_of_its_ranks_and_of_the_copies_that_it_keeps() -> None:
-    told = scale_operator.whole_report("ddp", 1, 32)
-    assert [one["rank"] for one in told["ranks"]] == [*range(8, 16), *range(8)]
-    assert [*told["ranks"][0]["memory"][0]["alike"]] == [0, 8, 16, 24]
 
 
 # --- what keeps the figures low ----------------------------------------------------------------

@@ -52,13 +52,6 @@ def saved(sidecar: SidecarProcess, trainers: Trainers, *, size: int = 64 << 10) 
     return id
 
 
-def restart_without_memory(sidecar: SidecarProcess) -> None:
-    sidecar.kill()
-    shutil.rmtree(sidecar.memory)
-    sidecar.memory.mkdir()
-    sidecar.start()
-
-
 def alone(sidecar: SidecarProcess, trainers: Trainers) -> FakeTrainer:
     """The only rank of a smaller world, or one that was not there before."""
     trainer = trainers(sidecar.socket, 5, 6)

@@ -530,6 +530,24 @@ def test_image_and_addresses_never_come_from_the_pod() -> None:
     assert environment["PET_X"] == "kept"
 
 
+@pytest.mark.parametrize("name", ["shareProcessNamespace", "hostPID"])
+def test_a_shared_process_namespace_is_never_passed_over_in_silence(name: str) -> None:
+    pod = bare_pod()
+    pod["spec"][name] = True
+    told = inject(pod, policy(), DEFAULTS)["metadata"]["annotations"]["keepstep.dev/status"]
+    assert any(name in one for one in json.loads(told)["warnings"])
+
+
+@pytest.mark.parametrize("volume", ["keepstep-token", "keepstep-volume-scratch"])
+def test_the_trainer_does_not_get_the_sidecars_volumes_by_naming_them(volume: str) -> None:
+    pod = bare_pod()
+    mount = {"name": volume, "mountPath": "/mine"}
+    pod["spec"]["containers"][0].setdefault("volumeMounts", []).append(mount)
+    with pytest.raises(PodError) as caught:
+        inject(pod, policy(), DEFAULTS)
+    assert caught.value.reason == "Conflict"
+
+
 def test_a_host_path_that_the_chart_does_not_allow_is_refused() -> None:
     elsewhere = {"name": "a", "hostPath": {"path": "/mnt/nvme0-other"}}
     with pytest.raises(Exception, match=r"/mnt/nvme0-other is not allowed .* /mnt/nvme0, /var"):

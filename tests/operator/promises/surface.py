@@ -33,18 +33,16 @@ import pytest
 from aiohttp import web
 from jsonpatch import apply_patch
 
-from keepstep.wire.reports import Report
 from keepstep_operator.api.model import JobState
 from keepstep_operator.api.pod import Injected
 from keepstep_operator.api.run import RunStatus
-from keepstep_operator.kube import CONFIG_MAPS, POLICIES, RUNS, Client, KubeError, Resource
+from keepstep_operator.kube import CONFIG_MAPS, POLICIES, Client, KubeError, Resource
 from keepstep_operator.kube.feed import settings as kopf_settings
 from keepstep_operator.reconcile.main import Reconciler
 from keepstep_operator.reconcile.state.actions import AskJob, DeleteRun
 from keepstep_operator.reconcile.state.run import Run
 from keepstep_operator.reconcile.token_auth import Refused, TokenAuth
 from keepstep_operator.reconcile.writers import checkpoint_writer, events
-from keepstep_sidecar.report.changes import changes
 from tests.harness import until
 from tests.operator.admission.reviews import review_of
 from tests.operator.apiserver import ApiServer, bound_to
@@ -110,18 +108,9 @@ class Cluster(ApiServer):
         self.add(pod_path(name, namespace), pod)
         return str(uid)
 
-    def bind_unseen(self, pod: Body) -> str:
-        """The same while the watches say nothing yet."""
-        with self.unseen():
-            return self.bind(pod)
-
     def drop(self, pod: Body) -> None:
         """Delete a pod."""
         self.remove(pod_path(pod["metadata"]["name"], pod["metadata"]["namespace"]))
-
-    def drop_unseen(self, pod: Body) -> None:
-        with self.unseen():
-            self.drop(pod)
 
     def run(self, name: str = RUN, namespace: str = NAMESPACE) -> Body:
         """The CheckpointRun; empty while there is none."""
@@ -147,7 +136,6 @@ class Operator:
     metrics_url: str
     session: aiohttp.ClientSession
     log: list[str] = field(default_factory=list)
-    counter: Path = Path()
 
     async def report(self, body: Body | bytes, *, token: str) -> tuple[int, Body]:
         """Status and answer."""
@@ -174,17 +162,6 @@ class Operator:
         async with self.session.get(f"{self.metrics_url}/readyz") as response:
             return response.status == 200
 
-    async def slowest_health_s(self, meanwhile: asyncio.Task[Any]) -> float:
-        """The longest that `/healthz` took until `meanwhile` was done."""
-        loop, slowest_s = asyncio.get_running_loop(), 0.0
-        while not meanwhile.done():
-            begun = loop.time()
-            async with self.session.get(f"{self.url}/healthz") as response:
-                await response.read()
-            slowest_s = max(slowest_s, loop.time() - begun)
-            await asyncio.sleep(0.02)
-        return slowest_s
-
     async def metric(self, name: str) -> float:
         """The sum over all labels."""
         async with self.session.get(f"{self.metrics_url}/metrics") as response:
@@ -203,11 +180,6 @@ class Operator:
         times = self.process.cpu_times()
         return exactly_s or float(times.user + times.system)
 
-    def calls(self) -> int:
-        """Functions that its first thread has called and left, each counted twice: the work of its
-        event loop, whatever else the machine does. Needs `counted`."""
-        return int.from_bytes(self.counter.read_bytes(), sys.byteorder)
-
     def memory_mib(self) -> float:
         return float(self.process.memory_info().rss) / (1 << 20)
 
@@ -217,42 +189,24 @@ class Operator:
 
 
 @asynccontextmanager
-async def reconciler(
-    cluster: Cluster, directory: Path, *options: str, counted: bool = False
-) -> AsyncIterator[Operator]:
-    """`keepstep-operator reconcile`, ready; `cluster` is served while it runs. `counted`: it counts
-    its calls, which takes it twice the time."""
+async def reconciler(cluster: Cluster, directory: Path, *options: str) -> AsyncIterator[Operator]:
+    """`keepstep-operator reconcile`, ready; `cluster` is served while it runs."""
     directory.mkdir(exist_ok=True)
     trust = trusting(make_certificate(directory))
     options = ("reconcile", "--namespace", SYSTEM, "--tls-dir", str(directory), *options)
     async with cluster.running():
         config = kubeconfig(cluster, directory / "kubeconfig")
-        counter = directory / "calls"
-        if counted:
-            counter.write_bytes(bytes(8))
-        async with _process(options, config, trust, counter if counted else None) as operator:
+        async with _process(options, config, trust) as operator:
             await until(operator.ready, what="reconcile's readiness")
             yield operator
 
 
-_COUNTED = """
-import ctypes, mmap, runpy, sys
-with open(sys.argv.pop(1), "r+b") as file:
-    calls = ctypes.c_uint64.from_buffer(mmap.mmap(file.fileno(), 8))
-def count(frame, event, argument):
-    calls.value += 1
-sys.setprofile(count)
-runpy.run_module("keepstep_operator.cli", run_name="__main__")
-"""
-
-
 @asynccontextmanager
 async def _process(
-    options: tuple[str, ...], config: Path, trust: ssl.SSLContext, counter: Path | None = None
+    options: tuple[str, ...], config: Path, trust: ssl.SSLContext
 ) -> AsyncIterator[Operator]:
-    program = ("-c", _COUNTED, str(counter)) if counter else ("-m", "keepstep_operator.cli")
     child = await asyncio.create_subprocess_exec(
-        sys.executable, *program, *options,
+        sys.executable, "-m", "keepstep_operator.cli", *options,
         "--port", "0", "--metrics-port", "0",
         env={**os.environ, "KUBECONFIG": str(config)},
         stderr=asyncio.subprocess.PIPE,
@@ -268,7 +222,7 @@ async def _process(
         timeout = aiohttp.ClientTimeout(total=60)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             url, metrics_url = f"https://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
-            yield Operator(process, url, metrics_url, session, log, counter or Path())
+            yield Operator(process, url, metrics_url, session, log)
     finally:
         if child.returncode is None:
             child.kill()
@@ -322,10 +276,6 @@ class Webhook:
     server: ApiServer
     operator: Operator
 
-    def put_run(self, body: Body) -> None:
-        """A CheckpointRun as reconcile has written it."""
-        self.server.put(RUNS, body)
-
     async def create(self, pod: Body) -> tuple[Body, list[str]]:
         """The pod as it would be stored, and the warnings that its creator sees."""
         url = f"{self.operator.url}/inject?timeout=5s"
@@ -362,32 +312,6 @@ REPORTS_CA: Body = {
     "metadata": {"name": "keepstep-reports-ca", "namespace": SYSTEM},
     "data": {"ca.crt": DEFAULTS.reports_ca},
 }
-
-
-def sidecar_of(pod: Body) -> Body:
-    """The container that admission put into a pod."""
-    found: Body = next(
-        one for one in pod["spec"]["initContainers"] if one["name"] == "keepstep-sidecar"
-    )
-    return found
-
-
-def slots_of(pod: Body) -> str:
-    """How many slots a rank its sidecar is to make."""
-    variables = {one["name"]: one.get("value", "") for one in sidecar_of(pod)["env"]}
-    return str(variables["KEEPSTEP_SLOTS"])
-
-
-def injection(pod: Body) -> Body:
-    """What admission says it did to a pod."""
-    told: Body = json.loads(pod["metadata"]["annotations"].get("keepstep.dev/status", "{}"))
-    return told
-
-
-def is_injected(pod: Body) -> bool:
-    """Whether the sidecar is in it."""
-    found = pod["spec"].get("initContainers") or []
-    return any(one["name"] == "keepstep-sidecar" for one in found)
 
 
 # --- connections ---------------------------------------------------------------------------------
@@ -476,20 +400,6 @@ def pod(
     return body
 
 
-def foreign_pod(number: int) -> tuple[str, Body]:
-    """Path and body of a finished pod of somebody's CronJob, as large as such pods are."""
-    body = pod_body(number, injected=False)
-    metadata = body["metadata"]
-    metadata["uid"], metadata["name"] = f"foreign-{number}", f"backup-{number}"
-    metadata["labels"] = {"batch.kubernetes.io/job-name": f"backup-{number}"}
-    metadata["annotations"] = {}
-    metadata["managedFields"] = [{"fieldsV1": {"f:x": "x" * 100}}] * 60
-    variables = [{"name": f"VARIABLE_{one}", "value": "x" * 60} for one in range(40)]
-    body["spec"]["containers"][0]["env"] = variables
-    body["status"] = {"phase": "Succeeded"}
-    return pod_path(metadata["name"], "others"), body
-
-
 def policy(namespace: str = NAMESPACE, **spec: Any) -> tuple[str, Body]:
     """Path and body of the CheckpointPolicy that these pods name."""
     body = {
@@ -564,12 +474,6 @@ def report(*ranks: Body, **more: Any) -> Body:
         "ranks": list(ranks),
         **more,
     }
-
-
-def changed(before: Body, now: Body) -> Body:
-    """What a sidecar sends of a report when the one before it was answered."""
-    known, told = (msgspec.convert(one, Report) for one in (before, now))
-    return cast(Body, msgspec.to_builtins(changes(known, told)))
 
 
 # --- inside: what no process shows in the time of a test ------------------------------------------

@@ -30,6 +30,15 @@ async def test_a_run_reports_after_its_five_thousandth_restart(tmp_path: Path) -
         assert status == 200, answer
 
 
+async def test_a_reply_carries_the_authority_that_reports_are_to_trust(tmp_path: Path) -> None:
+    cluster = Cluster(objects=dict([policy()]))
+    token = cluster.bind(pod(0))
+    (tmp_path / "ca.crt").write_text(pods.DEFAULTS.reports_ca)  # of the Secret of the certificate
+    async with reconciler(cluster, tmp_path) as operator:
+        reply = await operator.take(report(rank(0, 1)), token=token)
+    assert reply["authorities"] == pods.DEFAULTS.reports_ca
+
+
 async def test_good_tokens_stay_known_while_wrong_ones_come() -> None:
     identities = Identities()
     good = [f"good-{number}" for number in range(10)]

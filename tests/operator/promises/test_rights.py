@@ -27,10 +27,6 @@ def _may_create_pods(objects: list[Object], account: str) -> Iterator[str]:
                 yield one["metadata"].get("namespace", "*")
 
 
-def test_without_host_paths_reconcile_may_not_create_pods(chart: Chart) -> None:
-    assert list(_may_create_pods(chart.render(), "keepstep-reconcile")) == []
-
-
 def test_with_host_paths_reconcile_creates_pods_only_where_no_key_lies(chart: Chart) -> None:
     namespaces = set(_may_create_pods(chart.render(HOST_PATHS), "keepstep-reconcile"))
     assert namespaces
@@ -41,10 +37,3 @@ def test_with_host_paths_a_policy_bounds_the_pods_that_reconcile_creates(chart: 
     bounds = of_kind(chart.render(HOST_PATHS), "ValidatingAdmissionPolicy").values()
     bounded = [rule for one in bounds for rule in one["spec"]["matchConstraints"]["resourceRules"]]
     assert any("pods" in rule["resources"] for rule in bounded)
-
-
-def test_reconcile_has_a_second_replica_and_the_right_to_a_lease(chart: Chart) -> None:
-    objects = chart.render()
-    assert of_kind(objects, "Deployment")["keepstep-reconcile"]["spec"]["replicas"] >= 2
-    rules = of_kind(objects, "Role")["keepstep-reconcile"]["rules"]
-    assert any("leases" in rule["resources"] for rule in rules)

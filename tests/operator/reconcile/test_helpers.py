@@ -154,6 +154,17 @@ def test_when_all_pods_move_at_once_what_each_of_them_left_is_served() -> None:
     assert [one.node for one in play.status.holders] == ["node-0", "node-1"]
 
 
+def test_a_terminating_pod_beside_its_replacement_stops_no_restore() -> None:
+    play = Move()
+    play.lose(play.first)
+    play.see(replace(play.second, deleting=True))  # its node is lost, and so it stays
+    for rank in (0, 1):
+        new = pod(rank, life=2, node=f"other-{rank}", host_paths=(PATH,))
+        play.see(new)
+        play.hear(new, Sidecar(rank=rank, started_at=T0 + 9, epochs=[]).report())
+    assert "node-0" in {one.node for one in play.wanted()}
+
+
 def test_a_pod_that_has_not_looked_yet_is_told_to_wait_for_what_it_left() -> None:
     play = Move()
     play.move(told=False)

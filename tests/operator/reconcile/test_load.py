@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench import scale_operator
 from keepstep_operator.reconcile.ratelimit import WRITES_A_SECOND
 from tests.operator.reconcile.load import SECONDS, simulate
 
@@ -42,9 +41,3 @@ def test_a_run_reports_as_often_as_its_pods_allow_however_many_ranks_they_have()
     """What a report costs besides follows the pods, which each reply names."""
     few, many = simulate(1, 64, 1, seconds=5), simulate(1, 64, 8, seconds=5)
     assert few["least_gap_s"] == many["least_gap_s"] <= 1.0
-
-
-def test_a_simulated_restart_through_one_operator_ends() -> None:
-    """`bench.scale`'s, small; nothing is timed."""
-    found = scale_operator.restart("ddp", 32)
-    assert found["whole_report_bytes"] * 4 < found["reports_bytes"]

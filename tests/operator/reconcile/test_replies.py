@@ -14,7 +14,7 @@ from keepstep.wire.reports import ReportReply
 from keepstep_operator.api.model import PodRecord, RunKey
 from keepstep_operator.api.tiers import Peers
 from keepstep_operator.reconcile.state.node_rank import Places
-from tests.operator.reconcile.samples import KEY, Play, Sidecar, pod, policy
+from tests.operator.reconcile.samples import KEY, Play, Sidecar, pod, policy, run_object
 
 
 class Crowd(Play):
@@ -202,8 +202,11 @@ def check(places: Places) -> None:
         assert places.staged(epoch) == of
 
 
-def test_runs_that_wait_in_a_queue_take_no_time_from_those_that_report() -> None:
+def test_runs_that_wait_or_are_over_take_no_time_from_those_that_report() -> None:
     play = Crowd(8)
+    for number in range(400):
+        over = replace(run_object(), key=RunKey(KEY.namespace, f"over-{number}"))
+        play.find(replace(over, status={"phase": "Finished"}))
     others = [RunKey(KEY.namespace, f"queued-{number}") for number in range(200)]
     waiting = [
         pod(0, uid=f"uid-of-{key.name}", run=key, node="", phase="Pending", training=False)

@@ -719,6 +719,9 @@ def test_commits_that_stall_because_two_pods_have_one_node_rank_say_so_and_nothi
     status, reason, message = play.condition(COMMITTING)
     assert (status, reason) == ("False", "CommitStalled")
     assert "have node rank 1 between them" in message
+    status, _, message = play.condition("DuplicateNodeRank")
+    assert status == "True"
+    assert "other-worker-0" in message
     assert "free space" not in message
 
 

@@ -331,6 +331,14 @@ def test_holders_are_the_nodes_whose_drives_outlive_their_pods() -> None:
     assert fleeting.status.holders == []
 
 
+def test_what_lies_on_the_sixty_sixth_node_is_not_forgotten() -> None:
+    pods = [pod(rank) for rank in range(66)]
+    play = Play(*pods)
+    for rank, one in enumerate(pods):
+        play.hear(one, Sidecar(rank=rank, world=66).staged(1).durable(1).report())
+    assert len(play.status.holders) == 66
+
+
 # --- nodes that go -------------------------------------------------------------------------------
 
 

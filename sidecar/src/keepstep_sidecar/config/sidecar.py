@@ -51,7 +51,7 @@ from keepstep_sidecar.config.verify import Verify
 
 IO_THREADS: Final = 16
 """On huge pages, so many chunks at a time are written as fast as the drive can; 4 take a tenth
-longer. On small pages there is no difference (`python -m bench.parts`)."""
+longer. On small pages there is no difference."""
 
 _LONGEST_SOCKET_PATH: Final = 107
 """The size of a unix socket's `sun_path` without its closing zero (unix(7))."""
