@@ -127,13 +127,17 @@ def test_what_is_carved_out_leaves_the_pods_requests_as_they_were(
     said = injected_of(parse_pod(injected))
     assert said is not None
     assert not any("CarveOut" in one for one in said.warnings)
-    sidecar = _sidecar(injected)["resources"]["requests"]
+    sidecar = _sidecar(injected)["resources"]
     for kind, amounts in before.items():
         for resource, read in (("cpu", parse_millicores), ("memory", parse_bytes)):
             if resource in amounts:
                 left = read(after[kind][resource])
                 assert left > 0
-                assert left + read(sidecar[resource]) == read(amounts[resource])
+                own = sidecar.get(
+                    kind if resource == "cpu" else "requests", {}
+                )  # not the spare memory
+                share = own.get(resource, sidecar["requests"][resource])
+                assert left + read(share) == read(amounts[resource])
 
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())

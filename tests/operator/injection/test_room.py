@@ -400,6 +400,18 @@ _ITEM = st.fixed_dictionaries(
     {"type": st.sampled_from(["Container", "Pod"])},
     optional={"min": _AMOUNTS, "max": _AMOUNTS, "maxLimitRequestRatio": _RATIOS},
 )
+
+
+def _is_valid(item: Body) -> bool:
+    """Whether the API server takes it."""
+    least, most = (item.get(kind, {}) for kind in ("min", "max"))
+    return all(
+        read(least[name]) <= read(most[name])
+        for name, read in ((_CPU, parse_millicores), (_MEMORY, parse_bytes))
+        if name in least and name in most
+    )
+
+
 _HARD = st.fixed_dictionaries(
     {},
     optional={
@@ -414,7 +426,7 @@ _HARD = st.fixed_dictionaries(
 @given(
     requests=_AMOUNTS,
     limits=_AMOUNTS,
-    items=st.lists(_ITEM, max_size=2),
+    items=st.lists(_ITEM.filter(_is_valid), max_size=2),
     hard=_HARD,
     accounting=st.sampled_from(["Add", "CarveOut"]),
 )
