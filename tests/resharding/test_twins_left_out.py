@@ -23,7 +23,9 @@ def plan(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...]) -> list[
     def find(*_: object, every: bool) -> Any:
         asked.append(every)
         index = IndexBuilder(2).build(() if every else left_out)
-        return SimpleNamespace(index=index, skeleton=lambda _: "[]", stand_in=lambda _: 0)
+        return SimpleNamespace(
+            wanted=(), index=index, skeleton=lambda _: "[]", stand_in=lambda _: 0
+        )
 
     class Loader:
         targets = ()
