@@ -256,42 +256,6 @@ def test_what_a_person_took_from_the_list_is_left_where_it_lies() -> None:
     play(story, Registry(), before=before)
 
 
-def test_records_that_0_1_left_beside_the_operator_are_moved_and_cleaned_all_the_same() -> None:
-    before = RunDirectories(run=KEY, nodes={"node-0": (PATH,)}, gone_since=T0)
-
-    async def story(stage: Stage) -> None:
-        stage.server.put(CONFIG_MAPS, cleanup.render(before, namespace=DEFAULTS.release))
-        await stage.sync()
-        assert len(stage.notes()) == 2, "written anew before the old one is removed"
-        await stage.sync()
-        assert stage.notes() == [before]
-        assert stage.server.take(CONFIG_MAPS, before.name, namespace=SYSTEM)
-        stage.now += GRACE_S + 1
-        await stage.sync()
-        (cleaner,) = stage.pods()
-        await stage.becomes(cleaner["metadata"]["name"], "Succeeded")
-        await stage.sync()
-        await stage.sync()
-        assert stage.notes() == []
-
-    play(story, Registry())
-
-
-def test_nodes_of_a_moved_record_are_added_to_those_that_are_known() -> None:
-    move = Move()
-    old = RunDirectories(run=KEY, nodes={"node-9": (PATH,)})
-
-    async def story(stage: Stage) -> None:
-        stage.server.put(CONFIG_MAPS, cleanup.render(old, namespace=DEFAULTS.release))
-        for _ in range(3):
-            await stage.sync()
-        (told,) = stage.notes()
-        assert told is not None
-        assert {"node-0", "node-1", "node-9"} == set(told.nodes)
-
-    play(story, move.registry)
-
-
 def test_cleaners_that_get_nowhere_keep_no_place_for_ever() -> None:
     registry, many = Registry(), MOST_CLEANERS + 3
     known = [
