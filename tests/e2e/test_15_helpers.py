@@ -176,7 +176,6 @@ def _helper_pod() -> Object:
     defaults = HelperDefaults(
         image=SIDECAR,
         namespace=HELPERS,
-        release=NAMESPACE,
         account="keepstep-helpers",
         reports_url="https://reports",
         reports_ca=lambda: "",
