@@ -210,17 +210,21 @@ def test_a_second_job_with_the_label_of_a_run_leaves_the_first_its_commits(
     namespace.apply(jobs.indexed_job("again", pods=1, run="shared"))
     taken = namespace.eventually(lambda: namespace.events("RunTaken"), what="an Event")
     assert "Job again has the label keepstep.dev/run: shared" in taken[-1]["message"]
-    warnings = runs.status(namespace)["warnings"]
-    assert any("PyTorchJob gpt has that run" in one for one in warnings)
+    namespace.eventually(
+        lambda: any("PyTorchJob gpt has" in one for one in runs.status(namespace)["warnings"]),
+        what="the warning",
+    )
     runs.committed_beyond(namespace, runs.committed_beyond(namespace, 10) + 10)
     namespace("delete", "pytorchjob", "gpt", "--wait=true")
     namespace.eventually(
-        lambda: (
-            not any("has that run" in one for one in runs.status(namespace, "again")["warnings"])
-        ),
+        lambda: not any("has that run" in one for one in _warnings(namespace, "again")),
         within_s=120,
         what="the second job has the run",
     )
+
+
+def _warnings(namespace: Kubectl, job: str) -> list[str]:
+    return runs.status(namespace, job).get("warnings") or []
 
 
 def test_pods_of_shards_that_come_back_on_each_others_nodes_lose_nothing(
