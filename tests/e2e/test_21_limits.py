@@ -169,7 +169,7 @@ def _serving(name: str, *ports: int, declared: bool = True, **spec: Any) -> Obje
 
 
 def test_the_ports_of_a_trainer_and_the_hosts_network_are_left_to_it(namespace: Kubectl) -> None:
-    """9464 is OpenTelemetry's; 26740 and 26741 are keepstep's own."""
+    """9464 is OpenTelemetry's; 26740 to 26742 are keepstep's own."""
     namespace.apply(
         _policy(peers={}),
         _serving("otel", 9464, 9465, declared=False),
@@ -187,7 +187,7 @@ def test_the_ports_of_a_trainer_and_the_hosts_network_are_left_to_it(namespace: 
     for pod in namespace.list("pods"):
         (trainer,) = pod["status"]["containerStatuses"]
         assert (trainer["restartCount"], "running" in trainer["state"]) == (0, True), trainer
-    _warns(namespace, "ours", "serves no metrics", "peers connect to port 26742")
+    _warns(namespace, "ours", "serves no metrics", "peers connect to port 26743")
     _warns(namespace, "host", "Set dnsPolicy: ClusterFirstWithHostNet")
     assert not runs.status(namespace, "otel").get("warnings")
 
