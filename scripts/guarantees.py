@@ -3,8 +3,8 @@
     python scripts/guarantees.py build/junit-*.xml    # after make test and make e2e
 
 Each row names the tests that prove it, and is in the table only if all of them passed. The tests
-measured the steps lost (`record_property("lost_steps", ...)`). The results are in
-docs/guarantees.json; a test compares the page with them.
+measured the steps lost (`record_property("lost_steps", ...)`), and the table has the most of all
+runs on record. The results are in docs/guarantees.json; a test compares the page with them.
 """
 
 from __future__ import annotations
@@ -284,6 +284,16 @@ def collect(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return kept
 
 
+def worst(
+    results: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """`results`, with the most steps that a test lost in this run or in one that is on record."""
+    for name, one in results.items():
+        if "lost_steps" in one:
+            one["lost_steps"] = max(one["lost_steps"], before.get(name, {}).get("lost_steps", 0))
+    return results
+
+
 def render(results: dict[str, dict[str, Any]]) -> str:
     """The table, with the rows whose tests are all in `results`."""
     lines = [
@@ -309,7 +319,7 @@ def main(paths: list[str]) -> None:
     """Read results, write docs/guarantees.json and the page."""
     if not paths:
         raise SystemExit(__doc__)
-    results = collect(read(map(Path, paths)))
+    results = worst(collect(read(map(Path, paths))), json.loads(RESULTS.read_text()))
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     PAGE.write_text(place(PAGE.read_text(), render(results)))
 
