@@ -272,6 +272,8 @@ def texts() -> Iterator[Attack]:
     yield Attack("json-not-utf8", FormatError, "not JSON", latin)
     surrogate = with_header_text(honest.replace("mask", "\\ud800").encode())
     yield Attack("json-surrogate", FormatError, "reserved entries|valid Unicode", surrogate)
+    half = with_header_text(honest.replace('"format": "pt"', '"format": "\\ud800"').encode())
+    yield Attack("json-surrogate-in-metadata", FormatError, "valid Unicode", half)
 
 
 def metadata() -> Iterator[Attack]:

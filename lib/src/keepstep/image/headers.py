@@ -240,6 +240,8 @@ def _texts(reader: Reader) -> dict[str, str]:
     texts: dict[str, str] = {}
     for key in reader.members():
         text = reader.string()
+        if not (is_text(key) and is_text(text)):
+            raise FormatError("header: __metadata__ must be valid Unicode, as stock readers ask")
         if key in _INNER:
             texts[key] = text
     if missing := [key for key in _INNER if key not in texts]:
