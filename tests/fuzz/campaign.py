@@ -21,8 +21,7 @@ from tests.fuzz.targets import Target
 
 LIMIT_S = 1.0
 LIMIT_S_PER_BYTE = 1e-6
-"""What is linear took 0.4 to 0.6 µs a byte on the slowest machine tried; what is not takes minutes
-for megabytes."""
+"""What is linear took 0.4 to 0.6 µs a byte on the slowest machine tried."""
 FLOOR_BYTES = 64 << 20
 _TRACED = 25
 """One in so many is measured, and every large one."""
