@@ -186,8 +186,7 @@ def intersect(saved: Saved, box: Box) -> tuple[Tensor, Tensor, Tensor]:
     return hit, lows[hit], highs[hit]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Coverage:
+class Coverage(NamedTuple):
     """How many boxes hold each cell of the grid of all cuts. `cuts`: ascending, per dimension."""
 
     cuts: tuple[Tensor, ...]
