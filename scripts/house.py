@@ -12,8 +12,8 @@ of the longest chain of packages of the sidecar in which each imports the next o
 
 from __future__ import annotations
 
+import argparse
 import ast
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -181,9 +181,8 @@ def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
 
 def exceeded(found: list[Figure], limits: Mapping[str, int]) -> list[str]:
     """The figures that are above their limit or have none, and the limits that have no figure."""
-    named = {figure.name for figure in found}
-    over = [one.name for one in found if one.name not in limits or one.value > limits[one.name]]
-    return over + [name for name in limits if name not in named]
+    over = [one.name for one in found if one.value > limits.get(one.name, -1)]
+    return over + sorted(limits.keys() - {one.name for one in found})
 
 
 def tightened(found: list[Figure], limits: Mapping[str, int]) -> dict[str, int]:
@@ -191,17 +190,21 @@ def tightened(found: list[Figure], limits: Mapping[str, int]) -> dict[str, int]:
     return {one.name: min(one.value, limits.get(one.name, one.value)) for one in found}
 
 
-def main(words: list[str]) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("--tighten", action="store_true")
+    parser.add_argument("--files", action="store_true")
+    options = parser.parse_args()
     entered = trace_save.entered()
     found = list(figures(entered))
     text = LIMITS.read_text()
     limits = tomllib.loads(text)
-    if "--tighten" in words:
+    if options.tighten:
         limits = tightened(found, limits)
-        (head,) = re.findall(r"\A(?:#.*\n)*", text)
+        head = text[: text.index('"')]
         rows = "".join(f'"{name}" = {limit}\n' for name, limit in limits.items())
         LIMITS.write_text(head + rows)
-    if "--files" in words:
+    if options.files:
         for name, paths in entered.items():
             print(f"{name}:", *paths, sep="\n    ")
     over = exceeded(found, limits)
@@ -215,4 +218,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
