@@ -151,10 +151,10 @@ async def test_a_slow_store_is_only_slow(local: Volume, bucket: Bucket) -> None:
     bucket.proxy.faults.delay_s = 0.1
     async with running(bucket.config()) as remote_tier:
         commit(remote_tier, write_step(local, 10))
-        await until(lambda: remote_tier.in_use(step_id(10)))
+        await until(lambda: remote_tier.replicator.in_use(step_id(10)))
         assert not await remote_tier.drain(timeout_s=0.1)
         assert await remote_tier.drain(timeout_s=30)
-        assert not remote_tier.in_use(step_id(10))
+        assert not remote_tier.replicator.in_use(step_id(10))
         assert remote_tier.status().failures == 0
 
 
@@ -233,7 +233,7 @@ def test_wrong_credentials_and_absent_buckets_say_what_to_do(
     assert "wrong" not in said
 
 
-async def test_an_archive_that_was_down_catches_up_with_the_oldest_kept_step_first(
+async def test_an_archive_that_was_down_catches_up_on_the_coarsest_grid_first(
     local: Volume, bucket: Bucket
 ) -> None:
     bucket.proxy.faults.answer = 503
@@ -249,7 +249,7 @@ async def test_an_archive_that_was_down_catches_up_with_the_oldest_kept_step_fir
         assert await remote_tier.drain(timeout_s=30)
         assert [id.step for id in sorted((await remote_tier.look()).complete)] == [3, 4, 5]
     written = sorted(bucket.directory.rglob("step.json"), key=lambda p: p.stat().st_mtime_ns)
-    assert [path.parent.name[-1] for path in written] == ["3", "4", "5"]
+    assert [path.parent.name[-1] for path in written] == ["4", "5", "3"]
 
 
 async def test_a_store_that_is_not_there_is_an_error_not_an_empty_archive(bucket: Bucket) -> None:

@@ -329,7 +329,7 @@ def test_a_link_in_the_place_of_pending_is_set_aside_when_a_step_has_to_be_hidde
     hostile.start()
     eventually(lambda: hostile.get("/v1/status")["steps"])
     eventually(
-        lambda: hostile.get("/v1/status")["steps"][0]["memory_ranks"],
+        lambda: hostile.get("/v1/status")["steps"][0]["ranks"].get("memory"),
         what="the newest step is brought into memory, which ends the first look",
     )
     shard = next(hostile.root.glob("0*4/rank-*"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from keepstep.steps import NEAREST_FIRST, Tier
 from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.cli.inventory import Holdings
 from keepstep_sidecar.cli.options import json_option, which_run
@@ -34,29 +35,38 @@ def steps(directory: Path, run: str | None, as_json: bool) -> None:
         output.print_json({"run": kept.run, "steps": shown})
         return
     beyond = _beyond(held)
-    columns = ("EPOCH", "STEP", "RANKS", "BYTES", "TIERS", *beyond, "COMMITTED", "HEALTH", "PATH")
+    columns = (
+        "EPOCH",
+        "STEP",
+        "RANKS",
+        "BYTES",
+        "TIERS",
+        *(str(tier).upper() for tier in beyond),
+        "COMMITTED",
+        "HEALTH",
+        "PATH",
+    )
     rows = (
         (
             step.id.epoch,
             step.id.step,
-            output.ranks_text(inventory.ranks_of(step), step.world),
+            output.ranks_text(step.held, step.world),
             format_size(step.bytes),
-            ", ".join(map(str, inventory.tiers_of(step))),
-            *(output.ranks_text(ranks[at], step.world) for ranks in beyond.values()),
+            ", ".join(map(str, step.ranks)),
+            *(output.ranks_text(step.ranks.get(tier, ()), step.world) for tier in beyond),
             "dead" if step.dead else "yes" if step.committed else "no",
             "suspect" if step.suspect else "proven" if step.proven else "",
             step.path,
         )
-        for at, step in enumerate(held.steps)
+        for step in held.steps
     )
     output.print_table(columns, rows, right=("STEP", "BYTES"), empty="no step is held")
     output.print_lines(f"warning: {problem}" for problem in held.problems)
 
 
-def _beyond(held: Holdings) -> dict[str, list[tuple[int, ...]]]:
-    """The columns of the tiers beyond this machine, without empty ones: the ranks of each step."""
-    columns = {
-        "PEER": [step.peer_ranks for step in held.steps],
-        "ARCHIVE": [step.archive_ranks for step in held.steps],
-    }
-    return {name: ranks for name, ranks in columns.items() if any(ranks)}
+def _beyond(held: Holdings) -> list[Tier]:
+    """The tiers beyond this machine that hold something, nearest first."""
+    there = {tier for step in held.steps for tier in step.ranks}
+    return [
+        tier for tier in NEAREST_FIRST if tier in there and tier not in (Tier.MEMORY, Tier.LOCAL)
+    ]
