@@ -6,7 +6,6 @@ import asyncio
 import base64
 import ssl
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -40,7 +39,6 @@ from keepstep_operator.kube import (
     Rejected,
     Unavailable,
     error_of,
-    find_access,
     follow,
     from_kubeconfig,
     in_cluster,
@@ -54,15 +52,6 @@ from tests.operator.injection.pods import NAMESPACE, policy_body
 _DAY = timedelta(days=1)
 
 
-def test_paths_are_those_of_the_kubernetes_api() -> None:
-    assert PODS.path("p", "log", namespace="n") == "/api/v1/namespaces/n/pods/p/log"
-    assert PODS.path() == "/api/v1/pods"
-    assert NODES.path("a") == "/api/v1/nodes/a"
-    assert POLICIES.path(namespace="n") == (
-        "/apis/keepstep.dev/v1alpha1/namespaces/n/checkpointpolicies"
-    )
-
-
 @pytest.mark.parametrize(
     ("status", "kind"),
     [(400, Rejected), (401, Denied), (403, Denied), (404, NotFound), (409, Conflict),
@@ -71,15 +60,6 @@ def test_paths_are_those_of_the_kubernetes_api() -> None:
 )  # fmt: skip
 def test_each_status_becomes_what_can_be_done_about_it(status: int, kind: type[KubeError]) -> None:
     assert type(error_of(status, "")) is kind
-
-
-async def test_a_request_asks_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda _, work, *rest: asked.append(work))
-    async with ApiServer().running() as server, Client(server.access) as client:
-        with pytest.raises(NotFound):
-            await client.get(PODS, "p", namespace="n")
-    assert asked == []
 
 
 async def test_objects_are_made_read_replaced_and_never_over_a_later_version() -> None:
@@ -161,27 +141,6 @@ async def test_what_goes_while_all_is_listed_anew_is_gone() -> None:
         assert followed.feed.known == {"b"}
 
 
-async def test_what_somebody_else_saw_is_gone_when_it_is_not_listed() -> None:
-    async with _followed("a") as (_, followed):
-        followed.feed.shown("never")
-        await until(lambda: "-never" in followed.seen)
-
-
-async def test_an_end_that_is_not_as_expected_ends_no_feed() -> None:
-    async with _followed("a", "b") as (_, followed):
-        gone: list[str] = []
-
-        def end(name: str) -> None:
-            gone.append(name)
-            raise ValueError(name)
-
-        followed.feed.gone = end
-        for name in ("never", "neither"):
-            followed.feed.shown(name)
-        await until(lambda: sorted(gone) == ["neither", "never"])
-        assert followed.feed.known == {"a", "b"}
-
-
 async def test_a_watch_that_ends_by_an_error_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kube_feed, "_ANEW_S", 0.1)
     async with _followed("a") as (server, followed):
@@ -205,30 +164,6 @@ async def test_a_kind_that_may_not_be_read_hinders_no_other() -> None:
         assert not nodes.loaded.is_set()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_names_are_asked_for_in_pages_and_without_the_rest_of_the_objects() -> None:
-    asked: list[Any] = []
-
-    async def answer(request: web.Request) -> web.Response:
-        asked.append(dict(request.query))
-        last = "continue" in request.query
-        metadata = {} if last else {"continue": "more"}
-        assert "PartialObjectMetadataList" in request.headers["Accept"]
-        metadata_of_one = {"name": str(len(asked)), "managedFields": [{"fieldsV1": {}}]}
-        items = [{"metadata": metadata_of_one, "spec": {}}]
-        return web.json_response({"metadata": metadata, "items": items})
-
-    app = web.Application()
-    app.router.add_get("/api/v1/pods", answer)
-    async with (
-        listening(app, port=0) as port,
-        Client(access_to(f"http://127.0.0.1:{port}", token="t")) as client,
-    ):
-        names = [one async for one in client.names(PODS, labels="a=b", fields="c!=d")]
-    assert names == [{"metadata": {"name": "1"}}, {"metadata": {"name": "2"}}]
-    first = {"limit": "500", "labelSelector": "a=b", "fieldSelector": "c!=d"}
-    assert asked == [first, {**first, "continue": "more"}]
 
 
 async def _whoami(request: web.Request) -> web.Response:
@@ -363,18 +298,6 @@ def _later(*, minutes: int) -> Iterator[None]:
         yield
 
 
-async def test_outside_a_cluster_something_must_say_where_one_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("KUBECONFIG", raising=False)
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(UsageError, match="neither KUBECONFIG is set"):
-        await find_access()
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
-    with pytest.raises(UsageError, match=r"kubeconfig .*absent"):
-        await find_access()
-
-
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
@@ -407,18 +330,3 @@ async def test_names_from_users_lead_nowhere_else_and_requests_say_who_asks() ->
         await client.get(PODS, "../x?watch=1#/%2F", namespace="n")
     path = "/api/v1/namespaces/n/pods/..%2Fx%3Fwatch%3D1%23%2F%252F"
     assert asked == [(path, f"keepstep-operator/{__version__}")]
-
-
-async def test_an_answer_that_is_no_json_is_unavailable() -> None:
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(text="<html>", status=int(request.query.get("limit", 200)))
-
-    app = web.Application()
-    app.router.add_get("/{path:.*}", answer)
-    async with listening(app, port=0) as port:
-        access = access_to(f"http://127.0.0.1:{port}", token="t")
-        async with Client(access) as client:
-            with pytest.raises(Unavailable, match="nonsense"):
-                await client.get(PODS, "p", namespace="n")
-            with pytest.raises(Unavailable, match="<html>"):
-                _ = [one async for one in client.names(PODS)]  # 500
