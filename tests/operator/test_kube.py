@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import ssl
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
-import yaml
 from aiohttp import web
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from kubernetes.aio.config import incluster_config
 
-from keepstep.errors import UsageError
 from keepstep_operator import __version__
-from keepstep_operator.certificates.pki import Pair, make_authority, sign_leaf
 from keepstep_operator.kube import (
     CONFIG_MAPS,
     NODES,
@@ -40,16 +25,12 @@ from keepstep_operator.kube import (
     Unavailable,
     error_of,
     follow,
-    from_kubeconfig,
-    in_cluster,
 )
 from keepstep_operator.kube import feed as kube_feed
 from keepstep_operator.serving import listening
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, access_to
 from tests.operator.injection.pods import NAMESPACE, policy_body
-
-_DAY = timedelta(days=1)
 
 
 @pytest.mark.parametrize(
@@ -164,154 +145,6 @@ async def test_a_kind_that_may_not_be_read_hinders_no_other() -> None:
         assert not nodes.loaded.is_set()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def _whoami(request: web.Request) -> web.Response:
-    return web.json_response({"token": request.headers.get("Authorization", "")})
-
-
-def _pems() -> tuple[Pair, Pair]:
-    authority = make_authority("cluster", now=datetime.now(UTC), life=_DAY)
-    names = ("localhost",)
-    return authority, sign_leaf(authority, names=names, now=datetime.now(UTC), life=_DAY)
-
-
-def _client_pair(authority: Pair) -> Pair:
-    """What `kubeadm` puts into a kubeconfig: a certificate for TLS clients."""
-    issuer = x509.load_pem_x509_certificate(authority.certificate)
-    signer = serialization.load_pem_private_key(authority.key, password=None)
-    assert isinstance(signer, ec.EllipticCurvePrivateKey)
-    key = ec.generate_private_key(ec.SECP256R1())
-    builder = x509.CertificateBuilder(
-        issuer_name=issuer.subject,
-        subject_name=x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "admin")]),
-        public_key=key.public_key(),
-        serial_number=2,
-        not_valid_before=datetime.now(UTC) - _DAY / 2,
-        not_valid_after=datetime.now(UTC) + _DAY / 2,
-    ).add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
-    return Pair(
-        certificate=builder.sign(signer, hashes.SHA256()).public_bytes(Encoding.PEM),
-        key=key.private_bytes(
-            Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        ),
-    )
-
-
-def _server_context(directory: Path, authority: Pair, leaf: Pair) -> ssl.SSLContext:
-    both = directory / "server.pem"
-    both.write_bytes(leaf.certificate + leaf.key)
-    context = ssl.create_default_context(
-        ssl.Purpose.CLIENT_AUTH, cadata=authority.certificate.decode()
-    )
-    context.load_cert_chain(both)
-    return context
-
-
-@pytest.mark.parametrize("inline", [True, False])
-async def test_a_kubeconfig_gives_token_authority_and_client_certificate(
-    tmp_path: Path, inline: bool
-) -> None:
-    authority, leaf = _pems()
-    app = web.Application()
-    app.router.add_get("/api/v1/nodes/me", _whoami)
-    context = _server_context(tmp_path, authority, leaf)
-    context.verify_mode = ssl.CERT_REQUIRED
-    mine = _client_pair(authority)
-
-    def given(name: str, pem: bytes) -> dict[str, str]:
-        if inline:
-            return {f"{name}-data": base64.b64encode(pem).decode()}
-        (tmp_path / name).write_bytes(pem)
-        return {name: name}
-
-    async with listening(app, port=0, ssl_context=context) as port:
-        cluster = {
-            "server": f"https://localhost:{port}",
-            **given("certificate-authority", authority.certificate),
-        }
-        user = {
-            "token": "secret",
-            **given("client-certificate", mine.certificate),
-            **given("client-key", mine.key),
-        }
-        path = _kubeconfig(tmp_path, cluster, user)
-        async with Client(await from_kubeconfig(path)) as client:
-            assert client.namespace == "here"
-            me = await client.get(NODES, "me")
-            assert me["token"] == "Bearer secret"
-
-
-def _kubeconfig(directory: Path, cluster: dict[str, str], user: dict[str, str]) -> Path:
-    config = {
-        "current-context": "x",
-        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "here"}}],
-        "clusters": [{"name": "c", "cluster": cluster}],
-        "users": [{"name": "u", "user": user}],
-    }
-    path = directory / "config"
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
-async def test_the_service_accounts_token_is_read_again_each_minute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    authority, leaf = _pems()
-    app = web.Application()
-    app.router.add_get("/api/v1/nodes/me", _whoami)
-    (tmp_path / "ca.crt").write_bytes(authority.certificate)
-    (tmp_path / "namespace").write_text("keepstep-system\n")
-    context = _server_context(tmp_path, authority, leaf)
-    async with listening(app, port=0, ssl_context=context) as port:
-        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "localhost")
-        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
-        (tmp_path / "token").write_text("first")
-        async with Client(in_cluster(tmp_path)) as client:
-            assert client.namespace == "keepstep-system"
-            assert (await client.get(NODES, "me"))["token"] == "bearer first"
-            (tmp_path / "token").write_text("second")
-            with _later(minutes=2):
-                assert (await client.get(NODES, "me"))["token"] == "bearer second"
-            (tmp_path / "token").unlink()
-            with _later(minutes=4), pytest.raises(Unavailable):
-                await client.get(NODES, "me")
-
-
-@contextmanager
-def _later(*, minutes: int) -> Iterator[None]:
-    """For whom the official client asks the time."""
-    real = incluster_config.datetime.datetime
-
-    class Later(real):  # type: ignore[misc, valid-type]
-        moved = timedelta(minutes=minutes)
-
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime:
-            later: datetime = real.now(tz) + cls.moved
-            return later
-
-    fake = ModuleType("datetime")
-    fake.datetime, fake.timedelta = Later, timedelta  # type: ignore[attr-defined]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(incluster_config, "datetime", fake)
-        yield
-
-
-@pytest.mark.parametrize(
-    ("cluster", "message"),
-    [
-        ({"server": "https://x", "certificate-authority-data": "%%"}, "certificate"),
-        ({"server": "https://x", "certificate-authority": "absent.crt"}, "does not exist"),
-        ({}, "server"),
-    ],
-)
-async def test_a_kubeconfig_that_cannot_be_used_says_why(
-    tmp_path: Path, cluster: dict[str, str], message: str
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        async with Client(await from_kubeconfig(_kubeconfig(tmp_path, cluster, {}))):
-            pass
 
 
 async def test_names_from_users_lead_nowhere_else_and_requests_say_who_asks() -> None:

@@ -7,12 +7,10 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep_operator.api.model import NodeRecord
-from keepstep_operator.kube import Client, follow
+from keepstep_operator.kube import Client
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.ratelimit import Pacer
 from keepstep_operator.reconcile.state.registry import Registry
-from keepstep_operator.reconcile.watch import Handlers
 from keepstep_operator.reconcile.writers.checkpoint_writer import CheckpointWriter
 from tests.harness import until
 from tests.operator.apiserver import ApiServer
@@ -109,43 +107,3 @@ def test_objects_of_others_are_left_alone_and_ours_come_back_when_deleted() -> N
         assert theirs in bench.there()
 
     play(scene, cluster, list_every_s=0.5)
-
-
-def test_nodes_are_followed_with_their_zone_and_whether_they_are_cordoned() -> None:
-    zone = {"topology.kubernetes.io/zone": "a"}
-
-    def node(name: str, **spec: Any) -> dict[str, Any]:
-        return {
-            "metadata": {"name": name, "labels": zone, "managedFields": [{}]},
-            "spec": spec,
-            "status": {"images": [{"sizeBytes": 1}] * 50},
-        }
-
-    async def run() -> None:
-        registry, cluster = Registry(), ApiServer()
-        cluster.add("/api/v1/nodes/one", node("one"))
-        cluster.add("/api/v1/nodes/two", node("two", unschedulable=True))
-        seen: dict[str, NodeRecord] = registry._nodes
-        handlers = Handlers(
-            registry,
-            None,  # type: ignore[arg-type]
-            writer=None,  # type: ignore[arg-type]
-            metrics=Metrics(registry),
-            host_paths=(),
-            clock=lambda: T0,
-        )
-        async with cluster.running(), Client(cluster.access) as client:
-            task = asyncio.create_task(follow(client, [handlers.nodes()]))
-            await until(lambda: len(seen) == 2)
-            assert [seen[name].cordoned for name in ("one", "two")] == [False, True]
-            assert seen["one"].labels == zone
-            await until(cluster.watches)
-            taint = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
-            cluster.add("/api/v1/nodes/one", node("one", taints=[taint]))
-            await until(lambda: seen["one"].cordoned)
-            cluster.remove("/api/v1/nodes/two")
-            await until(lambda: set(seen) == {"one"})
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(run())

@@ -4,10 +4,8 @@ each second went."""
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import jsonschema
 import msgspec
@@ -215,47 +213,6 @@ FIRST = a_life(0, 1, 2, 3, 4)
 """Until T0 + 60: 6 s of preparation, a restore of 4, five steps of 10."""
 
 
-def test_whatever_is_no_count_is_left_out() -> None:
-    good = tally(*FIRST)
-    at = good.until
-    bad: list[dict[str, Any]] = [
-        {"id": ""}, {"id": "x" * 16}, {"id": "0" * 17}, {"step": -2}, {"step": 10**15},
-        {"steps": -1}, {"steps": good.step + 2}, {"since": -1.0}, {"until": at + 7200},
-        {"until": T0 - 1}, {"productive_s": -1.0}, {"productive_s": 1e6},
-        {"badput": Badput(wasted_progress=-1.0)}, {"badput": Badput(training_prep=1e300)},
-    ]  # fmt: skip
-    for name in ("since", "until", "productive_s"):
-        bad += [{name: math.nan}, {name: math.inf}]
-    bad.append({"badput": Badput(checkpoint_save=math.nan)})
-    assert is_sane(good, at=at)
-    for change in bad:
-        assert not is_sane(replace(good, **change), at=at), change
-        goodput = RunGoodput()
-        goodput.take(replace(good, **change), at=at)
-        assert goodput.total is None
-
-
-def test_a_status_that_nobody_can_have_counted_is_no_past() -> None:
-    goodput = RunGoodput()
-    goodput.take(tally(*FIRST), at=T0 + 60)
-    status = goodput.status()
-    assert status is not None
-    (one,) = status.tallies
-    changes: list[dict[str, Any]] = [
-        {"since": "yesterday"}, {"productive_seconds": -5}, {"productive_seconds": 10**6},
-        {"until": "2020-01-01T00:00:00Z"}, {"steps": 99},
-        {"tallies": [msgspec.structs.replace(one, since="")]},
-        {"tallies": [msgspec.structs.replace(one, id="")]},
-    ]  # fmt: skip
-    for change in changes:
-        heir = RunGoodput()
-        heir.resume(msgspec.structs.replace(status, **change))
-        assert heir.total is None, change
-    heir = RunGoodput()
-    heir.resume(status)
-    assert heir.status() == status
-
-
 # --- in a run ------------------------------------------------------------------------------------
 
 
@@ -300,20 +257,3 @@ def test_the_status_shows_what_the_first_pod_counts() -> None:
     before = shown(scene)
     scene.hear(pod(0), sidecar.report())  # one that tells only what changed
     assert shown(scene) == before
-
-
-def test_an_operator_that_restarts_goes_on_from_the_status() -> None:
-    scene, sidecar = stage()
-    scene.hear(pod(0), telling(tally(*FIRST), sidecar))
-    heir = Play(pod(0), pod(1))
-    heir.find(run_object(scene.status))
-    heir.hear(pod(1), Sidecar(rank=1).staged(1).report())
-    assert heir.status.goodput == scene.status.goodput
-    second = a_life(5, epoch=LIFE_2, parent=4, at=T0 + 160)
-    successor = pod(0, life=2)
-    heir.see(successor)
-    new = Sidecar(rank=0, started_at=T0 + 150).staged(1)
-    heir.hear(successor, telling(tally(*second, id=1), new))
-    assert shown(heir).productive_seconds == 60
-    assert shown(heir).wall_seconds == 180
-    assert [one.id for one in shown(heir).tallies] == [volume(0), volume(1)]

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from keepstep_operator.api.model import RunKey
-from keepstep_operator.kube import Client
-from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.ratelimit import Buckets, Pacer, Throttle
-from keepstep_operator.reconcile.state.registry import Registry
-from keepstep_operator.reconcile.writers.status_writer import StatusWriter
-from tests.harness import until
-from tests.operator.apiserver import ApiServer
-from tests.operator.reconcile.samples import KEY, T0, Sidecar, pod
+from tests.operator.reconcile.samples import KEY, T0
 
 PATH = f"/apis/keepstep.dev/v1alpha1/namespaces/{KEY.namespace}/checkpointruns/{KEY.name}"
 
@@ -109,83 +99,3 @@ def test_the_same_is_said_once_a_period_and_not_everything_at_once() -> None:
     ] * 2
     assert throttle.allows("another", 0, period_s=60, at=61)
     assert throttle.allows("run", 3, period_s=60, at=72)
-
-
-# --- against a server ----------------------------------------------------------------------------
-
-
-@dataclass
-class Bench:
-    registry: Registry
-    cluster: ApiServer
-    writer: StatusWriter
-    now: float = T0
-
-    def stage(self, *numbers: int) -> None:
-        """One report more."""
-        self.sidecar.staged(*numbers)
-        for action in self.registry.reported("pod-0-1", self.sidecar.report(), at=self.now):
-            if hasattr(action, "run"):
-                self.writer.mark(action.run)
-
-    def __post_init__(self) -> None:
-        self.sidecar = Sidecar(rank=0, world=1)
-        self.registry.pod_seen(pod(0), at=self.now)
-
-    def step(self) -> int | None:
-        """As it was written last."""
-        status = self.cluster.objects.get(PATH, {}).get("status", {})
-        found: int | None = status.get("step")
-        return found
-
-    def writes(self) -> int:
-        return len(self.cluster.asked("PATCH", "/status"))
-
-
-def play(scene: Callable[[Bench], object], *, period_s: float = 0.2) -> None:
-    """Real time and real requests, with a short period."""
-
-    async def run() -> None:
-        registry, loop = Registry(), asyncio.get_running_loop()
-        async with ApiServer().running() as cluster, Client(cluster.access) as client:
-            pacer: Pacer[RunKey] = Pacer(least_period_s=period_s, settle_s=0.01)
-            writer = StatusWriter(
-                registry,
-                client,
-                metrics=Metrics(registry),
-                clock=lambda: T0 + loop.time(),
-                pacer=pacer,
-            )
-            task = asyncio.create_task(writer.run())
-            try:
-                await scene(Bench(registry, cluster, writer))  # type: ignore[misc]
-            finally:
-                task.cancel()
-
-    asyncio.run(run())
-
-
-def test_an_api_server_that_fails_gets_the_newest_status_when_it_is_back() -> None:
-    async def scene(bench: Bench) -> None:
-        bench.cluster.broken = 3
-        bench.stage(1)
-        await until(lambda: bench.cluster.broken < 3)
-        bench.stage(2)
-        await until(lambda: bench.step() == 2)
-
-    play(scene, period_s=0.05)
-
-
-def test_a_run_that_is_gone_is_not_made_again() -> None:
-    async def scene(bench: Bench) -> None:
-        bench.stage(1)
-        await until(lambda: bench.cluster.objects.get(PATH, {}).get("status"))
-        bench.registry.pod_gone("pod-0-1", at=T0)
-        bench.cluster.remove(PATH)
-        bench.writer.forget(KEY)
-        bench.registry.object_gone(KEY)
-        bench.writer.mark(KEY)
-        await until(lambda: bench.writer._pacer.next_at() is None)
-        assert PATH not in bench.cluster.objects
-
-    play(scene, period_s=0.05)
