@@ -274,23 +274,6 @@ def test_files_that_are_no_shards_never_hide_the_good_ones(
     assert shard.exists()
 
 
-def test_whatever_a_reader_trips_over_is_a_file_that_does_not_verify(
-    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def trips(fd: int, path: Path, **_: object) -> object:
-        if "000000002" in str(path):
-            raise KeyError(fd)
-        return read(fd, path, run=RUN)
-
-    read = scan_module.read_manifest
-    for number in (1, 2, 3):
-        write(committer, number)
-    monkeypatch.setattr(scan_module, "read_manifest", trips)
-    asyncio.run(committer.scan())
-    assert sorted(id.step for id in committer.local_shards.shards) == [1, 3]
-    assert volumes.volumes[0].quarantined() == 1
-
-
 def test_a_scan_that_fails_is_told_and_repeated_until_it_succeeds(
     hostile: SidecarProcess, trainers: Trainers
 ) -> None:
