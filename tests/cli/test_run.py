@@ -48,7 +48,7 @@ def test_what_a_file_the_environment_and_flags_say_is_what_the_sidecar_reads(
     written = tomllib.loads((keepstep.directory / "a" / "sidecar.toml").read_text())
     assert [written[name] for name in ("keep", "persist_every", "slots")] == [9, 7, 3]
     read = json.loads((keepstep.memory("a") / "sidecar.json").read_text())["config"]
-    assert [read[name] for name in ("keep_last", "persist_every", "slots")] == [9, 7, 3]
+    assert [read[name] for name in ("keep", "persist_every", "slots")] == [9, 7, 3]
 
 
 def test_a_script_that_makes_no_checkpointer_is_told_so_before_it_is_started_again(

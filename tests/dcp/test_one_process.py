@@ -30,7 +30,7 @@ import keepstep.dcp
 from keepstep.client.slot import SlotMapping
 from keepstep.dcp import session as sessions
 from keepstep.errors import DigestError, RestoreError, UsageError
-from keepstep.save.accelerator import Accelerator
+from keepstep.state.accelerator import Accelerator
 from tests.harness import layout_of
 
 # torch warns that there is no process group; to do without one is the point here.

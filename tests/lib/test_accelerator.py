@@ -26,12 +26,11 @@ from torch import Tensor, nn
 
 import keepstep
 from keepstep import checkpointer as checkpointers
-from keepstep.client import wakeups
+from keepstep.client import session
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import TornError, UsageError
 from keepstep.image import Layout
-from keepstep.save import accelerator
-from keepstep.state import devices, rng
+from keepstep.state import accelerator, rng
 from keepstep.steps import Epoch, EpochId
 from keepstep.wire.trainer import LayoutAccepted, SlotGranted
 from tests.lib.simulated import Device, Simulated, Stream, Stuck
@@ -325,7 +324,7 @@ def training(*, pace: str = "any", seed: int = 0, lazy: bool = True) -> Iterator
         device = Device(chance.randrange, slots.watch, pace)
         patch.setattr(accelerator, "_HERE", Simulated(device))
         patch.setattr(
-            wakeups.Changes,
+            session.Changes,
             "wait_for",
             lambda _, condition, *, timeout_s: device.turns.wait_for(condition, timeout_s),
         )
@@ -424,10 +423,10 @@ def test_a_save_that_fails_erases_no_slot_before_the_device_came_to_it(seed, fai
 
 def test_tensors_of_a_device_that_cannot_be_kept_are_refused_with_what_to_do():
     with pytest.raises(UsageError, match=r"model\.w: tensors on 'mps' .*one stream.*CUDA.*CPU"):
-        devices.check_device(torch.device("mps"), "model.w")
+        accelerator.check_device(torch.device("mps"), "model.w")
     with pytest.raises(UsageError, match=r"model\.w: tensors on 'xpu' .*accelerator here is none"):
-        devices.check_device(torch.device("xpu", 1), "model.w")
-    devices.check_device(torch.device("cpu"), "model.w")
+        accelerator.check_device(torch.device("xpu", 1), "model.w")
+    accelerator.check_device(torch.device("cpu"), "model.w")
 
 
 class FakeDevices:
@@ -450,8 +449,8 @@ class FakeDevices:
 def fake(monkeypatch):
     def has(kind: str, count: int) -> FakeDevices:
         made = FakeDevices(count)
-        monkeypatch.setattr(devices, "kind", lambda: kind)
-        monkeypatch.setattr(devices, "module", lambda _: made)
+        monkeypatch.setattr(accelerator, "kind", lambda: kind)
+        monkeypatch.setattr(accelerator, "module", lambda _: made)
         return made
 
     return has
@@ -482,10 +481,10 @@ def test_generators_of_another_kind_of_device_are_told_and_left(fake, caplog):
 
 def test_a_device_is_named_by_what_it_is_to_the_process(fake):
     fake("xpu", 3)
-    assert devices.device_name(torch.device("xpu", 1)) == "xpu"
-    assert devices.device_name(torch.device("xpu", 2)) == "xpu:2"
-    assert devices.device_name(torch.device("cpu")) == "cpu"
-    assert devices.device_of("xpu") == torch.device("xpu", 1)
-    assert devices.device_of("xpu:2") == torch.device("xpu", 2)
-    assert devices.device_of("xpu:9") == torch.device("xpu", 1)
-    assert [devices.device_of(one).type for one in (None, "cpu", "cuda:0")] == ["cpu"] * 3
+    assert accelerator.device_name(torch.device("xpu", 1)) == "xpu"
+    assert accelerator.device_name(torch.device("xpu", 2)) == "xpu:2"
+    assert accelerator.device_name(torch.device("cpu")) == "cpu"
+    assert accelerator.device_of("xpu") == torch.device("xpu", 1)
+    assert accelerator.device_of("xpu:2") == torch.device("xpu", 2)
+    assert accelerator.device_of("xpu:9") == torch.device("xpu", 1)
+    assert [accelerator.device_of(one).type for one in (None, "cpu", "cuda:0")] == ["cpu"] * 3

@@ -19,8 +19,7 @@ from torch import nn
 
 import keepstep
 from keepstep.client import embedded
-from keepstep.client.session import Session
-from keepstep.client.wakeups import Changes
+from keepstep.client.session import Changes, Session
 from keepstep.restore.images import Images
 from keepstep.steps import EpochId, StepId
 from tests.harness import eventually

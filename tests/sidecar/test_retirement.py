@@ -8,6 +8,7 @@ from pathlib import Path
 
 from committers import make_committer, write
 
+from keepstep.core.node import Reading
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.volume.volume import Volume
@@ -29,16 +30,18 @@ def test_a_step_that_was_kept_because_it_was_read_goes_without_another_one_being
         await committer.scan()
         write(committer, 1)
         await committer.refresh()
-        committer.opening(step_id(1), on=True)
+        committer.feed(Reading(step_id(1), begins=True))
         write(committer, 2)
         await committer.refresh()
         await committer.refresh()
-        assert sorted(committer.published) == [step_id(1), step_id(2)], "somebody reads the first"
-        committer.opening(step_id(1), on=False)
+        assert sorted(committer.local_shards.published) == [step_id(1), step_id(2)], (
+            "somebody reads the first"
+        )
+        committer.feed(Reading(step_id(1), begins=False))
         await asyncio.to_thread(eventually, lambda: len(list((tmp_path / RUN).glob("0*"))) == 1)
         sweeping.cancel()
         await asyncio.wait([sweeping])
-        assert list(committer.published) == [step_id(2)]
+        assert list(committer.local_shards.published) == [step_id(2)]
 
     with ThreadPoolExecutor(1) as threads:
         asyncio.run(story(threads))

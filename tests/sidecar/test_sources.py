@@ -30,7 +30,7 @@ from keepstep.wire.trainer import (
     Window,
     WindowRequest,
 )
-from keepstep_sidecar.commit.inventory import CopyLocator
+from keepstep_sidecar.commit.inventory import Copies, LocalShards
 from keepstep_sidecar.restore.sources import ImageSources
 from tests.harness import SidecarProcess, eventually
 
@@ -220,12 +220,12 @@ class Node:
             for rank in range(32)
         ]
         at = {one.rank: [SimpleNamespace(tier=Tier.PEER, shard=one)] for one in shards}
-        remotes = SimpleNamespace(of=lambda id: at, looked=True)
+        remotes = SimpleNamespace(of=lambda id: at, looked=True, index=0)
         pool = SimpleNamespace(ranks={})
         committer = SimpleNamespace(
-            scanned=True,
-            locator=CopyLocator({}, pool, remotes, None),  # type: ignore[arg-type]
-            opening=lambda id, on: None,
+            local_shards=SimpleNamespace(scanned=True),
+            copies=Copies(LocalShards(None, None), pool, remotes),  # type: ignore[arg-type]
+            feed=lambda event: None,
         )
         leases = SimpleNamespace(
             require=lambda lease: SimpleNamespace(rank=int(lease)), ranks=range(8, 12)
@@ -238,7 +238,7 @@ class Node:
             raise StorageError("damaged")
         layout = Layout.build([], rank=saved, world=32)
         control = SimpleNamespace(extras_bytes=0)
-        source = self.sources._committer.locator.origins(id, saved)[0]
+        source = self.sources._copies.origins(id, saved)[0]
         return source, SimpleNamespace(layout=layout, control=control)
 
     async def told(self, rank: int, *, every: bool = False) -> Sources:
