@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 
 import pytest
@@ -18,10 +17,9 @@ import torch
 from torch import nn
 
 import keepstep
-from keepstep.client import copying
 from keepstep.save.snapshot import Snapshots
 from tests.harness import eventually
-from tests.lib.training import begun
+from tests.lib.training import begun, hold_copies
 
 
 def script(text, **environment):
@@ -179,18 +177,11 @@ def test_a_save_inside_which_a_handler_called_close_does_not_say_that_it_is_kept
 def test_weights_that_are_changed_otherwise_before_close_end_no_finished_training(
     sidecar, caplog, monkeypatch, strict
 ):
-    gate, run = threading.Event(), copying.run
-
-    def held(transfers, **options):
-        if threading.current_thread().name == "keepstep-agent":
-            assert gate.wait(30)
-        run(transfers, **options)
-
     model = nn.Linear(64, 64)
     checkpointer = begun({"model": model}, strict=strict)
     checkpointer.save(0)
     checkpointer.wait(0)
-    monkeypatch.setattr(copying, "run", held)
+    gate = hold_copies(monkeypatch)
     checkpointer.save(1)
     model.weight.data.copy_(torch.zeros(64, 64))
     gate.set()
@@ -204,14 +195,7 @@ def test_weights_that_are_changed_otherwise_before_close_end_no_finished_trainin
 
 
 def test_without_an_earlier_step_changed_weights_are_an_error_of_close(sidecar, monkeypatch):
-    gate, run = threading.Event(), copying.run
-
-    def held(transfers, **options):
-        if threading.current_thread().name == "keepstep-agent":
-            assert gate.wait(30)
-        run(transfers, **options)
-
-    monkeypatch.setattr(copying, "run", held)
+    gate = hold_copies(monkeypatch)
     model = nn.Linear(64, 64)
     checkpointer = begun({"model": model})
     checkpointer.save(0)

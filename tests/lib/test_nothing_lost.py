@@ -16,7 +16,7 @@ from torch import nn
 import keepstep
 from keepstep.client import copying
 from tests.harness import eventually
-from tests.lib.training import begun
+from tests.lib.training import begun, hold_copies
 
 
 @pytest.fixture
@@ -102,14 +102,7 @@ def test_whole_numbers_of_other_types_are_steps(sidecar, model):
 
 
 def test_wait_is_about_the_very_step(sidecar, model, monkeypatch):
-    gate, run = threading.Event(), copying.run
-
-    def held(transfers, **options):
-        if threading.current_thread().name == "keepstep-agent":
-            assert gate.wait(30)
-        run(transfers, **options)
-
-    monkeypatch.setattr(copying, "run", held)
+    gate = hold_copies(monkeypatch)
     checkpointer = begun({"m": model})
     checkpointer.save(1)
     with torch.no_grad():
