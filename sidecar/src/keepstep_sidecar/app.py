@@ -145,7 +145,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
             _remote_tiers(
                 config,
                 volumes,
-                epochs=lambda: committer.epochs(),
+                epochs=lambda: committer.epochs.own(),
             )
         ),
         names=names,

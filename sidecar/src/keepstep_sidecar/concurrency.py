@@ -177,6 +177,16 @@ async def blocking(executor: Executor | None, work: Callable[[], T]) -> T:
         raise
 
 
+class OnThread:
+    """Runs blocking calls on a thread of `executor`. A cancelled caller does not wait for it."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    async def __call__(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
 def detached(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     """Run `work` on a thread of its own that nothing waits for, not even the end of this process.
     For work that may hang for ever and may be lost."""
