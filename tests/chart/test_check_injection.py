@@ -87,17 +87,6 @@ def test_an_injected_pod_passes_and_is_only_a_dry_run(server: ApiServer, account
     assert server.asked == [("/api/v1/namespaces/steps/pods?dryRun=All", "Bearer a-token")]
 
 
-def test_it_asks_again_while_the_certificate_is_new(server: ApiServer, account: Path) -> None:
-    plain = check_injection.annotated_pod("default")
-    server.answers = [
-        (201, plain, ""),
-        (500, {"message": "x509: not yet"}, ""),
-        (201, _injected(), ""),
-    ]
-    assert _check(server, account) == []
-    assert len(server.asked) == 3
-
-
 def test_a_pod_without_a_sidecar_fails_with_what_admission_said(
     server: ApiServer, account: Path
 ) -> None:
@@ -107,18 +96,6 @@ def test_a_pod_without_a_sidecar_fails_with_what_admission_said(
     assert "first init container is not keepstep-sidecar" in found
     assert "KEEPSTEP_SOCKET" in found
     assert "no policy default" in found
-
-
-def test_a_refusal_is_told_in_the_servers_words(server: ApiServer, account: Path) -> None:
-    server.answers = [(403, {"message": "violates PodSecurity"}, "")]
-    (found,) = _check(server, account, within_s=0.05)
-    assert found == "the API server refuses the pod: HTTP 403: violates PodSecurity"
-
-
-def test_another_certificate_is_not_trusted(server: ApiServer, account: Path) -> None:
-    _certificate(account)
-    (found,) = _check(server, account, within_s=0.05)
-    assert "CERTIFICATE_VERIFY_FAILED" in found
 
 
 def _check(server: ApiServer, account: Path, *, within_s: float = 20.0) -> list[str]:

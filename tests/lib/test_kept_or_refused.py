@@ -272,67 +272,6 @@ def test_what_is_data_comes_back_as_what_it_was(sidecar):
     assert live["best"].at.utcoffset() == datetime.timedelta(hours=1)
 
 
-def schedulers():
-    """One of every kind in `torch.optim.lr_scheduler`, each with an optimizer of its own."""
-    lr = torch.optim.lr_scheduler
-    make = {
-        "ReduceLROnPlateau": lambda o: lr.ReduceLROnPlateau(o, patience=1),
-        "StepLR": lambda o: lr.StepLR(o, 2),
-        "MultiStepLR": lambda o: lr.MultiStepLR(o, [2, 4, 4]),
-        "LambdaLR": lambda o: lr.LambdaLR(o, lambda epoch: 0.9**epoch),
-        "MultiplicativeLR": lambda o: lr.MultiplicativeLR(o, lambda epoch: 0.9),
-        "ConstantLR": lr.ConstantLR,
-        "LinearLR": lr.LinearLR,
-        "ExponentialLR": lambda o: lr.ExponentialLR(o, 0.9),
-        "PolynomialLR": lr.PolynomialLR,
-        "CosineAnnealingLR": lambda o: lr.CosineAnnealingLR(o, 10),
-        "CosineAnnealingWarmRestarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 3),
-        "CyclicLR": lambda o: lr.CyclicLR(o, 0.01, 0.1, scale_fn=lambda x: 0.5),
-        "OneCycleLR": lambda o: lr.OneCycleLR(o, 0.1, total_steps=20),
-        "SequentialLR": lambda o: lr.SequentialLR(o, [lr.LinearLR(o), lr.StepLR(o, 2)], [3]),
-        "ChainedScheduler": lambda o: lr.ChainedScheduler(
-            [lr.LinearLR(o), lr.MultiStepLR(o, [2, 4])]
-        ),
-    }
-    kinds = {
-        name
-        for name, kind in vars(lr).items()
-        if isinstance(kind, type)
-        and issubclass(kind, lr.LRScheduler)
-        and kind is not lr.LRScheduler
-    }
-    assert kinds - {"_LRScheduler"} == make.keys()
-    made = {}
-    for name, one in make.items():
-        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
-        made[f"{name}.optimizer"], made[name] = optimizer, one(optimizer)
-    return made
-
-
-@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # torch 2.6's own use of it
-def test_every_scheduler_of_torch_goes_on_where_it_was(sidecar):
-    def rates(components):
-        groups = [one.param_groups[0] for name, one in components.items() if "." in name]
-        return [(group["lr"], group["momentum"]) for group in groups]
-
-    def step(components):
-        for name, one in components.items():
-            if "." in name:
-                one.step()
-            else:
-                one.step(*[1.0][: name == "ReduceLROnPlateau"])
-
-    components, other = schedulers(), schedulers()
-    for _ in range(3):
-        step(components)
-    keep(components)
-    step(components)
-    bring_back(other)
-    step(other)
-    assert rates(other) == rates(components)
-    assert other["MultiStepLR"].state_dict() == components["MultiStepLR"].state_dict()
-
-
 def arrays():
     """Around the size from which on arrays are entries of the image, in every form."""
     some = np.random.default_rng(0).standard_normal((150, 64))

@@ -17,7 +17,6 @@ from torch import nn
 
 import keepstep
 from keepstep.client import copying
-from keepstep.save.agent import Agent
 from tests.harness import eventually
 from tests.lib.training import begun
 
@@ -102,45 +101,6 @@ def test_whole_numbers_of_other_types_are_steps(sidecar, model):
         for step in (numpy.int64(0), torch.tensor(1), numpy.uint8(2), 10**18 - 1):
             assert checkpointer.save(step)
             checkpointer.wait(step, "staged")
-
-
-@pytest.mark.parametrize("error", [TypeError("no message"), SystemExit("no thread")])
-@pytest.mark.parametrize("where", ["_report_staged", "_keep", "_copy", "_fetch", "_register"])
-def test_an_unforeseen_exception_in_the_agent_costs_no_step_beyond_those_on_their_way(
-    sidecar, model, monkeypatch, where, error
-):
-    checkpointer = begun({"m": model})
-    step = kept(checkpointer, 0)
-    method, struck = getattr(Agent, where), threading.Event()
-
-    def once(self, *arguments):
-        if not struck.is_set():
-            struck.set()
-            raise error
-        return method(self, *arguments)
-
-    monkeypatch.setattr(Agent, where, once)
-    model.register_buffer("one_more", torch.zeros(3))  # a new layout needs all of them
-    last = kept(checkpointer, step + 1)
-    eventually(struck.is_set, within_s=10)
-    last = kept(checkpointer, last + 1)
-    assert last <= step + 4
-    assert accounted(checkpointer)
-    checkpointer.close()
-
-
-def test_an_agent_thread_that_ended_is_replaced(sidecar, model, monkeypatch):
-    checkpointer = begun({"m": model})
-    step = kept(checkpointer, 0)
-    agent = checkpointer._agent._thread
-    with monkeypatch.context() as patch:
-        patch.setattr("threading.excepthook", lambda _: None)
-        patch.setattr(Agent, "_next", lambda _: 1 / 0)
-        checkpointer._agent._changed.ring()
-        agent.join(10)
-    assert not agent.is_alive()
-    assert kept(checkpointer, step + 1) <= step + 2
-    checkpointer.close()
 
 
 def test_wait_is_about_the_very_step(sidecar, model, monkeypatch):

@@ -47,19 +47,6 @@ class Move(NamedTuple):
     reward: float
 
 
-def test_a_dict_in_two_places_is_one_dict(again):
-    first = {"rewards": [1.0]}
-    last = {"rewards": [2.0]}
-    live: dict[str, Any] = {"episodes": [{"rewards": []}], "current": None}
-    live["current"] = live["episodes"][0]
-    script = live["episodes"]
-    again({"p": {"episodes": [first, last], "current": last}}, {"p": live})
-    assert live["current"] is live["episodes"][1]
-    assert live["episodes"] is script
-    assert live["episodes"] == [first, last]
-    assert live["episodes"][0] is not live["current"]
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -106,15 +93,6 @@ def test_components_in_another_order_find_what_they_share(again):
     live: dict[str, Any] = {"b": {}, "a": {}}
     again({"a": {"x": one}, "b": {"x": one}}, live)
     assert live["a"]["x"] is live["b"]["x"]
-
-
-def test_a_component_that_stands_in_another_one_is_the_live_one(again):
-    inner: dict[str, Any] = {"n": 1, "t": torch.ones(2)}
-    mine: dict[str, Any] = {}
-    live = {"inner": mine, "outer": {"inner": None}}
-    again({"inner": inner, "outer": {"inner": inner}}, live)
-    assert live["outer"]["inner"] is mine
-    assert mine["n"] == 1
 
 
 def test_an_object_that_was_live_in_two_places_is_two_where_two_were_saved(again):
@@ -280,17 +258,6 @@ def test_a_generator_that_has_no_state_of_its_own_is_refused_by_name(again, valu
 
 def share(one, other):
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def test_a_row_of_a_ring_is_that_row_again_and_fills_no_other(again):
-    ring = torch.arange(8.0).view(4, 2)
-    live_ring = torch.zeros(4, 2)
-    live = {"newest": live_ring[0], "ring": live_ring}
-    again({"p": {"newest": ring[3], "ring": ring}}, {"p": live})
-    assert live["ring"] is live_ring
-    assert torch.equal(live_ring, ring)
-    live["newest"].fill_(9)
-    assert live_ring.tolist() == [[0, 1], [2, 3], [4, 5], [9, 9]]
 
 
 VIEWS = {

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from copy import deepcopy
 from pathlib import Path
@@ -316,18 +312,6 @@ def test_every_command_has_help_with_examples_and_kubectls_options(name: str) ->
         assert part in said
 
 
-def test_kubectl_finds_it_as_a_program(tmp_path: Path) -> None:
-    code = "from keepstep_operator.kubectl.main import cli; cli()"
-    command = [sys.executable, "-c", code, "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=60)
-    assert done.stdout == f"kubectl keepstep, version {__version__}\n"
-    root = Path(__file__).resolve().parents[2]
-    assert (
-        'kubectl-keepstep = "keepstep_operator.kubectl.main:cli"'
-        in (root / "operator" / "pyproject.toml").read_text()
-    )
-
-
 async def test_a_fork_changes_no_other_value(server: ApiServer) -> None:
     odd = "starts: 12:00:00\nsince: 2001-12-14T21:59:43Z\nmode: 0755\ncount: 5\nalso: 1_000\n"
     said = await _ok("fork", "gpt", "20", "-f", "-", input=yaml.safe_dump(JOB) + odd)
@@ -367,12 +351,3 @@ def _pod_of_gpt(server: ApiServer) -> None:
     path = "/api/v1/namespaces/n/pods/gpt-0"
     server.add(path, {"metadata": {"name": "gpt-0", "namespace": "n", "labels": labels}})
     server.logs[path] = f"one{_ESC}\ntwo"
-
-
-@pytest.mark.parametrize("module", ["main", "views", "doctor", "page", "cluster"])
-def test_one_function_prints_all_that_the_plugin_says(module: str) -> None:
-    path = Path(__file__).parents[2] / f"operator/src/keepstep_operator/kubectl/{module}.py"
-    printed = [line for line in path.read_text().splitlines() if re.search(r"echo\(|print\(", line)]
-    assert len([one for one in printed if "def _print(" not in one and "_print(" not in one]) == (
-        1 if module == "main" else 0
-    )

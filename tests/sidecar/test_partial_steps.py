@@ -10,7 +10,7 @@ from trainer import FakeTrainer, make_layout
 
 from keepstep.core.candidates import Candidates
 from keepstep.image import Layout, Section, TensorSpec
-from keepstep.steps import Answer, StepId, Tier
+from keepstep.steps import Answer, StepId
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
@@ -51,27 +51,6 @@ def test_a_step_of_which_a_twin_must_stand_in_does_not_beat_a_complete_one(
         found = come(sidecar, trainers, rank, 2).candidates()
         assert [one.id for one in found.offers] == [complete]
         assert [one.id for one in found.candidates] == [complete]
-
-
-def test_what_is_whole_by_twins_alone_is_offered_and_fetched_ahead_of_time(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    sidecar = sidecars().start()
-    ranks = replicas(sidecar, trainers)
-    id, _ = (one.stage(4) for one in ranks)
-    for one in ranks:
-        assert one.wait(id, "committed", flush=True).reached
-        one.disconnect()
-    sidecar.kill()
-    sidecar.lose_memory()
-    next(sidecar.root.glob("0*/rank-00001-*")).unlink()
-    sidecar.start()
-    eventually(lambda: '"loaded"' in sidecar.text(), what="rank 0's image is fetched")
-    assert "prefetch failed" not in sidecar.text(), "of rank 1 there is no image to fetch"
-    found = come(sidecar, trainers, 1, 2).candidates()
-    assert found.plan == id
-    assert [one.id for one in found.offers] == [id]
-    assert come(sidecar, trainers, 0, 2).open(id).tier is not Tier.MEMORY
 
 
 # --- contested ---------------------------------------------------------------------------------
@@ -152,10 +131,3 @@ def test_a_lost_shard_of_another_world_is_named(
     assert (said.answer, said.candidates) == (Answer.UNKNOWN, ())
     assert str(id) in said.reason
     assert "no copy of rank 0, 1" in said.reason
-
-
-def test_steps_of_the_same_world_that_were_never_whole_were_never_kept(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    trainers(sidecar.socket, 0, 2).begin_run().stage(0)
-    assert come(sidecar, trainers, 1, 2).candidates().answer is Answer.NONE

@@ -6,7 +6,6 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 from committers import make_committer, write
 
 from keepstep.core.node import Reading
@@ -47,29 +46,3 @@ def test_a_step_that_was_kept_because_it_was_read_goes_without_another_one_being
     with ThreadPoolExecutor(1) as threads:
         asyncio.run(story(threads))
     volumes.close()
-
-
-def test_a_step_is_no_line_of_the_log(
-    tmp_path: Path, memory_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """At four steps a second, two lines a step would fill a kubelet's log in hours."""
-    volumes = VolumeSet([Volume(tmp_path / RUN, run=RUN)])
-
-    async def story(threads: ThreadPoolExecutor) -> None:
-        slots = SlotPool(SlotDirectories(memory_dir), run=RUN)
-        committer = make_committer(volumes, slots, threads, keep=1)
-        sweeping = asyncio.create_task(committer.sweep())
-        await committer.scan()
-        for number in range(1, 6):
-            write(committer, number)
-            await committer.refresh()
-        await asyncio.to_thread(eventually, lambda: len(list((tmp_path / RUN).glob("0*"))) == 1)
-        sweeping.cancel()
-        await asyncio.wait([sweeping])
-
-    caplog.set_level("INFO", logger="keepstep.sidecar")
-    with ThreadPoolExecutor(1) as threads:
-        asyncio.run(story(threads))
-    volumes.close()
-    assert caplog.messages.count("committed") == 1, "and one a minute from there"
-    assert "retired" not in caplog.messages

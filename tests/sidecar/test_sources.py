@@ -119,19 +119,6 @@ def test_a_step_of_which_a_rank_is_missing_is_not_offered(
     assert alone(sidecar, trainers).candidates().offers == ()
 
 
-def test_an_offer_says_how_far_its_farthest_image_is(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    sidecar = sidecars().start()
-    id = saved(sidecar, trainers)
-    sidecar.kill()
-    shutil.rmtree(sidecar.memory / "rank-00001")
-    # rank 1 is prefetched only until somebody trains as rank 1 of this world
-    sidecar.start()
-    (offer,) = alone(sidecar, trainers).candidates().offers
-    assert (offer.id, offer.tier) == (id, Tier.LOCAL)
-
-
 def test_a_dead_step_is_not_offered(sidecar: SidecarProcess, trainers: Trainers) -> None:
     id = saved(sidecar, trainers)
     anew = trainers(sidecar.socket, 0, 1)
@@ -201,15 +188,6 @@ def test_a_reader_that_dies_keeps_nothing(sidecar: SidecarProcess, trainers: Tra
     assert not pinned(sidecar)
 
 
-def test_a_step_that_nobody_has_is_an_unknown_step(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    id = saved(sidecar, trainers)
-    with pytest.raises(SidecarError, match="no image of step") as error:
-        sources(alone(sidecar, trainers), StepId(id.epoch, 99))
-    assert error.value.code == "unknown-step"
-
-
 # --- chunks ------------------------------------------------------------------------------------
 
 
@@ -248,18 +226,6 @@ def test_chunks_of_a_volume_come_verified_through_a_window(
             whole += frame(seen, chunk % 2, end - begin)
         assert layout.chunk_count == 3
         assert whole[: layout.extras_begin] == image_bytes(layout, 4)
-
-
-def test_chunks_of_several_ranks_come_with_one_request(
-    on_volumes: tuple[SidecarProcess, StepId], trainers: Trainers
-) -> None:
-    sidecar, id = on_volumes
-    reader = alone(sidecar, trainers)
-    seen = window(reader)
-    bring(reader, id, Chunk(rank=0, chunk=1, frame=1), Chunk(rank=1, chunk=1, frame=0))
-    for layout in layouts(reader, id, 0, 1):
-        expected = image_bytes(layout, 4)[CHUNK_BYTES : 2 * CHUNK_BYTES]
-        assert frame(seen, 1 - layout.rank, CHUNK_BYTES) == expected
 
 
 def test_a_damaged_chunk_is_named_with_its_tensors_and_its_file_quarantined(
@@ -314,17 +280,6 @@ def test_a_window_that_does_not_fit_into_the_memory_limit_is_refused(
     with pytest.raises(SidecarError, match="raise --memory-limit") as error:
         window(alone(sidecar, trainers))
     assert error.value.code == "no-memory"
-    assert not windows(sidecar)
-
-
-def test_a_window_of_an_earlier_sidecar_is_removed(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    sidecar = sidecars().start()
-    window(alone(sidecar, trainers))
-    sidecar.kill()
-    assert len(windows(sidecar)) == 1
-    sidecar.start()
     assert not windows(sidecar)
 
 
@@ -398,9 +353,3 @@ async def test_where_a_copy_is_damaged_its_twin_is_named() -> None:
     told = await node.told(9)
     assert [one.rank for one in told.sources] == [9, 10, 11, 12]
     assert node.read.count(8) == 1
-
-
-async def test_all_twins_are_named_to_whom_asks_for_every_image() -> None:
-    told = await Node().told(8, every=True)
-    assert [one.rank for one in told.sources] == list(range(32))
-    assert told.left_out == ()

@@ -144,27 +144,4 @@ async def test_at_its_end_it_answers_what_is_under_way_and_what_still_comes(
         assert '"event": "ended"' in admission.log
 
 
-async def test_it_answers_before_the_api_server_gives_up(tls_dir: Path, authority: Pair) -> None:
-    server = ApiServer()
-    server.put(CONFIG_MAPS, _CONFIG_MAP)
-    async with server.running(), _admission(server, tls_dir, "--timeout", "1") as admission:
-        await admission.says_ready(200)
-        async with ApiServersWebhook(admission.port, bundle=authority.certificate) as webhook:
-            created, warnings = await webhook.create(pytorch_job())  # its policy may still come
-    assert not parse_pod(created).has_sidecar
-    assert "(Timeout): no policy within 0.7 s" in warnings[0]
-
-
 _POLICY = "/apis/keepstep.dev/v1alpha1/namespaces/team-a/checkpointpolicies/default"
-
-
-async def test_without_a_certificate_it_says_what_is_missing(tmp_path: Path) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "keepstep_operator.cli", "admission",
-        "--namespace", "n", "--sidecar-image", "i", "--tls-dir", str(tmp_path),
-        stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    _, err = await process.communicate()
-    assert process.returncode == 2
-    assert b"holds no usable tls.crt" in err
-    assert b"Traceback" not in err

@@ -12,13 +12,8 @@ from pathlib import Path
 
 import aiohttp
 import psutil
-import pytest
 import yaml
 
-from keepstep_operator.api.model import RunKey
-from keepstep_operator.kube import Client
-from keepstep_operator.reconcile import main
-from keepstep_operator.reconcile.main import Clock, Reconciler
 from tests.operator.apiserver import ApiServer
 from tests.operator.reconcile.load import body_of
 from tests.operator.reconcile.pod_bodies import pod_path
@@ -118,24 +113,3 @@ def test_a_process_without_an_api_server_waits_for_it_and_ends_on_sigterm(tmp_pa
                     assert response.status == 503
 
     asyncio.run(run())
-
-
-async def test_a_look_at_a_thousand_runs_is_a_few_turns_of_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    looked: list[RunKey] = []
-    async with ApiServer().running() as server, asyncio.TaskGroup() as group:
-        parts = Reconciler(Client(server.access), group=group, clock=Clock())
-        for feed in (*parts.objects, parts.pods):
-            feed.loaded.set()
-        for number in range(1000):
-            parts.registry._run(RunKey("team", f"run-{number}"))
-        monkeypatch.setattr(parts, "_tick_run", looked.append)
-        monkeypatch.setattr(main, "_TICK_S", 0.0)
-        ticking = group.create_task(parts._tick())
-        turns = 0
-        while len(looked) < 1000:
-            turns += 1
-            await asyncio.sleep(0)
-        ticking.cancel()
-    assert turns < 100

@@ -19,7 +19,7 @@ from keepstep.errors import SidecarError, UsageError
 from keepstep.processes import Process, wait_gone
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.run_dir import RunDir, check_own, is_recorded, make_memory, save
-from keepstep_sidecar.config.sidecar import KEYS
+from keepstep_sidecar.config.sidecar import SETTINGS
 from keepstep_sidecar.volume.paths import RECORD
 
 UP_S: Final = 30.0
@@ -106,7 +106,7 @@ def launch(kept: RunDir) -> int:
     # -P: no module of the directory in which the training starts is imported (Python's manual)
     words = ("-P", "-m", "keepstep_sidecar", "serve", "--config", str(kept.record))
     owner = ("--owner-pid", str(os.getpid()))
-    settings = {key.variable for key in KEYS}  # the file has them; they would override it
+    settings = {one.variable for one in SETTINGS}  # the file has them; they would override it
     environment = {name: one for name, one in os.environ.items() if name not in settings}
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     log = Directory.opened(kept.home).open(kept.log.name, flags, 0o644)

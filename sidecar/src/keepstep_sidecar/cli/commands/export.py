@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import os
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from keepstep.steps import Epoch, StepId
 from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.cli.commands.archive import archive_of
 from keepstep_sidecar.cli.options import (
-    config_options,
     directory_option,
     json_option,
     run_option,
@@ -31,7 +29,7 @@ from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.config.peers import PeerSettings
 from keepstep_sidecar.config.quantities import format_size
-from keepstep_sidecar.config.sidecar import KEYS
+from keepstep_sidecar.config.sidecar import SETTINGS, options
 
 if TYPE_CHECKING:
     from keepstep.export import Exported
@@ -49,7 +47,7 @@ _ELSEWHERE = (
 
 
 @click.command()
-@config_options([key for key in KEYS if key.for_run and key.name in _ELSEWHERE])
+@options([one for one in SETTINGS if one.name in _ELSEWHERE])
 @directory_option
 @run_option(default="the only one in DIR, or in the archive")
 @json_option
@@ -108,7 +106,7 @@ def export(
     from keepstep_sidecar.cli import output
 
     library = _library()
-    options = {
+    wishes = {
         "only": only,
         "dtype": None if dtype is None else library.DTYPES[dtype],
         "shard_bytes": shard_size,
@@ -118,14 +116,14 @@ def export(
     def work(step: _Step, cancel: Cancel) -> Exported:
         with step.opened(cancel) as images:
             layouts = (one.manifest.layout for one in images)
-            made = library.Export(layouts, run=step.run, id=step.id, **options)
+            made = library.Export(layouts, run=step.run, id=step.id, **wishes)
             with output.progress(made.total_bytes, quiet=as_json) as advance:
                 done = functools.partial(advance, f"step {step.id.step}")
                 told: Exported = made.write(target, functools.partial(_read, images, cancel), done)
                 return told
 
     source = click.get_current_context().get_parameter_source("archive")
-    alone = source is ParameterSource.COMMANDLINE or "KEEPSTEP_ARCHIVE" in os.environ
+    alone = source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
     id, told = asyncio.run(_with_newest(word, work, archive_alone=alone, **where))
     if as_json:
         output.print_json({"step": id, **vars(told)})
@@ -259,7 +257,7 @@ async def _with_step(
     if archive is not None and archive_alone:
         return await _from_archive(archive, run, word, {}, finish)
     kept = run_dir.find(directory, run)
-    peers = dataclasses.replace(kept.config, **values).peers
+    peers = dataclasses.replace(kept.config, **values).peer_settings
     held = await asyncio.to_thread(_on_volumes, kept)
     epochs = await asyncio.to_thread(inventory.epochs, kept)
     silent: tuple[str, ...] = ()

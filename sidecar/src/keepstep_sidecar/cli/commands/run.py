@@ -12,9 +12,9 @@ import click
 
 from keepstep.errors import UsageError
 from keepstep_sidecar.cli import inventory
-from keepstep_sidecar.cli.options import config_options, directory_option
+from keepstep_sidecar.cli.options import directory_option
 from keepstep_sidecar.cli.run_dir import RunDir, checked_name, make_home, run_name
-from keepstep_sidecar.config.sidecar import KEYS
+from keepstep_sidecar.config.sidecar import SETTINGS, options
 
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 _LINGER_S: Final = 900.0
@@ -24,9 +24,8 @@ _DYING_S: Final = 10.0
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @directory_option
-@config_options(
-    KEYS,
-    flags=[key for key in KEYS if key.for_run],
+@options(
+    [one for one in SETTINGS if one.for_run],
     run="stem of the first *.py in COMMAND",
     volumes="DIR",
     linger="15m",
@@ -56,8 +55,8 @@ _DYING_S: Final = 10.0
 @click.pass_context
 def run(
     ctx: click.Context,
-    directory: Path,
     values: dict[str, Any],
+    directory: Path,
     restarts: int,
     warm: bool,
     preload: tuple[str, ...],
@@ -90,8 +89,6 @@ def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> Ru
     """The run as the options ask for it. Raises UsageError."""
     given = {"linger_s": _LINGER_S, **values}
     name = checked_name(given.pop("run", None) or run_name(command))
-    for own in ("owner_pid", "restore_since"):
-        given.pop(own, None)
     kept = RunDir.of(directory, name, **given)
     config = kept.config
     if config.persist_every is not None and config.persist_every % config.stage_every:

@@ -8,9 +8,9 @@ from typing import Any, Final
 import click
 
 from keepstep.errors import SidecarError, UsageError
-from keepstep_sidecar.cli.options import config_options, directory_option
+from keepstep_sidecar.cli.options import directory_option
 from keepstep_sidecar.cli.run_dir import RunDir, checked_name, make_home, run_name
-from keepstep_sidecar.config.sidecar import KEYS
+from keepstep_sidecar.config.sidecar import SETTINGS, options
 
 _LINGER_S: Final = 300.0
 _START_S: Final = 60.0
@@ -20,15 +20,14 @@ one starts the sidecar and the others wait."""
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @directory_option
-@config_options(
-    KEYS,
-    flags=[key for key in KEYS if key.for_run],
+@options(
+    [one for one in SETTINGS if one.for_run],
     run="stem of the first *.py in COMMAND",
     volumes="DIR",
     linger="5m",
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND...]")
-def start(directory: Path, values: dict[str, Any], command: tuple[str, ...]) -> None:
+def start(values: dict[str, Any], directory: Path, command: tuple[str, ...]) -> None:
     """Start the sidecar of a run in the background, if it is not there, and print its socket.
 
     For notebooks, and for scripts that are not started by `keepstep run`. COMMAND only names the
@@ -47,7 +46,6 @@ def start(directory: Path, values: dict[str, Any], command: tuple[str, ...]) -> 
     name = given.pop("run", None) or (run_name(command) if command else None)
     if name is None:
         raise UsageError("the run has no name: give it one with --run NAME")
-    given.pop("owner_pid", None)
     if given.get("restore_from"):
         raise UsageError("--restore-from goes with `keepstep run`; or call restore(step=) yourself")
     kept = RunDir.of(directory, checked_name(name), **given)
