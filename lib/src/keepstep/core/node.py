@@ -27,7 +27,13 @@ from keepstep.core.ledger import (
     Standing,
 )
 from keepstep.core.persist_planner import PersistCounts, PersistPlanner, Write
-from keepstep.core.retention import Retention, crowded_out, evicted, unwatched
+from keepstep.core.retention import (
+    Retention,
+    dismissed,
+    evicted,
+    hopeless,
+    unwatched,
+)
 from keepstep.core.schedule import Grid, Interval, Pacing
 from keepstep.core.slot_table import Memory, SlotTable, newest_common, worth_keeping
 from keepstep.steps import Epoch, StepId, Tier
@@ -37,9 +43,6 @@ SILENT_AFTER_S = 60.0
 
 LEAST_SLOTS = 2
 """With at most this many slots per rank, every due staged step waits until it is persisted."""
-
-NEVER_WHOLE_KEPT = 4
-"""Of the steps that no rank can complete any more, so many of the newest stay, to be looked at."""
 
 
 class Slots(Protocol):
@@ -630,8 +633,7 @@ class Node:
         """Steps that may be deleted, oldest first.
 
         Without an operator the ledger decides. With one, the operator decides, because it sees the
-        whole run; while it is silent, `unwatched` decides. A step that is not older than the last
-        commit is never deleted at the operator's word: a correct operator does not ask for it.
+        whole run; while it is silent, `unwatched` decides.
         """
         view = self.operator_view
         if not view.managed:
@@ -639,24 +641,17 @@ class Node:
         grown, self._grown = self._grown, False
         if view.silent(now):
             live = self._live(here) if grown else ()
-            crowd = unwatched(live, last_commit=self.last_commit())
-            return [id for id in crowd if id not in view.word.pinned]
-        return sorted(
-            id
-            for id in view.word.retire - view.word.pinned
-            if view.commit is not None and id < view.commit
-        )
+            return unwatched(live, last_commit=self.last_commit(), pinned=view.word.pinned)
+        return dismissed(view.word.retire, last_commit=view.commit, pinned=view.word.pinned)
 
     def _never_whole(self, here: Collection[StepId]) -> list[StepId]:
-        """Steps that certainly will never be whole, without the newest few. Otherwise ranks that
-        save different steps would fill the volumes."""
+        """Steps that certainly will never be whole, without the newest few."""
         commits = {*self.ledger.committed(Tier.LOCAL)}
         unfinished = [id for id in self._live(here) if id not in commits]
-        if len(unfinished) <= NEVER_WHOLE_KEPT or self._in_doubt:
+        if self._in_doubt or not hopeless(unfinished):
             return []
         whole = self.ledger.whole()
-        ended = [id for id in unfinished if id not in whole and not self._may_be_whole(id)]
-        return sorted(ended)[: max(0, len(ended) - NEVER_WHOLE_KEPT)]
+        return hopeless(id for id in unfinished if id not in whole and not self._may_be_whole(id))
 
     def _may_be_whole(self, id: StepId) -> bool:
         """Whether every rank of this machine has this step anywhere, or may still get it. A slot
@@ -687,7 +682,7 @@ class Node:
         """The fewest steps that make room, the least wanted first; at least one if any may go.
 
         The ledger says which steps may go. If it names none and the run has an operator, the last
-        known commit decides (`crowded_out`). The newest commit never goes. The file system may
+        known commit decides (`unwatched`). The newest commit never goes. The file system may
         count bytes differently: a writer that still finds no room asks again.
         """
         pinned = self.operator_view.word.pinned
@@ -697,7 +692,8 @@ class Node:
         unfinished = surplus.difference(commits)
         if not surplus and self.operator_view.managed:
             live = self._live(self._here())
-            surplus = {*crowded_out(live, last_commit=self.last_commit(), pinned=pinned)}
+            known = self.last_commit()
+            surplus = {*unwatched(live, last_commit=known, pinned=pinned, full=True)}
         free = {id for id in surplus if not self.must_stay(id)}
         return evicted(
             full.sizes,
