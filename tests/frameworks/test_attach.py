@@ -87,7 +87,7 @@ def test_an_optimizer_that_is_none_of_torchs_is_refused(tmp_path):
 
 def test_a_long_log_is_no_part_of_what_is_written_as_json_for_each_step(tmp_path):
     trainer = integration.attach(made(tmp_path))
-    trainer._keepstep = training = integration._Training(integration._nothing_yet("cpu"))
+    trainer._keepstep = training = integration._Training(trainer)
     for step in range(3000):
         trainer.state.log_history.append({"step": step, "loss": 1 / (step + 1)})
         trainer._note_log()

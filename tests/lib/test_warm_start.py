@@ -18,8 +18,16 @@ import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from keepstep.warm import torchrun
-from keepstep.warm.client import LARGEST_BYTES, ColdStart, ForkServer, pair
-from keepstep.warm.command import Python, interpreter, late_differences, parse
+from keepstep.warm.client import (
+    LARGEST_BYTES,
+    ColdStart,
+    ForkServer,
+    Python,
+    interpreter,
+    late_differences,
+    pair,
+    parse,
+)
 from tests.harness import SidecarProcess, eventually
 
 PYTHON = sys.executable
