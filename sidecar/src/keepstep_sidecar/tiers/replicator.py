@@ -40,6 +40,11 @@ class Unreadable(StorageError):
     """The drive here cannot read the shard's bytes, and will not be able to next time."""
 
 
+class Rejected(StorageError):
+    """The place says that it holds other bytes. It gets no copy of this shard again, but the shard
+    still counts as missing there."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Due:
     """What a tier should hold of what is here. `owed`: the steps that it should hold. `settled`:
@@ -63,7 +68,8 @@ class Place(Protocol):
     async def write(self, shard: LocalShard) -> int | None:
         """Make the shard durable there. Returns the bytes sent, None when it was already there.
 
-        Raises Gone, Unreadable, or ImageError when sending the shard again would change nothing.
+        Raises Gone, Unreadable, ImageError or Rejected when sending the shard again would change
+        nothing.
         """
 
     async def settle(self, sent: Collection[LocalShard]) -> bool:
@@ -218,6 +224,7 @@ class _Lane:
         self._replicator = replicator
         self._there: set[Key] = set()
         self._refused: set[Key] = set()
+        self._rejected: set[Key] = set()
         self._listed_at = 0.0
         self.sending: StepId | None = None
         self._newest: StepId | None = None
@@ -228,11 +235,12 @@ class _Lane:
 
     def owed(self) -> list[Key]:
         """The shards that should be there and are not."""
-        due = self._replicator.due
-        return [key for key in self._missing() if key[0] in due.owed]
+        due, there = self._replicator.due, self._there | self._refused
+        return [key for key in _keys(due) if key[0] in due.owed and key not in there]
 
     def _missing(self) -> list[Key]:
-        there = self._there | self._refused
+        """The shards to be sent."""
+        there = self._there | self._refused | self._rejected
         return [key for key in _keys(self._replicator.due) if key not in there]
 
     def _next(self) -> StepId | None:
@@ -292,7 +300,9 @@ class _Lane:
         self._there = await self.place.held(self._there)
         self._listed_at = began
         self._replicator.compare()
-        self._refused &= set(_keys(self._replicator.due))
+        here = set(_keys(self._replicator.due))
+        self._refused &= here
+        self._rejected &= here
 
     async def _send(self, id: StepId | None) -> list[LocalShard]:
         """Send the shards of this step that are missing there. Returns all of its shards, if they
@@ -317,6 +327,9 @@ class _Lane:
             if not isinstance(error, Gone):
                 raise
             return
+        except Rejected:
+            self._rejected.add(key)
+            raise
         except KeepstepError:
             if key in _keys(self._replicator.due):
                 raise

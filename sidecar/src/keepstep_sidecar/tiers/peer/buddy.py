@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
-from keepstep.errors import DigestError, StorageError
+from keepstep.errors import StorageError
 from keepstep.image.manifest import Manifest
 from keepstep_sidecar.log import say
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.client import Calls, Links
 from keepstep_sidecar.tiers.peer.serve import Shards
-from keepstep_sidecar.tiers.replicator import LOOK_AGAIN_S, Key
+from keepstep_sidecar.tiers.replicator import LOOK_AGAIN_S, Key, Rejected
 from keepstep_sidecar.volume.direct_io import WRITER_NICENESS, RateLimit
 from keepstep_sidecar.volume.scan import LocalShard
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 _ASK_AGAIN_S = 1.0
 
 
-class Lied(DigestError):
+class Lied(Rejected):
     """The buddy says that it holds other bytes than it was sent."""
 
 
