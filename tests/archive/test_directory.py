@@ -122,11 +122,14 @@ async def test_the_step_whose_turn_is_next_is_not_retired_before_unless_the_arch
     remote_tier = ArchiveTier(config(archive_dir, every=10), DirectoryStore(archive_dir), run=RUN)
     for step in (10, 15, 20):
         commit(remote_tier, write_step(local, step))
-    assert [step for step in (10, 15, 20) if remote_tier.replicator.in_use(step_id(step))] == [20]
+    assert [step for step in (10, 15, 20) if remote_tier.replicator.in_use(step_id(step))] == [
+        10,
+        20,
+    ]
     archive_dir.rmdir()
     work = asyncio.ensure_future(remote_tier.run())
     await until(lambda: remote_tier.status().trouble)
-    await until(lambda: not remote_tier.replicator.in_use(step_id(20)))
+    await until(lambda: not in_use(step_id(10)) and not in_use(step_id(20)))
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
     await remote_tier.close()
@@ -182,7 +185,7 @@ async def test_a_rotten_local_shard_does_not_become_an_archived_one(
         commit(remote_tier, shards)
         assert await remote_tier.drain(timeout_s=10)
         assert (await remote_tier.look()).complete == frozenset()
-        assert remote_tier.status().failures == 2, "one for each shard"
+        assert remote_tier.status().failures == 1
     names = [path.name for path in (archive_dir / RUN / str(step_id(10))).iterdir()]
     assert names == ["rank-00000-of-00002.safetensors"]
 

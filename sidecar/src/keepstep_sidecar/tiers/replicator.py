@@ -48,11 +48,13 @@ class Rejected(StorageError):
 @dataclass(frozen=True, kw_only=True)
 class Due:
     """What a tier should hold of what is here. `owed`: the steps that it should hold. `settled`:
-    the steps that every member of the run can send, so that all choose the same ones of them."""
+    the steps that every member of the run can send, so that all choose the same ones of them.
+    `commit`: the newest commit that is known here, for which a place may delete older steps."""
 
     shards: Mapping[StepId, Mapping[int, LocalShard]] = field(default_factory=dict)
     owed: frozenset[StepId] = frozenset()
     settled: frozenset[StepId] = frozenset()
+    commit: StepId | None = None
 
 
 class Place(Protocol):
@@ -160,7 +162,7 @@ class Replicator:
     # --- asking ------------------------------------------------------------------------------
 
     def in_use(self, id: StepId) -> bool:
-        """Whether the step is being sent somewhere or is the next to be sent: it must not be
+        """Whether the step is being sent somewhere or is among the next to be sent: it must not be
         retired then. A place that fails holds up no deletion."""
         return any(lane.needs(id) for lane in self._lanes.values())
 
@@ -248,7 +250,15 @@ class _Lane:
         return chosen(due, {id for id, _ in self._missing()}, after=self._newest)
 
     def needs(self, id: StepId) -> bool:
-        return not self._failures and id in (self.sending, self._next())
+        """Whether the step is being sent, comes next, or is the oldest that was not passed over: of
+        two steps that become due together, the first may be retired by then."""
+        due = self._replicator.due
+        waiting = {step for step, _ in self._missing() if step in due.owed & due.settled}
+        oldest = min((one for one in waiting if self._is_new(one)), default=None)
+        return not self._failures and id in (self.sending, self._next(), oldest)
+
+    def _is_new(self, id: StepId) -> bool:
+        return self._newest is None or id > self._newest
 
     # --- working -----------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ def due(local: LocalInventory) -> Due:
         shards=local.shards,
         owed=frozenset(id for id in local.shards if commit is None or id >= commit),
         settled=frozenset(id for id in local.shards if commit is None or id <= commit),
+        commit=commit,
     )
 
 
