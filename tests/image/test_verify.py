@@ -143,7 +143,7 @@ def _sections(content: dict[str, bytes]) -> dict[str, str]:
 
 
 def test_an_image_that_was_only_staged_cannot_be_verified() -> None:
-    with pytest.raises(DigestError, match="staged only"):
+    with pytest.raises(TornError, match="in memory only"):
         verify_image(memoryview(stage(SMALL, noise(SMALL))), SMALL)
 
 

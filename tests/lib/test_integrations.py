@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import keepstep
+from keepstep import checkpointer
 from keepstep.integrations import require
 from keepstep.integrations.loaders import Batches
-from keepstep.save import loops
 from tests.harness import ROOT
 
 SOURCES = sorted((ROOT / "lib/src/keepstep/integrations").glob("[a-z]*.py"))
@@ -38,7 +38,7 @@ def test_importing_keepstep_imports_no_integration():
 
 
 def test_every_adapter_that_a_hint_names_is_there():
-    for name in loops.ADAPTERS.values():
+    for name in checkpointer.ADAPTERS.values():
         assert importlib.util.find_spec(name) is not None, name
 
 

@@ -14,9 +14,7 @@ from keepstep.image.layout import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from keepstep.image.layout import PAGE_BYTES as PAGE_BYTES
 from keepstep.image.layout import Entry as Entry
 from keepstep.image.layout import Layout as Layout
-from keepstep.image.manifest import check_chunk as check_chunk
 from keepstep.image.manifest import check_control as check_control
-from keepstep.image.manifest import check_table as check_table
 from keepstep.image.manifest import chunk_bounds as chunk_bounds
 from keepstep.image.manifest import read_control as read_control
 from keepstep.image.manifest import read_layout as read_layout

@@ -338,14 +338,16 @@ class Fingerprint:
     reads memory that was freed because a live tensor was given other memory.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], begins: Sequence[int]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], begins: Sequence[int] = ()) -> None:
         """Prepare the views; copies nothing. Tensors must be dense and non-overlapping. `begins`:
-        where the bytes of each begin in the image.
+        where the bytes of each begin in the image, for `in_image`.
         """
         self.aliases = [tensor.detach() for tensor in tensors]
         device_of = accelerator.here().device_of
         groups: dict[tuple[torch.device | None, int], _Group] = {}
-        for number, (tensor, begin) in enumerate(zip(self.aliases, begins, strict=True)):
+        for number, (tensor, begin) in enumerate(
+            zip(self.aliases, begins or [0] * len(tensors), strict=True)
+        ):
             if tensor.numel() == 0:
                 continue
             tensor = of_bits(tensor)
