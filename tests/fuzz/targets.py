@@ -425,7 +425,7 @@ _HOME = pathlib.Path(_FOLDER.name)
 
 
 def _record() -> bytes:
-    kept = run_dir.RunDir.of(_HOME, "demo", keep_every="60s", archive_url="s3://b")
+    kept = run_dir.RunDir.of(_HOME, "demo", keep_every="60s", archive="s3://b")
     kept.home.mkdir(parents=True)
     run_dir.save(kept)
     return kept.record.read_bytes()
