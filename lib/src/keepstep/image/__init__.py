@@ -5,9 +5,7 @@ Pure: no torch, and no I/O except that `verify` reads files. `layout` says where
 tensors. `verify` proves that bytes did not change.
 """
 
-from keepstep.image.control import LEAST_ANNOUNCED_BYTES as LEAST_ANNOUNCED_BYTES
 from keepstep.image.control import ControlPage as ControlPage
-from keepstep.image.control import Copying as Copying
 from keepstep.image.headers import FORMAT_VERSION as FORMAT_VERSION
 from keepstep.image.headers import HUGE_PAGE_BYTES as HUGE_PAGE_BYTES
 from keepstep.image.headers import MAX_HEADER_BYTES as MAX_HEADER_BYTES

@@ -16,7 +16,7 @@ import torch
 
 from keepstep.client import copying
 from keepstep.client.slot import Slot, SlotMapping
-from keepstep.image import LEAST_ANNOUNCED_BYTES, ControlPage, Layout
+from keepstep.image import ControlPage, Layout
 from keepstep.save import accelerator
 from keepstep.save.pending import Fingerprint, Guard, Pending
 from keepstep.state.leaves import Taken, TensorLeaf
@@ -105,10 +105,6 @@ class Snapshots:
         else:
             mapping.erase()
             mapping.write_extras(extras)
-            # Not of an eager image: training waits for its copy, from which a write takes CPU.
-            pending.announced = bool(later) and self.layout.size_bytes >= LEAST_ANNOUNCED_BYTES
-            if pending.announced:
-                mapping.announce(control)
             now = [leaf.tensor for leaf in divided.now]
             transfers = self._transfers(mapping, divided.now, now)
             copying.run(transfers, threads=copying.default_threads())

@@ -36,7 +36,6 @@ from keepstep.core.node import (
     Pace,
     Publish,
     Sealed,
-    Stop,
     Wrote,
 )
 from keepstep.core.persist_planner import Write
@@ -44,11 +43,10 @@ from keepstep.core.readiness import NEVER
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid, Pacing
 from keepstep.core.suspicion import WITHIN, Doubt
-from keepstep.errors import KeepstepError, NoSpaceError, VersionError
+from keepstep.errors import KeepstepError, NoSpaceError, UsageError, VersionError
 from keepstep.image import ControlPage
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
-from keepstep_sidecar.commit.early_writes import EarlyWrites
 from keepstep_sidecar.commit.epochs import Ancestry, line
 from keepstep_sidecar.commit.eviction_status import EvictionStatus
 from keepstep_sidecar.commit.inventory import (
@@ -70,7 +68,7 @@ from keepstep_sidecar.tiers.tier import LocalInventory
 from keepstep_sidecar.volume.scan import LocalShard, Scan
 from keepstep_sidecar.volume.volume import Written
 from keepstep_sidecar.volume.volume_set import VolumeSet
-from keepstep_sidecar.volume.writer import CUT_OFF, EarlyWrite
+from keepstep_sidecar.volume.writer import CUT_OFF
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 T = TypeVar("T")
@@ -155,9 +153,6 @@ class Committer:
         self.rollback = Rollback(wish, volumes.epochs, asked=volumes.asked())
         self.script_failures = ScriptFailures(volumes, self.blocking)
         self.ancestry = Ancestry(remotes, self.node.commits, self.epochs)
-        self.early_writes = EarlyWrites(
-            slots, volumes, on_drive=self._on_drive, feed=self.feed, changes=changes
-        )
         self._slots = slots
         self._names = names
         self._writers = writers
@@ -183,7 +178,7 @@ class Committer:
     def idle(self) -> bool:
         """Whether no sealed image is being written, and what was written is committed where
         possible."""
-        return self._ending <= self.early_writes.unsealed and self.node.idle
+        return not self._ending and self.node.idle
 
     @property
     def silent(self) -> bool:
@@ -215,8 +210,6 @@ class Committer:
             match action:
                 case Write():
                     self._spawn(self._write(action), f"write {action.id} {action.rank}")
-                case Stop(rank, id):
-                    self.early_writes.stopped.add(Write(rank, id))
                 case Alarm():
                     warn("alarm", kind=str(action.kind), text=action.text)
                     self.alarms[action.text] = None
@@ -467,57 +460,35 @@ class Committer:
         """Write the shard and return it, durable; None if that failed. Never raises an Exception,
         because the node must hear of the end in any case."""
         try:
-            return await self._written(write)
+            slot = self._slots.rank(write.rank).find(write.id)
+            control = None if slot is None else slot.file.control()
+            if slot is not None and slot.file.cut_off:
+                raise UsageError(CUT_OFF)
+            if slot is None or control is None or control.id != write.id:
+                return None
+            written = await self._write_with_room(slot, control)
+            if slot.file.control() == control:
+                self._count(written)
+                return written.shard
+            path = written.shard.path
+            warn("overwritten while it was written", path=str(path))
+            await self.blocking(lambda: self.volumes.quarantine(path, "overwritten"))
         except Exception as error:
             if str(error) != self.trouble:  # an error that hits every step is logged once
                 warn("not persisted", rank=write.rank, step=str(write.id), reason=str(error))
             self.trouble, self.failed = str(error), write.id
-            return None
-
-    async def _written(self, write: Write) -> LocalShard | None:
-        if self._slots.rank(write.rank).find(write.id) is not None:
-            return await self._completed(write)
-        async with self.early_writes.begun(write) as early:
-            return await self._completed(write, early)
-
-    async def _completed(self, write: Write, early: EarlyWrite | None = None) -> LocalShard | None:
-        slot = self._slots.rank(write.rank).find(write.id)
-        if slot is None:
-            return None
-        file, control = slot.file, slot.file.control()
-        if file.cut_off:
-            warn("not persisted", rank=write.rank, step=str(write.id), reason=CUT_OFF)
-        elif control is not None and control.id == write.id:
-            # Only if this very page was announced all along is what was written of this image.
-            same = early if early is not None and early.control == control else None
-            written = await self._write_with_room(slot, control, same)
-            if file.control() == control:
-                self._count(written)
-                return written.shard
-            await self._quarantine(written)
         return None
 
-    async def _on_drive(self, rank: int, work: Callable[[], T]) -> T:
-        writer = self._writers[self.volumes.lane(rank)]
-        return await asyncio.get_running_loop().run_in_executor(writer, work)
-
-    async def _write_with_room(
-        self, slot: Slot, control: ControlPage, early: EarlyWrite | None
-    ) -> Written:
+    async def _write_with_room(self, slot: Slot, control: ControlPage) -> Written:
         write = functools.partial(self.volumes.write, slot.file.view, slot.layout, control)
+        drive = self._writers[self.volumes.lane(control.rank)]
         while True:
             retired = self._retired
             try:
-                return await self._on_drive(control.rank, early.finish if early else write)
+                return await asyncio.get_running_loop().run_in_executor(drive, write)
             except NoSpaceError:
-                early = None  # nothing is left of it
                 if not await self._make_room(slot.layout.size_bytes, retired=retired):
                     raise
-
-    async def _quarantine(self, written: Written) -> None:
-        path = written.shard.path
-        warn("overwritten while it was written", path=str(path))
-        await self.blocking(lambda: self.volumes.quarantine(path, "overwritten"))
 
     def _count(self, written: Written) -> None:
         self.trouble = ""

@@ -33,16 +33,14 @@ from keepstep_sidecar.config.sidecar import IO_THREADS
 from keepstep_sidecar.config.verify import Verify
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume import run_record
-from keepstep_sidecar.volume.direct_io import Engine, RateLimit, probe
-from keepstep_sidecar.volume.directories import Directories
+from keepstep_sidecar.volume.direct_io import Engine, RateLimit, ShardFile, open_shard, probe
+from keepstep_sidecar.volume.directories import Directories, SpareFiles
 from keepstep_sidecar.volume.drive_id import drive_id
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import Tree
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.scan import Refused, Scan, opened, strangers, survey
-from keepstep_sidecar.volume.shard_file import Copied, ShardFile, open_shard
-from keepstep_sidecar.volume.spare_files import SpareFiles
-from keepstep_sidecar.volume.writer import CUT_OFF, FULL, EarlyWrite, Writer, Writing, Written
+from keepstep_sidecar.volume.writer import CUT_OFF, FULL, Writer, Written
 
 __all__ = ["Unread", "Volume", "Written"]
 
@@ -162,26 +160,9 @@ class Volume:
         `view`, `layout` and `control` do not belong together, NoSpaceError (the file is removed) or
         StorageError (the file is quarantined). Failed writes are never retried here.
         """
-        return self.begin(view, layout, control, pace=pace).finish()
-
-    def begin(
-        self,
-        view: memoryview,
-        layout: Layout,
-        control: ControlPage,
-        *,
-        pace: RateLimit | None = None,
-        copied: Copied | None = None,
-    ) -> EarlyWrite:
-        """Begin to write an image that `control` will seal while it is still being `copied` into
-        `view`; `finish` is for after the seal. Both raise as `write`."""
         self._require_writable()
-        writing = self._writer.writing(view, layout, control, pace or RateLimit(None), copied)
-        return EarlyWrite(control, self._noted(writing))
-
-    def _noted(self, writing: Writing) -> Writing:
         try:
-            written = yield from writing
+            written = self._writer.write(view, layout, control, pace or RateLimit(None))
         except NoSpaceError:
             raise
         except StorageError as error:
@@ -203,11 +184,7 @@ class Volume:
             with opened(path, self.filesystem):  # never a link or a pipe
                 pass
             with open_shard(
-                path,
-                os.O_RDONLY,
-                filesystem=self.filesystem,
-                engine=self.engine,
-                threads=self.io_threads,
+                path, filesystem=self.filesystem, engine=self.engine, threads=self.io_threads
             ) as file:
                 yield file
         except VersionError:

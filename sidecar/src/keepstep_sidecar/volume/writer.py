@@ -12,7 +12,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -29,12 +29,11 @@ from keepstep.image import ControlPage, Layout, check_control
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.direct_io import Engine, RateLimit
-from keepstep_sidecar.volume.directories import Directories
+from keepstep_sidecar.volume.directories import Directories, SpareFiles
+from keepstep_sidecar.volume.durable_file import DurableFile
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.paths import Tree, temporary_name
 from keepstep_sidecar.volume.scan import LocalShard, opened, read_manifest
-from keepstep_sidecar.volume.shard_file import Copied, ShardFile, open_shard
-from keepstep_sidecar.volume.spare_files import SpareFiles
 
 T = TypeVar("T")
 
@@ -50,9 +49,6 @@ class Written:
 
     shard: LocalShard
     seconds: float = 0.0
-
-
-Writing = Generator[None, None, Written]
 
 
 @dataclass(kw_only=True)
@@ -106,16 +102,10 @@ class Writer:
         without the files in quarantine. Raises as `make`."""
         return _with_room(make, (self.spares.drop, self.directories.drop_quarantine))
 
-    def writing(
-        self,
-        view: memoryview,
-        layout: Layout,
-        control: ControlPage,
-        pace: RateLimit,
-        copied: Copied | None = None,
-    ) -> Writing:
-        """`Volume.write` in two parts: what is `copied` before there is a seal; and, once there is
-        one, all the rest. An end in between leaves no file. Raises as `Volume.write`."""
+    def write(
+        self, view: memoryview, layout: Layout, control: ControlPage, pace: RateLimit
+    ) -> Written:
+        """See `Volume.write`."""
         _check_arguments(view, layout, control, run=self.run)
         try:
             if (durable := self._durable(control)) is not None:
@@ -125,14 +115,13 @@ class Writer:
         started = time.perf_counter()
         with self._reserved(control, layout.size_bytes) as temporary:
             try:
-                with self._created(temporary, control, layout.size_bytes) as file:
-                    self.with_room(lambda: file.allocate(layout))
-                    there = file.write_copied(view, layout, copied, pace) if copied else ()
-                    paused = time.perf_counter()
-                    yield
-                    started += time.perf_counter() - paused
-                    manifest = file.write(view, layout, control, pace, there=there)
-                path = self._give_name(temporary, control)
+                with contextlib.closing(self._create(temporary, control, layout)) as file:
+                    self.with_room(lambda: file.allocate(layout.size_bytes))
+                    manifest = file.write_image(
+                        view, layout, control, pace=pace, threads=self.threads
+                    )
+                    with self.lock:
+                        file.give_name()
             except OSError as error:
                 raise self._give_up(temporary, control, error) from error
             except BaseException:
@@ -141,7 +130,7 @@ class Writer:
                 raise
         faults.point("write.done")
         seconds = time.perf_counter() - started
-        return Written(shard=LocalShard.of(path, manifest), seconds=seconds)
+        return Written(shard=LocalShard.of(file.path, manifest), seconds=seconds)
 
     def _durable(self, control: ControlPage) -> Written | None:
         """The shard that an earlier write of the same step and rank left, if any.
@@ -185,48 +174,28 @@ class Writer:
             name = temporary_name(shard, pid=os.getpid(), number=self._files_made)
             return self.tree.pending_step(control.id) / name
 
-    @contextlib.contextmanager
-    def _created(
-        self, temporary: Path, control: ControlPage, size_bytes: int
-    ) -> Iterator[ShardFile]:
-        """The temporary file, open: a new one, or a spare file of this size."""
+    def _create(self, temporary: Path, control: ControlPage, layout: Layout) -> DurableFile:
+        """The file to write: a new one, or a spare file of this size."""
         with self.lock:
             self.directories.make_pending(control.id)
-        faults.point("write.create")
-        with self._opened(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
-            is_new = not self.spares.replace(
-                temporary,
-                file.fd,
-                shard=shard_name(control.rank, control.world),
-                size_bytes=size_bytes,
-                claimed=self._new_name(control),
-            )
-            if is_new:
-                self.keep_to_capacity()
-                yield file
-        if not is_new:
-            with self._opened(temporary, os.O_RDWR) as file:
-                yield file
-
-    def _opened(self, path: Path, flags: int) -> contextlib.AbstractContextManager[ShardFile]:
-        return open_shard(
-            path, flags, filesystem=self.filesystem, engine=self.engine, threads=self.threads
-        )
-
-    def _give_name(self, temporary: Path, control: ControlPage) -> Path:
         path = self.tree.pending_shard(control.id, control.rank, control.world)
-        with self.lock:
-            faults.point("write.rename")
-            self.filesystem.rename(temporary, path)
+        file = DurableFile(
+            path,
+            temporary=temporary,
+            filesystem=self.filesystem,
+            engine=self.engine,
+            phase="write",
+        )
         try:
-            faults.point("write.directory-sync")
-            self.filesystem.sync_directory(path.parent)
-        except OSError:
-            # It is unknown whether the name would survive a power cut. The caller will not count
-            # this shard, so a scan must not count it either.
-            self.filesystem.rename(path, temporary)
+            claimed = self._new_name(control)
+            if self.spares.replace(file, size_bytes=layout.size_bytes, claimed=claimed):
+                file.reopen()
+            else:
+                self.keep_to_capacity()
+        except BaseException:
+            file.close()
             raise
-        return path
+        return file
 
     def _give_up(self, temporary: Path, control: ControlPage, error: OSError) -> KeepstepError:
         """Leave no half-written shard behind. Returns the error to raise."""
@@ -263,35 +232,6 @@ def _with_room(make: Callable[[], T], drops: Sequence[Callable[[], bool]]) -> T:
             if drop():
                 return _with_room(make, drops[number:])
         raise
-
-
-class EarlyWrite:
-    """A write that may begin before its image is sealed. `control`: what the seal is, or will be.
-    Blocks; for one thread at a time."""
-
-    def __init__(self, control: ControlPage, writing: Writing) -> None:
-        """Write what is copied so far. Raises UsageError, NoSpaceError, StorageError."""
-        self.control = control
-        self._writing = writing
-        self._written: Written | None = None
-        self._go_on()
-
-    def _go_on(self) -> None:
-        try:
-            next(self._writing)
-        except StopIteration as end:
-            self._written = end.value
-
-    def finish(self) -> Written:
-        """The image is sealed: write the rest of it. Raises as the constructor."""
-        if self._written is None:
-            self._go_on()
-        assert self._written is not None, "it is finished once"
-        return self._written
-
-    def drop(self) -> None:
-        """There will be no such image: leave nothing of it. Changes nothing after `finish`."""
-        self._writing.close()
 
 
 def _check_arguments(view: memoryview, layout: Layout, control: ControlPage, *, run: str) -> None:
