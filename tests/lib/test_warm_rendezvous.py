@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +13,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from keepstep.warm import rendezvous
-from tests.harness import eventually
+from tests.harness import eventually, free_port
 
 _SECOND = datetime.timedelta(seconds=1)
 
@@ -28,12 +27,6 @@ TCPStore("127.0.0.1", int(sys.argv[1]), 2, True, timeout=datetime.timedelta(seco
 
 def environment(port: int, **more: str) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", **more}
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def used_store(port: int) -> Any:

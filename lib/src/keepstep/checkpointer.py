@@ -51,15 +51,14 @@ from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.restore.structure import COMPONENT, Structure, changes, structure_of
 from keepstep.restore.waiting import telling
 from keepstep.save import loops
-from keepstep.save.agent import Agent
-from keepstep.save.pending import Guard
+from keepstep.save.agent import Agent, Stats
 from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
-from keepstep.save.snapshot import Snapshots
-from keepstep.save.stats import Stats
+from keepstep.save.snapshot import Guard, Snapshots
 from keepstep.state import rng, topology
+from keepstep.state.accelerator import check_memory
 from keepstep.state.leaves import Taken, text_of
-from keepstep.state.memory import check_memory
 from keepstep.state.take import (
+    UnsavedBuffers,
     check_components,
     encode,
     largest,
@@ -70,7 +69,6 @@ from keepstep.state.take import (
     take,
 )
 from keepstep.state.topology import ALONE, Claim
-from keepstep.state.unsaved import UnsavedBuffers
 from keepstep.state.walk import NOWHERE, Loose
 from keepstep.state.wrappers import is_known, unwrap
 from keepstep.steps import Epoch, State, StepId, Tier

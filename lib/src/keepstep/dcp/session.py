@@ -27,8 +27,8 @@ from keepstep.image import ControlPage, Layout, TensorSpec
 from keepstep.image.extras import capacity_for
 from keepstep.restore.collective import ask_candidates, begin_epoch
 from keepstep.save.agent import Agent
-from keepstep.save.pending import Pending, Verdict
-from keepstep.state import devices
+from keepstep.save.snapshot import Pending, Verdict
+from keepstep.state import accelerator
 from keepstep.steps import Epoch, EpochId, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV
 
@@ -368,7 +368,7 @@ def warn_of_shared_group() -> None:
         return
     backends = torch.distributed.get_backend_config().split(",")
     shared = given.get("process_group") in (None, torch.distributed.group.WORLD)
-    if shared and f"{devices.kind() or 'cpu'}:gloo" in backends:
+    if shared and f"{accelerator.kind() or 'cpu'}:gloo" in backends:
         _warn_once()
 
 

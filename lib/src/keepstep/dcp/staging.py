@@ -25,7 +25,7 @@ from keepstep.dcp.plan_items import Items
 from keepstep.dcp.session import Session
 from keepstep.errors import KeepstepError
 from keepstep.image import Entry, TensorSpec
-from keepstep.save import accelerator
+from keepstep.state import accelerator
 from keepstep.state.dtypes import DTYPE_OF
 
 
@@ -99,7 +99,8 @@ def stage(session: Session, last: LastSave, state_dict: dict[str, Any]) -> tuple
     taken = session.slot(last.items.specs, last.items.tree.render(), last.extras_bytes)
     try:
         slot = taken.mapping
-        accelerator.here().erase(slot)
+        accelerator.here().synchronize()
+        slot.erase()
         last.items.copy_resolved(slot, _local_of(flat))
         memory = torch.frombuffer(slot.memory, dtype=torch.uint8)
         for name, one in flat.items():

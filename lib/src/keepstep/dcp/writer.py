@@ -22,7 +22,7 @@ from keepstep.dcp.session import group_place, names_step, step_of, warn_of_share
 from keepstep.dcp.staging import LastSave, Staged, refuse_stale, stage
 from keepstep.errors import UsageError
 from keepstep.image import extras
-from keepstep.save import accelerator
+from keepstep.state import accelerator
 from keepstep.steps import StepId
 
 _LOST = "the planner loses SavePlan.storage_data: a planner must keep what is in it"
@@ -145,7 +145,8 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
             refuse_stale(session, items, planner)
             self._drop_staged()  # it is from a save that failed, or that this one overtakes
             taken = session.slot(items.specs, items.tree.render(), extras_bytes)
-            accelerator.here().erase(taken.mapping)
+            accelerator.here().synchronize()
+            taken.mapping.erase()
             items.copy_into(taken.mapping, planner)
         except BaseException:
             session.last = None

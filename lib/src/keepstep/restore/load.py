@@ -41,7 +41,7 @@ from keepstep.restore.targets import (
     target_of,
 )
 from keepstep.state import sharding
-from keepstep.state.devices import device_of
+from keepstep.state.accelerator import device_of
 from keepstep.state.dtypes import DTYPE_OF
 from keepstep.state.leaves import (
     Node,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from keepstep.state import sharding
-from keepstep.state.devices import device_of
+from keepstep.state.accelerator import device_of
 from keepstep.state.wrappers import unwrap
 
 log = logging.getLogger("keepstep")

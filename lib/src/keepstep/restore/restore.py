@@ -40,7 +40,6 @@ from keepstep.errors import (
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
 from keepstep.restore.images import Images
 from keepstep.restore.load import Loader, check_unused
-from keepstep.save import accelerator
 from keepstep.state import rng
 from keepstep.state.leaves import Taken, TensorLeaf, values_of
 from keepstep.state.wrappers import after_loading, unwrap
@@ -254,7 +253,7 @@ class Restore:
                 yield one.whole
 
     def _own_image(self, slot: SlotMapping) -> Images:
-        accelerator.here().pin(slot)
+        slot.pin()
         return Images.of_slot(self._link, slot, self._control)
 
     def _all_images(self, *, every: bool = False) -> Images:

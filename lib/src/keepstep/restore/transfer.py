@@ -18,7 +18,7 @@ from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.restore.blocks import Block, blocks, byte_range
 from keepstep.restore.images import StepImages
 from keepstep.restore.plan import Piece, Plan
-from keepstep.save import accelerator
+from keepstep.state import accelerator
 from keepstep.wire.trainer import ChunkRun
 
 _MOVES_AT_ONCE = 4096

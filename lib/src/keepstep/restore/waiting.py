@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from keepstep.client.http import Client
+from keepstep.client.session import Client
 from keepstep.errors import KeepstepError
 
 log = logging.getLogger("keepstep")
