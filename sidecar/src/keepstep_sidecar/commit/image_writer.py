@@ -23,9 +23,8 @@ from keepstep_sidecar.commit.step_directories import StepDirectories
 from keepstep_sidecar.concurrency import OnThread
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
-from keepstep_sidecar.volume.volume import Written
+from keepstep_sidecar.volume.volume import CUT_OFF, Written
 from keepstep_sidecar.volume.volume_set import VolumeSet
-from keepstep_sidecar.volume.writer import CUT_OFF
 
 T = TypeVar("T")
 

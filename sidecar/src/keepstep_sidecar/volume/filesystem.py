@@ -21,6 +21,9 @@ from pathlib import Path
 from keepstep.directory import Directory
 
 PAGE_BYTES = 4096
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full volume."""
+
 _FICLONERANGE = 0x4020940D
 """ioctl_ficlonerange(2); `fcntl` names it from Python 3.12 on."""
 

@@ -22,8 +22,7 @@ from keepstep.errors import FormatError, NoSpaceError, StorageError
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.tiers.archive.store import Stored
 from keepstep_sidecar.volume.durable_file import DurableFile
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.writer import FULL
+from keepstep_sidecar.volume.filesystem import FULL, Filesystem
 
 T = TypeVar("T")
 
