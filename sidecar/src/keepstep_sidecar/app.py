@@ -30,8 +30,7 @@ from keepstep_sidecar.config.sidecar import Config, OnLoss, Reporting
 from keepstep_sidecar.history import History
 from keepstep_sidecar.leases import Leases, Owner
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.allocator import Allocator
-from keepstep_sidecar.memory.budget import Sizing
+from keepstep_sidecar.memory.allocator import Allocator, Sizing
 from keepstep_sidecar.memory.directory_lock import DirectoryLock
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool

@@ -5,9 +5,7 @@ Pure: no torch, and no I/O except that `manifest` reads files. `layout` says whe
 tensors. `manifest` proves that bytes did not change.
 """
 
-from keepstep.image.control import LEAST_ANNOUNCED_BYTES as LEAST_ANNOUNCED_BYTES
 from keepstep.image.control import ControlPage as ControlPage
-from keepstep.image.control import Copying as Copying
 from keepstep.image.layout import FORMAT_VERSION as FORMAT_VERSION
 from keepstep.image.layout import HUGE_PAGE_BYTES as HUGE_PAGE_BYTES
 from keepstep.image.layout import MAX_HEADER_BYTES as MAX_HEADER_BYTES

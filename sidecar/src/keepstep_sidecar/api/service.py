@@ -112,7 +112,6 @@ class Service:
         self.tasks.keep(self._keep_looking, "scan")
         self.tasks.keep(self._watch_volumes, "watch volumes")
         self.tasks.keep(self.committer.sweep, "retire what was in use")
-        self.tasks.keep(self.committer.images.early.follow, "follow copies")
         self.remote_tiers.start(self.tasks, self.restorer.prefetch)
         if self.config.owner_pid is not None:
             self.owner.watch(self.config.owner_pid)
