@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import http.server
-import ipaddress
 import json
 import ssl
 import threading
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from charts.keepstep.files import check_injection
+from tests.certificates import make_certificate
 from tests.chart.charts import Object
 
 
@@ -114,32 +109,9 @@ def _injected() -> Object:
 
 
 def _certificate(account: Path) -> Path:
-    """A self-signed one for 127.0.0.1, as ca.crt; returns the file with the key in it."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "api")])
-    now = datetime.now(UTC)
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(minutes=1))
-        .not_valid_after(now + timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    """Written as ca.crt; returns the file with the key in it."""
+    pem = make_certificate(account)
     (account / "ca.crt").write_bytes(pem)
     both = account / "both.pem"
-    both.write_bytes(
-        pem
-        + key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
+    both.write_bytes(pem + (account / "tls.key").read_bytes())
     return both

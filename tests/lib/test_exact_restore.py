@@ -216,9 +216,6 @@ def test_components_whose_names_run_into_each_other_are_told_apart(again):
     assert_same(live["a"]["b"].weight, saved["a"]["b"].weight)
 
 
-KEYS = [0.5, -0.0, 1e300, (0, "a"), (1, (2.5, None)), None, True, b"x", Path("a/b"), 2**70, 1j]
-
-
 # --- optimizers ----------------------------------------------------------------------------------
 
 

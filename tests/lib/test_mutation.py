@@ -15,21 +15,13 @@ from torch import nn
 import keepstep
 from keepstep.client import copying
 from keepstep.save import snapshot
-from tests.lib.training import begun
+from tests.lib.training import begun, hold_copies
 
 
 @pytest.fixture
 def held_copy(monkeypatch):
     """Lazy copies wait for `release`; eager ones (on the training thread) do not."""
-    gate = threading.Event()
-    run = copying.run
-
-    def held(transfers, **options):
-        if threading.current_thread().name == "keepstep-agent":
-            assert gate.wait(30)
-        run(transfers, **options)
-
-    monkeypatch.setattr(copying, "run", held)
+    gate = hold_copies(monkeypatch)
     yield gate
     gate.set()
 

@@ -16,8 +16,13 @@ import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from keepstep.warm import torchrun
-from keepstep.warm.client import ColdStart, ForkServer
-from keepstep.warm.command import Python, late_differences, parse
+from keepstep.warm.client import (
+    ColdStart,
+    ForkServer,
+    Python,
+    late_differences,
+    parse,
+)
 from tests.harness import SidecarProcess, eventually
 
 PYTHON = sys.executable

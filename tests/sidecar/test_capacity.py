@@ -38,18 +38,6 @@ def flows_and_lets_the_oldest_go(kept: list[list[int]], *, fit: int) -> None:
         assert len(held) == min(step, fit), kept
 
 
-def test_a_full_volume_gives_up_one_step_at_a_time_the_oldest_first(
-    sidecars: Sidecars, trainers: Trainers
-) -> None:
-    sidecar = sidecars().start("--keep", "10", "--capacity", str(5 * MIB + MIB // 2))
-    trainer = trainers(sidecar.socket, size=MIB).begin_run()
-    flows_and_lets_the_oldest_go(train(sidecar, trainer, range(1, 11)), fit=5)
-    status = sidecar.get("/v1/status")
-    assert status["evicted"] == 5
-    assert any("Raise the capacity or keep fewer steps" in one for one in status["warnings"])
-    assert "evicted" in sidecar.text()
-
-
 def test_what_is_kept_beside_the_newest_goes_first_and_with_a_warning(
     sidecars: Sidecars, trainers: Trainers
 ) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
@@ -297,42 +297,6 @@ BAD = (
     EVENT.replace(b'"rank":3', b'"text":"\\ud800"'),
     EVENT.replace(b'"rank":3', b'"step":{"epoch":{"number":-1,"nonce":"x"},"step":1}'),
 )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\0" * 100,
-        b"[]",
-        BAD[1],
-        HEAD.replace(b':"run"', b':"other"') + EVENT,
-        HEAD.replace(ID, b"") + EVENT,
-    ],
-)
-def test_a_foreign_file_is_not_believed_and_is_replaced(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "history.jsonl"
-    path.write_bytes(data)
-    file = HistoryFile(path, run="run")
-    assert file.read(now=10.0) == ([], Tally())
-    history = History()
-    file.append(history.all(), history.before)
-    assert HistoryFile(path, run="run").read(now=1e10)[0] == history.all()
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.parent / "victim")])
-def test_what_is_no_file_of_its_own_is_never_followed(
-    tmp_path: Path, make: Callable[[Path], Any]
-) -> None:
-    victim, path = tmp_path / "victim", tmp_path / "history.jsonl"
-    victim.write_bytes(HEAD + EVENT)
-    make(path)
-    file = HistoryFile(path, run="run")
-    assert file.read(now=10.0) == ([], Tally())
-    file.append(History().all(), Tally())
-    assert victim.read_bytes() == HEAD + EVENT
-    assert path.is_file()
-    assert not path.is_symlink()
 
 
 def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:

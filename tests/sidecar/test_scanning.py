@@ -15,7 +15,7 @@ import pytest
 from committers import make_committer, write
 from trainer import FakeTrainer
 
-from keepstep.errors import DigestError, SidecarError, StorageError
+from keepstep.errors import DigestError, StorageError
 from keepstep.steps import Answer, EpochId, StepId
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.commit.committer import Committer
@@ -276,23 +276,6 @@ def test_files_that_are_no_shards_never_hide_the_good_ones(
     assert shard.exists()
 
 
-def test_whatever_a_reader_trips_over_is_a_file_that_does_not_verify(
-    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def trips(fd: int, path: Path, **_: object) -> object:
-        if "000000002" in str(path):
-            raise KeyError(fd)
-        return read(fd, path, run=RUN)
-
-    read = scan_module.read_manifest
-    for number in (1, 2, 3):
-        write(committer, number)
-    monkeypatch.setattr(scan_module, "read_manifest", trips)
-    asyncio.run(committer.scan())
-    assert sorted(id.step for id in committer.local_shards.shards) == [1, 3]
-    assert volumes.volumes[0].quarantined() == 1
-
-
 def test_a_scan_that_fails_is_told_and_repeated_until_it_succeeds(
     hostile: SidecarProcess, trainers: Trainers
 ) -> None:
@@ -316,34 +299,6 @@ def test_a_scan_that_fails_is_told_and_repeated_until_it_succeeds(
     assert [one.id.step for one in trainer.candidates().candidates] == [4]
     done = subprocess.run(healthy, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (0, "ok\n")
-
-
-def test_a_link_in_the_place_of_pending_is_set_aside_when_a_step_has_to_be_hidden(
-    hostile: SidecarProcess, trainers: Trainers
-) -> None:
-    """As a shard that turns out to be damaged makes the sidecar do."""
-    hostile.start()
-    trainer = trainers(hostile.socket).begin_run()
-    newer = trainer.stage(5)
-    assert trainer.wait(newer, "committed", flush=True).reached
-    hostile.kill()
-    hostile.lose_memory()
-    hostile.start()
-    eventually(lambda: hostile.get("/v1/status")["steps"])
-    eventually(
-        lambda: hostile.get("/v1/status")["steps"][0]["memory_ranks"],
-        what="the newest step is brought into memory, which ends the first look",
-    )
-    shard = next(hostile.root.glob("0*4/rank-*"))
-    shard.write_bytes(bytes(shard.stat().st_size))
-    (hostile.root / "pending").rmdir()
-    (hostile.root / "pending").symlink_to("elsewhere")  # it is unknown what lies there
-    trainer.connect()
-    with pytest.raises(SidecarError):
-        trainer.open(StepId(newer.epoch, 4))
-    eventually(lambda: calls.health(hostile.socket) == "", what="the next scan")
-    assert [one.id.step for one in trainer.candidates().candidates] == [5]
-    assert (hostile.root / "pending.set-aside.1").is_symlink()
 
 
 async def test_until_a_damaged_shard_was_looked_at_nobody_says_that_there_is_nothing(

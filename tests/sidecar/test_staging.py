@@ -14,25 +14,13 @@ from trainer import FakeTrainer, make_layout
 
 from keepstep.errors import SidecarError
 from keepstep.image import ControlPage
-from tests.harness import SidecarProcess, eventually, verify_image
+from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
 
 
 def slots_of(sidecar: SidecarProcess, rank: int = 0) -> list[dict[str, object]]:
     return next(r for r in sidecar.get("/v1/status")["ranks"] if r["rank"] == rank)["slots"]
-
-
-def test_a_staged_step_is_committed_and_its_file_is_the_image(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    trainer = trainers(sidecar.socket).begin_run()
-    id = trainer.stage(7)
-    assert trainer.wait(id, "committed", flush=True).reached
-    path = sidecar.root / str(id) / "rank-00000-of-00001.safetensors"
-    image = path.read_bytes()
-    control = verify_image(memoryview(image), trainer.layout)
-    assert (control.id, control.run) == (id, "run")
 
 
 def test_a_report_sent_twice_is_taken_once(sidecar: SidecarProcess, trainers: Trainers) -> None:
@@ -53,29 +41,6 @@ def test_a_report_without_a_seal_is_refused(sidecar: SidecarProcess, trainers: T
     with pytest.raises(SidecarError, match="does not seal step 0001") as error:
         trainer.report(0)
     assert error.value.code == "bad-image"
-
-
-def test_a_discarded_image_leaves_no_step_behind(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    trainer = trainers(sidecar.socket).begin_run()
-    trainer.begin()
-    trainer.fill(0)
-    trainer.discard(0)
-    trainer.skip(1, "no slot is free yet")
-    status = sidecar.get("/v1/status")
-    assert status["steps"] == []
-    assert (status["ranks"][0]["discarded"], status["ranks"][0]["skipped"]) == (1, 1)
-
-
-def test_the_newest_two_images_and_the_one_being_written_are_never_overwritten(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    trainer = trainers(sidecar.socket).begin_run()
-    for step in range(12):
-        trainer.stage(step)
-        held = {slot["id"]["step"] for slot in slots_of(sidecar) if slot["state"] == "sealed"}
-        assert held >= set(range(max(0, step - 1), step + 1))
 
 
 def test_a_second_live_trainer_of_a_rank_is_turned_away_by_name(
@@ -148,33 +113,6 @@ def test_slots_shrink_to_the_memory_limit_and_say_so(
     other = trainers(sidecar.socket, 1, 2)
     other.connect()
     assert other.register().slots == 3
-
-
-def test_a_limit_below_two_slots_is_an_error_that_says_what_to_do(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    sidecar = sidecars().start("--memory-limit", str(make_layout().size_bytes))
-    trainer = trainers(sidecar.socket)
-    trainer.connect()
-    with pytest.raises(SidecarError, match="raise --memory-limit") as error:
-        trainer.register()
-    assert error.value.code == "no-memory"
-    assert "raise --memory-limit" in sidecar.get("/v1/status")["warnings"][0]
-
-
-def test_slots_of_an_old_layout_stay_until_the_new_one_has_a_step(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    trainer = trainers(sidecar.socket).begin_run()
-    trainer.stage(0)
-    old = trainer.layout
-    trainer.register(make_layout(name="other"))
-    assert any(slot["slot"].startswith(old.id[:12]) for slot in slots_of(sidecar))
-    trainer.slot = None
-    trainer.stage(1)
-    assert trainer.wait(trainer.stage(2), "committed", flush=True).reached
-    trainer.stage(3)
-    assert all(not slot["slot"].startswith(old.id[:12]) for slot in slots_of(sidecar))
 
 
 def test_the_sidecar_uses_little_memory_beside_its_slots(

@@ -233,7 +233,7 @@ def yield_to_others(niceness: int) -> None:
 
 
 def for_each_chunk(
-    work: Callable[[int], None], count: int, *, threads: int, niceness: int = 0
+    work: Callable[[int], object], count: int, *, threads: int, niceness: int = 0
 ) -> None:
     """Call `work(0) ... work(count - 1)` on `threads` threads.
 
@@ -262,7 +262,7 @@ def for_each_chunk(
 class _Crew:
     """What the threads of one `for_each_chunk` share."""
 
-    def __init__(self, work: Callable[[int], None], count: int, niceness: int) -> None:
+    def __init__(self, work: Callable[[int], object], count: int, niceness: int) -> None:
         self._work = work
         self._niceness = niceness
         self._left = iter(range(count))

@@ -94,35 +94,6 @@ async def _admission(
             await process.wait()
 
 
-async def test_it_is_ready_once_it_knows_policies_and_ca(tls_dir: Path, authority: Pair) -> None:
-    async with (
-        ApiServer().running() as server,
-        _admission(server, tls_dir, "--drain", "0") as admission,
-    ):
-        assert (await admission.get("/healthz"))[0] == 200
-        status, text = await admission.get("/readyz")
-        assert (status, text) == (503, "policies, limits of namespaces or CA not known yet\n")
-        put_policy(server, policy_body())
-        server.put(CONFIG_MAPS, _CONFIG_MAP)
-        await admission.says_ready(200)
-        async with ApiServersWebhook(admission.port, bundle=authority.certificate) as webhook:
-            created, warnings = await webhook.create(pytorch_job())
-            assert warnings == []
-            assert parse_pod(created).has_sidecar
-            environment = created["spec"]["initContainers"][0]["env"]
-            values = {one["name"]: one.get("value") for one in environment}
-            url = "https://keepstep-reports.keepstep-system.svc:443"
-            assert values["KEEPSTEP_REPORT_URL"] == f"{url}/v1/reports"
-            assert values["KEEPSTEP_REPORT_CA"] == DEFAULTS.reports_ca
-        _, metrics = await admission.get("/metrics")
-        assert (
-            'keepstep_admission_reviews_total{reason="Injected",result="injected"} 1.0' in metrics
-        )
-        assert "keepstep_admission_seconds_bucket" in metrics
-        admission.process.send_signal(signal.SIGINT)
-        assert await admission.ended() == 0
-
-
 async def test_at_its_end_it_answers_what_is_under_way_and_what_still_comes(
     tls_dir: Path, authority: Pair
 ) -> None:

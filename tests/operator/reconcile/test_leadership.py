@@ -18,10 +18,10 @@ import pytest
 from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.kube import LEASES, PODS, RUNS, TOKEN_REVIEWS, Client, KubeError
 from keepstep_operator.reconcile.leadership import FencedClient, Leadership
+from tests.certificates import make_certificate
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, Body
 from tests.operator.reconcile.pod_bodies import pod_path
-from tests.operator.reconcile.serving import make_certificate
 from tests.operator.reconcile.test_process import kubeconfig
 
 SYSTEM = "keepstep-system"

@@ -77,7 +77,7 @@ class RunDir:
         """`run` below `directory`, with these `values` of its Config. Unless `values` name volumes,
         the only volume is `directory`. Raises UsageError."""
         directory = Path(os.path.abspath(directory))
-        placed = {"run": run, **_memory(directory, run)}
+        placed = {"run": checked_name(run), **_memory(directory, run)}
         config = Config.of({"volumes": (directory,), **values, **placed})
         check_apart((directory,), run, config.archive_config)
         return cls(home=directory / run, config=config)
@@ -342,7 +342,7 @@ def removed_runs(directory: Path, run: str | None) -> tuple[RunDir, ...]:
     found = []
     for file in (SHARED_MEMORY / f"keepstep-{os.getuid()}").glob("*/sidecar.json"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, UsageError):
-            name = checked_name(json.loads(file.read_bytes()[:LARGEST_FILE_BYTES])["config"]["run"])
+            name = json.loads(file.read_bytes()[:LARGEST_FILE_BYTES])["config"]["run"]
             kept = RunDir.of(directory, name)
             if kept.memory == file.parent and run in (None, name) and not kept.record.exists():
                 found.append(kept)

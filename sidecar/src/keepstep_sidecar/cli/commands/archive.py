@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
-from keepstep_sidecar.cli import run_dir
+from keepstep_sidecar.cli import output, run_dir
 from keepstep_sidecar.cli.options import directory_option, json_option, run_option
 from keepstep_sidecar.cli.run_dir import checked_name
 from keepstep_sidecar.config.archive import ArchiveConfig
@@ -93,8 +93,6 @@ def ls(as_json: bool, **where: Any) -> None:
       keepstep archive ls
       keepstep archive ls --archive /mnt/archive --run gpt --json
     """
-    from keepstep_sidecar.cli import output
-
     config, run = _config(**where)
 
     async def work(holding: Holding) -> tuple[str, Any]:
@@ -162,8 +160,6 @@ def verify(word: str | None, as_json: bool, **where: Any) -> None:
       keepstep archive verify
       keepstep archive verify 12000 --archive s3://ckpt/runs --run gpt
     """
-    from keepstep_sidecar.cli import output
-
     config, run = _config(**where)
     began = time.monotonic()
 
@@ -208,7 +204,6 @@ def pull(word: str, target: Path, **where: Any) -> None:
     config, run = _config(**where)
 
     async def work(holding: Holding) -> Path:
-        from keepstep_sidecar.cli import output
         from keepstep_sidecar.tiers.archive.browse import pull_step
 
         (step,) = await holding.chosen(word, sound=True)

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 
 from keepstep.errors import RestoreError, StorageError, UsageError, few
 from keepstep.steps import Epoch, StepId
-from keepstep_sidecar.cli import run_dir
+from keepstep_sidecar.cli import inventory, output, run_dir
 from keepstep_sidecar.cli.commands.archive import archive_of
 from keepstep_sidecar.cli.options import (
     directory_option,
@@ -103,8 +103,6 @@ def export(
       keepstep export 12000 --to ./model --archive s3://ckpt/runs --run gpt
       keepstep export 12000 --to ./model --config .keepstep/gpt/sidecar.toml
     """
-    from keepstep_sidecar.cli import output
-
     library = _library()
     wishes = {
         "only": only,
@@ -146,8 +144,6 @@ def _library() -> Any:
 
 
 def _print(id: StepId, told: Exported, dtype: str | None) -> None:
-    from keepstep_sidecar.cli import output
-
     if told.found:
         output.echo(f"{told.path}: step {id} was exported there before; it was not verified again")
         return
@@ -247,7 +243,6 @@ async def _with_step(
     archive_alone: bool,
 ) -> tuple[StepId, Exported]:
     """Find the step that `word` names, and do `work` on a thread. Raises KeepstepError."""
-    from keepstep_sidecar.cli import inventory, output
     from keepstep_sidecar.tiers import transfer
 
     async def finish(step: _Step) -> tuple[StepId, Exported]:
@@ -325,8 +320,6 @@ def _dead(id: StepId, epochs: Sequence[Epoch]) -> bool:
 
 def _on_volumes(kept: RunDir) -> _Held:
     """The shards on this machine's volumes: those of its ranks, and copies for its peers."""
-    from keepstep_sidecar.cli import inventory
-
     held: _Held = {}
     for shard in (*inventory.survey(kept)[0], *inventory.copies(kept)):
         source = inventory.source(shard, run=kept.run)
@@ -348,8 +341,6 @@ async def _add_peers(kept: RunDir, settings: PeerSettings, held: _Held) -> tuple
 def _suspects(kept: RunDir) -> frozenset[StepId]:
     """The suspect steps: a restore passes over them, because the script failed by itself twice
     after one of them."""
-    from keepstep_sidecar.cli import inventory
-
     return frozenset(one.id for one in inventory.read(kept).steps if one.suspect)
 
 
