@@ -74,8 +74,6 @@ $(FRAMEWORKS)/.ready: requirements-frameworks.txt lib/pyproject.toml sidecar/pyp
 test-frameworks: $(FRAMEWORKS)/.ready ## keepstep.integrations with the frameworks themselves, in an environment of their own
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks tests/conformance/packages -n 2 --dist worksteal \
 		--junitxml build/junit-frameworks.xml $(PYTEST_ARGS)
-	@# a part of the tests proves a part of the table
-	$(if $(PYTEST_ARGS),,$(FRAMEWORKS)/bin/python scripts/frameworks.py --check build/junit-frameworks.xml)
 
 check: $(READY) ## ruff, mypy --strict, import-linter, and the limits of scripts/house.toml
 	$(BIN)/ruff check .

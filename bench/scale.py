@@ -50,7 +50,7 @@ from keepstep.state.sharding import chunk
 from keepstep.state.topology import Bulk, Topology, agree, cut
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import LeaseGranted, Source, Sources, from_json, to_json
-from keepstep_sidecar.commit.inventory import CopyLocator, RemoteInventory
+from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
 from keepstep_sidecar.tiers.peer.members import Directory, Known
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 
@@ -305,8 +305,8 @@ def _needed(kind: str, world: int) -> list[int]:
         for rank in range(world)
         for alike in [alike_of(kind, rank, world)]
     }
-    pool: Any = SimpleNamespace(ranks={}, of=lambda _: shards)
-    return CopyLocator({}, pool, pool, pool).one_of_twins(NEWEST, range(world), known=())
+    pool: Any = SimpleNamespace(ranks={}, of=lambda _: shards, index=0)
+    return Copies(LocalShards(pool, pool), pool, pool).one_of_twins(NEWEST, range(world), known=())
 
 
 def _own_plan(measured: Measured, model: Model) -> Plan:
@@ -406,7 +406,7 @@ def gossip(kind: str, world: int) -> dict[str, float]:
         ledger.apply(Reported(node_rank=0, ranks=told, epochs=remotes.epochs, sequence=1))
         whole = ledger.whole()
     pool: Any = SimpleNamespace(ranks={})
-    locator = CopyLocator({}, pool, remotes, pool)
+    locator = Copies(LocalShards(pool, pool), pool, remotes)
     with measured.timed("offers_s"):
         offers = locator.offers(whole)
     assert len(offers) == len(_LOCAL)

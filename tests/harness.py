@@ -72,6 +72,13 @@ async def until(condition: Callable[[], Any], *, within_s: float = 60.0, what: s
         await asyncio.sleep(0.01)
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def files_below(directory: Path, *endings: str) -> list[Path]:
     """All files below `directory` whose names have one of these endings. Works while other
     processes make and remove directories there; `Path.rglob` fails if a directory goes then."""

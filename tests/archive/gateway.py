@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
-from tests.harness import eventually
+from tests.harness import eventually, free_port
 
 ACCESS, SECRET = "keepstep", "keepstep-secret"
 
@@ -35,12 +35,6 @@ def _program() -> str | None:
 
 
 PROGRAM = _program()
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 class Gateway:

@@ -138,16 +138,6 @@ def test_a_run_whose_machine_was_lost_goes_on_from_its_archive(
     assert torch.equal(target["model.weight"], stored["model.weight"])
 
 
-def test_a_relative_archive_is_the_same_for_the_sidecar(
-    keepstep: Keepstep,
-) -> None:
-    (keepstep.home / "shared").mkdir()
-    script = keepstep.script("train.py", TRAIN)
-    run = ("run", "--archive", "shared", "--archive-every", "1", "--", warm.python())
-    keepstep(*run, script, "3", "-1")
-    assert list((keepstep.home / "shared" / "train").glob("*/step.json"))
-
-
 def test_a_step_that_somebody_waits_for_is_archived_though_it_is_not_due(
     keepstep: Keepstep, archive_dir: Path
 ) -> None:

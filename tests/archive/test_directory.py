@@ -15,8 +15,8 @@ import pytest
 
 from keepstep.core.retention import Retention
 from keepstep.directory import Directory
-from keepstep.errors import DigestError, StorageError
-from keepstep.image import PAGE_BYTES, chunk_bounds
+from keepstep.errors import StorageError
+from keepstep.image import PAGE_BYTES
 from keepstep.steps import Answer, StepId
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers.archive import upload
@@ -77,71 +77,10 @@ async def test_a_step_before_the_runs_newest_commit_is_sent_though_nobody_told_t
         assert (await remote_tier.look()).complete == {step_id(10)}
 
 
-async def test_the_end_of_a_pod_does_not_wait_for_what_others_must_send(
-    local: Volume, archive_dir: Path
-) -> None:
-    async with running(config(archive_dir)) as remote_tier:
-        shards = write_step(local, 10)
-        commit(remote_tier, {0: shards[0]})  # rank 1 is on another pod, and never sends
-        assert await remote_tier.drain(timeout_s=10, whole=False)
-        assert remote_tier.status().sent == 1
-        assert not await remote_tier.drain(timeout_s=0.1)
-
-
-async def test_a_shard_comes_back_verified_into_a_slot_with_its_seal(
-    local: Volume, archive_dir: Path
-) -> None:
-    async with running(config(archive_dir)) as remote_tier:
-        shards = write_step(local, 10, parameters=3 << 20)  # several chunks
-        commit(remote_tier, shards)
-        assert await remote_tier.drain(timeout_s=20)
-        held = await remote_tier.look()
-        remote = held.shards[1]
-        layout = (await reading.manifest(remote_tier, remote)).layout
-        slot = empty_slot(layout)
-        control = await reading.load(remote_tier, remote, slot)
-        assert bytes(slot) == shards[1].path.read_bytes()
-        assert control == (await reading.manifest(remote_tier, remote)).control
-        begin, end = chunk_bounds(layout, 1)
-        piece = memoryview(bytearray(end - begin))
-        await reading.chunks(remote_tier, remote, [(1, piece)])
-        assert piece == slot[begin:end]
-
-
-async def test_a_flipped_bit_in_the_archive_is_named_and_leaves_no_seal(
-    local: Volume, archive_dir: Path
-) -> None:
-    async with running(config(archive_dir)) as remote_tier:
-        commit(remote_tier, write_step(local, 10))
-        assert await remote_tier.drain(timeout_s=10)
-        remote = (await remote_tier.look()).shards[0]
-        flip(archive_dir / remote.key.name, at=PAGE_BYTES * 3)
-        layout = (await reading.manifest(remote_tier, remote)).layout
-        slot = empty_slot(layout)
-        with pytest.raises(DigestError, match=r"chunk 0.*model\.weight.*use another copy"):
-            await reading.load(remote_tier, remote, slot)
-        assert bytes(slot[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
-        with pytest.raises(DigestError, match="chunk 0"):
-            await reading.chunks(remote_tier, remote, [(0, slot[slice(*chunk_bounds(layout, 0))])])
-
-
 def flip(path: Path, *, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
-
-
-async def test_only_steps_on_the_grid_are_sent_and_others_when_asked_for(
-    local: Volume, archive_dir: Path
-) -> None:
-    async with running(config(archive_dir, every=10)) as remote_tier:
-        for step in (10, 15, 20):
-            commit(remote_tier, write_step(local, step))
-        assert await remote_tier.drain(timeout_s=10)
-        assert (await remote_tier.look()).complete == {step_id(10), step_id(20)}
-        remote_tier.want(step_id(15))
-        assert await remote_tier.drain(timeout_s=10)
-        assert step_id(15) in (await remote_tier.look()).complete
 
 
 @pytest.mark.parametrize("managed", [False, True])
@@ -175,39 +114,6 @@ async def test_two_sidecars_complete_a_step_together(local: Volume, archive_dir:
         assert await one.drain(timeout_s=10)
         assert await other.drain(timeout_s=10)
         assert (await one.look()).complete == {step_id(10)}
-
-
-async def test_what_is_there_already_is_not_sent_again(local: Volume, archive_dir: Path) -> None:
-    shards = write_step(local, 10)
-    for sent in (2, 0):
-        async with running(config(archive_dir)) as remote_tier:
-            commit(remote_tier, shards)
-            assert await remote_tier.drain(timeout_s=10)
-            assert remote_tier.status().sent == sent
-
-
-async def test_a_shard_that_was_published_meanwhile_is_found(
-    local: Volume, archive_dir: Path
-) -> None:
-    shards = write_step(local, 10)
-    local.publish(step_id(10))
-    async with running(config(archive_dir)) as remote_tier:
-        commit(remote_tier, shards)
-        assert await remote_tier.drain(timeout_s=10)
-        assert (await remote_tier.look()).complete == {step_id(10)}
-
-
-async def test_a_step_that_was_retired_before_its_turn_is_no_trouble(
-    local: Volume, archive_dir: Path
-) -> None:
-    gone, kept = write_step(local, 10), write_step(local, 20)
-    local.retire(step_id(10))
-    async with running(config(archive_dir)) as remote_tier:
-        commit(remote_tier, gone)
-        commit(remote_tier, kept)
-        assert await remote_tier.drain(timeout_s=10)
-        assert (await remote_tier.look()).complete == {step_id(20)}
-        assert remote_tier.status().trouble == ""
 
 
 async def test_the_step_whose_turn_is_next_is_not_retired_before_unless_the_archive_is_away(
@@ -331,30 +237,6 @@ async def test_nothing_is_deleted_until_somebody_has_said_what_is_pinned(
             commit(remote_tier, write_step(local, step))
             assert await remote_tier.drain(timeout_s=10)
             assert {id.step for id in (await remote_tier.look()).complete} == left
-
-
-async def test_an_archive_that_is_not_mounted_is_unknown_and_catches_up_oldest_first(
-    local: Volume, archive_dir: Path
-) -> None:
-    archive_dir.rmdir()
-    order: list[StepId] = []
-    async with running(config(archive_dir, retention=Retention(last=9))) as remote_tier:
-        for step in (3, 1, 2):
-            commit(remote_tier, write_step(local, step))
-        assert not await remote_tier.drain(timeout_s=0.3)
-        held = await remote_tier.look()
-        assert held.answer is Answer.UNKNOWN
-        assert "not there; mount it" in held.reason
-        status = remote_tier.status()
-        assert (status.backlog, status.failures > 1) == (6, True)
-        assert "mount it" in status.trouble
-        assert status.behind_s > 0
-        archive_dir.mkdir()
-        assert await remote_tier.drain(timeout_s=10)
-        assert remote_tier.status().trouble == ""
-    times = {path.stat().st_mtime_ns: path.parent.name for path in archive_dir.rglob("*.json")}
-    order = [StepId.parse(times[at]) for at in sorted(times)]
-    assert [id.step for id in order] == [1, 2, 3]
 
 
 async def test_a_directory_that_vanishes_under_a_read_is_an_error_with_its_name(

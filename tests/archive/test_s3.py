@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from keepstep.core.retention import Retention
 from keepstep.errors import DigestError, StorageError
 from keepstep.image import PAGE_BYTES
 from keepstep.steps import Answer
@@ -23,7 +22,6 @@ from tests.archive.conftest import Bucket, commit, running, write_step
 from tests.archive.gateway import free_port
 from tests.harness import until
 from tests.tiers import reading
-from tests.tiers.local import gone
 from tests.volume.images import RUN, empty_slot, step_id
 
 SEVERAL_PARTS = 3 << 20  # parameters: 24 MiB an image
@@ -31,26 +29,6 @@ SEVERAL_PARTS = 3 << 20  # parameters: 24 MiB an image
 
 def in_bucket(bucket: Bucket, step: int) -> Path:
     return bucket.directory / "runs" / RUN / str(step_id(step))
-
-
-async def test_a_step_goes_to_s3_and_comes_back_bit_equal(local: Volume, bucket: Bucket) -> None:
-    async with running(bucket.config()) as remote_tier:
-        shards = write_step(local, 10, parameters=SEVERAL_PARTS)
-        commit(remote_tier, shards)
-        assert await remote_tier.drain(timeout_s=30)
-        held = await remote_tier.look()
-        assert (held.answer, held.complete) == (Answer.STEPS, {step_id(10)})
-        for remote in held.shards:
-            slot = empty_slot((await reading.manifest(remote_tier, remote)).layout)
-            await reading.load(remote_tier, remote, slot)
-            assert bytes(slot) == shards[remote.rank].path.read_bytes()
-        status = remote_tier.status()
-        size_bytes = sum(one.size_bytes for one in held.shards)
-        assert status.sent_bytes == size_bytes
-        headers = 3 * len(held.shards) * (64 << 10)  # read first, with what follows them
-        assert size_bytes <= status.received_bytes < size_bytes + headers
-    names = sorted(path.name for path in in_bucket(bucket, 10).iterdir())
-    assert names == [*(f"rank-0000{r}-of-00002.safetensors" for r in range(2)), "step.json"]
 
 
 async def test_the_pod_that_leaves_last_writes_the_record_of_the_step(
@@ -147,17 +125,6 @@ def test_a_store_that_is_away_is_told_of_in_the_same_words_each_time(
     assert "retries" not in trouble
 
 
-async def test_a_slow_store_is_only_slow(local: Volume, bucket: Bucket) -> None:
-    bucket.proxy.faults.delay_s = 0.1
-    async with running(bucket.config()) as remote_tier:
-        commit(remote_tier, write_step(local, 10))
-        await until(lambda: remote_tier.in_use(step_id(10)))
-        assert not await remote_tier.drain(timeout_s=0.1)
-        assert await remote_tier.drain(timeout_s=30)
-        assert not remote_tier.in_use(step_id(10))
-        assert remote_tier.status().failures == 0
-
-
 async def test_other_bytes_than_were_sent_are_never_given_out(
     local: Volume, bucket: Bucket
 ) -> None:
@@ -231,34 +198,6 @@ def test_wrong_credentials_and_absent_buckets_say_what_to_do(
     said = asyncio.run(reason(bucket.config()))
     assert "check the credentials" in said
     assert "wrong" not in said
-
-
-async def test_an_archive_that_was_down_catches_up_with_the_oldest_kept_step_first(
-    local: Volume, bucket: Bucket
-) -> None:
-    bucket.proxy.faults.answer = 503
-    async with running(bucket.config(retention=Retention(last=9))) as remote_tier:
-        for step in range(1, 6):
-            commit(remote_tier, write_step(local, step))
-        for step in (1, 2):  # retired here while the archive was away: nothing to be done
-            local.retire(step_id(step))
-        gone(remote_tier, [step_id(1), step_id(2)])
-        await until(lambda: remote_tier.status().failures)
-        assert remote_tier.status().backlog == 6
-        bucket.proxy.faults.answer = None
-        assert await remote_tier.drain(timeout_s=30)
-        assert [id.step for id in sorted((await remote_tier.look()).complete)] == [3, 4, 5]
-    written = sorted(bucket.directory.rglob("step.json"), key=lambda p: p.stat().st_mtime_ns)
-    assert [path.parent.name[-1] for path in written] == ["3", "4", "5"]
-
-
-async def test_a_store_that_is_not_there_is_an_error_not_an_empty_archive(bucket: Bucket) -> None:
-    bucket.proxy.faults.drop_after = -1
-    async with running(bucket.config()) as remote_tier:
-        held = await remote_tier.look()
-        assert held.answer is Answer.UNKNOWN
-        with pytest.raises(StorageError, match=bucket.name):
-            await remote_tier.store.list_below(RUN)
 
 
 async def test_a_connection_that_leads_elsewhere_by_now_is_not_used_again(bucket: Bucket) -> None:

@@ -25,7 +25,7 @@ from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.tiers.archive.twin import twin_name
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.volume import Volume
-from tests.archive.conftest import Bucket, commit, running
+from tests.archive.conftest import commit, running
 from tests.tiers import reading
 from tests.volume.images import EPOCH, RUN, Slot, empty_slot, step_id
 
@@ -135,15 +135,6 @@ async def test_a_chunk_that_is_a_ranks_own_stays_its_own(
     assert (step_dir / twin_name(1, WORLD, 0)).stat().st_size > 2.5 * CHUNK_BYTES
 
 
-async def test_twins_that_have_little_in_common_are_stored_whole(
-    local: Volume, config: ArchiveConfig, step_dir: Path
-) -> None:
-    async with archived(local, config, own=[2, 3, 4]) as (remote_tier, shards):
-        await brought(remote_tier, shards)
-    names = {shard_name(rank, WORLD) for rank in range(WORLD)}
-    assert {path.name for path in step_dir.iterdir()} == {*names, NAME}
-
-
 async def test_a_twin_on_another_machine_is_waited_for(
     volumes: Any, config: ArchiveConfig, step_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,11 +235,6 @@ async def test_a_step_that_is_not_kept_goes_with_its_twins(
             assert await remote_tier.drain(timeout_s=20)
         await remote_tier.expire()
     assert not step_dir.exists() or list(step_dir.iterdir()) == []
-
-
-async def test_through_s3_they_come_back_bit_equal(local: Volume, bucket: Bucket) -> None:
-    async with archived(local, bucket.config()) as (remote_tier, shards):
-        await brought(remote_tier, shards)
 
 
 # --- the record ----------------------------------------------------------------------------------

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import http.server
-import ipaddress
 import json
 import ssl
 import threading
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from charts.keepstep.files import check_injection
+from tests.certificates import make_certificate
 from tests.chart.charts import Object
 
 
@@ -87,17 +82,6 @@ def test_an_injected_pod_passes_and_is_only_a_dry_run(server: ApiServer, account
     assert server.asked == [("/api/v1/namespaces/steps/pods?dryRun=All", "Bearer a-token")]
 
 
-def test_it_asks_again_while_the_certificate_is_new(server: ApiServer, account: Path) -> None:
-    plain = check_injection.annotated_pod("default")
-    server.answers = [
-        (201, plain, ""),
-        (500, {"message": "x509: not yet"}, ""),
-        (201, _injected(), ""),
-    ]
-    assert _check(server, account) == []
-    assert len(server.asked) == 3
-
-
 def test_a_pod_without_a_sidecar_fails_with_what_admission_said(
     server: ApiServer, account: Path
 ) -> None:
@@ -107,18 +91,6 @@ def test_a_pod_without_a_sidecar_fails_with_what_admission_said(
     assert "first init container is not keepstep-sidecar" in found
     assert "KEEPSTEP_SOCKET" in found
     assert "no policy default" in found
-
-
-def test_a_refusal_is_told_in_the_servers_words(server: ApiServer, account: Path) -> None:
-    server.answers = [(403, {"message": "violates PodSecurity"}, "")]
-    (found,) = _check(server, account, within_s=0.05)
-    assert found == "the API server refuses the pod: HTTP 403: violates PodSecurity"
-
-
-def test_another_certificate_is_not_trusted(server: ApiServer, account: Path) -> None:
-    _certificate(account)
-    (found,) = _check(server, account, within_s=0.05)
-    assert "CERTIFICATE_VERIFY_FAILED" in found
 
 
 def _check(server: ApiServer, account: Path, *, within_s: float = 20.0) -> list[str]:
@@ -137,32 +109,9 @@ def _injected() -> Object:
 
 
 def _certificate(account: Path) -> Path:
-    """A self-signed one for 127.0.0.1, as ca.crt; returns the file with the key in it."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "api")])
-    now = datetime.now(UTC)
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(minutes=1))
-        .not_valid_after(now + timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    """Written as ca.crt; returns the file with the key in it."""
+    pem = make_certificate(account)
     (account / "ca.crt").write_bytes(pem)
     both = account / "both.pem"
-    both.write_bytes(
-        pem
-        + key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
+    both.write_bytes(pem + (account / "tls.key").read_bytes())
     return both

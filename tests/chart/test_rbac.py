@@ -73,13 +73,6 @@ def _with_account(component: str, account: Object) -> Object:
     return {component: {"serviceAccount": account}}
 
 
-def test_accounts_carry_the_annotations_that_are_asked_for(chart: Chart) -> None:
-    account = {"name": "injector", "annotations": {"example.com/role": "a"}}
-    objects = chart.render({"admission": {"serviceAccount": account}})
-    made = of_kind(objects, "ServiceAccount")["injector"]
-    assert made["metadata"]["annotations"] == {"example.com/role": "a"}
-
-
 def test_beside_cert_manager_the_certificates_component_touches_no_webhook_and_fewer_secrets(
     chart: Chart, plain: list[Object]
 ) -> None:
@@ -91,13 +84,6 @@ def test_beside_cert_manager_the_certificates_component_touches_no_webhook_and_f
     assert read == written | {"keepstep-reports-tls"}
     secrets = {one.names for one in grants if "secrets" in one.resources and "update" in one.verbs}
     assert secrets == {frozenset({"keepstep-peers-ca"})}
-
-
-def test_without_watching_nodes_no_right_to_read_them_is_granted(chart: Chart) -> None:
-    objects = chart.render({"reconcile": {"watchNodes": False}})
-    assert not any("nodes" in one.resources for one in _rendered(objects, "reconcile"))
-    spec = of_kind(objects, "Deployment")["keepstep-reconcile"]["spec"]["template"]["spec"]
-    assert "--watch-nodes" not in spec["containers"][0]["args"]
 
 
 def test_nothing_is_granted_by_wildcard(plain: list[Object]) -> None:

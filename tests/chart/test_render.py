@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import tarfile
 import warnings
-from pathlib import Path
 from typing import Any
 
-import helm_python
 import pytest
 import yaml
 
@@ -19,8 +16,6 @@ from tests.chart.charts import (
     ROOT,
     Chart,
     Object,
-    Refused,
-    is_hook,
     of_kind,
     pod_specs,
 )
@@ -111,21 +106,6 @@ def test_kubernetes_knows_every_field(rendered: list[Object], version: str) -> N
     for one in rendered:
         if one["kind"] not in unknown:
             kubernetes_validate.validate(one, version, strict=True)
-
-
-def test_names_that_look_like_numbers_stay_names(chart: Chart) -> None:
-    """Of namespaces and Secrets: a DNS label may be 007, or true."""
-    values = {
-        "hostPaths": ["/mnt/nvme0"],
-        "images": {"pullSecrets": ["123"]},
-        "admission": {"excludeNamespaces": ["007", "true"], "priorityClassName": "1"},
-        "helpers": {"namespace": "44"},
-        "networkPolicy": {"training": {"namespaces": ["42"], "egress": True}},
-        "test": {"namespace": "43"},
-    }
-    for one in chart.render(values, namespace="2026"):
-        if one["kind"] not in OURS | {"CustomResourceDefinition"}:
-            kubernetes_validate.validate(one, KUBERNETES[-1], strict=True)
 
 
 def test_every_object_is_labelled_and_namespaced_objects_name_their_namespace(
@@ -250,23 +230,6 @@ def test_admission_is_spread_and_survives_a_drain(plain: list[Object]) -> None:
     assert budget["selector"]["matchLabels"] == spec["selector"]["matchLabels"]
 
 
-@pytest.mark.parametrize("component", ["admission", "reconcile"])
-def test_replicas_are_apart_also_where_nodes_have_no_zone(chart: Chart, component: str) -> None:
-    def affinity(values: dict[str, object]) -> Object:
-        deployment = of_kind(chart.render(values), "Deployment")[f"keepstep-{component}"]["spec"]
-        found: Object = deployment["template"]["spec"]["affinity"]
-        return found
-
-    avoided = affinity({})["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-    terms = [one["podAffinityTerm"] for one in avoided]
-    keys = {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
-    assert {one["topologyKey"] for one in terms} == keys
-    for one in terms:
-        assert one["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == component
-        assert one["matchLabelKeys"] == ["pod-template-hash"], "a rollout parts those that met"
-    assert affinity({component: {"affinity": {"nodeAffinity": {}}}}) == {"nodeAffinity": {}}
-
-
 def test_certificates_never_run_twice(plain: list[Object]) -> None:
     spec = of_kind(plain, "Deployment")["keepstep-certificates"]["spec"]
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
@@ -288,56 +251,6 @@ def test_host_paths_reach_both_who_must_refuse(chart: Chart) -> None:
             "--host-path=/mnt/a",
             "--host-path=/mnt/b",
         ]
-
-
-def test_images_follow_the_chart_unless_they_are_named(chart: Chart, plain: list[Object]) -> None:
-    app_version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
-    assert {c["image"] for _, spec in pod_specs(plain) for c in spec["containers"]} == {
-        f"keepstep/operator:{app_version}"
-    }
-    digest = "sha256:" + "b" * 64
-    named = chart.render(
-        {
-            "images": {
-                "pullPolicy": "Never",
-                "operator": {"repository": "registry.example/op", "tag": "7"},
-                "sidecar": {"repository": "registry.example/side", "tag": "7", "digest": digest},
-            }
-        }
-    )
-    assert {c["image"] for _, spec in pod_specs(named) for c in spec["containers"]} == {
-        "registry.example/op:7"
-    }
-    arguments = _arguments(named, "keepstep-admission")
-    assert f"--sidecar-image=registry.example/side@{digest}" in arguments
-    assert "--sidecar-pull-policy=Never" in arguments
-
-
-def test_a_registry_comes_before_every_repository(chart: Chart) -> None:
-    objects = chart.render({"hostPaths": ["/mnt/a"], "images": {"registry": "r.example:5000/m/"}})
-    for _, spec in pod_specs(objects):
-        for container in spec["containers"]:
-            assert container["image"].startswith("r.example:5000/m/keepstep/operator:")
-    for name, flag in (("admission", "--sidecar-image"), ("reconcile", "--helper-image")):
-        (image,) = (
-            one for one in _arguments(objects, f"keepstep-{name}") if one.startswith(f"{flag}=")
-        )
-        assert image.startswith(f"{flag}=r.example:5000/m/keepstep/sidecar:")
-
-
-@pytest.mark.parametrize("name", ["admission", "reconcile", "certificates"])
-def test_arguments_and_environment_of_ones_own_come_last(chart: Chart, name: str) -> None:
-    variable = {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
-    objects = chart.render(
-        {"logLevel": "warning", name: {"extraArgs": ["--metrics-port=1"], "extraEnv": [variable]}}
-    )
-    assert _arguments(objects, f"keepstep-{name}")[-2:] == [
-        "--log-level=warning",
-        "--metrics-port=1",
-    ]
-    spec = of_kind(objects, "Deployment")[f"keepstep-{name}"]["spec"]["template"]["spec"]
-    assert spec["containers"][0]["env"][-1] == variable
-    assert spec["containers"][0]["env"][0]["name"] == "KEEPSTEP_NAMESPACE"
 
 
 def test_cert_manager_makes_the_secrets_that_are_mounted_and_its_issuer_is_the_one_named(
@@ -407,14 +320,6 @@ def test_training_pods_let_in_peers_and_scrapes_where_that_is_asked_for(chart: C
     assert [rule["ports"][0]["port"] for rule in out[0]] == [26741, 9444, 53]
 
 
-def test_the_chart_holds_files_alone_and_its_package_all_of_them(tmp_path: Path) -> None:
-    assert not [path for path in CHART.rglob("*") if path.is_symlink()], "helm warns of links"
-    with tarfile.open(helm_python.package(CHART, destination=tmp_path)) as packed:
-        inside = {name.partition("/")[2] for name in packed.getnames()}
-    there = {str(path.relative_to(CHART)) for path in CHART.rglob("*") if path.is_file()}
-    assert there <= inside | {".helmignore"}
-
-
 def test_the_crds_of_the_release_are_those_of_the_repository(plain: list[Object]) -> None:
     files = [yaml.safe_load(path.read_text()) for path in (ROOT / "crds").glob("*.yaml")]
     assert of_kind(plain, "CustomResourceDefinition") == {
@@ -426,37 +331,6 @@ def test_options_are_off_unless_asked_for(chart: Chart, plain: list[Object]) -> 
     options = {"NetworkPolicy", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
     assert not options & {one["kind"] for one in plain}
     assert options <= {one["kind"] for one in chart.render(EVERYTHING)}
-
-
-def test_another_name_runs_through_everything(chart: Chart) -> None:
-    objects = [
-        one
-        for one in chart.render({"fullnameOverride": "steps"})
-        if one["kind"] != "CustomResourceDefinition" and not is_hook(one)
-    ]
-    assert all(one["metadata"]["name"].startswith("steps") for one in objects)
-    arguments = _arguments(objects, "steps-admission")
-    assert "--reports-url=https://steps-reports.keepstep-system.svc:443" in arguments
-    assert "--reports-ca-configmap=steps-reports-ca" in arguments
-
-
-def test_helm_test_uses_a_namespace_that_the_webhook_sees(plain: list[Object]) -> None:
-    hooks = [one for one in plain if is_hook(one)]
-    namespaces = of_kind(hooks, "Namespace")
-    (webhook,) = of_kind(plain, "MutatingWebhookConfiguration")["keepstep"]["webhooks"]
-    assert namespaces.keys() == {"keepstep-test"}
-    assert not namespaces.keys() & _left_out(webhook)
-    assert of_kind(hooks, "CheckpointPolicy")["helm-test"]["metadata"]["namespace"] in namespaces
-    weights = {
-        one["kind"]: int(one["metadata"]["annotations"]["helm.sh/hook-weight"]) for one in hooks
-    }
-    assert weights["Namespace"] == min(weights.values())
-    assert weights["Pod"] == max(weights.values())
-
-
-def test_a_test_namespace_that_the_webhook_leaves_out_is_refused(chart: Chart) -> None:
-    with pytest.raises(Refused, match="name another"):
-        chart.render({"test": {"namespace": NAMESPACE}})
 
 
 def _arguments(objects: list[Object], deployment: str) -> list[str]:

@@ -86,9 +86,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keepstep]:
 @pytest.mark.parametrize(
     "lives",
     [
-        [("alone", 1)],
-        [("ddp", 2)],
-        [("fsdp", 2)],
         [("2d", 4)],
         [("alone", 1), ("fsdp", 2)],
         [("fsdp", 2), ("ddp", 3)],
@@ -117,22 +114,6 @@ def test_bf16_is_what_torch_makes_of_it(alone: Keepstep, tmp_path: Path) -> None
     assert_equal(load(tmp_path / "out"), expected)
 
 
-def test_an_archive_is_enough(alone: Keepstep, keepstep: Keepstep) -> None:
-    """With the machine's files gone, or a part of them."""
-    where = ("--archive", str(alone.home / "archive"))
-    keepstep("export", "latest", "--to", "out", *where)
-    assert_equal(load(keepstep.home / "out"), trained(alone))
-    shutil.copytree(alone.home, keepstep.home / "kept", symlinks=True)
-    for step in (keepstep.home / "kept/.keepstep/export_script").glob("*-*"):
-        shutil.rmtree(step)
-    record = keepstep.home / "kept/.keepstep/export_script/sidecar.toml"
-    record.write_text(record.read_text().replace(str(alone.home), str(keepstep.home / "kept")))
-    kept = ("--dir", "kept/.keepstep")
-    assert f"--config {record}" in keepstep("export", "5", "--to", "no", *kept, code=2).stderr
-    keepstep("export", "5", "--to", "again", *kept, "--config", str(record))
-    assert_equal(load(keepstep.home / "again"), trained(alone))
-
-
 def test_what_one_machine_lacks_comes_from_the_archive(keepstep: Keepstep) -> None:
     (keepstep.home / "archive").mkdir()
     train(keepstep, "fsdp", 2, 3, "--archive", "archive", "--archive-every", "1")
@@ -147,14 +128,6 @@ def test_what_one_machine_lacks_comes_from_the_archive(keepstep: Keepstep) -> No
     (keepstep.home / "archive").rename(keepstep.home / "away")
     assert "mount it" in keepstep("export", "2", "--to", "no", *settings, code=1).stderr
     assert not (keepstep.home / "no").exists()
-
-
-def test_other_components_have_the_names_of_their_parameters(
-    alone: Keepstep, tmp_path: Path
-) -> None:
-    said = alone("export", "5", "--to", str(tmp_path / "out"), "--only", "optimizer").stdout
-    assert "left out, no tensors: param_groups" in said
-    assert "state.model.up.weight.exp_avg" in load(tmp_path / "out")
 
 
 DCP = """
@@ -286,11 +259,6 @@ def test_a_rerun_changes_nothing_and_nobody_elses_directory_is_touched(
     assert "is a file" in alone("export", "5", "--to", str(tmp_path / "file"), code=2).stderr
 
 
-def test_a_mount_point_is_refused_before_its_parent_is_filled(alone: Keepstep) -> None:
-    said = alone("export", "5", "--to", "/dev/shm", code=2).stderr
-    assert "/dev/shm is a mount point: name a directory in it" in said
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -307,17 +275,6 @@ def test_wrong_uses_say_what_to_do(
     told = alone("export", *words, "--to", str(out), code=2).stderr
     assert said in told or "does not hold step 9999" in told
     assert not out.exists()
-
-
-def test_without_torch_it_says_what_to_install(alone: Keepstep, tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('none here', name='torch')")
-    paths = os.pathsep.join([str(tmp_path), *sys.path])
-    words = [sys.executable, "-m", "keepstep_sidecar.cli", "export", "5", "--to", "out"]
-    done = subprocess.run(
-        words, cwd=alone.home, env={**os.environ, "PYTHONPATH": paths}, capture_output=True
-    )
-    assert done.returncode == 2
-    assert b"pip install torch" in done.stderr
 
 
 @pytest.mark.root

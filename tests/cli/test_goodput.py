@@ -28,12 +28,3 @@ def test_goodput_is_shown_over_restarts_and_after_the_end(keepstep: Keepstep) ->
     again = keepstep.json("status")["goodput"]
     assert (again["interruptions"], again["steps"]) == (2, 70)
     assert again["wall_s"] > told["wall_s"]
-
-
-def test_a_run_without_a_history_has_none(keepstep: Keepstep) -> None:
-    keepstep.script("train.py", TRAIN)
-    keepstep("run", "--", warm.python(), "train.py", "6", "-1")
-    (kept,) = keepstep.directory.glob("**/history.jsonl")
-    kept.unlink()
-    assert keepstep.json("status")["goodput"] is None
-    assert "goodput" not in keepstep("status").stdout

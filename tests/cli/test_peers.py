@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import safetensors.torch
 
 from tests import warm
 from tests.cli.conftest import Keepstep
-from tests.harness import eventually
+from tests.harness import eventually, free_port
 from tests.peer.authority import Authority
 
 TRAIN = """
@@ -38,13 +37,6 @@ checkpointer.wait(int(sys.argv[1]) - 1, "durable", timeout=60)
 torch.distributed.barrier()
 os._exit(3)  # the sidecars stay
 """
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from keepstep_sidecar.cli.run_dir import (
     run_name,
     save,
 )
-from keepstep_sidecar.config.keys import toml_value
-from keepstep_sidecar.config.sidecar import KEYS
+from keepstep_sidecar.config.settings import toml_value
+from keepstep_sidecar.config.sidecar import SETTINGS
 
 
 def _keep(directory: Path, run: str, *volumes: Path) -> RunDir:
@@ -79,9 +79,9 @@ def test_options_of_a_newer_version_are_ignored(tmp_path: Path) -> None:
 
 def test_a_record_gives_data_and_no_settings(tmp_path: Path) -> None:
     kept = RunDir.of(
-        tmp_path, "a", slots=3, keep_last=9, archive_url="s3://b/x", archive_endpoint="https://e",
+        tmp_path, "a", slots=3, keep=9, archive="s3://b/x", archive_endpoint="https://e",
         restore_from="7", owner_pid=1, report_url="https://r", report_ca="ca",
-        report_token_file=Path("/token"), peer_listen="h:1", peer_addresses=("i:2",),
+        report_token_file=Path("/token"), peer_listen="h:1", peers=("i:2",),
         peer_cert=Path("/c"), peer_key=Path("/k"), peer_ca=Path("/a"),
     )  # fmt: skip
     kept.home.mkdir(parents=True)
@@ -89,7 +89,7 @@ def test_a_record_gives_data_and_no_settings(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     text = kept.record.read_text().replace(str(kept.memory), str(elsewhere))
     kept.record.write_text(text)
-    assert find(tmp_path, "a") == RunDir.of(tmp_path, "a", slots=3, keep_last=9)
+    assert find(tmp_path, "a") == RunDir.of(tmp_path, "a", slots=3, keep=9)
 
 
 @pytest.mark.parametrize("path", [".", "{home}", "/proc/self/cwd/a"])
@@ -162,7 +162,7 @@ def test_places_that_lie_in_each_other_are_refused_at_the_start(
     (place / "link").symlink_to(place / "v")
     given: dict[str, Any] = {"volumes": tuple(Path(one.format(place)) for one in volumes)}
     if archive:
-        given["archive_url"] = os.path.normpath(archive.format(place))
+        given["archive"] = os.path.normpath(archive.format(place))
     with pytest.raises(UsageError, match=r"one in the other|lies in the other"):
         RunDir.of(place, "a", **{name: one for name, one in given.items() if one})
 
@@ -229,7 +229,9 @@ _json = st.recursive(
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(data=st.binary() | st.tuples(st.sampled_from(["home", *(key.name for key in KEYS)]), _json))
+@given(
+    data=st.binary() | st.tuples(st.sampled_from(["home", *(one.name for one in SETTINGS)]), _json)
+)
 @example(data=b"a = " + b"[" * 100_000)
 @example(data=b"slots = " + b"9" * 5000)
 @example(data=("linger", float("inf")))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from keepstep_sidecar.config.quantities import (
-    format_duration,
-    format_size,
     parse_duration,
     parse_size,
 )
@@ -48,21 +46,3 @@ def test_durations_are_sums_of_parts(text: str, seconds: float) -> None:
 def test_what_is_no_duration_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="90s, 15m or 2h"):
         parse_duration(text)
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (12 << 20, "12.0 MiB"),
-     (1 << 50, "1.00 PiB"), (1000 << 30, "1000 GiB")],
-)  # fmt: skip
-def test_sizes_are_shown_with_three_digits(size_bytes: int, text: str) -> None:
-    assert format_size(size_bytes) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0s"), (0.44, "0.4s"), (12.4, "12s"), (59.7, "1m"), (200, "3m20s"), (900, "15m"),
-     (7500, "2h05m"), (273600, "3d04h")],
-)  # fmt: skip
-def test_durations_are_shown_in_their_two_largest_units(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text

@@ -77,23 +77,6 @@ def test_stop_frees_what_a_removed_run_left(keepstep: Keepstep) -> None:
     assert "no run is kept" in keepstep("stop", "--dir", str(keepstep.directory), code=2).stderr
 
 
-def test_memory_is_taken_where_the_directory_is_still_there(keepstep: Keepstep) -> None:
-    fail(keepstep)
-    keepstep.sidecar().send_signal(signal.SIGKILL)
-    eventually(lambda: not keepstep.sidecars())
-    out, _ = again(keepstep)
-    assert "from 3" in out
-
-
-def test_a_volume_that_is_still_there_keeps_its_run(keepstep: Keepstep, tmp_path: Path) -> None:
-    volume = tmp_path / "drive"
-    volume.mkdir()
-    fail(keepstep, "--volume", str(volume))
-    shutil.rmtree(keepstep.directory)
-    out, _ = again(keepstep, "--volume", str(volume))
-    assert "from 3" in out
-
-
 def test_a_run_that_trains_makes_its_directory_again(keepstep: Keepstep) -> None:
     text = TRAIN.replace(
         "    checkpointer.save(step)\n",

@@ -70,34 +70,6 @@ def test_a_checkpoint_of_another_model_is_not_retried(keepstep: Keepstep) -> Non
     assert "would end in the same way: MismatchError: model and checkpoint disagree" in err
 
 
-def test_one_rank_of_torchrun_that_does_not_fit_is_not_retried(keepstep: Keepstep) -> None:
-    text = """
-import torch
-torch.distributed.init_process_group("gloo")
-rank, lives = torch.distributed.get_rank(), len(pathlib.Path("starts").read_text())
-width = 4 if rank == 0 or lives <= 2 else 5
-model = {"model": torch.nn.Linear(4, width)}
-checkpointer = keepstep.Checkpointer(model)
-at = checkpointer.restore()
-checkpointer.save(at.step + 1 if at else 0)
-checkpointer.wait(0)
-sys.exit(9)
-"""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    err = run(keepstep, text, launcher=launcher)
-    assert starts(keepstep) == 4, "two ranks, the second life is the last"
-    assert "would end in the same way: MismatchError" in err
-
-
-@pytest.mark.parametrize(
-    "error", ["ConnectionError('reset')", "TimeoutError()", "OSError(5, 'io')"]
-)
-def test_an_error_that_another_start_may_avoid_is_retried(keepstep: Keepstep, error: str) -> None:
-    err = run(keepstep, f"raise {error}")
-    assert starts(keepstep) == 4
-    assert "not started again" not in err
-
-
 def test_a_refusal_after_a_kept_step_is_retried(keepstep: Keepstep) -> None:
     text = """
 checkpointer = keepstep.Checkpointer({"state": {"n": 1}}, strict=True)
@@ -129,8 +101,3 @@ def test_a_complete_run_that_is_started_again_says_that_nothing_was_trained(
     assert "it went on from step 2 and saved nothing: if this run is complete" in err
     assert "keepstep run --run NAME" in err
     assert "saved nothing" not in keepstep(*words[:-2], "4", "-1").stderr
-
-
-def test_a_script_that_is_killed_before_it_has_a_lease_is_retried(keepstep: Keepstep) -> None:
-    run(keepstep, "import os; os.kill(os.getpid(), 9)", code=137)
-    assert starts(keepstep) == 4

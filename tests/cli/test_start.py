@@ -217,14 +217,6 @@ def test_nobody_takes_the_sidecar_of_a_living_trainer_away(keepstep: Keepstep) -
     keepstep("stop")
 
 
-def test_a_package_that_is_run_gives_its_name(keepstep: Keepstep) -> None:
-    (keepstep.home / "train").mkdir()
-    keepstep.script("train/__main__.py", OWN)
-    plain(keepstep, "-m", "train", "2", "-1")
-    assert keepstep.json("status")["run"] == "train"
-    keepstep("stop")
-
-
 def test_what_hinders_it_is_an_error_that_says_so(keepstep: Keepstep) -> None:
     keepstep.script("train.py", OWN)
     (keepstep.home / ".keepstep").write_text("a file")

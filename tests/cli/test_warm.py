@@ -145,30 +145,6 @@ def test_what_cannot_start_warm_starts_cold_and_says_why(
     assert f"starts are cold, not warm: {reason}" in done.stderr
 
 
-def test_without_a_stdout_starts_are_cold(keepstep: Keepstep) -> None:
-    keepstep.prefix = ("sh", "-c", 'exec "$@" >&-', "sh")
-    keepstep.script("train.py", "")
-    done = keepstep(*WARM, "--", PYTHON, "train.py")
-    assert "starts are cold, not warm: stdin, stdout or stderr is closed" in done.stderr
-
-
-def test_a_life_that_removes_its_working_directory_has_a_next_one(keepstep: Keepstep) -> None:
-    text = "import os\nprint('life', flush=True)\nos.rmdir('../w')\nos._exit(3)"
-    script = keepstep.home / keepstep.script("train.py", text)
-    (keepstep.home / "w").mkdir()
-    words = ("--restarts", "1", "--warm", "--dir", str(keepstep.directory), "--", PYTHON, script)
-    with keepstep.start("run", *map(str, words), cwd=keepstep.home / "w") as running:
-        out, err = running.communicate(timeout=90)
-    # the second one ends with an error of its own, as a cold one does
-    assert (running.returncode, out.split()) == (1, ["life", "life"]), err
-    assert "a cold start this time: the working directory: No such file or directory" in err
-
-
-def test_modules_to_import_need_warm_starts(keepstep: Keepstep) -> None:
-    said = keepstep("run", "--preload", "a", "--", PYTHON, "a.py", code=2).stderr
-    assert "--preload has no effect without --warm" in said
-
-
 def test_on_a_terminal_ctrl_c_is_the_commands_and_not_the_fork_servers(keepstep: Keepstep) -> None:
     script = keepstep.script("listener.py", f"line = input()\n{LISTENER}")
     words = ("run", "--run", "a", "--warm", "--", PYTHON, script)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import pytest
 
@@ -16,38 +14,7 @@ from keepstep.state.topology import Topology
 from keepstep.steps import Answer, Tier
 from keepstep_sidecar.tiers.peer.protocol import Listing
 
-
-@pytest.mark.parametrize("kind", scale.KINDS)
-def test_each_part_of_a_restart_says_what_it_takes(kind: str) -> None:
-    # Each part runs in its own process: memory is measured as growth of the process, and an older
-    # process may give some memory back meanwhile.
-    found = {part: scale.apart(part, kind, 32) for part in scale.PARTS}
-    for each in found.values():
-        assert isinstance(each, dict), each
-        assert all(one >= 0 for one in each.values()), each
-    shown = scale.table({(part, kind, 32): one for part, one in found.items()}, [32])
-    assert isinstance(found["plan"], dict)
-    assert "| heard_bytes |" in shown
-    assert found["plan"]["images"] == (scale.NODE if kind == "ddp" else 32)
-
-
-def test_growth_is_the_power_that_fits() -> None:
-    assert scale.exponent([(256, 3.0), (1024, 48.0)]) == pytest.approx(2.0)
-    assert math.isnan(scale.exponent([(256, 3.0)]))
-
-
 # --- what keeps the figures low ----------------------------------------------------------------
-
-
-def heard_bytes(world: int) -> float:
-    return scale.vote("ddp", world)["heard_bytes"] / world
-
-
-def test_a_rank_says_no_more_in_a_larger_world() -> None:
-    """With a hundred archived steps, a rank sends two kilobytes. As objects that would be
-    fourteen."""
-    assert heard_bytes(128) < 2048
-    assert heard_bytes(128) == pytest.approx(heard_bytes(32), rel=0.1)
 
 
 def test_ranks_that_say_the_same_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

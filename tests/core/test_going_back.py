@@ -8,7 +8,7 @@ from keepstep.core.candidates import Candidate, Candidates
 from keepstep.core.vote import choose, limit_of, nothing_is_kept
 from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep_sidecar.commit.restore_from import Rollback
+from keepstep_sidecar.commit.restart_step import Rollback
 from keepstep_sidecar.config.restore_from import Wish, parse
 
 FIRST, SECOND = EpochId(1, "0000000a"), EpochId(2, "0000000b")

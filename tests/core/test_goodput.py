@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.core.goodput import INTERRUPTIONS, SEGMENTS, Badput, Goodput, Tally
+from keepstep.core.goodput import INTERRUPTIONS, SEGMENTS, Goodput, Tally
 from keepstep.core.history import Event, Kind
 from keepstep.steps import Epoch, EpochId, StepId
 
@@ -161,79 +161,11 @@ def test_a_fold_goes_on_from_wherever_it_was_left(lives: list[Life], cuts: list[
     assert tally == Tally().after(events)
 
 
-def test_what_one_interruption_cost() -> None:
-    events, _ = simulate([Life(), Life(away=7.0, back=4)])
-    found = Tally().after(events).goodput(events[-1].until)
-    assert found is not None
-    (one,) = found.newest
-    assert one.lost_steps == 4
-    assert dict(one.cost.items()) == pytest.approx(
-        Badput(
-            training_prep=3.0, program_startup=5.0, checkpoint_restore=2.5,
-            wasted_progress=4.0 + 0.3, infrastructure_recovery=7.0,
-        ).__dict__
-    )  # fmt: skip
-
-
 # --- what the simulation does not have -------------------------------------------------------
 
 
 def happened(kind: Kind, at: float, **fields: object) -> Event:
     return Event(sequence=1, kind=kind, at=at, until=at, **{"rank": 0, **fields})  # type: ignore[arg-type]
-
-
-def test_an_interruption_that_goes_on_costs_until_now_and_a_goodbye_costs_nothing() -> None:
-    events, _ = simulate([Life()])
-    tally, end = Tally().after(events), events[-1].until
-    before, later = tally.goodput(end), tally.goodput(end + 100)
-    assert before is not None
-    assert later is not None
-    assert later.badput.infrastructure_recovery == 100.0
-    assert later.productive_s == before.productive_s
-    quiet = [
-        *events[:-2],
-        *(happened(Kind.ENDED, end, rank=rank, text="released") for rank in (0, 1)),
-    ]  # fmt: skip
-    closed = Tally().after(quiet)
-    assert closed.goodput(end + 100) == closed.goodput(end)
-    failed = happened(Kind.FAILED, end, text="ValueError")
-    tally = Tally().after([*quiet[:-2], failed, *quiet[-2:]])
-    assert tally.goodput(end + 100) != tally.goodput(end), "an error, and then a goodbye"
-
-
-def test_a_connection_that_breaks_is_no_interruption() -> None:
-    events, _ = simulate([Life(steps=20, torn=0.0)])
-    whole = Tally().after(events[:-2])
-    middle = 10
-    at = events[middle].until + 0.2
-    broken = [happened(one, at, seconds=50.0) for one in (Kind.ENDED, Kind.STARTED, Kind.CAME)]
-    found = Tally().after([*events[: middle + 1], *broken, *events[middle + 1 : -2]])
-    assert found == whole
-    assert found.interruptions == 0
-
-
-def test_a_history_that_begins_in_the_middle_counts_from_there() -> None:
-    events, _ = simulate([Life(steps=20)])
-    staged = [one for one in events if one.kind is Kind.STAGED]
-    found = Tally().after(staged[5:]).goodput(events[-1].until)
-    assert found is not None
-    assert found.since == staged[5].until
-    assert (found.steps, round(found.ratio, 3)) == (14, round(1.0 / 1.1, 3))
-    assert Tally().goodput(5.0) is None
-
-
-def test_rounding_makes_no_second_negative() -> None:
-    """The next sidecar would not accept a tally with negative seconds."""
-    tally, now, parent = Tally(), 1000.0, None
-    for number in range(1, 9):
-        epoch = Epoch(EpochId(number, f"{number:08x}"), parent)
-        restored = Event(sequence=1, kind=Kind.RESTORED, at=now, until=now, epoch=epoch)
-        parent, begin, now = StepId(epoch.id, 5 * number), now + 1.0, now + 3.0
-        staged = Event(
-            sequence=2, kind=Kind.STAGED, at=begin, until=now, step=parent, count=5, seconds=0.3
-        )
-        tally = tally.after([restored, staged])
-        assert tally.sane, tally.badput
 
 
 def test_a_long_run_takes_no_more_memory_and_no_second_is_lost() -> None:

@@ -10,7 +10,7 @@ from itertools import islice, pairwise
 
 import pytest
 
-from keepstep.core.node import Node, Pace, Serves
+from keepstep.core.node import Node, Serves
 from keepstep.core.persist_planner import CALM_BEFORE_REFINING, PersistPlanner
 from keepstep.core.schedule import (
     ENOUGH_FAILURES,
@@ -276,7 +276,7 @@ def test_nodes_that_measure_differently_still_commit_together() -> None:
 def test_a_node_keeps_its_pace_when_its_ranks_change() -> None:
     node = Node({}, grid=Grid())
     node.step(Serves(frozenset({0}), 4))
-    node.step(Pace(8))
+    node.planner.pace(8)
     node.step(Serves(frozenset({0, 1}), 4))
     assert node.planner.least == 8
 

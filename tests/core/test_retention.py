@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.retention import Retention, crowded_out, evicted, retired, unwatched
+from keepstep.core import retention
+from keepstep.core.retention import (
+    RULES,
+    Retention,
+    crowded_out,
+    dismissed,
+    evicted,
+    hopeless,
+    left_behind,
+    retired,
+    superseded,
+    unwatched,
+)
 from keepstep.steps import EpochId, StepId
 
 
@@ -141,8 +155,8 @@ def test_a_pinned_step_is_kept() -> None:
 
 def test_with_nobody_to_tell_the_last_commit_and_the_newest_two_stay() -> None:
     (commit,) = _ids(20)
-    assert _steps(unwatched(_ids(10, 20, 30, 40, 50), last_commit=commit)) == [30]
-    assert _steps(unwatched(_ids(30, 40, 50), last_commit=None)) == [30]
+    assert unwatched(_ids(10, 20, 30, 40, 50), last_commit=commit) == _ids(30)
+    assert unwatched(_ids(30, 40, 50), last_commit=None) == _ids(30)
 
 
 def test_a_policy_that_keeps_nothing_is_refused() -> None:
@@ -153,7 +167,7 @@ def test_a_policy_that_keeps_nothing_is_refused() -> None:
 def test_on_a_full_volume_what_is_older_than_the_last_commit_goes_too_but_no_pin() -> None:
     held = _ids(10, 15, 20, 30, 40, 50)
     (commit,) = _ids(20)
-    assert _steps(crowded_out(held, last_commit=commit, pinned=_ids(15))) == [10, 30]
+    assert unwatched(held, last_commit=commit, pinned=_ids(15), full=True) == _ids(10, 30)
 
 
 @given(steps=st.sets(st.integers(0, 100)), commit=st.none() | st.integers(0, 100))
@@ -162,7 +176,7 @@ def test_the_last_commit_and_the_newest_two_outlive_a_full_volume(
 ) -> None:
     held = _ids(*sorted(steps))
     last_commit = None if commit is None else _ids(commit)[0]
-    left = set(held) - set(crowded_out(held, last_commit=last_commit))
+    left = set(held) - set(unwatched(held, last_commit=last_commit, full=True))
     assert {id for id in held if id == last_commit} <= left
     later = [id for id in held if last_commit is None or id > last_commit]
     assert set(later[-2:]) <= left
@@ -172,3 +186,60 @@ def test_the_last_commit_and_the_newest_two_outlive_a_full_volume(
 def test_nothing_can_be_kept_every_zero_steps_or_seconds(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         Retention(**wrong)
+
+
+# --- the table ---------------------------------------------------------------------------------
+
+_DOCS = Path(__file__).parents[2] / "docs" / "ledger.md"
+
+Named = Callable[[Collection[StepId], StepId, frozenset[StepId]], Iterable[StepId]]
+
+
+def _last(pins: frozenset[StepId]) -> Retention:
+    return Retention(last=1, pinned=pins)
+
+
+_CALLS: dict[str, Named] = {
+    "retired": lambda held, commit, pins: retired(held, _last(pins)),
+    "left_behind": lambda held, commit, pins: left_behind(
+        held, _last(pins), dead=set(held) - {commit}, unfinished=set(held) - {commit}
+    ),
+    "dismissed": lambda held, commit, pins: dismissed(held, last_commit=commit, pinned=pins),
+    "unwatched": lambda held, commit, pins: unwatched(
+        held, last_commit=commit, pinned=pins, full=True
+    ),
+    "evicted": lambda held, commit, pins: evicted(
+        dict.fromkeys(held, 1), _last(pins), limit_bytes=0
+    ),
+    "superseded": lambda held, commit, pins: (
+        id for id, _ in superseded({0: held}, {0: [commit]}, committed=commit)
+    ),
+    "crowded_out": lambda held, commit, pins: (id for id, _ in crowded_out({0: held}, {0: commit})),
+}
+"""Each rule that may meet the newest commit, asked to delete as much as it can."""
+
+
+def test_the_table_names_every_rule_and_the_docs_show_it() -> None:
+    by = [rule.by for rule in RULES]
+    assert all(callable(getattr(retention, name)) for name in by)
+    assert {*_CALLS, "hopeless"} == set(by)
+    page = _DOCS.read_text()
+    for rule in RULES:
+        assert f"| `{rule.by}` | {rule.where} | {rule.when} | {rule.goes} |\n" in page
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.by in _CALLS])
+@given(steps=st.sets(st.integers(0, 200), min_size=1), pins=st.sets(st.integers(0, 200)))
+def test_no_rule_names_the_newest_commit_nor_a_pin_of_the_policy(
+    rule: retention.Rule, steps: set[int], pins: set[int]
+) -> None:
+    held, kept = _ids(*steps), frozenset(_ids(*pins))
+    gone = set(_CALLS[rule.by](held, max(held), kept))
+    assert gone <= set(held)
+    assert max(held) not in gone
+    assert rule.where == "peer" or not gone & kept
+
+
+def test_of_what_no_rank_can_complete_the_newest_few_stay() -> None:
+    assert hopeless(_ids(1, 2, 3, 4, 5, 6)) == _ids(1, 2)
+    assert hopeless(_ids(1, 2, 3, 4)) == []

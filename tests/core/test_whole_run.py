@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-import keepstep.core.node
+import keepstep.core.retention
 from keepstep.core.candidates import Candidate, Candidates
 from keepstep.core.ledger import (
     EpochStarted,
@@ -54,7 +54,7 @@ from keepstep.errors import NothingCommonError, RestoreError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 
 _KEEP = Retention(last=2)
-_NEVER_WHOLE_KEPT = keepstep.core.node.NEVER_WHOLE_KEPT
+_NEVER_WHOLE_KEPT = keepstep.core.retention.NEVER_WHOLE_KEPT
 
 
 @dataclass
@@ -96,7 +96,7 @@ class WholeRun(RuleBasedStateMachine):
         never_whole_kept=st.sampled_from([0, 4]),
     )
     def begin(self, world: int, slots: int, every: int, never_whole_kept: int) -> None:
-        keepstep.core.node.NEVER_WHOLE_KEPT = never_whole_kept
+        keepstep.core.retention.NEVER_WHOLE_KEPT = never_whole_kept
         self.slots, self.grid = slots, Grid(every)
         self.ranks = [Rank([None] * slots, SlotTable(slots)) for _ in range(world)]
         self.epochs_on_disk: list[Epoch] = []
@@ -108,7 +108,7 @@ class WholeRun(RuleBasedStateMachine):
         self._start_sidecar()
 
     def teardown(self) -> None:
-        keepstep.core.node.NEVER_WHOLE_KEPT = _NEVER_WHOLE_KEPT
+        keepstep.core.retention.NEVER_WHOLE_KEPT = _NEVER_WHOLE_KEPT
 
     # --- the sidecar ---------------------------------------------------------------------
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,34 +32,6 @@ def jobs(place: Path) -> dict[str, Any]:
 def _project(part: str) -> dict[str, Any]:
     read: dict[str, Any] = tomllib.loads((ROOT / part / "pyproject.toml").read_text())["project"]
     return read
-
-
-def _targets() -> set[str]:
-    text = (ROOT / "Makefile").read_text()
-    return set(re.findall(r"^([a-z0-9-]+):(?!=)", text, re.MULTILINE))
-
-
-def test_a_workflow_is_of_the_schema_of_workflows(place: Path) -> None:
-    check = [
-        sys.executable,
-        "-m",
-        "check_jsonschema",
-        "--builtin-schema",
-        "vendor.github-workflows",
-    ]
-    done = subprocess.run([*check, str(place)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_every_make_target_that_is_called_exists(jobs: dict[str, Any]) -> None:
-    scripts = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
-    called = [line.split()[1] for line in "\n".join(scripts).split("\n") if _makes(line)]
-    assert called
-    assert set(called) <= _targets()
-
-
-def _makes(line: str) -> bool:
-    return line.strip().startswith("make ")
 
 
 def test_actions_are_of_a_commit_rights_are_few_and_jobs_end(

@@ -57,43 +57,6 @@ def load(folder: Path) -> torch.Tensor:
     return target
 
 
-def test_two_boxes_of_one_tensor_in_one_rank_are_joined(tmp_path: Path) -> None:
-    """As ShardedTensor has them; one entry of an image is one box."""
-    shard(tmp_path, 0, 2, [(0, 1), (3, 1)])
-    shard(tmp_path, 1, 2, [(1, 2)])
-    assert not (load(tmp_path) == 7.0).any()
-
-
-def test_equal_boxes_of_replicas_count_once(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        shard(tmp_path, rank, 2, [(0, 4)])
-    load(tmp_path)
-
-
-@pytest.mark.parametrize("boxes", [[(0, 0), (0, 4), (4, 0)], [(0, 2), (2, 0), (2, 2)]])
-def test_an_empty_box_where_another_one_begins_is_no_overlap(
-    tmp_path: Path, boxes: Sequence[Box]
-) -> None:
-    """As ranks have them that got no row of a small replicated tensor."""
-    for rank, box in enumerate(boxes):
-        shard(tmp_path, rank, 3, [box])
-    assert not (load(tmp_path) == 7.0).any()
-
-
-def test_whole_replicas_that_were_cut_differently_are_no_overlap(tmp_path: Path) -> None:
-    """As a Checkpointer has them whose nodes have unequal numbers of ranks."""
-    for rank, box in enumerate([(0, 2), (2, 2), (0, 1), (1, 3)]):
-        shard(tmp_path, rank, 4, [box])
-    assert not (load(tmp_path) == 7.0).any()
-
-
-def test_empty_boxes_alone_make_up_nothing(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        shard(tmp_path, rank, 2, [(0, 0)])
-    with pytest.raises(AssertionError, match="nobody holds"):
-        load(tmp_path)
-
-
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     shard(tmp_path, 0, 3, [(0, 2)])
     shard(tmp_path, 2, 3, [(2, 2)])

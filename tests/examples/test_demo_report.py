@@ -90,31 +90,3 @@ def test_a_step_that_was_never_finished_is_a_difference(
 ) -> None:
     events = [event for event in interrupted() if event.get("step") != 20]
     assert report_of(demo_report, tmp_path, events).differing == [20]
-
-
-def test_the_cost_of_a_kill_is_the_time_beyond_the_usual_pace(
-    demo_report: ModuleType, tmp_path: Path
-) -> None:
-    (cost,) = report_of(demo_report, tmp_path, interrupted()).costs()
-    assert cost.restored.first == 9
-    assert cost.redone == 1
-    # step 9 was finished at 101.0, step 11 at 104.3; two steps take 0.2 s
-    assert cost.lost_s == pytest.approx(3.1)
-
-
-def test_a_journal_that_grows_is_read_line_by_line(demo_report: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "growing"
-    growing = demo_report.Journal(path)
-    assert growing.frontier() == -1
-    lines = [json.dumps(event) + "\n" for event in uninterrupted()]
-    path.write_text("".join(lines[:3]) + lines[3][:20])
-    assert growing.frontier() == 1
-    path.write_text("".join(lines))
-    assert growing.frontier() == STEPS - 1
-    assert len(growing.finished()) == STEPS
-
-
-def test_the_plot_is_a_png(demo_report: ModuleType, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    demo_report.plot(report_of(demo_report, tmp_path, interrupted()), tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

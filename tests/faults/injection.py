@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any
 
 import keepstep
-from keepstep.client import copying, http, session, slot
-from keepstep.save import agent, pending
+from keepstep.client import copying, session, slot
+from keepstep.save import agent, snapshot
 
 _LIBRARY = keepstep.__file__.removesuffix("__init__.py")
 AGENT = "keepstep-agent"
@@ -121,7 +121,7 @@ def signals() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
 
 
 def _calls() -> Iterator[tuple[Any, str]]:
-    owners = (agent.Agent, pending.Pending, session.Session, http.Client, slot.SlotMapping)
+    owners = (agent.Agent, snapshot.Pending, session.Session, session.Client, slot.SlotMapping)
     for owner in owners:
         for name, one in vars(owner).items():
             if inspect.isfunction(one):

@@ -5,7 +5,6 @@ Thousands of them are `make soak` (`tests.faults.kills`); these few are in `make
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
@@ -73,29 +72,3 @@ def slice_(seed: int, **changes: object) -> dict[str, object]:
         "broken_invariants": [],
         **changes,
     }
-
-
-def test_slices_add_up_and_one_that_goes_on_takes_its_own_place(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    kills.add(path, slice_(1, kills=1, struck={"a trainer": 1}))
-    kills.add(path, slice_(1))
-    kills.add(path, slice_(2, struck={"both trainers": 2}, finished_steps_lost={"0": 2, "10": 1}))
-    results = json.loads(path.read_text())
-    assert [one["seed"] for one in results["slices"]] == [1, 2]
-    assert results["all"] == {
-        "kills": 4,
-        "lives": 6,
-        "steps_trained": 20,
-        "struck": {"a trainer": 2, "both trainers": 2},
-        "restored_from": {"memory": 4, "nothing": 2},
-        "finished_steps_lost": {"0": 3, "1": 1, "10": 1},
-        "finished_steps_lost_median": 0,
-        "finished_steps_lost_max": 10,
-        "broken_invariants": 0,
-    }
-
-
-def test_the_page_shows_the_kills_that_were_counted() -> None:
-    page, results = kills.PAGE.read_text(), json.loads(kills.RESULTS.read_text())
-    assert results["all"] == kills.totals(results["slices"])
-    assert kills.place(page, kills.render(results)) == page

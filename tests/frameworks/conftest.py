@@ -5,7 +5,6 @@ These tests run in an environment of their own: `make test-frameworks`.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import random
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from scripts.frameworks import ROWS
 from tests import warm
 from tests.cli.conftest import Keepstep
 from tests.harness import ROOT
@@ -109,38 +107,6 @@ def lives(tmp_path: Path) -> Iterator[Callable[..., Lives]]:
         one.keepstep.end()
 
 
-_proved: dict[str, Any] = {}
-"""By the test that runs: what it `compared`, and on how many `ranks`."""
-
-
-def proved(*names: str, ranks: int = 1) -> None:
-    """These were bit-equal. `names` are those of `scripts.frameworks.WORDS`."""
-    _proved.setdefault("compared", set()).update(names)
-    _proved["ranks"] = max(ranks, _proved.get("ranks", 0))
-
-
-@pytest.fixture(autouse=True)
-def _proof(request: pytest.FixtureRequest, record_property: Callable[..., None]) -> Iterator[None]:
-    """Records what a test that `proves` a row compared, for scripts/frameworks.py."""
-    _proved.clear()
-    yield
-    mark = request.node.get_closest_marker("proves")
-    if mark is None or not _proved:
-        return
-    row, by = mark.args[0], mark.kwargs.get("by", "DDP")
-    versions = {
-        # of whatever build
-        one: importlib.metadata.version(one).partition("+")[0]
-        for one in ("torch", *ROWS[row].packages)
-    }
-    record_property("proves", row)
-    record_property("versions", json.dumps(versions))
-    record_property(
-        "ranks", f"{_proved['ranks']} ranks by {by}" if _proved["ranks"] > 1 else "1 rank"
-    )
-    record_property("compared", json.dumps(sorted(_proved["compared"])))
-
-
 def losses(folder: Path, rank: int = 0) -> dict[int, set[tuple[str, ...]]]:
     """By step: the losses of its micro-batches, once for each time that it was done."""
     found: dict[int, set[tuple[str, ...]]] = {}
@@ -173,7 +139,6 @@ def assert_same(plain: Path, kept: Path, *, kills: int, ranks: int = 1) -> None:
     for rank in range(ranks):
         assert losses(kept, rank) == losses(plain, rank)
         assert result(kept, rank) == result(plain, rank)
-    proved("losses", *result(kept), ranks=ranks)
 
 
 def drawn(*ranges: range) -> list[int]:

@@ -65,7 +65,7 @@ def random_states() -> str:
 
 
 def write(result: dict[str, Any]) -> None:
-    """All that must be the same in an undisturbed run, by the names of scripts/frameworks.py."""
+    """All that must be the same in an undisturbed run."""
     (OUT / f"result-{RANK}").write_text(json.dumps(result))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
 import sys
 import types
 
@@ -16,9 +14,6 @@ import keepstep
 from keepstep import checkpointer
 from keepstep.integrations import _trainings
 from keepstep.integrations import transformers as integration
-from keepstep.state.take import encode, take
-from tests import warm
-from tests.cli.conftest import Keepstep
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -83,19 +78,6 @@ def test_an_optimizer_that_is_none_of_torchs_is_refused(tmp_path):
     trainer.optimizer = types.SimpleNamespace(optimizer=object())
     with pytest.raises(keepstep.UsageError, match="state of a object: it is no torch"):
         trainer.keepstep_components()
-
-
-def test_a_long_log_is_no_part_of_what_is_written_as_json_for_each_step(tmp_path):
-    trainer = integration.attach(made(tmp_path))
-    trainer._keepstep = training = integration._Training(integration._nothing_yet("cpu"))
-    for step in range(3000):
-        trainer.state.log_history.append({"step": step, "loss": 1 / (step + 1)})
-        trainer._note_log()
-    assert len(encode(take({"trainer": training.kept}), rng=None, trusted=False)) < 1000
-    assert integration._entries(training.kept["log"]) == trainer.state.log_history
-    del trainer.state.log_history[10:]
-    trainer._note_log()
-    assert len(integration._entries(training.kept["log"])) == 10
 
 
 class Line(torch.nn.Linear):
@@ -343,11 +325,6 @@ def test_what_changes_and_is_in_no_step_is_named_once(tmp_path, sidecar, caplog)
     ]  # fmt: skip
 
 
-def test_a_plain_trainer_has_nothing_that_is_in_no_step(tmp_path, sidecar, caplog):
-    trained(tmp_path, callbacks=[Counted()], max_steps=9, eval_strategy="no", logging_steps=2)
-    assert "is in no step" not in caplog.text
-
-
 def test_what_a_class_names_itself_is_not_named(tmp_path, sidecar, caplog):
     class Named(integration.KeepstepTrainerMixin, Curriculum):
         def keepstep_components(self):
@@ -367,48 +344,3 @@ def test_a_version_that_was_never_tested_is_named(monkeypatch):
         importlib.reload(integration)
     monkeypatch.undo()
     importlib.reload(integration)
-
-
-ALONE = """
-import os, sys
-import torch, transformers
-from keepstep.integrations.transformers import attach
-
-class End(transformers.TrainerCallback):
-    def on_step_begin(self, args, state, control, **_):
-        if state.global_step == int(sys.argv[1]):
-            os.kill(os.getpid(), 9)
-
-class Line(torch.nn.Linear):
-    def forward(self, x):
-        return {"loss": super().forward(x).square().mean()}
-
-options = {"output_dir": "out", "use_cpu": True, "report_to": [], "max_steps": 6}
-arguments = transformers.TrainingArguments(**options, per_device_train_batch_size=1)
-rows = [{"x": torch.ones(2)}] * 8
-trainer = transformers.Trainer(model=Line(2, 2), args=arguments, train_dataset=rows)
-trainer.add_callback(End())
-attach(trainer, dir=".keepstep").train()
-print("from", trainer.checkpointer.epoch.parent.step, "to", trainer.state.global_step)
-"""
-
-
-def test_a_notebook_needs_no_command_in_front(tmp_path):
-    keeper = Keepstep(tmp_path)
-    python = warm.python(("transformers", *warm.TRAINER))
-    variables = {name: one for name, one in os.environ.items() if name != "KEEPSTEP_SOCKET"}
-    variables |= {"KEEPSTEP_TEST_CLI": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    keeper.script("train.py", ALONE)
-
-    def train(kill: int) -> subprocess.CompletedProcess[str]:
-        command = [python, "train.py", str(kill)]
-        options = {"cwd": tmp_path, "env": variables, "capture_output": True, "text": True}
-        return subprocess.run(command, **options, timeout=120)
-
-    try:
-        assert train(4).returncode == -9
-        done = train(-1)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout.splitlines()[-1] in ("from 4 to 6", "from 3 to 6")
-    finally:
-        keeper.end()

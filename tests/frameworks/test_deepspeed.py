@@ -28,7 +28,6 @@ def kill_within(steps: int) -> list[int]:
     return drawn(range(1, steps // 2), range(steps // 2, steps))
 
 
-@pytest.mark.proves("deepspeed", by="ZeRO")
 def test_zero_1_in_float16_with_an_overflow(loop):
     options = {"stage": 1, "precision": "fp16", "overflow": 11}
     plain = loop.undisturbed(ranks=2, **options)
@@ -49,7 +48,6 @@ def rows(name: str, kept: Path) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.proves("deepspeed", by="ZeRO")
 def test_zero_2_with_accumulation_and_in_other_worlds(loop):
     options = {"stage": 2, "accumulation": 2}
     plain = loop.undisturbed(ranks=2, **options)
@@ -68,7 +66,6 @@ def test_zero_2_with_accumulation_and_in_other_worlds(loop):
         assert result(two)[name] == result(one)[name]
 
 
-@pytest.mark.proves("deepspeed", by="ZeRO")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_zero_3_and_other_worlds(loop, precision):
     """Some of its parameters stay whole on every rank. How many share a tensor differs from life to
@@ -113,7 +110,6 @@ def test_an_export_of_zero_3_is_what_deepspeed_itself_would_have_saved(loop, tmp
     assert exported["1.weight"].shape == (17, 8)
 
 
-@pytest.mark.proves("deepspeed", by="ZeRO")
 def test_zero_1_in_bfloat16_that_accumulates_in_float32(loop):
     """Another optimizer of DeepSpeed's, and a loader with workers."""
     options = {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}, "workers": 2}
@@ -122,7 +118,6 @@ def test_zero_1_in_bfloat16_that_accumulates_in_float32(loop):
     assert_same(plain, kept, kills=2)
 
 
-@pytest.mark.proves("deepspeed", by="ZeRO")
 def test_without_zero_a_save_within_accumulation_is_left_out(loop):
     options = {"stage": 0, "accumulation": 2}
     plain = loop.undisturbed(**options)

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.conftest import Lives, assert_same, drawn, losses, proved, result
-
-pytestmark = pytest.mark.proves("lightning")
+from tests.frameworks.conftest import Lives, assert_same, drawn, losses, result
 
 EPOCH = 15
 """Steps: 60 rows in batches of 4."""
@@ -28,7 +26,6 @@ def logged(folder: Path, rank: int = 0) -> set[str]:
 def assert_same_log(plain: Path, kept: Path, *, kills: int, ranks: int = 1) -> None:
     assert_same(plain, kept, kills=kills, ranks=ranks)
     assert logged(kept) == logged(plain)
-    proved("log")
 
 
 def test_two_kills_in_two_epochs_change_nothing(fit):

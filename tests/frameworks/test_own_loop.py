@@ -44,7 +44,6 @@ def over_the_epochs_end() -> list[int]:
     return [*drawn(range(1, 7)), EPOCH // 2, *drawn(range(8, EPOCH))]
 
 
-@pytest.mark.proves("fabric")
 @pytest.mark.parametrize(
     "options",
     [
@@ -59,12 +58,10 @@ def test_fabric(loop, options):
     assert_bit_equal(loop, at_the_epochs_end(), on="fabric", **options)
 
 
-@pytest.mark.proves("fabric")
 def test_fabric_that_accumulates(loop):
     assert_bit_equal(loop, over_the_epochs_end(), on="fabric", accumulate=2)
 
 
-@pytest.mark.proves("fabric")
 def test_fabric_on_two_ranks(loop):
     plain = loop.undisturbed(on="fabric", ranks=2, workers=1)
     kept, _ = loop.kept(
@@ -73,7 +70,6 @@ def test_fabric_on_two_ranks(loop):
     assert_same(plain, kept, kills=3, ranks=2)
 
 
-@pytest.mark.proves("accelerate")
 @pytest.mark.parametrize(
     "options",
     [{"seedable": True}, {"workers": 2}],
@@ -85,7 +81,6 @@ def test_accelerate(loop, options):
     assert_bit_equal(loop, kill, on="accelerate", **options)
 
 
-@pytest.mark.proves("accelerate")
 @pytest.mark.parametrize("options", [{}, {"dispatched": True}], ids=lambda one: "-".join(one))
 def test_accelerate_on_two_ranks(loop, options):
     """Each reads its own rows, or rank 0 those of both, two batches at a time."""
@@ -94,7 +89,6 @@ def test_accelerate_on_two_ranks(loop, options):
     assert_same(plain, kept, kills=3, ranks=2)
 
 
-@pytest.mark.proves("accelerate")
 @pytest.mark.parametrize(
     "options",
     [{}, {"workers": 2}, {"workers": 2, "persistent": True}, {"ranks": 2}],
@@ -112,7 +106,6 @@ def test_accelerates_stateful_loader(loop, options):
     assert_same(plain, kept, kills=3, ranks=ranks)
 
 
-@pytest.mark.proves("ignite")
 @pytest.mark.parametrize("options", [{"augment": True}, {"workers": 2}], ids="-".join)
 def test_ignite(loop, options):
     """The epoch's end is in the middle of what it counts as an iteration."""
@@ -122,12 +115,10 @@ def test_ignite(loop, options):
     assert result(again)["progress"] == result(plain)["progress"]
 
 
-@pytest.mark.proves("ignite")
 def test_ignite_that_accumulates(loop):
     assert_bit_equal(loop, over_the_epochs_end(), on="ignite", accumulate=2)
 
 
-@pytest.mark.proves("ignite")
 def test_ignite_on_two_ranks(loop):
     options = {"on": "ignite", "ranks": 2, "sampler": True}
     plain = loop.undisturbed(**options)

@@ -36,21 +36,18 @@ def compare(lives: Lives, resume: str, **options: Any) -> set[str]:
     return differs(plain, own)
 
 
-@pytest.mark.proves("transformers")
 def test_trainers_own_resume_loses_the_sums_and_the_callbacks(lives):
     trainer = lives("trainer.py", "transformers", "accelerate", "transformers.trainer")
     lost = compare(trainer, "hf/checkpoint-*", arguments=TRAINER)
     assert lost == {"log", "train_loss", "callbacks"}
 
 
-@pytest.mark.proves("lightning")
 def test_lightnings_own_resume_within_an_epoch_trains_on_other_data(lives):
     fit = lives("lightning_fit.py", "lightning.pytorch", "torchdata.stateful_dataloader")
     lost = compare(fit, "own/*.ckpt", checkpoints=EVERY)
     assert lost == {"losses", "weights", "optimizer", "metrics", "datamodule", "random"}
 
 
-@pytest.mark.proves("trl")
 @pytest.mark.parametrize("kind", ["SFT", "GRPO"])
 def test_trls_own_resume_loses_the_rollouts(lives, kind):
     modules = ("trl.trainer.grpo_trainer", "trl.trainer.sft_trainer", "peft", "datasets")

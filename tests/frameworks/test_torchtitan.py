@@ -7,8 +7,6 @@ import pytest
 from tests.frameworks.conftest import Lives, assert_same, losses, result
 from tests.frameworks.test_transformers import drawn
 
-pytestmark = pytest.mark.proves("torchtitan", by="FSDP2")
-
 
 @pytest.fixture
 def titan(lives) -> Lives:

@@ -6,8 +6,6 @@ import pytest
 
 from tests.frameworks.conftest import Lives, assert_same, drawn, losses, result
 
-pytestmark = pytest.mark.proves("transformers")
-
 EPOCH = 15
 """Steps: 60 rows in batches of 4."""
 

@@ -6,8 +6,6 @@ import pytest
 
 from tests.frameworks.conftest import Lives, assert_same, drawn
 
-pytestmark = pytest.mark.proves("trl")
-
 
 @pytest.fixture
 def trainer(lives) -> Lives:

@@ -35,8 +35,7 @@ from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolErro
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras
 from keepstep.image.control import PAGE_BYTES
 from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
-from keepstep.image.manifest import Manifest
-from keepstep.image.verify import seal_for_disk
+from keepstep.image.manifest import Manifest, seal_for_disk
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
 from keepstep.state.leaves import build, check_values, leaves_of
 from keepstep.state.leaves import parse as parse_tree
@@ -426,7 +425,7 @@ _HOME = pathlib.Path(_FOLDER.name)
 
 
 def _record() -> bytes:
-    kept = run_dir.RunDir.of(_HOME, "demo", keep_every="60s", archive_url="s3://b")
+    kept = run_dir.RunDir.of(_HOME, "demo", keep_every="60s", archive="s3://b")
     kept.home.mkdir(parents=True)
     run_dir.save(kept)
     return kept.record.read_bytes()

@@ -14,11 +14,8 @@ from keepstep.image import (
     Layout,
     Section,
     TensorSpec,
-    read_control,
-    read_layout,
     section_digests,
     table_of,
-    tensors_in_chunk,
 )
 from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES, xxh3_128
@@ -108,11 +105,6 @@ def test_of_a_damaged_chunk_with_many_tensors_the_first_are_named_and_the_rest_c
         verify_image(memoryview(data), layout)
 
 
-def test_chunks_know_their_tensors() -> None:
-    assert tensors_in_chunk(LARGE, 0) == ("moment",)
-    assert tensors_in_chunk(LARGE, 3) == ("weight", "keepstep.extras.0")
-
-
 def test_a_sections_digest_is_that_of_its_chunks_and_fragments(large: bytes) -> None:
     view = memoryview(large)
     table = table_of(LARGE, digests(LARGE, view))
@@ -142,11 +134,6 @@ def _sections(content: dict[str, bytes]) -> dict[str, str]:
     return section_digests(SMALL, view, table_of(SMALL, digests(SMALL, view)))
 
 
-def test_an_image_that_was_only_staged_cannot_be_verified() -> None:
-    with pytest.raises(DigestError, match="staged only"):
-        verify_image(memoryview(stage(SMALL, noise(SMALL))), SMALL)
-
-
 @pytest.mark.parametrize(
     ("expected", "says"),
     [({"run": "other"}, "of run demo, not of other"), ({"id": StepId(EPOCH.id, 7)}, "of step")],
@@ -154,15 +141,6 @@ def test_an_image_that_was_only_staged_cannot_be_verified() -> None:
 def test_an_image_of_something_else_is_foreign(small: bytes, expected, says) -> None:
     with pytest.raises(ForeignError, match=says):
         verify_image(memoryview(small), SMALL, **expected)
-
-
-def test_files_are_read_by_descriptor(small: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "shard"
-    path.write_bytes(small)
-    with path.open("rb") as file:
-        assert read_layout(file.fileno()) == SMALL
-        assert read_control(file.fileno(), SMALL).id == StepId(EPOCH.id, 1200)
-        assert not file.closed
 
 
 def test_errors_of_files_name_them(tmp_path: Path) -> None:

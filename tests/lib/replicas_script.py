@@ -57,7 +57,7 @@ deadline = time.monotonic() + wait_s
 while not checkpointer._replicas.difference and time.monotonic() < deadline:
     time.sleep(0.05)
 if os.environ.get("STATUS") and rank == 0:
-    from keepstep.client.http import Client
+    from keepstep.client.session import Client
     from keepstep.wire.status import Status
 
     print("warnings", Client(os.environ["KEEPSTEP_SOCKET"]).get("/v1/status", Status).warnings)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from keepstep.save.accelerator import Accelerator
+from keepstep.state.accelerator import Accelerator
 
 Choose = Callable[[int], int]
 
@@ -279,8 +279,8 @@ class Simulated(Accelerator):
         for stream in list(self.device.streams):
             stream.synchronize()
 
-    def pin(self, slot: Any, device: int | None = None) -> None:
-        pass
+    def pin(self, address: int, size_bytes: int, device: int | None) -> bool:
+        return False
 
 
 class Turns:

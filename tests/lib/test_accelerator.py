@@ -26,15 +26,14 @@ from torch import Tensor, nn
 
 import keepstep
 from keepstep import checkpointer as checkpointers
-from keepstep.client import wakeups
+from keepstep.client import session
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import TornError, UsageError
 from keepstep.image import Layout
-from keepstep.save import accelerator
-from keepstep.state import devices, rng
+from keepstep.state import accelerator, rng
 from keepstep.steps import Epoch, EpochId
 from keepstep.wire.trainer import LayoutAccepted, SlotGranted
-from tests.lib.simulated import Device, Event, Simulated, Stream, Stuck
+from tests.lib.simulated import Device, Simulated, Stream, Stuck
 
 _PLACES = (torch.device("cuda", 0), torch.device("cuda", 1))
 
@@ -325,7 +324,7 @@ def training(*, pace: str = "any", seed: int = 0, lazy: bool = True) -> Iterator
         device = Device(chance.randrange, slots.watch, pace)
         patch.setattr(accelerator, "_HERE", Simulated(device))
         patch.setattr(
-            wakeups.Changes,
+            session.Changes,
             "wait_for",
             lambda _, condition, *, timeout_s: device.turns.wait_for(condition, timeout_s),
         )
@@ -416,65 +415,7 @@ def test_a_save_that_fails_erases_no_slot_before_the_device_came_to_it(seed, fai
     assert trainer.slots.staged == [1, 2, 4]
 
 
-def test_what_is_conjugated_by_a_flag_is_kept_as_what_it_is(monkeypatch):
-    """`copy_` conjugates its target before the bytes come (pytorch#146286)."""
-    with training(pace="late") as trainer:
-        trainer.save()
-        trainer.drain()
-        monkeypatch.setattr(
-            Simulated,
-            "copy",
-            lambda _, targets, sources: [
-                one.copy_(other, non_blocking=True)
-                for one, other in zip(targets, sources, strict=True)
-            ],
-        )
-        trainer.save()
-        trainer.drain()
-        wrong, trainer.slots.wrong = trainer.slots.wrong, []
-    assert any("step 2" in one and "extra.wave" in one for one in wrong), "it is simulated"
-    assert not any("step 1" in one for one in wrong)
-
-
 # --- the seam over torch, as far as it can be seen without a device ------------------------------
-
-
-def test_what_is_called_on_streams_and_events_is_in_torchs_generic_interface():
-    for made, real in ((Stream, torch.Stream), (Event, torch.Event)):
-        called = {name for name in vars(made) if not name.startswith("_")}
-        ours = {"add", "can_run", "run"}
-        assert {name for name in called - ours if not hasattr(real, name)} == set()
-
-
-def test_a_stream_is_on_for_its_device_and_everything_is_as_before_afterwards(monkeypatch):
-    class One:
-        def __init__(self, at: int) -> None:
-            self.device = _PLACES[at]
-
-    now, current = {one: One(at) for at, one in enumerate(_PLACES)}, [_PLACES[0]]
-
-    def put(stream: One) -> None:
-        now[stream.device], current[0] = stream, stream.device
-
-    monkeypatch.setattr(
-        torch.accelerator, "current_stream", lambda device=None: now[device or current[0]]
-    )
-    monkeypatch.setattr(torch.accelerator, "set_stream", put)
-    before, side = dict(now), One(1)
-    with contextlib.suppress(KeyError), accelerator.Accelerator().on(side):
-        assert (now[_PLACES[1]], current) == (side, [_PLACES[1]])
-        raise KeyError
-    assert (now, current) == (before, [_PLACES[0]])
-
-
-def test_nothing_here_asks_a_device_that_nobody_uses(monkeypatch):
-    monkeypatch.setattr(devices, "kind", lambda: "cuda")
-    one = accelerator.Accelerator()
-    assert one.current_device() is None
-    assert not one.is_capturing()
-    one.synchronize()
-    one.quiesce()
-    assert "cuda" not in rng.capture()
 
 
 # --- devices of a state --------------------------------------------------------------------------
@@ -482,10 +423,10 @@ def test_nothing_here_asks_a_device_that_nobody_uses(monkeypatch):
 
 def test_tensors_of_a_device_that_cannot_be_kept_are_refused_with_what_to_do():
     with pytest.raises(UsageError, match=r"model\.w: tensors on 'mps' .*one stream.*CUDA.*CPU"):
-        devices.check_device(torch.device("mps"), "model.w")
+        accelerator.check_device(torch.device("mps"), "model.w")
     with pytest.raises(UsageError, match=r"model\.w: tensors on 'xpu' .*accelerator here is none"):
-        devices.check_device(torch.device("xpu", 1), "model.w")
-    devices.check_device(torch.device("cpu"), "model.w")
+        accelerator.check_device(torch.device("xpu", 1), "model.w")
+    accelerator.check_device(torch.device("cpu"), "model.w")
 
 
 class FakeDevices:
@@ -508,8 +449,8 @@ class FakeDevices:
 def fake(monkeypatch):
     def has(kind: str, count: int) -> FakeDevices:
         made = FakeDevices(count)
-        monkeypatch.setattr(devices, "kind", lambda: kind)
-        monkeypatch.setattr(devices, "module", lambda _: made)
+        monkeypatch.setattr(accelerator, "kind", lambda: kind)
+        monkeypatch.setattr(accelerator, "module", lambda _: made)
         return made
 
     return has
@@ -540,10 +481,10 @@ def test_generators_of_another_kind_of_device_are_told_and_left(fake, caplog):
 
 def test_a_device_is_named_by_what_it_is_to_the_process(fake):
     fake("xpu", 3)
-    assert devices.device_name(torch.device("xpu", 1)) == "xpu"
-    assert devices.device_name(torch.device("xpu", 2)) == "xpu:2"
-    assert devices.device_name(torch.device("cpu")) == "cpu"
-    assert devices.device_of("xpu") == torch.device("xpu", 1)
-    assert devices.device_of("xpu:2") == torch.device("xpu", 2)
-    assert devices.device_of("xpu:9") == torch.device("xpu", 1)
-    assert [devices.device_of(one).type for one in (None, "cpu", "cuda:0")] == ["cpu"] * 3
+    assert accelerator.device_name(torch.device("xpu", 1)) == "xpu"
+    assert accelerator.device_name(torch.device("xpu", 2)) == "xpu:2"
+    assert accelerator.device_name(torch.device("cpu")) == "cpu"
+    assert accelerator.device_of("xpu") == torch.device("xpu", 1)
+    assert accelerator.device_of("xpu:2") == torch.device("xpu", 2)
+    assert accelerator.device_of("xpu:9") == torch.device("xpu", 1)
+    assert [accelerator.device_of(one).type for one in (None, "cpu", "cuda:0")] == ["cpu"] * 3

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 
 import pytest
@@ -18,10 +17,9 @@ import torch
 from torch import nn
 
 import keepstep
-from keepstep.client import copying
 from keepstep.save.snapshot import Snapshots
 from tests.harness import eventually
-from tests.lib.training import begun
+from tests.lib.training import begun, hold_copies
 
 
 def script(text, **environment):
@@ -56,18 +54,6 @@ def test_a_script_that_ends_without_close_exits_with_0_and_keeps_its_last_step(s
     )
     assert ended.returncode == 0, ended.stderr
     assert sidecar.get("/v1/status")["ranks"][0]["staged"]["step"] == 5
-
-
-def test_an_error_of_the_script_is_its_exit_code(sidecar):
-    ended = script(
-        """
-        checkpointer = keepstep.Checkpointer({"model": nn.Linear(2, 2)})
-        checkpointer.restore()
-        checkpointer.save(0)
-        raise SystemExit(7)
-        """
-    )
-    assert ended.returncode == 7, ended.stderr
 
 
 def test_close_makes_the_last_step_durable_where_only_every_fourth_is_staged(sidecars, monkeypatch):
@@ -162,13 +148,6 @@ def test_close_that_was_interrupted_says_so_when_it_is_called_again(sidecar, mon
         checkpointer.close()
 
 
-def test_close_that_succeeded_does_nothing_when_it_is_called_again(sidecar):
-    checkpointer = begun({"model": nn.Linear(2, 2)})
-    checkpointer.save(0)
-    checkpointer.close()
-    checkpointer.close()
-
-
 def test_a_save_inside_which_a_handler_called_close_does_not_say_that_it_is_kept(
     sidecar, caplog, monkeypatch
 ):
@@ -194,42 +173,15 @@ def test_a_save_inside_which_a_handler_called_close_does_not_say_that_it_is_kept
         checkpointer.close()
 
 
-def test_the_best_weights_may_be_loaded_before_close(sidecar):
-    model = nn.Linear(512, 512)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    checkpointer = begun({"model": model, "optimizer": optimizer})
-    best = {name: torch.zeros_like(one) for name, one in model.state_dict().items()}
-    for step in range(4):
-        model(torch.ones(1, 512)).sum().backward()
-        optimizer.step()
-        expected = model.weight.detach().clone()
-        assert checkpointer.save(step)
-        model.load_state_dict(best, assign=step == 3)
-        optimizer.load_state_dict(optimizer.state_dict())
-    checkpointer.close()
-    assert checkpointer.stats.discarded == 0
-    other = nn.Linear(512, 512)
-    with begun({"model": other, "optimizer": torch.optim.SGD(other.parameters(), 0.1)}) as again:
-        assert again.epoch.parent.step == 3
-    assert torch.equal(other.weight, expected)
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_weights_that_are_changed_otherwise_before_close_end_no_finished_training(
     sidecar, caplog, monkeypatch, strict
 ):
-    gate, run = threading.Event(), copying.run
-
-    def held(transfers, **options):
-        if threading.current_thread().name == "keepstep-agent":
-            assert gate.wait(30)
-        run(transfers, **options)
-
     model = nn.Linear(64, 64)
     checkpointer = begun({"model": model}, strict=strict)
     checkpointer.save(0)
     checkpointer.wait(0)
-    monkeypatch.setattr(copying, "run", held)
+    gate = hold_copies(monkeypatch)
     checkpointer.save(1)
     model.weight.data.copy_(torch.zeros(64, 64))
     gate.set()
@@ -243,14 +195,7 @@ def test_weights_that_are_changed_otherwise_before_close_end_no_finished_trainin
 
 
 def test_without_an_earlier_step_changed_weights_are_an_error_of_close(sidecar, monkeypatch):
-    gate, run = threading.Event(), copying.run
-
-    def held(transfers, **options):
-        if threading.current_thread().name == "keepstep-agent":
-            assert gate.wait(30)
-        run(transfers, **options)
-
-    monkeypatch.setattr(copying, "run", held)
+    gate = hold_copies(monkeypatch)
     model = nn.Linear(64, 64)
     checkpointer = begun({"model": model})
     checkpointer.save(0)
@@ -258,14 +203,6 @@ def test_without_an_earlier_step_changed_weights_are_an_error_of_close(sidecar, 
     gate.set()
     with pytest.raises(keepstep.NotDurableError, match="no step was staged"):
         checkpointer.close()
-
-
-def test_a_script_that_saves_once_at_its_end_keeps_that_step(sidecar):
-    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)])
-    checkpointer = begun({"model": model})
-    assert checkpointer.save(2)
-    checkpointer.close()
-    assert sidecar.published() == [2]
 
 
 def test_close_stages_the_last_step_that_was_refused_if_nothing_has_moved(sidecar, monkeypatch):
@@ -297,16 +234,6 @@ def test_close_stages_no_refused_step_of_which_the_state_has_changed(sidecar):
     sidecar.start()
     with pytest.raises(keepstep.NotDurableError, match=r"model\.weight has changed since"):
         checkpointer.close(timeout=60)
-
-
-def test_restore_waits_for_a_sidecar_that_stands_still_for_a_while(sidecar, monkeypatch):
-    monkeypatch.setattr("keepstep.client.session._LEASE_S", 0.5)
-    os.kill(sidecar.process.pid, signal.SIGSTOP)
-    waker = subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {sidecar.process.pid}"])
-    checkpointer = begun({"model": nn.Linear(2, 2)})
-    assert checkpointer.epoch is not None
-    checkpointer.close()
-    assert waker.wait(10) == 0
 
 
 def test_a_save_after_close_says_why_it_is_not_kept_once(sidecar, caplog):

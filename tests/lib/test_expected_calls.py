@@ -195,17 +195,6 @@ def test_a_step_that_is_not_kept_is_not_true_when_it_comes_again(sidecar, caplog
     checkpointer.close(timeout=5) if checkpointer.save(1) else pytest.fail("step 1 is not kept")
 
 
-def test_steps_that_go_back_are_one_reason_and_one_line(sidecar, caplog):
-    checkpointer = begun({"m": nn.Linear(2, 2)})
-    assert checkpointer.save(100)
-    with caplog.at_level(logging.WARNING, logger="keepstep"):
-        for step in range(48):
-            assert not checkpointer.save(step)
-    assert len(caplog.records) == 1
-    assert [*checkpointer.stats.reasons.values()] == [48]
-    checkpointer.close()
-
-
 def test_a_step_to_go_back_to_is_a_number_and_needs_a_sidecar(sidecar, monkeypatch):
     checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
     for wrong in ("3", -1, 1.5, True):
@@ -251,31 +240,6 @@ def life(state, *, asked=None, last):
         checkpointer.wait(step)
     checkpointer.close()
     return at.step if at else None
-
-
-@pytest.mark.parametrize("keep", ["1", "2"])
-@pytest.mark.parametrize("lost", ["nothing", "sidecar", "sidecar and memory"])
-def test_a_script_goes_back_to_its_step_each_time_that_it_is_started(sidecar, keep, lost):
-    def begin_anew():
-        if lost != "nothing":
-            sidecar.kill()
-        if lost == "sidecar and memory":
-            sidecar.lose_memory()
-        if lost != "nothing":
-            sidecar.start("--keep", keep, "--persist-every", "1")
-
-    state = {"n": -1}
-    sidecar.kill()
-    sidecar.start("--keep", keep, "--persist-every", "1")
-    assert life(state, last=9) is None
-    for number in range(4):
-        begin_anew()
-        assert life(state, asked=9, last=15 + number) == 9
-    begin_anew()
-    assert life(state, last=30) == 18
-    assert 9 not in sidecar.published(), "no script asks for it any more"
-    with pytest.raises(keepstep.RestoreError, match="going back to step 9 was asked for"):
-        life(state, asked=9, last=12)
 
 
 def test_the_step_that_was_asked_for_last_replaces_an_earlier_one(sidecar):

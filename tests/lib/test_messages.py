@@ -29,24 +29,6 @@ def test_a_message_of_the_wrong_fields_cannot_be_made():
         Chunk(0, 1, 2)  # type: ignore[misc]
 
 
-def test_a_message_cannot_be_changed():
-    chunk = Chunk(rank=0, chunk=1, frame=2)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        chunk.frame = 3  # type: ignore[misc]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        del chunk.frame
-
-
-def test_messages_are_equal_if_their_fields_are():
-    chunk, same = Chunk(rank=0, chunk=1, frame=2), Chunk(frame=2, chunk=1, rank=0)
-    assert chunk == same
-    assert hash(chunk) == hash(same)
-    assert chunk != Chunk(rank=0, chunk=1, frame=3)
-    assert chunk != ("rank", "chunk", "frame")
-    assert dataclasses.replace(chunk, frame=3) == Chunk(rank=0, chunk=1, frame=3)
-    assert repr(chunk) == "Chunk(rank=0, chunk=1, frame=2)"
-
-
 def test_library_and_sidecar_read_the_same_message():
     step = StepId(EpochId(3, "1f9c2d7a"), 12)
     asked = ChunksRequest(lease="a", id=step, chunks=(Chunk(rank=0, chunk=1, frame=2),))

@@ -14,22 +14,14 @@ from torch import nn
 
 import keepstep
 from keepstep.client import copying
-from keepstep.save import pending as pending_module
-from tests.lib.training import begun
+from keepstep.save import snapshot
+from tests.lib.training import begun, hold_copies
 
 
 @pytest.fixture
 def held_copy(monkeypatch):
     """Lazy copies wait for `release`; eager ones (on the training thread) do not."""
-    gate = threading.Event()
-    run = copying.run
-
-    def held(transfers, **options):
-        if threading.current_thread().name == "keepstep-agent":
-            assert gate.wait(30)
-        run(transfers, **options)
-
-    monkeypatch.setattr(copying, "run", held)
+    gate = hold_copies(monkeypatch)
     yield gate
     gate.set()
 
@@ -293,9 +285,9 @@ def test_a_thread_that_sits_in_one_operation_is_not_judged():
     trainer.start()
     inside.wait(20)
     assert not done.wait(0.2), "by now it sits in the lock of leave.wait"
-    before = pending_module._position(trainer.ident)
+    before = snapshot._position(trainer.ident)
     assert not done.wait(0.2)
-    assert pending_module._position(trainer.ident) == before, "it has not moved, and says so"
+    assert snapshot._position(trainer.ident) == before, "it has not moved, and says so"
     leave.set()
     trainer.join()
-    assert pending_module._position(trainer.ident) != before
+    assert snapshot._position(trainer.ident) != before

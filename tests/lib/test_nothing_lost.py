@@ -3,10 +3,8 @@ counted, logged and told."""
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -17,9 +15,8 @@ from torch import nn
 
 import keepstep
 from keepstep.client import copying
-from keepstep.save.agent import Agent
 from tests.harness import eventually
-from tests.lib.training import begun
+from tests.lib.training import begun, hold_copies
 
 
 @pytest.fixture
@@ -104,54 +101,8 @@ def test_whole_numbers_of_other_types_are_steps(sidecar, model):
             checkpointer.wait(step, "staged")
 
 
-@pytest.mark.parametrize("error", [TypeError("no message"), SystemExit("no thread")])
-@pytest.mark.parametrize("where", ["_report_staged", "_keep", "_copy", "_fetch", "_register"])
-def test_an_unforeseen_exception_in_the_agent_costs_no_step_beyond_those_on_their_way(
-    sidecar, model, monkeypatch, where, error
-):
-    checkpointer = begun({"m": model})
-    step = kept(checkpointer, 0)
-    method, struck = getattr(Agent, where), threading.Event()
-
-    def once(self, *arguments):
-        if not struck.is_set():
-            struck.set()
-            raise error
-        return method(self, *arguments)
-
-    monkeypatch.setattr(Agent, where, once)
-    model.register_buffer("one_more", torch.zeros(3))  # a new layout needs all of them
-    last = kept(checkpointer, step + 1)
-    eventually(struck.is_set, within_s=10)
-    last = kept(checkpointer, last + 1)
-    assert last <= step + 4
-    assert accounted(checkpointer)
-    checkpointer.close()
-
-
-def test_an_agent_thread_that_ended_is_replaced(sidecar, model, monkeypatch):
-    checkpointer = begun({"m": model})
-    step = kept(checkpointer, 0)
-    agent = checkpointer._agent._thread
-    with monkeypatch.context() as patch:
-        patch.setattr("threading.excepthook", lambda _: None)
-        patch.setattr(Agent, "_next", lambda _: 1 / 0)
-        checkpointer._agent._changed.ring()
-        agent.join(10)
-    assert not agent.is_alive()
-    assert kept(checkpointer, step + 1) <= step + 2
-    checkpointer.close()
-
-
 def test_wait_is_about_the_very_step(sidecar, model, monkeypatch):
-    gate, run = threading.Event(), copying.run
-
-    def held(transfers, **options):
-        if threading.current_thread().name == "keepstep-agent":
-            assert gate.wait(30)
-        run(transfers, **options)
-
-    monkeypatch.setattr(copying, "run", held)
+    gate = hold_copies(monkeypatch)
     checkpointer = begun({"m": model})
     checkpointer.save(1)
     with torch.no_grad():
@@ -368,61 +319,4 @@ def test_what_a_signals_handler_raises_inside_save_goes_on_to_the_script(
         signal.signal(signal.SIGUSR1, before)
     assert "ValueError inside save()" in checkpointer.stats.why_not()
     assert kept(checkpointer, 2) == 2
-    checkpointer.close()
-
-
-class Struck(BaseException):
-    """What a signal's handler raises."""
-
-
-def struck_at(number, action):
-    """Run `action`, and raise at the `number`-th line of keepstep. Returns whether it got there."""
-    left = [number]
-
-    def trace(frame, event, _):
-        if "keepstep" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            left[0] -= 1
-            if left[0] < 0:
-                sys.settrace(None)
-                raise Struck
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    except Struck:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
-
-
-@pytest.mark.parametrize("offset", range(4))
-def test_after_an_interruption_at_any_line_of_save_the_very_next_one_is_kept(
-    sidecar, model, offset
-):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    checkpointer = begun({"m": model, "optimizer": optimizer, "progress": {"n": 0}})
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    kept(checkpointer, 0)
-    agent = checkpointer._agent
-    lease, number, step = agent.session._lease, offset, 1
-    while True:
-        agent.drain(timeout_s=20)
-        eventually(lambda: agent._held is not None)
-        optimizer.step()
-        if not struck_at(number, functools.partial(checkpointer.save, step)):
-            break
-        optimizer.step()
-        assert checkpointer.save(step + 1), f"after line {number}: {agent.outcome(step + 1)}"
-        checkpointer.wait(step + 1, "staged", timeout=20)
-        assert agent.session._lease is lease
-        step, number = step + 2, number + 16
-    assert number > 200, "it was interrupted"
-    assert checkpointer.stats.discarded == 0
-    checkpointer.wait(step, "staged")
     checkpointer.close()

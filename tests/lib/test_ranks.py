@@ -11,7 +11,6 @@ from torch import nn
 
 import keepstep
 from tests.harness import torchrun
-from tests.torch_version import needs_stock_reader
 
 SCRIPT = Path(__file__).parent / "ddp_script.py"
 UNEQUAL = Path(__file__).parent / "unequal_script.py"
@@ -101,24 +100,6 @@ def test_steps_are_never_begun_over_as_a_rank_has_no_sidecar(sidecar, tmp_path):
     assert sorted(losses(log, 0)) == [0, 1, 2, 3]
 
 
-@needs_stock_reader
-def test_stock_readers_load_a_committed_step_of_two_ranks(sidecar, tmp_path):
-    from safetensors.torch import load_file
-    from torch.distributed import checkpoint as dcp
-
-    done = torchrun(2, SCRIPT, 3, -1, tmp_path / "log")
-    assert done.returncode == 0, done.stderr
-    [directory] = sidecar.root.glob("0*-000000002")
-    files = [load_file(one) for one in sorted(directory.glob("*.safetensors"))]
-    names = "model.0.weight", "optimizer.state.model.0.weight.exp_avg"
-    target = {name: torch.empty(8, 4) for name in names}
-    reader = dcp.HuggingFaceStorageReader(str(directory))
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.load(target, storage_reader=reader, no_dist=True)
-    for name, tensor in target.items():
-        assert torch.equal(tensor, torch.cat([one[name] for one in files]))
-
-
 def test_a_world_without_a_process_group_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(keepstep.UsageError, match="init_process_group"):
@@ -173,8 +154,3 @@ def test_ranks_that_save_different_steps_are_told_while_they_train(
     [said] = [line for line in done.stderr.splitlines() if "the run begins at step 0" in line]
     assert "of rank 0 alone" in said
     assert "which were never whole" in said
-
-
-def test_ranks_that_save_the_same_steps_are_not_named(sidecar, tmp_path):
-    done = torchrun(2, UNEQUAL, 40, 7.0, SAVES="step % 3 == 0")
-    assert "saves none of" not in done.stderr

@@ -59,12 +59,6 @@ def test_replicas_that_are_given_without_their_wrapper_come_back_as_each_rank_ha
     assert ends["0"] != ends["1"]
 
 
-def test_replicas_that_are_alike_are_not_named(sidecar):
-    done = torchrun(3, SCRIPT, "alike", 70, 2.0)
-    assert done.returncode == 0, done.stderr
-    assert warned(done.stderr) == []
-
-
 class _Run:
     """Replicas of several ranks in one process, over one store."""
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import keepstep
-from keepstep.restore import waiting
+from keepstep.restore import collective
 from tests.harness import torchrun
 from tests.lib.training import bring_back, keep
 
@@ -16,9 +16,9 @@ LATE = """
 import logging, os, pathlib, sys, time
 import torch
 import keepstep
-from keepstep.restore import waiting
+from keepstep.restore import collective
 
-waiting.FIRST_S = 0.2
+collective.FIRST_S = 0.2
 torch.distributed.init_process_group("gloo")
 rank, seen = torch.distributed.get_rank(), pathlib.Path(sys.argv[1])
 
@@ -48,7 +48,7 @@ def test_rank_0_says_that_another_rank_has_not_come_yet(sidecar, tmp_path):
 def test_what_a_vote_waits_for_is_said_by_its_rank(sidecars, tmp_path, monkeypatch, caplog):
     one = sidecars().start("--archive", str(tmp_path / "away"))
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(one.socket))
-    monkeypatch.setattr(waiting, "FIRST_S", 0.5)
+    monkeypatch.setattr(collective, "FIRST_S", 0.5)
     checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
     with (
         caplog.at_level(logging.WARNING, logger="keepstep"),
@@ -62,7 +62,7 @@ def test_what_a_vote_waits_for_is_said_by_its_rank(sidecars, tmp_path, monkeypat
 
 
 def test_a_quick_restore_says_nothing_of_waiting(sidecar, caplog, monkeypatch):
-    monkeypatch.setattr(waiting, "FIRST_S", 60)  # what is quick depends on the machine
+    monkeypatch.setattr(collective, "FIRST_S", 60)  # what is quick depends on the machine
     keep({"m": nn.Linear(2, 2)})
     with caplog.at_level(logging.WARNING, logger="keepstep"):
         bring_back({"m": nn.Linear(2, 2)})

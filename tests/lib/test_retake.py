@@ -145,16 +145,6 @@ def test_tensors_that_stayed_are_those_of_before(change):
     assert now.tensors is before.tensors
 
 
-def test_parameters_without_state_have_changed_places():
-    state = State()
-    state.optimizer.state.clear()
-    before = take(state.components())
-    state.optimizer.param_groups.reverse()
-    now = retake(before, state.components(), ALONE)
-    assert now.parameters != before.parameters
-    same(now, take(state.components()))
-
-
 def test_components_that_came_went_or_changed_places():
     state = State()
     parts = state.components()
@@ -218,62 +208,52 @@ def test_a_buffer_without_an_address_is_refused_as_at_first():
         retake(before, state.components(), ALONE)
 
 
-def test_an_array_has_become_a_tuple():
-    before = take({"extra": {"array": numpy.zeros(70_000)}})
-    other = {"extra": {"array": (1, 2)}}
-    same(retake(before, other, ALONE), take(other))
-
-
-def test_two_dicts_have_become_one_and_two_again():
-    tensor = torch.zeros(2)
-    first, second = {"t": tensor}, {"t": tensor}
-    parts = {"extra": {"a": first, "b": second}}
-    before = take(parts)
-    parts["extra"]["b"] = first
-    shared = retake(before, parts, ALONE)
-    same(shared, take(parts))
-    assert shared.signature() != before.signature()
-    parts["extra"]["b"] = second
-    same(retake(shared, parts, ALONE), before)
-
-
-def test_a_view_has_moved():
+def a_ring():
     ring = torch.zeros(4, 2)
-    parts = {"extra": {"ring": ring, "newest": ring[0]}}
+    return {"ring": ring, "newest": ring[0]}
+
+
+def twins():
+    tensor = torch.zeros(2)
+    return {"a": {"t": tensor}, "b": {"t": tensor}}
+
+
+def overlap(extra) -> None:
+    extra["b"].set_(extra["a"].untyped_storage(), 2, (2,), (1,))
+
+
+PARTS = {
+    "an array becomes a tuple": (
+        lambda: {"array": numpy.zeros(70_000)},
+        lambda extra: extra.update(array=(1, 2)),
+    ),
+    "two dicts become one": (twins, lambda extra: extra.update(b=extra["a"])),
+    "a view moves": (a_ring, lambda extra: extra.update(newest=extra["ring"][3])),
+    "a parameter requires no gradient now": (
+        lambda: {"prompt": nn.Parameter(torch.zeros(2))},
+        lambda extra: extra["prompt"].requires_grad_(False),
+    ),
+    "a tensor stands in a deque, too": (
+        lambda: {"window": deque([torch.zeros(2)]), "last": torch.ones(2)},
+        lambda extra: extra["window"].append(extra["last"]),
+    ),
+    "tensors overlap now": (lambda: {"a": torch.zeros(4), "b": torch.zeros(2)}, overlap),
+}
+
+
+@pytest.mark.parametrize(("make", "change"), PARTS.values(), ids=PARTS)
+def test_a_part_that_changed_is_taken_as_by_a_walk(make, change):
+    parts = {"extra": make()}
     before = take(parts)
-    parts["extra"]["newest"] = ring[3]
+    same(retake(before, parts, ALONE), before)
+    change(parts["extra"])
     now = retake(before, parts, ALONE)
     same(now, take(parts))
-    assert now.values != before.values
-    assert now.signature() == before.signature()
-
-
-def test_a_parameter_in_a_dict_stays_or_requires_no_gradient_now():
-    prompt = nn.Parameter(torch.zeros(2))
-    parts = {"extra": {"prompt": prompt}}
-    before = take(parts)
-    now = retake(before, parts, ALONE)
-    assert now.tensors is before.tensors
-    same(now, before)
-    prompt.requires_grad_(False)
-    same(retake(before, parts, ALONE), take(parts))
-    assert retake(before, parts, ALONE).skeleton != before.skeleton
-
-
-def test_a_tensor_of_a_deque_has_come_to_stand_elsewhere():
-    window, last = deque([torch.zeros(2)]), torch.ones(2)
-    parts = {"extra": {"window": window, "last": last}}
-    before = take(parts)
-    window.append(last)
-    same(retake(before, parts, ALONE), take(parts))
-
-
-def test_tensors_have_come_to_overlap():
-    one, other = torch.zeros(4), torch.zeros(2)
-    parts = {"extra": {"a": one, "b": other}}
-    before = take(parts)
-    other.set_(one.untyped_storage(), 2, (2,), (1,))
-    same(retake(before, parts, ALONE), take(parts))
+    assert (now.values, now.skeleton, now.signature()) != (
+        before.values,
+        before.skeleton,
+        before.signature(),
+    )
 
 
 def test_arrays_are_copied_each_time():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import http.client
-import os
-import signal
 import socket
 import ssl
 import subprocess
@@ -184,11 +182,6 @@ def test_nothing_that_is_raised_after_the_process_was_asked_to_end_is_told(sidec
     assert "the script failed" not in sidecar.text()
 
 
-def test_an_error_after_another_signal_is_the_scripts_own(sidecar):
-    failing(PREEMPTED.format(raises=False, name="SIGUSR1"))
-    assert "the script failed" in sidecar.text()
-
-
 def test_the_signals_of_a_forked_worker_are_not_those_of_the_trainer(sidecar):
     failing(
         """
@@ -227,29 +220,6 @@ def test_an_error_that_ends_the_with_block_is_told(sidecar):
     assert "ValueError: wrong" in sidecar.text()
 
 
-def test_a_step_that_is_not_healthy_is_not_kept_and_the_next_one_is(sidecar):
-    with begun({"model": nn.Linear(2, 2)}) as checkpointer:
-        assert checkpointer.save(0)
-        assert checkpointer.save(1, healthy=False) is False
-        with pytest.raises(keepstep.NotDurableError, match="not healthy"):
-            checkpointer.wait(1)
-        assert checkpointer.save(2)
-    assert sidecar.published() == [0, 2]
-    assert "save(healthy=False)" in sidecar.text()
-
-
-def test_a_sidecar_that_stands_still_holds_the_end_up_for_two_seconds_at_most(sidecar):
-    checkpointer = begun({"model": nn.Linear(2, 2)})
-    os.kill(sidecar.process.pid, signal.SIGSTOP)
-    try:
-        started = time.monotonic()
-        assert checkpointer.save(1, healthy=False) is False
-        assert time.monotonic() - started < 4.0
-    finally:
-        os.kill(sidecar.process.pid, signal.SIGCONT)
-    checkpointer.close()
-
-
 def lives(how: str, log: Path, count: int) -> list[int]:
     for _ in range(count):
         torchrun(2, SCRIPT, how, 95, BAD, log)
@@ -260,8 +230,3 @@ def test_a_bad_replica_costs_two_lives(sidecar, tmp_path):
     begun = lives("wrong", tmp_path / "lives", 4)
     assert begun == [-1, BAD, BAD, 40]
     assert 94 in sidecar.published()
-
-
-def test_a_rank_that_loses_its_peer_is_held_against_no_step(sidecar, tmp_path):
-    assert lives("killed", tmp_path / "lives", 4) == [-1, BAD, BAD, BAD]
-    assert "the script failed" not in sidecar.text()

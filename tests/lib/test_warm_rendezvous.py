@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import socket
 import subprocess
 import sys
 import threading
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from keepstep.warm import rendezvous
-from tests.harness import eventually
+from keepstep.warm import process
+from tests.harness import eventually, free_port
 
 _SECOND = datetime.timedelta(seconds=1)
 
@@ -30,12 +29,6 @@ def environment(port: int, **more: str) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", **more}
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def used_store(port: int) -> Any:
     store = TCPStore("127.0.0.1", port, 1, True, timeout=_SECOND)
     store.set("default_pg/0//1//cpu//0/rank_1", "an address of a life that has ended")
@@ -45,7 +38,7 @@ def used_store(port: int) -> Any:
 def test_a_store_in_which_ranks_have_met_is_waited_out() -> None:
     port = free_port()
     old = [used_store(port)]
-    waiting = threading.Thread(target=rendezvous.await_new_store, args=(environment(port),))
+    waiting = threading.Thread(target=process.await_new_store, args=(environment(port),))
     waiting.start()
     waiting.join(1.0)
     assert waiting.is_alive()
@@ -60,8 +53,8 @@ def test_a_store_that_waits_for_its_ranks_is_joined_at_once() -> None:
         try:
             eventually(lambda: _answers(port), within_s=60)
             began = time.monotonic()
-            rendezvous.await_new_store(environment(port))
-            assert time.monotonic() - began < rendezvous.PATIENCE_S / 2
+            process.await_new_store(environment(port))
+            assert time.monotonic() - began < process.PATIENCE_S / 2
             TCPStore("127.0.0.1", port, 2, False, timeout=10 * _SECOND)
             assert rank_0.wait(30) == 0, "both have met there"
         finally:
@@ -85,12 +78,12 @@ def test_whose_store_it_is_and_who_has_none_do_not_wait(different: dict[str, str
     port = free_port()
     store = used_store(port)
     began = time.monotonic()
-    rendezvous.await_new_store({**environment(port), **different})
-    assert time.monotonic() - began < rendezvous.PATIENCE_S / 2
+    process.await_new_store({**environment(port), **different})
+    assert time.monotonic() - began < process.PATIENCE_S / 2
     assert store.num_keys() > 1
 
 
 def test_nobody_who_listens_is_not_waited_for() -> None:
     began = time.monotonic()
-    rendezvous.await_new_store(environment(free_port()))
-    assert time.monotonic() - began < rendezvous.PATIENCE_S / 2
+    process.await_new_store(environment(free_port()))
+    assert time.monotonic() - began < process.PATIENCE_S / 2

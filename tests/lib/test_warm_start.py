@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import signal
 import subprocess
 import sys
 import zipfile
@@ -18,8 +16,13 @@ import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from keepstep.warm import torchrun
-from keepstep.warm.client import LARGEST_BYTES, ColdStart, ForkServer, pair
-from keepstep.warm.command import Python, interpreter, late_differences, parse
+from keepstep.warm.client import (
+    ColdStart,
+    ForkServer,
+    Python,
+    late_differences,
+    parse,
+)
 from tests.harness import SidecarProcess, eventually
 
 PYTHON = sys.executable
@@ -107,11 +110,6 @@ print(layer.weight.grad.sum().item().hex(), (a @ a).sum().item().hex())
 print(numpy.linalg.norm(a.numpy() @ a.numpy()).hex())
 """,
 }
-THREADS = """
-import ctypes, numpy, torch
-(path,) = {line.split()[-1] for line in open("/proc/self/maps") if "openblas" in line}
-print(torch.get_num_threads(), ctypes.CDLL(path).scipy_openblas_get_num_threads64_())
-"""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
@@ -169,51 +167,6 @@ def test_scripts_and_modules_behave_as_started_by_exec(tmp_path: Path) -> None:
     assert not different, json.dumps(different, indent=1)
 
 
-def test_what_was_ignored_and_set_before_the_start_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`nohup`, variables that libraries read of threads, and Python's own for faults."""
-    for name in ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, str(len(os.sched_getaffinity(0))))
-    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
-    (tmp_path / "signals.py").write_text(SAME["signals"])
-    (tmp_path / "threads.py").write_text(THREADS)
-    (tmp_path / "fault.py").write_text("import ctypes; ctypes.string_at(0)")
-    runs = [run("signals.py", warm=warm) for warm in (False, True)]
-    runs += [run("threads.py", warm=warm, **ONE_THREAD) for warm in (False, True)]
-    runs += [run("threads.py", warm=warm) for warm in (False, True)]
-    runs += [run("fault.py")]
-    *answers, fault = ask(tmp_path, runs, prefix=("env", "--ignore-signal=HUP,INT"))
-    assert answers[1::2] == answers[::2]
-    assert answers[0][1].startswith("['1', '0', '1', '0', '1']")  # SIG_IGN, but for TERM and CHLD
-    assert fault[0] == -signal.SIGSEGV
-    assert "Segmentation fault" in fault[2]
-
-
-def test_a_client_may_have_a_thousand_descriptors_open() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2048), before[1]))
-    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
-    server = ForkServer.start(PYTHON, os.environ)
-    try:
-        server.wait_ready()
-    finally:
-        server.close()
-        os.waitpid(server.pid, 0)
-        for one in many:
-            os.close(one)
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_what_is_too_long_for_a_request_is_started_cold() -> None:
-    ours, theirs = pair()
-    server = ForkServer(ours, pid=0)
-    server.ready = True
-    with ours, theirs, pytest.raises(ColdStart, match="too long") as cold:
-        server.spawn([PYTHON, "a.py"], {"LONG": "x" * LARGEST_BYTES})
-    assert cold.value.for_good
-
-
 def test_who_waits_for_a_server_that_is_ended_is_told() -> None:
     server = ForkServer.start(PYTHON, os.environ)
     server.close()
@@ -254,36 +207,6 @@ def test_torch_is_there_no_two_draw_the_same_numbers_and_what_imports_have_read_
     assert changed[0] == "cold", "a file that was imported is another one"
     assert "1 imported files have changed since, such as" in changed[1]
     assert "preloaded.py" in changed[1]
-
-
-def test_a_module_that_a_preloaded_one_wrote_for_itself_may_go_with_the_first_life(
-    tmp_path: Path,
-) -> None:
-    """As torch 2.6 does with `_remote_module_non_scriptable`."""
-    (tmp_path / "preloaded.py").write_text(
-        "import importlib.util, os, sys, tempfile\n"
-        "directory = tempfile.TemporaryDirectory()\n"
-        "path = os.path.join(directory.name, 'written.py')\n"
-        "open(path, 'w').write('VALUE = 7')\n"
-        "spec = importlib.util.spec_from_file_location('written', path)\n"
-        "written = importlib.util.module_from_spec(spec)\n"
-        "sys.modules['written'] = written\n"
-        "spec.loader.exec_module(written)\n"
-    )
-    (tmp_path / "uses.py").write_text(
-        "import os, written; print(written.VALUE, os.path.exists(written.__file__))"
-    )
-    lives = ask(tmp_path, [run("uses.py")] * 2, "preloaded")
-    assert lives == [[0, "7 True\n", ""], [0, "7 False\n", ""]]
-
-
-def test_files_beside_the_command_are_not_taken_for_the_modules_to_import(tmp_path: Path) -> None:
-    (tmp_path / "cProfile.py").write_text("raise OSError('not that one')")
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "train.py").write_text("import cProfile; print(cProfile.__file__)")
-    ((code, out, _),) = ask(tmp_path, [run("sub/train.py")], on_path=False)
-    assert code == 0
-    assert str(tmp_path) not in out
 
 
 @pytest.mark.parametrize(
@@ -335,29 +258,6 @@ def entry(*words: str, within_s: float = 150, **options: Any) -> tuple[int, str,
     with subprocess.Popen([PYTHON, "-m", "keepstep.warm", *words], **settings) as process:
         out, err = process.communicate(timeout=within_s)
     return process.returncode, out, err
-
-
-def test_a_container_outlives_its_trainer_while_lives_finish_steps(
-    sidecar: SidecarProcess, tmp_path: Path
-) -> None:
-    script = tmp_path / "train.py"
-    # four deaths: more than lives without a finished step may be in a row
-    script.write_text(TRAIN.replace("DEADLY", "(3, 7, 8, 20)"))
-    code, out, err = entry("--", PYTHON, str(script))
-    assert code == 0, err
-    lives = [line.split() for line in out.splitlines()]
-    assert [life[0] for life in lives] == ["0", "4", "8", "9", "21"]
-    assert lives[0][1] == "False"
-    assert err.count("the command ended with 137; it starts again") == 4
-    cold = err.count("a cold start this time: the fork server is still importing")
-    assert [life[1] for life in lives].count("True") == 4 - cold
-
-
-def test_lives_that_finish_no_step_are_handed_over(sidecar: SidecarProcess) -> None:
-    script = "import sys; print('life', flush=True); sys.exit(7)"
-    code, out, err = entry("--fruitless", "2", "--", PYTHON, "-c", script)
-    assert (code, out.split()) == (7, ["life", "life"])
-    assert "the command ended with 7, and 2 lives have finished no step" in err
 
 
 def test_a_sidecar_that_goes_away_is_no_finished_step(
@@ -420,13 +320,6 @@ def test_a_command_runs_at_least_once() -> None:
     )
 
 
-def test_no_such_command() -> None:
-    assert entry("--", "no-such-command")[::2] == (
-        127,
-        "keepstep: no-such-command: command not found\n",
-    )
-
-
 # --- command lines -----------------------------------------------------------------------------
 
 
@@ -447,22 +340,6 @@ def test_no_such_command() -> None:
 )
 def test_command_lines(words: list[str], expected: Python | None) -> None:
     assert parse(words) == expected
-
-
-def test_the_interpreter_of_a_script_is_what_its_first_line_names(tmp_path: Path) -> None:
-    for number, (first, expected) in enumerate(
-        [
-            ("#!/v/bin/python3", "/v/bin/python3"),
-            ("#!/usr/bin/env python3", None),
-            ("#!/bin/sh", None),
-            ("import os", None),
-        ]
-    ):
-        script = tmp_path / f"torchrun{number}"
-        script.write_text(f"{first}\n")
-        assert interpreter(str(script)) == expected
-    assert interpreter("/v/bin/python3.12") == "/v/bin/python3.12"
-    assert interpreter(str(tmp_path / "missing")) is None
 
 
 def test_variables_of_a_worker_may_differ_and_no_others() -> None:

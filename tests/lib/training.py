@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+
+import pytest
 
 import keepstep
 from keepstep.checkpointer import Restored
+from keepstep.client import copying
 
 
 def begun(components: Any, **options: Any) -> keepstep.Checkpointer:
@@ -28,3 +32,16 @@ def bring_back(components: Any, **options: Any) -> Restored | None:
         return checkpointer.restore()
     finally:
         checkpointer.close()
+
+
+def hold_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Copies of the agent's thread wait until this is set."""
+    gate, run = threading.Event(), copying.run
+
+    def held(transfers: copying.Transfers, **options: Any) -> None:
+        if threading.current_thread().name == "keepstep-agent":
+            assert gate.wait(30)
+        run(transfers, **options)
+
+    monkeypatch.setattr(copying, "run", held)
+    return gate

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import socket
-import sys
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import pytest
-from aiohttp import web
-
 from keepstep_operator.connections import SERVED, YOUNG_OF_A_SOURCE, Limits
-from keepstep_operator.serving import listening
 
 
 @dataclass(eq=False)
@@ -73,24 +66,3 @@ def test_one_source_has_some_places_and_gives_them_to_its_next_ones() -> None:
     for gate in gates[:YOUNG_OF_A_SOURCE]:
         listener.end(gate)
     assert listener.begun == gates[: 2 * YOUNG_OF_A_SOURCE]
-
-
-@pytest.mark.parametrize("turns", range(5))
-def test_what_was_just_accepted_is_closed_with_the_listener(
-    monkeypatch: pytest.MonkeyPatch, turns: int
-) -> None:
-    lost: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", lost.append)
-
-    async def end_while_somebody_comes() -> list[socket.socket]:
-        async with listening(web.Application(), port=0, shutdown_s=0.1) as port:
-            clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
-            for _ in range(turns):
-                await asyncio.sleep(0)
-        return clients
-
-    clients = asyncio.run(end_while_somebody_comes())
-    gc.collect()
-    for client in clients:
-        client.close()
-    assert lost == []

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import ssl
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
-import yaml
 from aiohttp import web
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from kubernetes.aio.config import incluster_config
 
-from keepstep.errors import UsageError
 from keepstep_operator import __version__
-from keepstep_operator.certificates.pki import Pair, make_authority, sign_leaf
 from keepstep_operator.kube import (
     CONFIG_MAPS,
     NODES,
@@ -40,27 +24,13 @@ from keepstep_operator.kube import (
     Rejected,
     Unavailable,
     error_of,
-    find_access,
     follow,
-    from_kubeconfig,
-    in_cluster,
 )
 from keepstep_operator.kube import feed as kube_feed
 from keepstep_operator.serving import listening
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, access_to
 from tests.operator.injection.pods import NAMESPACE, policy_body
-
-_DAY = timedelta(days=1)
-
-
-def test_paths_are_those_of_the_kubernetes_api() -> None:
-    assert PODS.path("p", "log", namespace="n") == "/api/v1/namespaces/n/pods/p/log"
-    assert PODS.path() == "/api/v1/pods"
-    assert NODES.path("a") == "/api/v1/nodes/a"
-    assert POLICIES.path(namespace="n") == (
-        "/apis/keepstep.dev/v1alpha1/namespaces/n/checkpointpolicies"
-    )
 
 
 @pytest.mark.parametrize(
@@ -71,15 +41,6 @@ def test_paths_are_those_of_the_kubernetes_api() -> None:
 )  # fmt: skip
 def test_each_status_becomes_what_can_be_done_about_it(status: int, kind: type[KubeError]) -> None:
     assert type(error_of(status, "")) is kind
-
-
-async def test_a_request_asks_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda _, work, *rest: asked.append(work))
-    async with ApiServer().running() as server, Client(server.access) as client:
-        with pytest.raises(NotFound):
-            await client.get(PODS, "p", namespace="n")
-    assert asked == []
 
 
 async def test_objects_are_made_read_replaced_and_never_over_a_later_version() -> None:
@@ -161,27 +122,6 @@ async def test_what_goes_while_all_is_listed_anew_is_gone() -> None:
         assert followed.feed.known == {"b"}
 
 
-async def test_what_somebody_else_saw_is_gone_when_it_is_not_listed() -> None:
-    async with _followed("a") as (_, followed):
-        followed.feed.shown("never")
-        await until(lambda: "-never" in followed.seen)
-
-
-async def test_an_end_that_is_not_as_expected_ends_no_feed() -> None:
-    async with _followed("a", "b") as (_, followed):
-        gone: list[str] = []
-
-        def end(name: str) -> None:
-            gone.append(name)
-            raise ValueError(name)
-
-        followed.feed.gone = end
-        for name in ("never", "neither"):
-            followed.feed.shown(name)
-        await until(lambda: sorted(gone) == ["neither", "never"])
-        assert followed.feed.known == {"a", "b"}
-
-
 async def test_a_watch_that_ends_by_an_error_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kube_feed, "_ANEW_S", 0.1)
     async with _followed("a") as (server, followed):
@@ -207,190 +147,6 @@ async def test_a_kind_that_may_not_be_read_hinders_no_other() -> None:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_names_are_asked_for_in_pages_and_without_the_rest_of_the_objects() -> None:
-    asked: list[Any] = []
-
-    async def answer(request: web.Request) -> web.Response:
-        asked.append(dict(request.query))
-        last = "continue" in request.query
-        metadata = {} if last else {"continue": "more"}
-        assert "PartialObjectMetadataList" in request.headers["Accept"]
-        metadata_of_one = {"name": str(len(asked)), "managedFields": [{"fieldsV1": {}}]}
-        items = [{"metadata": metadata_of_one, "spec": {}}]
-        return web.json_response({"metadata": metadata, "items": items})
-
-    app = web.Application()
-    app.router.add_get("/api/v1/pods", answer)
-    async with (
-        listening(app, port=0) as port,
-        Client(access_to(f"http://127.0.0.1:{port}", token="t")) as client,
-    ):
-        names = [one async for one in client.names(PODS, labels="a=b", fields="c!=d")]
-    assert names == [{"metadata": {"name": "1"}}, {"metadata": {"name": "2"}}]
-    first = {"limit": "500", "labelSelector": "a=b", "fieldSelector": "c!=d"}
-    assert asked == [first, {**first, "continue": "more"}]
-
-
-async def _whoami(request: web.Request) -> web.Response:
-    return web.json_response({"token": request.headers.get("Authorization", "")})
-
-
-def _pems() -> tuple[Pair, Pair]:
-    authority = make_authority("cluster", now=datetime.now(UTC), life=_DAY)
-    names = ("localhost",)
-    return authority, sign_leaf(authority, names=names, now=datetime.now(UTC), life=_DAY)
-
-
-def _client_pair(authority: Pair) -> Pair:
-    """What `kubeadm` puts into a kubeconfig: a certificate for TLS clients."""
-    issuer = x509.load_pem_x509_certificate(authority.certificate)
-    signer = serialization.load_pem_private_key(authority.key, password=None)
-    assert isinstance(signer, ec.EllipticCurvePrivateKey)
-    key = ec.generate_private_key(ec.SECP256R1())
-    builder = x509.CertificateBuilder(
-        issuer_name=issuer.subject,
-        subject_name=x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "admin")]),
-        public_key=key.public_key(),
-        serial_number=2,
-        not_valid_before=datetime.now(UTC) - _DAY / 2,
-        not_valid_after=datetime.now(UTC) + _DAY / 2,
-    ).add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
-    return Pair(
-        certificate=builder.sign(signer, hashes.SHA256()).public_bytes(Encoding.PEM),
-        key=key.private_bytes(
-            Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        ),
-    )
-
-
-def _server_context(directory: Path, authority: Pair, leaf: Pair) -> ssl.SSLContext:
-    both = directory / "server.pem"
-    both.write_bytes(leaf.certificate + leaf.key)
-    context = ssl.create_default_context(
-        ssl.Purpose.CLIENT_AUTH, cadata=authority.certificate.decode()
-    )
-    context.load_cert_chain(both)
-    return context
-
-
-@pytest.mark.parametrize("inline", [True, False])
-async def test_a_kubeconfig_gives_token_authority_and_client_certificate(
-    tmp_path: Path, inline: bool
-) -> None:
-    authority, leaf = _pems()
-    app = web.Application()
-    app.router.add_get("/api/v1/nodes/me", _whoami)
-    context = _server_context(tmp_path, authority, leaf)
-    context.verify_mode = ssl.CERT_REQUIRED
-    mine = _client_pair(authority)
-
-    def given(name: str, pem: bytes) -> dict[str, str]:
-        if inline:
-            return {f"{name}-data": base64.b64encode(pem).decode()}
-        (tmp_path / name).write_bytes(pem)
-        return {name: name}
-
-    async with listening(app, port=0, ssl_context=context) as port:
-        cluster = {
-            "server": f"https://localhost:{port}",
-            **given("certificate-authority", authority.certificate),
-        }
-        user = {
-            "token": "secret",
-            **given("client-certificate", mine.certificate),
-            **given("client-key", mine.key),
-        }
-        path = _kubeconfig(tmp_path, cluster, user)
-        async with Client(await from_kubeconfig(path)) as client:
-            assert client.namespace == "here"
-            me = await client.get(NODES, "me")
-            assert me["token"] == "Bearer secret"
-
-
-def _kubeconfig(directory: Path, cluster: dict[str, str], user: dict[str, str]) -> Path:
-    config = {
-        "current-context": "x",
-        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "here"}}],
-        "clusters": [{"name": "c", "cluster": cluster}],
-        "users": [{"name": "u", "user": user}],
-    }
-    path = directory / "config"
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
-async def test_the_service_accounts_token_is_read_again_each_minute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    authority, leaf = _pems()
-    app = web.Application()
-    app.router.add_get("/api/v1/nodes/me", _whoami)
-    (tmp_path / "ca.crt").write_bytes(authority.certificate)
-    (tmp_path / "namespace").write_text("keepstep-system\n")
-    context = _server_context(tmp_path, authority, leaf)
-    async with listening(app, port=0, ssl_context=context) as port:
-        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "localhost")
-        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
-        (tmp_path / "token").write_text("first")
-        async with Client(in_cluster(tmp_path)) as client:
-            assert client.namespace == "keepstep-system"
-            assert (await client.get(NODES, "me"))["token"] == "bearer first"
-            (tmp_path / "token").write_text("second")
-            with _later(minutes=2):
-                assert (await client.get(NODES, "me"))["token"] == "bearer second"
-            (tmp_path / "token").unlink()
-            with _later(minutes=4), pytest.raises(Unavailable):
-                await client.get(NODES, "me")
-
-
-@contextmanager
-def _later(*, minutes: int) -> Iterator[None]:
-    """For whom the official client asks the time."""
-    real = incluster_config.datetime.datetime
-
-    class Later(real):  # type: ignore[misc, valid-type]
-        moved = timedelta(minutes=minutes)
-
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime:
-            later: datetime = real.now(tz) + cls.moved
-            return later
-
-    fake = ModuleType("datetime")
-    fake.datetime, fake.timedelta = Later, timedelta  # type: ignore[attr-defined]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(incluster_config, "datetime", fake)
-        yield
-
-
-async def test_outside_a_cluster_something_must_say_where_one_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("KUBECONFIG", raising=False)
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(UsageError, match="neither KUBECONFIG is set"):
-        await find_access()
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
-    with pytest.raises(UsageError, match=r"kubeconfig .*absent"):
-        await find_access()
-
-
-@pytest.mark.parametrize(
-    ("cluster", "message"),
-    [
-        ({"server": "https://x", "certificate-authority-data": "%%"}, "certificate"),
-        ({"server": "https://x", "certificate-authority": "absent.crt"}, "does not exist"),
-        ({}, "server"),
-    ],
-)
-async def test_a_kubeconfig_that_cannot_be_used_says_why(
-    tmp_path: Path, cluster: dict[str, str], message: str
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        async with Client(await from_kubeconfig(_kubeconfig(tmp_path, cluster, {}))):
-            pass
-
-
 async def test_names_from_users_lead_nowhere_else_and_requests_say_who_asks() -> None:
     asked: list[tuple[str, str]] = []
 
@@ -407,18 +163,3 @@ async def test_names_from_users_lead_nowhere_else_and_requests_say_who_asks() ->
         await client.get(PODS, "../x?watch=1#/%2F", namespace="n")
     path = "/api/v1/namespaces/n/pods/..%2Fx%3Fwatch%3D1%23%2F%252F"
     assert asked == [(path, f"keepstep-operator/{__version__}")]
-
-
-async def test_an_answer_that_is_no_json_is_unavailable() -> None:
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(text="<html>", status=int(request.query.get("limit", 200)))
-
-    app = web.Application()
-    app.router.add_get("/{path:.*}", answer)
-    async with listening(app, port=0) as port:
-        access = access_to(f"http://127.0.0.1:{port}", token="t")
-        async with Client(access) as client:
-            with pytest.raises(Unavailable, match="nonsense"):
-                await client.get(PODS, "p", namespace="n")
-            with pytest.raises(Unavailable, match="<html>"):
-                _ = [one async for one in client.names(PODS)]  # 500

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from copy import deepcopy
 from pathlib import Path
@@ -89,15 +85,6 @@ def _spec(server: ApiServer, run: str = "gpt") -> Body:
     return server.take(RUNS, run, namespace="n").get("spec", {})  # type: ignore[no-any-return]
 
 
-async def test_runs_are_those_of_the_namespace(server: ApiServer) -> None:
-    lines = (await _ok("runs")).splitlines()
-    assert lines[0].split()[:2] == ["RUN", "JOB"]
-    assert lines[2].split()[:5] == ["gpt", "job", "Running", "41", "40"]
-    (gpt,) = [one for one in json.loads(await _ok("runs", "-o", "json")) if one["run"] == "gpt"]
-    assert (gpt["step"], gpt["committed"], gpt["protected"]) == (41, 40, "True")
-    assert json.loads(await _ok("runs", "-n", "elsewhere", "-o", "json")) == []
-
-
 async def test_steps_are_told_with_their_tiers_newest_first(server: ApiServer) -> None:
     found = json.loads(await _ok("steps", "gpt", "-o", "json"))
     assert [(one["id"], one["tiers"]) for one in found] == [
@@ -106,16 +93,6 @@ async def test_steps_are_told_with_their_tiers_newest_first(server: ApiServer) -
     ]
     assert [(one["committed"], one["pinned"]) for one in found] == [(True, False), (False, True)]
     assert NEW in await _ok("steps", "gpt")
-
-
-async def test_the_tree_has_epochs_the_origin_and_forks(server: ApiServer) -> None:
-    assert (await _ok("tree", "gpt")).splitlines() == [
-        "gpt",
-        "|-- epoch 0001.aaaaaaaa  steps 20",
-        "|-- epoch 0002.bbbbbbbb  steps 40  <- now",
-        f"`-- fork fork  (from gpt/{OLD})",
-    ]
-    assert (await _ok("tree", "fork")).splitlines() == [f"fork  (began from gpt/{OLD})"]
 
 
 async def test_a_rollback_is_the_field_of_the_run_and_nothing_else(server: ApiServer) -> None:
@@ -205,17 +182,6 @@ async def test_a_fork_is_a_manifest_with_the_annotation_in_every_template(
             names.RESTORE_FROM_ANNOTATION: "gpt/20",
         }
     assert {one.method for one in server.requests} == {"GET"}
-
-
-async def test_a_fork_of_what_is_not_known_is_told(server: ApiServer) -> None:
-    result = await _said("fork", "gpt", "30", "-f", "-", input=yaml.safe_dump(JOB))
-    assert result.exit_code == 0
-    assert "no archived step 30" in result.stderr
-    result = await _said("fork", "nobody", "30", "-f", "-", input=yaml.safe_dump(JOB))
-    assert result.exit_code == 1
-    assert "not found" in result.stderr
-    for text in ("kind: ConfigMap", "{"):
-        assert (await _said("fork", "gpt", "20", "-f", "-", input=text)).exit_code == 2
 
 
 async def test_logs_are_of_every_pod_with_a_sidecar(server: ApiServer) -> None:
@@ -309,25 +275,6 @@ async def test_errors_are_a_line_that_says_what(
     assert (await _said("runs")).exit_code == 2
 
 
-@pytest.mark.parametrize("name", sorted(cli.commands))
-def test_every_command_has_help_with_examples_and_kubectls_options(name: str) -> None:
-    said = CliRunner().invoke(cli, [name, "--help"]).output
-    for part in (f"kubectl keepstep {name}", "--namespace", "--context"):
-        assert part in said
-
-
-def test_kubectl_finds_it_as_a_program(tmp_path: Path) -> None:
-    code = "from keepstep_operator.kubectl.main import cli; cli()"
-    command = [sys.executable, "-c", code, "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=60)
-    assert done.stdout == f"kubectl keepstep, version {__version__}\n"
-    root = Path(__file__).resolve().parents[2]
-    assert (
-        'kubectl-keepstep = "keepstep_operator.kubectl.main:cli"'
-        in (root / "operator" / "pyproject.toml").read_text()
-    )
-
-
 async def test_a_fork_changes_no_other_value(server: ApiServer) -> None:
     odd = "starts: 12:00:00\nsince: 2001-12-14T21:59:43Z\nmode: 0755\ncount: 5\nalso: 1_000\n"
     said = await _ok("fork", "gpt", "20", "-f", "-", input=yaml.safe_dump(JOB) + odd)
@@ -367,12 +314,3 @@ def _pod_of_gpt(server: ApiServer) -> None:
     path = "/api/v1/namespaces/n/pods/gpt-0"
     server.add(path, {"metadata": {"name": "gpt-0", "namespace": "n", "labels": labels}})
     server.logs[path] = f"one{_ESC}\ntwo"
-
-
-@pytest.mark.parametrize("module", ["main", "views", "doctor", "page", "cluster"])
-def test_one_function_prints_all_that_the_plugin_says(module: str) -> None:
-    path = Path(__file__).parents[2] / f"operator/src/keepstep_operator/kubectl/{module}.py"
-    printed = [line for line in path.read_text().splitlines() if re.search(r"echo\(|print\(", line)]
-    assert len([one for one in printed if "def _print(" not in one and "_print(" not in one]) == (
-        1 if module == "main" else 0
-    )

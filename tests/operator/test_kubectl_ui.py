@@ -176,17 +176,6 @@ async def test_the_page_of_another_pod_is_recognized(
     assert "403: this is the page of another pod" in await _refusal(await plugin())
 
 
-async def test_a_viewer_without_the_right_is_told_which_one_it_is(
-    server: ApiServer, site: Site, plugin: Plugin
-) -> None:
-    server.forbidden = "/portforward"
-    process = await plugin()
-    text = await _refusal(process)
-    assert "no role says so" in text
-    assert "get and create of pods/portforward" in text
-    assert process.returncode == 1
-
-
 @pytest.mark.parametrize(
     ("words", "pods", "code", "text"),
     [
@@ -205,38 +194,6 @@ async def test_a_run_that_has_no_page_is_said_to_have_none(
     process = await plugin(*(words or ("--port", "0")))
     assert text in await _refusal(process)
     assert process.returncode == code
-
-
-async def test_when_the_page_ends_the_command_says_so_and_ends(
-    server: ApiServer, plugin: Plugin
-) -> None:
-    async with site_of({"gpt": RunPage(name="gpt")}, secret=UID) as site:
-        server.forwards[POD] = int(site.base.rpartition(":")[2])
-        process = await plugin()
-        await _url(process)
-    assert "the page in pod gpt-0 has ended; start this command again" in await _refusal(process)
-    assert process.returncode == 1
-
-
-async def test_while_the_pod_is_away_that_is_said_and_then_it_is_there_again(
-    server: ApiServer, site: Site, plugin: Plugin
-) -> None:
-    process = await plugin()
-    url = await _url(process)
-    assert process.stdout is not None
-    await process.stdout.readline()  # how to end it
-    async with _client() as client:
-        async with client.get(url) as answer:
-            assert answer.status == 200
-        port = server.forwards.pop(POD)
-        async with _client() as fresh:
-            with pytest.raises(aiohttp.ClientError):
-                await fresh.get(url)
-        line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
-        assert "no way to the page in pod n/gpt-0" in line
-        server.forwards[POD] = port
-        async with client.get(url.partition("?")[0]) as answer:
-            assert answer.status == 200
 
 
 @asynccontextmanager

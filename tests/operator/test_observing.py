@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import socket
 import threading
 import time
 
 import pytest
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
 from keepstep_operator import observing as module
 from keepstep_operator.observing import observing
@@ -45,22 +44,3 @@ async def test_a_loop_that_does_not_turn_is_not_alive(monkeypatch: pytest.Monkey
         ((status, reason),) = answers
         assert (status, b"not turned" in reason) == (503, True)
         await until(lambda: asyncio.to_thread(lambda: asked(port, "/healthz")[0] == 200))
-
-
-async def test_readiness_and_metrics_are_told_as_by_the_loop_itself() -> None:
-    registry = CollectorRegistry()
-    Gauge("runs", "how many", registry=registry).set_function(threading.get_ident)
-    reason = "not yet"
-    async with observing(registry, lambda: reason, port=0) as port:
-        assert await asyncio.to_thread(asked, port, "/readyz") == (503, b"not yet\n")
-        reason = ""
-        assert await asyncio.to_thread(asked, port, "/readyz") == (200, b"ok\n")
-        status, text = await asyncio.to_thread(asked, port, "/metrics")
-        assert status == 200
-        assert float(text.split()[-1]) == threading.get_ident(), "made in this loop's thread"
-
-
-async def test_a_port_that_is_taken_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
-        async with observing(CollectorRegistry(), lambda: "", port=taken.getsockname()[1]):
-            pass

@@ -12,14 +12,7 @@ from cryptography.x509.oid import NameOID
 
 from keepstep_sidecar.config.peers import Files
 from keepstep_sidecar.tiers.peer.tls import Identity
-
-
-def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
+from tests.certificates import pem_of
 
 
 class Authority:

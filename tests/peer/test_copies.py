@@ -16,12 +16,12 @@ from keepstep.steps import Answer
 from keepstep_sidecar.tiers.peer import replicate
 from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.scan import LocalShard, survey
-from tests.harness import until, verify_image
+from keepstep_sidecar.volume.scan import LocalShard
+from tests.harness import until
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading
 from tests.tiers.local import committed, durable, gone
-from tests.volume.images import RUN, empty_slot, step_id
+from tests.volume.images import empty_slot, step_id
 
 Make = Callable[..., Node]
 
@@ -32,36 +32,6 @@ async def sent(here: Node, buddy: Node, *steps: int) -> None:
         _, found = here.write(step, rank=0)
         durable(here.remote_tier, found)
         await until(lambda step=step: (step, 0) in buddy.copies())
-
-
-@pytest.mark.parametrize("parameters", [6000, BIG])
-async def test_a_durable_shard_is_copied_to_the_buddy_and_restored_from_it(
-    node: Make, parameters: int
-) -> None:
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
-    buddy.knows(here)
-    async with running(here, buddy):
-        slot, found = here.write(5, rank=0, parameters=parameters)
-        durable(here.remote_tier, found)
-        await until(lambda: here.remote_tier.status().sent == 1)
-        assert await here.remote_tier.drain(timeout_s=10)
-        assert buddy.copies() == [(5, 0)]
-        assert here.remote_tier.status().sent_bytes == slot.layout.digests_begin
-        # readers of the buddy's volume see no step that is not theirs
-        assert survey(buddy.root, run=RUN).shards == ()
-
-        here.volume.retire(found.step_id)  # the drive of this pod is lost
-        seen = await here.remote_tier.look()
-        assert (seen.answer, seen.reason) == (Answer.STEPS, "")
-        (remote,) = seen.shards
-        assert (remote.step_id, remote.rank, remote.root) == (found.step_id, 0, found.root)
-        view = empty_slot(slot.layout)
-        control = await reading.load(here.remote_tier, remote, view)
-        assert same(view, slot)
-        assert verify_image(view, slot.layout, run=RUN, id=found.step_id) == control
-        assert (await reading.manifest(here.remote_tier, remote)).layout == slot.layout
-        assert (await reading.manifest(here.remote_tier, remote)).control == control
 
 
 async def test_a_copy_finds_room_on_a_drive_that_is_full_of_spare_files(
@@ -129,19 +99,6 @@ async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make) -> N
     assert [one.name for one in (again.root / "quarantine").iterdir()] == [
         f"{found.step_id}.rank-00000-of-00002.torn.1"
     ]
-
-
-async def test_old_copies_go_when_a_newer_committed_one_is_whole(node: Make) -> None:
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
-    async with running(here, buddy):
-        await sent(here, buddy, 1, 2, 3)
-        assert buddy.copies() == [(1, 0), (2, 0), (3, 0)]
-        committed(here.remote_tier, step_id(2))
-        await until(lambda: buddy.copies() == [(2, 0), (3, 0)])
-        gone(here.remote_tier, [step_id(1), step_id(2)])
-        committed(here.remote_tier, step_id(3))
-        await until(lambda: buddy.copies() == [(3, 0)])
 
 
 async def test_what_the_sender_lost_is_not_what_it_does_not_want(node: Make) -> None:

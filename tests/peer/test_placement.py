@@ -9,8 +9,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.core.retention import crowded_out, superseded
 from keepstep.steps import EpochId, StepId
-from keepstep_sidecar.tiers.peer.placement import better, buddies, first_to_go, superseded
+from keepstep_sidecar.tiers.peer.placement import better, buddies
 from keepstep_sidecar.tiers.peer.protocol import Wanted
 
 _RANKS = st.sets(st.integers(0, 30), max_size=12)
@@ -103,7 +104,7 @@ def test_a_copy_goes_only_for_a_newer_one_that_is_wanted_and_committed_and_here(
     wanted = Wanted(
         committed=committed, ranks={rank: tuple(sorted(ids)) for rank, ids in wishes.items()}
     )
-    gone = superseded(held, wanted)
+    gone = superseded(held, wanted.ranks, committed=committed)
     left = _left(held, gone)
     assert gone == sorted(set(gone))
     for id, rank in gone:
@@ -112,14 +113,14 @@ def test_a_copy_goes_only_for_a_newer_one_that_is_wanted_and_committed_and_here(
             committed is not None and id < newer <= committed and newer in wishes[rank]
             for newer in left[rank]
         )
-    assert superseded(left, wanted) == []
+    assert superseded(left, wanted.ranks, committed=committed) == []
 
 
 @given(held=_HELD, committed=st.dictionaries(st.integers(0, 3), _STEPS))
 def test_a_full_volume_leaves_each_rank_its_newest_committed_copy(
     held: dict[int, set[StepId]], committed: dict[int, StepId]
 ) -> None:
-    gone = first_to_go(held, committed)
+    gone = crowded_out(held, committed)
     assert gone == sorted(gone), "the oldest go first, whosever they are"
     for rank, left in _left(held, gone).items():
         known = {id for id in held[rank] if rank in committed and id <= committed[rank]}

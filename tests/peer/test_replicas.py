@@ -154,19 +154,6 @@ async def test_an_image_that_becomes_durable_there_meanwhile_ends_the_sending(
         await is_whole(here, buddy, slot, found)
 
 
-async def test_a_file_there_that_is_no_shard_hinders_nothing(pair: Pair) -> None:
-    here, buddy = pair
-    slot = alike(0)
-    async with running(here, buddy):
-        own = write(buddy, alike(1))
-        flip(own.path, own.path.stat().st_size - 10)  # its seal
-        found = write(here, slot)
-        durable(here.remote_tier, found)
-        await until(lambda: here.remote_tier.status().sent == 1)
-        assert here.remote_tier.status().sent_bytes == slot.layout.digests_begin
-        await is_whole(here, buddy, slot, found)
-
-
 async def test_a_copy_whose_own_file_fails_is_begun_anew(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,9 +8,7 @@ import errno
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,6 @@ from keepstep_sidecar.tiers.peer.client import Link
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.replicate import Outbox
 from keepstep_sidecar.tiers.peer.serve import Shards
-from keepstep_sidecar.tiers.peer.server import _MOST_OF_AN_ADDRESS, _MOST_STRANGERS
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
 from keepstep_sidecar.tiers.tier import LocalInventory
 from keepstep_sidecar.volume.paths import ShardName
@@ -221,43 +218,3 @@ async def test_peers_are_served_while_a_stranger_takes_places_again_and_again(
                 assert count >= 5
                 await asyncio.to_thread(before.listing)  # on the connection that it had
             assert flood.opened > 110, "it did not stop meanwhile"
-
-
-async def test_strangers_get_no_more_threads_than_there_are_places_for_an_address(
-    node: Make,
-) -> None:
-    here = node(0)
-    async with running(here):
-        await until(
-            lambda: here.remote_tier._server is not None and here.remote_tier._server._threads
-        )
-        host, _, port = here.address.rpartition(":")
-        before = threading.active_count()
-        with ExitStack() as stack:
-            for _ in range(3 * _MOST_STRANGERS):
-                stranger = socket.create_connection((host, int(port)))
-                stack.callback(stranger.close)
-            await until(lambda: threading.active_count() - before == _MOST_OF_AN_ADDRESS)
-        await until(lambda: threading.active_count() == before)
-
-
-async def test_a_stranger_that_sends_a_byte_at_a_time_is_ended_all_the_same(
-    node: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("keepstep_sidecar.tiers.peer.server._HANDSHAKE_S", 1.0)
-
-    def drip(address: str) -> int:
-        host, _, port = address.rpartition(":")
-        with socket.create_connection((host, int(port))) as stranger:
-            stranger.sendall(bytes.fromhex("1603014000"))  # a record of 16 KiB follows
-            for sent in range(300):
-                time.sleep(0.05)
-                try:
-                    stranger.sendall(b"\1")
-                except OSError:
-                    return sent
-        return 300
-
-    here = node(0)
-    async with running(here):
-        assert await asyncio.to_thread(drip, here.address) < 100

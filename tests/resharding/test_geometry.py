@@ -10,10 +10,9 @@ import torch
 
 from keepstep.errors import CoverageError
 from keepstep.restore import transfer
-from keepstep.restore.blocks import blocks, byte_range
 from keepstep.restore.boxes import Box, cover
 from keepstep.restore.images import Images
-from keepstep.restore.plan import Piece, Want, make
+from keepstep.restore.plan import Piece, Want, blocks, byte_range, make
 from tests.resharding.worlds import Step, bits, cut, some, take
 from tests.torch_version import NEWER_DTYPES
 

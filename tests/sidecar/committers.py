@@ -50,4 +50,6 @@ def make_committer(
 def write(committer: Committer, number: int, *, rank: int = 0, world: int = 1) -> None:
     """A rank makes a step durable."""
     slot = staged(make_layout(rank=rank, world=world), number)
-    committer.wrote(committer.volumes.write(slot.view, slot.layout, slot.control).shard)
+    committer.wrote(
+        committer.local_shards.volumes.write(slot.view, slot.layout, slot.control).shard
+    )

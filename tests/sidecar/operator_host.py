@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import ipaddress
 import ssl
 import threading
 from dataclasses import dataclass, field
@@ -12,16 +10,13 @@ from pathlib import Path
 
 import msgspec
 from aiohttp import web
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from keepstep.core.ledger import Ledger, LedgerConfig, RestorePlan, Retire
 from keepstep.core.retention import Retention
 from keepstep.core.suspicion import Failure
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import PATH, Peer, Report, ReportReply
+from tests.certificates import make_certificate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,33 +33,8 @@ class Identity:
 
 def make_identity(directory: Path) -> Identity:
     """Makes both files."""
-    directory.mkdir(parents=True, exist_ok=True)
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "keepstep test")])
-    now = datetime.datetime.now(datetime.timezone.utc)
-    addresses = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=5))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName(addresses), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    identity = Identity(certificate=directory / "tls.crt", key=directory / "tls.key")
-    identity.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    identity.key.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    return identity
+    make_certificate(directory)
+    return Identity(certificate=directory / "tls.crt", key=directory / "tls.key")
 
 
 @dataclass

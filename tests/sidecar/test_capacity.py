@@ -38,18 +38,6 @@ def flows_and_lets_the_oldest_go(kept: list[list[int]], *, fit: int) -> None:
         assert len(held) == min(step, fit), kept
 
 
-def test_a_full_volume_gives_up_one_step_at_a_time_the_oldest_first(
-    sidecars: Sidecars, trainers: Trainers
-) -> None:
-    sidecar = sidecars().start("--keep", "10", "--capacity", str(5 * MIB + MIB // 2))
-    trainer = trainers(sidecar.socket, size=MIB).begin_run()
-    flows_and_lets_the_oldest_go(train(sidecar, trainer, range(1, 11)), fit=5)
-    status = sidecar.get("/v1/status")
-    assert status["evicted"] == 5
-    assert any("Raise the capacity or keep fewer steps" in one for one in status["warnings"])
-    assert "evicted" in sidecar.text()
-
-
 def test_what_is_kept_beside_the_newest_goes_first_and_with_a_warning(
     sidecars: Sidecars, trainers: Trainers
 ) -> None:
@@ -63,34 +51,6 @@ def test_what_is_kept_beside_the_newest_goes_first_and_with_a_warning(
     eventually(lambda: sidecar.published() == [4, 6, 8, 9, 10])
     (warning,) = sidecar.get("/v1/status")["warnings"]
     assert "the newest 2 and one every 2 steps" in warning
-
-
-def test_steps_that_the_policy_does_not_keep_go_without_a_warning(
-    sidecars: Sidecars, trainers: Trainers
-) -> None:
-    sidecar = sidecars().start("--keep", "2", "--capacity", str(5 * MIB))
-    trainer = trainers(sidecar.socket, size=MIB).begin_run()
-    train(sidecar, trainer, range(1, 8))
-    eventually(lambda: sidecar.published() == [6, 7])
-    status = sidecar.get("/v1/status")
-    assert (status["evicted"], status["warnings"]) == (0, [])
-
-
-def test_the_warning_ends_when_all_that_the_policy_keeps_has_room_again(
-    sidecars: Sidecars, trainers: Trainers
-) -> None:
-    """As after the capacity was raised, but without a new sidecar: something else went."""
-    sidecar = sidecars().start("--keep", "3", "--capacity", str(5 * MIB))
-    sidecar.root.mkdir(parents=True, exist_ok=True)
-    other = sidecar.root / "filler"
-    other.write_bytes(os.urandom(2 * MIB))
-    trainer = trainers(sidecar.socket, size=MIB).begin_run()
-    train(sidecar, trainer, range(1, 5))
-    assert sidecar.get("/v1/status")["warnings"]
-    other.unlink()
-    train(sidecar, trainer, range(5, 9))
-    eventually(lambda: not sidecar.get("/v1/status")["warnings"])
-    eventually(lambda: sidecar.published() == [6, 7, 8])
 
 
 def test_two_ranks_that_find_no_room_together_evict_what_one_needs(

@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.errors import UsageError
-from keepstep_sidecar.config.keys import to_toml, toml_value
-from keepstep_sidecar.config.on_loss import OnLoss
-from keepstep_sidecar.config.sidecar import KEYS, Config, values_of
-from keepstep_sidecar.config.verify import Verify
+from keepstep_sidecar.config.settings import Setting, to_toml, toml_value
+from keepstep_sidecar.config.sidecar import SETTINGS, Config, OnLoss, Verify, values_of
 
 EXAMPLES: dict[str, tuple[str, Any]] = {
     "run": ("gpt", "gpt"),
@@ -63,12 +61,20 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "ui_port": ("26742", 26742),
 }
 """Of each key: what a person writes, and what the sidecar has then."""
-EXPECTED = {key.field: EXAMPLES[key.name][1] for key in KEYS}
+EXPECTED = {key.field: EXAMPLES[key.name][1] for key in SETTINGS}
 
 
 def _written(name: str) -> Any:
     text = EXAMPLES[name][0]
     return text.split() if name in ("volumes", "peers") else text
+
+
+def _flags(setting: Setting) -> tuple[str, ...]:
+    if not setting.kind.metavar:
+        return (setting.flag,)
+    written = _written(setting.name)
+    words = written if isinstance(written, list) else [written]
+    return tuple(word for one in words for word in (setting.flag, one))
 
 
 @pytest.fixture
@@ -87,11 +93,11 @@ def _tuple(value: Any) -> Any:
 def test_each_key_is_read_from_flags_the_environment_and_a_file_alike(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert values_of({}, file) == EXPECTED
-    assert values_of({name: _written(name) for name in EXAMPLES}) == EXPECTED
-    for key in KEYS:
+    assert values_of("--config", str(file)) == EXPECTED
+    assert values_of(*(word for one in SETTINGS for word in _flags(one))) == EXPECTED
+    for key in SETTINGS:
         monkeypatch.setenv(key.variable, EXAMPLES[key.name][0])
-    assert values_of({}) == EXPECTED
+    assert values_of() == EXPECTED
 
 
 def test_a_flag_counts_before_the_environment_and_that_before_the_file(
@@ -102,18 +108,17 @@ def test_a_flag_counts_before_the_environment_and_that_before_the_file(
     monkeypatch.setenv("KEEPSTEP_KEEP", "4")
     monkeypatch.setenv("KEEPSTEP_SLOTS", "4")
     monkeypatch.setenv("KEEPSTEP_RUN", "")  # as a chart writes what is not set
-    flags = {"slots": "5", "volumes": (), "archive": ""}
-    found = values_of(flags, path)
-    assert found == {"slots": 5, "keep_last": 4, "archive_every": 3}
+    found = values_of("--config", str(path), "--slots", "5", "--archive", "")
+    assert found == {"slots": 5, "keep": 4, "archive_every": 3}
 
 
 def test_what_is_written_is_what_is_read(file: Path) -> None:
-    config = Config.of(values_of({}, file))
-    file.write_text(to_toml(KEYS, config))
-    assert Config.of(values_of({}, file)) == config
+    config = Config.of(values_of("--config", str(file)))
+    file.write_text(to_toml(SETTINGS, config))
+    assert Config.of(values_of("--config", str(file))) == config
     plain = Config(run="gpt", memory_dir=Path("/m"), volumes=(Path("/v"),))
-    file.write_text(to_toml(KEYS, plain))
-    assert Config.of(values_of({}, file)) == plain
+    file.write_text(to_toml(SETTINGS, plain))
+    assert Config.of(values_of("--config", str(file))) == plain
 
 
 @given(st.text().filter(lambda text: text.isprintable() or text.isascii()))
@@ -160,17 +165,17 @@ def test_a_mistake_in_a_file_is_named_with_what_is_allowed(
     path = tmp_path / "keepstep.toml"
     path.write_text(line)
     with pytest.raises(UsageError) as caught:
-        values_of({}, path)
+        values_of("--config", str(path))
     assert str(caught.value).startswith(str(path))
     assert said in str(caught.value)
 
 
 def test_a_mistake_in_a_flag_or_a_variable_is_named_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"^--slots: '1' is not a whole number of at least 2$"):
-        values_of({"slots": "1"})
+        values_of("--slots", "1")
     monkeypatch.setenv("KEEPSTEP_VERIFY", "half")
     with pytest.raises(UsageError, match=r"^KEEPSTEP_VERIFY: 'half' is not one of full, seal$"):
-        values_of({})
+        values_of()
 
 
 def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:
@@ -185,7 +190,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> 
         ("link", "cannot be read"),
     ]:
         with pytest.raises(UsageError, match=said) as caught:
-            values_of({}, tmp_path / name)
+            values_of("--config", str(tmp_path / name))
         assert str(tmp_path / name) in str(caught.value)
 
 
@@ -200,8 +205,8 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> 
         ({"peer_listen": "nowhere"}, "'nowhere' is no address"),
         ({"report_ca": None}, "--report-url needs --report-ca and --report-token-file"),
         ({"report_url": "http://x"}, "https:// only"),
-        ({"archive_url": "s3://"}, "names no bucket"),
-        ({"archive_url": None, "restore_from": "other/7"}, "give --archive"),
+        ({"archive": "s3://"}, "names no bucket"),
+        ({"archive": None, "restore_from": "other/7"}, "give --archive"),
         ({"restore_from": "yesterday"}, "give a step's number or its id"),
     ],
 )
@@ -215,7 +220,7 @@ def test_docs_list_each_key_with_its_variable_and_default() -> None:
     text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     table = text.partition("## Settings")[2].partition("\n## ")[0]
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `--")]
-    shown = [key for key in KEYS if not key.hidden]
+    shown = [key for key in SETTINGS if not key.hidden]
     assert len(rows) == len(shown)
     for key, (flag, variable, default, *_) in zip(shown, rows, strict=True):
         assert flag.removeprefix("| `").rstrip("`").split()[0].strip("`,") == key.flag
@@ -225,6 +230,6 @@ def test_docs_list_each_key_with_its_variable_and_default() -> None:
 
 
 def test_each_key_has_an_example_here() -> None:
-    assert [key.name for key in KEYS] == list(EXAMPLES)
+    assert [key.name for key in SETTINGS] == list(EXAMPLES)
     for field in dataclasses.fields(Config):
         assert EXPECTED[field.name] != field.default

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.steps import EpochId, StepId
 from keepstep.wire.reports import ReportReply
 from keepstep.wire.trainer import LeaseRequest
-from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.leases import local_world, sees_all
 from keepstep_sidecar.report.reporter import Rhythm
 
@@ -54,18 +51,6 @@ def test_a_broken_connection_is_tried_again_at_once_and_another_replica_is_found
     assert tried_at_s[1] <= 0.5
     for led_at_s in range(1, 21):  # the Lease's end, the standby's look, its start
         assert min(one for one in tried_at_s if one >= led_at_s) <= led_at_s + 2.0
-
-
-def test_an_answer_that_somebody_waits_for_is_asked_for_every_second() -> None:
-    assert Rhythm(interval_s=30.0, least_gap_s=0.2).silence_s(urgent=True, chance=0.5) == 1.0
-
-
-def test_an_address_without_a_path_means_the_agreed_one() -> None:
-    def address(url: str) -> str:
-        return Reporting(url=url, ca="", token_file=Path("token")).address
-
-    assert address("https://reports.svc:443") == "https://reports.svc:443/v1/reports"
-    assert address("https://reports.svc/v1/reports") == "https://reports.svc/v1/reports"
 
 
 # --- span ----------------------------------------------------------------------------------------

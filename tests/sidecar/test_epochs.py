@@ -45,7 +45,7 @@ def test_an_epoch_that_another_pod_told_of_first_is_still_written_here(tmp_path:
         async def story() -> None:
             await committer.scan()
             await committer.look_beyond()
-            assert NEXT in committer.ledger.epochs
+            assert NEXT in committer.node.ledger.epochs
             await committer.start_epoch(NEXT)
 
         asyncio.run(story())

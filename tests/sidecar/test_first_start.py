@@ -55,27 +55,6 @@ def test_a_new_run_of_one_pod_begins_although_there_is_no_peer_to_name(
     assert (found.answer, found.reason) == (Answer.NONE, "")
 
 
-def test_the_first_vote_waits_until_the_operator_has_heard_of_the_pods_that_began_later(
-    operator: OperatorHost, pod: Pod, trainers: Trainers
-) -> None:
-    """One call of a rank that holds nothing, and a sidecar that has just reported. Another rank's
-    trainer needs longer to begin than a remote tier is waited for that does not answer."""
-    trainer = come(pod, trainers)
-    later = threading.Timer(23.0, lambda: setattr(operator, "all_peers", True))
-    later.start()
-    found = trainer.candidates(timeout_s=60.0)
-    later.join()
-    assert (found.answer, found.reason) == (Answer.NONE, "")
-
-
-def test_while_a_pod_has_not_reported_nobody_says_that_there_is_nothing(
-    operator: OperatorHost, pod: Pod, trainers: Trainers
-) -> None:
-    found = come(pod, trainers).candidates()
-    assert found.answer is Answer.UNKNOWN
-    assert "not heard of all pods" in found.reason
-
-
 @pytest.fixture
 def archive(operator: OperatorHost, pod: Pod, trainers: Trainers, tmp_path: Path) -> Path:
     """It holds a step of the pod that has no drive and no memory any more, and is down."""

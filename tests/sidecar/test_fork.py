@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -129,32 +128,6 @@ def test_a_fork_with_a_commit_of_its_own_never_begins_again(
     eventually(settled, what="nobody misses the other run")
 
 
-def test_a_fork_that_died_before_its_first_commit_begins_again_at_the_same_step(
-    start: Start, trainers: Trainers, archive: Path, step: StepId
-) -> None:
-    second = start("first/latest")
-    ranks = come(second, trainers)
-    newest = StepId(step.epoch, 5)
-    assert [one.id for one in ranks[0].candidates().candidates] == [step, newest]
-    for one in ranks:
-        one.open(step)
-    go_on(ranks, step)
-    ranks[0].stage(5)  # rank 1 never came so far
-    second.kill()
-    again = start("first/latest")
-    ranks = come(again, trainers)
-    found = [one.candidates() for one in ranks]
-    assert [[each.id for each in one.candidates] for one in found] == [[step]] * 2
-    go_on(ranks, step, 3)
-    assert not [one for one in ranks if one.wait(step, "durable", flush=True, timeout_s=2).reached]
-    ids = [one.stage(6) for one in ranks]
-    for one, id in zip(ranks, ids, strict=True):
-        assert one.wait(id, "archived", flush=True).reached
-    # the image in the slots that the first sidecar left is the other run's: it is not written here
-    assert not list(again.root.glob(f"**/{step}*"))
-    assert [path.name for path in (archive / "second").iterdir()] == [str(ids[0])]
-
-
 def test_another_world_size_reads_the_other_runs_images(
     start: Start, trainers: Trainers, step: StepId
 ) -> None:
@@ -166,33 +139,6 @@ def test_another_world_size_reads_the_other_runs_images(
         (0, Tier.ARCHIVE),
         (1, Tier.ARCHIVE),
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("first/77", "begin from first/77, but .*/first does not hold that step whole; there is"),
-        ("frist/4", "begin from frist/4, but .* holds no run 'frist'"),
-    ],
-)
-def test_what_is_not_there_is_no_reason_to_begin_at_step_0(
-    start: Start, trainers: Trainers, step: StepId, text: str, said: str
-) -> None:
-    second = start(text)
-    found = come(second, trainers)[0].candidates()
-    assert (found.answer, found.candidates, found.offers) == (Answer.UNKNOWN, (), ())
-    assert re.search(said, found.reason)
-    assert any(re.search(said, one) for one in second.get("/v1/status")["warnings"])
-
-
-def test_what_this_run_has_itself_must_be_known_first(
-    start: Start, trainers: Trainers, archive: Path, step: StepId
-) -> None:
-    """Here something is in its own place of the archive that is not to be trusted."""
-    shutil.copytree(archive / "first" / str(step), archive / "second" / str(step))
-    found = come(start("first/4"), trainers)[0].candidates()
-    assert (found.answer, found.candidates, found.offers) == (Answer.UNKNOWN, (), ())
-    assert "step.json is of run 'first'" in found.reason
 
 
 def test_a_damaged_byte_of_the_other_run_is_found_and_named(
@@ -215,10 +161,3 @@ def test_a_damaged_byte_of_the_other_run_is_found_and_named(
     found = ranks[1].candidates()
     assert (found.answer, found.candidates) == (Answer.UNKNOWN, ())
     assert str(step) in found.reason
-
-
-def test_a_fork_without_an_archive_does_not_start(
-    sidecars: Callable[..., SidecarProcess],
-) -> None:
-    with pytest.raises(pytest.fail.Exception, match="comes from the archive that both share"):
-        sidecars("second").start("--restore-from", "first/4")

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
@@ -106,13 +106,6 @@ def test_what_happened_is_told_and_kept_over_the_sidecars_death(
     assert "ended" in kinds, "what came since is kept, too, when the sidecar ends"
 
 
-def test_a_question_that_is_none_is_refused(sidecar: SidecarProcess) -> None:
-    for since in ("-1", "x", "9" * 30, "%D9%A1"):
-        answer = sidecar.get(f"/v1/history?since={since}")
-        assert answer["code"] == "bad-request"
-        assert "since=" in answer["message"]
-
-
 def test_a_volume_that_hangs_under_the_history_holds_up_nothing_else(
     sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer]
 ) -> None:
@@ -183,28 +176,6 @@ def test_only_what_is_new_is_written_and_what_a_slow_volume_could_not_take_is_in
 # --- bounded ---------------------------------------------------------------------------------
 
 
-def test_steps_of_a_second_are_one_event(clock: Clock) -> None:
-    history = History(clock=clock)
-    for number in range(640):
-        clock.now += 1 / 64
-        history.staged(step(number), blocked_s=0.001)
-        history.staged(step(number), blocked_s=5.0)  # another rank's
-    staged = [one for one in history.all() if one.kind is Kind.STAGED]
-    assert [one.count for one in staged] == [64] * 10
-    assert (staged[1].first, staged[1].step) == (64, step(127))
-    assert sum(one.seconds for one in staged) == pytest.approx(0.64)
-
-
-def test_what_is_still_counted_comes_before_what_happened_after_it(clock: Clock) -> None:
-    history = History(clock=clock)
-    history.staged(step(1), blocked_s=0.0)
-    history.note(Kind.ENDED, rank=0)
-    history.staged(step(2), blocked_s=0.0)
-    assert [one.kind for one in history.since(0)][1:] == [Kind.STAGED, Kind.ENDED]
-    clock.now += 1.0
-    assert [one.kind for one in history.since(3)] == [Kind.STAGED]
-
-
 def test_memory_is_bounded_whatever_trainers_say(clock: Clock) -> None:
     history = History(clock=clock)
     for number in range(3 * KEPT):
@@ -216,17 +187,6 @@ def test_memory_is_bounded_whatever_trainers_say(clock: Clock) -> None:
     assert max(len(one.text) for one in found) == TEXT_CHARS
     assert msgspec.json.encode(history.told("run", 0))
     assert history.told("run", 0).oldest == found[0].sequence > 1
-
-
-def test_warnings_come_and_go(clock: Clock) -> None:
-    history = History(clock=clock)
-    for warnings in (["full"], ["full"], ["full", "slow"], ["slow"], []):
-        history.warn(warnings)
-    told = [(one.kind, one.text) for one in history.all()][1:]
-    assert told == [
-        (Kind.WARNING, "full"), (Kind.WARNING, "slow"), (Kind.CLEARED, "full"),
-        (Kind.CLEARED, "slow"),
-    ]  # fmt: skip
 
 
 # --- the file --------------------------------------------------------------------------------
@@ -288,35 +248,6 @@ def test_the_file_is_bounded(tmp_path: Path, clock: Clock, monkeypatch: pytest.M
     assert HistoryFile(path, run="run").read(now=clock.now)[0][-1] == history.all()[-1]
 
 
-def test_goodput_goes_on_though_its_events_are_forgotten(tmp_path: Path, clock: Clock) -> None:
-    """Some have left the list, some the file; and another sidecar reads what is left."""
-    path = tmp_path / "history.jsonl"
-    file, history, tally = HistoryFile(path, run="run"), History(clock=clock), Tally()
-    seen = 0
-    for life in range(1, 9):
-        epoch = EpochId(life, f"{life:08x}")
-        parent = StepId(EpochId(life - 1, f"{life - 1:08x}"), life * 700) if life > 1 else None
-        clock.now += 5.0
-        history.note(Kind.CAME, rank=0, seconds=2.0)
-        history.note(Kind.RESTORED, rank=0, epoch=Epoch(epoch, parent), seconds=1.0)
-        for number in range(700 * life + 1, 700 * life + 900):
-            clock.now += 2.0
-            history.staged(StepId(epoch, number), blocked_s=0.25)
-        history.note(Kind.ENDED, rank=0, text="gone")
-        tally = tally.after(history.since(seen))
-        seen = history.all()[-1].sequence
-        file.append(history.all(), history.before)
-        if life == 4:  # another sidecar, and the file at its bound
-            file = HistoryFile(path, run="run")
-            history = History(*file.read(now=clock.now), clock=clock)
-            path.unlink()
-    assert len(history.all()) < seen, "some are forgotten"
-    found = History(*HistoryFile(path, run="run").read(now=clock.now), clock=clock).goodput()
-    assert found == history.goodput() == tally.goodput(clock.now)
-    assert found is not None
-    assert found.interruptions == 7
-
-
 def test_a_history_has_one_id_for_as_long_as_its_file_goes_on(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "history.jsonl"
 
@@ -366,59 +297,6 @@ BAD = (
     EVENT.replace(b'"rank":3', b'"text":"\\ud800"'),
     EVENT.replace(b'"rank":3', b'"step":{"epoch":{"number":-1,"nonce":"x"},"step":1}'),
 )  # fmt: skip
-
-
-def test_lines_that_no_keepstep_wrote_are_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "history.jsonl"
-    path.write_bytes(HEAD + b"".join(BAD) + EVENT + b"".join(BAD))
-    read, _ = HistoryFile(path, run="run").read(now=10.0)
-    assert [(one.kind, one.rank) for one in read] == [(Kind.CAME, 3)]
-    assert msgspec.json.encode(History(read).told("run", 0))
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\0" * 100,
-        b"[]",
-        BAD[1],
-        HEAD.replace(b':"run"', b':"other"') + EVENT,
-        HEAD.replace(ID, b"") + EVENT,
-    ],
-)
-def test_a_foreign_file_is_not_believed_and_is_replaced(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "history.jsonl"
-    path.write_bytes(data)
-    file = HistoryFile(path, run="run")
-    assert file.read(now=10.0) == ([], Tally())
-    history = History()
-    file.append(history.all(), history.before)
-    assert HistoryFile(path, run="run").read(now=1e10)[0] == history.all()
-
-
-def test_a_newer_format_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "history.jsonl"
-    path.write_bytes(data := HEAD.replace(b":1,", b":2,") + EVENT)
-    file = HistoryFile(path, run="run")
-    assert file.read(now=10.0) == ([], Tally())
-    file.append(History().all(), Tally())
-    assert path.read_bytes() == data
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.parent / "victim")])
-def test_what_is_no_file_of_its_own_is_never_followed(
-    tmp_path: Path, make: Callable[[Path], Any]
-) -> None:
-    victim, path = tmp_path / "victim", tmp_path / "history.jsonl"
-    victim.write_bytes(HEAD + EVENT)
-    make(path)
-    file = HistoryFile(path, run="run")
-    assert file.read(now=10.0) == ([], Tally())
-    file.append(History().all(), Tally())
-    assert victim.read_bytes() == HEAD + EVENT
-    assert path.is_file()
-    assert not path.is_symlink()
 
 
 def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from keepstep.image import HUGE_PAGE_BYTES
 from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES
 from keepstep.steps import Tier
 from keepstep.wire.trainer import Flushed, StopRequest, UnseenRequest
-from keepstep_sidecar.memory import slot_directories, slot_file
+from keepstep_sidecar.memory import slot_file
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_file import SlotFile, slot_name
 from tests import hugetlbfs
@@ -154,34 +153,6 @@ def test_small_pages_by_request_go_on_with_what_lies_on_huge_ones(
     assert set(slots(huge)) < set(before)
 
 
-@pytest.mark.parametrize("options", [(), ("--small-pages",)])
-def test_where_slots_could_be_on_huge_pages_status_says_how(
-    sidecar: SidecarProcess, trainers: Trainers, options: tuple[str, ...]
-) -> None:
-    if not slot_directories.advice(1 << 40):
-        pytest.skip("a kernel without huge pages")
-    sidecar.end()
-    sidecar.start("--slots", "2", *options)
-    trainers(sidecar.socket).begin_run().take_slot()
-    assert sidecar.get("/v1/status")["hints"] == [], "nothing to gain for a small image"
-    trainers(sidecar.socket, 1, 2, size=_SIZE).begin_run().take_slot()
-    hints = sidecar.get("/v1/status")["hints"]
-    if options:
-        assert hints == []
-    else:
-        assert hints[0].startswith("slots of 132 MiB are on small pages; before the next start: ")
-        assert "hugepages" in hints[0], "other tests may have reserved enough meanwhile"
-
-
-def test_an_image_that_is_small_takes_no_huge_page(
-    sidecar: SidecarProcess, trainers: Trainers, huge: Path
-) -> None:
-    sidecar.end()
-    start(sidecar, huge)
-    committed(trainers(sidecar.socket).begin_run(), 1)
-    assert slots(huge) == []
-
-
 @pytest.mark.parametrize("damage", ["truncated", "removed", "directory"])
 def test_whoever_damages_a_slot_on_huge_pages_ends_no_sidecar(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path, damage: str
@@ -213,16 +184,6 @@ def test_pages_are_given_back_when_the_run_ends(
     trainer.disconnect()
     trainer.call("/v1/stop", StopRequest(drain=True, forget=True), Flushed)
     eventually(lambda: not own.exists(), what="the directory is gone")
-
-
-def test_what_was_promised_to_others_is_not_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slot_directories, "_POOL", tmp_path)
-    assert slot_directories.free_huge_bytes() == 0, "a kernel that does not tell"
-    (tmp_path / "free_hugepages").write_text("5\n")
-    (tmp_path / "resv_hugepages").write_text("2\n")
-    assert slot_directories.free_huge_bytes() == 3 * HUGE_PAGE_BYTES
 
 
 def test_a_trainer_that_does_not_see_huge_pages_goes_on_from_what_lies_there(
@@ -269,25 +230,6 @@ def test_a_life_without_huge_pages_gives_no_name_twice(
         sidecar.kill()
     names = [path.name for root in (huge, sidecar.memory) for path in slots(root)]
     assert len(names) == len(set(names)) > _SLOTS
-
-
-def test_a_hole_in_a_slot_on_huge_pages_ends_no_sidecar(
-    sidecar: SidecarProcess, trainers: Trainers, huge: Path
-) -> None:
-    """The page that was given back is another's by now: to touch it here is SIGBUS."""
-    sidecar.end()
-    start(sidecar, huge)
-    trainer = trainers(sidecar.socket, size=_SIZE).begin_run()
-    path = trainer.begin()
-    trainer.fill(1)
-    subprocess.run(
-        ["fallocate", "--punch-hole", "--offset", "8MiB", "--length", "16MiB", str(path)],
-        check=True,
-    )
-    come_back(trainer)
-    committed(trainer, 2)
-    assert sidecar.process is not None
-    assert sidecar.process.poll() is None
 
 
 def test_a_directory_that_is_no_ranks_keeps_no_sidecar_from_starting(

@@ -10,8 +10,6 @@ from trainer import FakeTrainer
 
 from tests.harness import SidecarProcess
 
-WORN = ("--drive-writes-per-day", "1e-9")
-
 
 def _trained(sidecar: SidecarProcess, trainer: FakeTrainer, steps: int) -> dict[str, Any]:
     """Each step becomes durable before the next one; the status then."""
@@ -36,36 +34,3 @@ def test_without_a_word_every_step_that_the_drive_takes_becomes_durable(
     assert measured["image_bytes"] > 64 << 10
     assert measured["drive_bytes"] > 1 << 20
     assert measured["stall_s"] is None, "no step without a write, so nobody can say"
-
-
-def test_wear_leaves_steps_out(
-    sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer]
-) -> None:
-    sidecar = sidecars().start(*WORN)
-    trainer = trainers(sidecar.socket).begin_run()
-    for step in range(200):
-        trainer.stage(step)
-    status = sidecar.get("/v1/status")
-    assert status["persist_interval"]["limit"] == "wear"
-    assert status["persisted"] < 30
-
-
-def test_steps_that_are_to_stay_become_durable_however_worn_the_drives_are(
-    sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer]
-) -> None:
-    sidecar = sidecars().start(*WORN, "--keep-every", "37")
-    trainer = trainers(sidecar.socket).begin_run()
-    for step in range(1, 38 * 4):
-        id = trainer.stage(step)
-        if step % 37 == 0:
-            assert trainer.wait(id, "committed").reached
-    assert sidecar.get("/v1/status")["persist_every"] >= 64
-
-
-def test_what_a_person_chose_holds_whatever_it_costs(
-    sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer]
-) -> None:
-    sidecar = sidecars().start("--persist-every", "1", *WORN)
-    status = _trained(sidecar, trainers(sidecar.socket), 30)
-    assert (status["persisted"], status["persist_every"]) == (30, 1)
-    assert status["persist_interval"] is None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 
-from trainer import FakeTrainer, make_layout
+from trainer import FakeTrainer
 
-from keepstep.core.candidates import Candidates
 from keepstep.image import Layout, Section, TensorSpec
-from keepstep.steps import Answer, StepId, Tier
-from tests.harness import SidecarProcess, eventually
+from keepstep.steps import Answer, StepId
+from tests.harness import SidecarProcess
 
 Trainers = Callable[..., FakeTrainer]
 
@@ -39,75 +36,7 @@ def come(sidecar: SidecarProcess, trainers: Trainers, rank: int, world: int) -> 
 # --- twins -------------------------------------------------------------------------------------
 
 
-def test_a_step_of_which_a_twin_must_stand_in_does_not_beat_a_complete_one(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    ranks = replicas(sidecar, trainers)
-    complete, _ = (one.stage(4) for one in ranks)
-    ranks[0].stage(5)
-    for one in ranks:
-        one.disconnect()
-    for rank in range(2):
-        found = come(sidecar, trainers, rank, 2).candidates()
-        assert [one.id for one in found.offers] == [complete]
-        assert [one.id for one in found.candidates] == [complete]
-
-
-def test_what_is_whole_by_twins_alone_is_offered_and_fetched_ahead_of_time(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    sidecar = sidecars().start()
-    ranks = replicas(sidecar, trainers)
-    id, _ = (one.stage(4) for one in ranks)
-    for one in ranks:
-        assert one.wait(id, "committed", flush=True).reached
-        one.disconnect()
-    sidecar.kill()
-    sidecar.lose_memory()
-    next(sidecar.root.glob("0*/rank-00001-*")).unlink()
-    sidecar.start()
-    eventually(lambda: '"loaded"' in sidecar.text(), what="rank 0's image is fetched")
-    assert "prefetch failed" not in sidecar.text(), "of rank 1 there is no image to fetch"
-    found = come(sidecar, trainers, 1, 2).candidates()
-    assert found.plan == id
-    assert [one.id for one in found.offers] == [id]
-    assert come(sidecar, trainers, 0, 2).open(id).tier is not Tier.MEMORY
-
-
 # --- contested ---------------------------------------------------------------------------------
-
-
-def test_a_step_of_two_writers_is_not_offered(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers, tmp_path: Path
-) -> None:
-    archive = tmp_path / "archive"
-    archive.mkdir()
-    options = ("--archive", str(archive), "--archive-every", "1")
-    sidecar = sidecars().start(*options)
-    trainer = trainers(sidecar.socket).begin_run()
-    id = trainer.stage(4)
-    assert trainer.wait(id, "archived", flush=True).reached
-    sidecar.kill()
-    sidecar.lose_memory()
-    shutil.rmtree(sidecar.volume)
-    sidecar.start()  # it does not know of the archive
-    other = trainers(sidecar.socket)
-    other.layout = make_layout(name="other")
-    other.begin_run()
-    assert other.stage(4) == id
-    assert other.wait(id, "committed", flush=True).reached
-    sidecar.kill()
-    sidecar.start(*options)
-    found = come(sidecar, trainers, 0, 1)
-    said = eventually(lambda: _known(found), what="the archive was looked at")
-    assert (said.offers, said.candidates, said.answer) == ((), (), Answer.UNKNOWN)
-    assert "two different images of rank 0" in said.reason
-
-
-def _known(trainer: FakeTrainer) -> Candidates | None:
-    """What it can restore, once both writers are known of."""
-    said = trainer.candidates()
-    return None if said.candidates or said.offers else said
 
 
 # --- another world -----------------------------------------------------------------------------
@@ -132,30 +61,3 @@ def test_steps_of_a_larger_world_that_are_not_whole_are_never_begun_anew_over(
         assert (said.answer, said.candidates, said.offers) == (Answer.UNKNOWN, (), ())
         for part in (str(id), "saved by 4 ranks", "2 are running", "no copy of rank 0, 1"):
             assert part in said.reason
-
-
-def test_a_lost_shard_of_another_world_is_named(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    sidecar = sidecars().start()
-    ranks = [trainers(sidecar.socket, rank, 4).begin_run() for rank in range(4)]
-    id, *_ = (one.stage(4) for one in ranks)
-    for one in ranks:
-        assert one.wait(id, "committed", flush=True).reached
-        one.disconnect()
-    sidecar.kill()
-    sidecar.lose_memory()
-    for rank in (0, 1):
-        next(sidecar.root.glob(f"0*/rank-{rank:05d}-*")).unlink()
-    sidecar.start()
-    said = come(sidecar, trainers, 0, 2).candidates()
-    assert (said.answer, said.candidates) == (Answer.UNKNOWN, ())
-    assert str(id) in said.reason
-    assert "no copy of rank 0, 1" in said.reason
-
-
-def test_steps_of_the_same_world_that_were_never_whole_were_never_kept(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    trainers(sidecar.socket, 0, 2).begin_run().stage(0)
-    assert come(sidecar, trainers, 1, 2).candidates().answer is Answer.NONE

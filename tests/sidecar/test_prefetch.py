@@ -69,14 +69,11 @@ async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_al
     slot_set.add(SlotFile.create(path, layout, stop=threading.Event()))
     copies = {shard.step_id: Copy(volumes, shard) for shard in volumes.scan().shards}
     committer: Any = SimpleNamespace(
-        look=lambda: SimpleNamespace(watermark=lambda tier: None),
-        wanted=lambda: PLANNED,
-        ranks=lambda: [0],
-        locator=SimpleNamespace(
-            nearest=lambda id, rank: Tier.ARCHIVE, origins=lambda id, rank: [copies[id].source]
-        ),
-        ledger=SimpleNamespace(whole=lambda: [AGREED, PLANNED]),
-        opening=lambda id, *, on: None,
+        look=lambda: SimpleNamespace(whole=lambda: [AGREED, PLANNED]),
+        restart=SimpleNamespace(plan=lambda: SimpleNamespace(id=PLANNED)),
+        copies=SimpleNamespace(origins=lambda id, rank: [copies[id].source]),
+        remotes=SimpleNamespace(looked=True),
+        feed=lambda event: None,
     )
     waits = asyncio.Event()
     threads = ThreadPoolExecutor(4)

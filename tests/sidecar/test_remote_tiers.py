@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,13 +15,10 @@ from keepstep.wire.trainer import (
     Chunk,
     Chunks,
     ChunksRequest,
-    Sources,
-    SourcesRequest,
     Window,
     WindowRequest,
 )
 from tests.harness import SidecarProcess, eventually
-from tests.volume.drives import die, small_drive
 
 Trainers = Callable[..., FakeTrainer]
 
@@ -111,30 +107,6 @@ def test_nobody_is_told_of_a_step_in_the_archive_that_never_came_there(
     ]
 
 
-@pytest.mark.root
-def test_what_lay_on_a_drive_that_has_died_comes_from_the_archive(
-    mounted: Callable[..., Path],
-    sidecars: Callable[..., SidecarProcess],
-    trainers: Trainers,
-    archive: Path,
-    tmp_path: Path,
-) -> None:
-    sidecar = sidecars()
-    sidecar.volume = small_drive(mounted, tmp_path / "image", size_bytes=320 << 20, kind="xfs")
-    options = ("--archive", str(archive), "--archive-every", "1", "--archive-keep", "9")
-    sidecar.start(*options, "--keep", "9", "--slots", "2")
-    trainer = trainers(sidecar.socket).begin_run()
-    first, *_ = [trainer.stage(step) for step in range(1, 6)]
-    waited = trainer.wait(StepId(first.epoch, 5), "archived", flush=True)
-    assert waited.reached, waited.reason
-    die(sidecar.volume)
-    trainer.disconnect()
-    trainer.connect()
-    opened = trainer.open(first)
-    assert opened.tier is Tier.ARCHIVE
-    assert read_image(trainer.layout, opened.path) == content(trainer.layout, 1)
-
-
 def test_what_is_archived_is_in_status_and_metrics(
     archived: tuple[SidecarProcess, StepId], archive: Path
 ) -> None:
@@ -194,18 +166,6 @@ def test_a_chunk_that_is_damaged_here_comes_from_the_archive(
         assert file.read(len(content(layout, 4))) == content(layout, 4)
 
 
-def test_sources_reach_into_the_archive(
-    archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
-) -> None:
-    sidecar, id = archived
-    lose(sidecar, volume=True)
-    sidecar.start("--archive", str(archive), "--archive-every", "1")
-    reader = come(sidecar, trainers, 2, 3)
-    assert [one.id for one in reader.candidates().offers] == [id]
-    found = reader.call("/v1/sources", SourcesRequest(lease=reader.lease, id=id), Sources)
-    assert (found.world, [one.rank for one in found.sources]) == (2, [0, 1])
-
-
 def test_an_archive_that_is_away_is_no_reason_to_start_over(
     archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
 ) -> None:
@@ -219,55 +179,6 @@ def test_an_archive_that_is_away_is_no_reason_to_start_over(
     assert str(archive) in found.reason
     away.rename(archive)
     eventually(lambda: trainer.candidates().candidates, what="the archive is back")
-
-
-def test_a_rank_with_nothing_is_not_turned_away_by_a_first_look_that_came_too_early(
-    archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
-) -> None:
-    sidecar, id = archived
-    lose(sidecar, volume=True)
-    away = archive.rename(archive.with_name("not-mounted"))
-    sidecar.start("--archive", str(archive), "--archive-every", "1")
-    trainer = come(sidecar, trainers, 0)
-    back = threading.Timer(1.0, away.rename, [archive])
-    back.start()
-    found = trainer.candidates()  # one call, which begins while the archive is away
-    back.join()
-    assert [one.id for one in found.candidates] == [id]
-
-
-def test_an_empty_archive_allows_a_fresh_start(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers, archive: Path
-) -> None:
-    sidecar = sidecars().start("--archive", str(archive), "--archive-every", "1")
-    assert come(sidecar, trainers, 0).candidates().answer is Answer.NONE
-
-
-def test_without_an_archive_nobody_waits_for_one(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    trainer = trainers(sidecar.socket).begin_run()
-    with pytest.raises(SidecarError, match="--archive") as error:
-        trainer.wait(trainer.stage(1), "archived")
-    assert error.value.code == "bad-request"
-
-
-def test_an_archive_that_goes_away_and_comes_back_is_used_again(
-    archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
-) -> None:
-    sidecar, id = archived
-    lose(sidecar, volume=True)
-    sidecar.start("--archive", str(archive), "--archive-every", "1")
-    come(sidecar, trainers, 0).candidates()  # from now on nothing is fetched ahead of time
-    trainer = come(sidecar, trainers, 1)
-    assert trainer.candidates().candidates
-    away = archive.rename(archive.with_name("not-mounted"))
-    with pytest.raises(SidecarError) as error:
-        trainer.open(id)
-    assert error.value.code == "not-verified"
-    away.rename(archive)
-    assert [one.id for one in trainer.candidates().candidates] == [id]
-    assert trainer.open(id).tier is Tier.ARCHIVE
 
 
 def test_an_archived_copy_that_is_damaged_is_not_offered_again(

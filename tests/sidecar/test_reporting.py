@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +17,12 @@ from operator_host import Identity, OperatorHost, make_identity
 from pods import Pod
 from trainer import FakeTrainer, content, make_layout, read_image
 
-from keepstep.core.suspicion import Failure
-from keepstep.core.vote import choose, limit_of
-from keepstep.errors import NothingCommonError
+from keepstep.core.vote import choose
 from keepstep.steps import Answer, Epoch, EpochId, StepId
-from keepstep.wire.reports import Report, ReportedGoodput
-from keepstep.wire.trainer import FailedRequest, Flushed, FlushRequest
+from keepstep.wire.reports import Report
+from keepstep.wire.trainer import Flushed, FlushRequest
 from keepstep_sidecar.cli import calls
 from tests.harness import eventually
-from tests.operator.reconcile.samples import Play
-from tests.operator.reconcile.samples import pod as pod_record
-from tests.volume.drives import command, made
 
 Trainers = Callable[..., FakeTrainer]
 
@@ -183,14 +172,6 @@ def test_what_both_pods_made_durable_is_committed_and_published_on_both(team: Te
         assert status["reported_at"] is not None
 
 
-def test_what_the_operator_retires_is_deleted_on_both_pods(team: Team) -> None:
-    both, _ = team.start("--keep", "1")
-    for step in range(6):
-        team.reach(step)
-    for pod in both:
-        eventually(lambda pod=pod: pod.steps() == {4, 5}, what=f"two steps, not {pod.steps()}")
-
-
 @operator_with(keep=3, least_gap_s=2.0)
 def test_commits_that_are_heard_of_together_are_all_published_and_archived_where_due(
     team: Team, tmp_path: Path
@@ -261,51 +242,6 @@ def test_after_both_pods_were_lost_the_common_step_is_fetched_ahead_and_restored
     assert team.restore() == id
 
 
-@pytest.mark.root
-def test_what_lay_on_a_drive_that_is_another_one_is_voted_gone_for_good(
-    team: Team, operator: OperatorHost, mounted: Callable[..., Path], tmp_path: Path
-) -> None:
-    """The sidecars' reports, as the operator's own state judges them."""
-    size = 32 << 20
-    for pod in team.pods:
-        image = made(tmp_path / f"image-{pod.node}", size_bytes=size)
-        mounted(f"pod-{pod.node}/volume", "-o", "loop", image)
-    both, _ = team.start()
-    id = team.reach(7)
-    records = [pod_record(0), pod_record(1)]
-    play = Play(*records)
-    for _ in range(2):
-        for node, record in enumerate(records):
-            play.hear(record, known(operator, node, since=0.0))
-    assert len(play.status.drives) == 2
-    team.disconnect()
-    both[0].kill()
-    both[0].lose_memory()
-    with another_drive(both[0].volume, made(tmp_path / "another", size_bytes=size)):
-        began = time.time()
-        both[0].start()
-        new = replace(records[0], uid="new", created_at="2026-11-21T08:00:00Z")
-        play.see(new)
-        play.lose(records[0])
-        play.hear(new, known(operator, 0, since=began))
-        ranks = team.come_back()
-        assert not ranks[1].candidates().fleeting
-        with pytest.raises(NothingCommonError):
-            choose([one.candidates() for one in ranks])
-        operator.gone_for_good = play.told(records[1]).gone_for_good
-        votes = eventually(
-            lambda: (
-                (found := [one.candidates() for one in ranks])
-                and all(one.fleeting for one in found)
-                and found
-            ),
-            what="both pods were told",
-        )
-        decision = choose(votes)
-        assert (decision.id, decision.lost) == (None, id)
-        both[0].kill()
-
-
 def known(operator: OperatorHost, node: int, *, since: float) -> Report:
     """The last report of a pod that has scanned its volume, of a sidecar that started later."""
 
@@ -315,16 +251,6 @@ def known(operator: OperatorHost, node: int, *, since: float) -> Report:
 
     report: Report = eventually(found, what=f"a report of pod {node}")
     return report
-
-
-@contextlib.contextmanager
-def another_drive(point: Path, image: Path) -> Iterator[None]:
-    """Mounted in place of the one that is there."""
-    command("mount", "-o", "loop", image, point)
-    try:
-        yield
-    finally:
-        command("umount", "--lazy", point)
 
 
 def test_a_restore_is_reported_with_step_tier_and_what_was_lost(
@@ -341,35 +267,6 @@ def test_a_restore_is_reported_with_step_tier_and_what_was_lost(
         what="a report of the restore",
     )
     assert (report.restores[-1].epoch.parent, report.restores[-1].lost_steps) == (id, 1)
-
-
-def test_goodput_is_reported_under_one_id_for_as_long_as_the_volume_is_there(
-    team: Team, operator: OperatorHost
-) -> None:
-    both, _ = team.start()
-    id = team.stage(7)
-
-    def told(node: int, sidecar: int) -> ReportedGoodput | None:
-        report = operator.newest(node)
-        if report is None or report.started_at < started[sidecar]:
-            return None
-        found = report.goodput
-        return found if found is not None and found.step == id.step else None
-
-    started = [0.0]
-    first, other = (
-        eventually(lambda node=node: told(node, 0), what="goodput is told") for node in (0, 1)
-    )
-    assert first.epoch == id.epoch
-    assert first.since < first.until
-    assert first.id != other.id
-    history = both[0].root / "history.jsonl"
-    eventually(lambda: history.exists() and '"staged"' in history.read_text(), what="it is kept")
-    both[0].kill()
-    started.append(time.time())
-    both[0].start()
-    again = eventually(lambda: told(0, 1), what="its successor goes on")
-    assert (again.id, again.since, again.steps) == (first.id, first.since, first.steps)
 
 
 def test_with_the_operator_away_the_ranks_restore_by_their_vote_alone(lone_team: Team) -> None:
@@ -468,16 +365,6 @@ def test_the_last_step_of_a_pod_that_leaves_is_archived_before_it_ends(
     eventually(lambda: archived_below(archive) == [4], what=f"not {archived_below(archive)}")
 
 
-def test_a_job_that_is_deleted_whole_leaves_its_last_step_in_the_archive(
-    archived_team: tuple[Team, Path],
-) -> None:
-    """SIGTERM tells each of its pods; no word of the operator is needed but that of a commit."""
-    team, archive = archived_team
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(Pod.terminate, team.pods)) == [0, 0]
-    assert archived_below(archive) == [4]
-
-
 def test_what_is_staged_after_the_word_is_kept_too_once_its_trainer_is_gone(
     archived_team: tuple[Team, Path], operator: OperatorHost
 ) -> None:
@@ -520,19 +407,6 @@ def test_an_absent_operator_is_logged_once_and_costs_nothing(
         assert one.wait(id, "committed", flush=True).reached
 
 
-def test_a_lost_node_is_given_up_before_a_slow_operator_would_be(
-    pods: Callable[[str], list[Pod]],
-) -> None:
-    """Nobody acknowledges what is sent there, as where a node is lost: the queue is full."""
-    with contextlib.ExitStack() as stack:
-        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        stack.enter_context(socket.create_connection(full.getsockname()))
-        (pod, _) = pods(f"https://127.0.0.1:{full.getsockname()[1]}/v1/reports")
-        pod.start()
-        (failure,) = eventually(lambda: events(pod, "report failed"))
-    assert failure["kind"] == "connection"
-
-
 def test_a_server_that_the_given_authority_did_not_sign_never_sees_the_token(
     pods: Callable[[str], list[Pod]], operator: OperatorHost, tmp_path: Path, trainers: Trainers
 ) -> None:
@@ -570,17 +444,6 @@ def test_an_authority_that_a_reply_named_is_trusted_in_place_of_the_old_also_aft
     eventually(lambda: len(replaced.seen.reports) > before, within_s=40, what="after a restart")
 
 
-def test_authorities_that_are_none_change_nothing(
-    pods: Callable[[str], list[Pod]], operators: Callable[..., OperatorHost]
-) -> None:
-    operator = operators().start()
-    operator.authorities = "none"
-    (pod, _) = pods(operator.url)
-    pod.start()
-    eventually(lambda: events(pod, "authorities of the operator not taken over"))
-    eventually(lambda: len(operator.seen.reports) > 1, what="reports go on")
-
-
 def test_a_token_is_read_anew_for_each_report(
     pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
 ) -> None:
@@ -597,64 +460,7 @@ def test_a_token_is_read_anew_for_each_report(
     assert operator.seen.tokens[-1] == "node-0.renewed"
 
 
-def test_reports_come_on_change_and_not_more_often_than_the_operator_allows(
-    pods: Callable[[str], list[Pod]], operators: Callable[..., OperatorHost], trainers: Trainers
-) -> None:
-    operator = operators(least_gap_s=0.5).start()
-    (pod, _) = pods(operator.url)
-    pod.start("--persist-every", "1000000")
-    trainer = trainers(pod.socket, 0, 2).begin_run(local_world=1)
-    eventually(lambda: operator.newest(0))
-    for step in range(200):
-        trainer.stage(step)
-    eventually(
-        lambda: (found := operator.newest(0)) and found.ranks and found.ranks[0].saves == 200,
-        what="the last step is reported",
-    )
-    times = [one.sent_at for _, one in operator.seen.reports]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    assert min(gaps[1:], default=1.0) > 0.45
-
-
 # --- with nobody to tell -------------------------------------------------------------------------
-
-HURRIED = """
-from keepstep.core import node
-node.SILENT_AFTER_S = 0.0
-from keepstep_sidecar.__main__ import main
-main()
-"""
-
-
-def test_with_nobody_to_tell_what_lies_between_the_last_commit_and_the_newest_two_goes(
-    team: Team, operator: OperatorHost
-) -> None:
-    both, ranks = team.start()
-    team.reach(1)
-    operator.stop()
-    pod, trainer = both[0], ranks[0]
-    pod.terminate()
-    pod.program = (sys.executable, "-c", HURRIED)
-    pod.start()
-    assert trainer.slot is not None
-    trainer.connect(local_world=1)
-    trainer.register()
-    trainer.slot = None
-    for step in range(2, 8):
-        assert trainer.wait(trainer.stage(step), "durable", flush=True).reached
-    eventually(lambda: pod.steps() == {1, 6, 7}, what=f"not {pod.steps()}")
-
-
-def test_a_full_volume_of_one_of_many_pods_keeps_the_last_commit_and_goes_on(
-    team: Team, operator: OperatorHost
-) -> None:
-    size = 1 << 20
-    both, ranks = team.start("--capacity", str(6 * size), size=size)
-    team.reach(1)
-    operator.stop()
-    for step in range(2, 12):
-        assert ranks[0].wait(ranks[0].stage(step), "durable", flush=True).reached
-    assert {1, 11} <= both[0].steps()
 
 
 @operator_with(keep=10)
@@ -669,34 +475,6 @@ def test_pods_whose_volumes_are_full_let_the_same_steps_go(
         team.reach(step)
     assert [pod.published() for pod in both] == [[5, 6, 7, 8, 9]] * 2
     eventually(lambda: any("volumes are full" in one for one in operator.newest(0).warnings))  # type: ignore[union-attr]
-
-
-@operator_with(keep=10)
-def test_a_pin_outlives_a_full_volume_also_where_nobody_can_repeat_it(
-    team: Team, operator: OperatorHost
-) -> None:
-    """The operator is away, and the sidecar that heard of the pin is dead."""
-    size = 1 << 20
-    limits = ("--keep", "10", "--capacity", str(5 * size + size // 2))
-    both, ranks = team.start(*limits, size=size)
-    for step in range(1, 4):
-        id = team.stage(step)
-        operator.pinned = (StepId(id.epoch, 1),)
-        for one in ranks:
-            assert one.wait(id, "committed", flush=True).reached
-    record = both[0].root / "run.json"
-    eventually(lambda: "pinned" in json.loads(record.read_text()))
-    operator.stop()
-    both[0].kill()
-    both[0].start(*limits)
-    trainer = ranks[0]
-    trainer.connect(local_world=1)
-    trainer.register()
-    trainer.slot = None
-    for step in range(4, 10):
-        assert trainer.wait(trainer.stage(step), "durable", flush=True).reached
-    assert {1, 8, 9} <= both[0].steps()
-    assert 2 not in both[0].steps()
 
 
 def test_a_flush_of_one_of_many_pods_makes_its_own_newest_two_durable(lone_team: Team) -> None:
@@ -722,22 +500,6 @@ def test_a_rollback_agreed_on_by_both_pods_makes_later_steps_dead_on_both(
         assert one.wait(again, "committed", flush=True).reached
     assert all(4 in pod.published() for pod in both)
     assert Epoch(again.epoch, id) in operator.newest(0).epochs  # type: ignore[union-attr]
-
-
-def test_a_killed_sidecar_goes_on_reporting_what_it_finds_in_memory(
-    team: Team, operator: OperatorHost
-) -> None:
-    both, _ = team.start()
-    for step in range(5):
-        team.stage(step)
-    both[1].kill()
-    taken = len(operator.seen.reports)
-    both[1].start()
-    report = eventually(
-        lambda: next((one for at, one in operator.seen.reports[taken:] if at == 1 and one.ready), 0)
-    )
-    assert report.ranks[0].memory[-1].id.step == 4
-    assert not report.ranks[0].alive
 
 
 # --- bad input -----------------------------------------------------------------------------------
@@ -821,80 +583,3 @@ def test_an_authority_that_is_none_costs_the_reports_and_not_the_training(
     trainer = trainers(pod.socket, 0, 2).begin_run(local_world=1)
     assert trainer.wait(trainer.stage(0), "durable").reached
     assert events(pod, "no reports")
-
-
-@operator_with(keep=3)
-def test_a_step_that_a_person_wants_back_is_in_every_vote_until_an_epoch_began_from_it(
-    team: Team, operator: OperatorHost
-) -> None:
-    both, ranks = team.start()
-    wanted = team.stage(4)
-    for id in (wanted, team.stage(5)):
-        for one in ranks:
-            assert one.wait(id, "committed", flush=True).reached
-    operator.restore_from = wanted
-    for pod, one in zip(both, ranks, strict=True):
-        one.disconnect()
-        pod.kill()
-        pod.lose_memory()
-        pod.start()
-    # the very first votes: new pods hear of it before they vote
-    ranks = team.come_back()
-    votes = [one.candidates() for one in ranks]
-    assert [limit_of([vote]) for vote in votes] == [(wanted, True)] * 2
-    assert all(len(vote.candidates) == 2 for vote in votes), "all is listed nonetheless"
-    decision = choose(votes, limit=wanted, exact=True)
-    assert decision.id == wanted
-    for one in ranks:
-        one.open(wanted)
-        one.restored(decision.epoch("00000002"))
-        one.disconnect()
-    # the operator may not have heard yet, but this is done with
-    assert [one.candidates().limit for one in team.come_back()] == [None, None]
-
-
-@operator_with(keep=3)
-def test_a_failure_of_the_script_is_told_and_what_the_operator_knows_of_others_is_in_every_vote(
-    team: Team, operator: OperatorHost
-) -> None:
-    both, ranks = team.start()
-    steps = [team.reach(one) for one in (10, 40)]
-    team.disconnect()
-    ranks = team.come_back()
-    team.restore()
-    second = Epoch(EpochId(2, "00000002"), steps[1])
-    ranks[0].call("/v1/failed", FailedRequest(lease=ranks[0].lease, id=StepId(second.id, 40)), dict)
-    told = eventually(lambda: (report := operator.newest(0)) and report.failures)
-    assert told == (Failure(at=StepId(second.id, 40), after=(steps[1],)),)
-
-    operator.failures = (Failure(at=StepId(EpochId(3, "00000003"), 41), after=(steps[1],)),)
-    team.disconnect()
-    for pod in both:
-        pod.kill()
-        pod.start()
-    # the very first votes: one failure is on record here, of the other only the operator knows
-    votes = [one.candidates() for one in team.come_back()]
-    assert [len(vote.failures) for vote in votes] == [2, 1]
-    assert choose(votes).id == steps[0]
-
-
-def test_a_vote_waits_for_shards_that_the_operator_makes_reachable_and_never_denies_them(
-    pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
-) -> None:
-    operator.awaits = "shards of node rank 0 lie on node b"
-    pod = pods(operator.url)[0].start(KEEPSTEP_PEER_FETCH="true")
-    trainer = trainers(pod.socket, 0, 2)
-    trainer.connect()
-    vote = trainer.candidates(timeout_s=1.0)
-    assert (vote.answer, vote.candidates) == (Answer.UNKNOWN, ())
-    assert "node b" in vote.reason
-    with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(trainer.candidates, timeout_s=30.0)
-
-        def why() -> str:
-            return str(pod.get("/v1/status")["ranks"][0]["waits"])
-
-        eventually(lambda: "node b" in why(), what="the status says why the vote waits")
-        operator.awaits = ""
-        assert waiting.result().answer is Answer.NONE, "it went on when told"
-    assert why() == ""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from trainer import FakeTrainer
 
-from keepstep.client.http import UnixConnection
+from keepstep.client.session import UnixConnection
 from keepstep.errors import SidecarError, UsageError
 from keepstep.wire import trainer as protocol
 from keepstep_sidecar.config.sidecar import check_run

@@ -2,111 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainer import FakeTrainer, content, lose_memory_and_damage, read_image
+from trainer import FakeTrainer, lose_memory_and_damage
 
-from keepstep.core import retention
 from keepstep.errors import SidecarError
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.trainer import Flushed, FlushRequest, LeaseRequest, StopRequest, to_json
-from keepstep_sidecar.api.metrics import TABLE
+from keepstep.steps import Answer, StepId
+from keepstep.wire.trainer import LeaseRequest, to_json
 from keepstep_sidecar.volume.faults import FAULTS_ENV
-from tests.harness import SidecarProcess, control_of, eventually
+from tests.harness import SidecarProcess, eventually
 from tests.volume.drives import die, small_drive
 
 Trainers = Callable[..., FakeTrainer]
 
 
-def next_epoch(parent: StepId | None, number: int = 2) -> Epoch:
-    return Epoch(EpochId(number, f"{number:08x}"), parent)
-
-
 def both(sidecar: SidecarProcess, trainers: Trainers) -> list[FakeTrainer]:
     return [trainers(sidecar.socket, rank, 2).begin_run() for rank in range(2)]
-
-
-def test_a_killed_sidecar_finds_every_sealed_image_again(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    trainer = trainers(sidecar.socket).begin_run()
-    for step in range(6):
-        trainer.stage(step)
-    sidecar.kill()
-    sidecar.start()
-    successor = trainers(sidecar.socket)
-    successor.connect()
-    newest = successor.candidates().candidates[-1]
-    assert (newest.id.step, newest.tier) == (5, Tier.MEMORY)
-    opened = successor.open(newest.id)
-    assert read_image(trainer.layout, opened.path) == content(trainer.layout, 5)
-
-
-def test_a_live_trainer_goes_on_with_its_slot_after_the_sidecar_was_killed(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    trainer = trainers(sidecar.socket).begin_run()
-    trainer.stage(0)
-    trainer.begin()
-    assert trainer.slot is not None
-    sidecar.kill()
-    trainer.fill(1)
-    sidecar.start()
-    granted = trainer.connect(holding=(str(trainer.slot.slot),))
-    assert granted.held == (trainer.slot.slot,)
-    trainer.register()
-    trainer.report(1)
-    assert trainer.wait(StepId(trainer.epoch.id, 1), "committed", flush=True).reached
-
-
-def test_an_image_that_its_trainer_is_about_to_overwrite_is_not_persisted(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    """The slot is granted, not yet zeroed, when the sidecar dies: its old seal is still valid."""
-    trainer = trainers(sidecar.socket).begin_run()
-    for step in range(8):
-        trainer.stage(step)
-    assert trainer.slot is not None
-    held = str(trainer.slot.slot)
-    sidecar.kill()
-    sidecar.start()
-    trainer.connect(holding=(held,))
-    trainer.register()
-    trainer.stage(8)
-    assert trainer.wait(StepId(trainer.epoch.id, 8), "committed", flush=True).reached
-    sidecar.kill()  # it retires while one looks
-    for path in sidecar.root.glob("0*/rank-*"):
-        step = StepId.parse(path.parent.name).step
-        assert read_image(trainer.layout, path) == content(trainer.layout, step)
-
-
-def test_with_memory_gone_the_newest_commit_is_prefetched_and_restored(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers, memory_dir: Path
-) -> None:
-    sidecar = sidecars().start()
-    trainer = trainers(sidecar.socket).begin_run()
-    id = trainer.stage(4)
-    assert trainer.wait(id, "committed").reached
-    sidecar.kill()
-    sidecar.lose_memory()
-    sidecar.start()
-    eventually(lambda: '"loaded"' in sidecar.text(), what="the shard is read ahead of time")
-    successor = trainers(sidecar.socket)
-    successor.connect()
-    found = successor.candidates()
-    assert [(one.id, one.tier) for one in found.candidates] == [(id, Tier.LOCAL)]
-    assert (found.plan, found.highest_epoch) == (id, 1)
-    opened = successor.open(id)
-    assert opened.tier is Tier.LOCAL
-    assert read_image(trainer.layout, opened.path) == content(trainer.layout, 4)
 
 
 def test_a_damaged_shard_is_quarantined_and_never_a_silent_fresh_start(
@@ -131,180 +47,6 @@ def test_a_damaged_shard_is_quarantined_and_never_a_silent_fresh_start(
     assert found.answer is Answer.UNKNOWN
     assert "quarantine" in found.reason
     assert list((sidecar.root / "quarantine").iterdir())
-
-
-def test_nothing_anywhere_is_the_only_reason_to_begin_at_step_0(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    trainer = trainers(sidecar.socket)
-    trainer.connect()
-    assert trainer.candidates().answer is Answer.NONE
-
-
-def test_a_step_that_only_one_rank_ever_sealed_does_not_stop_the_run(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    first, second = both(sidecar, trainers)
-    first.stage(0)
-    for one in (first, second):
-        one.disconnect()
-    again = [trainers(sidecar.socket, rank, 2) for rank in range(2)]
-    for one in again:
-        one.connect()
-    assert [one.candidates().answer for one in again] == [Answer.NONE, Answer.NONE]
-
-
-def test_a_commit_needs_every_rank(sidecar: SidecarProcess, trainers: Trainers) -> None:
-    first, second = both(sidecar, trainers)
-    id = first.stage(0)
-    assert first.wait(id, "durable").reached
-    waited = first.wait(id, "committed", timeout_s=0.2)
-    assert not waited.reached
-    assert "not staged, or not kept, by ranks [1]" in waited.reason
-    assert not list(sidecar.root.glob("0*"))
-    second.stage(0)
-    assert first.wait(id, "committed").reached
-    assert len(list((sidecar.root / str(id)).iterdir())) == 2
-
-
-def test_a_rollback_makes_later_steps_dead_at_once(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    trainer = trainers(sidecar.socket).begin_run()
-    ids = [trainer.stage(step) for step in range(3)]
-    assert trainer.wait(ids[2], "durable", flush=True).reached
-    trainer.disconnect()
-    successor = trainers(sidecar.socket)
-    successor.connect()
-    successor.open(ids[1])
-    successor.restored(next_epoch(ids[1]))
-    steps = {one["id"]["step"]: one for one in sidecar.get("/v1/status")["steps"]}
-    assert steps[2]["dead"]
-    assert not steps[1]["dead"]
-    successor.register()
-    again = successor.stage(2)
-    assert successor.wait(again, "committed", flush=True).reached
-    later = sidecar.get("/v1/status")
-    assert later["watermarks"]["local"] == {"epoch": {"number": 2, "nonce": "00000002"}, "step": 2}
-
-
-def test_epochs_survive_the_sidecar_and_its_memory(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers, memory_dir: Path
-) -> None:
-    sidecar = sidecars().start()
-    trainer = trainers(sidecar.socket)
-    trainer.connect()
-    trainer.restored(next_epoch(None, number=3))
-    sidecar.kill()
-    sidecar.start()
-    successor = trainers(sidecar.socket)
-    successor.connect()
-    assert successor.candidates().highest_epoch == 3
-
-
-def test_a_fresh_start_keeps_the_steps_of_older_epochs(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    sidecar = sidecars().start("--keep", "1")
-    trainer = trainers(sidecar.socket).begin_run()
-    old = trainer.stage(5)
-    assert trainer.wait(old, "committed").reached
-    trainer.restored(next_epoch(None))
-    for step in range(4):
-        assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
-    assert (sidecar.root / str(old)).is_dir()
-    assert any("step 0" in text for text in sidecar.get("/v1/status")["warnings"])
-
-
-def test_retention_keeps_the_newest_committed_steps(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    sidecar = sidecars().start("--keep", "2")
-    trainer = trainers(sidecar.socket).begin_run()
-    for step in range(6):
-        assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
-    eventually(lambda: len(list(sidecar.root.glob("0*"))) == 2)
-    assert {StepId.parse(path.name).step for path in sidecar.root.glob("0*")} == {4, 5}
-
-
-def test_retention_keeps_every_so_many_steps_beside_the_newest(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    sidecar = sidecars().start("--keep", "1", "--keep-every", "4")
-    trainer = trainers(sidecar.socket).begin_run()
-    for step in range(1, 11):
-        assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
-    eventually(lambda: sidecar.published() == [4, 8, 10])
-
-
-def test_retention_keeps_the_first_step_of_every_span_also_those_of_an_earlier_life(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    sidecar = sidecars().start("--keep", "1", "--keep-every", "2s")
-    trainer = trainers(sidecar.socket).begin_run()
-    began, step = time.monotonic(), 0
-    while time.monotonic() - began < 5:  # two or three spans begin meanwhile
-        step += 1
-        assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
-
-    def retired() -> bool:
-        """Only the newest step, and a proven one, may be of the span of another one."""
-        beside = _beside(sidecar.published())
-        spans = [int(at // 2) for step, at in _written_at(sidecar).items() if step in beside]
-        return len(spans) >= 2 and len({*spans}) == len(spans)
-
-    eventually(retired)
-    kept, beside = sidecar.published(), _beside(sidecar.published())
-    assert kept[0] == 1
-    assert kept[-1] == step
-    sidecar.kill()
-    sidecar.lose_memory()  # what it still held would be written again, and could begin a span
-    sidecar.start("--keep", "1", "--keep-every", "2s")
-    again = trainers(sidecar.socket)
-    again.connect()
-    again.register()
-    again.restored(next_epoch(again.candidates().candidates[-1].id))
-    assert again.wait(again.stage(step + 1), "committed", flush=True).reached
-    eventually(lambda: sidecar.published()[-1] == step + 1)
-    # the newest one of then may have been the first of its span
-    assert beside <= {one for one in sidecar.published() if one < step} <= {*kept[:-1]}
-
-
-def _beside(steps: list[int]) -> set[int]:
-    """Those that are kept beside the newest one and the proven ones."""
-    ids = [StepId(EpochId(1, "0" * 8), one) for one in steps]
-    return {id.step for id in retention.retired(ids, retention.Retention(last=1))}
-
-
-def _written_at(sidecar: SidecarProcess) -> dict[int, float]:
-    """Unix seconds of each step that readers see, oldest first, but of those that go meanwhile."""
-    found = {}
-    for path in sorted(sidecar.root.glob("0*/rank-*.safetensors")):
-        with contextlib.suppress(FileNotFoundError):
-            found[StepId.parse(path.parent.name).step] = control_of(path).written_at or 0.0
-    return found
-
-
-def test_a_full_volume_gives_up_older_commits_and_never_the_newest(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    size = 3 << 20
-    sidecar = sidecars().start("--keep", "5", "--capacity", str(8 << 20))
-    trainer = trainers(sidecar.socket, size=size).begin_run()
-    for step in range(5):
-        assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
-    assert 1 <= len(list(sidecar.root.glob("0*"))) <= 2
-
-
-def test_with_two_slots_every_due_step_is_persisted(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    sidecar = sidecars().start("--slots", "2", "--keep", "100")
-    trainer = trainers(sidecar.socket).begin_run()
-    for step in range(8):
-        trainer.stage(step)
-    assert trainer.wait(StepId(trainer.epoch.id, 7), "committed").reached
-    assert len(list(sidecar.root.glob("0*"))) == 8
 
 
 def test_a_step_that_cannot_be_written_is_reported_at_once_and_the_next_one_is_fine(
@@ -374,29 +116,6 @@ def test_sigterm_makes_the_newest_two_steps_durable(
     assert list(sidecar.memory.glob("rank-*/*.slot")), "memory stays for a successor"
 
 
-def test_a_flush_after_both_died_persists_what_was_adopted(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    sidecar = sidecars().start("--persist-every", "1000000")
-    trainer = trainers(sidecar.socket).begin_run()
-    ids = [trainer.stage(step) for step in range(1, 5)]
-    sidecar.kill()
-    trainer.disconnect()
-    sidecar.start("--persist-every", "1000000")
-    flushed = trainer.call("/v1/flush", FlushRequest(timeout_s=10.0), Flushed)
-    assert list(flushed.steps) == ids[-2:]
-
-
-def test_stop_leaves_nothing_in_memory(sidecar: SidecarProcess, trainers: Trainers) -> None:
-    trainer = trainers(sidecar.socket).begin_run()
-    trainer.stage(0)
-    trainer.disconnect()
-    trainer.call("/v1/stop", StopRequest(), Flushed)
-    assert sidecar.process is not None
-    assert sidecar.process.wait(20) == 0
-    assert not sidecar.memory.exists()
-
-
 def test_a_sidecar_to_which_nobody_comes_back_ends_by_itself(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
@@ -444,21 +163,3 @@ def test_two_sidecars_cannot_own_one_memory_directory(
     assert second.returncode == 1
     assert f"running (pid {sidecar.process.pid})" in second.stderr
     assert sidecar.get("/v1/status")["run"] == "run"
-
-
-def test_metrics_are_those_of_the_table(sidecar: SidecarProcess, trainers: Trainers) -> None:
-    trainer = trainers(sidecar.socket).begin_run()
-    assert trainer.wait(trainer.stage(0), "committed").reached
-    connection = http.client.HTTPConnection("localhost", timeout=10)
-    connection.sock = socket.socket(socket.AF_UNIX)
-    connection.sock.connect(str(sidecar.socket))
-    connection.request("GET", "/metrics")
-    text = connection.getresponse().read().decode()
-    connection.close()
-    families = {
-        line.split()[2].removesuffix("_total")
-        for line in text.splitlines()
-        if line.startswith("# TYPE")
-    }
-    assert families == {row.name for row in TABLE}
-    assert 'keepstep_saves_total{rank="0"} 1.0' in text

@@ -6,9 +6,9 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 from committers import make_committer, write
 
+from keepstep.core.node import Reading
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.volume.volume import Volume
@@ -30,43 +30,19 @@ def test_a_step_that_was_kept_because_it_was_read_goes_without_another_one_being
         await committer.scan()
         write(committer, 1)
         await committer.refresh()
-        committer.opening(step_id(1), on=True)
+        committer.feed(Reading(step_id(1), begins=True))
         write(committer, 2)
         await committer.refresh()
         await committer.refresh()
-        assert sorted(committer.published) == [step_id(1), step_id(2)], "somebody reads the first"
-        committer.opening(step_id(1), on=False)
+        assert sorted(committer.local_shards.published) == [step_id(1), step_id(2)], (
+            "somebody reads the first"
+        )
+        committer.feed(Reading(step_id(1), begins=False))
         await asyncio.to_thread(eventually, lambda: len(list((tmp_path / RUN).glob("0*"))) == 1)
         sweeping.cancel()
         await asyncio.wait([sweeping])
-        assert list(committer.published) == [step_id(2)]
+        assert list(committer.local_shards.published) == [step_id(2)]
 
     with ThreadPoolExecutor(1) as threads:
         asyncio.run(story(threads))
     volumes.close()
-
-
-def test_a_step_is_no_line_of_the_log(
-    tmp_path: Path, memory_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """At four steps a second, two lines a step would fill a kubelet's log in hours."""
-    volumes = VolumeSet([Volume(tmp_path / RUN, run=RUN)])
-
-    async def story(threads: ThreadPoolExecutor) -> None:
-        slots = SlotPool(SlotDirectories(memory_dir), run=RUN)
-        committer = make_committer(volumes, slots, threads, keep=1)
-        sweeping = asyncio.create_task(committer.sweep())
-        await committer.scan()
-        for number in range(1, 6):
-            write(committer, number)
-            await committer.refresh()
-        await asyncio.to_thread(eventually, lambda: len(list((tmp_path / RUN).glob("0*"))) == 1)
-        sweeping.cancel()
-        await asyncio.wait([sweeping])
-
-    caplog.set_level("INFO", logger="keepstep.sidecar")
-    with ThreadPoolExecutor(1) as threads:
-        asyncio.run(story(threads))
-    volumes.close()
-    assert caplog.messages.count("committed") == 1, "and one a minute from there"
-    assert "retired" not in caplog.messages

@@ -15,7 +15,7 @@ import pytest
 from committers import make_committer, write
 from trainer import FakeTrainer
 
-from keepstep.errors import DigestError, SidecarError, StorageError
+from keepstep.errors import DigestError, StorageError
 from keepstep.steps import Answer, EpochId, StepId
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.commit.committer import Committer
@@ -108,9 +108,9 @@ async def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(
     with monkeypatch.context() as broken:
         broken.setattr(volumes, "scan", failing)
         await committer.scan()
-    assert "Input/output" in committer.unreadable
+    assert "Input/output" in committer.local_shards.unreadable
     await committer.scan()
-    assert committer.unreadable == ""
+    assert committer.local_shards.unreadable == ""
     assert [id.step for id in committer.local_shards.shards] == [1]
 
 
@@ -123,7 +123,7 @@ async def test_a_shard_of_a_rank_that_no_world_has_is_put_aside(
     forged = staged(make_layout(rank=rank, world=rank + 1), 1)
     volumes.write(forged.view, forged.layout, forged.control)
     await committer.scan()
-    assert committer.ranks() == [0]
+    assert committer.copies.ranks() == [0]
     assert volumes.volumes[0].quarantined() == 1
 
 
@@ -142,7 +142,7 @@ async def test_a_bad_block_in_one_shard_hides_no_other(
         write(committer, number)
     monkeypatch.setattr(scan_module, "read_manifest", read)
     await committer.scan()
-    assert committer.scan_failed == ""
+    assert committer.local_shards.scan_failed == ""
     assert sorted(id.step for id in committer.local_shards.shards) == [1, 3]
     assert volumes.volumes[0].quarantined() == 1
 
@@ -164,7 +164,7 @@ async def test_a_file_where_a_directory_belongs_hides_no_shard(
     path.parent.mkdir(exist_ok=True)
     path.touch()
     await committer.scan()
-    assert (committer.scan_failed, committer.unreadable) == ("", "")
+    assert (committer.local_shards.scan_failed, committer.local_shards.unreadable) == ("", "")
     assert [id.step for id in committer.local_shards.shards] == [1]
     assert path.exists()
 
@@ -183,7 +183,7 @@ async def test_a_volume_that_nothing_can_be_removed_from_any_more_is_scanned_all
     left.touch()
     monkeypatch.setattr(Filesystem, "unlink", refuse)
     await committer.scan()
-    assert committer.scan_failed == ""
+    assert committer.local_shards.scan_failed == ""
     assert [id.step for id in committer.local_shards.shards] == [1]
 
 
@@ -216,15 +216,17 @@ async def test_a_volume_that_cannot_be_scanned_hides_nothing_of_the_others(
         committer = make_committer(drives, pool, threads, managed=True)
         dead.add(drives.volume_for(1).root)
         await committer.scan()
-        assert committer.ranks() == [0]
-        assert "Input/output" in committer.unreadable, "nobody says that rank 1 has nothing"
+        assert committer.copies.ranks() == [0]
+        assert "Input/output" in committer.local_shards.unreadable, (
+            "nobody says that rank 1 has nothing"
+        )
         dead.clear()
         await committer.scan()
-        assert (committer.ranks(), committer.scan_failed) == ([0, 1], "")
+        assert (committer.copies.ranks(), committer.local_shards.scan_failed) == ([0, 1], "")
         dead.add(drives.volume_for(0).root)
         await committer.scan()
-        assert committer.ranks() == [0, 1], "nothing is taken from what is known"
-        assert "Input/output" in committer.scan_failed
+        assert committer.copies.ranks() == [0, 1], "nothing is taken from what is known"
+        assert "Input/output" in committer.local_shards.scan_failed
     drives.close()
 
 
@@ -237,9 +239,9 @@ async def test_a_scan_that_fails_takes_nothing_from_what_is_known_but_what_was_f
     write(committer, 1)
     write(committer, 2)
     monkeypatch.setattr(volumes, "scan", failing)
-    (damaged,) = committer.locator.origins(StepId(EPOCH.id, 2), 0)
+    (damaged,) = committer.copies.origins(StepId(EPOCH.id, 2), 0)
     await committer.reject(damaged, DigestError("chunk 0 is damaged"))
-    assert "Input/output" in committer.scan_failed
+    assert "Input/output" in committer.local_shards.scan_failed
     assert [id.step for id in committer.local_shards.shards] == [1]
 
 
@@ -274,23 +276,6 @@ def test_files_that_are_no_shards_never_hide_the_good_ones(
     assert shard.exists()
 
 
-def test_whatever_a_reader_trips_over_is_a_file_that_does_not_verify(
-    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def trips(fd: int, path: Path, **_: object) -> object:
-        if "000000002" in str(path):
-            raise KeyError(fd)
-        return read(fd, path, run=RUN)
-
-    read = scan_module.read_manifest
-    for number in (1, 2, 3):
-        write(committer, number)
-    monkeypatch.setattr(scan_module, "read_manifest", trips)
-    asyncio.run(committer.scan())
-    assert sorted(id.step for id in committer.local_shards.shards) == [1, 3]
-    assert volumes.volumes[0].quarantined() == 1
-
-
 def test_a_scan_that_fails_is_told_and_repeated_until_it_succeeds(
     hostile: SidecarProcess, trainers: Trainers
 ) -> None:
@@ -316,46 +301,18 @@ def test_a_scan_that_fails_is_told_and_repeated_until_it_succeeds(
     assert (done.returncode, done.stdout) == (0, "ok\n")
 
 
-def test_a_link_in_the_place_of_pending_is_set_aside_when_a_step_has_to_be_hidden(
-    hostile: SidecarProcess, trainers: Trainers
-) -> None:
-    """As a shard that turns out to be damaged makes the sidecar do."""
-    hostile.start()
-    trainer = trainers(hostile.socket).begin_run()
-    newer = trainer.stage(5)
-    assert trainer.wait(newer, "committed", flush=True).reached
-    hostile.kill()
-    hostile.lose_memory()
-    hostile.start()
-    eventually(lambda: hostile.get("/v1/status")["steps"])
-    eventually(
-        lambda: hostile.get("/v1/status")["steps"][0]["memory_ranks"],
-        what="the newest step is brought into memory, which ends the first look",
-    )
-    shard = next(hostile.root.glob("0*4/rank-*"))
-    shard.write_bytes(bytes(shard.stat().st_size))
-    (hostile.root / "pending").rmdir()
-    (hostile.root / "pending").symlink_to("elsewhere")  # it is unknown what lies there
-    trainer.connect()
-    with pytest.raises(SidecarError):
-        trainer.open(StepId(newer.epoch, 4))
-    eventually(lambda: calls.health(hostile.socket) == "", what="the next scan")
-    assert [one.id.step for one in trainer.candidates().candidates] == [5]
-    assert (hostile.root / "pending.set-aside.1").is_symlink()
-
-
 async def test_until_a_damaged_shard_was_looked_at_nobody_says_that_there_is_nothing(
     committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
 
     def looking() -> Scan:
-        said.append(committer.unreadable)
+        said.append(committer.local_shards.unreadable)
         return Scan()
 
     write(committer, 2)
     monkeypatch.setattr(volumes, "scan", looking)
-    (damaged,) = committer.locator.origins(StepId(EPOCH.id, 2), 0)
+    (damaged,) = committer.copies.origins(StepId(EPOCH.id, 2), 0)
     await committer.reject(damaged, DigestError("chunk 0 is damaged"))
     assert len(said) == 1
     assert "is damaged" in said[0]

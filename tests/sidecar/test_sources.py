@@ -17,9 +17,8 @@ from trainer import FakeTrainer, content, read_image
 from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.core.shard import Shard
 from keepstep.errors import SidecarError, StorageError
-from keepstep.image import Layout, chunk_bounds
-from keepstep.image.xxh3 import CHUNK_BYTES
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.image import Layout
+from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import (
     Chunk,
     Chunks,
@@ -31,7 +30,7 @@ from keepstep.wire.trainer import (
     Window,
     WindowRequest,
 )
-from keepstep_sidecar.commit.inventory import CopyLocator
+from keepstep_sidecar.commit.inventory import Copies, LocalShards
 from keepstep_sidecar.restore.sources import ImageSources
 from tests.harness import SidecarProcess, eventually
 
@@ -102,58 +101,7 @@ def windows(sidecar: SidecarProcess) -> list[Path]:
 # --- what is offered ---------------------------------------------------------------------------
 
 
-def test_a_step_of_another_world_is_offered_to_a_rank_that_was_not_there(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    id = saved(sidecar, trainers)
-    found = alone(sidecar, trainers).candidates()
-    assert (found.answer, found.candidates) == (Answer.STEPS, ())
-    assert [(one.id, one.world) for one in found.offers] == [(id, 2)]
-
-
-def test_a_step_of_which_a_rank_is_missing_is_not_offered(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    trainers(sidecar.socket, 0, 2).begin_run().stage(4)
-    trainers(sidecar.socket, 1, 2).begin_run()
-    assert alone(sidecar, trainers).candidates().offers == ()
-
-
-def test_an_offer_says_how_far_its_farthest_image_is(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    sidecar = sidecars().start()
-    id = saved(sidecar, trainers)
-    sidecar.kill()
-    shutil.rmtree(sidecar.memory / "rank-00001")
-    # rank 1 is prefetched only until somebody trains as rank 1 of this world
-    sidecar.start()
-    (offer,) = alone(sidecar, trainers).candidates().offers
-    assert (offer.id, offer.tier) == (id, Tier.LOCAL)
-
-
-def test_a_dead_step_is_not_offered(sidecar: SidecarProcess, trainers: Trainers) -> None:
-    id = saved(sidecar, trainers)
-    anew = trainers(sidecar.socket, 0, 1)
-    anew.connect()
-    first = Epoch(EpochId(2, "00000002"), StepId(id.epoch, id.step - 1))
-    anew.restored(first)
-    assert anew.candidates().offers == ()
-
-
 # --- mapped ------------------------------------------------------------------------------------
-
-
-def test_images_in_memory_are_named_to_be_mapped(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    id = saved(sidecar, trainers)
-    reader = alone(sidecar, trainers)
-    found = sources(reader, id)
-    assert (found.world, [one.rank for one in found.sources]) == (2, [0, 1])
-    for one, layout in zip(found.sources, layouts(reader, id, 0, 1), strict=True):
-        assert (layout.rank, layout.world, layout.size_bytes) == (one.rank, 2, one.bytes)
-        assert read_image(layout, one.path) == content(layout, 4)
 
 
 def test_a_mapped_image_stays_until_its_reader_has_restored(
@@ -201,15 +149,6 @@ def test_a_reader_that_dies_keeps_nothing(sidecar: SidecarProcess, trainers: Tra
     assert not pinned(sidecar)
 
 
-def test_a_step_that_nobody_has_is_an_unknown_step(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    id = saved(sidecar, trainers)
-    with pytest.raises(SidecarError, match="no image of step") as error:
-        sources(alone(sidecar, trainers), StepId(id.epoch, 99))
-    assert error.value.code == "unknown-step"
-
-
 # --- chunks ------------------------------------------------------------------------------------
 
 
@@ -225,63 +164,6 @@ def on_volumes(
     sidecar.memory.mkdir()
     # with room for a window, but not for an image
     return sidecar.start("--memory-limit", str(18 << 20)), id
-
-
-def test_chunks_of_a_volume_come_verified_through_a_window(
-    on_volumes: tuple[SidecarProcess, StepId], trainers: Trainers
-) -> None:
-    sidecar, id = on_volumes
-    reader = alone(sidecar, trainers)
-    found = sources(reader, id)
-    assert [(one.rank, one.tier, one.path) for one in found.sources] == [
-        (0, Tier.LOCAL, ""),
-        (1, Tier.LOCAL, ""),
-    ]
-    seen = window(reader)
-    assert (seen.frames, seen.frame_bytes) == (2, CHUNK_BYTES)  # all that the limit allows
-    for layout in layouts(reader, id, 0, 1):
-        whole = b""
-        for chunk in range(layout.chunk_count):
-            done = bring(reader, id, Chunk(rank=layout.rank, chunk=chunk, frame=chunk % 2))
-            assert done.tier is Tier.LOCAL
-            begin, end = chunk_bounds(layout, chunk)
-            whole += frame(seen, chunk % 2, end - begin)
-        assert layout.chunk_count == 3
-        assert whole[: layout.extras_begin] == image_bytes(layout, 4)
-
-
-def test_chunks_of_several_ranks_come_with_one_request(
-    on_volumes: tuple[SidecarProcess, StepId], trainers: Trainers
-) -> None:
-    sidecar, id = on_volumes
-    reader = alone(sidecar, trainers)
-    seen = window(reader)
-    bring(reader, id, Chunk(rank=0, chunk=1, frame=1), Chunk(rank=1, chunk=1, frame=0))
-    for layout in layouts(reader, id, 0, 1):
-        expected = image_bytes(layout, 4)[CHUNK_BYTES : 2 * CHUNK_BYTES]
-        assert frame(seen, 1 - layout.rank, CHUNK_BYTES) == expected
-
-
-def test_a_damaged_chunk_is_named_with_its_tensors_and_its_file_quarantined(
-    on_volumes: tuple[SidecarProcess, StepId], trainers: Trainers
-) -> None:
-    sidecar, id = on_volumes
-    reader = alone(sidecar, trainers)
-    window(reader)
-    (path,) = sidecar.root.glob("0*/rank-00001-*")
-    with path.open("r+b") as file:
-        file.seek(CHUNK_BYTES + 77)
-        file.write(b"?")
-    bring(reader, id, Chunk(rank=1, chunk=0, frame=0))
-    with pytest.raises(SidecarError) as error:
-        bring(reader, id, Chunk(rank=1, chunk=1, frame=0))
-    assert error.value.code == "not-verified"
-    for part in (str(id), "rank 1", "chunk 1", "opt.w"):
-        assert part in str(error.value)
-    assert not path.exists()
-    found = reader.candidates()
-    assert (found.offers, found.answer) == ((), Answer.UNKNOWN)
-    assert [one.rank for one in sources(reader, id).sources] == [0]
 
 
 @pytest.mark.parametrize(
@@ -317,17 +199,6 @@ def test_a_window_that_does_not_fit_into_the_memory_limit_is_refused(
     assert not windows(sidecar)
 
 
-def test_a_window_of_an_earlier_sidecar_is_removed(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    sidecar = sidecars().start()
-    window(alone(sidecar, trainers))
-    sidecar.kill()
-    assert len(windows(sidecar)) == 1
-    sidecar.start()
-    assert not windows(sidecar)
-
-
 # --- many nodes, each with the same replica ---------------------------------------------------
 
 
@@ -349,12 +220,12 @@ class Node:
             for rank in range(32)
         ]
         at = {one.rank: [SimpleNamespace(tier=Tier.PEER, shard=one)] for one in shards}
-        remotes = SimpleNamespace(of=lambda id: at, looked=True)
+        remotes = SimpleNamespace(of=lambda id: at, looked=True, index=0)
         pool = SimpleNamespace(ranks={})
         committer = SimpleNamespace(
-            scanned=True,
-            locator=CopyLocator({}, pool, remotes, None),  # type: ignore[arg-type]
-            opening=lambda id, on: None,
+            local_shards=SimpleNamespace(scanned=True),
+            copies=Copies(LocalShards(None, None), pool, remotes),  # type: ignore[arg-type]
+            feed=lambda event: None,
         )
         leases = SimpleNamespace(
             require=lambda lease: SimpleNamespace(rank=int(lease)), ranks=range(8, 12)
@@ -367,7 +238,7 @@ class Node:
             raise StorageError("damaged")
         layout = Layout.build([], rank=saved, world=32)
         control = SimpleNamespace(extras_bytes=0)
-        source = self.sources._committer.locator.origins(id, saved)[0]
+        source = self.sources._copies.origins(id, saved)[0]
         return source, SimpleNamespace(layout=layout, control=control)
 
     async def told(self, rank: int, *, every: bool = False) -> Sources:
@@ -398,9 +269,3 @@ async def test_where_a_copy_is_damaged_its_twin_is_named() -> None:
     told = await node.told(9)
     assert [one.rank for one in told.sources] == [9, 10, 11, 12]
     assert node.read.count(8) == 1
-
-
-async def test_all_twins_are_named_to_whom_asks_for_every_image() -> None:
-    told = await Node().told(8, every=True)
-    assert [one.rank for one in told.sources] == list(range(32))
-    assert told.left_out == ()

@@ -12,13 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import SidecarProcess
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.harness import SidecarProcess, free_port
 
 
 class Open:

@@ -89,13 +89,3 @@ async def test_a_list_that_is_not_repeated_stands_and_another_one_takes_its_plac
         operator.peers = ()
         await heard.again(3)
         assert (heard.held[-1], heard.peers[-1]) == (version(()), ())
-
-
-async def test_a_sidecar_that_began_anew_holds_no_list(
-    operator: OperatorHost, tmp_path: Path
-) -> None:
-    async with reporting(operator, tmp_path):
-        pass
-    operator.seen.reports.clear()
-    async with reporting(operator, tmp_path) as heard:
-        assert (heard.held[0], heard.peers[0]) == ("", FIRST)

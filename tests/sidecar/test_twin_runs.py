@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
-from keepstep.core.ranks import MOST_RUNS, NOBODY, Ranks
+from keepstep.core.ranks import Ranks
 from keepstep.core.shard import Shard
 from keepstep.steps import EpochId, StepId
-from keepstep.wire.reports import ReportedShard
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 
 WORLD = 16_384
@@ -42,12 +40,6 @@ def test_what_is_told_as_runs_is_short_whatever_the_world() -> None:
     assert heard(listing()).alike is SHARD.alike
 
 
-def test_twins_of_many_runs_are_not_named() -> None:
-    squares = Ranks.of(one * one for one in range(2 * MOST_RUNS + 2) if one * one < WORLD)
-    odd = replace(SHARD, rank=0, alike=Ranks.of([*squares, WORLD - 1, WORLD - 3, WORLD - 4]))
-    assert heard(listing(odd)) == replace(odd, alike=NOBODY)
-
-
 @pytest.mark.parametrize(
     "runs",
     [[[0, 10**12, 1]], [[0, WORLD, 8]], [[0, 16, 16]], [[one, one, 1] for one in range(66)]],
@@ -60,9 +52,3 @@ def test_runs_that_cannot_be_are_refused_as_they_are_read(runs: list[list[int]])
 
 
 # --- to the operator -----------------------------------------------------------------------------
-
-
-def test_the_operator_gets_the_same_runs() -> None:
-    told = msgspec.json.encode(ReportedShard.of(SHARD))
-    assert len(told) < 400
-    assert msgspec.json.decode(told, type=ReportedShard).shard(SHARD.rank) == SHARD

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from trainer import FakeTrainer
 
 from keepstep.core.node import NEVER_WHOLE_KEPT
-from keepstep.steps import Answer
 from keepstep.wire.trainer import LeaseNews
 from tests.harness import SidecarProcess, eventually
 
@@ -28,30 +27,6 @@ def warning(trainer: FakeTrainer) -> str:
 
 def pending(sidecar: SidecarProcess) -> list[str]:
     return sorted(path.parent.name for path in sidecar.root.glob("pending/*/rank-*"))
-
-
-def test_every_rank_is_told_of_odd_and_even_steps(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    ranks = two_ranks(sidecar, trainers)
-    for step in range(6):
-        ranks[step % 2].stage(step)
-    texts = {warning(one) for one in ranks}
-    assert len(texts) == 1
-    assert "rank 1 saves none of the steps that rank 0 saves (it saves other steps)" in texts.pop()
-    assert any("on every rank" in one for one in sidecar.get("/v1/status")["warnings"])
-
-
-def test_the_warning_ends_with_a_step_that_every_rank_saved(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    ranks = two_ranks(sidecar, trainers)
-    for step in range(6):
-        ranks[step % 2].stage(step)
-    assert warning(ranks[0])
-    for one in ranks:
-        one.stage(6)
-    assert sidecar.get("/v1/status")["warnings"] == []
 
 
 def test_shards_that_will_never_be_whole_do_not_fill_the_drive(
@@ -75,20 +50,6 @@ def test_a_rank_alone_writes_nothing_once_the_other_one_has_closed(
     assert "it has called close()" in text
     assert ranks[0].wait(ranks[0].id_of(39), "committed", timeout_s=0.2).reason == text
     assert len(pending(sidecar)) <= 2
-
-
-def test_a_fresh_start_names_the_steps_that_were_never_whole(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    ranks = two_ranks(sidecar, trainers)
-    for step in range(4):
-        ranks[0].stage(step)
-    for one in ranks:
-        one.disconnect()
-        one.connect()
-    found = ranks[0].candidates()
-    assert found.answer is Answer.NONE
-    assert found.never_whole == "4 steps from 0 to 3 of rank 0 alone"
 
 
 def test_a_rank_goes_on_in_memory_once_the_other_one_has_closed(

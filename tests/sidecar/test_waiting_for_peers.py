@@ -81,7 +81,7 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
     committer: Any = SimpleNamespace(
         remotes=remotes,
         look_beyond=look_beyond,
-        scanned_at=0.0,
+        local_shards=SimpleNamespace(scanned_at=0.0),
         operator_answers=True,
     )
     changes = Changes()

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from keepstep.core.history import Event, Kind
-from keepstep_sidecar.ui.pages import STATIC
 from tests import warm
 from tests.cli.conftest import Keepstep
 from tests.harness import eventually
@@ -216,30 +214,3 @@ _ORIGINS = """
 const loaded = performance.getEntriesByType("resource").map((one) => new URL(one.name).origin);
 return [...new Set(loaded)];
 """
-
-
-@pytest.mark.parametrize("scheme", [0, 1])
-def test_every_colour_of_text_stands_out_from_what_is_behind_it(scheme: int) -> None:
-    """4.5 to 1, as the Web Content Accessibility Guidelines ask for (1.4.3)."""
-    css = Path(STATIC / "page.css").read_text()
-    blocks = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
-    colors = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", blocks[scheme]))
-    behind = [colors.pop(name) for name in ("page", "panel")]
-    del colors["line"]  # no text
-    for name, color in colors.items():
-        for ground in behind:
-            assert _contrast(color, ground) >= 4.5, (name, color, ground)
-
-
-def _contrast(one: str, other: str) -> float:
-    low, high = sorted(map(_luminance, (one, other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-def _luminance(color: str) -> float:
-    """As WCAG 2 defines it, for sRGB."""
-    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
-    )
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from keepstep_sidecar.ui.browser import opened as started
+from keepstep_sidecar.cli.commands.ui import opened as started
 from tests import warm
 from tests.cli.conftest import TRAIN, Keepstep
 from tests.harness import eventually

@@ -143,14 +143,3 @@ def test_a_sidecar_whose_page_has_no_port_works_without(memory_dir: Path, tmp_pa
             eventually(lambda: "no page" in sidecar.text())
         finally:
             sidecar.end()
-
-
-def test_the_page_needs_little_memory(pod: Pod) -> None:
-    """The sidecar's memory limit counts for it."""
-    with pod.entered() as cookie:
-        for _ in range(20):
-            assert pod.get("/runs/gpt", Cookie=cookie)[0] == 200
-        (page,) = pod.pages()
-        assert page.memory_full_info().uss < 64 << 20
-        data = Path(f"/proc/{page.pid}/status").read_text().partition("VmData:")[2].split()[0]
-    assert int(data) << 10 < 120 << 20  # of the limit of 160 MiB

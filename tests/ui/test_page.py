@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import json
-import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
@@ -26,7 +24,7 @@ from keepstep.wire.status import (
     VolumeStatus,
 )
 from keepstep_sidecar.ui import board
-from keepstep_sidecar.ui.pages import STATIC, STEPS_SHOWN, TEMPLATES
+from keepstep_sidecar.ui.pages import STATIC, TEMPLATES
 from keepstep_sidecar.ui.view import RunPage
 from tests.harness import until
 from tests.ui.conftest import Site, site_of
@@ -154,43 +152,6 @@ async def test_an_empty_directory_says_what_to_do() -> None:
         assert "No run b" in await site.text("/runs/b", status=404)
 
 
-async def test_text_of_a_run_is_text_wherever_it_is_shown() -> None:
-    rank = RankStatus(
-        rank=0, world=1, alive=True, warning=HOSTILE, waits=HOSTILE, restart=Restart(at=1e9)
-    )
-    volume = VolumeStatus(path=HOSTILE, engine=HOSTILE, used_bytes=0, free_bytes=0, failed=HOSTILE)
-    depot = TierStatus(tier=Tier.PEER, where=HOSTILE, trouble=HOSTILE)
-    told = event(Kind.DISCARDED, 1, number=1, text=HOSTILE)
-    texts = {"warnings": (HOSTILE,), "hints": (HOSTILE,), "survives": (HOSTILE,)}
-    name = HOSTILE.replace("/", "")  # that of a directory
-    shown = view(
-        name,
-        ranks=(rank,),
-        volumes=(volume,),
-        depots=(depot,),
-        locked=HOSTILE,
-        sidecar=HOSTILE,
-        **texts,
-    )
-    shown = dataclasses.replace(shown, events=(told,))
-    broken = RunPage(name="b", error=HOSTILE, volumes=(HOSTILE,), log=HOSTILE)
-    async with site_of({name: shown, "b": broken}) as site:
-        await site.enter()
-        pages = [await site.text("/"), await site.text("/runs/b")]
-        link = next(one for one in _read(pages[0]).links if "script" in one)
-        pages.append(await site.text(link))
-        pages.append(await site.text("/runs/%3Cscript%3Ealert(1)", status=404))
-        sections = await _first_change(site, f"{link}/changes")
-    assert "alert(1)" in sections["problems"]
-    for html in (*pages, *sections.values()):
-        found = _read(html)
-        assert found.scripts <= {"/static/page.js", "/static/uplot/uPlot.iife.min.js"}
-        assert "img" not in found.tags
-        assert not [name for name in found.attributes if name.startswith("on") or name == "style"]
-        assert "\x1b" not in html  # written out, as on a terminal
-        assert "\u202e" not in html
-
-
 @pytest.mark.parametrize(
     "number", [1e18, -1e18, float("nan"), float("inf"), pytest.param(10**400, id="large")]
 )
@@ -224,15 +185,6 @@ async def test_a_run_whose_values_cannot_be_shown_is_unreadable_and_the_others_a
         assert "cannot be shown" in await site.text("/runs/typed")
 
 
-async def test_many_steps_are_cut_and_the_page_says_so() -> None:
-    shown = view(steps=tuple(step(number) for number in range(STEPS_SHOWN + 50)))
-    async with site_of({"a": shown}) as site:
-        await site.enter()
-        page = _read(await site.text("/runs/a"))
-    assert len(page.rows("steps")) == STEPS_SHOWN
-    assert f"{STEPS_SHOWN} of {STEPS_SHOWN + 50}" in page.text("steps")
-
-
 async def test_a_viewer_is_sent_the_sections_that_changed_within_two_seconds() -> None:
     async with site_of({"a": view(steps=(step(1),))}) as site:
         await site.enter()
@@ -256,31 +208,6 @@ async def test_runs_that_come_and_go_are_seen() -> None:
             await _until_shown(stream, "/runs/b")
             del site.views["b"]
             await _until_shown(stream, "No run is kept")
-
-
-async def test_what_is_not_there_any_more_is_not_remembered(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.CRITICAL, "keepstep.ui")  # a captured traceback keeps what it saw
-    async with site_of({"gone": view("gone"), "a": view("a")}) as site:
-        await site.enter()
-        await _shown_once(site, "gone")
-        del site.views["gone"]
-        assert "/runs/gone" not in await site.text("/")
-        for name in ("a", "never", "nowhere"):
-            await _shown_once(site, name)
-        await until(lambda: {one.name for one in _views()}.isdisjoint({"gone", "never", "nowhere"}))
-
-
-async def _shown_once(site: Site, name: str) -> None:
-    async with site.client.get(f"{site.base}/runs/{name}/changes") as stream:
-        assert await _change(stream)
-
-
-def _views() -> list[RunPage]:
-    """All that are in memory."""
-    gc.collect()
-    return [one for one in gc.get_objects() if type(one) is RunPage]
 
 
 async def test_one_read_serves_all_viewers_and_none_is_made_for_nobody() -> None:

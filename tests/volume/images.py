@@ -10,7 +10,7 @@ from pathlib import Path
 from keepstep.core.shard import Shard
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep_sidecar.config.verify import Verify
+from keepstep_sidecar.config.sidecar import Verify
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.paths import ShardName

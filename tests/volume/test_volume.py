@@ -47,13 +47,6 @@ def test_what_was_staged_comes_back_bit_equal(
     assert control.root == written.shard.root
 
 
-def test_the_slot_is_not_changed_by_writing_it(volume: Volume) -> None:
-    slot = staged(make_layout(), 7)
-    before = bytes(slot.view)
-    write(volume, slot)
-    assert slot.view == before
-
-
 def test_a_scan_tells_everything_from_the_shards_alone(volume: Volume) -> None:
     slots = [staged(make_layout(rank=rank), step) for step in (2, 1) for rank in (1, 0)]
     written = {slot.control.id: write(volume, slot) for slot in slots}
@@ -70,11 +63,6 @@ def test_a_scan_tells_everything_from_the_shards_alone(volume: Volume) -> None:
     assert survey(volume.root, run=RUN) == scan
 
 
-def test_a_volume_that_was_never_used_holds_nothing(volume: Volume, tmp_path: Path) -> None:
-    assert volume.scan().shards == ()
-    assert survey(tmp_path / "absent", run=RUN).shards == ()
-
-
 def test_readers_see_a_step_only_while_it_is_published(volume: Volume) -> None:
     for rank in range(2):
         write(volume, staged(make_layout(rank=rank), 1))
@@ -86,10 +74,6 @@ def test_readers_see_a_step_only_while_it_is_published(volume: Volume) -> None:
     volume.unpublish(step_id(1))
     assert not shown.exists()
     assert [shard.published for shard in volume.scan().shards] == [False, False]
-
-
-def test_publishing_what_is_not_there_says_so(volume: Volume) -> None:
-    assert volume.publish(step_id(1)) is None
 
 
 def test_losing_a_shard_hides_the_step_and_writing_it_again_shows_it(volume: Volume) -> None:
@@ -111,15 +95,6 @@ def test_a_shard_written_beside_a_published_step_joins_it(volume: Volume) -> Non
     volume.publish(step_id(1))
     assert [shard.published for shard in volume.scan().shards] == [True, True]
     assert not (volume.root / "pending" / str(step_id(1))).exists()
-
-
-def test_a_shard_that_is_durable_already_is_left_as_it_is(volume: Volume) -> None:
-    slot = staged(make_layout(), 1)
-    first = write(volume, slot)
-    inode = first.shard.path.stat().st_ino
-    again = write(volume, slot)
-    assert (again.shard, again.seconds) == (first.shard, 0.0)
-    assert again.shard.path.stat().st_ino == inode
 
 
 def test_a_retired_step_is_gone_but_whoever_maps_it_keeps_it(volume: Volume) -> None:
@@ -146,13 +121,6 @@ def test_arguments_that_do_not_belong_together_are_refused(volume: Volume) -> No
     with pytest.raises(UsageError, match="another header"):
         write(volume, slot)
     assert [path for path in volume.root.rglob("*") if "rank" in path.name] == []
-
-
-def test_a_slot_of_the_wrong_size_is_refused_and_the_shard_stays(volume: Volume) -> None:
-    written = write(volume, staged(make_layout(), 1))
-    with pytest.raises(UsageError, match="a slot of"):
-        load(volume, written.shard.path, empty_slot(make_layout(parameters=9000)))
-    assert written.shard.path.exists()
 
 
 def test_the_capacity_limit_holds_before_a_byte_is_written(

@@ -17,10 +17,9 @@ from keepstep.errors import (
     StorageError,
     VersionError,
 )
-from keepstep.steps import Epoch, EpochId, shard_name
+from keepstep.steps import Epoch, EpochId
 from keepstep_sidecar.volume import run_record
 from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.volume.images import EPOCH, RUN, Slot, empty_slot, load, make_layout, staged, step_id
@@ -71,17 +70,6 @@ def test_a_full_volume_is_left_out_until_it_has_room(open_volume: Callable[..., 
     assert not full.failed
 
 
-def test_every_volume_shows_the_whole_step(volumes: VolumeSet) -> None:
-    write_step(volumes, 1)
-    volumes.publish(step_id(1))
-    for volume in volumes.volumes:
-        shown = volume.root / str(step_id(1))
-        names = [path.name for path in sorted(shown.iterdir())]
-        assert names == [shard_name(rank, WORLD) for rank in range(WORLD)]
-        assert all(path.stat().st_size for path in shown.iterdir())
-    assert [shard.rank for shard in volumes.scan().shards] == [0, 1, 2]
-
-
 def test_a_step_that_loses_a_shard_disappears_from_every_volume(volumes: VolumeSet) -> None:
     slots = write_step(volumes, 1)
     volumes.publish(step_id(1))
@@ -102,14 +90,6 @@ def test_a_scan_that_sets_a_shard_aside_hides_the_step_everywhere(volumes: Volum
     scan = volumes.scan()
     assert [(shard.rank, shard.published) for shard in scan.shards] == [(0, False), (2, False)]
     assert len(scan.problems) == 1
-
-
-def test_retiring_a_step_retires_it_everywhere(volumes: VolumeSet) -> None:
-    slots = write_step(volumes, 1)
-    volumes.publish(step_id(1))
-    assert volumes.retire(step_id(1)) >= sum(slot.layout.size_bytes for slot in slots)
-    assert volumes.scan().shards == ()
-    assert not any((volume.root / str(step_id(1))).exists() for volume in volumes.volumes)
 
 
 def test_a_rank_moves_on_when_its_volume_has_failed(
@@ -167,15 +147,6 @@ def test_a_record_that_is_not_ours_is_an_error_that_names_it(
     path.write_text(text)
     with pytest.raises(error, match=str(path)):
         run_record.load(path, run=RUN)
-
-
-def test_a_record_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    record = RunRecord(run=RUN).with_epochs(Epoch(EpochId(2, "0badcafe"), step_id(3)))
-    record = record.with_epochs(EPOCH)
-    assert record.with_epochs(EPOCH) is record
-    run_record.save(tmp_path / "run.json", record, filesystem=Filesystem())
-    assert run_record.load(tmp_path / "run.json", run=RUN) == record
-    assert [epoch.id.number for epoch in record.epochs] == [1, 2]
 
 
 class Short(Filesystem):

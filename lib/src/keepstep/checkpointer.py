@@ -45,21 +45,19 @@ from keepstep.errors import (
     few,
 )
 from keepstep.image import Layout, extras
-from keepstep.restore.collective import Collective, Gather, Unkept
+from keepstep.restore.collective import Agreed, Collective, Gather, Unkept, telling
 from keepstep.restore.modules import check_loads
 from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.restore.structure import COMPONENT, Structure, changes, structure_of
-from keepstep.restore.waiting import telling
 from keepstep.save import loops
-from keepstep.save.agent import Agent
-from keepstep.save.pending import Guard
+from keepstep.save.agent import Agent, Stats
 from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
-from keepstep.save.snapshot import Snapshots
-from keepstep.save.stats import Stats
+from keepstep.save.snapshot import Guard, Snapshots
 from keepstep.state import rng, topology
+from keepstep.state.accelerator import check_memory
 from keepstep.state.leaves import Taken, text_of
-from keepstep.state.memory import check_memory
 from keepstep.state.take import (
+    UnsavedBuffers,
     check_components,
     encode,
     largest,
@@ -70,7 +68,6 @@ from keepstep.state.take import (
     take,
 )
 from keepstep.state.topology import ALONE, Claim
-from keepstep.state.unsaved import UnsavedBuffers
 from keepstep.state.walk import NOWHERE, Loose
 from keepstep.state.wrappers import is_known, unwrap
 from keepstep.steps import Epoch, State, StepId, Tier
@@ -254,19 +251,28 @@ class Checkpointer:
         found: dict[str, Any] = {}
         session = self._agent.session if self._agent is not None else None
         collective = Collective(session, rank=self._rank, world=self._world, quiet=True)
+        nothing: Callable[[Gather], None] = lambda _: None  # noqa: E731
 
-        from keepstep.restore.preview import Preview, preview
-
-        def begin(decision: Decision) -> Preview:
+        def begin(decision: Decision) -> Restore:
             assert session is not None
             found.clear()
-            options: dict[str, Any] = {"trusted": self._trusted}
-            options["timeout_s"] = self._restore_timeout_s
-            return Preview(name, found, session, decision, rank=self._rank, **options)
+            return Restore(
+                {name: found},
+                session,
+                decision,
+                rank=self._rank,
+                take=lambda: take({name: found}),
+                rng=False,
+                trusted=self._trusted,
+                partial=PartialRestore(),
+                timeout_s=self._restore_timeout_s,
+                whole=False,
+            )
 
         with telling(self._socket, lambda: collective.doing, rank=self._rank):
-            step = preview(collective, self._connect, begin)
-        return None if step is None else (step, found)
+            agreed = collective.restore(self._connect, begin, meet=nothing, begin_anew=nothing)
+        parent = agreed.epoch.parent if isinstance(agreed, Agreed) else None
+        return None if parent is None else (parent.step, found)
 
     def restore(
         self, *, step: int | None = None, rng: Literal["now", "later"] = "now"

@@ -39,7 +39,7 @@ from keepstep.image import Layout, Section, local_name
 from keepstep.image.tensors import NATIVE_BYTES
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.restore import plan, transfer
-from keepstep.restore.boxes import Box, Index, IndexBuilder, Saved
+from keepstep.restore.boxes import Box, IndexBuilder, Saved
 from keepstep.restore.images import W
 from keepstep.state.dtypes import CODE_OF, DTYPE_OF
 from keepstep.state.leaves import Node, parse
@@ -138,14 +138,17 @@ class Export:
         self._of = components[self.component]
         self._saved, self._tied = self._distinct()
         self._dtypes = {name: _dtype_of(one) for name, one in self._saved.items()}
-        self._files = _divided(list(map(self._entry(dtype), self._saved)), shard_bytes)
-        self._plan = self._planned()
+        self._files = _divided([self._entry(name, dtype) for name in self._saved], shard_bytes)
+        self._read_dtypes = list(self._dtypes.values())
+        self._plan = self._made(
+            [plan.Want(one.name, Box.whole(one.shape)) for one in self._saved.values()]
+        )
 
     @property
     def total_bytes(self) -> int:
         """The bytes that will be read, in whole chunks."""
         saved = [torch.empty(0, dtype=one) for one in self._read_dtypes]
-        runs = transfer.chunk_runs(self._plan, saved, _Images(self.index))
+        runs = transfer.chunk_runs(self._plan, saved, _Chunks(lambda *_: None))
         return sum(one.end - one.first for one in runs) * CHUNK_BYTES
 
     def write(self, target: Path, read: Read, on_bytes: Callable[[int], None]) -> Exported:
@@ -184,8 +187,8 @@ class Export:
                 for one, mapping in zip(files, mapped, strict=True)
                 for entry, view in one.views(mapping)
             }
-            images = _Images(self.index, read, on_bytes, mapped)
-            targets = [views.pop(name).view(self._saved[name].shape) for name in self._order]
+            images = _Chunks(read, on_bytes, mapped)
+            targets = [views.pop(name).view(self._saved[name].shape) for name in self._saved]
             transfer.run(self._plan, targets, images, self._read_dtypes)
             del targets
         if len(files) > 1:
@@ -196,7 +199,7 @@ class Export:
     def _differing(self, read: Read) -> tuple[str, ...]:
         """The names under which ranks have tensors of their own that are not bitwise equal."""
         found: set[str] = set()
-        images = _Images(self.index, read)
+        images = _Chunks(read)
         for batch in _batches(self._pairs(found)):
             wants = [
                 plan.Want(saved.name, one.box) for one in batch for saved in (one.taken, one.other)
@@ -206,8 +209,7 @@ class Export:
                 torch.empty(want.box.sizes, dtype=dtype)
                 for want, dtype in zip(wants, dtypes, strict=True)
             ]
-            planned = plan.make(wants, self.index, rank=0, nearness=images.nearness)
-            transfer.run(planned, targets, images, dtypes)
+            transfer.run(self._made(wants), targets, images, dtypes)
             flat = [one.reshape(-1).view(torch.uint8) for one in targets]
             found.update(
                 one.name
@@ -254,23 +256,15 @@ class Export:
                 tied[name] = first[one.name]
         return saved, tied
 
-    def _entry(self, dtype: torch.dtype | None) -> Callable[[str], _Entry]:
-        def entry(name: str) -> _Entry:
-            kept, saved = self._dtypes[name], self._saved[name]
-            converted = dtype is not None and kept.is_floating_point
-            shape = self._of.shapes.get(saved.name, saved.shape)
-            return _Entry(name, dtype if converted and dtype else kept, shape)
+    def _entry(self, name: str, dtype: torch.dtype | None) -> _Entry:
+        kept, saved = self._dtypes[name], self._saved[name]
+        converted = dtype is not None and kept.is_floating_point
+        shape = self._of.shapes.get(saved.name, saved.shape)
+        return _Entry(name, dtype if converted and dtype else kept, shape)
 
-        return entry
-
-    def _planned(self) -> plan.Plan:
-        self._order = list(self._saved)
-        self._read_dtypes = [self._dtypes[name] for name in self._order]
-        wants = [
-            plan.Want(one.name, Box((0,) * len(one.shape), one.shape))
-            for one in self._saved.values()
-        ]
-        return plan.make(wants, self.index, rank=0, nearness=_Images(self.index).nearness)
+    def _made(self, wants: list[plan.Want]) -> plan.Plan:
+        """A plan to read boxes; all images are equally near, and none is mapped."""
+        return plan.make(wants, self.index, rank=0, nearness=[1] * self.index.world)
 
     def _told(
         self, target: Path, files: list[_File], *, own: tuple[str, ...] = (), found: bool = False
@@ -317,7 +311,7 @@ def _batches(pairs: Iterator[_Pair]) -> Iterator[list[_Pair]]:
 def _bands(shape: tuple[int, ...], most: int) -> Iterator[Box]:
     """Boxes of at most `most` elements that make up the whole tensor, in order."""
     if math.prod(shape) <= most:
-        yield Box((0,) * len(shape), shape)
+        yield Box.whole(shape)
         return
     rows = max(1, most // max(1, math.prod(shape[1:])))
     for at in range(0, shape[0], rows):
@@ -616,40 +610,25 @@ def _why(error: OSError, target: Path, files: list[_File]) -> str:
 # --- chunks ----------------------------------------------------------------------------------
 
 
-def _unread(rank: int, chunk: int, into: memoryview) -> None:
-    raise NotImplementedError
-
-
 @dataclass(eq=False)
-class _Images:
-    """`StepImages` whose chunks come from `read`, some of them ahead of the chunk that is copied.
+class _Chunks:
+    """The `Bytes` of the images: chunks that come from `read`, some of them ahead of the chunk that
+    is copied.
 
     `written`: mapped files. The kernel writes back their pages, which need not stay in this
     process.
     """
 
-    index: Index
-    read: Read = _unread
+    read: Read
     on_bytes: Callable[[int], None] = lambda _: None
     written: list[mmap.mmap] = field(default_factory=list)
-
-    @property
-    def nearness(self) -> list[int]:
-        """All images are equally near, and none is mapped."""
-        return [1] * self.index.world
-
-    def skeleton(self, rank: int) -> str:
-        raise NotImplementedError
-
-    def extras(self, rank: int) -> bytes:
-        raise NotImplementedError
 
     def flat(self, rank: int) -> Tensor | None:
         """None: everything is read in chunks."""
         return None
 
     def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
-        """See `StepImages`."""
+        """See `Bytes`."""
         chunks, count = iter(wanted), 0
         free = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(_BUFFERS)]
         flying: deque[tuple[W, mmap.mmap, Future[None]]] = deque()

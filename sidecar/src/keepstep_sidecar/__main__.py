@@ -14,12 +14,13 @@ from typing import Any
 
 import click
 
-from keepstep.errors import KeepstepError, SidecarError, StorageError, UsageError
+from keepstep.errors import SidecarError, StorageError
 from keepstep.wire.reports import STILL_USED_EXIT
 from keepstep_sidecar import __version__
 from keepstep_sidecar.cli import calls
-from keepstep_sidecar.cli.options import Group, Misuse, config_options, duration_option
-from keepstep_sidecar.config.sidecar import KEYS, Config
+from keepstep_sidecar.cli.options import Group, duration_option
+from keepstep_sidecar.config.settings import Setting
+from keepstep_sidecar.config.sidecar import SETTINGS, Config, options
 
 _PROBE_EVERY_S = 0.02
 
@@ -32,19 +33,9 @@ class _Program(Group):
             args = ["serve", *args]
         return super().parse_args(ctx, args)
 
-    def ending(self, error: KeepstepError) -> click.ClickException:
-        return click.ClickException(str(error))
 
-
-def _config(values: dict[str, Any]) -> Config:
-    try:
-        return Config.of(values)
-    except UsageError as error:
-        raise Misuse(str(error)) from error
-
-
-def _keys(*names: str) -> list[Any]:
-    return [key for key in KEYS if key.name.startswith(names)]
+def _named(*names: str) -> list[Setting]:
+    return [one for one in SETTINGS if one.name.startswith(names)]
 
 
 _directories = click.argument(
@@ -71,7 +62,7 @@ def main() -> None:
 
 
 @main.command()
-@config_options(KEYS)
+@options(SETTINGS)
 def serve(values: dict[str, Any]) -> None:
     """Be the sidecar of a run (also without a command).
 
@@ -80,14 +71,14 @@ def serve(values: dict[str, Any]) -> None:
       keepstep-sidecar serve --run gpt --memory-dir /run/keepstep --volume /nvme0
       keepstep-sidecar serve --config keepstep.toml
     """
-    config = _config(values)
+    config = Config.of(values)
     from keepstep_sidecar import app
 
     app.serve(config)
 
 
 @main.command()
-@config_options(_keys("memory_dir"))
+@options(_named("memory_dir"))
 @duration_option(
     "--timeout",
     "timeout_s",
@@ -144,7 +135,7 @@ def _answer(path: Path, timeout_s: float) -> str | None:
 
 
 @main.command()
-@config_options(_keys("memory_dir", "flush_timeout"))
+@options(_named("memory_dir", "flush_timeout"))
 def flush(values: dict[str, Any]) -> None:
     """Make the newest steps of the sidecar of --memory-dir durable, and print them.
 
@@ -166,7 +157,7 @@ def flush(values: dict[str, Any]) -> None:
 
 
 @main.command(hidden=True)
-@config_options(_keys("run", "memory_dir"))
+@options(_named("run", "memory_dir"))
 @click.option("--fd", type=int, required=True, help="A listening socket.")
 def page(values: dict[str, Any], fd: int) -> None:
     """Show the run in a browser to those who show KEEPSTEP_UI_SECRET; ends when it is not used.
@@ -197,7 +188,7 @@ def prepare(directories: tuple[Path, ...]) -> None:
 
 
 @main.command()
-@config_options(_keys("run", "peer", "report"))
+@options(_named("run", "peer", "report"))
 @_directories
 def relay(values: dict[str, Any], directories: tuple[Path, ...]) -> None:
     """Serve what pods that left this node have in each DIR, for the run's others.
@@ -207,8 +198,8 @@ def relay(values: dict[str, Any], directories: tuple[Path, ...]) -> None:
       keepstep-sidecar relay --run gpt --peer-listen :9465 --report-url https://... /nvme0/gpt/1
     """
     # A relay has no slots, so it needs no memory. It serves from the directories.
-    config = _config({**values, "memory_dir": Path("/"), "volumes": directories})
-    if config.peers is None or config.reporting is None:
+    config = Config.of({**values, "memory_dir": Path("/"), "volumes": directories})
+    if config.peer_settings is None or config.reporting is None:
         raise click.UsageError("Missing options '--peer-listen' and '--report-url'.")
     from keepstep_sidecar.relay.serve import Serving, serve
 
@@ -216,7 +207,7 @@ def relay(values: dict[str, Any], directories: tuple[Path, ...]) -> None:
         Serving(
             run=config.run,
             directories=directories,
-            peers=config.peers,
+            peers=config.peer_settings,
             reporting=config.reporting,
         )
     )

@@ -26,8 +26,7 @@ from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes, Tasks
-from keepstep_sidecar.config.on_loss import OnLoss
-from keepstep_sidecar.config.sidecar import Config, Reporting
+from keepstep_sidecar.config.sidecar import Config, OnLoss, Reporting
 from keepstep_sidecar.history import History
 from keepstep_sidecar.leases import Leases, Owner
 from keepstep_sidecar.log import warn
@@ -146,14 +145,14 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
             _remote_tiers(
                 config,
                 volumes,
-                epochs=lambda: committer.epochs(),
+                epochs=lambda: committer.epochs.own(),
             )
         ),
         names=names,
         writers=writers,
         changes=changes,
         spawn=tasks.spawn,
-        keep=config.keep,
+        keep=config.retention,
         grid=Grid(config.persist_base, milestones=_milestones(config)),
         pacing=_pacing(config),
         managed=config.reporting is not None,
@@ -257,8 +256,8 @@ def _milestones(config: Config) -> frozenset[int]:
     """
     if config.persist_every is not None:
         return frozenset()
-    archived = config.archive and config.archive.base(config.persist_base)
-    return frozenset(steps for steps in (archived, config.keep.every_steps) if steps)
+    archived = config.archive_config and config.archive_config.base(config.persist_base)
+    return frozenset(steps for steps in (archived, config.retention.every_steps) if steps)
 
 
 def _pacing(config: Config) -> Pacing | None:
@@ -268,7 +267,7 @@ def _pacing(config: Config) -> Pacing | None:
     return Pacing(
         config.persist_base,
         drive_writes_per_day=config.drive_writes_per_day,
-        copies=config.peers.replicas if config.peers else 0,
+        copies=config.peer_settings.replicas if config.peer_settings else 0,
     )
 
 
@@ -293,14 +292,16 @@ def _remote_tiers(
 ) -> list[RemoteTier]:
     """The configured remote tiers. Their modules are imported only when they are configured."""
     remote_tiers: list[RemoteTier] = []
-    if config.archive is not None:
+    if config.archive_config is not None:
         from keepstep_sidecar.tiers.archive import tier
 
         remote_tiers += tier.remote_tiers(config, epochs=epochs)
-    if config.peers is not None:
+    if config.peer_settings is not None:
         from keepstep_sidecar.tiers.peer import tier as peers
 
         remote_tiers.append(
-            peers.remote_tier(config.peers, volumes, run=config.run, reporting=config.reporting)
+            peers.remote_tier(
+                config.peer_settings, volumes, run=config.run, reporting=config.reporting
+            )
         )
     return remote_tiers

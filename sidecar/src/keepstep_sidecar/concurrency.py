@@ -177,6 +177,16 @@ async def blocking(executor: Executor | None, work: Callable[[], T]) -> T:
         raise
 
 
+class OnThread:
+    """Runs blocking calls on a thread of `executor`. A cancelled caller does not wait for it."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    async def __call__(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
 def detached(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     """Run `work` on a thread of its own that nothing waits for, not even the end of this process.
     For work that may hang for ever and may be lost."""
@@ -223,7 +233,7 @@ def yield_to_others(niceness: int) -> None:
 
 
 def for_each_chunk(
-    work: Callable[[int], None], count: int, *, threads: int, niceness: int = 0
+    work: Callable[[int], object], count: int, *, threads: int, niceness: int = 0
 ) -> None:
     """Call `work(0) ... work(count - 1)` on `threads` threads.
 
@@ -252,7 +262,7 @@ def for_each_chunk(
 class _Crew:
     """What the threads of one `for_each_chunk` share."""
 
-    def __init__(self, work: Callable[[int], None], count: int, niceness: int) -> None:
+    def __init__(self, work: Callable[[int], object], count: int, niceness: int) -> None:
         self._work = work
         self._niceness = niceness
         self._left = iter(range(count))

@@ -94,35 +94,6 @@ async def _admission(
             await process.wait()
 
 
-async def test_it_is_ready_once_it_knows_policies_and_ca(tls_dir: Path, authority: Pair) -> None:
-    async with (
-        ApiServer().running() as server,
-        _admission(server, tls_dir, "--drain", "0") as admission,
-    ):
-        assert (await admission.get("/healthz"))[0] == 200
-        status, text = await admission.get("/readyz")
-        assert (status, text) == (503, "policies, limits of namespaces or CA not known yet\n")
-        put_policy(server, policy_body())
-        server.put(CONFIG_MAPS, _CONFIG_MAP)
-        await admission.says_ready(200)
-        async with ApiServersWebhook(admission.port, bundle=authority.certificate) as webhook:
-            created, warnings = await webhook.create(pytorch_job())
-            assert warnings == []
-            assert parse_pod(created).has_sidecar
-            environment = created["spec"]["initContainers"][0]["env"]
-            values = {one["name"]: one.get("value") for one in environment}
-            url = "https://keepstep-reports.keepstep-system.svc:443"
-            assert values["KEEPSTEP_REPORT_URL"] == f"{url}/v1/reports"
-            assert values["KEEPSTEP_REPORT_CA"] == DEFAULTS.reports_ca
-        _, metrics = await admission.get("/metrics")
-        assert (
-            'keepstep_admission_reviews_total{reason="Injected",result="injected"} 1.0' in metrics
-        )
-        assert "keepstep_admission_seconds_bucket" in metrics
-        admission.process.send_signal(signal.SIGINT)
-        assert await admission.ended() == 0
-
-
 async def test_at_its_end_it_answers_what_is_under_way_and_what_still_comes(
     tls_dir: Path, authority: Pair
 ) -> None:
@@ -144,27 +115,4 @@ async def test_at_its_end_it_answers_what_is_under_way_and_what_still_comes(
         assert '"event": "ended"' in admission.log
 
 
-async def test_it_answers_before_the_api_server_gives_up(tls_dir: Path, authority: Pair) -> None:
-    server = ApiServer()
-    server.put(CONFIG_MAPS, _CONFIG_MAP)
-    async with server.running(), _admission(server, tls_dir, "--timeout", "1") as admission:
-        await admission.says_ready(200)
-        async with ApiServersWebhook(admission.port, bundle=authority.certificate) as webhook:
-            created, warnings = await webhook.create(pytorch_job())  # its policy may still come
-    assert not parse_pod(created).has_sidecar
-    assert "(Timeout): no policy within 0.7 s" in warnings[0]
-
-
 _POLICY = "/apis/keepstep.dev/v1alpha1/namespaces/team-a/checkpointpolicies/default"
-
-
-async def test_without_a_certificate_it_says_what_is_missing(tmp_path: Path) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "keepstep_operator.cli", "admission",
-        "--namespace", "n", "--sidecar-image", "i", "--tls-dir", str(tmp_path),
-        stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    _, err = await process.communicate()
-    assert process.returncode == 2
-    assert b"holds no usable tls.crt" in err
-    assert b"Traceback" not in err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.operator.injection.pods import (
     HOST_PATH,
     NAMESPACE,
     bare_pod,
-    indexed_job,
     job_set,
     policy,
     policy_body,
@@ -55,40 +53,12 @@ async def test_an_annotated_pod_becomes_what_injection_makes_of_it(
         assert warnings == []
 
 
-async def test_a_reinvocation_is_answered_without_a_patch(started: Start) -> None:
-    async with started() as running:
-        put_policy(running.server, policy_body())
-        once, _ = await running.webhook.create(pytorch_job())
-        response = await running.webhook.post(review_of(once))
-        assert "patch" not in response
-        assert running.count("skipped", "AlreadyInjected") == 1
-
-
-async def test_a_namespace_that_only_the_request_names_is_enough(started: Start) -> None:
-    async with started() as running:
-        put_policy(running.server, policy_body())
-        pod = indexed_job()
-        review = review_of(pod)
-        del pod["metadata"]["namespace"]
-        assert "patch" in await running.webhook.post(review)
-
-
 async def test_a_pod_that_does_not_ask_is_left_alone(started: Start) -> None:
     async with started() as running:
         pod = bare_pod()
         pod["metadata"]["annotations"] = {}
         assert await running.webhook.create(pod) == (pod, [])
         assert running.count("skipped", "NotAsked") == 1
-
-
-async def test_a_cached_policy_is_used_without_asking_the_api_server(started: Start) -> None:
-    async with started() as running:
-        put_policy(running.server, policy_body())
-        await _synced(running)
-        running.server.down = True
-        created, warnings = await running.webhook.create(pytorch_job())
-        assert parse_pod(created).has_sidecar
-        assert warnings == []
 
 
 async def test_a_pod_prefers_the_nodes_that_hold_its_shards(started: Start) -> None:
@@ -137,25 +107,9 @@ async def test_a_pod_that_joins_a_run_gets_what_its_others_have(started: Start) 
     assert (said.image, said.version, said.generation) == ("sidecar:0", "0", 3)
 
 
-async def test_without_a_pod_of_the_run_the_next_one_gets_what_holds_by_then(
-    started: Start,
-) -> None:
-    async with started() as running:
-        put_policy(running.server, policy_body(HOST_PATH))
-        await _synced(running)
-        _put_start(running, image="", version="")
-        body = running.server.objects[_RUN_PATH]
-        del body["status"]["start"]
-        created, _ = await running.webhook.create(pytorch_job())
-    assert {"name": "KEEPSTEP_SLOTS", "value": "4"} in _sidecar(created)["env"]
-
-
 def _sidecar(pod: dict[str, Any], name: str = "keepstep-sidecar") -> dict[str, Any]:
     (found,) = [one for one in pod["spec"]["initContainers"] if one["name"] == name]
     return found
-
-
-_RUN_PATH = RUNS.path("gpt-3f6a1f0e", namespace=NAMESPACE)
 
 
 def _put_start(running: Running, **start: Any) -> None:
@@ -164,21 +118,6 @@ def _put_start(running: Running, **start: Any) -> None:
     status = {"policy": {"name": "default", "generation": 3, "spec": spec}, "start": start}
     metadata = {"name": "gpt-3f6a1f0e", "namespace": NAMESPACE}
     running.server.put(RUNS, {"metadata": metadata, "status": status})
-
-
-async def test_a_changed_policy_holds_for_the_next_pod(started: Start) -> None:
-    async with started() as running:
-        put_policy(running.server, policy_body())
-        await _synced(running)
-        changed = policy_body(retention={"local": {"last": 9}})
-        put_policy(running.server, changed)
-
-        async def kept_nine() -> bool:
-            created, _ = await running.webhook.create(pytorch_job())
-            environment = created["spec"]["initContainers"][0]["env"]
-            return {"name": "KEEPSTEP_KEEP", "value": "9"} in environment
-
-        await until(kept_nine)
 
 
 async def test_a_cache_that_missed_changes_lists_again(started: Start) -> None:
@@ -193,34 +132,6 @@ async def test_a_cache_that_missed_changes_lists_again(started: Start) -> None:
         await until(lambda: _policies(running) == 1)
 
 
-async def test_a_policy_that_comes_a_moment_after_its_job_is_waited_for(started: Start) -> None:
-    async with started() as running:
-        creation = asyncio.create_task(running.webhook.create(pytorch_job()))
-        await until(lambda: ("GET", _path("default")) in running.server.calls())
-        assert not creation.done()
-        put_policy(running.server, policy_body())
-        created, warnings = await creation
-        assert parse_pod(created).has_sidecar
-        assert warnings == []
-
-
-async def test_a_wrong_name_is_waited_for_only_once(started: Start) -> None:
-    async with started(patience_s=0.3) as running:
-        put_policy(running.server, policy_body(name="other"))
-        created, warnings = await running.webhook.create(pytorch_job())
-        assert not parse_pod(created).has_sidecar
-        assert _reason(created) == "PolicyNotFound"
-        assert warnings[0].endswith("has no CheckpointPolicy 'default'"), "and no word of the other"
-        begun = time.monotonic()
-        await asyncio.gather(*(running.webhook.create(indexed_job(index=i)) for i in range(20)))
-        assert time.monotonic() - begun < 5, "20 pods must not wait 0.3 s each"
-        assert running.count("skipped", "PolicyNotFound") == 21
-
-
-def _path(name: str) -> str:
-    return POLICIES.path(name, namespace=NAMESPACE)
-
-
 async def test_a_wrong_policy_lets_the_pod_pass_and_says_what_is_wrong(started: Start) -> None:
     async with started() as running:
         put_policy(running.server, policy_body(memory={"limit": "12"}))
@@ -230,26 +141,6 @@ async def test_a_wrong_policy_lets_the_pod_pass_and_says_what_is_wrong(started: 
             "keepstep: not injected (InvalidMemory): policy default: spec.memory.limit: 12 is less"
             " than 1Mi; write a unit"
         ]
-
-
-async def test_a_host_path_that_is_not_allowed_lets_the_pod_pass(started: Start) -> None:
-    async with started() as running:
-        elsewhere = {**HOST_PATH, "hostPath": {"path": "/etc"}}
-        put_policy(running.server, policy_body(elsewhere))
-        created, warnings = await running.webhook.create(pytorch_job())
-        assert _reason(created) == "HostPathNotAllowed"
-        assert len(warnings[0]) <= 256
-        assert "hostPath" not in str(created["spec"]["volumes"])
-
-
-async def test_warnings_of_an_injection_reach_whoever_creates_the_pod(started: Start) -> None:
-    async with started() as running:
-        put_policy(running.server, policy_body(accounting="CarveOut"))
-        pod = bare_pod()
-        pod["spec"]["containers"][0]["resources"] = {}
-        created, warnings = await running.webhook.create(pod)
-        assert parse_pod(created).has_sidecar
-        assert "CarveOut is not possible" in warnings[0]
 
 
 async def test_an_api_server_that_is_away_lets_the_pod_pass(started: Start) -> None:
@@ -268,14 +159,6 @@ async def test_a_slow_api_server_does_not_use_up_the_webhooks_timeout(started: S
         created, _ = await running.webhook.create(pytorch_job())
         assert time.monotonic() - begun < 5
         assert _reason(created) == "Timeout"
-
-
-async def test_an_unknown_reports_ca_lets_the_pod_pass(started: Start) -> None:
-    async with started() as running:
-        put_policy(running.server, policy_body())
-        running.defaults = None
-        created, _ = await running.webhook.create(pytorch_job())
-        assert _reason(created) == "NotReady"
 
 
 async def test_a_bug_of_ours_lets_the_pod_pass(
@@ -325,14 +208,6 @@ async def test_at_any_path_but_the_secret_one_there_is_nothing_whatever_is_sent(
         assert status == 400
 
 
-async def test_a_body_that_is_never_sent_takes_no_place_at_a_wrong_path(started: Start) -> None:
-    async with started(path="/inject-5ecret") as running:
-        writers = [await running.webhook.half_sent("/inject") for _ in range(20)]
-        for reader, writer in writers:
-            assert b" 404 " in await asyncio.wait_for(reader.readline(), 5)
-            writer.close()
-
-
 async def test_what_is_logged_of_a_pod_is_short_and_printable(
     started: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -370,12 +245,6 @@ def _request(pod: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
     request: dict[str, Any] = review_of(pod)["request"]
     request["object"] = {**pod, field: value}
     return request
-
-
-async def test_health_and_readiness_are_told_apart(started: Start) -> None:
-    async with started(follow=False) as running:
-        assert await running.webhook.get("/healthz") == (200, "ok\n")
-        assert await running.webhook.get("/readyz") == (503, "not synced\n")
 
 
 def _preferred(pod: dict[str, Any]) -> list[tuple[str, int]]:

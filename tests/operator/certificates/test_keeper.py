@@ -3,13 +3,12 @@ that learned of a bundle within the overlap accepts what the server shows."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import os
 import re
 import sys
 from asyncio import create_subprocess_exec, subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -17,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from keepstep_operator.certificates.keeper import (
@@ -29,8 +27,7 @@ from keepstep_operator.certificates.keeper import (
 )
 from keepstep_operator.certificates.pki import Facts, Pair, facts, is_signed_by, split
 from keepstep_operator.certificates.rotation import Lifetimes
-from keepstep_operator.kube import CONFIG_MAPS, SECRETS, WEBHOOKS, Client, KubeError, Unavailable
-from tests.harness import until
+from keepstep_operator.kube import CONFIG_MAPS, SECRETS, WEBHOOKS, Client, KubeError
 from tests.operator.apiserver import ApiServer
 from tests.operator.certificates.handshake import shakes_hands
 
@@ -103,14 +100,6 @@ async def test_the_first_round_makes_everything_and_a_real_client_accepts_it() -
         assert body["type"] == "kubernetes.io/tls"
 
 
-async def test_a_round_with_nothing_to_do_writes_nothing() -> None:
-    async with _kept() as kept:
-        await kept.after(timedelta())
-        kept.server.requests.clear()
-        await kept.after(DAY)
-        assert {method for method, _ in kept.server.calls()} == {"GET"}
-
-
 async def test_over_ten_years_every_client_accepts_every_server_within_the_overlap() -> None:
     """Clients know a bundle that is up to 28 days old, servers show a leaf that is up to 14."""
     async with _kept() as kept:
@@ -128,27 +117,6 @@ async def test_over_ten_years_every_client_accepts_every_server_within_the_overl
         assert len(signers) == 2
         assert max(len(split(one)) for one in bundles) == 2
         assert len(split(bundles[-1])) == 1
-
-
-async def test_a_new_authority_is_published_before_it_signs_and_real_clients_follow() -> None:
-    async with _kept(at=datetime.now(UTC) - 2 * DAY) as kept:
-        await kept.after(timedelta())
-        old = kept.published
-        await _ask(kept.server)
-        await kept.after(DAY)
-        both = kept.published
-        assert split(both)[0] == old
-        assert len(split(both)) == 2
-        for bundle in (old, both):
-            assert shakes_hands(kept.shown, bundle=bundle, name=NAME) == ""
-        await kept.after(LIFETIMES.overlap)
-        await kept.after(timedelta(minutes=2))
-        new = split(both)[1]
-        assert set(split(kept.published)) == set(split(both))
-        assert is_signed_by(kept.shown.certificate, new)
-        await kept.after(LIFETIMES.overlap)
-        assert kept.published == new
-        assert shakes_hands(kept.shown, bundle=old, name=NAME) != ""
 
 
 async def _ask(server: ApiServer) -> None:
@@ -215,84 +183,6 @@ async def test_a_lost_authority_is_replaced_and_what_clients_trusted_stays_trust
         assert _trusts(kept.published, kept.shown)
 
 
-@pytest.mark.parametrize("spoilt", ["tls.key", "tls.crt"])
-async def test_a_spoilt_leaf_is_made_anew(spoilt: str) -> None:
-    async with _kept() as kept:
-        await kept.after(timedelta())
-        body = kept.server.take(SECRETS, f"{SERVICE}-tls", namespace=NAMESPACE)
-        body["data"][spoilt] = base64.b64encode(b"nonsense").decode()
-        await kept.after(DAY)
-        assert _trusts(kept.published, kept.shown)
-        kept.server.delete(SECRETS, f"{SERVICE}-tls", namespace=NAMESPACE)
-        await kept.after(DAY)
-        assert _trusts(kept.published, kept.shown)
-
-
-async def test_a_config_map_that_somebody_emptied_is_filled_again() -> None:
-    async with _kept() as kept:
-        await kept.after(timedelta())
-        bundle = kept.published
-        body = kept.server.take(CONFIG_MAPS, f"{SERVICE}-ca", namespace=NAMESPACE)
-        body["data"] = {"other": "kept"}
-        await kept.after(DAY)
-        assert kept.published == bundle
-        body = kept.server.take(CONFIG_MAPS, f"{SERVICE}-ca", namespace=NAMESPACE)
-        assert body["data"]["other"] == "kept"
-
-
-async def test_of_two_writers_at_once_one_wins_and_the_other_goes_on_from_there() -> None:
-    async with _kept() as kept, Client(kept.server.access) as client:
-        publish = partial(publish_in_config_map, client, NAMESPACE, f"{SERVICE}-ca")
-        served = Server(service=SERVICE, publish=publish, lifetimes=LIFETIMES)
-        other = Keeper(client, served, namespace=NAMESPACE, clock=kept.clock)
-        await asyncio.gather(kept.keeper.round(), other.round())
-        await asyncio.gather(kept.keeper.round(), other.round())
-        assert len(split(kept.published)) == 1
-        assert kept.published == kept.secret("ca")["tls.crt"]
-        assert _trusts(kept.published, kept.shown)
-
-
-async def test_an_api_server_that_is_away_is_an_error_that_can_be_tried_again() -> None:
-    async with _kept() as kept:
-        kept.server.down = True
-        with pytest.raises(Unavailable, match="etcd is away"):
-            await kept.after(timedelta())
-        kept.server.down = False
-        await kept.after(DAY)
-        assert _trusts(kept.published, kept.shown)
-
-
-def _webhooks(**clients: str | None) -> Body:
-    return {
-        "metadata": {"name": "keepstep"},
-        "webhooks": [
-            {"name": name, "clientConfig": {"caBundle": bundle} if bundle is not None else {}}
-            for name, bundle in clients.items()
-        ],
-    }
-
-
-def _bundles(server: ApiServer) -> dict[str, str | None]:
-    body = server.take(WEBHOOKS, "keepstep")
-    return {one["name"]: one["clientConfig"].get("caBundle") for one in body["webhooks"]}
-
-
-async def test_the_ca_bundle_of_every_webhook_is_kept() -> None:
-    async with ApiServer().running() as server, Client(server.access) as client:
-        publish = partial(publish_in_webhook, client, "keepstep")
-        await publish(b"not there yet: said, and no error")
-        server.put(WEBHOOKS, _webhooks(inject=None, other="old"))
-        await publish(b"pem")
-        wanted = base64.b64encode(b"pem").decode()
-        assert _bundles(server) == {"inject": wanted, "other": wanted}
-        server.put(WEBHOOKS, _webhooks(inject="", other=wanted))
-        server.requests.clear()
-        await publish(b"pem")
-        await publish(b"pem")
-        assert _bundles(server) == {"inject": wanted, "other": wanted}
-        assert [method for method, _ in server.calls()] == ["GET", "PATCH", "GET"]
-
-
 def _of_a_service(path: str | None = None) -> Body:
     service = {"name": "keepstep-admission", **({} if path is None else {"path": path})}
     webhook = {"name": "inject", "clientConfig": {"service": service}}
@@ -329,47 +219,6 @@ async def test_the_webhook_gets_a_path_that_nobody_can_guess_and_keeps_it() -> N
         assert (stored(), _path(server)) == (path, path), "the API server's is taken over"
 
 
-async def test_webhooks_that_changed_places_meanwhile_are_read_again() -> None:
-    async with ApiServer().running() as server, Client(server.access) as client:
-        server.put(WEBHOOKS, _webhooks(inject="", other="theirs"))
-
-        def swap(method: str, path: str) -> None:
-            if method == "PATCH":
-                server.before = lambda method, path: None
-                server.put(WEBHOOKS, _webhooks(other="theirs", inject=""))
-
-        server.before = swap
-        publish = partial(publish_in_webhook, client, "keepstep")
-        served = Server(service="keepstep-admission", publish=publish, lifetimes=LIFETIMES)
-        clock = Clock(datetime.now(UTC))
-        await Keeper(client, served, namespace=NAMESPACE, clock=clock).round()
-        bundle = server.take(SECRETS, "keepstep-admission-ca", namespace=NAMESPACE)["data"]
-        assert set(_bundles(server).values()) == {bundle["tls.crt"]}
-
-
-async def test_the_command_does_what_is_due_once(tmp_path: Path) -> None:
-    async with ApiServer().running() as server:
-        server.put(WEBHOOKS, _webhooks(inject=None))
-        for _ in range(2):
-            process = await create_subprocess_exec(
-                sys.executable, "-m", "keepstep_operator.cli", "certificates", "--once",
-                stderr=subprocess.PIPE,
-                env={
-                    **os.environ,
-                    "KUBECONFIG": str(server.kubeconfig(tmp_path)),
-                    "KEEPSTEP_NAMESPACE": NAMESPACE,
-                },
-            )  # fmt: skip
-            _, err = await process.communicate()
-            assert process.returncode == 0, err.decode()
-        admission = server.take(SECRETS, "keepstep-admission-tls", namespace=NAMESPACE)["data"]
-        reports = server.take(SECRETS, "keepstep-reports-tls", namespace=NAMESPACE)["data"]
-        assert admission["ca.crt"] != reports["ca.crt"], "two authorities"
-        assert _bundles(server) == {"inject": admission["ca.crt"]}
-        leaf = facts(base64.b64decode(admission["tls.crt"]))
-        assert leaf.names[0] == f"keepstep-admission.{NAMESPACE}.svc"
-
-
 async def test_the_command_without_a_cluster_fails_with_a_sentence(tmp_path: Path) -> None:
     process = await create_subprocess_exec(
         sys.executable, "-m", "keepstep_operator.cli", "certificates", "--once",
@@ -381,73 +230,6 @@ async def test_the_command_without_a_cluster_fails_with_a_sentence(tmp_path: Pat
     assert process.returncode == 2
     assert b"absent" in err
     assert b"Traceback" not in err
-
-
-@asynccontextmanager
-async def _process(
-    server: ApiServer, directory: Path, *, interval: str
-) -> AsyncIterator[tuple[subprocess.Process, Callable[[], str]]]:
-    """The command, and its log so far; ended if the test has not."""
-    log = directory / "log"
-    process = await create_subprocess_exec(
-        "sh", "-c", 'exec "$@" 2>"$0"', str(log),
-        sys.executable, "-m", "keepstep_operator.cli", "certificates", "--interval", interval,
-        env={
-            **os.environ,
-            "KUBECONFIG": str(server.kubeconfig(directory)),
-            "KEEPSTEP_NAMESPACE": NAMESPACE,
-            "KEEPSTEP_METRICS_PORT": "0",
-        },
-    )  # fmt: skip
-    try:
-        yield process, lambda: log.read_text() if log.exists() else ""
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-async def test_the_process_mends_what_somebody_breaks_until_it_is_told_to_end(
-    tmp_path: Path,
-) -> None:
-    async with ApiServer().running() as server:
-        server.put(WEBHOOKS, _webhooks(inject=None))
-        async with _process(server, tmp_path, interval="1s") as (process, log):
-            await until(lambda: _bundles(server)["inject"])
-            server.put(WEBHOOKS, _webhooks(inject=""))
-            await until(lambda: _bundles(server)["inject"])
-            server.down = True
-            await until(lambda: "round failed" in log())
-            server.down = False
-            server.delete(SECRETS, "keepstep-reports-tls", namespace=NAMESPACE)
-            wanted = SECRETS.path("keepstep-reports-tls", namespace=NAMESPACE)
-            await until(lambda: wanted in server.objects)
-            process.terminate()
-            assert await process.wait() == 0
-
-
-async def test_it_is_ready_when_all_is_kept_and_not_when_a_round_has_failed(tmp_path: Path) -> None:
-    """Else `helm --wait` ends while admission has no CA yet; and the first rounds do not wait for
-    the interval."""
-
-    async def ready() -> bool:
-        async with client.get(f"http://127.0.0.1:{port[1]}/readyz") as answer:
-            return answer.status == 200
-
-    async with (
-        ApiServer().running() as server,
-        _process(server, tmp_path, interval="1h") as (_, log),
-        aiohttp.ClientSession() as client,
-    ):
-        server.put(WEBHOOKS, _webhooks(inject=None))
-        server.down = True
-        await until(lambda: log().count("round failed") > 3)  # of two rounds
-        port = re.search(r'"metrics_port": ?(\d+)', log())
-        assert port is not None
-        assert not await ready()
-        server.down = False
-        await until(ready)
-        assert _bundles(server)["inject"]
 
 
 # --- beside cert-manager -------------------------------------------------------------------------

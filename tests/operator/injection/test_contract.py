@@ -12,8 +12,7 @@ from keepstep_operator.injection import inject
 from keepstep_sidecar.__main__ import main
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.config.peers import PeerSettings
-from keepstep_sidecar.config.sidecar import KEYS, Config, values_of
-from keepstep_sidecar.config.verify import Verify
+from keepstep_sidecar.config.sidecar import SETTINGS, Config, Verify, values_of
 from tests.operator.injection.pods import DEFAULTS, EMPTY_DIR, HOST_PATH, policy, pytorch_job
 
 
@@ -45,7 +44,7 @@ def containers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.usefixtures("containers")
 def test_the_sidecar_understands_every_setting() -> None:
-    config = Config.of(values_of({}))
+    config = Config.of(values_of())
     assert config.run == "gpt-3f6a1f0e"
     assert config.memory_dir == Path("/run/keepstep")
     assert config.volumes == (Path("/keepstep/volumes/scratch"), Path("/keepstep/volumes/nvme0"))
@@ -56,13 +55,13 @@ def test_the_sidecar_understands_every_setting() -> None:
     assert config.reporting.url.startswith(DEFAULTS.reports_url)
     assert config.reporting.ca == DEFAULTS.reports_ca
     assert (config.stage_every, config.persist_every) == (5, 100)
-    assert config.keep == Retention(last=3, every_s=12 * 3600)
+    assert config.retention == Retention(last=3, every_s=12 * 3600)
     assert (config.memory_limit_bytes, config.capacity_bytes) == (2 << 30, 95 << 30)
     assert config.bytes_per_second == 1 << 30
-    assert config.peers == PeerSettings(
+    assert config.peer_settings == PeerSettings(
         listen=":26741", advertise="10.0.0.7:26741", replicas=2, bytes_per_second=500 << 20
     )
-    assert config.archive == ArchiveConfig(
+    assert config.archive_config == ArchiveConfig(
         url="s3://ckpt/team-a",
         every=500,
         endpoint="http://10.0.0.1:7070",
@@ -79,7 +78,7 @@ def test_with_auto_the_sidecar_chooses_within_the_wear_of_its_drives(
     for one in sidecar["env"]:
         if one["name"].startswith("KEEPSTEP_") and "value" in one:
             monkeypatch.setenv(one["name"], one["value"])
-    config = Config.of(values_of({}))
+    config = Config.of(values_of())
     assert (config.persist_every, config.drive_writes_per_day) == (None, 0.3)
     assert config.persist_base == 5
 
@@ -93,7 +92,7 @@ def test_every_variable_is_one_that_the_sidecar_reads(
         if one["name"].startswith("KEEPSTEP_") and "value" in one
     }
     assert len(written) > 20
-    assert written <= {key.variable for key in KEYS}
+    assert written <= {one.variable for one in SETTINGS}
 
 
 def test_start_flush_and_prepare_are_actions_of_the_sidecar(

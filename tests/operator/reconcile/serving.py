@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import io
-import ipaddress
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from keepstep_operator.kube import Client
 from keepstep_operator.reconcile.main import Clock, Reconciler
 from keepstep_operator.serving import listening
 from keepstep_operator.tls import ServerTls
+from tests.certificates import make_certificate
 from tests.operator.apiserver import ApiServer
 
 
@@ -76,38 +71,6 @@ async def serving(cluster: ApiServer, directory: Path) -> AsyncIterator[Served]:
         ) as port:
             yield Served(parts, cluster, tls, session, port)
         parts.stop()
-
-
-def make_certificate(directory: Path) -> bytes:
-    """A self-signed pair for 127.0.0.1 as tls.crt and tls.key; returns the certificate."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "reports")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
-            critical=False,
-        )
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = certificate.public_bytes(serialization.Encoding.PEM)
-    (directory / "tls.crt").write_bytes(pem)
-    (directory / "tls.key").write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    return pem
 
 
 def trusting(pem: bytes) -> ssl.SSLContext:

@@ -12,7 +12,6 @@ import pytest
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank, ReportedShard, ReportReply
 from keepstep_operator.api.run import as_json
-from keepstep_operator.reconcile.state import run_ledger
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.writers.status_writer import status_of
 from keepstep_sidecar.report.changes import changes
@@ -271,51 +270,3 @@ def _play(chance: Random) -> None:
     by_changes, by_whole = map(twice.known, twice.operators)
     assert by_changes == by_whole
     assert all(one.known is not None for one in twice.sidecars), "from now on changes are told"
-
-
-def test_a_report_after_an_answered_one_names_what_changed_and_nothing_else() -> None:
-    twice = Twice(Random(1))
-    one = twice.sidecars[0]
-    one.archive = [step(number) for number in range(100)]
-    twice.exchange(one)
-    one.ranks[0].memory.append(step(101))
-    told = changes(one.known, one.report())
-    assert told.since == 1
-    (changed,) = told.ranks
-    assert [held.id for held in changed.memory] == [step(101)]
-    assert changed.archive == changed.local == ()
-    assert changed.gone == {Tier.MEMORY: ()}
-    assert len(msgspec.json.encode(told)) < 1500
-
-
-@pytest.mark.parametrize("grows", ["local", "archive", "epochs"])
-def test_what_changes_add_up_to_is_bounded(monkeypatch: pytest.MonkeyPatch, grows: str) -> None:
-    """A sidecar that never takes anything back is asked to say again what there is."""
-    most = 40
-    monkeypatch.setattr(run_ledger, "MOST_STEPS", most)
-    monkeypatch.setattr(run_ledger, "MOST_EPOCHS", most)
-    twice, asked = Twice(Random(1)), 0
-    one, operator = twice.sidecars[0], twice.operators[0]
-    uid, ledger = twice.pod(one).uid, operator.runs[KEY].ledger
-    for number in range(1, 4 * most):
-        state, id = one.ranks[0], StepId(FIRST.id, number)
-        if grows == "epochs":
-            said = one.epochs if one.known is not None else one.epochs[-3:]
-            one.epochs = [*said, Epoch(EpochId(1 + number, "b" * 8), None)]
-        elif grows == "local":
-            state.local = [*state.local[-3:], id]
-        else:
-            one.archive = [*one.archive[-3:], id]
-        whole = one.report()
-        told = changes(one.known, whole)
-        kept = (replace(each, gone=dict.fromkeys(each.gone, ())) for each in told.ranks)
-        told = _decode(msgspec.json.encode(replace(told, ranks=tuple(kept))))
-        operator.reported(uid, told, at=T0)
-        reply = operator.reply(uid, at=T0)
-        asked += bool(told.since) and reply.changes_since != whole.sequence
-        one.known = whole if reply.changes_since == whole.sequence else None
-        assert ledger.core.steps_at(0) <= most + 8
-        assert len(ledger.core.steps) <= most + 8
-        assert len(ledger.places[0].epochs) <= most + 8
-    assert grows == "archive" or 2 <= asked <= 8
-    assert grows == "epochs" or ledger.core.steps[-1].step >= 4 * most - 2

@@ -79,16 +79,6 @@ def test_an_event_is_on_the_job_and_on_the_run_and_each_names_the_other() -> Non
     play(story)
 
 
-def test_without_a_run_object_the_event_is_on_the_job_alone() -> None:
-    async def story(stage: Stage) -> None:
-        await stage.say(COMMITTED, requests=1)
-        (event,) = await until(stage.events)
-        assert event["regarding"]["kind"] == "PyTorchJob"
-        assert "related" not in event
-
-    play(story, uid="")
-
-
 def test_what_is_said_again_word_for_word_is_one_more_of_a_series() -> None:
     async def story(stage: Stage) -> None:
         await stage.say(COMMITTED, requests=1)
@@ -100,19 +90,5 @@ def test_what_is_said_again_word_for_word_is_one_more_of_a_series() -> None:
         stage.now += 3600.0  # the API server has let it go by then
         await stage.say(COMMITTED, requests=3)
         await until(lambda: len(stage.events()) == 2)
-
-    play(story, uid="")
-
-
-def test_a_series_whose_event_is_gone_begins_anew() -> None:
-    async def story(stage: Stage) -> None:
-        await stage.say(COMMITTED, requests=1)
-        await until(stage.events)
-        for path in [one for one in stage.server.objects if "/events/" in one]:
-            del stage.server.objects[path]
-        stage.now += 600.0
-        await stage.say(COMMITTED, requests=3)
-        (event,) = await until(stage.events)
-        assert "series" not in event
 
     play(story, uid="")

@@ -101,6 +101,14 @@ def test_a_pod_that_moved_is_served_from_the_node_it_left() -> None:
     assert play.told(helper) == ReportReply(), "a helper is told nothing"
 
 
+def test_a_helper_is_needed_although_an_older_step_can_be_restored_without_it() -> None:
+    play = Move()
+    play.a.kept = {1: [step(30)]}
+    play.hear(play.first, play.a.durable(30, 40).report())
+    play.move()
+    assert [one.node for one in play.wanted()] == ["node-1"]
+
+
 def test_a_helper_stays_until_a_newer_step_is_committed_without_it() -> None:
     play = Move()
     play.move()
@@ -306,7 +314,17 @@ def test_nothing_is_cleaned_before_the_whole_time_of_grace_without_the_run(
         assert bool(due) == (len(window) == grace + 1 and not any(window))
 
 
-@pytest.mark.parametrize("data", [{}, {"run": "{"}, {"run": "[]"}, {"run": '{"run": "x"}'}])
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"run": "{"},
+        {"run": "[]"},
+        {"run": '{"run": "x"}'},
+        {"run": '{"run": "../x", "namespace": "team", "nodes": {}}'},
+        {"run": '{"run": "x", "namespace": "../team", "nodes": {}}'},
+    ],
+)
 def test_a_note_that_makes_no_sense_is_left_alone(data: dict[str, str]) -> None:
     assert cleanup.parse({"metadata": {"name": "x"}, "data": data}) is None
 

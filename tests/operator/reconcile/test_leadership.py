@@ -17,12 +17,11 @@ import pytest
 
 from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.kube import LEASES, PODS, RUNS, TOKEN_REVIEWS, Client, KubeError
-from keepstep_operator.reconcile import leadership
 from keepstep_operator.reconcile.leadership import FencedClient, Leadership
+from tests.certificates import make_certificate
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, Body
 from tests.operator.reconcile.pod_bodies import pod_path
-from tests.operator.reconcile.serving import make_certificate
 from tests.operator.reconcile.test_process import kubeconfig
 
 SYSTEM = "keepstep-system"
@@ -82,99 +81,6 @@ async def staged() -> AsyncIterator[Stage]:
     server = ApiServer()
     async with server.running(), Client(server.access) as client:
         yield Stage(server, client)
-
-
-async def test_one_of_two_leads_and_has_the_label_and_the_other_takes_over_when_it_is_gone() -> (
-    None
-):
-    async with staged() as stage:
-        first = stage.replica("a")
-        await until(lambda: stage.labelled() == {"a"})
-        second = stage.replica("b")
-        await asyncio.sleep(2 * LEASE_S)
-        assert (first.role.leads, second.role.leads) == (True, False), "it is renewed"
-        assert stage.lease()["leaseTransitions"] == 1
-        await first.kill()
-        await until(lambda: second.role.leads)
-        await until(lambda: stage.labelled() == {"b"})
-        assert stage.lease()["holderIdentity"] == "b"
-        assert stage.lease()["leaseTransitions"] == 2
-        await second.kill()
-
-
-async def test_a_label_that_somebody_removed_is_set_again_and_one_that_is_there_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(leadership, "MARK_S", 0.0)
-    async with staged() as stage:
-        first = stage.replica("a")
-        await until(lambda: stage.labelled() == {"a"})
-        path = PODS.path("a", namespace=SYSTEM)
-        body = stage.server.objects[path]
-        stage.server.add(path, {**body, "metadata": {**body["metadata"], "labels": {}}})
-        await until(lambda: stage.labelled() == {"a"})
-        looked = len(stage.server.asked("GET", "/pods"))
-        await until(lambda: len(stage.server.asked("GET", "/pods")) >= looked + 2)
-        assert len(stage.server.asked("PATCH", "/pods/a")) == 2
-        await first.kill()
-
-
-async def test_a_lease_that_is_released_is_taken_at_once() -> None:
-    async with staged() as stage:
-        first = stage.replica("a")
-        await until(lambda: first.role.leads)
-        second = stage.replica("b")
-        await first.kill()
-        await first.role.release()
-        asked = asyncio.get_running_loop().time()
-        await until(lambda: second.role.leads)
-        assert asyncio.get_running_loop().time() - asked < LEASE_S
-        await second.kill()
-
-
-async def test_a_process_that_starts_again_in_its_pod_leads_again_at_once() -> None:
-    async with staged() as stage:
-        first = stage.replica("a")
-        await until(lambda: first.role.leads)
-        await first.kill()
-        again = stage.replica("a")
-        await until(lambda: again.role.leads)
-        assert stage.lease()["leaseTransitions"] == 1
-        await again.kill()
-
-
-async def test_without_the_api_server_the_role_stays_and_writes_end() -> None:
-    """However long it is away: when it is back the holder renews before the other one may take."""
-    async with staged() as stage:
-        first = stage.replica("a")
-        await until(lambda: first.role.leads)
-        second = stage.replica("b")
-        assert first.role.may_write()
-        stage.server.down = True
-        await until(lambda: not first.role.may_write())
-        await asyncio.sleep(2 * LEASE_S)
-        assert first.role.leads
-        stage.server.down = False
-        await until(first.role.may_write)
-        await asyncio.sleep(2 * LEASE_S)
-        assert (first.role.leads, second.role.leads) == (True, False)
-        assert stage.lease()["leaseTransitions"] == 1
-        await first.kill()
-        await second.kill()
-
-
-async def test_only_another_holder_ends_the_role() -> None:
-    async with staged() as stage:
-        first = stage.replica("a")
-        await until(lambda: stage.labelled() == {"a"})
-        stage.server.delete(LEASES, "reconcile", namespace=SYSTEM)
-        await until(lambda: LEASES.path("reconcile", namespace=SYSTEM) in stage.server.objects)
-        assert not first.task.done(), "a Lease that somebody deleted is made anew"
-        taken = stage.server.take(LEASES, "reconcile", namespace=SYSTEM)
-        stage.server.put(LEASES, {**taken, "spec": {**taken["spec"], "holderIdentity": "b"}})
-        await until(first.task.done)
-        assert not first.role.leads
-        assert not first.role.may_write()
 
 
 async def test_writes_of_a_replica_that_may_not_lead_any_more_never_leave_it() -> None:

@@ -45,17 +45,6 @@ def test_a_job_set_is_looked_up_once_and_its_train_job_is_the_run_s_job() -> Non
     assert len(_lookups(play)) == 1
 
 
-def test_what_made_a_job_set_is_asked_again_until_somebody_says() -> None:
-    """The API server may have been away just when the first pod came."""
-    play = Play(pod(0, job=JOB_SET))
-    for _ in range(3):
-        play.wait(31)
-    assert _lookups(play) == [FindOwner(KEY, JOB_SET)] * 3
-    play.note(play.registry.owner_found(KEY, JOB_SET, None))
-    play.wait(31)
-    assert len(_lookups(play)) == 3, "nobody made it"
-
-
 def test_a_reconciler_that_begins_anew_keeps_the_train_job_until_it_is_found_again() -> None:
     before = Play(pod(0, job=JOB_SET))
     before.note(before.registry.owner_found(KEY, JOB_SET, TRAIN_JOB))
@@ -67,14 +56,6 @@ def test_a_reconciler_that_begins_anew_keeps_the_train_job_until_it_is_found_aga
     assert _lookups(play) == [FindOwner(KEY, JOB_SET)]
     play.note(play.registry.owner_found(KEY, JOB_SET, None))
     assert play.status.job.kind == "JobSet", "it was made by nobody this time"
-
-
-def test_other_kinds_are_not_looked_up_and_a_late_answer_changes_nothing() -> None:
-    play = Play(pod(0, job=JOB))
-    assert _lookups(play) == []
-    assert play.registry.owner_found(KEY, JOB_SET, TRAIN_JOB) == []
-    assert play.status.job is not None
-    assert play.status.job.kind == "PyTorchJob"
 
 
 def _job_set(uid: str, *owners: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,14 @@ def test_labels_alone_make_no_sidecar() -> None:
     assert not pod.injected
 
 
+@pytest.mark.parametrize("key", ["", "A..b", "../x", "x/y"])
+def test_a_label_that_is_no_name_of_a_run_makes_no_run(key: str) -> None:
+    body = pod_body(1)
+    body["metadata"]["labels"]["keepstep.dev/run-key"] = key
+    pod = parse_pod_record(body)
+    assert pod is None or pod.run.name != key
+
+
 def test_a_pod_that_does_not_ask_is_none_of_ours() -> None:
     body = pod_body(1, injected=False)
     body["metadata"]["annotations"] = {}

@@ -12,21 +12,10 @@ from pathlib import Path
 
 import aiohttp
 import psutil
-import pytest
 import yaml
 
-from keepstep_operator.api.model import RunKey
-from keepstep_operator.kube import Client
-from keepstep_operator.reconcile import main
-from keepstep_operator.reconcile.main import Clock, Reconciler
+from tests.certificates import make_certificate
 from tests.operator.apiserver import ApiServer
-from tests.operator.reconcile.load import body_of
-from tests.operator.reconcile.pod_bodies import pod_path
-from tests.operator.reconcile.serving import make_certificate
-
-_PODS = 2000
-_PADDING = 10_000
-"""Bytes of fields that nobody reads: a training pod with its managedFields has about that."""
 
 
 def kubeconfig(cluster: ApiServer, path: Path) -> Path:
@@ -74,37 +63,6 @@ async def process(cluster: ApiServer, directory: Path) -> AsyncIterator[tuple[ps
             await child.wait()
 
 
-async def metric(port: int, name: str) -> float:
-    """The sum over all labels."""
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"http://127.0.0.1:{port}/metrics") as response,
-    ):
-        lines = (await response.text()).splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
-
-
-def test_a_process_that_follows_2000_pods_fits_its_memory_and_ends_on_sigterm(
-    tmp_path: Path,
-) -> None:
-    cluster = ApiServer()
-    for index in range(_PODS):
-        body = body_of(index // 10, index % 10)
-        body["metadata"]["managedFields"] = [{"fieldsV1": {"f:x": "x" * 100}}] * (_PADDING // 100)
-        cluster.objects[pod_path(body["metadata"]["name"])] = body
-
-    async def run() -> None:
-        async with cluster.running(), process(cluster, tmp_path) as (child, port):
-            async with asyncio.timeout(60):
-                while await metric(port, "keepstep_run_pods") < _PODS:  # noqa: ASYNC110
-                    await asyncio.sleep(0.2)
-            resident_mib = child.memory_info().rss / (1 << 20)
-            print(f"{_PODS} pods: {resident_mib:.0f} MiB resident")
-            assert resident_mib <= 200
-
-    asyncio.run(run())
-
-
 def test_a_process_without_an_api_server_waits_for_it_and_ends_on_sigterm(tmp_path: Path) -> None:
     cluster = ApiServer(broken=1_000_000)
 
@@ -118,24 +76,3 @@ def test_a_process_without_an_api_server_waits_for_it_and_ends_on_sigterm(tmp_pa
                     assert response.status == 503
 
     asyncio.run(run())
-
-
-async def test_a_look_at_a_thousand_runs_is_a_few_turns_of_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    looked: list[RunKey] = []
-    async with ApiServer().running() as server, asyncio.TaskGroup() as group:
-        parts = Reconciler(Client(server.access), group=group, clock=Clock())
-        for feed in (*parts.objects, parts.pods):
-            feed.loaded.set()
-        for number in range(1000):
-            parts.registry._run(RunKey("team", f"run-{number}"))
-        monkeypatch.setattr(parts, "_tick_run", looked.append)
-        monkeypatch.setattr(main, "_TICK_S", 0.0)
-        ticking = group.create_task(parts._tick())
-        turns = 0
-        while len(looked) < 1000:
-            turns += 1
-            await asyncio.sleep(0)
-        ticking.cancel()
-    assert turns < 100

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from dataclasses import replace
-
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.wire.reports import ReportReply
-from keepstep_operator.api.model import PodRecord, RunKey
+from keepstep_operator.api.model import PodRecord
 from keepstep_operator.api.tiers import Peers
 from keepstep_operator.reconcile.state.node_rank import Places
-from tests.operator.reconcile.samples import KEY, Play, Sidecar, pod, policy, run_object
+from tests.operator.reconcile.samples import KEY, Play, Sidecar, pod, policy
 
 
 class Crowd(Play):
@@ -45,10 +40,6 @@ class Crowd(Play):
         return {one.rank: one.address for one in self.sidecars if one.rank != but}
 
 
-def size(reply: ReportReply) -> int:
-    return len(msgspec.json.encode(reply.peers))
-
-
 def test_a_list_that_the_sidecar_holds_is_not_repeated_and_a_changed_one_reaches_all() -> None:
     play = Crowd(3)
     play.exchange_all()
@@ -71,20 +62,6 @@ def test_a_list_that_got_lost_is_told_again_and_so_it_is_to_a_sidecar_that_began
     assert len(play.told(play.pods[2], holds="").peers) == 2
 
 
-def test_another_operator_that_says_the_same_names_it_alike() -> None:
-    """So one that began anew sends no list to pods that have it, and no pod keeps an old one."""
-    one, other = Crowd(3), Crowd(3)
-    for play in (one, other):
-        play.exchange_all()
-        play.exchange_all()
-    assert one.holds == other.holds
-    assert len(set(one.holds)) == 3
-    other.sidecars[2].address = "10.0.0.99:9465"
-    other.exchange(2)
-    reply = other.told(other.pods[0], holds=one.holds[0])
-    assert {peer.address for peer in reply.peers} == {"10.0.0.1:9465", "10.0.0.99:9465"}
-
-
 def test_a_pod_that_is_gone_is_named_no_more() -> None:
     play = Crowd(3)
     play.exchange_all()
@@ -92,65 +69,6 @@ def test_a_pod_that_is_gone_is_named_no_more() -> None:
     play.lose(play.pods[2])
     reply = play.told(play.pods[0], holds=play.holds[0])
     assert [one.node_rank for one in reply.peers] == [1]
-
-
-LARGE = 512
-
-
-def test_while_a_large_run_comes_back_the_list_is_made_now_and_then_but_buddies_are_named() -> None:
-    play = Crowd(LARGE)
-    for rank in range(200):
-        play.exchange(rank)
-    assert [(one.node_rank, one.buddy) for one in play.exchange(200).peers] == [(0, False)]
-    told = play.exchange(199).peers
-    assert [(one.node_rank, one.buddy) for one in told] == [(0, False), (200, True)]
-    play.now += 1.0
-    assert len(play.exchange(199).peers) == 200, "one each 1 ms a rank"
-    for rank in range(200, LARGE):
-        play.exchange(rank)
-    told = play.exchange(LARGE - 2)
-    assert (told.all_peers, len(told.peers)) == (True, LARGE - 1), "at once when all are there"
-
-
-def test_all_replies_of_a_restart_name_each_pod_to_each_other_once_and_then_nothing() -> None:
-    play = Crowd(LARGE)
-    first = sum(map(size, play.exchange_all()))
-    listed = sum(map(size, play.exchange_all()))
-    assert first < listed / 50, "what is told before all are there"
-    assert sum(map(size, play.exchange_all())) == 2 * LARGE, "two brackets"
-
-
-def calls(work: Callable[[], object]) -> int:
-    """How many functions are called, also each time that a generator goes on."""
-    count = 0
-
-    def note(_: object, event: str, __: object) -> None:
-        nonlocal count
-        count += event.endswith("call")
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def test_the_work_on_a_report_does_not_grow_with_the_pods_of_its_run() -> None:
-    def work(pods: int, *, coming: bool) -> int:
-        play = Crowd(pods)
-        for rank in range(pods // 2 if coming else pods):
-            play.exchange(rank)
-        if not coming:
-            play.exchange_all()
-        play.registry.tick_run(KEY, at=play.now)
-        play.exchange(0)
-        at = pods // 2 if coming else 1
-        play.sidecars[at].staged(7)
-        return calls(lambda: play.exchange(at))
-
-    for coming in (True, False):
-        assert work(4 * LARGE, coming=coming) < 1.2 * work(LARGE, coming=coming)
 
 
 # --- what all places add up to -------------------------------------------------------------------
@@ -200,21 +118,3 @@ def check(places: Places) -> None:
         epoch = id.epoch  # type: ignore[attr-defined]
         of = {one.step: ranks for one, ranks in staged.items() if one.epoch == epoch}  # type: ignore[attr-defined]
         assert places.staged(epoch) == of
-
-
-def test_runs_that_wait_or_are_over_take_no_time_from_those_that_report() -> None:
-    play = Crowd(8)
-    for number in range(400):
-        over = replace(run_object(), key=RunKey(KEY.namespace, f"over-{number}"))
-        play.find(replace(over, status={"phase": "Finished"}))
-    others = [RunKey(KEY.namespace, f"queued-{number}") for number in range(200)]
-    waiting = [
-        pod(0, uid=f"uid-of-{key.name}", run=key, node="", phase="Pending", training=False)
-        for key in others
-    ]
-    for one in waiting:
-        play.see(one)
-    assert play.exchange(0).least_gap_s == 1.0
-    for one in waiting:
-        play.see(replace(one, node="node-1"))
-    assert play.exchange(0).least_gap_s > 5.0

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
-import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,63 +17,11 @@ from keepstep_operator.api.run import as_json
 from keepstep_operator.api.tiers import Peers
 from keepstep_operator.reconcile import turns
 from keepstep_operator.reconcile.report_body import read
-from keepstep_operator.reconcile.reports_api import LARGEST_REPORT_BYTES
 from keepstep_operator.reconcile.state.actions import EmitEvent
 from keepstep_operator.reconcile.token_auth import Refused
 from keepstep_operator.reconcile.writers.events import event_bodies
-from tests.operator.promises.hostile import REPORTS
-from tests.operator.promises.surface import Body, epoch, held, rank, report
 from tests.operator.reconcile.samples import Play, Sidecar, later, pod, policy
-
-
-def as_large_as_may_be() -> Body:
-    """Many ranks of other pods of which one saw something archived: what the fewest bytes name."""
-    ranks = [
-        {"rank": one, "world": 65_536, "alive": False, "memory_answer": "none",
-         "archive": [held(step, 65_536) for step in range(5)], "archive_answer": "steps"}
-        for one in range(8192)
-    ]  # fmt: skip
-    return report(*ranks)
-
-
-def one_long_rank() -> Body:
-    told = rank(0, 1, memory=tuple(range(2000)), local=tuple(range(1000)))
-    ids = [{"epoch": epoch(), "step": one} for one in range(900)]
-    return report(told | {"gone": {"archive": ids}})
-
-
-def endless_runs_of_twins() -> Body:
-    told = rank(0, 65_536, local=(1,))
-    told["local"][0]["alike"] = {"runs": [[one, one, 1] for one in range(240_000)]}
-    return report(told)
-
-
-def one_endless_rank() -> Body:
-    return report(rank(0, 1, local=tuple(range(40_000))))
-
-
-def _seconds(body: bytes) -> list[float]:
-    """CPU of each part, until it is read or refused."""
-    parts, found, goes_on = read(body), list[float](), True
-    while goes_on:
-        begun_s = time.thread_time()
-        try:
-            next(parts)
-        except (StopIteration, Refused, msgspec.ValidationError):
-            goes_on = False
-        found.append(time.thread_time() - begun_s)
-    return found
-
-
-@pytest.mark.parametrize(
-    "long", [*REPORTS, as_large_as_may_be, one_long_rank, one_endless_rank, endless_runs_of_twins]
-)
-def test_no_part_of_a_report_takes_long(long: Callable[[], Body]) -> None:
-    body = msgspec.json.encode(long())
-    assert len(body) <= LARGEST_REPORT_BYTES
-    rounds = [_seconds(body) for _ in range(3)]  # whatever else the machine does, it does once
-    slowest_s = max(map(min, zip(*rounds, strict=True)))
-    assert slowest_s <= 0.05, f"{slowest_s * 1000:.0f} ms of {sum(rounds[0]) * 1000:.0f}"
+from tests.operator.reconcile.surface import Body, epoch, held, rank, report
 
 
 def _whole(body: Body) -> Report:
@@ -129,47 +73,6 @@ def test_a_restore_of_a_rank_that_cannot_be_is_refused(number: int) -> None:
     restore = {"rank": number, "epoch": {"id": epoch()}, "tier": None, "seconds": 1.0, "at": 2.0}
     with pytest.raises(Refused, match="restore of a rank"):
         _whole(report(rank(0, 1), restores=[restore]))
-
-
-async def test_a_short_report_waits_for_a_slice_of_each_other_tenant(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(turns, "SLICE_S", 0.0)  # of one part
-    worker, worked = turns.Turns(), list[str]()
-
-    def work(tenant: str, parts: int) -> turns.Parts[None]:
-        for _ in range(parts):
-            worked.append(tenant)
-            yield
-
-    asked = [*[("evil", 50)] * 3, ("team", 2), ("team", 1)]
-    await asyncio.gather(*(worker.work(work(*one), tenant=one[0]) for one in asked))
-    assert worked[:4] == ["evil", "team"] * 2
-    assert worked.index("team", 4) <= 8
-    assert worked[10:] == ["evil"] * (len(worked) - 10)
-
-
-async def test_work_that_fails_leaves_nothing_behind() -> None:
-    """What was read of a refused report is freed at once, not when garbage is looked for."""
-
-    class Body:
-        pass
-
-    def work() -> turns.Parts[None]:
-        held = Body()
-        held_by.append(weakref.ref(held))
-        yield
-        raise Refused(429, "budget", "come again later")
-
-    held_by, worker = list[weakref.ref[Body]](), turns.Turns()
-    gc.disable()
-    try:
-        with contextlib.suppress(Refused):
-            await worker.work(work(), tenant="team")
-        await asyncio.sleep(0)
-        assert held_by[0]() is None
-    finally:
-        gc.enable()
 
 
 _HOSTILE = "\x1b]0;pwned\x07\x9b2J\u202e"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,15 +26,8 @@ from keepstep_operator.reconcile.state.actions import (
     NoteCommit,
     WriteStatus,
 )
-from keepstep_operator.reconcile.state.restart_history import (
-    MOST_DONE,
-    MOST_WAITING,
-    RestartHistory,
-)
 from keepstep_operator.reconcile.state.run import MOST_ALARMS
-from keepstep_operator.reconcile.state.run_view import view_of
 from keepstep_operator.reconcile.status.conditions import COMMITTING, FULLY_INJECTED, PROTECTED
-from keepstep_operator.reconcile.status.render import render
 from keepstep_operator.reconcile.writers.status_writer import status_of
 from tests.operator.reconcile.samples import (
     FIRST,
@@ -78,19 +70,6 @@ def test_a_watermark_advances_only_when_both_pods_have_reported_the_step() -> No
         "step 90 is durable on all 2 ranks",
         "step 100 is durable on all 2 ranks",
     ]
-
-
-def test_a_view_of_a_run_stays_what_it_was_while_the_run_goes_on() -> None:
-    play, pods, sidecars = running()
-    run = play.registry.runs[KEY]
-    view = view_of(run)
-    assert view == view_of(run)
-    told = render(view, at=T0)
-    play.hear_all(*zip(pods, (one.staged(101).durable(100) for one in sidecars), strict=True))
-    play.lose(pods[0])
-    play.wait(200)
-    assert render(view, at=T0) == told
-    assert render(view_of(run), at=T0) != told
 
 
 def test_the_step_is_what_all_ranks_have_staged_even_when_reports_share_none() -> None:
@@ -316,16 +295,6 @@ def test_a_reconciler_that_restarts_goes_on_counting_where_it_was() -> None:
     assert heir.status.restarts == 2
 
 
-def test_the_own_write_of_a_status_is_not_taken_for_the_past() -> None:
-    play, pods, sidecars = running()
-    for one in sidecars:
-        one.restored(later(2, 90))
-    play.hear_all(*zip(pods, sidecars, strict=True))
-    play.find(run_object(play.status))
-    assert len(play.status.recent) == 1
-    assert play.status.restarts == 1
-
-
 def test_a_run_that_lost_everything_says_what_it_cost_and_trusts_the_new_epoch() -> None:
     play, pods, _ = running(kind=VolumeKind.EMPTY_DIR)
     for one in pods:
@@ -500,28 +469,6 @@ def test_a_reconciler_that_begins_goes_on_by_the_policy_that_the_pods_were_made_
     assert goes_by() == 1
     heir.see(pod(0, life=2, policy_generation=2))
     assert goes_by() == 2
-
-
-def test_steps_that_the_policy_keeps_beside_the_newest_are_not_retired() -> None:
-    pods = [pod(0), pod(1)]
-    kept = policy(keep=Retention(last=1, every_steps=20))
-    play = Play(*pods, known_policy=kept)
-    sidecars = [Sidecar(rank=rank).durable(10, 20, 30, 40, 50) for rank in range(2)]
-    play.hear_all(*zip(pods, sidecars, strict=True))
-    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(10), step(30))
-
-
-def test_the_first_step_of_every_span_that_the_policy_keeps_is_not_retired() -> None:
-    pods = [pod(0), pod(1)]
-    play = Play(*pods, known_policy=policy(keep=Retention(last=1, every_s=3600.0)))
-    for rank, one in enumerate(pods):
-        sidecar = Sidecar(rank=rank).durable(1, 2, 3, 4, 5)
-        at = {1: 7200.0, 2: 7300.0, 3: 10799.0, 4: 10800.0, 5: 10900.0}
-        report = sidecar.report()
-        (ours,) = report.ranks
-        timed = tuple(replace(held, written_at=at[held.id.step]) for held in ours.local)
-        play.hear(one, replace(report, ranks=(replace(ours, local=timed),)))
-    assert play.registry.reply(pods[0].uid, at=play.now).retire == (step(2), step(3))
 
 
 def test_a_policy_that_is_not_accepted_never_replaces_the_one_in_use() -> None:
@@ -1178,37 +1125,6 @@ def test_what_changes_a_condition_is_to_be_written_before_what_changes_numbers(
             setattr(sidecar, name, value)
     assert [soon(0), soon(1)].count(True) >= 1
     assert not soon()
-
-
-def test_of_restarts_that_are_told_no_more_is_remembered_than_is_needed() -> None:
-    history, told = RestartHistory(), Sidecar(rank=0, world=1)
-    for number in range(2, 3 * MOST_WAITING):
-        told.restored(later(number, 0))
-    history.take(told.report(), named=set(), current=None, recorded={}, before=None, at=T0)
-    assert len(history.due(world=1, at=T0)) == MOST_WAITING
-    for number in range(2, 2 * MOST_DONE):
-        told.restores, told.epochs = [], []
-        told.restored(later(10**6 + number, 0))
-        history.take(told.report(), named=set(), current=None, recorded={}, before=None, at=T0)
-        history.due(world=1, at=T0)
-    assert len(history._done) <= MOST_DONE
-
-
-def test_what_thousands_of_ranks_tell_of_a_restore_is_not_kept_by_rank() -> None:
-    """A pod may tell of as many with each report, each time of others."""
-    history, ranks = RestartHistory(), 16_384
-    restore = Sidecar(rank=0).restored(later(2, 90), lost=7).restores[0]
-    tracemalloc.start()
-    told = [replace(restore, rank=rank, seconds=rank / 1000) for rank in range(ranks)]
-    report = replace(Sidecar(rank=0).report(), restores=tuple(told))
-    history.take(report, named=set(), current=None, recorded={}, before=None, at=T0)
-    told.clear()
-    del report
-    kept_bytes, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert kept_bytes <= 256 << 10
-    (restart,) = history.due(world=ranks, at=T0)
-    assert (restart.seconds, restart.tier, restart.lost_steps) == (16.383, Tier.MEMORY, 7)
 
 
 def test_of_alarms_that_two_pods_cause_without_end_the_newest_few_are_remembered() -> None:

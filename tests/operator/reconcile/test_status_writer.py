@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
-import pytest
-
-from keepstep_operator.api.model import RunKey
-from keepstep_operator.kube import Client
-from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.ratelimit import Buckets, Pacer, Throttle
-from keepstep_operator.reconcile.state.registry import Registry
-from keepstep_operator.reconcile.writers.status_writer import StatusWriter
-from tests.harness import until
-from tests.operator.apiserver import ApiServer
-from tests.operator.reconcile.samples import KEY, T0, Sidecar, pod
+from tests.operator.reconcile.samples import KEY, T0
 
 PATH = f"/apis/keepstep.dev/v1alpha1/namespaces/{KEY.namespace}/checkpointruns/{KEY.name}"
 
@@ -66,18 +53,6 @@ def test_what_is_to_be_seen_soon_waits_for_no_others() -> None:
     assert max(others) < greedy <= max(others) + 5
 
 
-def test_what_is_wanted_soon_goes_before_what_is_due_for_long() -> None:
-    pacer: Pacer[int] = Pacer()
-    for at in (T0, T0 + 1):
-        for run in range(200):
-            pacer.mark(run, at=at)
-        pacer.take(at=at + 1)
-    pacer.mark(150, at=T0 + 59, soon=True)
-    assert len(pacer.take(at=T0 + 60, most=0)) == 0
-    assert pacer.take(at=T0 + 60, most=8)[0] == 150
-    assert len(pacer.take(at=T0 + 60)) == 192
-
-
 def test_what_fails_is_not_tried_sooner_for_being_wanted_soon() -> None:
     pacer: Pacer[str] = Pacer()
     pacer.mark("run", at=T0)
@@ -86,15 +61,6 @@ def test_what_fails_is_not_tried_sooner_for_being_wanted_soon() -> None:
     due = pacer.next_at()
     pacer.mark("run", at=T0 + 1, soon=True)
     assert pacer.next_at() == due
-
-
-def test_keys_that_rest_take_no_turn_from_those_that_change() -> None:
-    pacer: Pacer[int] = Pacer()
-    for run in range(1000):
-        pacer.mark(run, at=T0)
-    for run in pacer.take(at=T0 + 1):
-        pacer.done(run, rests=True)
-    assert pacer.period_s == 2.0
 
 
 def test_a_bucket_gives_what_is_in_it_and_fills_again() -> None:
@@ -133,140 +99,3 @@ def test_the_same_is_said_once_a_period_and_not_everything_at_once() -> None:
     ] * 2
     assert throttle.allows("another", 0, period_s=60, at=61)
     assert throttle.allows("run", 3, period_s=60, at=72)
-
-
-# --- against a server ----------------------------------------------------------------------------
-
-
-@dataclass
-class Bench:
-    registry: Registry
-    cluster: ApiServer
-    writer: StatusWriter
-    now: float = T0
-
-    def stage(self, *numbers: int) -> None:
-        """One report more."""
-        self.sidecar.staged(*numbers)
-        for action in self.registry.reported("pod-0-1", self.sidecar.report(), at=self.now):
-            if hasattr(action, "run"):
-                self.writer.mark(action.run)
-
-    def __post_init__(self) -> None:
-        self.sidecar = Sidecar(rank=0, world=1)
-        self.registry.pod_seen(pod(0), at=self.now)
-
-    def step(self) -> int | None:
-        """As it was written last."""
-        status = self.cluster.objects.get(PATH, {}).get("status", {})
-        found: int | None = status.get("step")
-        return found
-
-    def writes(self) -> int:
-        return len(self.cluster.asked("PATCH", "/status"))
-
-
-def play(scene: Callable[[Bench], object], *, period_s: float = 0.2) -> None:
-    """Real time and real requests, with a short period."""
-
-    async def run() -> None:
-        registry, loop = Registry(), asyncio.get_running_loop()
-        async with ApiServer().running() as cluster, Client(cluster.access) as client:
-            pacer: Pacer[RunKey] = Pacer(least_period_s=period_s, settle_s=0.01)
-            writer = StatusWriter(
-                registry,
-                client,
-                metrics=Metrics(registry),
-                clock=lambda: T0 + loop.time(),
-                pacer=pacer,
-            )
-            task = asyncio.create_task(writer.run())
-            try:
-                await scene(Bench(registry, cluster, writer))  # type: ignore[misc]
-            finally:
-                task.cancel()
-
-    asyncio.run(run())
-
-
-def test_a_run_without_an_object_gets_one_and_is_written_whole() -> None:
-    async def scene(bench: Bench) -> None:
-        bench.stage(1)
-        await until(lambda: bench.cluster.objects.get(PATH, {}).get("status"))
-        assert bench.cluster.objects[PATH]["status"]["step"] == 1
-        assert [one.method for one in bench.cluster.requests] == ["PATCH", "POST", "PATCH"]
-
-    play(scene)
-
-
-def test_what_has_not_changed_is_not_written() -> None:
-    async def scene(bench: Bench) -> None:
-        bench.stage(1)
-        await until(lambda: bench.cluster.objects.get(PATH, {}).get("status"))
-        before = bench.writes()
-        for _ in range(5):
-            bench.stage()
-            due = bench.writer._pacer.next_at()
-            assert due is not None
-            await until(lambda: bench.writer._pacer.next_at() is None)
-        assert bench.writes() == before
-
-    play(scene, period_s=0.05)
-
-
-def test_a_burst_of_reports_is_few_writes_and_the_last_one_wins() -> None:
-    async def scene(bench: Bench) -> None:
-        began = time.monotonic()
-        for number in range(1, 101):
-            bench.stage(number)
-            await asyncio.sleep(0.005)
-        await until(lambda: bench.step() == 100)
-        assert bench.writes() <= 2 + 2 + (time.monotonic() - began) / 0.2 * 4
-
-    play(scene)
-
-
-def test_an_api_server_that_fails_gets_the_newest_status_when_it_is_back() -> None:
-    async def scene(bench: Bench) -> None:
-        bench.cluster.broken = 3
-        bench.stage(1)
-        await until(lambda: bench.cluster.broken < 3)
-        bench.stage(2)
-        await until(lambda: bench.step() == 2)
-
-    play(scene, period_s=0.05)
-
-
-def test_a_run_that_is_gone_is_not_made_again() -> None:
-    async def scene(bench: Bench) -> None:
-        bench.stage(1)
-        await until(lambda: bench.cluster.objects.get(PATH, {}).get("status"))
-        bench.registry.pod_gone("pod-0-1", at=T0)
-        bench.cluster.remove(PATH)
-        bench.writer.forget(KEY)
-        bench.registry.object_gone(KEY)
-        bench.writer.mark(KEY)
-        await until(lambda: bench.writer._pacer.next_at() is None)
-        assert PATH not in bench.cluster.objects
-
-    play(scene, period_s=0.05)
-
-
-@pytest.mark.parametrize("is_being_written", [False, True])
-def test_a_run_that_is_gone_takes_no_part_of_the_writes_any_more(is_being_written: bool) -> None:
-    """Whatever went first, and nobody says a word after the last one. Else those who stay would
-    be written less and less often."""
-
-    async def scene(bench: Bench) -> None:
-        bench.stage(1)
-        await until(lambda: bench.cluster.objects.get(PATH, {}).get("status"))
-        if is_being_written:
-            bench.cluster.delay_s = 0.1
-            bench.stage(2)
-            await until(lambda: bench.writes() == 3)
-        bench.registry.pod_gone("pod-0-1", at=T0)
-        bench.writer.forget(KEY)
-        bench.registry.object_gone(KEY)
-        await until(lambda: not {*bench.writer._pacer._began, *bench.writer._written})
-
-    play(scene, period_s=0.05)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from keepstep.errors import KeepstepError
-from keepstep.state.memory import has_memory
+from keepstep.state.accelerator import has_memory
 
 # CDLL functions release the GIL; ctypes.memmove and mmap.madvise do not.
 _memmove = ctypes.CDLL(None).memmove

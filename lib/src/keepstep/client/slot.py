@@ -2,7 +2,7 @@
 
 The sidecar makes the file, allocates its pages and writes the image's header. The trainer maps the
 file and writes tensors, extras and, last, the control page. For an accelerator, the mapping is
-pinned once (`keepstep.save.accelerator`), so that copies into it run asynchronously at the bus's
+pinned once (`keepstep.state.accelerator`), so that copies into it run asynchronously at the bus's
 full speed.
 """
 
@@ -21,6 +21,7 @@ from keepstep.client import copying
 from keepstep.errors import FormatError
 from keepstep.image import PAGE_BYTES, ControlPage, Entry, Layout
 from keepstep.image.control import PROGRESS_BEGIN, progress
+from keepstep.state import accelerator
 from keepstep.state.dtypes import DTYPE_OF
 from keepstep.wire.trainer import SlotGranted
 
@@ -55,7 +56,7 @@ class SlotMapping:
             raise FormatError("the slot does not have this rank's layout", path=path)
         self.layout = layout
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
-        self.registered = False
+        self._pinned = False
         self._views: dict[str, Tensor] = {}
 
     def is_replaced(self) -> bool:
@@ -71,6 +72,13 @@ class SlotMapping:
         """Map all pages for writing. A slot that is only read does not need this: the kernel maps
         sixteen pages at a read fault, but only one at a write fault."""
         copying.populate(self.address, self.layout.size_bytes)
+
+    def pin(self, device: int | None = None) -> None:
+        """Pin the memory as long as it is mapped; see `Accelerator.pin`."""
+        here, size_bytes = accelerator.here(), self.layout.size_bytes
+        if not self._pinned and here.pin(self.address, size_bytes, device):
+            self._pinned = True
+            weakref.finalize(self, accelerator.unpin, self.address)
 
     def view(self, entry: Entry) -> Tensor:
         """A CPU tensor of the entry's dtype and shape over the slot's own bytes."""

@@ -39,7 +39,7 @@ def tell(error: BaseException) -> None:
     if not path or not isinstance(error, Exception):
         return
     with contextlib.suppress(Exception):
-        from keepstep.client.http import Client  # it would slow down every import of keepstep
+        from keepstep.client.session import Client  # it would slow down every import of keepstep
         from keepstep.wire.trainer import UncaughtRequest
 
         reason = f"{type(error).__name__}: {error}"[:_REASON]

@@ -66,6 +66,10 @@ class Restart:
     restore_s: float = 0.0
     first_step_s: float = 0.0
 
+    @property
+    def total_s(self) -> float:
+        return self.detection_s + self.start_s + self.restore_s + self.first_step_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:

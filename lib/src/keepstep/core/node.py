@@ -10,6 +10,7 @@ returned again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -25,20 +26,23 @@ from keepstep.core.ledger import (
     Retire,
     Standing,
 )
-from keepstep.core.persist_planner import PersistPlanner, Write
-from keepstep.core.retention import Retention, crowded_out, evicted, unwatched
-from keepstep.core.schedule import Grid
+from keepstep.core.persist_planner import PersistCounts, PersistPlanner, Write
+from keepstep.core.retention import (
+    Retention,
+    dismissed,
+    evicted,
+    hopeless,
+    unwatched,
+)
+from keepstep.core.schedule import Grid, Interval, Pacing
 from keepstep.core.slot_table import Memory, SlotTable, newest_common, worth_keeping
-from keepstep.steps import StepId, Tier
+from keepstep.steps import Epoch, StepId, Tier
 
 SILENT_AFTER_S = 60.0
 """After so long without an answer the operator counts as silent: two usual report intervals."""
 
 LEAST_SLOTS = 2
 """With at most this many slots per rank, every due staged step waits until it is persisted."""
-
-NEVER_WHOLE_KEPT = 4
-"""Of the steps that no rank can complete any more, so many of the newest stay, to be looked at."""
 
 
 class Slots(Protocol):
@@ -105,12 +109,15 @@ class Wrote:
     """A `Write` ended.
 
     Not `ok`: it failed and is not tried again, or a `Stop` ended it. Bytes written of an image that
-    was never sealed do not count.
+    was never sealed do not count. Otherwise `size_bytes` were written in `seconds` to `drive`.
     """
 
     rank: int
     id: StepId
     ok: bool = True
+    drive: int = 0
+    seconds: float = 0.0
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,10 +137,20 @@ class Flush:
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Persisted steps must be at least `steps` steps apart (see `schedule.auto_interval`)."""
+class Reading:
+    """A read of this step from the volumes begins, or ends. The step is not retired meanwhile."""
 
-    steps: int
+    id: StepId
+    begins: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scanned:
+    """The volumes were scanned. `in_doubt`: they may hold more than will be listed. `drive_bytes`:
+    the size of their drives, None if unknown."""
+
+    in_doubt: bool
+    drive_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +191,8 @@ class Full:
 
 
 Event = (
-    Serves | Settled | Copied | Sealed | Overwritten | Wrote | Died | Flush | Pace
-    | Listed | Reported | EpochStarted | Heard | Full
+    Serves | Settled | Copied | Sealed | Overwritten | Wrote | Died | Flush
+    | Scanned | Reading | Listed | Reported | EpochStarted | Heard | Full
 )  # fmt: skip
 
 
@@ -200,7 +217,8 @@ class Stop:
     id: StepId
 
 
-Action = Write | Stop | Publish | Retire | Committed | Alarm
+Action = Write | Stop | Publish | Retire | Committed | Alarm | Interval
+"""An `Interval`: from now on, steps are persisted so far apart."""
 
 
 # --- the node ------------------------------------------------------------------------------------
@@ -262,25 +280,33 @@ class Node:
         keep: Retention | None = None,
         managed: bool = False,
         began: float = 0.0,
+        pacing: Pacing | None = None,
+        epochs: Callable[[], Iterable[Epoch]] = tuple,
         in_use: Callable[[StepId], bool] = lambda id: False,
         may_write: Callable[[StepId], bool] = lambda id: True,
-        in_doubt: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`slots`: the slots of this machine's ranks, a live view. `managed`:
-        `in_use`: whether another part reads or wants the shards of this step now. `may_write`:
-        whether an image in memory is this run's own. `in_doubt`: whether the volumes may hold more
-        than was listed."""
+        """`slots`: the slots of this machine's ranks, a live view. `pacing`: None when a person
+        chose which steps are persisted. `epochs`: returns those of this run, by which failures are
+        counted. `in_use`: whether another part reads or needs the shards of this step now.
+        `may_write`: whether an image in memory is this run's own."""
         self.keep = keep or Retention()
         self.ledger = Ledger(LedgerConfig(tiers=tiers, retention={Tier.LOCAL: self.keep}))
         self.planner = PersistPlanner((), grid)
+        self.pacing = pacing
+        self.alarms: dict[str, None] = {}
+        """The texts of all alarms so far, in their order."""
+        self.short = False
+        """Whether the volumes have no room for all steps that the policy keeps."""
         self.operator_view = OperatorView(managed=managed, began=began)
         self.deferred: tuple[StepId, ...] = ()
         """Steps that would have been retired if they were not being written or used."""
         self._slots = slots
         self._serves = Serves(frozenset(), 0)
+        self._reads: Counter[StepId] = Counter()
         self._in_use = in_use
+        self._epochs = epochs
         self._may_write = may_write
-        self._in_doubt = in_doubt
+        self._in_doubt = False
         self._durable: dict[int, set[StepId]] = {}
         self._ended: set[int] = set()
         """Ranks whose trainer is gone, until the next one comes."""
@@ -303,12 +329,24 @@ class Node:
             case Heard():
                 self.operator_view.hear(event, now)
                 return self._conclude(now)
-            case Pace(steps):
-                self.planner.pace(steps)
+            case Scanned():
+                self._in_doubt = event.in_doubt
+                if self.pacing is not None:
+                    self.pacing.drive_bytes = event.drive_bytes
+                return ()
+            case Reading(id, begins):
+                self._reads[id] += 1 if begins else -1
+                self._reads += Counter()  # keeps only those that are still read
                 return ()
             case Full():
-                return tuple(map(self._retire, self._least_wanted(event)))
+                doomed = self._least_wanted(event)
+                self.short = self.short or bool(doomed)
+                return tuple(map(self._retire, doomed))
+            case Wrote():
+                return (*self._begin(self._plan(event)), *self._pace(event))
             case _:
+                if self.pacing is not None and isinstance(event, Sealed):
+                    self.pacing.sealed(event.id, now)
                 return self._begin(self._plan(event))
 
     # --- asking --------------------------------------------------------------------------
@@ -318,9 +356,41 @@ class Node:
         """Whether no sealed image is being written or waits for it."""
         return not any(self._writing.values()) and self.planner.idle
 
+    @property
+    def counts(self) -> PersistCounts:
+        """What became of the steps that were due."""
+        return self.planner.counts
+
+    def persist_every(self, step: int) -> int:
+        """How many steps apart the persisted steps are at this step."""
+        return self.planner.grid.interval(step)
+
+    @property
+    def heard(self) -> Heard:
+        """What the operator said last."""
+        return self.operator_view.word
+
+    @property
+    def shortage(self) -> str:
+        """A warning for people; '' while everything that the policy keeps fits on the volumes."""
+        if not self.short:
+            return ""
+        return (
+            f"the volumes are full: not all committed steps that the policy keeps ({self.keep}) fit"
+            " on them, the oldest go early. Raise the capacity or keep fewer steps"
+        )
+
+    def is_dead(self, id: StepId) -> bool:
+        """Whether a later epoch went on from before this step."""
+        return self.ledger.is_dead(id)
+
     def busy(self, id: StepId) -> bool:
         """Whether this step is being written to the volumes, or is the planner's target."""
         return id == self.planner.target or any(one == id for _, one in self._writing)
+
+    def must_stay(self, id: StepId) -> bool:
+        """Whether this step is being written, read, or is one to go back to."""
+        return self.busy(id) or id in self._reads or self._in_use(id)
 
     def commits(self) -> list[StepId]:
         """Steps that are known to be committed, oldest first.
@@ -343,6 +413,10 @@ class Node:
     def common(self) -> StepId | None:
         """The newest step that every rank here has in a slot."""
         return newest_common(self._memories())
+
+    def kept_by_all(self) -> list[StepId]:
+        """Steps that every rank here holds in memory or has written, oldest first."""
+        return self.planner.common()
 
     def _memories(self) -> list[Memory]:
         """Of the ranks here that have slots."""
@@ -449,6 +523,21 @@ class Node:
             return self.planner.stopped(rank, id)
         return self.planner.written(rank, id, ok=ok)
 
+    def _pace(self, wrote: Wrote) -> tuple[Interval, ...]:
+        """Learn from the write. If the step is durable now, choose the interval to the next one."""
+        if (pacing := self.pacing) is None:
+            return ()
+        if wrote.size_bytes:
+            pacing.wrote(wrote.id, wrote.drive, seconds=wrote.seconds, size_bytes=wrote.size_bytes)
+        pacing.ended()
+        if not self.planner.is_durable(wrote.id):
+            return ()
+        before, interval = pacing.interval, pacing.durable(wrote.id, self._epochs())
+        if interval is None or (before is not None and before.steps == interval.steps):
+            return ()
+        self.planner.pace(interval.steps)
+        return (interval,)
+
     def _pin_early(self, rank: int, id: StepId) -> None:
         """Pin the slot of an image that was sealed while it was already being written."""
         if self._writing.get((rank, id), ()) is None and (found := self._find(rank, id)):
@@ -479,6 +568,8 @@ class Node:
                 waiting += self.planner.written(*key, ok=False)
                 continue
             begun.append(write)
+            if self.pacing is not None:
+                self.pacing.began()
         return (*begun, *self._stops())
 
     def _find(self, rank: int, id: StepId) -> tuple[SlotTable, int] | None:
@@ -498,6 +589,7 @@ class Node:
             event = Reported(ranks=event.ranks)
         actions = self.ledger.apply(event)
         self._retired = tuple(one.id for one in actions if isinstance(one, Retire))
+        self.alarms |= {one.text: None for one in actions if isinstance(one, Alarm)}
         return tuple(one for one in actions if not isinstance(one, Retire))
 
     def _forget_dead(self, event: Event) -> tuple[Write | Stop, ...]:
@@ -524,9 +616,12 @@ class Node:
 
     def _conclude(self, now: float) -> tuple[Action, ...]:
         here = self._here()
-        shown = [Publish(id) for id in self.commits() if id in here and id not in self._shown]
+        commits = [id for id in self.commits() if id in here]
+        if len(commits) > self.keep.last and self.keep.every is None:
+            self.short = False  # where more than the last steps stay, it soon comes back
+        shown = [Publish(id) for id in commits if id not in self._shown]
         doomed = [id for id in self._doomed(here, now) if id in here]
-        free = [id for id in doomed if not (self.busy(id) or self._in_use(id))]
+        free = [id for id in doomed if not self.must_stay(id)]
         self.deferred = tuple(id for id in doomed if id not in free)
         return (*shown, *map(self._retire, free))
 
@@ -538,8 +633,7 @@ class Node:
         """Steps that may be deleted, oldest first.
 
         Without an operator the ledger decides. With one, the operator decides, because it sees the
-        whole run; while it is silent, `unwatched` decides. A step that is not older than the last
-        commit is never deleted at the operator's word: a correct operator does not ask for it.
+        whole run; while it is silent, `unwatched` decides.
         """
         view = self.operator_view
         if not view.managed:
@@ -547,24 +641,17 @@ class Node:
         grown, self._grown = self._grown, False
         if view.silent(now):
             live = self._live(here) if grown else ()
-            crowd = unwatched(live, last_commit=self.last_commit())
-            return [id for id in crowd if id not in view.word.pinned]
-        return sorted(
-            id
-            for id in view.word.retire - view.word.pinned
-            if view.commit is not None and id < view.commit
-        )
+            return unwatched(live, last_commit=self.last_commit(), pinned=view.word.pinned)
+        return dismissed(view.word.retire, last_commit=view.commit, pinned=view.word.pinned)
 
     def _never_whole(self, here: Collection[StepId]) -> list[StepId]:
-        """Steps that certainly will never be whole, without the newest few. Otherwise ranks that
-        save different steps would fill the volumes."""
+        """Steps that certainly will never be whole, without the newest few."""
         commits = {*self.ledger.committed(Tier.LOCAL)}
         unfinished = [id for id in self._live(here) if id not in commits]
-        if len(unfinished) <= NEVER_WHOLE_KEPT or self._in_doubt():
+        if self._in_doubt or not hopeless(unfinished):
             return []
         whole = self.ledger.whole()
-        ended = [id for id in unfinished if id not in whole and not self._may_be_whole(id)]
-        return sorted(ended)[: max(0, len(ended) - NEVER_WHOLE_KEPT)]
+        return hopeless(id for id in unfinished if id not in whole and not self._may_be_whole(id))
 
     def _may_be_whole(self, id: StepId) -> bool:
         """Whether every rank of this machine has this step anywhere, or may still get it. A slot
@@ -595,7 +682,7 @@ class Node:
         """The fewest steps that make room, the least wanted first; at least one if any may go.
 
         The ledger says which steps may go. If it names none and the run has an operator, the last
-        known commit decides (`crowded_out`). The newest commit never goes. The file system may
+        known commit decides (`unwatched`). The newest commit never goes. The file system may
         count bytes differently: a writer that still finds no room asks again.
         """
         pinned = self.operator_view.word.pinned
@@ -605,8 +692,9 @@ class Node:
         unfinished = surplus.difference(commits)
         if not surplus and self.operator_view.managed:
             live = self._live(self._here())
-            surplus = {*crowded_out(live, last_commit=self.last_commit(), pinned=pinned)}
-        free = {id for id in surplus if not (self.busy(id) or self._in_use(id))}
+            known = self.last_commit()
+            surplus = {*unwatched(live, last_commit=known, pinned=pinned, full=True)}
+        free = {id for id in surplus if not self.must_stay(id)}
         return evicted(
             full.sizes,
             replace(self.keep, pinned=frozenset(full.sizes.keys() - free)),

@@ -1,15 +1,18 @@
-"""Which committed steps are kept, and which are retired. Pure: times and sizes are passed in.
+"""What may be deleted: all rules of all tiers, as a table (`RULES`). Pure: times and sizes are
+passed in.
 
-The newest committed step is never retired, whatever the policy or a capacity limit says. So the
-only committed copy never goes. The newest proven step (`_anchors`) ends a crash loop. It is retired
-only where the volume is full and nothing else is left. The ledger (`keepstep.core.ledger`) decides
-whether a newer step makes an older copy expendable at all.
+No rule of `local` or the archive ever names a pinned step or the newest commit that its caller
+knows, whatever a policy or a capacity limit says; no rule of `peer` a rank's newest committed copy.
+So the only committed copy never goes. The newest proven step
+(`_anchors`) ends a crash loop. It is retired only where the volume is full and nothing else is
+left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from keepstep.core.suspicion import WITHIN
 from keepstep.steps import StepId
@@ -45,6 +48,45 @@ class Retention:
         if self.every_s is not None:
             beside += f" and one every {self.every_s:.0f} s"
         return f"the newest {self.last}{beside}"
+
+
+class Rule(NamedTuple):
+    """`by`: the function of this module that names what goes."""
+
+    by: str
+    where: str
+    when: str
+    goes: str
+
+
+RULES = (
+    Rule("retired", "local, archive", "always", "live commits that the policy does not keep"),
+    Rule(
+        "left_behind", "local, archive", "a newer live commit is there",
+        "dead steps; incomplete steps that are older than those the policy keeps as the last ones,"
+        " in the archive an hour after their last file came",
+    ),
+    Rule("hopeless", "local", "no operator", "steps that no rank can complete any more, but 4"),
+    Rule("dismissed", "local", "the operator says so", "steps older than the last known commit"),
+    Rule(
+        "unwatched", "local", "the operator is silent",
+        "steps between the last known commit and the newest 2; on a full volume also older ones",
+    ),
+    Rule(
+        "evicted", "local", "a volume is full",
+        "the fewest: incomplete, dead, not kept by the policy, kept beside the last ones, the last"
+        " ones, the newest proven step; each time the oldest first",
+    ),
+    Rule(
+        "superseded", "peer", "the sender names what it still needs",
+        "copies that it does not need and that are older than a needed, committed copy of the rank",
+    ),
+    Rule("crowded_out", "peer", "a volume is full", "copies but each rank's newest committed one"),
+)  # fmt: skip
+"""Every rule by which anything of a step is deleted. docs/ledger.md shows this table."""
+
+NEVER_WHOLE_KEPT = 4
+"""Of the steps that no rank can complete any more, so many of the newest stay, to be looked at."""
 
 
 def retired(
@@ -99,35 +141,94 @@ def evicted(
     return tuple(gone)
 
 
+def left_behind(
+    alive: Collection[StepId],
+    policy: Retention,
+    *,
+    dead: Iterable[StepId] = (),
+    unfinished: Iterable[StepId] = (),
+) -> set[StepId]:
+    """Steps that are no commits and of which no copy is needed. `alive`: the live commits of the
+    tier. `unfinished`: live steps that are not complete there. Such a step may still be on its way
+    while it is among the last few."""
+    if not alive:
+        return set()
+    last = sorted(alive)[-policy.last :]
+    gone = {id for id in unfinished if id < last[0]} | {id for id in dead if id < last[-1]}
+    return gone - policy.pinned
+
+
+def hopeless(never_whole: Iterable[StepId]) -> list[StepId]:
+    """Of the live steps that certainly will never be whole, all but the newest few. Otherwise ranks
+    that save different steps would fill the volumes."""
+    ordered = sorted(never_whole)
+    return ordered[: max(0, len(ordered) - NEVER_WHOLE_KEPT)]
+
+
+def dismissed(
+    named: Iterable[StepId], *, last_commit: StepId | None, pinned: Collection[StepId]
+) -> list[StepId]:
+    """Of the steps that the operator names for deletion, those that may go, oldest first. A correct
+    operator names no others."""
+    older = (id for id in named if last_commit is not None and id < last_commit)
+    return sorted(id for id in older if id not in pinned)
+
+
 def unwatched(
-    held: Iterable[StepId], *, last_commit: StepId | None, newest: int = 2
-) -> tuple[StepId, ...]:
-    """The steps that a sidecar may drop while nobody tells it of commits, oldest first.
-
-    The sidecar keeps the last commit it heard of, all older steps (the operator decides on them),
-    and its `newest` ones. It drops the steps between. Without any known commit it keeps only the
-    `newest` ones.
-    """
-    later = sorted({id for id in held if last_commit is None or id > last_commit})
-    return tuple(later[:-newest]) if newest else tuple(later)
-
-
-def crowded_out(
     held: Iterable[StepId],
     *,
     last_commit: StepId | None,
     pinned: Collection[StepId] = (),
-    newest: int = 2,
-) -> tuple[StepId, ...]:
-    """The steps that a sidecar that sees only a part of the run may drop when its volume is full.
+    full: bool = False,
+) -> list[StepId]:
+    """The steps that a sidecar may drop while nobody tells it of commits, oldest first.
 
-    These are the steps of `unwatched`, and also the steps older than the last commit: that commit
-    is complete on the volumes of the run, so no volume needs an older copy. Pinned steps stay.
+    The sidecar keeps the last commit it heard of, all older steps (the operator decides on them),
+    and its newest two. It drops the steps between. Without any known commit it keeps only the
+    newest two. `full`: also the steps older than the last commit, which is complete on the volumes
+    of the run, so that no volume needs an older copy.
     """
-    ids = set(held)
-    older = {id for id in ids if last_commit is not None and id < last_commit}
-    between = unwatched(ids, last_commit=last_commit, newest=newest)
-    return tuple(sorted({*older, *between} - set(pinned)))
+    ids = sorted(held)
+    later = [id for id in ids if last_commit is None or id > last_commit]
+    older = [id for id in ids if full and last_commit is not None and id < last_commit]
+    return [id for id in (*older, *later[:-2]) if id not in pinned]
+
+
+def superseded(
+    held: Mapping[int, Collection[StepId]],
+    needed: Mapping[int, Collection[StepId]],
+    *,
+    committed: StepId | None,
+) -> list[tuple[StepId, int]]:
+    """Copies (step, rank) that their sender no longer needs: they are older than a copy of the same
+    rank that is needed, committed and whole here. `needed`: of each rank that the sender has.
+
+    None if the sender knows of no commit. It may have just come to a new node, and the copies that
+    it does not know of may be all that the run has.
+    """
+    doomed = []
+    for rank, ids in needed.items() if committed is not None else ():
+        here = set(held.get(rank, ()))
+        anchor = _newest_committed(here & set(ids), committed)
+        doomed += [(id, rank) for id in here - set(ids) if anchor is not None and id < anchor]
+    return sorted(doomed)
+
+
+def crowded_out(
+    held: Mapping[int, Collection[StepId]], committed: Mapping[int, StepId]
+) -> list[tuple[StepId, int]]:
+    """Copies (step, rank) to delete when the volume is full, oldest first: all but the newest
+    committed copy of each rank. `committed`: for each rank the newest commit that its sender knows.
+    Of a rank without one, nothing is deleted."""
+    doomed = []
+    for rank, ids in held.items():
+        kept = _newest_committed(ids, committed.get(rank))
+        doomed += [(id, rank) for id in ids if kept is not None and id != kept]
+    return sorted(doomed)
+
+
+def _newest_committed(ids: Iterable[StepId], committed: StepId | None) -> StepId | None:
+    return max((id for id in ids if committed is not None and id <= committed), default=None)
 
 
 _SPAN = 2 * WITHIN

@@ -283,7 +283,7 @@ class Pacing:
         """A write is no longer in flight."""
         self._in_flight -= 1
 
-    def wrote(self, id: StepId, *, drive: int, seconds: float, size_bytes: int) -> None:
+    def wrote(self, id: StepId, drive: int, *, seconds: float, size_bytes: int) -> None:
         """A rank's image of this step is durable."""
         written = self._written.setdefault(id, _Written())
         written.seconds[drive] = written.seconds.get(drive, 0.0) + seconds

@@ -13,14 +13,12 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
 from keepstep.dcp.metadata import Tree
 from keepstep.errors import ForeignError, RestoreError, StorageError, few
-from keepstep.image import ControlPage, Layout
 from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES, HAVE_FAST
 from keepstep.restore.boxes import Index, IndexBuilder
@@ -34,65 +32,8 @@ _STOCK = ".metadata"
 _THREADS = 4
 
 
-@dataclass(eq=False)
-class Shard:
-    """The image of one rank at rest. It is mapped when it is first read."""
-
-    path: Path
-    manifest: Manifest
-    _verified: set[int] = field(default_factory=set)
-    _mapped: tuple[Tensor, memoryview] | None = None
-
-    @classmethod
-    def open(cls, path: Path) -> Shard:
-        """Read header, digest table and seal. Raises ImageError and StorageError, which name the
-        file.
-        """
-        try:
-            with path.open("rb") as file:
-                fd = file.fileno()
-                manifest = Manifest.read(
-                    lambda begin, end: os.pread(fd, end - begin, begin),
-                    os.fstat(fd).st_size,
-                    path=path,
-                )
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be read ({error}); use another copy") from error
-        return cls(path, manifest)
-
-    @property
-    def layout(self) -> Layout:
-        return self.manifest.layout
-
-    @property
-    def control(self) -> ControlPage:
-        return self.manifest.control
-
-    def map(self) -> tuple[Tensor, memoryview]:
-        """The bytes of the file; do not write to them. Raises StorageError."""
-        if self._mapped is None:
-            try:
-                self._mapped = map_image(str(self.path))
-            except OSError as error:
-                raise StorageError(f"{self.path}: it is gone ({error}); load again") from error
-        return self._mapped
-
-    def unverified(self, begin: int, end: int) -> Iterator[int]:
-        """The numbers of the chunks that hold `[begin, end)` and were not yet verified."""
-        numbers = range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)) if begin < end else ()
-        return (one for one in numbers if one not in self._verified)
-
-    def verify(self, chunk: int) -> None:
-        """Check the digest of one chunk. Raises DigestError, which names its tensors and
-        the file.
-        """
-        _, view = self.map()
-        self.manifest.check(chunk, view[slice(*self.manifest.bounds(chunk))], path=self.path)
-        self._verified.add(chunk)
-
-
 class Folder:
-    """One committed step, as the `StepImages` of its shards. Read only what `verify` has
+    """One committed step, as `Images` of its shards. Read only what `verify` has
     verified.
     """
 
@@ -113,21 +54,26 @@ class Folder:
                     f"{path}: torch's own FileSystemWriter wrote it: load it with FileSystemReader"
                 )
             raise RestoreError(f"{path}: no shard in it; name the directory of a committed step")
-        shards = sorted(map(Shard.open, files), key=lambda one: one.layout.rank)
-        for shard in shards:
-            _check_alike(shard, shards[0])
-        _check_complete(path, shards)
-        self.id: StepId = shards[0].control.id
-        self._shards = shards
+        shards = sorted(
+            ((_manifest(one), one) for one in files), key=lambda one: one[0].layout.rank
+        )
+        for manifest, file in shards:
+            _check_alike(manifest, file, *shards[0])
+        self._manifests = [manifest for manifest, _ in shards]
+        self._files = [file for _, file in shards]
+        self._verified: set[tuple[int, int]] = set()
+        self._mapped: dict[int, tuple[Tensor, memoryview]] = {}
+        _check_complete(path, self._manifests)
+        self.id: StepId = self._manifests[0].control.id
         builder = IndexBuilder(len(shards))
-        for shard in shards:
-            builder.add(shard.layout, Tree.parse(shard.layout.skeleton).boxes)
+        for layout in (one.layout for one in self._manifests):
+            builder.add(layout, Tree.parse(layout.skeleton).boxes)
         self.index: Index = builder.build()
 
     @property
     def nearness(self) -> list[int]:
         """All shards are equally near."""
-        return [0] * len(self._shards)
+        return [0] * len(self._files)
 
     def verify(self, ranges: Iterable[tuple[int, int, int]]) -> None:
         """Check the digests of all chunks of these (rank, begin, end) that were not yet verified.
@@ -138,30 +84,47 @@ class Folder:
         wanted = {
             (rank, chunk)
             for rank, begin, end in ranges
-            for chunk in self._shards[rank].unverified(begin, end)
+            for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES))
+            if begin < end
         }
         threads = min(_THREADS, len(os.sched_getaffinity(0)), max(1, len(wanted)))
         with ThreadPoolExecutor(threads, thread_name_prefix="keepstep-verify") as pool:
-            for _ in pool.map(lambda one: self._shards[one[0]].verify(one[1]), sorted(wanted)):
+            for _ in pool.map(self._verify, sorted(wanted - self._verified)):
                 pass
+
+    def _verify(self, place: tuple[int, int]) -> None:
+        rank, chunk = place
+        manifest, (_, view) = self._manifests[rank], self._map(rank)
+        manifest.check(chunk, view[slice(*manifest.bounds(chunk))], path=self._files[rank])
+        self._verified.add(place)
+
+    def _map(self, rank: int) -> tuple[Tensor, memoryview]:
+        """The bytes of a file, mapped when it is first read; do not write to them."""
+        if rank not in self._mapped:
+            try:
+                self._mapped[rank] = map_image(str(self._files[rank]))
+            except OSError as error:
+                gone = f"{self._files[rank]}: it is gone ({error}); load again"
+                raise StorageError(gone) from error
+        return self._mapped[rank]
 
     def skeleton(self, rank: int) -> str:
         """The tree of a saved rank's state."""
-        return self._shards[rank].layout.skeleton
+        return self._manifests[rank].layout.skeleton
 
     def extras_range(self, rank: int) -> tuple[int, int, int]:
         """Where the extras lie in a saved rank's image, as (rank, begin, end) for `verify`."""
-        begin = self._shards[rank].layout.extras_begin
-        return rank, begin, begin + self._shards[rank].control.extras_bytes
+        begin = self._manifests[rank].layout.extras_begin
+        return rank, begin, begin + self._manifests[rank].control.extras_bytes
 
     def extras(self, rank: int) -> bytes:
         """The bytes of everything in a saved rank's image that is not a tensor."""
         _, begin, end = self.extras_range(rank)
-        return bytes(self._shards[rank].map()[1][begin:end])
+        return bytes(self._map(rank)[1][begin:end])
 
     def flat(self, rank: int) -> Tensor:
         """The bytes of an image."""
-        return self._shards[rank].map()[0]
+        return self._map(rank)[0]
 
     def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """Empty: all images are mapped, so nothing is read in chunks."""
@@ -187,8 +150,24 @@ def is_directory(path: Path) -> bool:
     return True
 
 
-def _check_alike(shard: Shard, first: Shard) -> None:
-    one, other = shard.control, first.control
+def _manifest(path: Path) -> Manifest:
+    """Header, digest table and seal of a file. Raises ImageError and StorageError, which name the
+    file.
+    """
+    try:
+        with path.open("rb") as file:
+            fd = file.fileno()
+            return Manifest.read(
+                lambda begin, end: os.pread(fd, end - begin, begin),
+                os.fstat(fd).st_size,
+                path=path,
+            )
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read ({error}); use another copy") from error
+
+
+def _check_alike(manifest: Manifest, path: Path, first: Manifest, other_path: Path) -> None:
+    one, other = manifest.control, first.control
     for what, found, wanted in (
         ("run", one.run, other.run),
         ("step", one.id, other.id),
@@ -196,22 +175,22 @@ def _check_alike(shard: Shard, first: Shard) -> None:
     ):
         if found != wanted:
             raise ForeignError(
-                f"the shard of {what} {found} among those of {wanted} ({first.path.name}):"
+                f"the shard of {what} {found} among those of {wanted} ({other_path.name}):"
                 " take it out of this directory",
-                path=shard.path,
+                path=path,
             )
-    if shard is not first and one.rank == other.rank:
-        raise ForeignError(f"rank {one.rank} is there twice, see {first.path}", path=shard.path)
+    if path != other_path and one.rank == other.rank:
+        raise ForeignError(f"rank {one.rank} is there twice, see {other_path}", path=path)
     name = shard_name(one.rank, one.world)
-    if shard.path.name != name:
-        raise ForeignError(f"it is the shard {name}: give it that name", path=shard.path)
+    if path.name != name:
+        raise ForeignError(f"it is the shard {name}: give it that name", path=path)
 
 
-def _check_complete(path: Path, shards: list[Shard]) -> None:
+def _check_complete(path: Path, shards: list[Manifest]) -> None:
     world, ranks = shards[0].layout.world, {one.layout.rank for one in shards}
     missing = [shard_name(rank, world) for rank in range(world) if rank not in ranks]
     if missing:
         raise RestoreError(
-            f"{path}: step {shards[0].control.id} is incomplete, {few(missing, 4)} missing: bring"
-            " it back, or load another step"
+            f"{path}: step {shards[0].control.id} is incomplete,"
+            f" {few(missing, 4)} missing: bring it back, or load another step"
         )

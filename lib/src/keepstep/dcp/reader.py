@@ -127,7 +127,7 @@ class StorageReader(storage.StorageReader):
             self._opened = StepReader.open(Folder(self._path))
         else:
             self._opened = self._newest(_joined())
-        return self._opened.contents.metadata()
+        return self._opened.metadata()
 
     def _newest(self, session: sessions.Session) -> StepReader:
         """The newest step whose headers can be read. Steps whose headers cannot be read do not get
@@ -223,8 +223,8 @@ class StorageReader(storage.StorageReader):
         planned.close()
         id = plan.storage_data
         self._opened = opened = _reach(session, id)
-        metadata = opened.contents.metadata()
-        before = planned.contents.metadata()
+        metadata = opened.metadata()
+        before = planned.metadata()
         if (metadata.state_dict_metadata, metadata.planner_data) == (
             before.state_dict_metadata,
             before.planner_data,
@@ -259,7 +259,7 @@ class StorageReader(storage.StorageReader):
 def _reach(session: sessions.Session, id: StepId) -> StepReader:
     link = session.agent.session
     reached = StepReader.reach(link, id, timeout_s=restore_timeout_s())
-    if reached.contents.foreign:
+    if reached.foreign:
         log.warning(
             "keepstep: step %s was saved by keepstep.Checkpointer: its tensors can be loaded under"
             " its names (component.parameter), nothing else of it; keepstep.Checkpointer restores"

@@ -22,13 +22,14 @@ import torch
 from keepstep.client.slot import Slot, SlotMapping
 from keepstep.core.candidates import Candidates
 from keepstep.dcp.agreement import Agreed, Ballot
+from keepstep.dcp.plan_items import LastSave, Staged
 from keepstep.errors import NotDurableError, SlotUnavailable, UsageError
 from keepstep.image import ControlPage, Layout, TensorSpec
 from keepstep.image.extras import capacity_for
 from keepstep.restore.collective import ask_candidates, begin_epoch
 from keepstep.save.agent import Agent
-from keepstep.save.pending import Pending, Verdict
-from keepstep.state import devices
+from keepstep.save.snapshot import Pending, Verdict
+from keepstep.state import accelerator
 from keepstep.steps import Epoch, EpochId, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV
 
@@ -52,10 +53,10 @@ class Session:
         self._last_step = -1
         self.failed: set[StepId] = set()
         """Steps that a load could not read completely, since the last load that succeeded."""
-        self.last: object = None
+        self.last: LastSave | None = None
         """What the writer remembers of the last save, as long as the lease lasts."""
         self.turn = threading.RLock()
-        self.staged: object = None
+        self.staged: Staged | None = None
         """What an `async_save` staged and no save writes yet. `claim` takes it away."""
         self._staged_at: dict[tuple[int, int], weakref.ref[memoryview]] = {}
         self._saved: StepId | None = None
@@ -67,7 +68,7 @@ class Session:
         """Whether there is a lease, and an epoch to save in."""
         return self._agent is not None and self._epoch is not None
 
-    def claim(self) -> object:
+    def claim(self) -> Staged | None:
         """Take `staged` away, so that the save's own thread and the next save never both
         have it.
         """
@@ -202,14 +203,6 @@ class Session:
 
         Hand it back with `stage`, or with `agent.put_back`.
         """
-        self._use_layout(specs, skeleton, extras_bytes)
-        try:
-            return self.agent.await_slot(timeout_s=_SLOT_S)
-        except SlotUnavailable as error:
-            rank = self.agent.session.rank
-            raise SlotUnavailable(f"rank {rank}: no slot to save into: {error}") from None
-
-    def _use_layout(self, specs: Sequence[TensorSpec], skeleton: str, extras_bytes: int) -> None:
         layout = self._layout
         if (
             layout is None
@@ -227,6 +220,11 @@ class Session:
             )
             self._shape = (specs, skeleton)
         self.agent.use_layout(layout)
+        try:
+            return self.agent.await_slot(timeout_s=_SLOT_S)
+        except SlotUnavailable as error:
+            rank = self.agent.session.rank
+            raise SlotUnavailable(f"rank {rank}: no slot to save into: {error}") from None
 
     def stage(self, taken: Slot, agreed: Agreed, extras: bytes) -> None:
         """Seal the image whose tensors are in the slot; returns when it is durable.
@@ -368,7 +366,7 @@ def warn_of_shared_group() -> None:
         return
     backends = torch.distributed.get_backend_config().split(",")
     shared = given.get("process_group") in (None, torch.distributed.group.WORLD)
-    if shared and f"{devices.kind() or 'cpu'}:gloo" in backends:
+    if shared and f"{accelerator.kind() or 'cpu'}:gloo" in backends:
         _warn_once()
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -17,12 +21,11 @@ from torch.futures import Future
 from keepstep.client.slot import Slot
 from keepstep.dcp import session as sessions
 from keepstep.dcp.agreement import Agreed, Ballot, agree
-from keepstep.dcp.plan_items import Items
+from keepstep.dcp.plan_items import Items, LastSave, Staged, is_box, local_of, over, view_of
 from keepstep.dcp.session import group_place, names_step, step_of, warn_of_shared_group
-from keepstep.dcp.staging import LastSave, Staged, refuse_stale, stage
-from keepstep.errors import UsageError
+from keepstep.errors import KeepstepError, UsageError
 from keepstep.image import extras
-from keepstep.save import accelerator
+from keepstep.state import accelerator
 from keepstep.steps import StepId
 
 _LOST = "the planner loses SavePlan.storage_data: a planner must keep what is in it"
@@ -137,16 +140,17 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         session = sessions.session()
         staged, taken = session.staged, None
         try:
-            if isinstance(staged, Staged) and staged.is_for(items, planner):
+            if staged is not None and staged.is_for(items, planner):
                 session.claim()
                 taken = staged.taken
                 staged.check(items, planner, extras_bytes=extras_bytes)
                 return taken
-            refuse_stale(session, items, planner)
+            self._refuse_stale(items, planner)
             self._drop_staged()  # it is from a save that failed, or that this one overtakes
             taken = session.slot(items.specs, items.tree.render(), extras_bytes)
-            accelerator.here().erase(taken.mapping)
-            items.copy_into(taken.mapping, planner)
+            accelerator.here().synchronize()
+            taken.mapping.erase()
+            items.copy_into(taken.mapping, planner.resolve_data)
         except BaseException:
             session.last = None
             if taken is not None and session.holds(taken):
@@ -161,18 +165,65 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         session = sessions.session()
         with session.turn:
             self._drop_staged()
-            if isinstance(session.last, LastSave) and session.joined:
-                staged = stage(session, session.last, state_dict)
-                if staged is not None:
-                    session.staged, state_dict = staged
-                    return state_dict
+            if session.last is not None and session.joined:
+                views = self._staged_early(session.last, state_dict)
+                if views is not None:
+                    return views
         return BlockingAsyncStager.stage(self, state_dict)
+
+    def _staged_early(self, last: LastSave, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Copy the tensors to their places in a slot. Returns the state dict over it; None for a
+        state dict that looks different than the last one.
+        """
+        session = sessions.session()
+        flat, paths = flatten_state_dict(state_dict)
+        if flat.keys() != last.names or last.items.tree.boxes:
+            return None
+        mine = dict(
+            zip((one.index.fqn for one in last.items.tensors), last.items.specs, strict=True)
+        )
+        if not all(is_box(flat[name], spec) for name, spec in mine.items()):
+            return None
+        taken = session.slot(last.items.specs, last.items.tree.render(), last.extras_bytes)
+        try:
+            slot = taken.mapping
+            accelerator.here().synchronize()
+            slot.erase()
+            last.items.copy_into(slot, lambda item: local_of(flat[item.index.fqn]))
+            memory = torch.frombuffer(slot.memory, dtype=torch.uint8)
+            for name, one in flat.items():
+                if name in mine:
+                    flat[name] = over(one, view_of(memory, slot.layout.entries[name]))
+                elif not isinstance(one, Tensor):
+                    flat[name] = copy.deepcopy(one)
+        except BaseException:
+            session.agent.put_back()
+            raise
+        session.note_staged(slot)
+        session.staged = Staged(taken=taken, items=last.items, flat=memory)
+        views: dict[str, Any] = unflatten_state_dict(flat, paths)
+        return views
+
+    def _refuse_stale(self, items: Items, planner: SavePlanner) -> None:
+        """Raise KeepstepError for views of a slot that was taken back, because its contents may
+        have changed.
+        """
+        mapped = sessions.session().staged_ranges()
+        if not mapped:
+            return
+        for spec, tensor in items.resolved(planner.resolve_data):
+            at = tensor.data_ptr()
+            if tensor.numel() and any(a <= at < a + size for a, size in mapped):
+                raise KeepstepError(
+                    f"{spec.name}: this save was overtaken by the next; wait for the future of one"
+                    " async_save before the next"
+                )
 
     def _drop_staged(self) -> None:
         """Give back the slot of a save that failed, or was overtaken, before it was written."""
         session = sessions.session()
         staged = session.claim()
-        if isinstance(staged, Staged) and session.holds(staged.taken):
+        if staged is not None and session.holds(staged.taken):
             session.agent.put_back()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -1,8 +1,10 @@
-"""Small values of numpy and torch inside the extras: scalars, arrays, dtypes, sizes, devices.
+"""Values of numpy and torch inside the extras: scalars, arrays, dtypes, sizes, devices, and random
+generators, also Python's.
 
 Encoding imports neither library: their values exist only if the program has imported them. Large
 tensors and arrays are separate entries of the image; the small ones here are the state of a data
-loader or an RNG. Of a large array, the extras hold what a tensor cannot express: `ArrayForm`.
+loader. Of a large array, the extras hold what a tensor cannot express: `ArrayForm`. A restore hands
+a generator that is decoded on to the one that is live (`state.rng.refill`).
 """
 
 from __future__ import annotations
@@ -11,14 +13,17 @@ import base64
 import ctypes
 import importlib
 import math
+import random
 import re
 import sys
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from keepstep.errors import FormatError
 from keepstep.image import fields
+from keepstep.image.objects import NotData
 from keepstep.image.tensors import strides_with_gaps
 
 LARGE_BYTES = 64 << 10
@@ -85,30 +90,16 @@ def is_tensor(kind: type) -> bool:
     return torch is not None and kind is torch.Tensor
 
 
-def encode(value: Any) -> dict[str, Any] | None:
-    """The tagged form of a value of numpy or torch; None if it has none."""
-    if type(value) is ArrayForm:
-        return {"!array": [value.dtype, list(value.shape), "F" if value.fortran else "C"]}
-    library = type(value).__module__.partition(".")[0]
-    if library == "numpy" and "numpy" in sys.modules:
-        return _from_numpy(value)
-    if library == "torch" and "torch" in sys.modules:
-        return _from_torch(value)
-    return None
-
-
 def parts_of(value: Any) -> tuple[str, Any] | None:
-    """A tag, and simpler values, of an array of objects or of named fields; None for any other."""
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None or type(value) not in (numpy.ndarray, numpy.void):
-        return None
-    dtype, shape = value.dtype, list(value.shape) if type(value) is numpy.ndarray else None
-    if dtype.char == "O" and shape is not None:
-        return "!numpy.objects", [shape, value.reshape(-1).tolist()]
-    if dtype.names is None or dtype.hasobject:
-        return None
-    descr = importlib.import_module("numpy.lib.format").dtype_to_descr(dtype)
-    return "!numpy.fields", [descr, shape, value.tobytes()]
+    """A tag, and simpler values from which `value` can be made again; None for any other type.
+    Raises NotData."""
+    if type(value) is random.Random:
+        version, words, gauss = value.getstate()
+        return "!random.Random", [version, array("I", words).tobytes(), gauss]
+    library = type(value).__module__.partition(".")[0]
+    if library == "numpy" and library in sys.modules:
+        return _numpy_parts(value)
+    return _torch_parts(value) if library == "torch" and library in sys.modules else None
 
 
 def _to_objects(parts: Any) -> Any:
@@ -125,42 +116,74 @@ def _to_objects(parts: Any) -> Any:
 
 def _to_fields(parts: Any) -> Any:
     descr, shape, data = parts
-    numpy = importlib.import_module("numpy")
     dtype = importlib.import_module("numpy.lib.format").descr_to_dtype(descr)
-    sizes = () if shape is None else fields.sizes(shape, "shape")
     if dtype.names is None or dtype.hasobject or type(data) is not bytes:
         raise ValueError("not an array of fields")
+    return _array_of(dtype, shape, data)
+
+
+def _array_of(dtype: Any, shape: Any, data: bytes) -> Any:
+    """An array, or a scalar if `shape` is None."""
+    numpy = importlib.import_module("numpy")
+    sizes = () if shape is None else fields.sizes(shape, "shape")
     if not dtype.itemsize or math.prod(sizes) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for {sizes} of {dtype}")
-    array = numpy.ndarray(sizes, dtype, buffer=bytearray(data) if data else None)
-    return array[()] if shape is None else array
+    made = numpy.ndarray(sizes, dtype, buffer=bytearray(data) if data else None)
+    return made[()] if shape is None else made
 
 
-def _from_numpy(value: Any) -> dict[str, Any] | None:
+def _numpy_parts(value: Any) -> tuple[str, Any] | None:
     numpy: Any = sys.modules["numpy"]
+    if "numpy.random" in sys.modules and (generator := _generator_parts(value, numpy.random)):
+        return generator
     if isinstance(value, numpy.dtype) and _NUMPY_DTYPE.fullmatch(value.str):
-        return {"!numpy.dtype": value.str}
+        return "!numpy.dtype", value.str
     scalar = isinstance(value, numpy.generic)
     if not scalar and type(value) is not numpy.ndarray:
         return None
-    array = numpy.asarray(value)  # the dtype of an empty string has no size, that of its array has
-    if not _NUMPY_DTYPE.fullmatch(array.dtype.str):
+    shape = None if scalar else list(value.shape)
+    if value.dtype.char == "O" and not scalar:
+        return "!numpy.objects", [shape, value.reshape(-1).tolist()]
+    plain = type(value) in (numpy.ndarray, numpy.void)
+    if plain and value.dtype.names is not None and not value.dtype.hasobject:
+        descr = importlib.import_module("numpy.lib.format").dtype_to_descr(value.dtype)
+        return "!numpy.fields", [descr, shape, value.tobytes()]
+    whole = numpy.asarray(value)  # the dtype of an empty string has no size, that of its array has
+    if not _NUMPY_DTYPE.fullmatch(whole.dtype.str):
         return None
-    fortran = _is_fortran(array)
-    data = base64.b64encode(array.tobytes("F" if fortran else "C")).decode("ascii")
-    shape = None if scalar else list(array.shape)
-    return {"!numpy.fortran" if fortran else "!numpy": [array.dtype.str, shape, data]}
+    fortran = _is_fortran(whole)
+    data = base64.b64encode(whole.tobytes("F" if fortran else "C")).decode("ascii")
+    return "!numpy.fortran" if fortran else "!numpy", [whole.dtype.str, shape, data]
 
 
-def _from_torch(value: Any) -> dict[str, Any] | None:
+def _generator_parts(value: Any, numpy: Any) -> tuple[str, Any] | None:
+    kind = type(value)
+    if kind is numpy.Generator:
+        return "!numpy.random.Generator", [value.bit_generator]
+    if kind is numpy.RandomState:
+        state = value.get_state(legacy=False)
+        parts = [value._bit_generator, int(state["has_gauss"]), float(state["gauss"])]
+        return "!numpy.random.RandomState", parts
+    if isinstance(value, numpy.BitGenerator):
+        if kind.__name__ not in _BIT_GENERATORS or kind is not getattr(numpy, kind.__name__):
+            raise NotData(f"{kind.__module__}.{kind.__qualname__} is no bit generator of numpy")
+        return "!numpy.random.BitGenerator", [kind.__name__, value.state, _seed(value, numpy)]
+    return None
+
+
+def _torch_parts(value: Any) -> tuple[str, Any] | None:
     torch: Any = sys.modules["torch"]
     kind = type(value)
     if kind is torch.dtype:
-        return {"!torch.dtype": _name(value)}
+        return "!torch.dtype", _name(value)
     if kind is torch.Size:
-        return {"!torch.Size": list(value)}
+        return "!torch.Size", list(value)
     if kind is torch.device:
-        return {"!torch.device": str(value)}
+        return "!torch.device", str(value)
+    if kind is torch.Generator:
+        state = value.get_state()
+        state = state.numpy() if "numpy" in sys.modules else state.tolist()
+        return "!torch.Generator", [str(value.device), bytes(state)]
     if kind is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
         return None
     if value.is_quantized:
@@ -174,9 +197,8 @@ def _from_torch(value: Any) -> dict[str, Any] | None:
     if strides := strides_with_gaps(value.shape, value.stride()):
         more = {"strides": list(strides)}
     more |= {"requires_grad": True} if value.requires_grad else {}
-    return {
-        "!torch.Tensor": [_name(plain.dtype), list(plain.shape), text, *([more] if more else [])]
-    }
+    parts = [_name(plain.dtype), list(plain.shape), text, *([more] if more else [])]
+    return "!torch.Tensor", parts
 
 
 def _order(tensor: Any) -> list[int]:
@@ -187,15 +209,7 @@ def _order(tensor: Any) -> list[int]:
 
 def _to_numpy(value: Any) -> Any:
     code, shape, text = value
-    numpy = importlib.import_module("numpy")
-    if not _NUMPY_DTYPE.fullmatch(code):
-        raise ValueError(f"dtype {code[:80]!r}")
-    dtype, data = numpy.dtype(code), base64.b64decode(text, validate=True)
-    sizes = () if shape is None else fields.sizes(shape, "shape")
-    if not dtype.itemsize or math.prod(sizes) * dtype.itemsize != len(data):
-        raise ValueError(f"{len(data)} bytes for {sizes} of {dtype}")
-    array = numpy.ndarray(sizes, dtype, buffer=bytearray(data) if data else None)
-    return array[()] if shape is None else array
+    return _array_of(_to_numpy_dtype(code), shape, base64.b64decode(text, validate=True))
 
 
 def _to_numpy_dtype(code: Any) -> Any:
@@ -248,6 +262,80 @@ def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_MAX_ENTROPY = 1 << 4096
+"""numpy takes long to divide a hostile number that is larger."""
+
+_BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+
+
+def _seed(value: Any, numpy: Any) -> Any:
+    """The seed from which a bit generator spawns others."""
+    seed: Any = getattr(value, "seed_seq", None)
+    if type(seed) is not numpy.SeedSequence:
+        return None
+    key = list(map(int, seed.spawn_key))
+    entropy = seed.entropy
+    if entropy is not None and type(entropy) is not int:
+        entropy = list(map(int, entropy))
+    return [entropy, key, int(seed.pool_size), int(seed.n_children_spawned)]
+
+
+def _to_random(parts: Any) -> random.Random:
+    version, words, gauss = parts
+    made = random.Random()
+    made.setstate((version, tuple(array("I", words)), gauss))
+    return made
+
+
+def _to_torch(parts: Any) -> Any:
+    device, state = parts
+    torch = importlib.import_module("torch")
+    if type(device) is not str or type(state) is not bytes or not state:
+        raise TypeError("not a device and a state")
+    made = torch.Generator(device)
+    made.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return made
+
+
+def _to_bits(parts: Any) -> Any:
+    name, state, seed = parts
+    if name not in _BIT_GENERATORS:
+        raise ValueError("no bit generator of numpy")
+    numpy = importlib.import_module("numpy.random")
+    if seed is None:
+        made = getattr(numpy, name)(0)
+    else:
+        entropy, key, size, spawned = seed
+        words = [*key, *entropy] if type(entropy) is list else [*key, entropy or 0]
+        small = all(type(word) is int and 0 <= word < _MAX_ENTROPY for word in words)
+        if type(size) is not int or not 4 <= size <= 64 or not small:
+            raise ValueError("no seed of numpy")
+        sequence = numpy.SeedSequence(
+            entropy, spawn_key=tuple(key), pool_size=size, n_children_spawned=spawned
+        )
+        made = getattr(numpy, name)(sequence)
+    made.state = state
+    return made
+
+
+def _to_generator(parts: Any) -> Any:
+    (bits,) = parts
+    numpy = importlib.import_module("numpy.random")
+    if not isinstance(bits, numpy.BitGenerator):
+        raise TypeError("no bit generator")
+    return numpy.Generator(bits)
+
+
+def _to_random_state(parts: Any) -> Any:
+    bits, has_gauss, gauss = parts
+    numpy = importlib.import_module("numpy.random")
+    if not isinstance(bits, numpy.BitGenerator):
+        raise TypeError("no bit generator")
+    made = numpy.RandomState(bits)
+    made.set_state({**made.get_state(legacy=False), "has_gauss": has_gauss, "gauss": gauss})
+    return made
+
+
 BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!numpy": _to_numpy,
     "!numpy.objects": _to_objects,
@@ -259,5 +347,10 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!torch.dtype": dtype_of,
     "!torch.Size": lambda sizes: importlib.import_module("torch").Size(fields.array(sizes, "size")),
     "!torch.device": lambda text: importlib.import_module("torch").device(text),
+    "!random.Random": _to_random,
+    "!torch.Generator": _to_torch,
+    "!numpy.random.BitGenerator": _to_bits,
+    "!numpy.random.Generator": _to_generator,
+    "!numpy.random.RandomState": _to_random_state,
 }
-"""Inverse of `encode`, by tag. The builders raise whatever the libraries raise."""
+"""Inverse of `parts_of`, by tag. The builders raise whatever the constructors raise."""

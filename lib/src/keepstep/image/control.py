@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from keepstep.errors import FormatError, TornError
 from keepstep.image import fields, strictjson
 from keepstep.image.fields import quoted, reason
-from keepstep.image.headers import FORMAT_VERSION, PAGE_BYTES, check_version
-from keepstep.image.layout import Layout
+from keepstep.image.layout import FORMAT_VERSION, PAGE_BYTES, Layout, check_version
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import Epoch, EpochId, StepId
 
@@ -51,7 +50,7 @@ class ControlPage:
     """What an image is. Times in unix seconds; digests in hex.
 
     `layout`: the layout's id. `root`: the digest of the digest table. `sections`: a digest for each
-    section, see `keepstep.image.verify.section_digests`. Both are None in an image that was only
+    section, see `keepstep.image.manifest.section_digests`. Both are None in an image that was only
     staged.
     """
 

@@ -25,7 +25,7 @@ from operator import itemgetter
 from typing import Any
 
 from keepstep.errors import FormatError
-from keepstep.image import arrays, forms, generators, objects, pickles, strictjson
+from keepstep.image import arrays, forms, objects, pickles, strictjson
 from keepstep.image.fields import reason
 from keepstep.image.strictjson import is_text
 
@@ -148,7 +148,7 @@ class _Encoder:
         if kind is float:
             return value if math.isfinite(value) else {"!float": struct.pack(">d", value).hex()}
         if kind is str:
-            if is_text(value):
+            if value.isascii() or is_text(value):
                 return value
             return {"!str": _base64(value.encode("utf-8", "surrogatepass"))}
         if depth == 0:
@@ -201,8 +201,7 @@ class _Encoder:
         if kind in forms.FORMS:
             parts = forms.parts_of(value)
         else:
-            parts = objects.parts_of(value) or generators.parts_of(value)
-            parts = parts or arrays.parts_of(value)
+            parts = objects.parts_of(value) or arrays.parts_of(value)
         if parts is None:
             return self._leaf(value, kind)
         tag, simpler = parts
@@ -217,8 +216,6 @@ class _Encoder:
             return {"!complex": struct.pack(">dd", value.real, value.imag).hex()}
         if _PATHS.get(kind.__name__) is kind:
             return {"!path": [kind.__name__, self.encode(str(value), 0)]}
-        if (tagged := arrays.encode(value)) is not None:
-            return tagged
         return self._pickle(value, kind, f"{_name(kind)} cannot be kept as data")
 
     def _pickle(self, value: Any, kind: type, why: str) -> Any:
@@ -244,7 +241,7 @@ class _Encoder:
 
     def _dict(self, value: dict[Any, Any], depth: int) -> Any:
         for key in value:  # before any value is encoded, as what is met twice must be in the JSON
-            if type(key) is not str or key[:1] == "!" or not is_text(key):
+            if type(key) is not str or key[:1] == "!" or not (key.isascii() or is_text(key)):
                 return {"!dict": self._pairs(value, depth)}
         return {key: self._value(key, one, depth) for key, one in value.items()}
 
@@ -505,6 +502,5 @@ _BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!pickle": lambda text: pickle.loads(_bytes(text)),
     **arrays.BUILDERS,
     **objects.BUILDERS,
-    **generators.BUILDERS,
     **forms.BUILDERS,
 }

@@ -53,13 +53,15 @@ class GradForm:
     parameter: bool
 
 
-FORMS = ViewForm, GradForm, SharedForm, SharedAgain, ClassForm
+FORMS = arrays.ArrayForm, ViewForm, GradForm, SharedForm, SharedAgain, ClassForm
 
 
 def parts_of(value: Any) -> tuple[str, Any] | None:
     """A tag, and simpler values from which the form can be made again; None for any other type.
     Raises NotData for a class that is not found by its name."""
     kind = type(value)
+    if kind is arrays.ArrayForm:
+        return "!array", [value.dtype, list(value.shape), "F" if value.fortran else "C"]
     if kind is ViewForm:
         parts = [value.dtype, value.offset_bytes, list(value.shape), list(value.stride)]
         return "!view", parts

@@ -6,51 +6,531 @@ every header that can be written can be read. `Layout.parse` trusts nothing: the
 the data exactly, every start must suit its dtype, and the reserved regions must be in their places.
 It allocates in proportion to the header's bytes, never to a number found in them.
 
-docs/format.md specifies the format.
+Stock safetensors allows only strings in `__metadata__`, so keepstep's metadata is JSON in a string
+there. Entries are in the order of their bytes. docs/format.md specifies the format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.errors import FormatError, TornError
-from keepstep.image import headers
-from keepstep.image.headers import HUGE_PAGE_BYTES, MAX_HEADER_BYTES, PAGE_BYTES, Entry, Header
-from keepstep.image.tensors import Parameters, Section, TensorSpec
+from keepstep.image import fields
+from keepstep.image.fields import MAX_BYTES, quoted
+from keepstep.image.strictjson import Reader, is_text
+from keepstep.image.tensors import (
+    NATIVE_BYTES,
+    OPAQUE_BYTES,
+    Parameters,
+    Section,
+    TensorSpec,
+    strides_with_gaps,
+)
 from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
+
+FORMAT_VERSION = 1
+
+PAGE_BYTES = 4096
+"""Header, digest table and control page fill whole pages, because O_DIRECT moves whole pages
+only."""
+
+HUGE_PAGE_BYTES = 2 << 20
+"""Large images fill whole huge pages, so that the memory of a slot may consist of huge pages."""
 
 LEAST_ON_HUGE_PAGES_BYTES = 64 << 20
 """An image of at least this size is padded to whole huge pages. That adds at most 3 %."""
 
+MAX_HEADER_BYTES = 100_000_000
+"""Stock safetensors refuses longer headers."""
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """A rank's image, byte by byte. All offsets count from the beginning of the image.
+_MAX_WORLD = 1 << 31
+_RESERVED_PREFIX = "keepstep."
+_DEVICE = re.compile(r"[a-z]{1,16}(:[0-9]{1,4})?")
+
+
+class Entry(NamedTuple):
+    """A tensor and its bytes `[begin, end)` in the image."""
+
+    spec: TensorSpec
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Header:
+    """The content of a header.
 
     `aliases`: other names of tied tensors, each with the name that is stored. `skeleton`: the
-    state's tree, opaque here. `entries`: the tensors in the order of their bytes, without the
-    reserved regions. `twins`: ranks whose images have the very same boxes (the same part of a
-    replica on another node), so that any of them can stand for this one. `parameters`: the
-    parameters of each optimizer, by its component's name; empty if the image does not name them.
+    state's tree, opaque here. `specs`: the tensors in the order of their bytes, without the
+    reserved regions. `extras_capacity_bytes`, `digests_bytes`: sizes of the regions after the
+    tensors. `twins`: ranks of the same world whose images have the very same boxes (the same part
+    of a replica on another node), ascending, so that any of them can stand for this one.
+    `parameters`: the parameters of each optimizer, by the name of its component; empty if the image
+    does not name them.
+    """
+
+    rank: int
+    world: int
+    aliases: Mapping[str, str] = field(repr=False)
+    skeleton: str = field(repr=False)
+    specs: Sequence[TensorSpec] = field(repr=False)
+    extras_capacity_bytes: int
+    digests_bytes: int
+    twins: tuple[int, ...] = ()
+    parameters: Mapping[str, Parameters] = field(default_factory=dict, repr=False)
+
+    def render(self) -> bytes:
+        """The header's bytes: length, JSON, and spaces up to a whole number of pages."""
+        tree: dict[str, Any] = {"__metadata__": self._metadata()}
+        at = 0
+        for spec in (*self.specs, *self._reserved()):
+            tree[spec.name] = {
+                "dtype": spec.stored_dtype,
+                "shape": spec.stored_shape,
+                "data_offsets": (at, at + spec.size_bytes),
+            }
+            at += spec.size_bytes
+        text = _dumps(tree).encode()
+        padded = round_up(8 + len(text)) - 8
+        return padded.to_bytes(8, "little") + text.ljust(padded)
+
+    @property
+    def most_bytes(self) -> int:
+        """An upper bound for the bytes that `render` gives. It counts each name up to five times
+        and 21 characters for each number. Text that is escaped as JSON in JSON in JSON grows at
+        most sixteenfold."""
+        rows = [row for one in self.parameters.values() for row in one]
+        texts = 4 * sum(len(one.name) for one in self.specs) + sum(map(len, self._texts()))
+        numbers = sum(5 * len(one.shape) + len(one.unflattened or ()) + 10 for one in self.specs)
+        numbers += sum(len(shape) + 1 for _, shape in rows) + len(self.twins)
+        return 16 * texts + 21 * numbers + (1 << 16)
+
+    @property
+    def is_ascii(self) -> bool:
+        """Whether all text in the header is ASCII."""
+        return all(map(str.isascii, self._texts()))
+
+    def _texts(self) -> Iterator[str]:
+        yield from (one.name for one in self.specs)
+        yield from (name for one in self.parameters.values() for name, _ in one)
+        yield from (*self.aliases, *self.aliases.values(), *self.parameters, self.skeleton)
+
+    def _reserved(self) -> Iterator[TensorSpec]:
+        sizes = (self.extras_capacity_bytes, self.digests_bytes, PAGE_BYTES)
+        for name, size in zip(reserved_names(self.rank), sizes, strict=True):
+            yield TensorSpec(name, "U8", (size,), Section.REST)
+
+    def _metadata(self) -> dict[str, str]:
+        boxes = {
+            spec.name: {"saved_offsets": spec.stored_offsets}
+            for spec in (*self.specs, *self._reserved())
+        }
+        ours = {
+            "format_version": FORMAT_VERSION,
+            "rank": self.rank,
+            "world": self.world,
+            "sections": _runs(spec.section.value for spec in self.specs),
+            "dtypes": {one.name: one.dtype for one in self.specs if one.dtype in OPAQUE_BYTES},
+            "global_shapes": {
+                one.name: one.global_shape
+                for one in self.specs
+                if one.global_shape not in (None, one.shape)
+            },
+            "aliases": dict(self.aliases),
+            "skeleton": self.skeleton,
+            **self._hints(),
+        }
+        return {
+            "format": "pt",
+            "DCP_VERSION": "1.0",
+            "DCP_SHARDING_INFO": _dumps(boxes),
+            # ASCII, because Python strings may hold lone surrogates, which stock readers refuse.
+            "keepstep": json.dumps(ours, separators=(",", ":")),
+        }
+
+    def _hints(self) -> dict[str, Any]:
+        """Keys that only some images have."""
+        orders = {one.name: one.dim_order for one in self.specs if one.dim_order is not None}
+        strides = {one.name: one.strides for one in self.specs if one.strides is not None}
+        shapes = {one.name: one.unflattened for one in self.specs if one.unflattened is not None}
+        hints = {
+            "twins": self.twins,
+            "dim_orders": orders,
+            "strides": strides,
+            "unflattened_shapes": shapes,
+            "parameters": dict(self.parameters),
+        }
+        if self.specs and all(one.device is not None for one in self.specs):
+            hints["devices"] = _runs(one.device for one in self.specs)
+        return {key: value for key, value in hints.items() if value}
+
+
+def reserved_names(rank: int) -> tuple[str, str, str]:
+    """Names of the three regions at the end of an image. They contain the rank, so that the names
+    in two shards differ."""
+    return f"keepstep.extras.{rank}", f"keepstep.digests.{rank}", f"keepstep.control.{rank}"
+
+
+def round_up(size: int) -> int:
+    """`size` rounded up to whole pages."""
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def read_length(buffer: bytes | memoryview) -> int:
+    """Bytes of the whole header, read from its first eight bytes. Raises FormatError for a length
+    that is too large or not a whole number of pages."""
+    if len(buffer) < 8:
+        raise FormatError(f"{len(buffer)} bytes cannot hold a header")
+    length = 8 + int.from_bytes(buffer[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise FormatError(f"a header of {length} bytes; at most {MAX_HEADER_BYTES} are allowed")
+    if length % PAGE_BYTES or length == 0:
+        raise FormatError(f"a header of {length} bytes is not a whole number of pages")
+    return length
+
+
+def parse_header(header: bytes) -> Header:
+    """Inverse of `render`. Raises FormatError, and VersionError for a newer format.
+
+    It takes at most eight times the header's size in memory: each entry is checked when it is read,
+    and kept as a few small objects.
+    """
+    if header[8:9] != b"{":
+        raise FormatError("the header is not a JSON object")
+    tree, texts = _entries(header)
+    ours = _ours(texts.pop("keepstep"), tree)
+    check_version(ours.get("format_version"))
+    world = fields.integer(ours.get("world"), "world", 1, _MAX_WORLD)
+    rank = fields.integer(ours.get("rank"), "rank", 0, world - 1)
+    names = list(tree)
+    if tuple(names[-3:]) != reserved_names(rank):
+        raise FormatError(f"the header does not end with the reserved entries of rank {rank}")
+    check_names(names[:-3])
+    *specs, extras, digests, _ = _specs(tree, _boxes(texts.pop("DCP_SHARDING_INFO"), tree), ours)
+    return Header(
+        rank=rank,
+        world=world,
+        aliases=MappingProxyType(_aliases(ours.get("aliases"), {spec.name for spec in specs})),
+        skeleton=fields.text(ours.get("skeleton"), "skeleton"),
+        specs=tuple(specs),
+        extras_capacity_bytes=extras.size_bytes,
+        digests_bytes=digests.size_bytes,
+        twins=_twins(ours.get("twins", []), rank=rank, world=world),
+        parameters=MappingProxyType(ours.get("parameters", {})),
+    )
+
+
+# --- JSON, read piece by piece -------------------------------------------------------------------
+
+_Sizes = tuple[int, ...]
+_Raw = tuple[str, _Sizes, _Sizes]
+"""An entry as stock readers see it: dtype, shape, `data_offsets`."""
+
+_DTYPES = {name: name for name in NATIVE_BYTES}
+_INNER = ("keepstep", "DCP_SHARDING_INFO")
+
+
+def _entries(header: bytes) -> tuple[dict[str, _Raw], dict[str, str]]:
+    """All entries in the order of their bytes, and those texts of `__metadata__` that are JSON."""
+    tree: dict[str, _Raw] = {}
+    texts: dict[str, str] = {}
+    reader = Reader(memoryview(header)[8:], what="header")
+    for name in reader.members(known=tree):
+        if name != "__metadata__":
+            tree[name] = _raw(name, reader.value())
+        elif texts:
+            raise FormatError("header: the key '__metadata__' comes twice")
+        else:
+            texts = _texts(reader)
+    reader.end()
+    if not texts:
+        raise FormatError("no __metadata__: this file was not written by keepstep")
+    return tree, texts
+
+
+def _texts(reader: Reader) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for key in reader.members():
+        text = reader.string()
+        if not (is_text(key) and is_text(text)):
+            raise FormatError("header: __metadata__ must be valid Unicode, as stock readers ask")
+        if key in _INNER:
+            texts[key] = text
+    if missing := [key for key in _INNER if key not in texts]:
+        raise FormatError(f"no {missing[0]} in __metadata__: this file was not written by keepstep")
+    ours = Reader(texts["keepstep"], what="keepstep")
+    if next(ours.members(), None) == "format_version":  # check it before anything else
+        check_version(ours.value())
+    return texts
+
+
+def _raw(name: str, value: object) -> _Raw:
+    try:
+        entry = fields.mapping(value, name)
+        dtype, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except KeyError:
+        raise FormatError(f"{quoted(name)}: not an entry of safetensors") from None
+    if len(entry) != 3:
+        raise FormatError(f"{quoted(name)}: not an entry of safetensors")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise FormatError(f"{quoted(name)}: unknown dtype {quoted(dtype)}")
+    return _DTYPES[dtype], fields.sizes(shape, name), fields.sizes(place, name)
+
+
+def _boxes(text: str, tree: dict[str, _Raw]) -> dict[str, _Sizes]:
+    """By name, the `saved_offsets` of every entry."""
+    boxes: dict[str, _Sizes] = {}
+    zeros: dict[_Sizes, _Sizes] = {}
+    reader = Reader(text, what="DCP_SHARDING_INFO")
+    for name in reader.members(known=boxes):
+        if name not in tree:
+            raise FormatError("DCP_SHARDING_INFO does not list exactly the tensors of the header")
+        box = fields.mapping(reader.value(), name)
+        offsets = fields.sizes(box.get("saved_offsets"), name)
+        boxes[name] = offsets if any(offsets) else zeros.setdefault(offsets, offsets)
+    reader.end()
+    if len(boxes) != len(tree):
+        raise FormatError("DCP_SHARDING_INFO does not list exactly the tensors of the header")
+    return boxes
+
+
+def _ours(text: str, tree: dict[str, _Raw]) -> dict[str, Any]:
+    """The known keys of the object `keepstep`. All values are small, except for those that name
+    tensors of the image."""
+    ours: dict[str, Any] = {}
+    reader = Reader(text, what="keepstep")
+    for key in reader.members():
+        if key == "skeleton":
+            ours[key] = reader.string()
+        elif key in _BY_NAME:
+            ours[key] = {}
+            for name in reader.members(known=ours[key]):
+                if key != "aliases" and name not in tree:
+                    raise FormatError(f"{key}: {quoted(name)} is no tensor of this image")
+                ours[key][name] = _BY_NAME[key](reader.value(), name)
+        elif key in _RUNS:
+            ours[key] = _runs_of(reader, key, len(tree))
+        elif key == "parameters":
+            ours[key] = {name: _parameters(reader) for name in reader.members()}
+        elif key in _SINGLE:
+            ours[key] = reader.value()
+        else:
+            reader.skip()
+    reader.end()
+    return ours
+
+
+def _runs_of(reader: Reader, key: str, most: int) -> list[tuple[str, int]]:
+    runs: list[tuple[str, int]] = []
+    known: dict[str, str] = {}
+    for _ in reader.items():
+        run = fields.array(reader.value(), key)
+        if len(run) != 2 or not isinstance(run[0], str) or not _RUNS[key].fullmatch(run[0]):
+            raise FormatError(f"{key}: {quoted(run)} is not a {key[:-1]} and a count")
+        value = known.setdefault(run[0], run[0])
+        runs.append((value, fields.integer(run[1], key, 1, most)))
+    return runs
+
+
+def _parameters(reader: Reader) -> Parameters:
+    rows = []
+    for _ in reader.items():
+        row = fields.array(reader.value(), "parameters")
+        if len(row) != 2:
+            raise FormatError(f"parameters: {quoted(row)} is not a name and a shape")
+        rows.append((fields.text(row[0], "parameters"), fields.sizes(row[1], "parameters")))
+    return tuple(rows)
+
+
+_SECTIONS = {section.value: section for section in Section}
+_RUNS = {"sections": re.compile("|".join(_SECTIONS)), "devices": _DEVICE}
+"""Keys with one value for each tensor, in the order of the tensors, run-length encoded."""
+
+_SINGLE = ("format_version", "rank", "world", "twins")
+_BY_NAME = {
+    "dtypes": fields.text,
+    "global_shapes": fields.sizes,
+    "dim_orders": fields.sizes,
+    "strides": fields.sizes,
+    "unflattened_shapes": fields.sizes,
+    "aliases": fields.text,
+}
+
+
+# --- what it means -------------------------------------------------------------------------------
+
+
+def _twins(value: object, *, rank: int, world: int) -> tuple[int, ...]:
+    twins = tuple(
+        fields.integer(one, "twins", 0, world - 1) for one in fields.array(value, "twins")
+    )
+    if list(twins) != sorted(set(twins) - {rank}):
+        raise FormatError(f"twins: {quoted(value)} are not other ranks in ascending order")
+    return twins
+
+
+def check_version(version: object) -> None:
+    """Raises VersionError if a newer keepstep wrote this, FormatError if `version` is not a
+    possible version."""
+    fields.version(version, FORMAT_VERSION)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises FormatError for tensor names that keepstep reserves or stock readers refuse."""
+    for name in names:
+        if name == "__metadata__" or name.startswith(_RESERVED_PREFIX):
+            raise FormatError(f"{quoted(name)}: this name is reserved")
+        if not is_text(name):
+            raise FormatError(f"{quoted(name)}: names must be valid Unicode")
+
+
+def _specs(
+    tree: dict[str, _Raw], boxes: dict[str, _Sizes], ours: dict[str, Any]
+) -> list[TensorSpec]:
+    """All entries in the order of their bytes, the three reserved ones last."""
+    count = len(tree) - 3
+    sections = [_SECTIONS[one] for one in _spread(ours.get("sections", []), "sections", count)]
+    sections += [Section.REST] * 3
+    devices: list[str | None] = [None] * len(tree)
+    if "devices" in ours:
+        devices[:count] = _spread(ours["devices"], "devices", count)
+    for key in ("dtypes", "global_shapes"):
+        fields.mapping(ours.get(key), key)
+    at, specs = 0, []
+    for name, section, device in zip(list(tree), sections, devices, strict=True):
+        raw = tree.pop(name)
+        spec = _spec(name, section, device, raw, boxes.pop(name), ours)
+        at = _check_place(spec, raw[2], at)
+        specs.append(spec)
+    if any(spec.stored_dtype != "U8" or len(spec.shape) != 1 for spec in specs[-3:]):
+        raise FormatError("the reserved entries are not flat bytes")
+    if specs[-1].size_bytes != PAGE_BYTES:
+        raise FormatError(f"the control page does not have {PAGE_BYTES} bytes")
+    return specs
+
+
+def _spec(
+    name: str,
+    section: Section,
+    device: str | None,
+    raw: _Raw,
+    offsets: _Sizes,
+    ours: dict[str, Any],
+) -> TensorSpec:
+    stored, shape, _ = raw
+    if len(offsets) != len(shape):
+        raise FormatError(f"{quoted(name)}: its offsets do not suit its shape")
+    dtype = ours["dtypes"].get(name, stored)
+    if dtype != stored:
+        shape, offsets = _opaque(name, dtype, stored, shape, offsets)
+    order = ours.get("dim_orders", {}).get(name)
+    if order is not None and sorted(order) != list(range(len(shape))):
+        raise FormatError(f"{quoted(name)}: {quoted(order)} is no order of its dimensions")
+    strides = ours.get("strides", {}).get(name)
+    if strides is not None and (
+        len(strides) != len(shape) or strides_with_gaps(shape, strides) is None
+    ):
+        raise FormatError(f"{quoted(name)}: {quoted(strides)} are no strides of its dimensions")
+    box = _box(name, shape, offsets, ours["global_shapes"].get(name, shape))
+    unflattened = ours.get("unflattened_shapes", {}).get(name)
+    if unflattened is not None and (math.prod(unflattened),) != (box[1] or shape):
+        raise FormatError(f"{quoted(name)}: no vector that {quoted(unflattened)} can be made of")
+    return TensorSpec(name, dtype, shape, section, *box, order, device, unflattened, strides)
+
+
+def _opaque(
+    name: str, dtype: str, stored: str, shape: _Sizes, offsets: _Sizes
+) -> tuple[_Sizes, _Sizes]:
+    """The true shape and offsets of a tensor that is stored as bytes."""
+    if dtype not in OPAQUE_BYTES:
+        raise FormatError(f"{quoted(name)}: unknown dtype {quoted(dtype)}")
+    if stored != "U8" or shape[-1:] != (OPAQUE_BYTES[dtype],) or offsets[-1] != 0:
+        raise FormatError(f"{quoted(name)}: {dtype} is not stored as bytes")
+    return shape[:-1], offsets[:-1]
+
+
+def _box(name: str, shape: _Sizes, offsets: _Sizes, whole: _Sizes) -> tuple[_Sizes, _Sizes | None]:
+    """Offsets and global shape as in `TensorSpec`: `(), None` if the box is the whole tensor."""
+    if whole == shape and not any(offsets):
+        return (), None
+    if len(whole) != len(shape) or any(
+        at + size > limit for at, size, limit in zip(offsets, shape, whole, strict=True)
+    ):
+        raise FormatError(f"{quoted(name)}: its box lies outside of its global shape")
+    return offsets, whole
+
+
+def _check_place(spec: TensorSpec, offsets: _Sizes, at: int) -> int:
+    """Check that the tensor's bytes begin at `at` and have its size. Returns where they end."""
+    if at % spec.element_bytes:
+        raise FormatError(f"{quoted(spec.name)}: its start does not suit {spec.dtype}")
+    end = at + spec.size_bytes
+    if offsets != (at, end) or end > MAX_BYTES:
+        raise FormatError(
+            f"{quoted(spec.name)}: has the bytes {quoted(list(offsets))}, must have [{at}, {end}]"
+        )
+    return end
+
+
+def _aliases(value: object, names: set[str]) -> dict[str, str]:
+    aliases = fields.mapping(value, "aliases")
+    for alias, name in aliases.items():
+        if not isinstance(name, str) or name not in names:
+            raise FormatError(f"the alias {quoted(alias)} means no tensor of this image")
+        if alias in names:
+            raise FormatError(f"{quoted(alias)} is an alias and a tensor")
+    return aliases
+
+
+def _runs(values: Iterable[str | None]) -> list[list[Any]]:
+    """Run-length encoding of `values`: one for each tensor, in the order of the tensors."""
+    runs: list[list[Any]] = []
+    for value in values:
+        if runs and runs[-1][0] == value:
+            runs[-1][1] += 1
+        else:
+            runs.append([value, 1])
+    return runs
+
+
+def _spread(runs: list[tuple[str, int]], key: str, count: int) -> list[str]:
+    """Inverse of `_runs`."""
+    if (told := sum(times for _, times in runs)) != count:
+        raise FormatError(f"{key}: {told} tensors, but the header has {count}")
+    return [value for value, times in runs for _ in range(times)]
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout(Header):
+    """A rank's image, byte by byte. All offsets count from the beginning of the image.
+
+    `header`: its bytes. `entries`: the tensors in the order of their bytes, without the reserved
+    regions.
     """
 
     header: bytes = field(repr=False)
-    id: str = field(compare=False)
-    rank: int = field(compare=False)
-    world: int = field(compare=False)
-    aliases: Mapping[str, str] = field(compare=False, repr=False)
-    skeleton: str = field(compare=False, repr=False)
-    entries: Mapping[str, Entry] = field(compare=False, repr=False)
-    extras_begin: int = field(compare=False)
-    extras_capacity_bytes: int = field(compare=False)
-    twins: tuple[int, ...] = field(compare=False, default=())
-    parameters: Mapping[str, Parameters] = field(compare=False, repr=False, default_factory=dict)
+    id: str
+    entries: Mapping[str, Entry] = field(repr=False)
+    extras_begin: int
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.header == other.header
+
+    def __hash__(self) -> int:
+        return hash(self.header)
 
     @cached_property
     def alike(self) -> Ranks:
@@ -107,14 +587,10 @@ class Layout:
 
     def _serves(self, header: Header) -> bool:
         """Whether this layout holds just what `header` says, but for some room for extras."""
-        room = self.extras_capacity_bytes - header.extras_bytes
-        return (
-            0 <= room < HUGE_PAGE_BYTES
-            and (self.rank, self.world, self.skeleton)
-            == (header.rank, header.world, header.skeleton)
-            and (self.aliases, self.twins) == (header.aliases, header.twins)
-            and self.parameters == header.parameters
-            and [one.spec for one in self.entries.values()] == header.specs
+        room = self.extras_capacity_bytes - header.extras_capacity_bytes
+        return 0 <= room < HUGE_PAGE_BYTES and all(
+            getattr(self, name) == getattr(header, name)
+            for name in ("rank", "world", "skeleton", "aliases", "twins", "parameters", "specs")
         )
 
     @classmethod
@@ -133,11 +609,11 @@ class Layout:
         `size_bytes`: the size of the file that it comes from, if known. Raises FormatError;
         TornError if the buffer or the file is too short; VersionError for a newer format.
         """
-        length = headers.read_length(buffer)
+        length = read_length(buffer)
         if length > len(buffer):
             raise TornError(f"truncated: {len(buffer)} bytes of a header of {length}")
         text = bytes(buffer[:length])
-        layout = cls._from(headers.parse(text), text)
+        layout = cls._from(parse_header(text), text)
         if size_bytes is not None and size_bytes < layout.size_bytes:
             raise TornError(f"truncated: {size_bytes} bytes of an image of {layout.size_bytes}")
         if size_bytes is not None and size_bytes > layout.size_bytes:
@@ -149,17 +625,11 @@ class Layout:
         begins = list(accumulate((one.size_bytes for one in header.specs), initial=len(text)))
         places = zip(header.specs, begins, begins[1:], strict=False)
         layout = cls(
+            **vars(header),
             header=text,
             id=xxh3_128(text).hex(),
-            rank=header.rank,
-            world=header.world,
-            aliases=MappingProxyType(dict(header.aliases)),
-            skeleton=header.skeleton,
             entries=MappingProxyType({one.name: Entry(one, a, b) for one, a, b in places}),
             extras_begin=begins[-1],
-            extras_capacity_bytes=header.extras_bytes,
-            twins=header.twins,
-            parameters=MappingProxyType(dict(header.parameters)),
         )
         if layout.digests_begin % PAGE_BYTES:
             raise FormatError("the digest table does not begin on a page")
@@ -186,15 +656,18 @@ def header_of(
     unknown dtypes.
     """
     specs = sorted(tensors, key=lambda one: (-one.element_bytes, one.section.value, one.name))
-    _check_names(specs)
+    if len(set(names := [spec.name for spec in specs])) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise FormatError(f"two tensors are named {twice!r}")
+    check_names(names)
     tensor_bytes = sum(spec.size_bytes for spec in specs)
     return Header(
         rank=rank,
         world=world,
         aliases=aliases,
         skeleton=skeleton,
-        specs=specs,
-        extras_bytes=headers.round_up(tensor_bytes + extras_capacity_bytes) - tensor_bytes,
+        specs=tuple(specs),
+        extras_capacity_bytes=round_up(tensor_bytes + extras_capacity_bytes) - tensor_bytes,
         digests_bytes=PAGE_BYTES,
         twins=tuple(sorted(twins)),
         parameters=parameters,
@@ -207,22 +680,15 @@ def _render(header: Header) -> bytes:
     tensor_bytes = sum(spec.size_bytes for spec in header.specs)
     while True:
         text = header.render()
-        covered = len(text) + tensor_bytes + header.extras_bytes
+        covered = len(text) + tensor_bytes + header.extras_capacity_bytes
         needed = max(_table_bytes(covered), header.digests_bytes)
         over = (covered + needed + PAGE_BYTES) % HUGE_PAGE_BYTES
         left = HUGE_PAGE_BYTES - over if over and covered >= LEAST_ON_HUGE_PAGES_BYTES else 0
         if needed == header.digests_bytes and not left:
-            headers.read_length(text)
+            read_length(text)
             return text
-        extras_bytes = header.extras_bytes + left
-        header = replace(header, digests_bytes=needed, extras_bytes=extras_bytes)
-
-
-def _check_names(specs: Sequence[TensorSpec]) -> None:
-    if len(set(names := [spec.name for spec in specs])) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise FormatError(f"two tensors are named {twice!r}")
-    headers.check_names(names)
+        room = header.extras_capacity_bytes + left
+        header = replace(header, digests_bytes=needed, extras_capacity_bytes=room)
 
 
 def _chunk_count(size: int) -> int:
@@ -230,4 +696,4 @@ def _chunk_count(size: int) -> int:
 
 
 def _table_bytes(size: int) -> int:
-    return headers.round_up(_chunk_count(size) * DIGEST_BYTES)
+    return round_up(_chunk_count(size) * DIGEST_BYTES)

@@ -1,29 +1,226 @@
-"""The manifest of a shard: header, digest table and control page, checked together.
+"""Reads images and proves that their bytes did not change.
 
-The seal vouches for the control page, the page for the table, and the table for every chunk. So
-with a `Manifest` any chunk can be verified on its own, wherever it comes from.
+Every byte of a sealed shard is covered: the seal covers the control page, the page's `root` covers
+the digest table, and the table covers every chunk before it, including the header. So with a
+`Manifest` (header, table and page, checked together) any chunk can be verified on its own, wherever
+it comes from. An image that was only staged has a seal but no digests, because it stays in the
+memory that it was written to.
+
+No function here holds the GIL for long or allocates in proportion to the size of the image: chunks
+are digested in place.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keepstep.core.shard import Shard
-from keepstep.errors import DigestError, ForeignError, FormatError, ImageError, TornError
-from keepstep.image.control import ControlPage
-from keepstep.image.headers import PAGE_BYTES
-from keepstep.image.layout import Layout
-from keepstep.image.tensors import Section
-from keepstep.image.verify import (
-    Read,
-    check_chunk,
-    check_control,
-    check_table,
-    chunk_bounds,
-    layout_from,
+from keepstep.errors import (
+    DigestError,
+    ForeignError,
+    FormatError,
+    ImageError,
+    TornError,
+    UsageError,
+    few,
 )
-from keepstep.image.xxh3 import DIGEST_BYTES
+from keepstep.image.control import ControlPage
+from keepstep.image.layout import PAGE_BYTES, Layout, read_length, reserved_names
+from keepstep.image.tensors import Section
+from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
+from keepstep.steps import StepId
+
+_FIRST_BYTES = 64 << 10
+"""Bytes of the first read. Most headers are shorter; longer ones need a second read."""
+
+Read = Callable[[int, int], bytes]
+"""Returns all bytes `[begin, end)` of a shard."""
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+def layout_from(read: Read, size_bytes: int) -> Layout:
+    """The layout of a shard of `size_bytes`, in one read or two.
+
+    Raises TornError for a truncated shard, FormatError, VersionError, and whatever `read` raises.
+    """
+    first = read(0, min(_FIRST_BYTES, size_bytes))
+    if len(first) < 8:
+        raise TornError(f"truncated: {len(first)} bytes cannot hold an image")
+    length = read_length(first)
+    if length > size_bytes:  # a hostile length must not allocate more than the file's size
+        raise TornError(f"truncated: {size_bytes} bytes of a header of {length}")
+    if length > len(first):
+        first += read(len(first), length)
+    return Layout.parse(first[:length], size_bytes=size_bytes)
+
+
+def read_layout(fd: int) -> Layout:
+    """The layout of an open shard. Raises as `layout_from` does, and OSError."""
+    return layout_from(lambda at, end: os.pread(fd, end - at, at), os.fstat(fd).st_size)
+
+
+def read_control(fd: int, layout: Layout) -> ControlPage:
+    """The control page of an open shard with this layout, after a check of its seal and that it
+    belongs to this layout. Raises TornError, FormatError, ForeignError, VersionError, OSError."""
+    control = ControlPage.from_bytes(os.pread(fd, PAGE_BYTES, layout.control_begin))
+    check_control(control, layout)
+    return control
+
+
+# --- digests -----------------------------------------------------------------------------------
+
+
+def chunk_bounds(layout: Layout, chunk: int) -> tuple[int, int]:
+    """`[begin, end)` of a chunk; the last one ends where the digest table begins."""
+    begin = chunk * CHUNK_BYTES
+    return begin, min(begin + CHUNK_BYTES, layout.digests_begin)
+
+
+def table_of(layout: Layout, digests: Sequence[bytes]) -> bytes:
+    """The digest table: one digest for each chunk, then zeros up to whole pages. Raises UsageError
+    unless there is exactly one digest for each chunk, because such an image would be sealed but
+    could never be verified."""
+    if [len(one) for one in digests] != [DIGEST_BYTES] * layout.chunk_count:
+        raise UsageError(f"{len(digests)} digests, not one for each of {layout.chunk_count} chunks")
+    return b"".join(digests).ljust(layout.control_begin - layout.digests_begin, b"\0")
+
+
+def section_digests(layout: Layout, view: memoryview, table: bytes) -> dict[str, str]:
+    """A digest (hex) for each section that has bytes. With a known table it costs almost nothing.
+
+    It is the xxh3_128 of a row of 16-byte pieces, one for each chunk that each extent of the
+    section touches: the table's digest if the whole chunk lies in the extent, else the digest of
+    the fragment.
+    """
+    return {
+        section.value: xxh3_128(b"".join(_pieces(layout, view, table, extents))).hex()
+        for section, extents in layout.section_extents.items()
+    }
+
+
+def _pieces(
+    layout: Layout, view: memoryview, table: bytes, extents: tuple[tuple[int, int], ...]
+) -> Iterator[bytes]:
+    for begin, end in extents:
+        for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+            first, last = chunk_bounds(layout, chunk)
+            if begin <= first and last <= end:
+                yield _digest_in(table, chunk)
+            else:
+                yield xxh3_128(view[max(begin, first) : min(end, last)])
+
+
+def seal_for_disk(
+    layout: Layout,
+    view: memoryview,
+    control: ControlPage,
+    *,
+    digests: Sequence[bytes],
+) -> tuple[bytes, bytes]:
+    """(digest table, control page) for the shard of a staged image, as bytes.
+
+    `digests`: of all chunks, in order. The control page MUST be written after everything else was
+    flushed. The caller must set `control.written_at`.
+    """
+    table = table_of(layout, digests)
+    sealed = replace(
+        control, root=xxh3_128(table).hex(), sections=section_digests(layout, view, table)
+    )
+    return table, sealed.to_bytes()
+
+
+def _digest_in(table: bytes | memoryview, chunk: int) -> bytes:
+    return bytes(table[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
+
+
+# --- verifying ---------------------------------------------------------------------------------
+
+
+def check_control(
+    control: ControlPage,
+    layout: Layout,
+    *,
+    run: str | None = None,
+    id: StepId | None = None,
+    path: Path | str | None = None,
+) -> None:
+    """Check that a control page belongs to this layout, and to `run` and `id` if they are given.
+
+    Raises ForeignError if not, and FormatError for extras longer than their region.
+    """
+    expected = [
+        ("layout", control.layout, layout.id),
+        ("rank", control.rank, layout.rank),
+        ("world", control.world, layout.world),
+        ("run", control.run, control.run if run is None else run),
+        ("step", control.id, control.id if id is None else id),
+    ]
+    for what, found, wanted in expected:
+        if found != wanted:
+            raise ForeignError(f"the image of {what} {found}, not of {wanted}", path=path)
+    if control.extras_bytes > layout.extras_capacity_bytes:
+        raise FormatError(
+            f"{control.extras_bytes} bytes of extras in {layout.extras_capacity_bytes}", path=path
+        )
+
+
+def check_table(
+    control: ControlPage,
+    layout: Layout,
+    table: bytes | memoryview,
+    *,
+    path: Path | str | None = None,
+) -> None:
+    """Check that `table` is the digest table that the control page vouches for. Raises DigestError
+    if not, and FormatError for bytes after the last digest."""
+    if control.root is None:
+        raise DigestError("staged only: it has no digests to verify", path=path)
+    if xxh3_128(table) != bytes.fromhex(control.root):
+        raise DigestError(
+            f"step {control.id}, rank {layout.rank}: the digest table is damaged,"
+            " nothing can be verified; use another copy",
+            path=path,
+        )
+    if bytes(table[layout.chunk_count * DIGEST_BYTES :]).strip(b"\0"):
+        raise FormatError("there are bytes behind the last digest", path=path)
+
+
+def check_chunk(
+    layout: Layout,
+    chunk: int,
+    data: memoryview,
+    table: bytes | memoryview,
+    *,
+    path: Path | str | None = None,
+) -> None:
+    """Check that the bytes of one chunk match their digest in the table. Raises DigestError."""
+    if xxh3_128(data) == _digest_in(table, chunk):
+        return
+    begin, end = chunk_bounds(layout, chunk)
+    tensors = tensors_in_chunk(layout, chunk)
+    raise DigestError(
+        f"rank {layout.rank}: chunk {chunk} (bytes {begin} to {end}) is damaged; it holds"
+        f" {few(tensors, 4) or 'the header'}; use another copy",
+        chunk=chunk,
+        tensors=tensors,
+        path=path,
+    )
+
+
+def tensors_in_chunk(layout: Layout, chunk: int) -> tuple[str, ...]:
+    """Names of the tensors (and of the extras) that have bytes in a chunk, in the order of the
+    bytes."""
+    first, last = chunk_bounds(layout, chunk)
+    extras = (reserved_names(layout.rank)[0], layout.extras_begin, layout.digests_begin)
+    places = [(name, one.begin, one.end) for name, one in layout.entries.items()]
+    return tuple(
+        name for name, begin, end in [*places, extras] if max(begin, first) < min(end, last)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

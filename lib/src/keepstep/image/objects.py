@@ -228,14 +228,6 @@ def _to_flag(parts: Any) -> Any:
     return kind(bits)
 
 
-def _to_named_tuple(parts: Any) -> Any:
-    module, name, items = parts
-    kind: Any = _find(module, name)
-    if not is_named_tuple(kind) or len(_few(items)) != len(kind._fields):
-        raise ValueError(f"{module}.{name} is no named tuple of {len(items)} items")
-    return tuple.__new__(kind, items)
-
-
 def _to_namespace(kind: Any, parts: Any) -> Any:
     (attributes,) = _few(parts)
     if type(attributes) is not dict or not all(type(key) is str for key in attributes):
@@ -286,12 +278,9 @@ def of_fields(kind: Any, kept: Any) -> Any:
     return with_fields(kind, kept)
 
 
-def _to_dataclass(parts: Any) -> Any:
+def _to_object(parts: Any) -> Any:
     module, name, kept = parts
-    kind = _find(module, name)
-    if not (dataclasses.is_dataclass(kind) and _is_plain(kind)):
-        raise ValueError(f"{module}.{name} is no plain dataclass")
-    return with_fields(kind, kept)
+    return of_fields(class_of_fields(module, name), tuple(kept) if type(kept) is list else kept)
 
 
 def with_fields(kind: Any, kept: dict[str, Any]) -> Any:
@@ -354,7 +343,7 @@ def _to_fraction(parts: Any) -> fractions.Fraction:
 
 BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!enum": _to_enum,
-    "!dataclass": _to_dataclass,
+    "!dataclass": _to_object,
     "!datetime": functools.partial(_to_clock, datetime.datetime),
     "!time": functools.partial(_to_clock, datetime.time),
     "!date": datetime.date.fromisoformat,
@@ -368,7 +357,7 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!namespace": _to_arguments,
     "!uuid": _to_uuid,
     "!flag": _to_flag,
-    "!namedtuple": _to_named_tuple,
+    "!namedtuple": _to_object,
     "!decimal": _to_decimal,
     "!fraction": _to_fraction,
 }

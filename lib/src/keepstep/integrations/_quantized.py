@@ -82,13 +82,11 @@ def digest(model: Any) -> str:
     return hashed.hexdigest()
 
 
-def check_base(found: tuple[int, Mapping[str, Any]] | None, base: str) -> None:
-    """Raise MismatchError if the frozen part is another one than when the step was kept. `found`:
-    what `Checkpointer.preview` gave.
-    """
-    if found is not None and found[1].get("base", "") != base:
+def check_base(step: int, kept: Mapping[str, Any], base: str) -> None:
+    """Raise MismatchError if the frozen part is another one than when the step was kept."""
+    if kept.get("base", "") != base:
         raise MismatchError(
-            f"step {found[0]} was trained on another frozen base: it holds only what trains, beside"
+            f"step {step} was trained on another frozen base: it holds only what trains, beside"
             " the quantised weights of bitsandbytes, and those that this script has loaded are not"
             " the same (another model, other quantisation, other frozen layers); nothing was"
             " changed. Load the same base, or start a new run (keepstep run --run NAME)"

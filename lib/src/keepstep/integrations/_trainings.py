@@ -1,8 +1,9 @@
-"""Which training the steps of a run are of. A run keeps one training.
+"""What the adapters share: one training of a framework, and the steps of a run that are of it.
 
-A framework that is asked to train what is trained already does nothing, without an error. So a
-step of another training must never be restored: neither that of an earlier training of this
-process (folds of a cross-validation, SFT and then DPO), nor that of another kind of training.
+A run keeps one training. A framework that is asked to train what is trained already does nothing,
+without an error. So a step of another training must never be restored: neither that of an earlier
+training of this process (folds of a cross-validation, SFT and then DPO), nor that of another kind
+of training.
 """
 
 from __future__ import annotations
@@ -13,61 +14,189 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from keepstep.errors import MismatchError, UsageError, few
+from keepstep.checkpointer import Checkpointer, Restored
+from keepstep.client import embedded
+from keepstep.client.session import held_steps
+from keepstep.errors import MismatchError, RestoreError, UsageError, few
+from keepstep.integrations import _quantized, any_rank
 
 log = logging.getLogger("keepstep")
 
 _BEGUN: dict[str, str] = {}
 """By the socket of a run: the training that this process has begun there."""
 
+_SCAN_S = 30.0
 _SHOWN = 8
 _MIB = 1 << 20
 
 
-def check_first(socket_path: str, training: str) -> None:
-    """Raise UsageError if this process has begun a training in this run before."""
-    if before := _BEGUN.get(socket_path):
-        again = "again" if before == training else f"and not only {before}"
-        raise UsageError(
-            f"a run keeps one training, and this process would train {training} {again} in the same"
-            " run: it would go on from the other's last step. Give each training of a process a run"
-            ' of its own by run= and dir= (as in run="dpo", dir="ckpt"; docs/frameworks.md,'
-            " Several trainings in one process), or begin this one in a process and a run of its"
-            " own (keepstep run --run NAME)"
+class Training:
+    """One training of a framework, as its adapter goes through it: `leaves_alone`, `look_ahead`,
+    `restore`, and `say_complete` if nothing is left.
+
+    `kept`: what goes into each step beside the framework's objects, refilled in place by a restore.
+    `at`: the restored step. `speaks`: whether this rank logs what all ranks know.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any], *, speaks: bool) -> None:
+        """`options`: of `Checkpointer`. Raises UsageError if this process has begun a training in
+        this run before.
+        """
+        self.name, self.speaks, self._options = name, speaks, options
+        self.kept: dict[str, Any] = {"training": name, **NOTHING_YET}
+        self.checkpointer: Checkpointer | None = None
+        self.trainable: Trainable | None = None
+        self.at: Restored | None = None
+        self._left_alone = ""
+        self._components: Mapping[str, Any] = {}
+        self._socket_path = embedded.socket(options.get("dir"), options.get("run"))
+        if before := _BEGUN.get(self._socket_path):
+            again = "again" if before == name else f"and not only {before}"
+            raise UsageError(
+                f"a run keeps one training, and this process would train {name} {again} in the same"
+                " run: it would go on from the other's last step. Give each training of a process a"
+                ' run of its own by run= and dir= (as in run="dpo", dir="ckpt"; docs/frameworks.md,'
+                " Several trainings in one process), or begin this one in a process and a run of"
+                " its own (keepstep run --run NAME)"
+            )
+
+    def leaves_alone(self, argument: str, path: Any) -> bool:
+        """Whether the run holds a step, so that the framework must not load its own checkpoint
+        `path`. A collective if there is a path.
+        """
+        if not path:
+            return False
+        socket_path = self._socket_path
+        if not any_rank(bool(socket_path and held_steps(socket_path, timeout_s=_SCAN_S))):
+            return False
+        log.warning("keepstep: %s=%r is left alone: this run holds a step", argument, path)
+        self._left_alone = f"{argument}={path!r}"
+        return True
+
+    def look_ahead(
+        self, components: Mapping[str, Any], model: nn.Module
+    ) -> tuple[int, dict[str, Any]] | None:
+        """Make the Checkpointer; returns the step that `restore` will bring back, and what it will
+        hold of `kept`.
+
+        Raises MismatchError if it is of another training, or of another frozen base; then nothing
+        was changed.
+        """
+        self.kept["base"] = base = _quantized.digest(model)
+        self._components = components
+        self.checkpointer = Checkpointer(components, **self._options)
+        found = self.checkpointer.preview("trainer")
+        if found is not None:
+            self._check_same(*found)
+            _quantized.check_base(*found, base)
+        return found
+
+    def _check_same(self, step: int, kept: Mapping[str, Any]) -> None:
+        before = kept.get("training")
+        if before == self.name:
+            return
+        kept_by = f"is of {before}" if before else "was kept by a script's own Checkpointer"
+        raise MismatchError(
+            f"step {step} of this run {kept_by}, and this is {self.name}; nothing was changed."
+            " Train with the code that saved it, or start a new run (keepstep run --run NAME; with"
+            " dir=: run=NAME)"
         )
 
+    def restore(self, model: nn.Module, arguments: Mapping[str, Any]) -> Restored | None:
+        """Bring back the run's newest step, but for the random states; None if there is none.
 
-def begin(socket_path: str, training: str) -> None:
-    """From now on this process trains in this run."""
-    if socket_path:
-        _BEGUN[socket_path] = training
+        `arguments`: those on which what is trained depends. Raises as `Checkpointer.restore` does.
+        """
+        assert self.checkpointer is not None, "look_ahead comes first"
+        self.trainable = Trainable(model)
+        self.kept["arguments"] = now = _noted(arguments)
+        self.at = self.checkpointer.restore(rng="later")
+        self.begin()
+        if self.at is None:
+            if self._left_alone:
+                raise RestoreError(
+                    f"{self._left_alone} was left alone for a step of this run that not all ranks"
+                    " hold; start this job again, or a new run"
+                )
+            if self.speaks:
+                _say_frozen(self._components.get("model"))
+            return None
+        if self.speaks:
+            _say_changed(self.kept["arguments"], now, step=self.at.step)
+        self.kept["arguments"] = now
+        self.trainable.take_up(self.kept["trainable"])
+        return self.at
+
+    def begin(self) -> None:
+        """From now on this process trains in this run."""
+        if self._socket_path:
+            _BEGUN[self._socket_path] = self.name
+
+    def note(self, **now: Any) -> None:
+        """Write the framework's current state, and which parameters train, into `kept`."""
+        trainable = {} if self.trainable is None else self.trainable.changed()
+        self.kept.update(now, trainable=trainable)
+
+    def interrupted(self, error: KeyboardInterrupt) -> None:
+        """End without making anything durable: the user has interrupted the training (Ctrl-C in a
+        notebook), and may begin it again here.
+        """
+        _BEGUN.pop(self._socket_path, None)
+        if self.checkpointer is not None:
+            self.checkpointer.__exit__(type(error), error, None)
+
+    def say_complete(self, step: int, last: int | None = None) -> None:
+        """Log that nothing is left to train."""
+        if self.speaks:
+            log.warning(
+                "keepstep: this run is complete (step %d%s): nothing is trained; for a new"
+                " training: keepstep run --run NAME (with dir=: run=NAME)",
+                *(step, "" if last is None else f" of {last}"),
+            )
 
 
-def interrupted(socket_path: str) -> None:
-    """The user has interrupted the training (Ctrl-C in a notebook), and may begin it again here."""
-    _BEGUN.pop(socket_path, None)
+NOTHING_YET: Mapping[str, Any] = {"arguments": "{}", "trainable": {}, "base": ""}
+"""What every training's `kept` has beside its name, before the first step."""
 
 
-def check_same(found: tuple[int, Mapping[str, Any]] | None, training: str) -> None:
-    """Raise MismatchError if the step is of another kind of training. `found`: what
-    `Checkpointer.preview` gave.
+class Trainable:
+    """The flags of a model beside those that it had at the beginning of this life: which parameters
+    train, where that changes on the way (gradual unfreezing).
+
+    No state dict holds it: a script that unfreezes in the epoch in which it is to happen does not
+    do so in a life that begins later.
     """
-    if found is None:
-        return
-    step, kept = found
-    before = kept.get("training")
-    if before == training:
-        return
-    kept_by = f"is of {before}" if before else "was kept by a script's own Checkpointer"
-    raise MismatchError(
-        f"step {step} of this run {kept_by}, and this is {training}; nothing was changed. Train"
-        " with the code that saved it, or start a new run (keepstep run --run NAME; with dir=:"
-        " run=NAME)"
-    )
+
+    def __init__(self, model: nn.Module) -> None:
+        places: list[tuple[str, Any, str]] = [
+            (name, one, "requires_grad") for name, one in model.named_parameters()
+        ]
+        places += [
+            (name, one, "track_running_stats")
+            for name, one in model.named_modules()
+            if isinstance(one, _BatchNorm)
+        ]
+        self._places = {f"{name}:{flag}": (one, flag) for name, one, flag in places}
+        self._first = self._now()
+
+    def _now(self) -> dict[str, bool]:
+        return {name: getattr(one, flag) for name, (one, flag) in self._places.items()}
+
+    def changed(self) -> dict[str, bool]:
+        """The flags that are others than at the beginning, by name."""
+        return dict(self._now().items() - self._first.items())
+
+    def take_up(self, changed: Mapping[str, bool]) -> None:
+        """Set what `changed` gave in an earlier life."""
+        for name, value in changed.items():
+            if name in self._places:
+                one, flag = self._places[name]
+                setattr(one, flag, value)
 
 
-def noted(arguments: Mapping[str, Any]) -> str:
+def _noted(arguments: Mapping[str, Any]) -> str:
     """The arguments of a training, as a step keeps them: those that JSON can hold."""
     plain = {
         name: value
@@ -77,7 +206,7 @@ def noted(arguments: Mapping[str, Any]) -> str:
     return json.dumps(plain, sort_keys=True)
 
 
-def say_changed(before: str, now: str, *, step: int) -> None:
+def _say_changed(before: str, now: str, *, step: int) -> None:
     """Log which arguments are others than at the restored step."""
     old, new = json.loads(before), json.loads(now)
     changed = [
@@ -93,16 +222,11 @@ def say_changed(before: str, now: str, *, step: int) -> None:
         )
 
 
-def say_complete(step: int, last: int | None = None) -> None:
-    """Log that nothing is left to train."""
-    log.warning(
-        "keepstep: this run is complete (step %d%s): nothing is trained; for a new training:"
-        " keepstep run --run NAME (with dir=: run=NAME)",
-        *(step, "" if last is None else f" of {last}"),
-    )
+def _shown(arguments: Mapping[str, Any], name: str) -> str:
+    return json.dumps(arguments[name]) if name in arguments else "(none)"
 
 
-def say_frozen(model: object) -> None:
+def _say_frozen(model: object) -> None:
     """Log that most of each step does not train. `model`: what is kept of it; a script's own object
     knows best."""
     if not isinstance(model, nn.Module):
@@ -117,7 +241,3 @@ def say_frozen(model: object) -> None:
             " written with every step all the same; see docs/frameworks.md#lora-and-frozen-models",
             *(frozen / _MIB, (frozen + trained) / _MIB),
         )
-
-
-def _shown(arguments: Mapping[str, Any], name: str) -> str:
-    return json.dumps(arguments[name]) if name in arguments else "(none)"

@@ -20,7 +20,6 @@ These rules must hold:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -31,19 +30,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from keepstep.checkpointer import Checkpointer, Restored
-from keepstep.client import embedded
-from keepstep.client.session import held_steps
+from keepstep.checkpointer import Checkpointer
 from keepstep.errors import RestoreError, UsageError
 from keepstep.integrations import (
     _quantized,
-    _trainings,
-    any_rank,
     loaders,
     require,
     require_torch,
 )
-from keepstep.integrations._trainable import Trainable
+from keepstep.integrations._trainings import NOTHING_YET, Training
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -96,7 +91,6 @@ _META = (
 )
 """The values in the metadata of what was logged; its other fields are functions."""
 
-_SCAN_S = 30.0
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch"
 
 
@@ -139,11 +133,8 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
             return
         _require(_package_of(trainer))
         _refuse(trainer)
-        socket_path = embedded.socket(self.options.get("dir"), self.options.get("run"))
-        training = type(pl_module).__name__
-        _trainings.check_first(socket_path, training)
-        self._fit = _Fit(self, trainer, training, socket_path)
-        self._fit.follow(_held(socket_path))
+        self._fit = _Fit(self, trainer, type(pl_module).__name__)
+        self._fit.follow()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Let another `fit` of this process go on where the user interrupted this one."""
@@ -163,43 +154,33 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
             self._fit.end()
 
 
-@dataclasses.dataclass
-class _Fit:
-    """One `fit()`. `kept`: what goes into each step beside Lightning's objects, refilled in place
-    by a restore: `begun`, how the epoch began, is empty between two epochs; `validated`: whether
-    workers of the validation that outlive it were begun, which draws a seed."""
+class _Fit(Training):
+    """One `fit()`. In `kept`: `begun`, how the epoch began, is empty between two epochs;
+    `validated`: whether workers of the validation that outlive it were begun, which draws a seed.
 
-    callback: KeepstepCallback
-    trainer: Any
-    training: str
-    socket_path: str
-    components: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What is kept; complete once everything is prepared."""
-    trainable: Trainable | None = None
-    previewed: int | None = None
-    """The step of which the callbacks have their states."""
-    kept: dict[str, Any] = dataclasses.field(default_factory=dict)
-    at: Restored | None = None
-    last: int = 0
-    left_alone: Any = None
-    """A Lightning checkpoint that was asked for while the run holds a step."""
-    before_iterator: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The state of the generators when the loaders' iterators were made."""
-    metrics: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
-    """The torchmetrics in the module."""
-    undo: list[tuple[Any, str]] = dataclasses.field(default_factory=list)
+    `components`: what is kept; complete once everything is prepared. `previewed`: the step of which
+    the callbacks have their states. `before_iterator`: the state of the generators when the
+    loaders' iterators were made. `metrics`: the torchmetrics in the module.
+    """
+
+    def __init__(self, callback: KeepstepCallback, trainer: Any, name: str) -> None:
+        super().__init__(name, callback.options, speaks=trainer.is_global_zero)
+        self.callback, self.trainer = callback, trainer
+        self.components: dict[str, Any] = {}
+        self.previewed: int | None = None
+        self.last = 0
+        self.before_iterator: dict[str, Any] = {}
+        self.metrics: list[tuple[str, Any]] = []
+        self.undo: list[tuple[Any, str]] = []
 
     # --- wrapping the trainer's methods --------------------------------------------------------
 
-    def follow(self, held: set[int]) -> None:
+    def follow(self) -> None:
         loop, epoch = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
         connector = self.trainer._checkpoint_connector
 
         def leave_alone(original: Callable[..., Any], path: Any = None, *args: Any) -> Any:
-            if path and any_rank(bool(held)):
-                log.warning("keepstep: ckpt_path=%r is left alone: this run holds a step", path)
-                self.left_alone, path = path, None
-            original(path, *args)
+            original(None if self.leaves_alone("ckpt_path", path) else path, *args)
             self._load_callbacks()
 
         def restore(original: Callable[..., Any]) -> Any:
@@ -275,21 +256,18 @@ class _Fit:
         if not self.undo:
             return
         self._undo()
-        if self.callback.checkpointer is not None:
+        if (checkpointer := self.checkpointer) is not None:
             if self.at is not None:
-                if self.trainer.is_global_zero:
-                    _trainings.say_complete(self.at.step)
-                self._checkpointer.restore_rng()
+                self.say_complete(self.at.step)
+                checkpointer.restore_rng()
             else:
                 self._note()  # with --stage-every, `close` may stage the last step only now
-            self._checkpointer.close()
+            checkpointer.close()
 
     def interrupted(self, error: KeyboardInterrupt) -> None:
         """End without making anything durable."""
         self._undo()
-        _trainings.interrupted(self.socket_path)
-        if self.callback.checkpointer is not None:
-            self._checkpointer.__exit__(type(error), error, None)
+        super().interrupted(error)
 
     def _undo(self) -> None:
         for owner, name in self.undo:
@@ -300,8 +278,8 @@ class _Fit:
 
     @property
     def _checkpointer(self) -> Checkpointer:
-        assert self.callback.checkpointer is not None
-        return self.callback.checkpointer
+        assert self.checkpointer is not None
+        return self.checkpointer
 
     @property
     def _resumes(self) -> bool:
@@ -320,13 +298,12 @@ class _Fit:
 
     def _load_callbacks(self) -> None:
         """Give callbacks the states of the step that will be restored."""
-        base = _quantized.digest(self.trainer.lightning_module)
-        self.kept.update(_nothing_yet(self.trainer.fit_loop), training=self.training, base=base)
+        self._nothing_yet()
         self.components["trainer"] = self.kept
-        self.callback.checkpointer = Checkpointer(self.components, **self.callback.options)
-        found = self._checkpointer.preview("trainer")
-        _trainings.check_same(found, self.training)
-        _quantized.check_base(found, base)
+        try:
+            found = self.look_ahead(self.components, self.trainer.lightning_module)
+        finally:
+            self.callback.checkpointer = self.checkpointer
         if found is None:
             return
         self.previewed, kept = found
@@ -337,37 +314,18 @@ class _Fit:
     def _restore(self) -> None:
         loop = self.trainer.fit_loop
         self.metrics = list(_metrics(self.trainer.lightning_module))
-        self.trainable = Trainable(self.trainer.lightning_module)
         components = self.callback.keepstep_components(self.trainer)
         self.components.update({**components, "trainer": self.kept})
-        arguments = _trainings.noted(_arguments(self.trainer))
-        self.kept.update(
-            _nothing_yet(loop),
-            training=self.training,
-            arguments=arguments,
-            base=self.kept["base"],
-        )
-        self.at = self._checkpointer.restore(rng="later")
-        _trainings.begin(self.socket_path, self.training)
-        if (step := self.at.step if self.at is not None else None) != self.previewed:
+        self._nothing_yet()
+        at = self.restore(self.trainer.lightning_module, _arguments(self.trainer))
+        if (step := at.step if at is not None else None) != self.previewed:
             raise RestoreError(
                 f"callbacks have their states of step {self.previewed}, but step {step} was"
                 " restored, as the newer one cannot be read; start this job again"
             )
-        if self.at is None:
-            if self.trainer.is_global_zero:
-                _trainings.say_frozen(self.components.get("model"))
-            if self.left_alone is not None:
-                raise RestoreError(
-                    f"ckpt_path={self.left_alone!r} was left alone for a step of this run that not"
-                    " all ranks hold; start this job again, or a new run"
-                )
+        if at is None:
             self.last = self.trainer.global_step
             return
-        if self.trainer.is_global_zero:
-            _trainings.say_changed(self.kept["arguments"], arguments, step=self.at.step)
-        self.kept["arguments"] = arguments
-        self.trainable.take_up(self.kept["trainable"])
         loop.load_state_dict(self.kept["loops"])
         self.last = self.trainer.global_step
         if not self.kept["begun"]:
@@ -436,12 +394,28 @@ class _Fit:
 
     def _keep(self) -> None:
         step = self.trainer.global_step
-        if self.callback.checkpointer is None or step <= self.last:
+        if self.checkpointer is None or step <= self.last:
             return  # gradients are accumulated
         self.last = step
         if self._checkpointer.should_save(step):
             self._note()
         self._checkpointer.save(step)
+
+    def _nothing_yet(self) -> None:
+        """Set `kept` to what it is before the first step."""
+        self.kept.update(
+            {**NOTHING_YET, "base": self.kept["base"]},
+            begun={},
+            loops=self.trainer.fit_loop.state_dict(),
+            should_stop=False,
+            callbacks={},
+            generators=[],
+            reloaded=0,
+            validated=False,
+            results={},
+            metrics={},
+            log={"callback": {}, "logged": {}, "bar": {}},
+        )
 
     def _note(self) -> None:
         """Write Lightning's current state into `kept`. Nothing here waits for a GPU."""
@@ -451,9 +425,8 @@ class _Fit:
         between, loops = not self.kept["begun"], trainer.fit_loop.state_dict()
         if not self._own_states():
             loops["state_dict"].pop("combined_loader", None)
-        self.kept.update(
+        self.note(
             loops=loops,
-            trainable=self.trainable.changed() if self.trainable is not None else {},
             should_stop=trainer.should_stop,
             callbacks={key: state for key, state in states if state},
             generators=loaders.own_generators(self._loaders) if between else [],
@@ -527,26 +500,6 @@ def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
             yield name, one
 
 
-def _nothing_yet(loop: Any) -> dict[str, Any]:
-    """`_Fit.kept` before the first step."""
-    return {
-        "training": "",
-        "arguments": "{}",
-        "trainable": {},
-        "base": "",
-        "begun": {},
-        "loops": loop.state_dict(),
-        "should_stop": False,
-        "callbacks": {},
-        "generators": [],
-        "reloaded": 0,
-        "validated": False,
-        "results": {},
-        "metrics": {},
-        "log": {"callback": {}, "logged": {}, "bar": {}},
-    }
-
-
 def _arguments(trainer: Any) -> dict[str, Any]:
     """The arguments on which what is trained depends, and the sizes of the data."""
     found = {
@@ -579,10 +532,6 @@ def _has_length(loader: Any) -> bool:
         return len(loader) >= 0
     except (TypeError, NotImplementedError):
         return False
-
-
-def _held(socket_path: str) -> set[int]:
-    return set(held_steps(socket_path, timeout_s=_SCAN_S)) if socket_path else set()
 
 
 def _kinds(one: Any) -> set[str]:

@@ -32,14 +32,12 @@ from torchtitan.components.checkpointer import (
 from keepstep.checkpointer import Checkpointer
 from keepstep.client import embedded
 from keepstep.errors import UsageError
-from keepstep.integrations import _trainings, require
+from keepstep.integrations import require
+from keepstep.integrations._trainings import Training
 
 log = logging.getLogger("keepstep")
 
 require("torchtitan", importlib.metadata.version("torchtitan"), at_least="0.3", below="0.4")
-
-
-_TRAINING = "torchtitan's Trainer"
 
 
 class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to a checker: Any
@@ -72,13 +70,12 @@ class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to 
         _spread(components, OPTIMIZER, list(given["optimizers"]))
         if components[DATALOADER] is None:
             del components[DATALOADER]
-        self._socket_path = embedded.socket(None)
-        _trainings.check_first(self._socket_path, _TRAINING)
+        self._training = Training("torchtitan's Trainer", {}, speaks=False)
         self.checkpointer = Checkpointer(components)
 
     def _load(self, step: int = -1) -> bool:
         at = self.checkpointer.restore(rng="later")
-        _trainings.begin(self._socket_path, _TRAINING)
+        self._training.begin()
         if at is None:
             return bool(super()._load(step))
         if step != -1 or self.exclude_from_loading:

@@ -30,22 +30,18 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-from keepstep.checkpointer import Checkpointer, Restored
-from keepstep.client import embedded
-from keepstep.client.session import held_steps
-from keepstep.errors import RestoreError, UsageError
+from keepstep.checkpointer import Checkpointer
+from keepstep.errors import UsageError
 from keepstep.image import extras
 from keepstep.integrations import (
     _own_state,
     _quantized,
-    _trainings,
-    any_rank,
     loaders,
     require,
     require_accelerate,
     require_torch,
 )
-from keepstep.integrations._trainable import Trainable
+from keepstep.integrations._trainings import Training
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -79,8 +75,6 @@ them."""
 _RESUMED = "keepstep"
 """Stands for the directory of a checkpoint in Trainer's epoch."""
 
-_SCAN_S = 30.0
-
 
 def attach(trainer: T, **options: Any) -> T:
     """The same trainer, changed so that every step of its `train()` is kept. `options`: the options
@@ -97,36 +91,46 @@ def attach(trainer: T, **options: Any) -> T:
     return trainer
 
 
-@dataclasses.dataclass
-class _Training:
-    """One `train()`. `kept`: what goes into each step beside Trainer's objects, refilled in place
-    by a restore: `epoch` and the step that it `begun_at`; `epoch_rng`: random states at that
-    moment; `own`: those of generators that the loader and its samplers have of their own, then, or
-    between two epochs; `fresh`: whether the loader's iterator was made then; `stopped`: the step
-    count to which training was to go when it stopped; `training` and `arguments`: see `_trainings`;
-    `trainable`: see `Trainable`; `base`: see `_quantized`."""
+class _Training(Training):
+    """One `train()`. In `kept`: `epoch` and the step that it `begun_at`; `epoch_rng`: random states
+    at that moment; `own`: those of generators that the loader and its samplers have of their own,
+    then, or between two epochs; `fresh`: whether the loader's iterator was made then; `stopped`:
+    the step count to which training was to go when it stopped. It already has the tensors, so that
+    the layout has a place for them from the start.
 
-    kept: dict[str, Any]
-    socket_path: str = ""
-    checkpointer: Checkpointer | None = None
-    loader: Any = None
-    prepared: Any = None
-    trainable: Trainable | None = None
-    watch: _own_state.Watch | None = None
-    at: Restored | None = None
-    left_alone: Any = None
-    """A Trainer checkpoint that was asked for while the run holds a step."""
-    taken_up: bool = False
-    epoch_over: bool = False
-    updates_per_epoch: int = 0
-    seconds_before: float = 0.0
-    started: float = dataclasses.field(default_factory=time.monotonic)
-    logged: int = 0
-    """Entries of the log that are in `kept`."""
-    logged_bytes: int = 0
-    """Of the tensor there that holds them."""
-    evaluated: frozenset[str] = frozenset()
-    """Names that Trainer gives the loaders of evaluations which earlier lives have begun."""
+    `logged`: the entries of the log that are in `kept`; `logged_bytes`: of the tensor there that
+    holds them. `evaluated`: names that Trainer gives the loaders of evaluations which earlier lives
+    have begun.
+    """
+
+    def __init__(self, trainer: KeepstepTrainerMixin) -> None:
+        speaks = trainer.is_world_process_zero()
+        super().__init__(_name(trainer), trainer.keepstep_options, speaks=speaks)
+        self.kept.update(
+            epoch=0,
+            begun_at=0,
+            epoch_rng={},
+            own=[],
+            fresh=True,
+            stopped=0,
+            log=torch.zeros(extras.capacity_for(0), dtype=torch.uint8, device="cpu"),
+            state={},
+            callbacks=[],
+            loss=torch.tensor(0.0, device=trainer.args.device),
+            total_loss=0.0,
+            logged_at=0,
+            began_at=0,
+            flos=0.0,
+            evaluated=[],
+            seconds=0.0,
+        )
+        self.loader: Any = None
+        self.prepared: Any = None
+        self.watch: _own_state.Watch | None = None
+        self.taken_up = self.epoch_over = False
+        self.updates_per_epoch = self.logged = self.logged_bytes = 0
+        self.seconds_before, self.started = 0.0, time.monotonic()
+        self.evaluated: frozenset[str] = frozenset()
 
 
 class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker without transformers: Any
@@ -168,26 +172,13 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         only if the run holds no step.
         """
         _refuse(self)
-        options_of_run = {key: self.keepstep_options.get(key) for key in ("dir", "run")}
-        socket_path = embedded.socket(options_of_run["dir"], options_of_run["run"])
-        _trainings.check_first(socket_path, _name(self))
-        kept = _nothing_yet(self.args.device)
-        kept.update(training=_name(self), arguments=_trainings.noted(_arguments(self)))
-        self._keepstep = training = _Training(kept, socket_path)
-        asks = bool(resume_from_checkpoint and socket_path)
-        held = asks and bool(held_steps(socket_path, timeout_s=_SCAN_S))
-        if resume_from_checkpoint and any_rank(held):
-            log.warning(
-                "keepstep: resume_from_checkpoint=%r is left alone: this run holds a step",
-                resume_from_checkpoint,
-            )
-            training.left_alone, resume_from_checkpoint = resume_from_checkpoint, None
+        self._keepstep = training = _Training(self)
+        if training.leaves_alone("resume_from_checkpoint", resume_from_checkpoint):
+            resume_from_checkpoint = None
         try:
             return super().train(resume_from_checkpoint, *args, **options)
         except KeyboardInterrupt as error:
-            _trainings.interrupted(socket_path)
-            if training.checkpointer is not None:
-                training.checkpointer.__exit__(type(error), error, None)
+            training.interrupted(error)
             raise
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
@@ -212,39 +203,21 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         )
         self._prepare_for_training(max_steps, self._now.loader, resume_from_checkpoint)
         training, kept = self._now, self._now.kept
-        training.trainable = Trainable(self.model)
         components = {**self.keepstep_components(), "trainer": kept}
-        training.checkpointer = Checkpointer(components, **self.keepstep_options)
-        kept["base"] = _quantized.digest(self.model)
-        found = training.checkpointer.preview("trainer")
-        _trainings.check_same(found, kept["training"])
-        _quantized.check_base(found, kept["base"])
-        if found is None and self.is_world_process_zero():
-            _trainings.say_frozen(components.get("model"))
-        arguments = kept["arguments"]
-        training.at = training.checkpointer.restore(rng="later")
-        _trainings.begin(training.socket_path, kept["training"])
-        if training.checkpointer.epoch is not None and self.is_world_process_zero():
-            mine = type(self).keepstep_components is KeepstepTrainerMixin.keepstep_components
-            training.watch = _own_state.Watch(self, components.values(), own=mine)
-        if training.checkpointer.epoch is not None:
+        training.look_ahead(components, self.model)
+        at = training.restore(self.model, _arguments(self))
+        if self.checkpointer is not None and self.checkpointer.epoch is not None:
+            if training.speaks:
+                mine = type(self).keepstep_components is KeepstepTrainerMixin.keepstep_components
+                training.watch = _own_state.Watch(self, components.values(), own=mine)
             loaders.tell_of_draws(_torchs(training.loader))
-        if training.at is None:
-            if training.left_alone is not None:
-                raise RestoreError(
-                    f"resume_from_checkpoint={training.left_alone!r} was left alone for a step of"
-                    " this run that not all ranks hold; start this job again, or a new run"
-                )
+        if at is None:
             kept.update(epoch=begin[0], begun_at=begin[0] * num_update_steps_per_epoch)
             return begin
         self._take_up_state()
         step = self.state.global_step
-        if self.is_world_process_zero():
-            _trainings.say_changed(kept["arguments"], arguments, step=step)
-        kept["arguments"] = arguments
         if step >= max_steps or kept["stopped"] == max_steps:
-            if self.is_world_process_zero():
-                _trainings.say_complete(step, max_steps)
+            training.say_complete(step, max_steps)
             return num_train_epochs, 0
         if self.args.ignore_data_skip:
             kept["begun_at"] = step
@@ -373,11 +346,10 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         """Write Trainer's current state into `kept`. Nothing here waits for a GPU."""
         training, state = self._now, self.state
         self._note_log()
-        training.kept.update(
+        training.note(
             state={name: getattr(state, name) for name in _PROGRESS},
             callbacks=[[_name(one), one.state()] for one in self._stateful_callbacks()],
             stopped=state.max_steps if self.control.should_training_stop else 0,
-            trainable=training.trainable.changed() if training.trainable is not None else {},
             loss=self._tr_loss,
             total_loss=self._total_loss_scalar,
             logged_at=self._globalstep_last_logged,
@@ -422,8 +394,6 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
                 left.remove(named)
                 for attribute, value in named[1].get("attributes", {}).items():
                     setattr(one, attribute, value)
-        if training.trainable is not None:
-            training.trainable.take_up(kept["trainable"])
         self.current_flos = kept["flos"]
         training.evaluated = frozenset(kept["evaluated"])
         training.seconds_before = kept["seconds"]
@@ -442,34 +412,6 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
 def _torchs(loader: Any) -> Any:
     """The torch loader inside a loader of accelerate."""
     return getattr(loader, "base_dataloader", loader)
-
-
-def _nothing_yet(device: Any) -> dict[str, Any]:
-    """`_Training.kept` before the first step. It already has the tensors, so that the layout has a
-    place for them from the start.
-    """
-    return {
-        "training": "",
-        "arguments": "{}",
-        "trainable": {},
-        "base": "",
-        "epoch": 0,
-        "begun_at": 0,
-        "epoch_rng": {},
-        "own": [],
-        "fresh": True,
-        "stopped": 0,
-        "log": torch.zeros(extras.capacity_for(0), dtype=torch.uint8, device="cpu"),
-        "state": {},
-        "callbacks": [],
-        "loss": torch.tensor(0.0, device=device),
-        "total_loss": 0.0,
-        "logged_at": 0,
-        "began_at": 0,
-        "flos": 0.0,
-        "evaluated": [],
-        "seconds": 0.0,
-    }
 
 
 def _appended(log: torch.Tensor, size_bytes: int, text: str) -> torch.Tensor:

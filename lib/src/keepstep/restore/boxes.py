@@ -168,6 +168,11 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a tensor of this shape."""
+        return cls((0,) * len(shape), shape)
+
     @property
     def empty(self) -> bool:
         """Whether it holds no element."""

@@ -13,14 +13,15 @@ import os
 import pickle
 import platform
 import threading
+import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from keepstep.client.session import Session
+from keepstep.client.session import Client, Session
 from keepstep.core.candidates import Candidates
 from keepstep.core.suspicion import WITHIN
 from keepstep.core.vote import Decision, choose, limit_of, nothing_is_kept
@@ -52,6 +53,8 @@ _REASON = 2000  # characters
 _RANKS_NAMED = 8
 _INTERRUPTED_S = 2.0
 _BEGINS_S = 0.5
+FIRST_S = 10.0
+EVERY_S = 30.0
 
 Begin = Callable[[Decision], Restore]
 """Makes this rank's restore of the step that was decided on."""
@@ -289,41 +292,30 @@ class Collective:
 
     def announce(self, agreed: Agreed, *, seconds: float) -> None:
         """Tell the sidecar which epoch began. Raises SidecarError."""
-        link = self._connected()
-        begin_epoch(link, agreed.epoch, agreed.tier, seconds=seconds, asked=self._step)
-
-    def _connected(self) -> Session:
         if self._session is None:
             raise KeepstepError("no sidecar")
-        return self._session
+        begin_epoch(self._session, agreed.epoch, agreed.tier, seconds=seconds, asked=self._step)
 
     def _ballot(self, connect: Connect) -> _Ballot:
-        arrival = self._arrive(connect)
+        """Take this rank's lease, and ask what it could restore."""
+        mine = _Ballot(None, os.urandom(4).hex(), step=self._step)
+        if self._session is None:
+            mine = mine._replace(without=platform.node() or "?")
+        else:
+            try:
+                self._stage_every = connect().stage_every
+            except SidecarError as error:
+                mine = mine._replace(error=str(error))
         # a sidecar is asked for its candidates only once all ranks have joined: so one that waits
         # for its neighbours need not guess how long their trainers take to start
-        everyone = not any(self._gather(arrival.error))
-        return self._asked(arrival) if everyone else arrival
-
-    def _arrive(self, connect: Connect) -> _Ballot:
-        """Take this rank's lease."""
-        nonce = os.urandom(4).hex()
-        if self._session is None:
-            return _Ballot(None, nonce, without=platform.node() or "?", step=self._step)
-        try:
-            self._stage_every = connect().stage_every
-        except SidecarError as error:
-            return _Ballot(None, nonce, error=str(error), step=self._step)
-        return _Ballot(None, nonce, step=self._step)
-
-    def _asked(self, arrival: _Ballot) -> _Ballot:
-        """The ballot with what this rank could restore."""
-        if self._session is None:
-            return arrival
+        if any(self._gather(mine.error)) or self._session is None:
+            return mine
         self.doing = "waiting until all ranks know what there is"
         try:
-            return arrival._replace(said=_packed(ask_candidates(self._session)))
+            said = zlib.compress(pickle.dumps(ask_candidates(self._session)), 1)
         except SidecarError as error:
-            return arrival._replace(error=str(error))
+            return mine._replace(error=str(error))
+        return mine._replace(said=said)
 
     def _raise_errors(self, ballots: list[_Ballot]) -> None:
         errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(ballots) if one.error]
@@ -342,10 +334,6 @@ class Collective:
         everyone: list[Any] = [None] * self._world
         torch.distributed.all_gather_object(everyone, mine)
         return everyone
-
-
-def _packed(said: Candidates) -> bytes:
-    return zlib.compress(pickle.dumps(said), 1)
 
 
 def _votes(ballots: list[_Ballot]) -> list[Candidates]:
@@ -413,3 +401,51 @@ def _beside(future: Future[T], work: Callable[[], T]) -> threading.Thread:
             future.set_exception(error)
 
     return threading.Thread(target=run, name="keepstep-vote", daemon=True)
+
+
+# --- what a slow restore waits for, in the trainer's own log ---------------------------------
+
+
+@contextlib.contextmanager
+def telling(path: str, doing: Callable[[], str], *, rank: int) -> Iterator[None]:
+    """Log what this rank waits for after 10 s, and every 30 s from then on.
+
+    `path`: the socket of the sidecar, which knows why a rank may not vote yet and what it has
+    fetched. `doing`: what the collective is doing. Only rank 0 logs it, because it is the same for
+    all ranks.
+    """
+    if not path:
+        yield
+        return
+    began, done = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        wait_s = FIRST_S
+        while not done.wait(wait_s):
+            wait_s = EVERY_S
+            text = _waits_for(path, doing() if rank == 0 else "", rank)
+            if text and not done.is_set():
+                seconds = time.monotonic() - began
+                log.warning("keepstep: restore() goes on after %.0f s: %s", seconds, text)
+
+    thread = threading.Thread(target=tell, name="keepstep-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _waits_for(path: str, doing: str, rank: int) -> str:
+    from keepstep.wire.status import Status  # a fast restore does not pay for this import
+
+    try:
+        with contextlib.closing(Client(path)) as client:
+            status = client.get("/v1/status", Status, timeout_s=5.0)
+    except KeepstepError as error:
+        return f"{doing}; the sidecar: {error}" if doing else ""
+    why = next((one.waits for one in status.ranks if one.rank == rank), "")
+    if why:
+        return f"rank {rank} waits: {why}"
+    fetched = sum(one.received_bytes for one in status.depots)
+    return f"{doing} ({fetched / 1e6:.0f} MB fetched so far)" if doing and fetched else doing

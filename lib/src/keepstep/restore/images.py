@@ -76,20 +76,8 @@ class Wanted(Protocol):
 W = TypeVar("W", bound=Wanted)
 
 
-class StepImages(Protocol):
-    """The images of one step, on any tier. `index`: what they hold, one box per row."""
-
-    index: Index
-
-    @property
-    def nearness(self) -> list[int]:
-        """Per saved rank, for the planner: lower is nearer."""
-
-    def skeleton(self, rank: int) -> str:
-        """The tree of a saved rank's state."""
-
-    def extras(self, rank: int) -> bytes:
-        """The bytes of everything in a saved rank's image that is not a tensor."""
+class Bytes(Protocol):
+    """The bytes of the images of one step, on any tier."""
 
     def flat(self, rank: int) -> Tensor | None:
         """The bytes of a mapped image; None for an image that is read in chunks."""

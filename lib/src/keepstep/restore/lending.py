@@ -17,7 +17,7 @@ import logging
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,10 +146,11 @@ class Lending:
             lender = self._lender.get(rank)
             if lender is None:
                 continue
-            sent = _broadcast(next(mine) if lender == self._rank else None, lender)
-            if sent:
+            sent = [next(mine) if lender == self._rank else b""]
+            torch.distributed.broadcast_object_list(sent, src=lender)
+            if sent[0]:
                 run = ChunkRun(rank=rank, first=chunk, end=chunk + 1)
-                yield run, torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+                yield run, torch.frombuffer(bytearray(sent[0]), dtype=torch.uint8)
 
     def _read(self, chunks: Sequence[tuple[int, int]]) -> Iterator[bytes]:
         """The bytes of these chunks; b"" for each that cannot be read."""
@@ -177,13 +178,6 @@ def _bytes_in(images: Images | None, chunks: Iterable[tuple[int, int]]) -> Itera
             flat = images.flat(rank)
             assert flat is not None, "it is mapped"
             yield _bytes_of(flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])
-
-
-def _broadcast(value: bytes | None, lender: int) -> Any:
-    """Send the lender's value to all ranks of the default process group; returns it."""
-    box = [value]
-    torch.distributed.broadcast_object_list(box, src=lender)
-    return box[0]
 
 
 def _bytes_of(flat: Tensor) -> bytes:

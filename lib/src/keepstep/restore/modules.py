@@ -13,13 +13,13 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from keepstep.errors import UsageError, few
 from keepstep.image import base_of
-from keepstep.restore.targets import Live, Path, SavedTree, Target
+from keepstep.restore.targets import Live, Path, SavedTree, Target, Tensors
 from keepstep.state import sharding
 from keepstep.state.leaves import (
     PLAIN_METADATA,
@@ -31,9 +31,6 @@ from keepstep.state.leaves import (
     plain_tensors,
 )
 from keepstep.state.wrappers import tree_of, unwrap
-
-if TYPE_CHECKING:
-    from keepstep.restore.load import Loader
 
 _FILLED = ("torch.distributed.", "keepstep.")
 _FILLED_IF_EQUAL = ("torch.nn.",)
@@ -143,21 +140,27 @@ def _has_more(module: nn.Module, node: Node, taken: Taken) -> bool:
 
 
 class ModuleLoader:
-    """Plans the restore of one module for a `Loader`."""
+    """Plans the restore of one module for a `Loader`, by its `Tensors`."""
 
-    def __init__(self, loader: Loader, name: str, module: nn.Module) -> None:
-        self._loader, self._name, self._module = loader, name, module
+    def __init__(self, tensors: Tensors, name: str, module: nn.Module) -> None:
+        self._tensors, self._name, self._module = tensors, name, module
         self._memory = {plain.data_ptr() for plain in _memory_of(module)}
-        self._wrappers = {name for name, one in _named_tensors(module) if is_wrapper(one)}
+        named = (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        )
+        self._wrappers = {name for name, one in named if is_wrapper(one)}
         self._prefixes: tuple[str, ...] = ()
         self._given: dict[str, Any] = {}
         self._filled: set[Any] = set()
 
     def plan(self, saved: SavedTree, live: Live, keys: frozenset[Any]) -> None:
-        """Compare and plan; the loader notes the differences. `keys`: the live keys."""
+        """Compare and plan; the differences are noted. `keys`: the live keys."""
         nodes = dict(saved.branches(saved.node))
         self._prefixes = self._own_prefixes(nodes, live, keys)
-        names = _names(saved)
+        # the names of the saved tensors, without ranks
+        leaves = leaves_of(saved.node)
+        names = {path: base_of(leaf[1])[0] for path, leaf in leaves if leaf[0] == "t"}
         whole = self._wrappers & _keys_of(live)
         copied = {path[0] for path, here in live.items() if not self._is_own(here)}
         self._filled = _keys_of(live) - copied
@@ -165,8 +168,8 @@ class ModuleLoader:
             key = path[0]
             if not self._loads(key) or key in whole:
                 self._tensor(path, here._replace(name=names.get(path, here.name)))
-            elif key not in nodes and len(path) == 1 and self._loader.names.find(here.name):
-                self._given[key] = self._loader.handed(here.name, here)
+            elif key not in nodes and len(path) == 1 and self._tensors.names.find(here.name):
+                self._given[key] = self._tensors.handed(here.name, here)
         for key, node in nodes.items():
             if key not in whole and self._is_given(key, node, keys):
                 self._given[key] = self._built(key, node, saved, live)
@@ -174,8 +177,8 @@ class ModuleLoader:
         if self._given or self._prefixes:
             left = {key for key in keys if not self._loads(key)}
             for key in refused_keys(self._module, left | self._given.keys()):
-                self._loader.differ(f"{self._name}.{key}: load_state_dict() refuses it")
-            self._loader.finish_with(self._name, lambda: self._finish(list(nodes), saved))
+                self._tensors.differ(f"{self._name}.{key}: load_state_dict() refuses it")
+            self._tensors.finish_with(self._name, lambda: self._finish(list(nodes), saved))
 
     def _loads(self, key: Any) -> bool:
         return str(key).startswith(self._prefixes)
@@ -189,7 +192,7 @@ class ModuleLoader:
         found = own_prefixes(self._module)
         if found == ("",):
             return found
-        differing = [str(key) for key in keys ^ nodes.keys()] if self._loader.alone else []
+        differing = [str(key) for key in keys ^ nodes.keys()] if self._tensors.alone else []
         if not differing:
             return found
         more = (
@@ -204,9 +207,9 @@ class ModuleLoader:
         if is_extra(path):
             return
         if self._is_own(here) or not here.tensor.numel():
-            self._loader.fill(here)
+            self._tensors.fill(here)
         elif len(path) == 1:  # made by a custom state_dict: load_state_dict can put it back
-            self._given[path[0]] = self._loader.handed(here.name, here)
+            self._given[path[0]] = self._tensors.handed(here.name, here)
 
     def _is_own(self, here: Target) -> bool:
         """Whether it is the module's own memory, and no copy that a custom state_dict made."""
@@ -216,12 +219,12 @@ class ModuleLoader:
         """Whether `load_state_dict` gets what was saved under this key, and not the live tensor."""
         if self._loads(key):
             # of another world, a rank's image may have the keys of other parts of the model
-            return key in keys or self._loader.alone or self._prefixes != ("",)
+            return key in keys or self._tensors.alone or self._prefixes != ("",)
         if key in self._given or (node[0] == "t" and not is_extra((key,))):
             return False
         if key not in keys and not is_extra((key,)):
-            if self._loader.alone and node[0] == "v":
-                self._loader.differ(f"{self._name}.{key}: in the checkpoint, missing here")
+            if self._tensors.alone and node[0] == "v":
+                self._tensors.differ(f"{self._name}.{key}: in the checkpoint, missing here")
             return False
         if is_extra((key,)):
             return True
@@ -232,9 +235,9 @@ class ModuleLoader:
             here = None if is_extra(path) else live.get(path)
             if here is not None and not self._loads(key) and self._is_own(here):
                 return here.live
-            return self._loader.handed(name, here)
+            return self._tensors.handed(name, here)
 
-        return self._loader.built(saved, ("d", ((key, node),)), tensor)[key]
+        return self._tensors.built(saved, ("d", ((key, node),)), tensor)[key]
 
     def _values_elsewhere(
         self, nodes: Mapping[Any, Node], live: Live, keys: frozenset[Any]
@@ -242,11 +245,11 @@ class ModuleLoader:
         """Values (an extra state, for example) that only another saved rank has."""
         tensors = {path[0] for path in live if not is_extra(path)}
         for key in sorted(keys - nodes.keys() - tensors - self._given.keys(), key=str):
-            found = self._loader.elsewhere(self._name, key)
+            found = self._tensors.elsewhere(self._name, key)
             if found is not None:
                 self._given[key] = self._built(key, found[1], found[0], {})
             elif not self._loads(key):
-                self._loader.differ(f"{self._name}.{key}: here, missing in the checkpoint")
+                self._tensors.differ(f"{self._name}.{key}: here, missing in the checkpoint")
 
     def _finish(self, order: list[Any], saved: SavedTree) -> None:
         state: OrderedDict[str, Any] = OrderedDict()
@@ -267,19 +270,9 @@ class ModuleLoader:
         return OrderedDict((path, dict(saved.get(path, PLAIN_METADATA))) for path in paths)
 
 
-def _names(saved: SavedTree) -> dict[Path, str]:
-    """The names of the saved tensors by path, without ranks."""
-    return {path: base_of(leaf[1])[0] for path, leaf in leaves_of(saved.node) if leaf[0] == "t"}
-
-
 def _keys_of(live: Live) -> set[Any]:
     """The keys under which there are live tensors."""
     return {path[0] for path in live}
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _memory_of(module: nn.Module) -> Iterator[Tensor]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from keepstep.errors import UsageError
 from keepstep.image import extras, pickles
 from keepstep.restore.modules import own_prefixes
-from keepstep.restore.pairing import loads_in_its_own_way
+from keepstep.restore.optimizers import loads_in_its_own_way
 from keepstep.state import rng
 from keepstep.state.leaves import PLAIN_METADATA, Node, Taken, build
 from keepstep.state.wrappers import is_known, unwrap

@@ -21,7 +21,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,16 +39,13 @@ from keepstep.errors import (
 )
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
 from keepstep.restore.images import Images
+from keepstep.restore.lending import Lending, LentImages, Shown, show
 from keepstep.restore.load import Loader, check_unused
-from keepstep.save import accelerator
 from keepstep.state import rng
 from keepstep.state.leaves import Taken, TensorLeaf, values_of
 from keepstep.state.wrappers import after_loading, unwrap
 from keepstep.steps import StepId, Tier
 from keepstep.wire.trainer import ChunkRun, Opened, OpenRequest
-
-if TYPE_CHECKING:
-    from keepstep.restore.lending import Lending, Shown
 
 log = logging.getLogger("keepstep")
 
@@ -79,10 +76,8 @@ class Restore:
 
     `stages` run in this order; each gets what all ranks returned from the stage before. `tier`:
     where the image came from; of several images, the farthest tier. `bytes`: what was copied.
-    `rng`: the random states of this rank, {} if the step has none. `every`: read all twins.
+    `rng`: the random states of this rank, {} if the step has none.
     """
-
-    every = False
 
     def __init__(
         self,
@@ -98,10 +93,12 @@ class Restore:
         rng_later: bool = False,
         reader: int | None = None,
         timeout_s: float = RESTORE_S,
+        whole: bool = True,
     ) -> None:
         """`timeout_s`: for fetching this rank's image, or one window of other images. `partial`:
         what earlier attempts have changed. `reader`: the first rank of this node. `rng_later`: the
-        caller sets the random generators, from `rng`.
+        caller sets the random generators, from `rng`. `whole` False: the components are only some
+        of the step's, or even none of them; only their own bytes are read, from any image.
         """
         assert decision.id is not None, "there is something to restore"
         self.tier: Tier = decision.tiers[rank]
@@ -110,7 +107,8 @@ class Restore:
         self._timeout_s = timeout_s
         self._components, self._link, self._take = components, link, take
         self._id: StepId = decision.id
-        self._direct = decision.direct[rank]
+        self._whole = whole
+        self._direct = whole and decision.direct[rank]
         self._lent = bool(decision.lent) and decision.lent[rank]
         self._lenders = decision.lenders
         self._shows: Images | None = None
@@ -140,7 +138,11 @@ class Restore:
             return
         bad, failures = "", 0
         while self._slot is None:
-            opened = self._ask(bad)
+            request = OpenRequest(
+                lease=self._link.lease, id=self._id, timeout_s=self._timeout_s, bad=bad
+            )
+            within_s = self._timeout_s + 10
+            opened = self._link.call("/v1/restore", request, Opened, timeout_s=within_s)
             self.tier = opened.tier
             try:
                 self._map(opened.path)
@@ -163,8 +165,6 @@ class Restore:
         """Show all ranks what this rank lends, if it is a lender."""
         if self._rank not in self._lenders:
             return None
-        from keepstep.restore.lending import show  # a restore that needs no lender does not pay
-
         self._shows = self._all_images(every=True)  # a twin's does not replace a rank's own
         return show(self._shows)
 
@@ -176,12 +176,6 @@ class Restore:
         self._slot = self._shows = self._lending = None
         del self._loader
         threading.Thread(target=held.clear, name="keepstep-unmap", daemon=True).start()
-
-    def _ask(self, bad: str) -> Opened:
-        request = OpenRequest(
-            lease=self._link.lease, id=self._id, timeout_s=self._timeout_s, bad=bad
-        )
-        return self._link.call("/v1/restore", request, Opened, timeout_s=self._timeout_s + 10)
 
     @_without_collections()
     def _map(self, path: str) -> None:
@@ -209,10 +203,15 @@ class Restore:
         taken = self._take()
         slot = self._slot if self._slot is not None and fits(self._slot.layout, taken) else None
         if self._lenders:
-            from keepstep.restore.lending import Lending
-
             self._lending = Lending(shown, rank=self._rank, own=self._shows)
-        images = self._images(shown, slot)
+        if self._lent:
+            images: Images = LentImages(self._link, self._id, shown)
+            self._refuse_dcp(images)
+        elif slot is not None:
+            slot.pin()
+            images = Images.of_slot(self._link, slot, self._control)
+        else:
+            images = self._all_images()
         try:
             self._plan_from(images, taken, kept=None if slot is None else self._kept)
         except CoverageError:
@@ -222,11 +221,6 @@ class Restore:
             self._plan_from(self._all_images(every=True), taken)
         self._partial.check(self._id, self._lasting(taken), self._loader.targets)
         return self._loader.unused(), images.wanted
-
-    def _images(self, shown: Sequence[Any], slot: SlotMapping | None) -> Images:
-        if self._lent:
-            return self._lent_images(shown)
-        return self._all_images() if slot is None else self._own_image(slot)
 
     def _plan_from(
         self, images: Images, taken: Taken, *, kept: dict[str, Any] | None = None
@@ -240,7 +234,7 @@ class Restore:
             trusted=self._trusted,
             kept=kept,
         )
-        self._loader.plan()
+        self._loader.plan(whole=self._whole)
 
     def _lasting(self, taken: Taken) -> Iterator[Tensor]:
         """The tensors of modules. All other tensors last only if they are filled; otherwise, what
@@ -253,45 +247,36 @@ class Restore:
             if path[0] in modules:
                 yield one.whole
 
-    def _own_image(self, slot: SlotMapping) -> Images:
-        accelerator.here().pin(slot)
-        return Images.of_slot(self._link, slot, self._control)
-
     def _all_images(self, *, every: bool = False) -> Images:
         """`every`: see `Images.find`. What this rank lends is asked for once, and is all."""
         if self._shows is not None:
             return self._shows
-        every = every or self.every
+        every = every or not self._whole  # a twin's values may differ from this rank's
         images = Images.find(self._link, self._id, self._timeout_s, every=every)
-        refuse_dcp(images.skeleton(images.stand_in(self._rank)), self._id)
+        self._refuse_dcp(images)
         return images
 
-    def _lent_images(self, shown: Sequence[Any]) -> Images:
-        from keepstep.restore.lending import LentImages
-
-        images = LentImages(self._link, self._id, shown)
+    def _refuse_dcp(self, images: Images) -> None:
         refuse_dcp(images.skeleton(images.stand_in(self._rank)), self._id)
-        return images
 
     def _copy(self, planned: Sequence[Any]) -> None:
         unused = [names for names, _ in planned]
-        chunks = self._chunks([run for _, runs in planned for run in runs])
+        wanted = [run for _, runs in planned for run in runs]
+        chunks = iter(()) if self._lending is None else self._lending.chunks(wanted)
         try:
             # a rank that goes on from its own image has already compared all names with it
             if all(unused):
                 check_unused(unused)
             self._partial.begin(self._loader.targets)
-            self._loader.receive(chunks)
-            self.bytes = self._loader.copy()
+            self.bytes = self._loader.copy(chunks)
         finally:
             for _ in chunks:  # the other ranks are waiting, whatever went wrong here
                 pass
 
-    def _chunks(self, wanted: Sequence[ChunkRun]) -> Iterator[tuple[ChunkRun, Tensor]]:
-        return iter(()) if self._lending is None else self._lending.chunks(wanted)
-
     def _finish(self, _: Sequence[Any]) -> None:
         self._loader.finish()
+        if not self._whole:
+            return
         after_loading(self._components)
         self.rng = self._loader.rng or {}
         if self._loader.difference and self._rank == 0:

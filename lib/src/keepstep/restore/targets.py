@@ -1,5 +1,5 @@
 """The tensors that a running rank must fill: its live tensors as boxes, under the names that images
-use.
+use, and the saved tensors that fill them.
 
 If every rank has a tensor of its own, one of them is stored under the bare name, and the others as
 `name@rank-00001`. This module decides which of them a rank takes, because other ranks may run now
@@ -8,18 +8,36 @@ than at the save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from keepstep.client import copying
 from keepstep.errors import MismatchError, few
-from keepstep.image import Section, base_of, local_name
-from keepstep.restore.boxes import Index, Saved
+from keepstep.image import Section, base_of, extras, local_name
+from keepstep.image.forms import ViewForm
+from keepstep.restore.boxes import Box, Index, Saved
+from keepstep.restore.images import Images
+from keepstep.restore.plan import Want
+from keepstep.state import sharding
+from keepstep.state.accelerator import device_of
 from keepstep.state.dtypes import DTYPE_OF
-from keepstep.state.leaves import Node, TensorLeaf, build, check_values
+from keepstep.state.leaves import (
+    Node,
+    TensorLeaf,
+    build,
+    check_values,
+    empty,
+    leaves_of,
+    metadata_of,
+    parse,
+    values_of,
+)
+from keepstep.state.refill import Refill
 
 _SHOWN = 20
 
@@ -95,19 +113,15 @@ class Names:
         `whole` is False if only a box of the tensor is wanted here and other ranks want other
         boxes. All boxes must then come from the same rank's tensor.
         """
-        saved = self._own(name) if whole and self._locals else None
-        saved = saved or self._index.find(name) or self._anybody(name)
+        owners = self._locals.get(name, ())
+        own = whole and self._rank in owners
+        saved = self._index.find(local_name(name, self._rank)) if own else None
+        saved = saved or self._index.find(name)
+        if saved is None and owners:
+            saved = self._index.find(local_name(name, min(owners)))
         if saved is not None:
             self._used.add(saved.name)
         return saved
-
-    def _own(self, name: str) -> Saved | None:
-        mine = self._rank in self._locals.get(name, ())
-        return self._index.find(local_name(name, self._rank)) if mine else None
-
-    def _anybody(self, name: str) -> Saved | None:
-        owners = self._locals.get(name)
-        return self._index.find(local_name(name, min(owners))) if owners else None
 
 
 def describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
@@ -180,3 +194,306 @@ def raise_differences(differences: Sequence[str]) -> None:
         + few(differences, _SHOWN, by="\n  ", rest="\n  ... and ")
         + f"\n{ADVICE}"
     )
+
+
+class Tensors:
+    """Finds and makes the tensors that a restore fills, and notes what differs. A `Loader` plans
+    by it for whole components.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        *,
+        rank: int,
+        trusted: bool,
+        kept: Mapping[str, Any] | None,
+    ) -> None:
+        """`kept`: the decoded non-tensor part of this rank's own image, if it was decoded
+        already.
+        """
+        self._images, self._rank, self._trusted = images, rank, trusted
+        self.names = Names(images.index, images.stand_in(rank))
+        self.refill = Refill()
+        self._targets: list[Tensor] = []
+        self._wants: list[Want] = []
+        self._finishers: list[tuple[str, Callable[[], None]]] = []
+        self._differences: list[str] = []
+        self._trees: dict[int, dict[str, SavedTree]] = {}
+        self._kept: dict[int, Mapping[str, Any]] = {} if kept is None else {rank: kept}
+        self._made: dict[str, Tensor] = {}
+        self._filled: dict[str, tuple[str, Saved | None]] = {}
+        self._shared: dict[int, Any] = {}
+        self._given: dict[str, Tensor] = {}
+        self._lives: dict[str, Live] = {}
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank's own image is the only one. It must then hold exactly what is here,
+        and nothing else.
+        """
+        return self._images.alone
+
+    def differ(self, text: str) -> None:
+        """Note a difference between checkpoint and model."""
+        self._differences.append(text)
+
+    def finish_with(self, name: str, finish: Callable[[], None]) -> None:
+        """Call `finish` once all tensors are filled. `name`: of the component."""
+        self._finishers.append((name, finish))
+
+    def fill(self, here: Target) -> None:
+        """Plan to fill a module's tensor in place."""
+        saved = self.names.find(here.name, whole=here.whole)
+        first, other = self._first(here, here.name, saved)
+        if first == here.name:
+            self._want(here, saved)
+            self._give(saved, here)
+        elif saved is not None and self._are_two(saved, other):
+            self.differ(f"{here.name}: one tensor with {first} here, but not in the checkpoint")
+
+    def kept(self, name: str, here: Target | None) -> Tensor | None:
+        """The live tensor, to be filled in place, if it is like the saved one; else a new tensor to
+        replace it.
+        """
+        if here is None:
+            return self._kept_anywhere(name)
+        saved = self.names.find(name, whole=here.whole)
+        if saved is not None and here.whole and saved.name in self._given:
+            return self._given[saved.name]
+        first, other = self._first(here, name, saved)
+        if saved is not None and first != name and other is saved:  # tied, and already planned
+            return here.live
+        if saved is not None and here.whole:
+            dtype = DTYPE_OF[saved.dtype]
+            same = saved.shape == here.shape and dtype == here.tensor.dtype
+            if not same or self._were_two(saved, other):
+                made = self.made(saved, here.tensor.device)
+                return self._given.setdefault(saved.name, made)
+        self._want(here._replace(name=name), saved)
+        self._give(saved, here)
+        return here.live
+
+    def _kept_anywhere(self, name: str) -> Tensor | None:
+        """The same where nothing is live: of a tied tensor, another place may have it live."""
+        saved = self.names.find(name)
+        if saved is None:
+            return self.fresh(name)  # notes the difference
+        if saved.name not in self._given and saved.name in self._tied:
+            for tensor, (component, path) in self._places.items():
+                here = self._lives[component].get(path)
+                if here is not None and self.names.find(base_of(tensor)[0]) is saved:
+                    return self.kept(base_of(tensor)[0], here)
+        if saved.name not in self._given:
+            self._given[saved.name] = self.made(saved, None)
+        return self._given[saved.name]
+
+    @cached_property
+    def _tied(self) -> frozenset[str]:
+        """The saved tensors that have several names."""
+        return frozenset(self._images.index.aliases.values())
+
+    def _want(self, target: Target, saved: Saved | None) -> None:
+        dtype = target.tensor.dtype
+        if saved is None:
+            here = describe(target.shape, dtype)
+            self.differ(f"{target.name}: {here} here, missing in the checkpoint")
+        elif saved.shape != target.shape or DTYPE_OF[saved.dtype] != dtype:
+            self.differ(
+                f"{target.name}: {describe_saved(saved)} in the checkpoint,"
+                f" {describe(target.shape, dtype)} here"
+            )
+        else:
+            self._targets.append(target.tensor)
+            box = Box(target.offsets, tuple(target.tensor.shape))
+            self._wants.append(Want(saved.name, box, own=target.own))
+
+    def _give(self, saved: Saved | None, here: Target) -> None:
+        """Note that this live tensor holds the whole saved one: whatever was tied to it, or was a
+        view of it, is so again.
+        """
+        if saved is not None and here.whole and here.live is not None:
+            self._given.setdefault(saved.name, here.live)
+
+    def _base(self, name: str) -> Tensor | None:
+        """The tensor that holds the memory of views: a live one, filled in place, or a new one."""
+        component, path = self._places.get(name, ("", ()))
+        return self.kept(base_of(name)[0], self._lives.get(component, {}).get(path))
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[str, Path]]:
+        """Where in a dict each saved tensor stands itself, and not a view of it."""
+        trees = self._trees_of(self._images.stand_in(self._rank))
+        return {
+            tensor: (name, path)
+            for name in self._lives.keys() & trees.keys()
+            for path, tensor in plain_places(trees[name].node, trees[name].values)
+        }
+
+    def handed(self, name: str, here: Target | None) -> Tensor | None:
+        """A new tensor for the saved one of that name, as `torch.load` makes it: with the saved
+        shape and dtype. If there is a live tensor, it is placed like that.
+        """
+        saved = None if here is None else self.names.find(name, whole=here.whole)
+        if here is None or saved is None:
+            return self.fresh(name)
+        return self.made(saved, here.tensor.device, like=here.live, own=here.own)
+
+    def fresh(
+        self, name: str, device: torch.device | None = None, *, like: Tensor | None = None
+    ) -> Tensor | None:
+        """A new tensor for the saved tensor of that name, see `made`; None if there is no such
+        saved tensor.
+        """
+        saved = self.names.find(name)
+        if saved is None:
+            self.differ(f"{name}: named by the checkpoint's tree, but in none of its images")
+            return None
+        return self.made(saved, device, like=like)
+
+    def made(
+        self,
+        saved: Saved,
+        device: torch.device | None,
+        *,
+        like: Tensor | None = None,
+        own: bool = True,
+    ) -> Tensor:
+        """A new tensor to be filled.
+
+        If `like` is a DTensor of the saved shape, the new tensor is placed like it and gets a box
+        of the saved tensor. Otherwise it gets the whole saved tensor. `own`: see `Want`.
+        """
+        if like is not None and sharding.is_dtensor(like) and saved.shape == tuple(like.shape):
+            sharing = sharding.sharing_of(like, saved.name)
+            local = self._new(saved, tuple(sharding.local_of(like).shape), sharing.offsets, device)
+            return sharding.like(like, local)
+        tensor = self._made.get(saved.name)
+        if tensor is None:
+            at = (0,) * len(saved.shape)
+            tensor = self._made[saved.name] = self._new(saved, saved.shape, at, device, own=own)
+        return tensor
+
+    def _new(
+        self,
+        saved: Saved,
+        shape: tuple[int, ...],
+        offsets: tuple[int, ...],
+        device: torch.device | None,
+        *,
+        own: bool = False,
+    ) -> Tensor:
+        """A new tensor for a box of a saved tensor."""
+        device = device_of(saved.device) if device is None else device
+        strides = saved.strides if shape == saved.shape else None
+        tensor = empty(
+            shape, saved.dim_order, strides=strides, dtype=DTYPE_OF[saved.dtype], device=device
+        )
+        copying.prefer_huge_pages(tensor)
+        self._targets.append(tensor)
+        self._wants.append(Want(saved.name, Box(offsets, shape), own=own))
+        return tensor
+
+    def built(
+        self, saved: SavedTree, node: Node, tensor: Callable[[Path, str], Tensor | None]
+    ) -> Any:
+        """A part of a saved tree over tensors that `copy` fills. `tensor` provides these
+        tensors.
+        """
+        leaves = list(leaves_of(node))
+        names = [leaf[1] for _, leaf in leaves if leaf[0] == "t"]
+        values = saved.values if len(names) < len(leaves) else []
+        made = {name: tensor(path, base_of(name)[0]) for path, name in plain_places(node, values)}
+        made |= {name: self._base(name) for name in names if name not in made}
+        # raises if it makes no sense
+        return build(node, made.__getitem__, values.__getitem__, self._shared)
+
+    def _first(self, target: Target, name: str, saved: Saved | None) -> tuple[str, Saved | None]:
+        """The name and saved tensor under which this live tensor was first planned. If this is its
+        first use, it is planned under `name` with `saved`.
+        """
+        return self._filled.setdefault(target.first, (name, saved))
+
+    def _are_two(self, one: Saved, other: Saved | None) -> bool:
+        """Whether `one` and `other` are different tensors in the checkpoint.
+
+        They are different if a rank that has both did not find them to be one tensor, and their
+        bytes differ as far as can be seen. Stages of a pipeline may each have a copy of a tied
+        weight; these copies are equal.
+        """
+        if other is None or one.name == other.name:
+            return False
+        here, there = _spans(one), _spans(other)
+        return not all(
+            self._same_bytes(rank, here[rank], there[rank]) for rank in here.keys() & there.keys()
+        )
+
+    def _were_two(self, one: Saved, other: Saved | None) -> bool:
+        """The same of what is no module's, which may be two again: equal bytes do not make it one,
+        where a rank had both.
+        """
+        if other is None or one.name == other.name:
+            return False
+        return not _spans(one).keys().isdisjoint(_spans(other)) or self._are_two(one, other)
+
+    def _same_bytes(self, rank: int, one: slice, other: slice) -> bool:
+        flat = self._images.flat(rank)
+        return flat is not None and torch.equal(flat[one], flat[other])
+
+    def elsewhere(self, name: str, key: Any) -> tuple[SavedTree, Node] | None:
+        """What another saved rank has under this key of a component; None if none has it."""
+        index = self._images.index
+        for rank in range(0 if self.alone else index.world):
+            tree = None
+            if rank not in index.absent and rank not in index.left_out:
+                tree = self.tree(rank, name)
+            node = None if tree is None else dict(tree.branches(tree.node)).get(key)
+            if tree is not None and node is not None:
+                return tree, node
+        return None
+
+    def tree(self, rank: int, name: str) -> SavedTree | None:
+        """The tree of a component in the image of a saved rank; None if the image has none."""
+        return self._trees_of(rank).get(name)
+
+    def _trees_of(self, rank: int) -> dict[str, SavedTree]:
+        if rank not in self._trees:
+            branches = parse(self._images.skeleton(rank))
+            self._trees[rank] = {
+                name: SavedTree(
+                    node,
+                    lambda: values_of(self._extras(rank)),
+                    functools.partial(self._metadata, rank, name),
+                )
+                for name, node in branches.items()
+            }
+        return self._trees[rank]
+
+    def _extras(self, rank: int) -> Mapping[str, Any]:
+        """Everything in the image of a saved rank that is not a tensor."""
+        if rank not in self._kept:
+            kept = extras.decode(self._images.extras(rank), trusted=self._trusted)
+            values_of(kept)  # raises if keepstep did not make it
+            self._kept[rank] = kept
+        return self._kept[rank]
+
+    def _metadata(self, rank: int, name: str) -> Mapping[str, Any] | None:
+        return metadata_of(self._extras(rank)).get(name, {})
+
+
+def plain_places(node: Node, values: Sequence[Any]) -> Iterator[tuple[Path, str]]:
+    """The paths and names of tensors that are not views of other ones."""
+    views: set[Path] = set()
+    for path, (kind, at) in leaves_of(node):
+        if kind == "v" and type(values[at]) is ViewForm:
+            views.add(path)
+        elif kind == "t" and path not in views:
+            yield path, at
+
+
+def _spans(saved: Saved) -> dict[int, slice]:
+    """The bytes of a saved tensor in the image of each rank that holds any of it."""
+    itemsize = DTYPE_OF[saved.dtype].itemsize
+    sizes = (saved.sizes.prod(dim=1) * itemsize).tolist()
+    rows = zip(saved.ranks.tolist(), saved.begins.tolist(), sizes, strict=True)
+    return {rank: slice(begin, begin + size) for rank, begin, size in rows if size}

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from keepstep.client import copying
 from keepstep.image.xxh3 import CHUNK_BYTES
-from keepstep.restore.blocks import Block, blocks, byte_range
-from keepstep.restore.images import StepImages
-from keepstep.restore.plan import Piece, Plan
-from keepstep.save import accelerator
+from keepstep.restore.images import Bytes
+from keepstep.restore.plan import Block, Piece, Plan, blocks, byte_range
+from keepstep.state import accelerator
 from keepstep.wire.trainer import ChunkRun
 
 _MOVES_AT_ONCE = 4096
@@ -36,7 +35,7 @@ class Load:
 def run(
     plan: Plan,
     targets: Sequence[Tensor],
-    images: StepImages,
+    images: Bytes,
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> int:
     """Fill `targets` (one per want, with the shape of its box); returns the bytes copied.
@@ -85,7 +84,7 @@ def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Lo
         yield current
 
 
-def chunk_runs(plan: Plan, targets: Sequence[Tensor], images: StepImages) -> tuple[ChunkRun, ...]:
+def chunk_runs(plan: Plan, targets: Sequence[Tensor], images: Bytes) -> tuple[ChunkRun, ...]:
     """The chunks that `run` may ask for, in its order: all of them, and hardly any other."""
     columns, dims = plan.columns, plan.dims
     if not len(columns):
@@ -147,7 +146,7 @@ def _narrow(tensor: Tensor, at: Sequence[int], extent: Sequence[int]) -> Tensor:
 
 
 def _wholes(
-    plan: Plan, targets: Sequence[Tensor], images: StepImages, dtypes: Sequence[torch.dtype]
+    plan: Plan, targets: Sequence[Tensor], images: Bytes, dtypes: Sequence[torch.dtype]
 ) -> int:
     """Copy the wholes. Plain memory is copied by address, because making a view often costs more
     than the copy.
@@ -172,7 +171,7 @@ def _wholes(
 
 
 def _mapped(
-    plan: Plan, targets: Sequence[Tensor], images: StepImages, dtypes: Sequence[torch.dtype]
+    plan: Plan, targets: Sequence[Tensor], images: Bytes, dtypes: Sequence[torch.dtype]
 ) -> int:
     total, moves, copies = 0, [], []
     for piece in plan.parts():

@@ -19,15 +19,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from keepstep.client.embedded import Keeper
-from keepstep.client.http import Client
-from keepstep.client.session import Session
+from keepstep.client.session import Changes, Client, Session
 from keepstep.client.slot import Slot, SlotMapping
-from keepstep.client.wakeups import Changes
 from keepstep.errors import (
     FormatError,
     NoMemoryError,
@@ -36,9 +35,8 @@ from keepstep.errors import (
     SlotUnavailable,
 )
 from keepstep.image import Layout
-from keepstep.save import accelerator
-from keepstep.save.pending import Pending, Verdict
-from keepstep.save.stats import Stats
+from keepstep.save.snapshot import Pending, Verdict
+from keepstep.state import accelerator
 from keepstep.wire.trainer import (
     DiscardRequest,
     LayoutAccepted,
@@ -63,11 +61,49 @@ _REFUSED_S = 10.0
 _REPEAT_S = 60.0
 _KNOWN_STEPS = 10_000
 _KINDS = 100
+_OTHERS = "other reasons"
 _EAGER_WITHIN = 100
 _DRAIN_S = 2.0
 _COPY_S = 60.0
 _ASK_AGAIN = ("starting", "stopping", "no-lease")
 """Error codes of a sidecar that is starting or stopping: the same request goes to the next one."""
+
+
+@dataclass
+class Stats:
+    """Counters of one trainer. Seconds are sums, except those named `last`.
+
+    `saves`: steps that `save` was to keep. Once no step is on its way, each of them was `staged`,
+    `skipped` (nothing was written) or `discarded` (its image was begun, and is lost). `reasons`
+    counts the reasons of skipped and discarded steps. `unkept`: how many saves were not kept since
+    a step was staged; `why_unkept`: the reason of the last one.
+    """
+
+    saves: int = 0
+    staged: int = 0
+    skipped: int = 0
+    discarded: int = 0
+    blocked_s: float = 0.0
+    last_blocked_s: float = 0.0
+    copy_s: float = 0.0
+    last_copy_s: float = 0.0
+    unkept: int = 0
+    why_unkept: str = ""
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def note(self, reason: str) -> str:
+        """Count a reason. Returns the name that it is counted under: the number of kinds is
+        limited.
+        """
+        if reason not in self.reasons and len(self.reasons) >= _KINDS:
+            reason = _OTHERS
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        return reason
+
+    def why_not(self) -> str:
+        """Why steps were not kept, as text for an error message."""
+        reasons = [f"{count} x {reason}" for reason, count in self.reasons.items()]
+        return "; ".join(reasons) or "nothing was saved"
 
 
 class Use(enum.Enum):
@@ -702,7 +738,7 @@ class Agent:
                 self._mappings.pop(known, None)
         mapping = SlotMapping(path, layout)
         mapping.populate()
-        accelerator.here().pin(mapping, self._device)
+        mapping.pin(self._device)
         return mapping
 
     def _register(self) -> None:

@@ -37,9 +37,8 @@ import torch
 from torch import Tensor
 
 from keepstep.errors import few
-from keepstep.save import accelerator
-from keepstep.save.pending import of_bits, sampled
-from keepstep.save.snapshot import may_wait
+from keepstep.save.snapshot import may_wait, of_bits, sampled
+from keepstep.state import accelerator
 from keepstep.state.leaves import Taken, TensorLeaf
 from keepstep.steps import EpochId
 

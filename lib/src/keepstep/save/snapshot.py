@@ -1,27 +1,420 @@
 """From a taken state to an image in a slot: what is copied now, what is copied later, and how later
 copies are guarded.
 
-Before `begin` returns, it copies what the forward pass or Python may change: buffers, tensors in
-plain dicts, values, random states. If `lazy`, it leaves parameters and optimizer state, which only
-an optimizer step changes, to the agent thread.
+Before `Snapshots.begin` returns, it copies what the forward pass or Python may change: buffers,
+tensors in plain dicts, values, random states. If `lazy`, it leaves parameters and optimizer state,
+which only an optimizer step changes, to the agent thread. The image (`Pending`) is *judged* once,
+when it is certain whether the tensors stayed unchanged until they were copied. Then it is sealed,
+or discarded.
+
+Judging compares version counters, addresses and fingerprints with those at `save`, and the bytes of
+the image with the fingerprint of `save`. The training thread must not be inside an operation at
+that moment, because an in-place kernel that still runs has not moved its version counter yet. There
+are two safe moments:
+
+- The training thread judges the image itself (the fence).
+- The training thread was seen to execute Python after the copy was done, so whatever ran when the
+  copy ended has returned. This allows an image to be sealed in the middle of the next forward pass,
+  and a kill then loses only the step in flight.
+
+Of an image of an accelerator, the fence waits for the copies, and then only begins the judgement:
+the device compares the fingerprints when it comes to the fence, and the agent thread reads the
+result. So the training thread does not wait until the device has come there.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from keepstep.client import copying
+from keepstep.client.session import Gate
 from keepstep.client.slot import Slot, SlotMapping
 from keepstep.image import LEAST_ANNOUNCED_BYTES, ControlPage, Layout
-from keepstep.save import accelerator
-from keepstep.save.pending import Fingerprint, Guard, Pending
+from keepstep.state import accelerator
+from keepstep.state.accelerator import check_memory
 from keepstep.state.leaves import Taken, TensorLeaf
-from keepstep.state.memory import check_memory
 from keepstep.steps import Epoch
+
+_SAME, _DIFFERS = 1, 2
+"""What a device tells of a comparison; 0 is nothing yet."""
+
+
+class Verdict(enum.Enum):
+    """The outcome of an image."""
+
+    OPEN = "open"
+    VALID = "valid"
+    MUTATED = "mutated"
+    STAGED = "staged"
+    LOST = "lost"
+
+
+class Guard(NamedTuple):
+    """What must be the same before and after a lazy copy."""
+
+    leaves: tuple[TensorLeaf, ...]
+    versions: tuple[int, ...]
+    pointers: tuple[int, ...]
+    fingerprint: Fingerprint
+    samples: list[torch.Tensor]
+
+    @classmethod
+    def take(cls, leaves: Sequence[TensorLeaf], fingerprint: Fingerprint) -> Guard:
+        """Remember the leaves as they are now."""
+        return cls(
+            tuple(leaves),
+            tuple(map(_version, leaves)),
+            tuple(leaf.tensor.data_ptr() for leaf in leaves),
+            fingerprint,
+            fingerprint.take(),
+        )
+
+    def changed(self) -> str:
+        """The name of a tensor that changed, or ''."""
+        return self.moved() or self._first(self.fingerprint.take(), self.samples)
+
+    def moved(self) -> str:
+        """The name of a tensor whose version or address changed, or ''. Waits for no device."""
+        for leaf, version, pointer in zip(self.leaves, self.versions, self.pointers, strict=True):
+            if _version(leaf) != version or leaf.tensor.data_ptr() != pointer:
+                return leaf.name
+        return ""
+
+    def differences(self) -> list[Tensor]:
+        """Whether the fingerprints differ: a truth value per group, where its samples are."""
+        now = self.fingerprint.take()
+        return [torch.ne(one, other).any() for one, other in zip(now, self.samples, strict=True)]
+
+    def torn(self, mapping: SlotMapping, samples: Sequence[Tensor]) -> str:
+        """The name of a tensor whose bytes in an image are not those of `save`, or ''. `samples`:
+        those of `save`, in host memory.
+        """
+        return self._first(self.fingerprint.in_image(mapping.memory), samples)
+
+    def _first(self, now: Sequence[Tensor], before: Sequence[Tensor]) -> str:
+        for group, (one, other) in enumerate(zip(now, before, strict=True)):
+            if not torch.equal(one, other):
+                sample = int(torch.ne(one, other).nonzero()[0])
+                return self.leaves[self.fingerprint.tensor_of(group, sample)].name
+        return ""
+
+
+def _version(leaf: TensorLeaf) -> int:
+    """Grows with each in-place operation on the tensor, or on the DTensor whose part it is: they
+    count apart.
+    """
+    return leaf.tensor._version + leaf.live._version
+
+
+@dataclass(eq=False)
+class Pending:
+    """One image on its way; see the module.
+
+    `control`: the control page that seals it. `transfers`: builds the remaining copies; called on
+    the agent thread. `done`: per accelerator, the event after its queued copies; `told`: what tells
+    the agent thread of it. `late`: writes into the slot that must wait for them. `announced`: the
+    slot says how far the copy is, for whoever writes it meanwhile. `samples`: those of the guard,
+    in host memory once the copies are done. `thread`: the thread that trains. `fenced`: of an image
+    of an accelerator, whether its copies are done and the devices were asked to compare.
+    """
+
+    slot: Slot
+    control: ControlPage
+    guard: Guard | None
+    transfers: Callable[[], copying.Transfers] | None = None
+    late: list[Callable[[], object]] = field(default_factory=list)
+    done: dict[torch.device, torch.Event] = field(default_factory=dict)
+    told: dict[torch.device, Tensor] = field(default_factory=dict)
+    announced: bool = False
+    samples: list[Tensor] = field(default_factory=list)
+    thread: int = field(default_factory=threading.get_ident)
+    copied: Gate = field(default_factory=Gate)
+    fenced: Gate = field(default_factory=Gate)
+    judged: Gate = field(default_factory=Gate)
+    verdict: Verdict = Verdict.OPEN
+    culprit: str = ""
+    reason: str = ""
+    sealed: bool = False
+    counted: bool = False
+    copy_s: float = 0.0
+    blocked_s: float = 0.0
+    _compared: dict[torch.device, torch.Event] = field(default_factory=dict)
+    _differences: list[Tensor] = field(default_factory=list)
+    _torn: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def step(self) -> int:
+        """The step's number, in the epoch of `control`."""
+        return self.control.step
+
+    @property
+    def waits_on_device(self) -> bool:
+        """Whether an accelerator judges, when it comes to the fence, and not the host."""
+        return bool(self.done) and self.guard is not None
+
+    @property
+    def can_be_reported(self) -> bool:
+        """Whether the image is sealed, or certain never to be."""
+        done = self.copied.is_set() and self.judged.is_set()
+        return done and (self.sealed or self.verdict is not Verdict.VALID)
+
+    def copy(self) -> None:
+        """Move the bytes (training thread)."""
+        self._copy(self._await_devices)
+
+    def _await_devices(self) -> bool:
+        for event in self.done.values():
+            event.synchronize()
+        return True
+
+    def copy_beside(self, give_up: Callable[[], bool]) -> None:
+        """Move the bytes (agent thread). After `give_up`, what devices copy is left as it is."""
+        await_told = accelerator.here().await_told
+        self._copy(lambda: all(await_told(one, give_up) for one in self.told.values()))
+
+    def _copy(self, devices_are_done: Callable[[], bool]) -> None:
+        started = time.perf_counter()
+        mapping = self.slot.mapping
+        if self.transfers is not None:
+            # Spread over threads even if all cores are busy: a computation on all cores is as late
+            # as its latest thread, so taking one whole core costs twice as much as taking half of
+            # two.
+            arrived = mapping.arrived if self.announced else None
+            copying.run(self.transfers(), threads=copying.default_threads(), arrived=arrived)
+        if not devices_are_done():  # the slot may still hold another image
+            return
+        for write in self.late:
+            write()
+        if self.announced:
+            mapping.all_arrived()
+        if (guard := self.guard) is not None:
+            self._torn = guard.torn(mapping, self.samples)
+        self.copy_s += time.perf_counter() - started
+        self.copied.set()
+
+    def fence(self) -> None:
+        """Return when the devices have made their copies; begin to compare fingerprints. The later
+        work of this thread's streams waits for that.
+        """
+        guard = self.guard
+        if guard is None:  # the agent thread has given the image up
+            return
+        device = accelerator.here()
+        if not self.fenced.is_set():
+            self._await_devices()
+            self.culprit, self._differences = guard.moved(), []
+            if not self.culprit:
+                for differs in guard.differences():
+                    if device.device_of(differs) is not None:
+                        self._differences.append(device.tell(differs.to(torch.uint8) + _SAME))
+                    elif differs:
+                        self.culprit = "?"
+            for place in self.done:
+                self._compared[place] = device.computing(place).record_event()
+            self.fenced.set()
+        for place, event in self._compared.items():
+            device.computing(place).wait_event(event)
+
+    def judge(self) -> None:
+        """Decide, once, whether the tensors stayed unchanged. See the module for when this is
+        sound.
+        """
+        guard = self.guard
+        self._decide(lambda: guard.changed() if guard is not None else "")
+
+    def _decide(self, culprit: Callable[[], str]) -> None:
+        with self._lock:
+            if self.verdict is Verdict.OPEN:
+                self.culprit = self._torn or culprit()
+                self.verdict = Verdict.MUTATED if self.culprit else Verdict.VALID
+        self.judged.set()
+
+    def judge_after_progress(self, give_up: Callable[[], bool]) -> None:
+        """Judge as soon as the training thread has been seen to make progress (agent thread)."""
+        if self.guard is None:
+            self.judge()
+            return
+        if self.done:
+            # a write through `.data` may still be queued on the device: only the fence can tell
+            while not self.fenced.wait(1.0) and not give_up():
+                pass
+            if self.fenced.is_set():
+                self._judge_fenced(give_up)
+            return
+        before, pause_s = _position(self.thread), 0.0005
+        while not self.judged.wait(pause_s) and not give_up():
+            # a thread that has ended has no position
+            if not before or _position(self.thread) != before:
+                self.judge()
+            pause_s = min(pause_s * 1.5, 0.01)
+
+    def _judge_fenced(self, give_up: Callable[[], bool]) -> None:
+        """Judge by what the devices found when they came to the fence."""
+        told = [accelerator.here().await_told(one, give_up) for one in self._differences]
+        if 0 not in told:  # else it was given up
+            self._decide(lambda: self.culprit or ("?" if _DIFFERS in told else ""))
+
+    def seal(self) -> None:
+        """Write the control page: from here on, the image is complete."""
+        self.slot.mapping.seal(self.control)
+        self.sealed = True
+
+    def why_lost(self) -> str:
+        """The reason of the loss as text, for the log and the sidecar's counters."""
+        if self.verdict is Verdict.LOST:
+            return self.reason or "it could not be copied"
+        culprit = self.culprit if self.culprit not in ("", "?") else "a tensor"
+        return (
+            f"{culprit} changed before it was copied, outside an optimizer step; wrap such code in"
+            " `with checkpointer.mutating():`. The next save copies eagerly"
+        )
+
+    def finish(self, verdict: Verdict, reason: str = "") -> None:
+        """End this image with any verdict, and let go of all tensors."""
+        self.verdict, self.reason = verdict, reason or self.reason
+        self.guard = None
+        self.transfers, self.late, self._differences = None, [], []
+        self.judged.set()
+
+
+def _position(thread: int) -> tuple[tuple[int, int], ...]:
+    """Where a thread stands in its Python code; a change proves that it executed something."""
+    frame = sys._current_frames().get(thread)
+    position: list[tuple[int, int]] = []
+    while frame is not None and len(position) < 8:
+        position.append((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return tuple(position)
+
+
+# --- fingerprint -----------------------------------------------------------------------------
+#
+# Detects that a tensor changed although its version counter did not (`tensor.data.add_(1)`).
+#
+# Lazy copying is safe only while nothing writes to the tensors. In-place operations move autograd's
+# version counter, but writes through `.data` do not. So a few elements of every tensor are compared
+# as well: at regular strides from the first, at least 16 per tensor (all of a smaller one) and one
+# in every 256 KiB. Any dense update changes them. The image itself is compared, too, because what
+# was changed and changed back during the copy is the same at both ends. A sparse write past the
+# counter (through `.data`, numpy, another process) between save and fence may go unnoticed; the
+# docs say to wrap such code in `checkpointer.mutating()`.
+
+
+_SAMPLES = 16
+_STRIDE_BYTES = 256 << 10
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def of_bits(tensor: Tensor) -> Tensor:
+    """The tensor with elements of at most 8 bytes: complex128 as two doubles."""
+    return tensor if tensor.element_size() in _BITS else torch.view_as_real(tensor)
+
+
+def sampled(tensor: Tensor) -> tuple[Tensor, int]:
+    """A view of a few elements of a dense tensor, as integers, and how far apart they lie in its
+    memory, in elements. `tensor`: see `of_bits`.
+    """
+    flat, size = tensor.as_strided((tensor.numel(),), (1,)), tensor.element_size()
+    stride = max(1, min(flat.numel() // _SAMPLES, _STRIDE_BYTES // size))
+    stride = (stride - 1) | 1  # odd: samples come from all columns of a matrix
+    return flat.view(_BITS[size])[::stride], stride
+
+
+class Fingerprint:
+    """Sample positions of a set of dense tensors; `take` reads them.
+
+    `aliases`: the same tensors. They hold the memory that the live ones had, so that a copy never
+    reads memory that was freed because a live tensor was given other memory.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], begins: Sequence[int]) -> None:
+        """Prepare the views; copies nothing. Tensors must be dense and non-overlapping. `begins`:
+        where the bytes of each begin in the image.
+        """
+        self.aliases = [tensor.detach() for tensor in tensors]
+        device_of = accelerator.here().device_of
+        groups: dict[tuple[torch.device | None, int], _Group] = {}
+        for number, (tensor, begin) in enumerate(zip(self.aliases, begins, strict=True)):
+            if tensor.numel() == 0:
+                continue
+            tensor = of_bits(tensor)
+            size = tensor.element_size()
+            group = groups.setdefault((device_of(tensor), size), _Group(size))
+            group.add(number, tensor, begin)
+        self._groups = list(groups.values())
+        self._storages: frozenset[int] | None = None
+
+    def take(self) -> list[Tensor]:
+        """The current samples: one small tensor per device and element size."""
+        return [torch.cat(group.views) for group in self._groups]
+
+    def in_image(self, memory: memoryview) -> list[Tensor]:
+        """The samples of an image, in the same order."""
+        return [group.in_image(memory) for group in self._groups]
+
+    def tensor_of(self, group: int, sample: int) -> int:
+        """The number of the tensor from which a sample of a group comes."""
+        return self._groups[group].tensor_of(sample)
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether one of the tensors lies in this storage."""
+        if self._storages is None:
+            self._storages = frozenset(one.untyped_storage()._cdata for one in self.aliases)
+        return storage._cdata in self._storages
+
+
+class _Group:
+    """The samples of tensors of one device and element size."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.views: list[Tensor] = []
+        self._tensors: list[tuple[int, Tensor, int, int]] = []
+        self._places: Tensor | None = None
+
+    def add(self, number: int, tensor: Tensor, begin: int) -> None:
+        view, stride = sampled(tensor)
+        self.views.append(view)
+        self._tensors.append((number, tensor, stride, begin // self._size))
+
+    def in_image(self, memory: memoryview) -> Tensor:
+        if self._places is None:
+            self._places = torch.cat([_places(*one[1:]) for one in self._tensors])
+        count = len(memory) // self._size
+        image = torch.frombuffer(memory, dtype=_BITS[self._size], count=count)
+        return image[self._places]
+
+    def tensor_of(self, sample: int) -> int:
+        left = sample
+        for view, (number, *_) in zip(self.views, self._tensors, strict=True):
+            left -= view.numel()
+            if left < 0:
+                return number
+        raise IndexError(sample)
+
+
+def _places(tensor: Tensor, stride: int, begin: int) -> Tensor:
+    """Where every `stride`-th element in memory lies in an image, which is row-major."""
+    samples = torch.arange(0, tensor.numel(), stride)
+    if tensor.is_contiguous():
+        return samples + begin
+    places, row = torch.full_like(samples, begin), 1
+    for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if size > 1:
+            places += samples // step % size * row
+        row *= size
+    return places
 
 
 class _Divided:

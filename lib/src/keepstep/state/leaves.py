@@ -26,7 +26,7 @@ from keepstep.image import (
 from keepstep.image.arrays import ArrayForm, dtype_of
 from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
 from keepstep.state import sharding
-from keepstep.state.devices import device_name
+from keepstep.state.accelerator import device_name
 from keepstep.state.dtypes import code_of
 from keepstep.state.sharding import Sharing
 from keepstep.state.topology import Claim

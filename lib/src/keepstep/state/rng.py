@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from keepstep.state import devices
+from keepstep.state import accelerator
 
 log = logging.getLogger("keepstep")
 
@@ -34,7 +34,7 @@ def capture() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = _numpy_state(numpy.random.get_state(legacy=False))
-    return state | devices.generator_states()
+    return state | accelerator.generator_states()
 
 
 def is_generator(value: Any) -> bool:
@@ -126,7 +126,7 @@ def _apply_numpy(state: Any) -> None:
 
 
 def _apply_devices(kind: str, states: Any) -> None:
-    count = devices.module(kind).device_count() if kind == devices.kind() else 0
+    count = accelerator.module(kind).device_count() if kind == accelerator.kind() else 0
     if len(states) != count:
         log.warning(
             "keepstep: random states of %d devices (%s) were kept, and there are %d here",
@@ -135,7 +135,7 @@ def _apply_devices(kind: str, states: Any) -> None:
             count,
         )
     for at, one in zip(range(count), states, strict=False):
-        devices.set_generator(kind, _byte_tensor(one), at)
+        accelerator.set_generator(kind, _byte_tensor(one), at)
 
 
 def _byte_tensor(data: bytes) -> torch.Tensor:

@@ -23,7 +23,7 @@ from keepstep.image.arrays import LARGE_BYTES, ArrayForm
 from keepstep.image.extras import MAX_DEPTH
 from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
 from keepstep.state import sharding, views
-from keepstep.state.devices import check_device
+from keepstep.state.accelerator import check_device, check_memory
 from keepstep.state.leaves import (
     PLAIN_METADATA,
     Node,
@@ -33,7 +33,6 @@ from keepstep.state.leaves import (
     mark_of,
     plain_tensors,
 )
-from keepstep.state.memory import check_memory
 from keepstep.state.sharding import Sharing
 from keepstep.state.topology import ALONE, Claim, Members, Topology
 from keepstep.state.wrappers import Flat, replication_of, tree_of, unwrap

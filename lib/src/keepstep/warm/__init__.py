@@ -4,8 +4,7 @@ A *fork server* has imported torch and run nothing else. A new process is forked
 becomes what its command line says. A command that cannot be started this way is started cold, and a
 line says why.
 
-    command.py   which command lines can be started warm, and by which interpreter
-    client.py    starts a server, and asks it for a process
+    client.py    which command lines can be started warm; starts a server, asks it for a process
     server.py    the server, which `client` starts
     process.py   the new process: does what exec and the interpreter would have done
     torchrun.py  torchrun as such a process: its workers come from a server of its own

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from keepstep import processes
-from keepstep.client.http import Client
+from keepstep.client.session import Client
 from keepstep.errors import KeepstepError
 from keepstep.steps import StepId
 from keepstep.warm.client import Starter

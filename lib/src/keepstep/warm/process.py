@@ -6,29 +6,37 @@ import atexit
 import builtins
 import contextlib
 import ctypes
+import datetime
 import faulthandler
 import importlib
+import logging
 import os
 import pkgutil
 import runpy
 import signal
+import socket
 import struct
 import sys
 import threading
+import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from keepstep import processes
-from keepstep.warm.command import Python, parse
-from keepstep.warm.rendezvous import await_new_store
+from keepstep.warm.client import Python, parse
 
 _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
 _PAGE: Final = 4096
 _THREADS: Final = "OMP_NUM_THREADS"
+PATIENCE_S: Final = 30.0
+_PAUSE_S: Final = 0.05
+_ANSWER_S: Final = 2.0
+
+log = logging.getLogger("keepstep")
 
 
 @dataclass(frozen=True)
@@ -46,16 +54,6 @@ class Job:
     session: bool
     ignored: list[int]
     files: tuple[int, ...]
-
-
-class Unwind(BaseException):
-    """Raised in a process that was forked below other frames, to leave these frames for the top
-    level.
-    """
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self.job = job
 
 
 # --- what exec does ----------------------------------------------------------------------------
@@ -173,8 +171,8 @@ def _retitle(argv: Sequence[str], environment: Mapping[str, str]) -> None:
 # --- what the interpreter does -----------------------------------------------------------------
 
 
-def run(job: Job) -> None:
-    """Run `job`'s command line as the interpreter would, to its end."""
+def run(job: Job, *, torchrun: Callable[[], NoReturn] | None = None) -> None:
+    """Run `job`'s command line as the interpreter would, to its end; `torchrun` if it is that."""
     python = parse(job.argv)
     assert python is not None, "the server refuses other ones"
     _begin(python)
@@ -186,12 +184,9 @@ def run(job: Job) -> None:
     if python.kind == "module":
         sys.path[0] = os.getcwd()
         sys.argv = [python.what, *python.arguments]
-        if python.torchrun:
-            from keepstep.warm import torchrun
-
-            torchrun.run()
-        else:
-            await_new_store()
+        if torchrun is not None:
+            torchrun()
+        await_new_store()
         runpy._run_module_as_main(python.what)  # type: ignore[attr-defined]  # what `-m` does
         return
     await_new_store()
@@ -244,3 +239,54 @@ def end(code: int) -> NoReturn:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+# --- a rank that is back before rank 0 has noticed ---------------------------------------------
+
+
+def await_new_store(environment: Mapping[str, str] = os.environ) -> None:
+    """Return when there is no store at `MASTER_ADDR`, or one in which no ranks have met yet.
+
+    If each rank is a container of its own, rank 0's process notices the death of another rank some
+    seconds late, and its store answers until it ends. A rank that is back within half a second
+    would find the old store, join the dying rendezvous, and wait there for torch's timeout, half an
+    hour. A cold start is too slow to meet the old store.
+
+    This is for torch's `env://`. It does nothing for rank 0, which has the store itself, and for
+    torchrun's workers, whose agent keeps the store from life to life. After 30 s, it logs a warning
+    and returns.
+    """
+    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    rank = environment.get("RANK", "0")
+    if not address or not port.isdecimal() or rank == "0" or "TORCHELASTIC_RUN_ID" in environment:
+        return
+    deadline = time.monotonic() + PATIENCE_S
+    while _was_used(address, int(port)):
+        if time.monotonic() >= deadline:
+            log.warning(
+                "keepstep: the store at %s:%s is in use for %.0f s; joining it",
+                address,
+                port,
+                PATIENCE_S,
+            )
+            return
+        time.sleep(_PAUSE_S)
+
+
+def _was_used(address: str, port: int) -> bool:
+    """Whether ranks have met in the store there. A store that still waits for them has a single
+    key: the number of ranks that came.
+    """
+    try:
+        # a plain connection first, because torch retries and logs if nothing listens
+        socket.create_connection((address, port), timeout=_ANSWER_S).close()
+    except OSError:
+        return False
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    limit = datetime.timedelta(seconds=_ANSWER_S)
+    try:
+        store = TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False)
+        return store.num_keys() > 1
+    except RuntimeError:  # the store has ended meanwhile, or it is not a store
+        return False

@@ -12,7 +12,6 @@ has confirmed that it knows the pid.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import gc
 import importlib
@@ -23,12 +22,13 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
-from keepstep.warm import process
-from keepstep.warm.client import GO, LARGEST_BYTES
-from keepstep.warm.command import late_differences, parse
-from keepstep.warm.process import Job, Unwind
+from keepstep.processes import become_subreaper
+from keepstep.warm import process, torchrun
+from keepstep.warm.client import GO, LARGEST_BYTES, ForkServer, late_differences, pair, parse
+from keepstep.warm.process import Job
 
 # torch._dynamo: a process's first optimizer imports it, which takes longer than importing torch
 _MODULES: Final = (
@@ -142,12 +142,9 @@ def serve(connection: socket.socket, environment: Mapping[str, str], known: Stam
 
 def _receive(connection: socket.socket) -> Job | None:
     try:
-        data, extra, _, _ = connection.recvmsg(LARGEST_BYTES, socket.CMSG_SPACE(12))
+        data, files, _, _ = socket.recv_fds(connection, LARGEST_BYTES, 3)
     except OSError:
         return None
-    files = array.array("i")
-    for _, _, payload in extra:
-        files.frombytes(payload[: len(payload) // files.itemsize * files.itemsize])
     return Job(**json.loads(data), files=tuple(files)) if data else None
 
 
@@ -166,55 +163,43 @@ def _in_the_way(job: Job, environment: Mapping[str, str], known: Stamps) -> str:
 
 def _fork(connection: socket.socket, job: Job, set_by_imports: Mapping[str, str]) -> Job | None:
     """The job in the new process; None in the server."""
-    said, say = os.pipe()
-    wait, go = os.pipe()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         middle = os.fork()
     except OSError as error:
-        for file in (said, say, wait, go):
-            os.close(file)
+        ours.close()
+        theirs.close()
         _send(connection, {"cold": f"cannot fork ({error.strerror})"})
         return None
     if middle == 0:
         if os.fork():
             os._exit(0)
-        return _begin(connection, job, set_by_imports, (said, say, wait, go))
-    os.close(say)
-    os.close(wait)
+        connection.close()
+        ours.close()
+        return _begin(theirs, job, set_by_imports)
+    theirs.close()
     os.waitpid(middle, 0)  # from here on, the new process is the subreaper's child
-    with open(said, "rb") as reading:
-        answer = reading.read(4096).decode(errors="replace")
-    with open(go, "wb", buffering=0) as told:
+    with ours, contextlib.suppress(OSError):  # the client is gone, or the process was killed
+        answer = ours.recv(4096).decode(errors="replace")
         if not answer.isdigit():
             _send(connection, {"cold": answer or "the new process has died"})
         elif _send(connection, {"pid": int(answer)}):
-            with contextlib.suppress(OSError):  # the client is gone, or the process was killed
-                told.write(connection.recv(len(GO)))
+            ours.send(connection.recv(len(GO)))
     return None
 
 
-def _begin(
-    connection: socket.socket,
-    job: Job,
-    set_by_imports: Mapping[str, str],
-    pipes: tuple[int, int, int, int],
-) -> Job:
-    said, say, wait, go = pipes
+def _begin(server: socket.socket, job: Job, set_by_imports: Mapping[str, str]) -> Job:
     try:
-        connection.close()
-        os.close(said)
-        os.close(go)
         job.environment.update({**set_by_imports, **job.environment})
         process.become(job)
-        os.write(say, str(os.getpid()).encode())
-        os.close(say)
-        told = os.read(wait, len(GO))
-        os.close(wait)
+        server.send(str(os.getpid()).encode())
+        told = server.recv(len(GO))
     except BaseException as error:
-        os.write(say, repr(error).encode())
+        server.send(repr(error).encode())
         os._exit(126)
     if told != GO:
         os._exit(126)
+    server.close()
     return job
 
 
@@ -239,19 +224,27 @@ def main() -> None:
         _send(connection, {"cold": str(refused)})
         os._exit(0)
     _send(connection, {"pid": os.getpid()})
-    process.run(serve(connection, environment, stamps()))
+    job = serve(connection, environment, stamps())
+    while (python := parse(job.argv)) is not None and python.torchrun:
+        # its workers come from a server of its own, forked while it has one thread
+        ours, theirs = pair()
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            become_subreaper()  # the parent of what that server starts
+            server = ForkServer(ours, pid)
+            server.ready = True
+            return process.run(job, torchrun=partial(torchrun.run, server))
+        ours.close()
+        os.setsid()  # keeps the agent's signals from the server
+        job = serve(theirs, dict(os.environ), stamps())
+    process.run(job)
 
 
 def start() -> None:
     """Run the server, and in each process that it starts end as the job does."""
     try:
-        try:
-            main()
-        except Unwind as unwind:  # forked below the frames of a torchrun: a worker of it
-            job = unwind.job
-        else:
-            return
-        process.run(job)
+        main()
     except SystemExit:
         raise
     except BaseException as error:

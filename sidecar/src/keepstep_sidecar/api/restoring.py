@@ -104,6 +104,7 @@ class Restoring:
         self._saving = saving
         self._slots = slots
         self._committer = committer
+        self._local_shards = committer.local_shards
         self._remote_tiers = remote_tiers
         self._restorer = restorer
         self._operator = operator
@@ -117,7 +118,7 @@ class Restoring:
         """What the rank could restore. Raises SidecarError `starting` when the scan is not done."""
         lease = self._saving.leases.require(request.lease)
         await self.votes.ready(lease.rank, timeout_s=request.timeout_s)
-        if not self._committer.scanned:
+        if not self._local_shards.scanned:
             raise refuse("starting", "the volumes are still being scanned; ask again")
         return self._restorer.candidates(lease)
 
@@ -169,13 +170,13 @@ class Restoring:
         self._saving.history.note(
             Kind.FAILED, rank=lease.rank, step=request.id, text=request.reason
         )
-        await self._committer.script_failures.note(request.id)
+        await self._committer.restart.note_failure(request.id)
         self._changes.ring()
 
     def _note(self, rank: int, request: RestoredRequest, lost: int) -> None:
         noted = ReportedRestore(
             rank=rank,
-            epoch=self._committer.ancestry.named(request.epoch),
+            epoch=self._committer.epochs.named(request.epoch),
             tier=request.tier,
             seconds=request.seconds,
             at=time.time(),
@@ -189,7 +190,7 @@ class Restoring:
     def _lost_steps(self, rank: int, parent: StepId | None) -> int:
         """How many steps the rank had staged here after the step that it goes on from."""
         known = {*self._slots.rank(rank).sealed(), self._saving.of(rank).staged}
-        known |= {id for id, held in self._committer.shards.items() if rank in held}
+        known |= {id for id, held in self._local_shards.shards.items() if rank in held}
         if parent is None:
             return 0
         later = [id.step for id in known if id is not None and id.epoch == parent.epoch]

@@ -79,6 +79,8 @@ class Saving:
         self._config = config
         self._slots = slots
         self._committer = committer
+        self._node, self._epochs = committer.node, committer.epochs
+        self._copies, self._local_shards = committer.copies, committer.local_shards
         self._allocator = allocator
         self._changes = changes
         self._last: dict[int, Lease] = {}
@@ -173,7 +175,7 @@ class Saving:
 
     def _take_back(self, rank: int) -> None:
         kept = self._slots.take_back(rank)
-        if kept is not None and not self._committer.ledger.is_dead(kept):
+        if kept is not None and not self._node.is_dead(kept):
             self._committer.feed(Sealed(rank, kept))
         self._changes.ring()
 
@@ -190,7 +192,7 @@ class Saving:
             (one.current.wanted for one in self._slots.ranks.values() if one.current),
             default=self._config.slots,
         )
-        if self._committer.scanned:  # before the scan it is unknown what is already durable
+        if self._local_shards.scanned:  # before the scan it is unknown what is already durable
             here = frozenset(rank for rank in ranks if not worlds or rank < max(worlds))
             self._committer.feed(Serves(here, fewest))
 
@@ -204,7 +206,7 @@ class Saving:
         leased = {rank: self.leases.of(rank) for rank in self.leases.ranks}
         most = max((one.request.local_world for one in leased.values() if one), default=0)
         if all_came or 0 < most <= len(leased):
-            self._slots.moved = frozenset({*self._slots.ranks, *self._committer.ranks()})
+            self._slots.moved = frozenset({*self._slots.ranks, *self._copies.ranks()})
         self._slots.moved -= leased.keys()
 
     # --- layout ------------------------------------------------------------------------------
@@ -319,7 +321,7 @@ class Saving:
         counters.copy_s += request.copy_s
         counters.staged, counters.staged_at = id, time.time()
         counters.unkept = None
-        self._committer.see_epoch(request.epoch)
+        self._epochs.see(request.epoch)
         self.uncaught = None
         self.restarts.staged(slots.rank, id, blocked_s=request.blocked_s)
         say("staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
@@ -328,7 +330,7 @@ class Saving:
         self.compare_steps()
         if self._slots.holds_old_layouts(slots):
             alive = [rank for rank in self._slots.ranks if self.leases.of(rank)]
-            common, moved = self._committer.node.common(), self._slots.moved
+            common, moved = self._node.common(), self._slots.moved
             if self._slots.drop_old_layouts(common, alive=alive) and moved:
                 self._grow()
         self._changes.ring()

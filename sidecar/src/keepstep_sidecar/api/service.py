@@ -112,7 +112,7 @@ class Service:
         self.tasks.keep(self._keep_looking, "scan")
         self.tasks.keep(self._watch_volumes, "watch volumes")
         self.tasks.keep(self.committer.sweep, "retire what was in use")
-        self.tasks.keep(self.committer.early_writes.follow, "follow copies")
+        self.tasks.keep(self.committer.images.early.follow, "follow copies")
         self.remote_tiers.start(self.tasks, self.restorer.prefetch)
         if self.config.owner_pid is not None:
             self.owner.watch(self.config.owner_pid)
@@ -124,10 +124,16 @@ class Service:
         for example after a shard turned out to be damaged. Runs until cancelled."""
         await self._look()
         while True:
-            await self.changes.until(lambda: bool(self.committer.scan_failed), timeout_s=3600.0)
+            await self.changes.until(
+                lambda: bool(self.committer.local_shards.scan_failed), timeout_s=3600.0
+            )
             pause_s = _WATCH_S
-            while self.committer.scan_failed:
-                warn("scan failed", reason=self.committer.scan_failed, again_in_s=pause_s)
+            while self.committer.local_shards.scan_failed:
+                warn(
+                    "scan failed",
+                    reason=self.committer.local_shards.scan_failed,
+                    again_in_s=pause_s,
+                )
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 await self._look()
@@ -150,7 +156,9 @@ class Service:
                     await self.stop(StopRequest(drain=False))
                     return
             try:
-                mended = self.committer.scanned and await self.committer.blocking(self.volumes.mend)
+                mended = self.committer.local_shards.scanned and await self.committer.blocking(
+                    self.volumes.mend
+                )
             except StorageError as error:
                 if str(error) != trouble:
                     warn("volume lost", reason=str(error))
@@ -159,8 +167,7 @@ class Service:
             trouble = ""
             if mended:
                 warn("volume made anew", reason="somebody removed the run's directory")
-                shards = self.committer.local_shards
-                shards.replace((), before=shards.known())  # whether or not the scan succeeds
+                self.committer.local_shards.removed()  # whether or not the scan succeeds
                 self.committer.feed(Serves(frozenset(), self.config.slots))  # and then anew
                 await self._look()
 
@@ -173,7 +180,7 @@ class Service:
         return await self._is_removed() and self._is_alone
 
     async def _is_removed(self) -> bool:
-        if not self.committer.scanned:
+        if not self.committer.local_shards.scanned:
             return False
         try:
             return bool(await self.committer.blocking(self.volumes.is_removed))
@@ -292,7 +299,7 @@ class Service:
         if even_unwritten or (id := self.committer.node.unwritten()) is None:
             self.slots.forget_all()
         else:
-            warn("memory kept", step=str(id), reason=self.committer.trouble)
+            warn("memory kept", step=str(id), reason=self.committer.images.trouble)
 
     def _end(self) -> None:
         self.ending = True
@@ -330,12 +337,12 @@ class Service:
 
     async def obey(self, reply: ReportReply) -> None:
         """Apply the operator's answer to a report. A new plan is prefetched meanwhile."""
-        before = self.committer.operator_view.word.plan
+        before = self.committer.node.heard.plan
         await self.committer.hear(reply)
         self.remote_tiers.meet(
             reply.peers, self.tasks.spawn, awaits=reply.awaits, complete=reply.all_peers
         )
-        if reply.plan is not None and reply.plan != before and self.committer.scanned:
+        if reply.plan is not None and reply.plan != before and self.committer.local_shards.scanned:
             self.tasks.spawn(self.restorer.prefetch(), "prefetch")
         self._heed(leaving=reply.leaving)
 
@@ -347,7 +354,7 @@ class Service:
         if not leaving:
             self._outlived = None
             return
-        newest = max(self.committer.node.planner.common(), default=None)
+        newest = max(self.committer.node.kept_by_all(), default=None)
         again = self._outlived is not None and (newest == self._outlived or len(self.leases) > 0)
         if newest is not None and not again and not self._outliving and not self.ending:
             self._outliving, self._outlived = True, newest

@@ -32,11 +32,11 @@ async def status(service: Service) -> Status:
     """The current state. Asks the volumes for their space, so it may take a few milliseconds."""
     volumes = await volume_status(service)
     committer = service.committer
-    planner, ledger = committer.node.planner, committer.look()
-    pacing = committer.pacing
+    node, ledger, totals = committer.node, committer.look(), committer.images.totals
+    pacing = node.pacing
     marks = {
-        Tier.MEMORY: newest_of(ledger.watermark(Tier.MEMORY), committer.operator_view.word.memory),
-        Tier.LOCAL: committer.last_commit(),
+        Tier.MEMORY: newest_of(ledger.watermark(Tier.MEMORY), node.heard.memory),
+        Tier.LOCAL: node.last_commit(),
         **{tier: ledger.watermark(tier) for tier in committer.remotes.tiers},
     }
     newest = max(
@@ -50,25 +50,25 @@ async def status(service: Service) -> Status:
         protocol=PROTOCOL,
         locked=pinned(service),
         hints=hints(service),
-        epoch=committer.epoch or max(ledger.epochs, key=lambda one: one.id, default=None),
+        epoch=committer.epochs.current or max(ledger.epochs, key=lambda one: one.id, default=None),
         watermarks={str(tier): id for tier, id in marks.items() if id is not None},
-        committed_at=committer.committed_at,
+        committed_at=committer.local_shards.committed_at,
         reported_at=service.operator.heard_at,
-        persist_every=planner.grid.interval(newest),
+        persist_every=node.persist_every(newest),
         persist_interval=pacing.interval if pacing else None,
         persist_measured=pacing.measured if pacing else None,
         stage_every=service.config.stage_every,
-        persisted=planner.counts.persisted,
-        persist_skipped=planner.counts.skipped + planner.counts.abandoned,
-        persist_seconds=committer.totals.seconds,
-        persist_bytes=committer.totals.bytes,
-        evicted=committer.evictions.count,
+        persisted=node.counts.persisted,
+        persist_skipped=node.counts.skipped + node.counts.abandoned,
+        persist_seconds=totals.seconds,
+        persist_bytes=totals.bytes,
+        evicted=committer.directories.evicted,
         goodput=service.history.goodput(),
         ranks=tuple(_rank(service, one) for _, one in sorted(service.slots.ranks.items())),
         volumes=volumes,
         depots=service.remote_tiers.statuses(),
         steps=tuple(_steps(service)),
-        scanned=committer.scanned,
+        scanned=committer.local_shards.scanned,
         survives=survives(marks),
         warnings=warnings(service),
         owned=service.owner.present,
@@ -136,7 +136,7 @@ def newest_of(*ids: StepId | None) -> StepId | None:
 
 async def volume_status(service: Service) -> tuple[VolumeStatus, ...]:
     """The status of every volume, with its space measured anew. May wait for a slow drive."""
-    volumes = service.committer.volumes.volumes
+    volumes = service.volumes.volumes
     return await service.committer.blocking(lambda: tuple(_volume(one, service) for one in volumes))
 
 
@@ -168,7 +168,11 @@ def _rank(service: Service, slots: RankSlots) -> RankStatus:
         pid=lease.request.pid if lease else 0,
         staged=counters.staged or max(slots.sealed(), default=None),
         durable=max(
-            (id for id, held in service.committer.shards.items() if slots.rank in held),
+            (
+                id
+                for id, held in service.committer.local_shards.shards.items()
+                if slots.rank in held
+            ),
             default=None,
         ),
         slot_bytes=slots.current.layout.size_bytes if slots.current else 0,
@@ -200,14 +204,14 @@ def _slots(slot_set: SlotSet) -> list[SlotStatus]:
 
 def _steps(service: Service) -> list[StepStatus]:
     """All steps within reach, newest first."""
-    doubt = service.committer.doubt()
-    ids = sorted(service.committer.locator.ids(), reverse=True)
+    doubt = service.committer.restart.doubt()
+    ids = sorted(service.committer.copies.ids(), reverse=True)
     return [_step(service, id, doubt) for id in ids]
 
 
 def _step(service: Service, id: StepId, doubt: Doubt) -> StepStatus:
     committer, ranks = service.committer, service.slots.ranks
-    local = committer.shards.get(id, {})
+    local, published = committer.local_shards.shards.get(id, {}), committer.local_shards.published
     memory = {rank: at for rank, slots in ranks.items() if (at := slots.find(id))}
     sizes = {rank: slot.layout.size_bytes for rank, slot in memory.items()}
     sizes |= {rank: found.size_bytes for rank, found in local.items()}
@@ -224,9 +228,9 @@ def _step(service: Service, id: StepId, doubt: Doubt) -> StepStatus:
         peer_ranks=_on(far, Tier.PEER),
         archive_ranks=_on(far, Tier.ARCHIVE),
         bytes=sum(sizes.values()),
-        committed=id in committer.published,
-        path=committer.published.get(id, ""),
-        dead=(dead := committer.ledger.is_dead(id)),
+        committed=id in published,
+        path=published.get(id, ""),
+        dead=(dead := committer.node.is_dead(id)),
         suspect=not dead and doubt.is_suspect(id),
         proven=not dead and doubt.is_proven(id),
     )
@@ -265,8 +269,8 @@ def hints(service: Service) -> tuple[str, ...]:
 
 def troubles(service: Service) -> tuple[str, ...]:
     """What keeps this sidecar from its work, each once: a scan or a volume that fails."""
-    volumes = service.committer.volumes.volumes
-    found = [service.committer.scan_failed]
+    volumes = service.volumes.volumes
+    found = [service.committer.local_shards.scan_failed]
     found += [f"{one.root}: {one.failed}" for one in volumes if one.failed]
     return tuple(dict.fromkeys(one for one in found if one))
 
@@ -274,10 +278,10 @@ def troubles(service: Service) -> tuple[str, ...]:
 def warnings(service: Service) -> tuple[str, ...]:
     """What people should look at, each text once."""
     found = [slots.warning for slots in service.slots.ranks.values() if slots.warning]
-    committer = service.committer
-    found += [service.committer.trouble, committer.evictions.warning, committer.unreadable]
-    found += [committer.suspicion(), *committer.alarms, service.saving.unequal]
-    found += [one.failed for one in service.committer.volumes.volumes]
+    committer, node = service.committer, service.committer.node
+    found += [committer.images.trouble, node.shortage, committer.local_shards.unreadable]
+    found += [committer.restart.suspicion(), *node.alarms, service.saving.unequal]
+    found += [one.failed for one in service.volumes.volumes]
     found += service.saving.refused.values()
     found += service.saving.unkept()
     found += service.leases.warnings

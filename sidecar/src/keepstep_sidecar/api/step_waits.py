@@ -37,6 +37,8 @@ class StepWaits:
         self._saving = saving
         self._slots = slots
         self._committer = committer
+        self._node, self._images = committer.node, committer.images
+        self._local_shards, self._remotes = committer.local_shards, committer.remotes
         self._remote_tiers = remote_tiers
         self._changes = changes
         self.awaited = 0
@@ -53,7 +55,7 @@ class StepWaits:
 
         def settled() -> bool:
             # A step that could not be written is not tried again. Only a later step can help.
-            failed = self._committer.failed == request.id == counters.staged
+            failed = self._images.failed == request.id == counters.staged
             return reached() or failed or self._overtaken(lease.rank, request.id)
 
         deadline = time.monotonic() + request.timeout_s
@@ -77,7 +79,7 @@ class StepWaits:
         if await tiers.drain(timeout_s=max(0.0, left_s), tier=Tier.ARCHIVE):
             if not tiers.archived(id):
                 await tiers.look(anew=True)  # an earlier life may have brought it there
-            if unknown := self._committer.remotes.why_unknown(Tier.ARCHIVE):
+            if unknown := self._remotes.why_unknown(Tier.ARCHIVE):
                 left_s = deadline - time.monotonic()
                 await self._changes.until(lambda: tiers.archived(id), timeout_s=left_s)
             if tiers.archived(id):
@@ -112,7 +114,7 @@ class StepWaits:
         if state is State.STAGED:
             return lambda: self._staged(rank, id)
         if state is State.DURABLE:
-            return lambda: self._committer.local_shards.was_durable(rank, id)
+            return lambda: self._local_shards.was_durable(rank, id)
         if state is State.ARCHIVED and not self._remote_tiers.has(Tier.ARCHIVE):
             raise refuse("bad-request", "this sidecar has no archive; start it with --archive")
         return lambda: self._committer.was_committed(id)
@@ -121,26 +123,26 @@ class StepWaits:
         """Whether the step is neither in memory nor on a volume, and never will be."""
         newest = self._saving.of(rank).staged
         later = newest is not None and newest.epoch == id.epoch and newest > id
-        gone = later and not self._staged(rank, id) and not self._committer.busy(id)
-        return gone and not self._committer.local_shards.was_durable(rank, id)
+        gone = later and not self._staged(rank, id) and not self._node.busy(id)
+        return gone and not self._local_shards.was_durable(rank, id)
 
     def _staged(self, rank: int, id: StepId) -> bool:
         return (
             self._saving.of(rank).staged == id
             or self._slots.rank(rank).find(id) is not None
-            or self._committer.local_shards.holds(rank, id) is not None
+            or self._local_shards.holds(rank, id) is not None
         )
 
     def _missing(self, id: StepId) -> str:
         """Why the step has not reached the wanted state."""
-        if self._committer.trouble:
-            return self._committer.trouble
+        if self._images.trouble:
+            return self._images.trouble
         if self._saving.unequal:
             return self._saving.unequal
         unstaged: list[int] = []
         unwritten: list[int] = []
         for rank in sorted(self._slots.here()):
-            if self._committer.local_shards.holds(rank, id) is None:
+            if self._local_shards.holds(rank, id) is None:
                 (unwritten if self._staged(rank, id) else unstaged).append(rank)
         if unstaged:
             return f"step {id} was not staged, or not kept, by ranks {unstaged}"
@@ -164,11 +166,11 @@ class StepWaits:
     async def flush(self, *, timeout_s: float) -> Flushed:
         """Make the newest two steps that all ranks here hold durable. Best effort, in time."""
         deadline = asyncio.get_running_loop().time() + timeout_s
-        if not await self._changes.until(lambda: self._committer.scanned, timeout_s=timeout_s):
+        if not await self._changes.until(lambda: self._local_shards.scanned, timeout_s=timeout_s):
             return Flushed(reason="the volumes are still being scanned")
         self._settle_orphaned()
         self._committer.feed(Flush(newest=_NEWEST))
-        wanted = self._committer.node.planner.common()[-_NEWEST:]
+        wanted = self._node.kept_by_all()[-_NEWEST:]
         left_s = deadline - asyncio.get_running_loop().time()
         await self._changes.until(lambda: self._committer.idle, timeout_s=left_s)
         durable = tuple(id for id in wanted if self._durable(id))
@@ -184,7 +186,7 @@ class StepWaits:
         self._saving.plan_persists()
 
     def _durable(self, id: StepId) -> bool:
-        holds = self._committer.local_shards.holds
+        holds = self._local_shards.holds
         return all(holds(rank, id) is not None for rank in self._slots.here())
 
     async def drain(self, *, timeout_s: float) -> bool:

@@ -11,7 +11,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
-from keepstep.client.http import Client, UnixConnection
+from keepstep.client.session import Client, UnixConnection
 from keepstep.errors import SidecarAbsent
 from keepstep.wire.status import History, Status
 from keepstep.wire.trainer import Flushed, FlushRequest, OwnerRequest, StopRequest

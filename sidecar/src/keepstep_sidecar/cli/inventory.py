@@ -49,10 +49,6 @@ def ranks_of(step: StepStatus) -> tuple[int, ...]:
     return tuple(sorted({rank for ranks in held for rank in ranks}))
 
 
-def _complete(step: StepStatus) -> bool:
-    return ranks_of(step) == tuple(range(step.world))
-
-
 def named(step: StepStatus) -> str:
     """`step 5 of epoch 2 (memory, local)`."""
     tiers = ", ".join(map(str, tiers_of(step)))
@@ -99,7 +95,11 @@ class Holdings:
     @property
     def newest(self) -> StepStatus | None:
         """The newest step that is not dead and whose images of all ranks are in some tier."""
-        whole = [step for step in self.steps if _complete(step) and not step.dead]
+        whole = [
+            step
+            for step in self.steps
+            if ranks_of(step) == tuple(range(step.world)) and not step.dead
+        ]
         return max(whole, key=lambda step: step.id, default=None)
 
 

@@ -10,7 +10,7 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +19,7 @@ from keepstep.errors import SidecarError, UsageError
 from keepstep.processes import Process, wait_gone
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.run_dir import RunDir, check_own, is_recorded, make_memory, save
-from keepstep_sidecar.config.sidecar import KEYS
+from keepstep_sidecar.config.sidecar import SETTINGS
 from keepstep_sidecar.volume.paths import RECORD
 
 UP_S: Final = 30.0
@@ -51,11 +51,15 @@ def supervising(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
     try:
         while True:
             try:
-                _lock(fd, kept)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except UsageError:
+            except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    raise
+                    pid = os.pread(fd, 32, 0).decode(errors="replace").partition("\n")[0]
+                    raise UsageError(
+                        f"run {kept.run!r} is active: a keepstep command with pid {pid} supervises"
+                        " it; end it first, or give this one another name with --run"
+                    ) from None
             time.sleep(_POLL_S)
         # keep the line of an earlier supervisor's command: `_orphaned` reads it
         command = os.pread(fd, 128, 0).partition(b"\n")[2]
@@ -64,17 +68,6 @@ def supervising(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def _lock(fd: int, kept: RunDir) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pid = os.pread(fd, 32, 0).decode(errors="replace").partition("\n")[0]
-        raise UsageError(
-            f"run {kept.run!r} is active: a keepstep command with pid {pid} supervises it; end it"
-            " first, or give this one another name with --run"
-        ) from None
 
 
 def note_command(kept: RunDir, pid: int) -> None:
@@ -99,40 +92,34 @@ def _orphaned(kept: RunDir) -> Process | None:
 
 
 def launch(kept: RunDir) -> int:
-    """Start the sidecar; returns its pid at once. Raises UsageError, OSError."""
+    """Start the sidecar; returns its pid at once. It outlives this process: it has a session of its
+    own, no stdin, and its output is appended to the log. Raises UsageError, OSError."""
     make_memory(kept.memory)
     bound_log(kept.log)
     save(kept)
     # -P: no module of the directory in which the training starts is imported (Python's manual)
     words = ("-P", "-m", "keepstep_sidecar", "serve", "--config", str(kept.record))
     owner = ("--owner-pid", str(os.getpid()))
-    settings = {key.variable for key in KEYS}  # the file has them; they would override it
+    settings = {one.variable for one in SETTINGS}  # the file has them; they would override it
     environment = {name: one for name, one in os.environ.items() if name not in settings}
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     log = Directory.opened(kept.home).open(kept.log.name, flags, 0o644)
     try:
-        return _spawn_service((*words, *owner), environment, log=log)
+        return os.posix_spawn(
+            sys.executable,
+            (sys.executable, *words, *owner),
+            environment,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, log, 1),
+                (os.POSIX_SPAWN_DUP2, log, 2),
+            ],
+            setsid=True,
+            setsigmask=(),
+            setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
+        )
     finally:
         os.close(log)
-
-
-def _spawn_service(arguments: Sequence[str], environment: Mapping[str, str], *, log: int) -> int:
-    """Start this Python with `arguments` as a process that outlives this one: a session of its own,
-    no stdin, output appended to the open file `log`. Returns its pid. Raises OSError."""
-    actions = [
-        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-        (os.POSIX_SPAWN_DUP2, log, 1),
-        (os.POSIX_SPAWN_DUP2, log, 2),
-    ]
-    return os.posix_spawn(
-        sys.executable,
-        (sys.executable, *arguments),
-        environment,
-        file_actions=actions,
-        setsid=True,
-        setsigmask=(),
-        setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
-    )
 
 
 def wait_up(kept: RunDir, process: Process | None, *, timeout_s: float = UP_S) -> bool:

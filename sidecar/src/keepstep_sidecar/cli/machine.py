@@ -121,14 +121,10 @@ def _torch() -> Finding:
     except importlib.metadata.PackageNotFoundError:
         change = f"pip install 'torch>={least}' where the training runs (a sidecar needs none)"
         return _finding("torch", Outcome.MISSING, "not installed for this Python", change)
-    if _numbers(found) < _LEAST_TORCH:
+    major, minor, *_ = (*found.split("."), "0")
+    if (int(major), int(minor)) < _LEAST_TORCH:
         return _finding("torch", Outcome.MISSING, found, f"pip install 'torch>={least}'")
     return _finding("torch", Outcome.OK, found)
-
-
-def _numbers(version: str) -> tuple[int, int]:
-    major, minor, *_ = [*version.split("."), "0"]
-    return int(major), int(minor)
 
 
 # --- memory ----------------------------------------------------------------------------------
@@ -310,7 +306,7 @@ def measure(
             began = clock()
             for_each_chunk(
                 # all threads read into one buffer: the bytes are not used
-                lambda at: _read(filesystem, fd, chunk, at * CHUNK_BYTES),
+                lambda at: filesystem.read(fd, chunk, at * CHUNK_BYTES),
                 count,
                 threads=IO_THREADS,
             )
@@ -318,7 +314,3 @@ def measure(
     finally:
         filesystem.close(fd)
     return size_bytes / max(written, 1e-9), size_bytes / max(read, 1e-9)
-
-
-def _read(filesystem: Filesystem, fd: int, into: memoryview, offset: int) -> None:
-    filesystem.read(fd, into, offset)

@@ -9,14 +9,10 @@ from keepstep_sidecar.cli.commands.archive import archive
 from keepstep_sidecar.cli.commands.doctor import doctor
 from keepstep_sidecar.cli.commands.export import export
 from keepstep_sidecar.cli.commands.inspect import inspect_file
-from keepstep_sidecar.cli.commands.rm import rm
-from keepstep_sidecar.cli.commands.run import run
-from keepstep_sidecar.cli.commands.start import start
+from keepstep_sidecar.cli.commands.run import run, start, stop
 from keepstep_sidecar.cli.commands.status import status
-from keepstep_sidecar.cli.commands.steps import steps
-from keepstep_sidecar.cli.commands.stop import stop
+from keepstep_sidecar.cli.commands.steps import rm, steps, verify
 from keepstep_sidecar.cli.commands.ui import ui
-from keepstep_sidecar.cli.commands.verify import verify
 from keepstep_sidecar.cli.options import Group
 
 
@@ -39,20 +35,7 @@ def cli() -> None:
     """
 
 
-_COMMANDS = (
-    run,
-    start,
-    status,
-    steps,
-    ui,
-    verify,
-    inspect_file,
-    archive,
-    export,
-    doctor,
-    rm,
-    stop,
-)
-
-for _command in _COMMANDS:
+for _command in (
+    *(run, start, status, steps, ui, verify, inspect_file, archive, export, doctor, rm, stop),
+):
     cli.add_command(_command)

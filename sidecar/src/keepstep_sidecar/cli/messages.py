@@ -28,7 +28,7 @@ def _policy(config: Config) -> str:
     persisted = "as many as pay off are made durable"
     if config.persist_every is not None:
         persisted = f"{every(config.persist_base)} is made durable"
-    return f"{staged}, {persisted}, {_of_volumes(config.keep)} are kept"
+    return f"{staged}, {persisted}, {_of_volumes(config.retention)} are kept"
 
 
 def _of_volumes(keep: Retention) -> str:

@@ -39,7 +39,7 @@ import tomllib
 
 from keepstep.directory import Directory
 from keepstep.errors import UsageError, few
-from keepstep_sidecar.config.keys import (
+from keepstep_sidecar.config.settings import (
     ADDRESS,
     LARGEST_FILE_BYTES,
     PATH,
@@ -47,19 +47,18 @@ from keepstep_sidecar.config.keys import (
     PLACE,
     STEP,
     URL,
-    gathered,
     to_toml,
     toml_value,
 )
-from keepstep_sidecar.config.sidecar import KEYS, Config, check_apart
+from keepstep_sidecar.config.sidecar import SETTINGS, Config, check_apart, values_of
 from keepstep_sidecar.memory.slot_directories import usual_mount
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 SHARED: Final = "KEEPSTEP_SHARED_DIR"
 _RECORD: Final = "sidecar.toml"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_SETTINGS: Final = (ADDRESS, PATH, PEM, PLACE, STEP, URL)
-"""Kinds of keys that are never taken from a record."""
+_NO_DATA: Final = (ADDRESS, PATH, PEM, PLACE, STEP, URL)
+"""Kinds of settings that are never taken from a record."""
 _PYTHON_FILE = re.compile(r"\.py[w]?$")
 
 
@@ -78,9 +77,9 @@ class RunDir:
         """`run` below `directory`, with these `values` of its Config. Unless `values` name volumes,
         the only volume is `directory`. Raises UsageError."""
         directory = Path(os.path.abspath(directory))
-        placed = {"run": run, **_memory(directory, run)}
+        placed = {"run": checked_name(run), **_memory(directory, run)}
         config = Config.of({"volumes": (directory,), **values, **placed})
-        check_apart((directory,), run, config.archive)
+        check_apart((directory,), run, config.archive_config)
         return cls(home=directory / run, config=config)
 
     @property
@@ -252,7 +251,7 @@ def _text(kept: RunDir, home: Directory) -> bytes:
     found = os.fstat(home.fd)
     text = (
         "# Written by `keepstep run`, for its sidecar and for the other commands.\n"
-        + to_toml(KEYS, kept.config)
+        + to_toml(SETTINGS, kept.config)
         + f"\n[home]\npath = {toml_value(kept.home)}\n"
         + f"device = {found.st_dev}\ninode = {found.st_ino}\n"
     )
@@ -274,8 +273,11 @@ def load(directory: Path, run: str) -> RunDir:
         data = Directory.opened(home).read(_RECORD, most_bytes=LARGEST_FILE_BYTES)
         written = tomllib.loads(data.decode())
         origin = msgspec.convert(written.pop("home"), _Home)
-        keys = [key for key in KEYS if key.for_run and key.kind not in _SETTINGS]
-        values = gathered(keys, flags={}, environment={}, written=written, file=home / _RECORD)
+        values = {
+            one.field: one.read(written[one.name], where=f"{home / _RECORD}: {one.name}")
+            for one in SETTINGS
+            if one.name in written and one.for_run and one.kind not in _NO_DATA
+        }
         config = Config.of({**values, **_memory(_began_in(home, origin), run)})
     except FileNotFoundError:
         raise UsageError(_unknown_run(directory, run)) from None
@@ -340,7 +342,7 @@ def removed_runs(directory: Path, run: str | None) -> tuple[RunDir, ...]:
     found = []
     for file in (SHARED_MEMORY / f"keepstep-{os.getuid()}").glob("*/sidecar.json"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, UsageError):
-            name = checked_name(json.loads(file.read_bytes()[:LARGEST_FILE_BYTES])["config"]["run"])
+            name = json.loads(file.read_bytes()[:LARGEST_FILE_BYTES])["config"]["run"]
             kept = RunDir.of(directory, name)
             if kept.memory == file.parent and run in (None, name) and not kept.record.exists():
                 found.append(kept)
@@ -372,7 +374,7 @@ def seen(directory: Path, run: str | None) -> RunDir:
 def _of_pod() -> RunDir | None:
     """The run of this container's sidecar, which is configured by the environment alone; None
     elsewhere. Raises UsageError."""
-    values = gathered(KEYS, flags={}, environment=os.environ, written={})
+    values = values_of()
     if not values.keys() >= {"run", "memory_dir", "volumes"}:
         return None
     config = Config.of(values)

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -107,6 +107,7 @@ class Supervisor:
         self._command = tuple(command)
         self._state = Supervision(restarts=restarts, warming=starter is not None)
         self._starter = starter
+        self._environment = {**os.environ, SOCKET_ENV: str(kept.socket)}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._main = threading.get_ident()
         self._own_group = not _in_foreground()
@@ -151,7 +152,9 @@ class Supervisor:
 
     def _next(self) -> Iterator[Event]:
         """The events since the last call. Waits at most one tick."""
-        information = signal.sigtimedwait(_SIGNALS, self._wait_s())
+        due = self._sidecar_due
+        wait_s = _TICK_S if due is None else max(0.0, min(_TICK_S, due - time.monotonic()))
+        information = signal.sigtimedwait(_SIGNALS, wait_s)
         if information is not None and information.si_signo != signal.SIGCHLD:
             delivered = information.si_code == _SENT_BY_KERNEL and not self._own_group
             yield Signalled(signal.Signals(information.si_signo), delivered)
@@ -161,10 +164,6 @@ class Supervisor:
             if event is not News.SIDECAR_UP or self._sidecar is not None:  # else it has died since
                 yield event
         self._tick()
-
-    def _wait_s(self) -> float:
-        due = self._sidecar_due
-        return _TICK_S if due is None else max(0.0, min(_TICK_S, due - time.monotonic()))
 
     def _deaths(self) -> Iterator[Event]:
         for pid, code in processes.reap().items():
@@ -196,19 +195,16 @@ class Supervisor:
         while. Note whether a trainer has connected."""
         # stderr or a volume may be gone; neither may hold up the end
         with contextlib.suppress(Exception), self._looking:
-            self._tell()
-
-    def _tell(self) -> None:
-        held = self._held()
-        if held is None or held.live is None:
-            return
-        self._nobody = messages.nobody_came(held)
-        self._complete = messages.saved_nothing(held)
-        for warning in held.live.warnings:
-            self._say_again(f"warning: {warning}", after_s=_SAY_AGAIN_S)
-        for depot in held.live.depots if self._ending else ():
-            if depot.backlog:
-                self._say_again(messages.waits_for(depot), after_s=_STILL_WAITS_S)
+            held = self._held()
+            if held is None or held.live is None:
+                return
+            self._nobody = messages.nobody_came(held)
+            self._complete = messages.saved_nothing(held)
+            for warning in held.live.warnings:
+                self._say_again(f"warning: {warning}", after_s=_SAY_AGAIN_S)
+            for depot in held.live.depots if self._ending else ():
+                if depot.backlog:
+                    self._say_again(messages.waits_for(depot), after_s=_STILL_WAITS_S)
 
     def _say_again(self, text: str, *, after_s: float) -> None:
         """Print `text` unless it was printed in the last `after_s`. Texts that differ only in their
@@ -257,16 +253,21 @@ class Supervisor:
                 if self._command_pid:
                     processes.send(self._command_pid, number)
             case Do.KILL_COMMAND:
-                self._kill_all()
-            case Sweep(now):
-                self._sweep(now)
+                for process in self._descendants():
+                    processes.send(process.pid, signal.SIGKILL)
+            case Sweep(now=True):
+                self._hurry.set()
+            case Sweep():
+                self._hurry.clear()
+                self._in_background("sweep", self._end_leftovers)
             case StartSidecar(delay_s):
                 self._start_sidecar(delay_s)
             case Do.AWAIT_SIDECAR:
                 if self._sidecar is not None:  # else its death becomes the next event
                     self._await_sidecar(self._sidecar)
             case AnnounceRestart(attempt, code):
-                self._announce(attempt, code)
+                restarts, held = self._state.restarts, self._held()
+                say(messages.restarted(held, code=code, attempt=attempt, restarts=restarts))
             case Do.FLUSH:
                 self._ending = True
                 self._in_background("flush", self._flush)
@@ -286,15 +287,12 @@ class Supervisor:
             else self._starter.spawn
         )
         try:
-            self._command_pid = spawn(self._environment(), own_group=self._own_group)
+            self._command_pid = spawn(self._environment, own_group=self._own_group)
         except OSError as error:
             say(f"{self._command[0]}: {error.strerror}")
             self._events.put(CommandEnded(126))
         else:
             launcher.note_command(self._kept, self._command_pid)
-
-    def _environment(self) -> Mapping[str, str]:
-        return {**os.environ, SOCKET_ENV: str(self._kept.socket)}
 
     def _start_warm(self) -> None:
         """Prepare the fork server. The first start waits for it, because torchrun's workers come
@@ -307,32 +305,18 @@ class Supervisor:
             starter.wait()
             return News.WARMED
 
-        starter.prepare(self._environment())
+        starter.prepare(self._environment)
         self._in_background("wait for the fork server", wait)
-
-    def _kill_all(self) -> None:
-        for process in self._descendants():
-            processes.send(process.pid, signal.SIGKILL)
 
     def _descendants(self) -> tuple[Process, ...]:
         sidecar = () if self._sidecar is None else (self._sidecar.pid,)
         servers = () if self._starter is None else self._starter.pids
         return processes.descendants(os.getpid(), spare=(*sidecar, *servers))
 
-    def _sweep(self, now: bool) -> None:
-        if now:
-            self._hurry.set()
-        else:
-            self._hurry.clear()
-            self._in_background("sweep", self._end_leftovers)
-
-    def _end_leftovers(self) -> Event:
+    def _end_leftovers(self) -> Swept:
+        """End what is left of the command, and judge whether its life is worth another one. A
+        sidecar that does not say, or was started since, says nothing against it."""
         processes.end_all(self._descendants, grace_s=_GRACE_S, hurry=self._hurry)
-        return self._judge()
-
-    def _judge(self) -> Swept:
-        """Whether the life that has ended is worth another one. A sidecar that does not say, or was
-        started since, says nothing against it."""
         try:
             live = calls.status(self._kept.socket)
         except KeepstepError:
@@ -343,10 +327,6 @@ class Supervisor:
         if error is not None:
             return Swept(repeats=error.reason if error.repeats else "")
         return Swept(unleased=live.leased_at is None or live.leased_at < self._life_since)
-
-    def _announce(self, attempt: int, code: int) -> None:
-        restarts = self._state.restarts
-        say(messages.restarted(self._held(), code=code, attempt=attempt, restarts=restarts))
 
     def _flush(self) -> Event:
         try:

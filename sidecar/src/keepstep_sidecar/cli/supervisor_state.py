@@ -262,10 +262,6 @@ class Supervision:
         allowed = 1 if self.attempt == 0 and not self.sidecar_up else SIDECAR_ATTEMPTS
         if self.phase is Phase.WAITING and failures >= allowed:
             return replace(after, phase=Phase.ENDED), (Exit(self.code),)
-        return after, (StartSidecar(_delay_s(failures)),)
-
-
-def _delay_s(failures: int) -> float:
-    """The delay before the next start. It is 0 after the first death, because a trainer may wait
-    for this sidecar in its restore."""
-    return 0.0 if failures < 2 else min(_LONGEST_DELAY_S, 0.25 * 2.0 ** (failures - 2))
+        # no delay after the first death: a trainer may wait for this sidecar in its restore
+        delay_s = 0.0 if failures < 2 else min(_LONGEST_DELAY_S, 0.25 * 2.0 ** (failures - 2))
+        return after, (StartSidecar(delay_s),)

@@ -1,13 +1,13 @@
 """From *sealed* to *committed*.
 
     inventory        what is held where, and what the ledger is told of it
-    committer        executes what core.node decides: writes, publishes, retires; begins epochs
-    eviction_status  the warning about full volumes
+    committer        feeds core.node and executes what it decides; begins epochs
+    image_writer     writes images from slots to volumes; early_writes: before their seal
+    step_directories publishes and deletes steps on the volumes
     epochs           which epochs belong to this run
     operator_link    whether the operator answers; a record of what it said
     remote_tiers     runs the peers and the archive, and asks what they hold
-    restore_from     going back to a step that a person named
-    script_failures  the failures of the script that make a step suspect
+    restart_step     which step a restart goes on from: by a person's wish, or after failures
 
 The picture: docs/architecture.md.
 """

@@ -13,26 +13,52 @@ from dataclasses import replace
 from typing import TypeVar
 
 from keepstep.core.shard import ShardFacts
-from keepstep.steps import Epoch, StepId
+from keepstep.steps import Epoch, StepId, Tier
 from keepstep_sidecar.commit.inventory import RemoteInventory
+from keepstep_sidecar.volume.volume_set import VolumeSet
 
 Row = TypeVar("Row", bound=ShardFacts)
 
 
-class Ancestry:
-    """The ancestor of one run. Does nothing when the run is not a fork."""
+class Epochs:
+    """The epochs of one run. `current`: the one in which a live trainer works, None while unknown.
+    What concerns another run does nothing when the run is not a fork."""
 
     def __init__(
         self,
         remotes: RemoteInventory,
+        volumes: VolumeSet,
+        *,
         commits: Callable[[], Iterable[StepId]],
-        epochs: Callable[[], Iterable[Epoch]],
+        known: Callable[[], Iterable[Epoch]],
     ) -> None:
         """`commits`: returns every step that is known to be committed and may be restored.
-        `epochs`: returns the epochs that certainly belong to this run."""
+        `known`: returns every epoch that anything within reach names."""
+        self.current: Epoch | None = None
+        self._remotes = remotes
         self._ancestor = remotes.ancestor
+        self._volumes = volumes
         self._commits = commits
-        self._epochs = epochs
+        self._known = known
+
+    def own(self, *begun: Epoch) -> tuple[Epoch, ...]:
+        """All epochs that are certainly this run's own: those recorded here, told by the run's
+        other pods, or in `begun`. Includes their ancestors, whichever source knows them."""
+        own = (*self._remotes.told_by(Tier.PEER), *self._volumes.epochs(), *begun)
+        return line(own, self._known())
+
+    def unrecorded(self, epoch: Epoch) -> tuple[Epoch, ...]:
+        """All epochs to be recorded before this one begins; none if the volumes have them.
+
+        What the ledger knows does not count: other pods told of epochs that lie only in memory.
+        """
+        own = self.own(epoch)
+        return () if set(own) <= set(self._volumes.epochs()) else own
+
+    def see(self, epoch: Epoch) -> None:
+        """A live trainer works in this epoch (it restored before this sidecar started)."""
+        if self.current is None or self.current.id < epoch.id:
+            self.current = epoch
 
     def outgrown(self) -> bool:
         """Whether the run has a commit of its own."""
@@ -45,18 +71,16 @@ class Ancestry:
         """Whether this step belongs to the other run."""
         if self._ancestor is None:
             return False
-        return id in self._ancestor.ids or any(
-            one.parent == id for one in self._epochs() if one.origin
-        )
+        return id in self._ancestor.ids or any(one.parent == id for one in self.own() if one.origin)
 
     def writes(self, id: StepId) -> bool:
         """Whether an image in memory may be written to the drives. It must certainly belong to this
         run: a new sidecar may find the other run's step in a slot before it knows whose it is."""
         if self._ancestor is None:
             return True
-        return not self.foreign(id) and any(one.id == id.epoch for one in self._epochs())
+        return not self.foreign(id) and any(one.id == id.epoch for one in self.own())
 
-    def own(self, held: Iterable[Row]) -> tuple[Row, ...]:
+    def without_foreign(self, held: Iterable[Row]) -> tuple[Row, ...]:
         """`held` without the other run's steps: what may be reported as this run's own."""
         return tuple(one for one in held if not self.foreign(one.step_id))
 

@@ -1,12 +1,13 @@
 """Who holds which shards: `LocalShards` for this machine's volumes, `RemoteInventory` beyond it.
 
-`LedgerReports` turns both, together with the slots, into reports for the ledger. `CopyLocator` says
-where a copy of a shard can be read.
+`Copies` puts both and the slots together: what the ledger is told, and where a copy can be read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,41 +15,102 @@ from pathlib import Path
 from keepstep.core.candidates import Offer, Part
 from keepstep.core.holding import bits, is_full
 from keepstep.core.ledger import RankReport, Reported
+from keepstep.core.node import Listed
 from keepstep.core.ranks import NOBODY, Ranks
+from keepstep.core.readiness import NEVER
 from keepstep.core.shard import Shard
-from keepstep.errors import ImageError
+from keepstep.errors import ImageError, VersionError
 from keepstep.image import Layout
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, StepId, Tier, merged
+from keepstep_sidecar.concurrency import OnThread
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.tiers.source import ShardSource, local_source
 from keepstep_sidecar.tiers.tier import Inventory, RemoteTier
-from keepstep_sidecar.volume.scan import LocalShard
+from keepstep_sidecar.volume.scan import LocalShard, Scan
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 _PAST_STEPS = 10_000
+_log = logging.getLogger("keepstep.sidecar")
 
-Known = Mapping[tuple[StepId, int], LocalShard]
+_Known = Mapping[tuple[StepId, int], LocalShard]
 
 
 class LocalShards:
-    """The shards that the last scan found, updated by later writes, publishes and deletions."""
+    """The shards that the last scan found, updated by later writes, publishes and deletions.
 
-    def __init__(self) -> None:
+    `unreadable`: why more may lie on the volumes; '' when all is known. `scan_failed`: what could
+    not be scanned. `in_doubt`: there may be whole shards that are not known. `scanned_at`: when it
+    was first known what lies there. `committed_at`: when the newest step became durable that was
+    published, in unix seconds.
+    """
+
+    def __init__(self, volumes: VolumeSet, blocking: OnThread) -> None:
+        """`blocking`: the one thread that changes names on the volumes."""
+        self.volumes = volumes
         self.shards: dict[StepId, dict[int, LocalShard]] = {}
         self.published: dict[StepId, str] = {}
+        self.unreadable = self.scan_failed = ""
+        self.in_doubt = True
+        self.scanned_at = NEVER
+        self.committed_at: float | None = None
+        self._blocking = blocking
         self._past: dict[StepId, tuple[frozenset[int], bool]] = {}
 
     # --- changing ----------------------------------------------------------------------------
 
-    def known(self) -> Known:
-        """The current shards; passed to `replace` after a scan that begins now."""
+    async def scan(self) -> int:
+        """Scan the volumes. Returns the size of their drives in bytes.
+
+        Never raises because of what lies there. A volume that cannot be read hides nothing of the
+        others, and takes nothing from what is known.
+        """
+        before, drive_bytes = self._known(), 0
+        try:
+            scan, aside, drive_bytes = await self._blocking(self._survey)
+        except Exception as error:  # any error: silence would look like an empty volume
+            _log.exception("scan failed")
+            roots = [volume.root for volume in self.volumes.volumes]
+            scan, aside = Scan(unread=dict.fromkeys(roots, str(error))), 0
+        # No await from here on: lost shards must never be seen as merely absent.
+        reasons = "; ".join(dict.fromkeys(scan.unread.values()))
+        self.unreadable = self.scan_failed = reasons and f"the volumes cannot be scanned: {reasons}"
+        hidden = (one for one in self.all() if self.volumes.holder(one.path).root in scan.unread)
+        self._replace((*scan.shards, *hidden), before=before)
+        for refused in scan.problems:
+            warn(
+                "shard refused",
+                path=str(refused.path),
+                reason=str(refused.error),
+                moved_to=refused.moved_to and str(refused.moved_to),
+            )
+        newer = [one for one in scan.problems if isinstance(one.error, VersionError)]
+        if newer:
+            self.unreadable = f"{newer[0].path} was written by a newer keepstep; upgrade this one"
+        elif aside:
+            self.unreadable = "shards lie in quarantine (keepstep verify tells why)"
+        self.in_doubt = bool(newer or self.scan_failed)
+        self.scanned_at = min(self.scanned_at, time.monotonic())
+        return drive_bytes
+
+    def _survey(self) -> tuple[Scan, int, int]:
+        """The scan of all volumes, the number of files in quarantine after it, and the size of the
+        drives."""
+        scan = self.volumes.scan()
+        read = [volume for volume in self.volumes.volumes if volume.root not in scan.unread]
+        return scan, sum(volume.quarantined() for volume in read), self.volumes.drive_bytes()
+
+    def removed(self) -> None:
+        """Somebody removed all shards."""
+        self._replace((), before=self._known())
+
+    def _known(self) -> _Known:
         return {(one.step_id, one.rank): one for one in self.all()}
 
-    def replace(self, found: Iterable[LocalShard], *, before: Known) -> None:
-        """Take over the shards that a scan found. `before`: `known()` when the scan began. A shard
-        that was written, published or deleted during the scan keeps its newer state."""
-        now, scanned = self.known(), {(one.step_id, one.rank): one for one in found}
+    def _replace(self, found: Iterable[LocalShard], *, before: _Known) -> None:
+        """Take over the shards that a scan found. `before`: those known when it began. A shard that
+        was written, published or deleted during the scan keeps its newer state."""
+        now, scanned = self._known(), {(one.step_id, one.rank): one for one in found}
         newer = {key: one for key, one in now.items() if before.get(key) is not one}
         gone = before.keys() - now.keys()
         self.shards.clear()
@@ -64,12 +126,15 @@ class LocalShards:
     def show(self, id: StepId, path: Path) -> None:
         """The step was published in this directory, and its shards were moved there."""
         self.published[id] = str(path)
+        self.committed_at = path.stat().st_mtime  # when its last shard got its name
         self.shards[id] = {
             rank: _as_published(found) for rank, found in self.shards.get(id, {}).items()
         }
 
     def lose(self, rank: int, id: StepId) -> None:
-        """This rank's shard of the step is none any more."""
+        """This rank's shard of the step is damaged. Until a scan is through nobody knows what is
+        left, so it is lost, never merely absent."""
+        self.unreadable = f"step {id} is damaged; the volumes are scanned"
         held = self.shards.get(id, {})
         held.pop(rank, None)
         if not held:
@@ -84,6 +149,18 @@ class LocalShards:
             del self._past[next(iter(self._past))]
 
     # --- asking ------------------------------------------------------------------------------
+
+    @property
+    def scanned(self) -> bool:
+        """Whether the volumes were scanned, so that it is known what lies on them."""
+        return self.scanned_at != NEVER
+
+    @property
+    def sizes(self) -> dict[StepId, int]:
+        """The bytes that each step takes on the volumes."""
+        return {
+            id: sum(one.size_bytes for one in held.values()) for id, held in self.shards.items()
+        }
 
     def all(self) -> list[LocalShard]:
         return [one for held in self.shards.values() for one in held.values()]
@@ -121,92 +198,6 @@ def _as_published(found: LocalShard) -> LocalShard:
         return replace(found, published=True)
     return replace(
         found, path=directory.parent.parent / directory.name / found.path.name, published=True
-    )
-
-
-# --- what the ledger is told -----------------------------------------------------------------
-#
-# A rank that lost its last copy must be reported as empty. If it were left out, the ledger would
-# keep what it heard before. So every rank that was here once stays in the reports.
-
-
-class LedgerReports:
-    """Builds the reports. `silent`: it is not fully known what lies on the volumes."""
-
-    def __init__(self, pool: SlotPool, local_shards: LocalShards, remotes: RemoteInventory) -> None:
-        self.silent = True
-        self._pool = pool
-        self._local_shards = local_shards
-        self._remotes = remotes
-        self._ranks: set[int] = set()
-        self._remote_ranks: set[int] = set()
-        self._index_told = remotes.index
-
-    # --- reports -----------------------------------------------------------------------------
-
-    def here(self) -> Reported:
-        """What is held of every rank that this machine knows."""
-        return Reported(ranks={rank: self.of_rank(rank) for rank in self.ranks()})
-
-    def of_rank(self, rank: int) -> RankReport:
-        """What is held of one rank, on all tiers."""
-        memory, local = self._memory(rank), self._local_shards.of_rank(rank)
-        nothing = Answer.UNKNOWN if self.silent else Answer.NONE
-        beyond = self._remotes.report(rank)
-        return RankReport(
-            sealed={Tier.MEMORY: memory, Tier.LOCAL: local, **beyond.sealed},
-            answers={
-                Tier.MEMORY: Answer.STEPS if memory else Answer.NONE,
-                Tier.LOCAL: Answer.STEPS if local else nothing,
-                **beyond.answers,
-            },
-        )
-
-    def beyond(self) -> Reported:
-        """What remote tiers hold, for every rank of which they ever held something. For ranks known
-        on this machine, `here` reports it too."""
-        self._index_told = self._remotes.index
-        self._remote_ranks.update(self._remotes.ranks)
-        ranks = {rank: self._remotes.report(rank) for rank in self._remote_ranks}
-        return Reported(ranks=ranks, epochs=self._remotes.epochs)
-
-    @property
-    def beyond_is_stale(self) -> bool:
-        """Whether the remote inventory changed since `beyond` was called."""
-        return self._index_told != self._remotes.index
-
-    # --- ranks -------------------------------------------------------------------------------
-
-    def ranks(self) -> list[int]:
-        """Every rank of which this machine holds or held something."""
-        self._ranks.update(self._pool.ranks, *self._local_shards.shards.values())
-        return sorted(self._ranks)
-
-    def world(self, rank: int) -> int:
-        """The world size from the rank's trainer, else from its newest shard; 0 without both."""
-        slots = self._pool.ranks.get(rank)
-        if slots is not None and slots.world:
-            return slots.world
-        return self._local_shards.world(rank)
-
-    def newest_in_memory(self, rank: int, default: StepId) -> StepId:
-        slots = self._pool.ranks.get(rank)
-        return max(slots.sealed() if slots is not None else (), default=default)
-
-    def _memory(self, rank: int) -> tuple[Shard, ...]:
-        if (slots := self._pool.ranks.get(rank)) is None:
-            return ()
-        found = ((id, slots.find(id)) for id in slots.sealed())
-        return tuple(_in_slot(id, slot.layout) for id, slot in found if slot is not None)
-
-
-def _in_slot(id: StepId, layout: Layout) -> Shard:
-    return Shard(
-        step_id=id,
-        rank=layout.rank,
-        world=layout.world,
-        size_bytes=layout.size_bytes,
-        alike=layout.alike,
     )
 
 
@@ -415,33 +406,93 @@ def _with_last_seen(new: Inventory, old: Inventory) -> Inventory:
     return replace(new, shards=old.shards, epochs=old.epochs, complete=old.complete)
 
 
-# --- where copies are ------------------------------------------------------------------------
-#
-# Where an image can be read: slots, volumes, remote tiers. Sends no requests, decides nothing.
+# --- all copies ------------------------------------------------------------------------------
 
 
-Shards = Mapping[StepId, Mapping[int, LocalShard]]
-"""step -> rank -> the shard on a volume of this machine."""
+class Copies:
+    """The copies within reach: in slots, on volumes, on remote tiers. Sends no requests, decides
+    nothing.
 
+    A rank that lost its last copy must be reported to the ledger as empty. If it were left out, the
+    ledger would keep what it heard before. So every rank that was here once stays in the reports.
+    """
 
-class CopyLocator:
-    """Finds copies for one sidecar. `shards` is the committer's own mapping, always up to date."""
-
-    def __init__(
-        self, shards: Shards, pool: SlotPool, remotes: RemoteInventory, volumes: VolumeSet
-    ) -> None:
-        self._shards = shards
+    def __init__(self, local: LocalShards, pool: SlotPool, remotes: RemoteInventory) -> None:
+        self._local = local
         self._pool = pool
         self._remotes = remotes
-        self._volumes = volumes
+        self._ranks: set[int] = set()
+        self._remote_ranks: set[int] = set()
+        self._index_told = remotes.index
+
+    # --- what the ledger is told -------------------------------------------------------------
+
+    def here(self) -> Listed:
+        """What is held of every rank that this machine knows."""
+        return Listed(
+            ranks={rank: self.of_rank(rank) for rank in self.ranks()},
+            published=self._local.ever_published(),
+            shown=self._local.published,
+        )
+
+    def of_rank(self, rank: int) -> RankReport:
+        """What is held of one rank, on all tiers."""
+        memory, local = self._memory(rank), self._local.of_rank(rank)
+        is_known = self._local.scanned and not self._local.unreadable
+        nothing = Answer.NONE if is_known else Answer.UNKNOWN
+        beyond = self._remotes.report(rank)
+        return RankReport(
+            sealed={Tier.MEMORY: memory, Tier.LOCAL: local, **beyond.sealed},
+            answers={
+                Tier.MEMORY: Answer.STEPS if memory else Answer.NONE,
+                Tier.LOCAL: Answer.STEPS if local else nothing,
+                **beyond.answers,
+            },
+        )
+
+    def beyond(self) -> Reported:
+        """What remote tiers hold, for every rank of which they ever held something. For ranks known
+        on this machine, `here` reports it too."""
+        self._index_told = self._remotes.index
+        self._remote_ranks.update(self._remotes.ranks)
+        ranks = {rank: self._remotes.report(rank) for rank in self._remote_ranks}
+        return Reported(ranks=ranks, epochs=self._remotes.epochs)
+
+    @property
+    def beyond_is_stale(self) -> bool:
+        """Whether the remote inventory changed since `beyond` was called."""
+        return self._index_told != self._remotes.index
+
+    def ranks(self) -> list[int]:
+        """Every rank of which this machine holds or held something."""
+        self._ranks.update(self._pool.ranks, *self._local.shards.values())
+        return sorted(self._ranks)
+
+    def world(self, rank: int) -> int:
+        """The world size from the rank's trainer, else from its newest shard; 0 without both."""
+        slots = self._pool.ranks.get(rank)
+        if slots is not None and slots.world:
+            return slots.world
+        return self._local.world(rank)
+
+    def newest_in_memory(self, rank: int, default: StepId) -> StepId:
+        slots = self._pool.ranks.get(rank)
+        return max(slots.sealed() if slots is not None else (), default=default)
+
+    def _memory(self, rank: int) -> tuple[Shard, ...]:
+        if (slots := self._pool.ranks.get(rank)) is None:
+            return ()
+        found = ((id, slots.find(id)) for id in slots.sealed())
+        return tuple(_in_slot(id, slot.layout) for id, slot in found if slot is not None)
+
+    # --- where copies are --------------------------------------------------------------------
 
     def origins(self, id: StepId, rank: int) -> list[ShardSource]:
         """The copies of the saved rank's shard beyond memory, nearest first."""
-        local = self._shards.get(id, {}).get(rank)
-        here: list[ShardSource] = []
-        if local is not None:
-            here.append(local_source(self._volumes, local))
-        return [*here, *self._remotes.of(id).get(rank, ())]
+        local, beyond = self._local.holds(rank, id), self._remotes.of(id).get(rank, ())
+        if local is None:
+            return list(beyond)
+        return [local_source(self._local.volumes, local), *beyond]
 
     def nearest(self, id: StepId, rank: int) -> Tier | None:
         """The nearest tier that holds the image."""
@@ -453,7 +504,7 @@ class CopyLocator:
 
     def ranks_with(self, id: StepId) -> list[int]:
         """Saved ranks of which some tier beyond memory holds a shard."""
-        return sorted({*self._shards.get(id, {}), *self._remotes.of(id)})
+        return sorted({*self._local.shards.get(id, {}), *self._remotes.of(id)})
 
     def ranks_of(self, id: StepId) -> tuple[int, ...]:
         """Saved ranks of which any copy is within reach."""
@@ -471,18 +522,18 @@ class CopyLocator:
 
     def _alike(self, id: StepId, rank: int) -> Ranks:
         """The rank and its twins, by its image beyond memory."""
-        if (local := self._shards.get(id, {}).get(rank)) is not None:
+        if (local := self._local.shards.get(id, {}).get(rank)) is not None:
             return local.alike
         return next((one.shard.alike for one in self._remotes.of(id).get(rank, ())), NOBODY)
 
     def ids(self) -> set[StepId]:
         """Every step of which any copy is within reach."""
         sealed = (id for slots in self._pool.ranks.values() for id in slots.sealed())
-        return {*self._shards, *self._remotes.ids, *sealed}
+        return {*self._local.shards, *self._remotes.ids, *sealed}
 
     def world_of(self, id: StepId) -> int | None:
         """How many ranks saved the step; None when that is unknown or copies disagree."""
-        worlds = {found.world for found in self._shards.get(id, {}).values()}
+        worlds = {found.world for found in self._local.shards.get(id, {}).values()}
         worlds |= {each[0].shard.world for each in self._remotes.of(id).values()}
         worlds |= {at.layout.world for one in self._pool.ranks.values() if (at := one.find(id))}
         return worlds.pop() if len(worlds) == 1 else None
@@ -534,7 +585,17 @@ class CopyLocator:
         for rank, slots in self._pool.ranks.items():
             if (at := slots.find(id)) is not None:
                 yield at.tier, rank, at.layout.alike
-        for rank, found in self._shards.get(id, {}).items():
+        for rank, found in self._local.shards.get(id, {}).items():
             yield Tier.LOCAL, rank, found.alike
         for rank, places in self._remotes.of(id).items():
             yield places[0].tier, rank, places[0].shard.alike
+
+
+def _in_slot(id: StepId, layout: Layout) -> Shard:
+    return Shard(
+        step_id=id,
+        rank=layout.rank,
+        world=layout.world,
+        size_bytes=layout.size_bytes,
+        alike=layout.alike,
+    )

@@ -15,7 +15,7 @@ from keepstep.wire.reports import Peer
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.tiers.tier import RemoteTier, RunFacts, TierStatus
+from keepstep_sidecar.tiers.tier import RemoteTier, TierStatus
 
 _LOOK_EVERY_S = 60.0
 _RETRY_S = 5.0
@@ -30,6 +30,7 @@ class RemoteTiers:
     def __init__(self, committer: Committer, changes: Changes) -> None:
         self._committer = committer
         self._remotes = committer.remotes
+        self._local_shards = committer.local_shards
         self._changes = changes
         self._looked_at = NEVER
         self._told: tuple[tuple[Peer, ...], str, bool] | None = None
@@ -45,14 +46,7 @@ class RemoteTiers:
 
     def start(self, tasks: Tasks, looked: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """`looked`: called once all remote tiers were asked for the first time."""
-        facts = RunFacts(
-            local=self._committer.local_inventory,
-            pinned=self._committer.pinned,
-            commit=lambda: self._committer.operator_view.commit,
-            managed=self._committer.operator_view.managed,
-            outgrown=self._committer.ancestry.outgrown,
-            changed=lambda: tasks.spawn(self.look(), "look at what is new"),
-        )
+        facts = self._committer.facts(lambda: tasks.spawn(self.look(), "look at what is new"))
         for remote_tier in self.remote_tiers:
             remote_tier.begin(facts)
             tasks.keep(remote_tier.run, f"remote tier {remote_tier.tier}")
@@ -83,7 +77,7 @@ class RemoteTiers:
         acquainted = [one for one in self.remote_tiers if one.meets_pods]
         others = bool(self._told and self._told[0])
         return View(
-            scanned_at=self._committer.scanned_at,
+            scanned_at=self._local_shards.scanned_at,
             heard_at=heard_at,
             tiers=bool(self.remote_tiers),
             listed_at=self._looked_at if self._remotes.looked else NEVER,
@@ -117,7 +111,7 @@ class RemoteTiers:
 
     def want(self, id: StepId) -> None:
         """A client waits until this step is archived, so archive it whether it is due or not."""
-        self._committer.remotes.want(id)
+        self._remotes.want(id)
 
     def archived(self, id: StepId) -> bool:
         """Whether the whole step is in the archive, or was until it expired."""

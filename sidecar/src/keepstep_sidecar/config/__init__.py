@@ -1,5 +1,6 @@
 """The configuration of a sidecar, set at its start.
 
-`sidecar` declares all keys; `keys` reads and checks them (`quantities`: sizes and times).
-`archive`, `peers`, `restore_from` and `verify` are what groups of keys mean.
+`sidecar` declares all settings; `settings` says how one is declared, read and checked
+(`quantities`: sizes and times). `archive`, `peers` and `restore_from` are what groups of settings
+mean.
 """

@@ -1,27 +1,35 @@
-"""The configuration of a sidecar, each key declared once. Constant while the sidecar lives."""
+"""The configuration of a sidecar, each setting declared once. Constant while the sidecar lives."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 from urllib.parse import urlsplit
+
+import click
 
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import on_grid
 from keepstep.errors import UsageError
+from keepstep.steps import StrEnum
 from keepstep.wire.reports import PATH as REPORTS_PATH
 from keepstep_sidecar.config.archive import ArchiveConfig
-from keepstep_sidecar.config.keys import (
+from keepstep_sidecar.config.peers import Files, PeerSettings
+from keepstep_sidecar.config.quantities import parse_duration
+from keepstep_sidecar.config.restore_from import Fork, Wish, parse
+from keepstep_sidecar.config.settings import (
     ADDRESS,
     DIR,
     DURATION,
+    FILE,
     PATH,
     PEM,
     PLACE,
@@ -34,20 +42,14 @@ from keepstep_sidecar.config.keys import (
     SWITCH,
     TEXT,
     URL,
-    Key,
-    gathered,
-    key,
-    keys_of,
+    Command,
+    Setting,
     one_of,
     read_file,
-    refuse_unknown,
+    setting,
+    settings_of,
     whole,
 )
-from keepstep_sidecar.config.on_loss import OnLoss
-from keepstep_sidecar.config.peers import Files, PeerSettings
-from keepstep_sidecar.config.quantities import parse_duration
-from keepstep_sidecar.config.restore_from import Fork, Wish, parse
-from keepstep_sidecar.config.verify import Verify
 
 IO_THREADS: Final = 16
 """On huge pages, so many chunks at a time are written as fast as the drive can; 4 take a tenth
@@ -57,6 +59,22 @@ _LONGEST_SOCKET_PATH: Final = 107
 """The size of a unix socket's `sun_path` without its closing zero (unix(7))."""
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+
+
+class Verify(StrEnum):
+    """What is checked of a shard before it is restored: every byte, or its seal and digest table
+    only."""
+
+    FULL = "full"
+    SEAL = "seal"
+
+
+class OnLoss(StrEnum):
+    """What a run does when a part of every step is lost. `WAIT`: the storage may come back.
+    `RESTART`: what a pod kept goes with that pod for good, so the run begins again."""
+
+    WAIT = "wait"
+    RESTART = "restart"
 
 
 def check_run(name: str) -> None:
@@ -155,145 +173,142 @@ def believing(ca: str) -> ssl.SSLContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All keys, and what follows from them. This run's root on a volume is `<volume>/<run>`."""
+    """All settings, and what follows from them. This run's root on a volume is `<volume>/<run>`."""
 
     # fmt: off
-    run: str = key(TEXT, REQUIRED, "Name of the run.")
-    memory_dir: Path = key(
+    run: str = setting(TEXT, REQUIRED, "Name of the run.")
+    memory_dir: Path = setting(
         DIR, REQUIRED, "Directory in shared memory, for slots and the socket.", for_run=False
     )
-    volumes: tuple[Path, ...] = key(
+    volumes: tuple[Path, ...] = setting(
         DIR, REQUIRED,
         "Directory on a local drive for durable steps; may be repeated: ranks are spread over"
         " them.",
-        flag="--volume", several=True,
+        several=True,
     )
-    slots: int = key(
+    slots: int = setting(
         whole(2), 4,
         "Images of each rank in memory; with 4 a restart always finds a common step there.",
     )
-    memory_limit_bytes: int | None = key(
+    memory_limit_bytes: int | None = setting(
         SIZE, None, "Memory for all slots, like 32Gi.  [default: what the shared memory has]"
     )
-    huge_pages_dir: Path | None = key(
+    huge_pages_dir: Path | None = setting(
         DIR, None,
         "Directory on hugetlbfs, of this run alone: slots are made there while pages of 2 MiB are"
         " free.",
         for_run=False,
     )
-    small_pages: bool = key(
+    small_pages: bool = setting(
         SWITCH, False, "Make no slot of huge pages, even where some are free."
     )
-    stage_every: int = key(whole(1), 1, "Stage every Nth step in memory.")
-    persist_every: int | None = key(
+    stage_every: int = setting(whole(1), 1, "Stage every Nth step in memory.")
+    persist_every: int | None = setting(
         whole(1), None,
         "Make every Nth step durable.  [default: as many as drives, failures and lost time allow]",
     )
-    drive_writes_per_day: float | None = key(
+    drive_writes_per_day: float | None = setting(
         POSITIVE, None,
         "Without --persist-every: how often a day the drives may be written in full, like 0.3.",
     )
-    keep_last: int = key(
-        whole(1), 2, "Newest committed steps that stay on the volumes.", name="keep"
-    )
-    keep_every: str | None = key(
+    keep: int = setting(whole(1), 2, "Newest committed steps that stay on the volumes.")
+    keep_every: str | None = setting(
         SPAN, None, "Keep every Kth step there, too, or the first of every DURATION, like 6h."
     )
-    capacity_bytes: int | None = key(
+    capacity_bytes: int | None = setting(
         SIZE, None, "Limit of each volume, like 400Gi.  [default: the drive]"
     )
-    archive_url: str | None = key(
+    archive: str | None = setting(
         PLACE, None,
         "Where steps outlive every machine: s3://bucket/prefix, gs://..., az://... or a directory"
         " that others see, too. Credentials come from the environment.",
-        name="archive",
     )
-    archive_every: int = key(whole(1), 1000, "Archive every Nth step.")
-    archive_keep: int = key(whole(1), 3, "Newest steps that stay in the archive.")
-    archive_keep_every: str | None = key(
+    archive_every: int = setting(whole(1), 1000, "Archive every Nth step.")
+    archive_keep: int = setting(whole(1), 3, "Newest steps that stay in the archive.")
+    archive_keep_every: str | None = setting(
         SPAN, None, "Keep every Kth step, too, or the first of every DURATION, like 6h."
     )
-    archive_endpoint: str | None = key(
+    archive_endpoint: str | None = setting(
         URL, None, "Address of an S3 store that is not Amazon's, like https://s3.example.com."
     )
-    archive_region: str | None = key(TEXT, None, "Region of the S3 store.")
-    peer_listen: str | None = key(ADDRESS, None, "Serve the other pods of the run.")
-    peer_advertise: str | None = key(
+    archive_region: str | None = setting(TEXT, None, "Region of the S3 store.")
+    peer_listen: str | None = setting(ADDRESS, None, "Serve the other pods of the run.")
+    peer_advertise: str | None = setting(
         ADDRESS, None, "Where they find this pod.  [default: --peer-listen]"
     )
-    peer_fetch: bool = key(
+    peer_fetch: bool = setting(
         SWITCH, False,
         "Without --peer-listen: serve nobody, but fetch from whom the operator names.",
         for_run=False,
     )
-    peer_addresses: tuple[str, ...] = key(
+    peers: tuple[str, ...] = setting(
         ADDRESS, (),
         "Another pod of the run, where no operator tells; may be repeated.",
-        name="peers", flag="--peer", several=True,
+        several=True,
     )
-    peer_replicas: int = key(
+    peer_replicas: int = setting(
         whole(0), 1, "Copies of each shard on other pods, where no operator chooses them."
     )
-    peer_bytes_per_second: int | None = key(
+    peer_bytes_per_second: int | None = setting(
         RATE, None, "Limit of all copies that are sent, like 500Mi."
     )
-    peer_cert: Path | None = key(
+    peer_cert: Path | None = setting(
         PATH, None,
         "PEM: this pod's certificate, with keepstep://NAMESPACE/RUN/NODE-RANK as URI."
         "  [default: the operator issues one]",
     )
-    peer_key: Path | None = key(PATH, None, "PEM: its key.")
-    peer_ca: Path | None = key(
+    peer_key: Path | None = setting(PATH, None, "PEM: its key.")
+    peer_ca: Path | None = setting(
         PATH, None, "PEM: the only authorities that other pods are believed by."
     )
-    io_threads: int = key(whole(1), IO_THREADS, "Chunks under way at a time at each volume.")
-    bytes_per_second: int | None = key(RATE, None, "Limit of all writes together, like 500Mi.")
-    verify: Verify = key(
+    io_threads: int = setting(whole(1), IO_THREADS, "Chunks under way at a time at each volume.")
+    bytes_per_second: int | None = setting(RATE, None, "Limit of all writes together, like 500Mi.")
+    verify: Verify = setting(
         one_of(Verify), Verify.FULL,
         "What is checked of a shard before it is restored: every byte, or its seal only.",
     )
-    flush_timeout_s: float = key(DURATION, 25.0, "How long a flush may take.")
-    linger_s: float | None = key(
+    flush_timeout_s: float = setting(DURATION, 25.0, "How long a flush may take.")
+    linger_s: float | None = setting(
         DURATION, None, "How long memory stays when no trainer is there, like 15m."
     )
-    owner_pid: int | None = key(
+    owner_pid: int | None = setting(
         whole(1), None, "While this process lives, --linger does not count.", for_run=False
     )
-    report_url: str | None = key(
+    report_url: str | None = setting(
         URL, None, "Where to tell an operator what this pod holds, https://...", for_run=False
     )
-    report_ca: str | None = key(
+    report_ca: str | None = setting(
         PEM, None, "The only authorities that are trusted for --report-url.", for_run=False
     )
-    report_ca_file: Path | None = key(
+    report_ca_file: Path | None = setting(
         PATH, None, "Where authorities are kept that the operator names later.", for_run=False
     )
-    report_token_file: Path | None = key(
+    report_token_file: Path | None = setting(
         PATH, None, "Token for --report-url; read anew for each report.", for_run=False
     )
-    restore_from: str | None = key(
+    restore_from: str | None = setting(
         STEP, None,
         "Go back to this step, a number or an id of `keepstep steps`, once: later steps are dead"
         " then, and further restarts go on from the newest one. RUN/STEP: begin as a fork of"
         " another run, from its step (or `latest`) in the archive; a run with steps of its own"
         " goes on from these.",
     )
-    restore_since: int = key(
+    restore_since: int = setting(
         whole(0), 0,
         "The newest epoch when --restore-from was asked for.",
         for_run=False,
         hidden=True,
     )
-    on_loss: OnLoss = key(
+    on_loss: OnLoss = setting(
         one_of(OnLoss), OnLoss.WAIT,
         "What to do when a part of every step is lost: wait for it, or begin again, because what a"
         " pod kept here goes with that pod for good.",
         for_run=False,
     )
-    metrics_port: int | None = key(
+    metrics_port: int | None = setting(
         whole(1, 65535), None, "TCP port of /metrics and /healthz.  [default: the socket only]"
     )
-    ui_port: int | None = key(
+    ui_port: int | None = setting(
         whole(1, 65535), None,
         "TCP port on 127.0.0.1 of the run's page, for `kubectl keepstep ui`; KEEPSTEP_UI_SECRET"
         " must be set.",
@@ -303,8 +318,8 @@ class Config:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Config:
-        """A configuration from values by field, as `values_of` gathers them. Raises UsageError."""
-        for one in KEYS:
+        """A configuration from values by field, as `values_of` returns them. Raises UsageError."""
+        for one in SETTINGS:
             if one.required and not values.get(one.field):
                 raise UsageError(f"Missing option '{one.flag}' (or {one.variable}).")
         return cls(**values)
@@ -314,7 +329,8 @@ class Config:
         check_run(self.run)
         if not self.volumes:
             raise UsageError("a sidecar needs at least one volume: pass --volume DIR")
-        archive, peers, reporting, fork = self.archive, self.peers, self.reporting, self.fork
+        archive, peers = self.archive_config, self.peer_settings
+        reporting, fork = self.reporting, self.fork
         if peers is not None and peers.files is None and reporting is None:
             raise UsageError(
                 "--peer-listen without --report-url needs certificates: give --peer-cert,"
@@ -344,17 +360,17 @@ class Config:
         return on_grid(self.persist_every or 1, self.stage_every)
 
     @cached_property
-    def keep(self) -> Retention:
+    def retention(self) -> Retention:
         """Which committed steps stay on local volumes."""
-        return _retention(self.keep_last, self.keep_every)
+        return _retention(self.keep, self.keep_every)
 
     @cached_property
-    def archive(self) -> ArchiveConfig | None:
+    def archive_config(self) -> ArchiveConfig | None:
         """The archive, where steps outlive the machine; None without one."""
-        if self.archive_url is None:
+        if self.archive is None:
             return None
         return ArchiveConfig(
-            url=self.archive_url,
+            url=self.archive,
             every=self.archive_every,
             endpoint=self.archive_endpoint,
             region=self.archive_region,
@@ -362,7 +378,7 @@ class Config:
         )
 
     @cached_property
-    def peers(self) -> PeerSettings | None:
+    def peer_settings(self) -> PeerSettings | None:
         """Which pods keep copies for which; None without peers."""
         files = None
         if self.peer_cert and self.peer_key and self.peer_ca:
@@ -370,13 +386,13 @@ class Config:
         elif self.peer_cert or self.peer_key or self.peer_ca:
             raise UsageError("--peer-cert, --peer-key and --peer-ca go together")
         if self.peer_listen is None:
-            if self.peer_addresses or files:
+            if self.peers or files:
                 raise UsageError("peers need an address to listen on: --peer-listen HOST:PORT")
             return PeerSettings(listen="", replicas=0) if self.peer_fetch else None
         return PeerSettings(
             listen=self.peer_listen,
             advertise=self.peer_advertise or "",
-            peers=self.peer_addresses,
+            peers=self.peers,
             replicas=self.peer_replicas,
             files=files,
             bytes_per_second=self.peer_bytes_per_second,
@@ -420,25 +436,60 @@ class Config:
         return parse(text, since=self.restore_since) if text else None
 
 
-KEYS: Final = keys_of(Config)
+SETTINGS: Final = settings_of(Config)
+
+_BESIDE: Final = ("home",)
+"""What `keepstep run` writes for itself into its sidecar's file (see cli.run_dir)."""
 
 
-def values_of(
-    flags: Mapping[str, object], file: Path | None = None, keys: Iterable[Key] = KEYS
-) -> dict[str, Any]:
-    """The values of `keys` from flags, environment and `file`, by field. Raises UsageError."""
-    written: Mapping[str, object] = {}
-    if file is not None:
-        try:
-            written = read_file(file)
-        except FileNotFoundError as error:
-            raise UsageError(f"{file} cannot be read (no such file)") from error
-        refuse_unknown(written.keys() - BESIDE_KEYS, KEYS, file=file)
-    return gathered(tuple(keys), flags=flags, environment=os.environ, written=written, file=file)
+def options(settings: Iterable[Setting], **shown: str) -> Callable[[Command], Command]:
+    """Add `--config FILE` and the flags of `settings`. The command gets one argument `values`: what
+    flags, environment and file say, by field. `shown`: see `Setting.option`."""
+    made = [_config_option, *(one.option(shown.get(one.name)) for one in settings)]
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def with_values(*arguments: Any, **others: Any) -> Any:
+            values = click.get_current_context().obj
+            return command(*arguments, values=values, **others)
+
+        decorated: Any = with_values
+        for option in reversed(made):
+            decorated = option(decorated)
+        return cast("Command", decorated)
+
+    return decorate
 
 
-BESIDE_KEYS: Final = frozenset({"home"})
-"""Keys that `keepstep run` writes for itself into its sidecar's file (see cli.run_dir)."""
+def _load(ctx: click.Context, _: click.Parameter, path: Path | None) -> None:
+    ctx.ensure_object(dict)
+    if path is not None:
+        ctx.meta[FILE], ctx.default_map = path, read_file(path, SETTINGS, beside=_BESIDE)
+
+
+_config_option: Final = click.option(
+    "--config",
+    envvar="KEEPSTEP_CONFIG",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    is_eager=True,
+    expose_value=False,
+    callback=_load,
+    help="TOML with any of these options, like persist_every = 10. Flags and the environment"
+    " (KEEPSTEP_PERSIST_EVERY) count before it.",
+)
+
+
+@click.command()
+@options(SETTINGS)
+def _values(values: dict[str, Any]) -> dict[str, Any]:
+    return values
+
+
+def values_of(*flags: str) -> dict[str, Any]:
+    """The values of `flags`, the environment and a file, by field. Raises UsageError."""
+    values: dict[str, Any] = _values.main(flags, standalone_mode=False)
+    return values
 
 
 def _retention(last: int, every: str | None) -> Retention:

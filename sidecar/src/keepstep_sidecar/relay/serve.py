@@ -24,8 +24,7 @@ from keepstep_sidecar import __version__, connections, log
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.peers import PeerSettings
-from keepstep_sidecar.config.sidecar import Reporting, check_run
-from keepstep_sidecar.config.verify import Verify
+from keepstep_sidecar.config.sidecar import Reporting, Verify, check_run
 from keepstep_sidecar.log import say
 from keepstep_sidecar.report import report as reporting
 from keepstep_sidecar.report.reporter import Look, Reporter

@@ -39,7 +39,7 @@ def urgent(service: Service) -> bool:
     to vote, or if a rank that holds something has just lost its trainer and will restore what all
     ranks have."""
     recent = time.monotonic() - service.saving.changed_at < _RESTART_S
-    restoring = any(service.leases.restores(rank) for rank in service.committer.ranks())
+    restoring = any(service.leases.restores(rank) for rank in service.committer.copies.ranks())
     awaited = service.step_waits.awaited > 0 or bool(service.restoring.votes.waits)
     return awaited or bool(service.remote_tiers.awaits) or (recent and restoring)
 
@@ -47,19 +47,19 @@ def urgent(service: Service) -> bool:
 def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int) -> Report:
     """The whole report. `volumes`: measured just before, because that may block."""
     committer = service.committer
-    counts, totals = committer.node.planner.counts, committer.totals
+    counts, totals = committer.node.counts, committer.images.totals
     return Report(
         sidecar=__version__,
         started_at=service.started_at,
         sequence=sequence,
         sent_at=time.time(),
-        ready=committer.scanned,
+        ready=committer.local_shards.scanned,
         library=service.saving.library,
         pinned=_pinned(service),
         epochs=_epochs(service),
         ranks=_ranks(service),
         restores=tuple(service.restoring.restores),
-        volumes=tuple(map(_volume, committer.volumes.volumes, volumes)),
+        volumes=tuple(map(_volume, service.volumes.volumes, volumes)),
         warnings=tuple(text[:_WARNING_CHARACTERS] for text in look.warnings(service)[:_WARNINGS]),
         persisted=counts.persisted,
         persist_skipped=counts.skipped + counts.abandoned,
@@ -70,7 +70,7 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         depots=tuple(
             TierProgress(**_part_of(one, TierProgress)) for one in service.remote_tiers.statuses()
         ),
-        failures=committer.script_failures.known(committer.ledger),
+        failures=committer.restart.failures(),
         goodput=_goodput(service.history),
         refusals=max(service.restoring.refusals.values(), default=0),
         refused=service.restoring.refused[:_REFUSED_CHARACTERS],
@@ -103,7 +103,8 @@ def _pinned(service: Service) -> str:
 
 def _epochs(service: Service) -> tuple[Epoch, ...]:
     """The recorded epochs, and the one in which a live trainer says it works."""
-    recorded, current = service.committer.ledger.epochs, service.committer.epoch
+    recorded = service.committer.node.ledger.epochs
+    current = service.committer.epochs.current
     unrecorded = current is not None and current.id not in {one.id for one in recorded}
     return (*recorded, current) if current is not None and unrecorded else recorded
 
@@ -114,13 +115,13 @@ def _ranks(service: Service) -> tuple[ReportedRank, ...]:
     kept: dict[int, list[Shard]] = {}
     for one in service.remote_tiers.kept():
         kept.setdefault(one.rank, []).append(one)
-    here = [rank for rank in service.committer.ranks() if not _left(service, rank)]
+    here = [rank for rank in service.committer.copies.ranks() if not _left(service, rank)]
     own = (_rank(service, rank, kept.get(rank, ())) for rank in here)
     return (*own, *others(service, kept, here=set(here)))
 
 
 def _left(service: Service, rank: int) -> bool:
-    held = service.committer.ledger_reports.of_rank(rank)
+    held = service.committer.copies.of_rank(rank)
     nothing = not held.sealed[Tier.MEMORY] and held.answers[Tier.LOCAL] is Answer.NONE
     return rank in service.slots.moved and nothing
 
@@ -129,12 +130,12 @@ def _rank(service: Service, rank: int, kept: Collection[Shard]) -> ReportedRank:
     """`kept`: the copies of the rank that this pod keeps for another pod, which has it now or had
     it before."""
     held, counters = (
-        _own(service, service.committer.ledger_reports.of_rank(rank)),
+        _own(service, service.committer.copies.of_rank(rank)),
         service.saving.of(rank),
     )
     return ReportedRank(
         rank=rank,
-        world=service.committer.ledger_reports.world(rank),
+        world=service.committer.copies.world(rank),
         alive=service.leases.of(rank) is not None,
         memory=_rows(held.sealed[Tier.MEMORY]),
         local=_rows(held.sealed[Tier.LOCAL]),
@@ -160,7 +161,9 @@ def _rows(shards: Iterable[ShardFacts]) -> tuple[ReportedShard, ...]:
 
 def _own(service: Service, held: RankReport) -> RankReport:
     """`held` without the steps of another run from which this run begins."""
-    sealed = {tier: service.committer.ancestry.own(found) for tier, found in held.sealed.items()}
+    sealed = {
+        tier: service.committer.epochs.without_foreign(found) for tier, found in held.sealed.items()
+    }
     emptied = [tier for tier, found in sealed.items() if not found and held.sealed[tier]]
     return RankReport(
         sealed=sealed, answers={**held.answers, **dict.fromkeys(emptied, Answer.NONE)}
@@ -234,10 +237,10 @@ def _archived(service: Service) -> dict[int, list[Shard]]:
                 break
             for rank, places in committer.remotes.of(id).items():
                 found = [one.shard for one in places if one.tier is Tier.ARCHIVE]
-                told.setdefault(rank, []).extend(committer.ancestry.own(found[:1]))
+                told.setdefault(rank, []).extend(committer.epochs.without_foreign(found[:1]))
     return {rank: found for rank, found in told.items() if found}
 
 
 def _speaks_for_all(service: Service, id: StepId) -> bool:
-    world = service.committer.locator.world_of(id)
-    return world is not None and not {0, world - 1}.isdisjoint(service.committer.ranks())
+    world = service.committer.copies.world_of(id)
+    return world is not None and not {0, world - 1}.isdisjoint(service.committer.copies.ranks())

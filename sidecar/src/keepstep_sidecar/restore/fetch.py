@@ -22,6 +22,7 @@ class Fetcher:
     """Reads copies beyond memory. Of images in memory, which are mapped, only headers are read."""
 
     def __init__(self, pool: SlotPool, committer: Committer, threads: Executor) -> None:
+        self._copies, self._remotes = committer.copies, committer.remotes
         self._threads = threads
         self._manifests = transfer.Manifests()
         self._pool = pool
@@ -49,10 +50,10 @@ class Fetcher:
         self, id: StepId, saved: int, tried: Collection[ShardSource]
     ) -> ShardSource | None:
         """The next place to ask. Remote tiers are listed only if nothing that is known is left."""
-        left = [one for one in self._committer.locator.origins(id, saved) if one not in tried]
-        if not left and not self._committer.remotes.looked:
+        left = [one for one in self._copies.origins(id, saved) if one not in tried]
+        if not left and not self._remotes.looked:
             await self._committer.look_beyond()
-            left = [one for one in self._committer.locator.origins(id, saved) if one not in tried]
+            left = [one for one in self._copies.origins(id, saved) if one not in tried]
         return left[0] if left else None
 
     async def read(self, source: ShardSource, work: Callable[[transfer.Opened], T]) -> T:

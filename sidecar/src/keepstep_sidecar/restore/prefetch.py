@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from keepstep.core.ledger import RestorePlan
+from keepstep.core.node import Reading
 from keepstep.errors import NoMemoryError
 from keepstep.image import Layout
-from keepstep.steps import StepId, Tier
+from keepstep.steps import StepId
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.log import say
@@ -39,6 +39,7 @@ class Prefetcher:
         """For each rank, the step that all ranks have agreed to restore."""
         self._pool = pool
         self._committer = committer
+        self._restart = committer.restart
         self._fetcher = fetcher
         self._changes = changes
         self._grow = grow
@@ -70,7 +71,7 @@ class Prefetcher:
             slot.release()
             slot.slot_set.lose(slot.index)
             slot = await self._reserve(slots, layout, id)
-        self._committer.opening(id, on=True)
+        self._committer.feed(Reading(id, begins=True))
         started = time.monotonic()
         try:
             control = await self._fetcher.load(source, slot.file.view)
@@ -78,7 +79,7 @@ class Prefetcher:
             slot.release()
             raise
         finally:
-            self._committer.opening(id, on=False)
+            self._committer.feed(Reading(id, begins=False))
         slot.seal(control.id, tier=source.tier)
         say(
             "loaded",
@@ -129,57 +130,10 @@ class Prefetcher:
         sealed = slots.sealed()
         agreed = self.agreed.get(slots.rank)
         beyond = {id for id in sealed if agreed is not None and id > agreed}
-        if (planned := plan(self._committer)) is None:
+        ledger = self._committer.look()
+        if (planned := self._restart.plan()) is None:
             return beyond
-        whole = set(self._committer.ledger.whole())
+        whole = set(ledger.whole())
         unlike = {id for id in sealed if id not in whole and planned.id in whole}
         # The agreed step counts, not the plan: a prefetch may still wait for a slot.
         return ({id for id in sealed if id < planned.id} | unlike | beyond) - {agreed}
-
-
-# --- which step ------------------------------------------------------------------------------
-
-
-def plan(committer: Committer) -> RestorePlan | None:
-    """The step that would be restored now and its tiers; None if that is unknown."""
-    complete = committer.look().watermark(Tier.MEMORY)
-    if (wanted := committer.wanted()) is not None:
-        return _plan_of(committer, wanted)
-    if (instead := committer.instead()) is not None:
-        return _plan_of(committer, instead)
-    beyond = _plan_beyond(committer)
-    # A step that is whole only by twins does not tell what ranks elsewhere could restore.
-    if beyond is not None and (complete is None or complete < beyond.id):
-        return beyond
-    if not committer.ledger.whole():
-        return None
-    # This machine can never tell what a rank holds that has nothing here.
-    found = committer.ledger.plan(committer.ranks())
-    return found if isinstance(found, RestorePlan) else None
-
-
-def _plan_beyond(committer: Committer) -> RestorePlan | None:
-    """The plan when other ranks are on other machines: the operator's plan, for those ranks here
-    that hold its step.
-
-    Else the last commit, for those ranks that have nothing newer in memory. If a rank has something
-    newer and there is no operator, only the vote can tell whether the other ranks have it too.
-    """
-    told = committer.operator_view.word.plan
-    restorable = told is not None and committer.ledger.lineage.restorable(told)
-    if told is not None and restorable and (found := _plan_of(committer, told)) is not None:
-        return found
-    if (id := committer.last_commit()) is None:
-        return None
-    newest = committer.ledger_reports.newest_in_memory
-    ranks = [rank for rank in committer.ranks() if id >= newest(rank, id)]
-    return _plan_of(committer, id, ranks)
-
-
-def _plan_of(
-    committer: Committer, id: StepId, ranks: Iterable[int] | None = None
-) -> RestorePlan | None:
-    """A plan of this step for those of `ranks` (None: all here) that hold it; None if none do."""
-    asked = committer.ranks() if ranks is None else ranks
-    tiers = {rank: tier for rank in asked if (tier := committer.locator.nearest(id, rank))}
-    return RestorePlan(id, tiers) if tiers else None

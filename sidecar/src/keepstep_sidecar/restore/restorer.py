@@ -22,7 +22,7 @@ from keepstep_sidecar.leases import Lease, sees_all
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool
 from keepstep_sidecar.restore.chunks import ChunkBuffers
-from keepstep_sidecar.restore.prefetch import Prefetcher, plan
+from keepstep_sidecar.restore.prefetch import Prefetcher
 from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.volume import Volume
 
@@ -48,6 +48,10 @@ class Restorer:
         self._fleeting, self._way_out = fleeting, way_out
         self._pool = pool
         self._committer = committer
+        self._ledger = committer.node.ledger
+        self._copies, self._local_shards = committer.copies, committer.local_shards
+        self._remotes, self._epochs = committer.remotes, committer.epochs
+        self._restart, self._rollback = committer.restart, committer.rollback
         self._prefetcher = prefetcher
         self._image_sources = image_sources
         self._chunk_buffers = chunk_buffers
@@ -69,7 +73,7 @@ class Restorer:
             self._pool.sound(lease.rank, id)
         ledger = self._committer.look()
         hidden = self._hidden()
-        offers = self._committer.locator.offers(set(ledger.whole()) - hidden)
+        offers = self._copies.offers(set(ledger.whole()) - hidden)
         held = {id: one for id, one in self.held(lease.rank).items() if id not in hidden}
         if sees_all(lease.request):
             whole = {*ledger.committed(Tier.MEMORY), *(one.id for one in offers)}
@@ -78,7 +82,7 @@ class Restorer:
             parts: tuple[Part, ...] = ()
         else:
             parts = self._parts(hidden.union(one.id for one in offers))
-        planned = plan(self._committer)
+        planned = self._restart.plan()
         answer, reason = (Answer.STEPS, "")
         if not held and not offers:
             answer, reason = self._why_nothing(lease, parts)
@@ -89,31 +93,30 @@ class Restorer:
             plan=planned.id if planned else None,
             reason=reason,
             offers=offers,
-            failures=self._committer.script_failures.known(ledger),
-            trusted=tuple(sorted(self._committer.operator_view.word.pinned)),
+            failures=self._restart.failures(),
+            trusted=tuple(sorted(self._restart.trusted)),
             never_whole=self._never_whole() if answer is Answer.NONE else "",
             parts=parts,
             epochs=ledger.epochs[-MOST_EPOCHS:],
-            fleeting=self._fleeting or self._committer.rollback.gone_for_good,
-            begin_again=self._committer.rollback.begin_again,
+            fleeting=self._fleeting or self._rollback.gone_for_good,
+            begin_again=self._rollback.begin_again,
             way_out=self._way_out,
             **self._wanted(),
         )
 
     def _parts(self, without: Collection[StepId]) -> tuple[Part, ...]:
         """What this sidecar can add to steps that only several sidecars together have."""
-        committer = self._committer
-        restorable = committer.ledger.lineage.restorable
-        return committer.locator.parts(
-            id for id in committer.locator.ids().difference(without) if restorable(id)
+        restorable = self._ledger.lineage.restorable
+        return self._copies.parts(
+            id for id in self._copies.ids().difference(without) if restorable(id)
         )
 
     def _never_whole(self) -> str:
         """The steps that a fresh start leaves behind, as text."""
-        committer, by_ranks = self._committer, dict[tuple[int, ...], list[int]]()
-        for id in sorted(committer.locator.ids()):
-            if not committer.ledger.is_dead(id):
-                by_ranks.setdefault(committer.locator.ranks_of(id), []).append(id.step)
+        by_ranks = dict[tuple[int, ...], list[int]]()
+        for id in sorted(self._copies.ids()):
+            if not self._ledger.is_dead(id):
+                by_ranks.setdefault(self._copies.ranks_of(id), []).append(id.step)
         return "; ".join(
             f"{_span(steps)} of rank{'s' * (len(ranks) > 1)} {few(list(map(str, ranks)), 8)} alone"
             for ranks, steps in by_ranks.items()
@@ -121,34 +124,26 @@ class Restorer:
 
     def _hidden(self) -> set[StepId]:
         """Steps of another run from which this run must not begin, or no longer may."""
-        committer = self._committer
-        in_doubt = bool(committer.unreadable or self._failed())
-        return {
-            id for id in committer.locator.ids() if committer.ancestry.hides(id, in_doubt=in_doubt)
-        }
+        in_doubt = bool(self._local_shards.unreadable or self._failed())
+        return {id for id in self._copies.ids() if self._epochs.hides(id, in_doubt=in_doubt)}
 
     def _failed(self) -> list[Volume]:
         """Volumes whose content could not be determined."""
-        volumes = self._committer.volumes.volumes
+        volumes = self._local_shards.volumes.volumes
         return [volume for volume in volumes if volume.failed and not volume.read_only]
 
     def _wanted(self) -> dict[str, Any]:
         """The step that a person wants to go back to. Other steps are still listed, so that the
         vote can tell what there is. Another sidecar may not know of the wish."""
-        rollback = self._committer.rollback
-        if (wish := rollback.wish) is None:
+        if (wish := self._rollback.wish) is None:
             return {}
-        return {
-            "wanted": str(wish),
-            "limit": self._committer.wanted(),
-            "exact": True,
-        }
+        return {"wanted": str(wish), "limit": self._restart.wanted(), "exact": True}
 
     def held(self, rank: int) -> dict[StepId, Candidate]:
         """The rank's own images, each on its nearest tier, without dead steps."""
         slots = self._pool.rank(rank)
-        dead, found = self._committer.ledger.is_dead, {}
-        for id in self._committer.locator.ids():
+        dead, found = self._ledger.is_dead, {}
+        for id in self._copies.ids():
             if not dead(id) and (one := self._candidate(slots, id)) is not None:
                 found[id] = one
         return found
@@ -156,43 +151,42 @@ class Restorer:
     def _candidate(self, slots: RankSlots, id: StepId) -> Candidate | None:
         if (at := slots.find(id)) is not None:
             return Candidate(id=id, tier=at.tier, world=at.layout.world, bytes=at.layout.size_bytes)
-        for one in self._committer.locator.origins(id, slots.rank):
+        for one in self._copies.origins(id, slots.rank):
             return Candidate(
                 id=id, tier=one.tier, world=one.shard.world, bytes=one.shard.size_bytes
             )
         return None
 
     def _why_nothing(self, lease: Lease, parts: Collection[Part]) -> tuple[Answer, str]:
-        committer = self._committer
-        if committer.unreadable:
-            return Answer.UNKNOWN, committer.unreadable
+        if self._local_shards.unreadable:
+            return Answer.UNKNOWN, self._local_shards.unreadable
         if failed := self._failed():
             return Answer.UNKNOWN, f"{failed[0].root}: {failed[0].failed}"
-        if committer.remotes.unknown:
-            return Answer.UNKNOWN, committer.remotes.unknown
-        if refusal := committer.ancestry.refusal():
+        if self._remotes.unknown:
+            return Answer.UNKNOWN, self._remotes.unknown
+        if refusal := self._epochs.refusal():
             return Answer.UNKNOWN, refusal
         if parts:
             return Answer.STEPS, ""
-        kept = {id for id in committer.remotes.complete if not committer.ledger.is_dead(id)}
-        if committed := committer.local_shards.ever_published() | kept:
+        kept = {id for id in self._remotes.complete if not self._ledger.is_dead(id)}
+        if committed := self._local_shards.ever_published() | kept:
             newest = max(committed)
             return Answer.UNKNOWN, (
-                f"step {newest} of {committer.locator.world_of(newest)} ranks was committed, but it"
-                f" is not whole any more: {committer.ledger.what_ails(newest)}"
+                f"step {newest} of {self._copies.world_of(newest)} ranks was committed, but it"
+                f" is not whole any more: {self._ledger.what_ails(newest)}"
             )
         return self._of_other_worlds(lease)
 
     def _of_other_worlds(self, lease: Lease) -> tuple[Answer, str]:
         """Steps that another number of ranks saved may be all that is left of a long run, committed
         or not. This rank must not claim that they were never kept."""
-        locator, ledger = self._committer.locator, self._committer.ledger
-        left = [id for id in locator.ids() if not ledger.is_dead(id)]
-        others = [id for id in left if locator.world_of(id) != lease.world]
+        copies, ledger = self._copies, self._ledger
+        left = [id for id in copies.ids() if not ledger.is_dead(id)]
+        others = [id for id in left if copies.world_of(id) != lease.world]
         if not others:
             return Answer.NONE, ""
         newest = max(others)
-        saved = f"{locator.world_of(newest) or 'different numbers of'} ranks"
+        saved = f"{copies.world_of(newest) or 'different numbers of'} ranks"
         return Answer.UNKNOWN, (
             f"step {newest} was saved by {saved}, while {lease.world} are running, and it is not "
             f"whole: {ledger.what_ails(newest)}"
@@ -202,9 +196,10 @@ class Restorer:
 
     async def prefetch(self) -> None:
         """Bring the planned step into memory for every rank here that will restore it."""
-        if (planned := plan(self._committer)) is None:
+        self._committer.look()
+        if (planned := self._restart.plan()) is None:
             return
-        here = set(self._committer.ranks()) - self._pool.moved
+        here = set(self._copies.ranks()) - self._pool.moved
         async with asyncio.TaskGroup() as group:
             for rank, tier in planned.tiers.items():
                 own = rank in here and rank not in planned.by_twins
@@ -247,7 +242,7 @@ class Restorer:
         )
 
     async def _fetch(self, lease: Lease, id: StepId, *, timeout_s: float) -> None:
-        if not self._committer.locator.origins(id, lease.rank):
+        if not self._copies.origins(id, lease.rank):
             raise refuse("unknown-step", f"rank {lease.rank} does not hold step {id} here")
         try:
             async with asyncio.timeout(timeout_s):

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from keepstep.core.node import Reading
 from keepstep.errors import ImageError, StorageError
 from keepstep.image import Layout
 from keepstep.steps import NEAREST_FIRST, StepId, Tier
@@ -46,6 +47,7 @@ class ImageSources:
     ) -> None:
         self._pool = pool
         self._committer = committer
+        self._copies, self._local_shards = committer.copies, committer.local_shards
         self._leases = leases
         self._fetcher = fetcher
         self._readings: dict[int, _Reading] = {}
@@ -65,14 +67,14 @@ class ImageSources:
         scan.
         """
         rank, id = self._leases.require(request.lease).rank, request.id
-        if not self._committer.scanned:
+        if not self._local_shards.scanned:
             raise refuse(
                 "starting", "the volumes are still being scanned; ask for candidates first"
             )
         found = self._mapped(self._turn_to(rank, id), id, bad=request.bad)
         async with self._asking:
             left = await self._find_beyond(found, id, own=rank, every=request.every)
-        world = self._committer.locator.world_of(id)
+        world = self._copies.world_of(id)
         if not found or world is None:
             raise refuse("unknown-step", f"no image of step {id} is within reach of rank {rank}")
         return Sources(
@@ -103,15 +105,15 @@ class ImageSources:
     ) -> tuple[int, ...]:
         """Add the sources that are needed besides `found`. If a copy turns out to be unusable, its
         twins are tried. Returns the ranks that were left out."""
-        locator = self._committer.locator
-        world = locator.world_of(id) or 1
+        copies = self._copies
+        world = copies.world_of(id) or 1
         # Each node begins its search at its first rank. So different nodes do not all read the same
         # copies, but all ranks of one node do.
         here = min(self._leases.ranks)
-        left = [one for one in locator.ranks_with(id) if one not in found]
-        left.sort(key=lambda one: (_far(locator.nearest(id, one)), (one - here) % world))
+        left = [one for one in copies.ranks_with(id) if one not in found]
+        left.sort(key=lambda one: (_far(copies.nearest(id, one)), (one - here) % world))
         while left:
-            asked = left if every else locator.one_of_twins(id, left, known=found)
+            asked = left if every else copies.one_of_twins(id, left, known=found)
             if own % world in left and own % world not in asked:
                 asked.append(own % world)
             if not asked:
@@ -162,7 +164,7 @@ class ImageSources:
     def _turn_to(self, rank: int, id: StepId) -> _Reading:
         """From now on `rank` reads `id`, and no other step."""
         self.release(rank)
-        self._committer.opening(id, on=True)
+        self._committer.feed(Reading(id, begins=True))
         reading = self._readings[rank] = _Reading(id)
         return reading
 
@@ -172,7 +174,7 @@ class ImageSources:
             return
         for slot in reading.pins:
             slot.unpin()
-        self._committer.opening(reading.id, on=False)
+        self._committer.feed(Reading(reading.id, begins=False))
         if not self._readings:
             self._beyond_memory.clear()
             self._headers.clear()

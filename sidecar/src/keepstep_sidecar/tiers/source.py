@@ -15,7 +15,7 @@ from typing import Protocol
 from keepstep.core.shard import Shard
 from keepstep.errors import TornError
 from keepstep.steps import Tier
-from keepstep_sidecar.config.verify import Verify
+from keepstep_sidecar.config.sidecar import Verify
 from keepstep_sidecar.volume.scan import LocalShard
 from keepstep_sidecar.volume.shard_file import ShardFile
 from keepstep_sidecar.volume.volume_set import VolumeSet

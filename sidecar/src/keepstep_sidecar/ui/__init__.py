@@ -8,5 +8,4 @@ many viewers there are, and only while there is one. It changes nothing: there a
 - `access`: what a browser must show before it may read
 - `board`: reads the runs while a viewer is connected
 - `server`: routes, and the stream of changes
-- `browser`: opens the page for the user of a command
 """

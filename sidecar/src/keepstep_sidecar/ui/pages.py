@@ -16,7 +16,6 @@ from typing import Any, Final, TypeVar
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from keepstep.core.history import Restart
 from keepstep.steps import NEAREST_FIRST
 from keepstep.version import __version__
 from keepstep_sidecar.config.quantities import format_duration, format_size
@@ -71,7 +70,6 @@ class Pages:
             "iso": _iso,
             "size": format_size,
             "duration": format_duration,
-            "total": _total_s,
             "ms": _ms,
             "cost": _cost,
         }
@@ -142,7 +140,3 @@ def _ms(seconds: float) -> str:
     """Three digits: `0.52 ms`, `12.3 ms`, `140 ms`."""
     value = 1000 * seconds
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} ms"
-
-
-def _total_s(cost: Restart) -> float:
-    return cost.detection_s + cost.start_s + cost.restore_s + cost.first_step_s

@@ -29,8 +29,7 @@ from keepstep.errors import (
 )
 from keepstep.image import ControlPage, Layout
 from keepstep.steps import StepId
-from keepstep_sidecar.config.sidecar import IO_THREADS
-from keepstep_sidecar.config.verify import Verify
+from keepstep_sidecar.config.sidecar import IO_THREADS, Verify
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume import run_record
 from keepstep_sidecar.volume.direct_io import Engine, RateLimit, probe

@@ -38,7 +38,7 @@ from keepstep.core.ledger.events import (
     Unknown,
 )
 from keepstep.core.lineage import Lineage, Standing, trace
-from keepstep.core.retention import Retention, retired
+from keepstep.core.retention import Retention, left_behind, retired
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier
 
 _Kept = tuple[tuple[tuple[StepId, ...], Lineage, Retention], list[StepId], tuple[StepId, ...]]
@@ -255,16 +255,13 @@ class Ledger:
         stronger tier. A step that is aside or lost is never named, because it may still be needed.
         """
         alive, gone = self._retired(tier, policy)
-        if not alive:
-            return ()
-        # An incomplete step may still be on its way while it is among the last few.
-        settled, others = alive[-policy.last :][0], list[StepId]()
-        for id in self._unfinished[tier]:
-            standing = self._lineage.standing(id)
-            unfinished = standing is Standing.LIVE and id < settled
-            if unfinished or (standing is Standing.DEAD and id < alive[-1]):
-                others.append(id)
-        return tuple(sorted((*gone, *(set(others) - policy.pinned)))) if others else gone
+        by_standing: dict[Standing, list[StepId]] = {one: [] for one in Standing}
+        for id in self._unfinished[tier] if alive else ():
+            by_standing[self._lineage.standing(id)].append(id)
+        others = left_behind(
+            alive, policy, dead=by_standing[Standing.DEAD], unfinished=by_standing[Standing.LIVE]
+        )
+        return tuple(sorted((*gone, *others))) if others else gone
 
     def _retired(self, tier: Tier, policy: Retention) -> tuple[list[StepId], tuple[StepId, ...]]:
         """The live committed steps, and those of them that the policy does not keep.

@@ -12,18 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
-from keepstep_sidecar.cli import run_dir
-from keepstep_sidecar.cli.options import (
-    Command,
-    config_options,
-    directory_option,
-    json_option,
-    run_option,
-)
+from keepstep_sidecar.cli import output, run_dir
+from keepstep_sidecar.cli.options import directory_option, json_option, run_option
 from keepstep_sidecar.cli.run_dir import checked_name
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.config.quantities import format_duration, format_size
-from keepstep_sidecar.config.sidecar import KEYS
+from keepstep_sidecar.config.settings import Command
+from keepstep_sidecar.config.sidecar import SETTINGS, options
 
 if TYPE_CHECKING:
     from keepstep_sidecar.tiers.archive.browse import Holding
@@ -37,8 +32,8 @@ _WHERE = ("archive", "archive_endpoint", "archive_region")
 
 def which_archive(command: Command) -> Command:
     """Add the options that name an archive, or a run in DIR whose archive is meant."""
-    told = config_options([key for key in KEYS if key.name in _WHERE])
-    return told(directory_option(run_option(default="the only one in the archive")(command)))
+    placed = directory_option(run_option(default="the only one in the archive")(command))
+    return options([one for one in SETTINGS if one.name in _WHERE])(placed)
 
 
 def _config(
@@ -56,10 +51,10 @@ def _config(
 
 def archive_of(values: Mapping[str, Any]) -> ArchiveConfig | None:
     """The archive that these values of keys name, by field; None without one. Raises UsageError."""
-    if "archive_url" not in values:
+    if "archive" not in values:
         return None
-    named = {f"archive_{one}": one for one in ("url", "endpoint", "region")}
-    return ArchiveConfig(**{named[field]: values[field] for field in named.keys() & values.keys()})
+    endpoint, region = (values.get(f"archive_{one}") for one in ("endpoint", "region"))
+    return ArchiveConfig(url=values["archive"], endpoint=endpoint, region=region)
 
 
 def _with_archive(
@@ -98,8 +93,6 @@ def ls(as_json: bool, **where: Any) -> None:
       keepstep archive ls
       keepstep archive ls --archive /mnt/archive --run gpt --json
     """
-    from keepstep_sidecar.cli import output
-
     config, run = _config(**where)
 
     async def work(holding: Holding) -> tuple[str, Any]:
@@ -167,8 +160,6 @@ def verify(word: str | None, as_json: bool, **where: Any) -> None:
       keepstep archive verify
       keepstep archive verify 12000 --archive s3://ckpt/runs --run gpt
     """
-    from keepstep_sidecar.cli import output
-
     config, run = _config(**where)
     began = time.monotonic()
 
@@ -213,7 +204,6 @@ def pull(word: str, target: Path, **where: Any) -> None:
     config, run = _config(**where)
 
     async def work(holding: Holding) -> Path:
-        from keepstep_sidecar.cli import output
         from keepstep_sidecar.tiers.archive.browse import pull_step
 
         (step,) = await holding.chosen(word, sound=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from keepstep.errors import KeepstepError
-from keepstep_sidecar.cli import run_dir
+from keepstep_sidecar.cli import inventory, machine, output, run_dir
 from keepstep_sidecar.cli.machine import Finding, Need, Outcome
 from keepstep_sidecar.cli.options import directory_option, json_option, size_option
 from keepstep_sidecar.cli.run_dir import RunDir
@@ -55,8 +55,6 @@ def doctor(
       keepstep doctor --volume /nvme0 --volume /nvme1 --state 40Gi --ranks 8
       keepstep doctor --dir /scratch/ckpt --json
     """
-    from keepstep_sidecar.cli import output
-
     kept = _kept(directory)
     need = _need(kept, state, ranks)
     known = (directory,) if kept is None else kept.config.volumes
@@ -79,8 +77,6 @@ def _line(one: Finding) -> str:
 
 
 def _findings(need: Need, volumes: tuple[Path, ...], probe_bytes: int) -> Iterator[Finding]:
-    from keepstep_sidecar.cli import machine
-
     yield from machine.versions()
     yield machine.shared_memory(run_dir.SHARED_MEMORY, need)
     yield machine.huge_pages(need)
@@ -105,8 +101,6 @@ def _kept(directory: Path) -> RunDir | None:
 
 def _need(kept: RunDir | None, state: int | None, ranks: int | None) -> Need:
     """What a run needs: from the options, else from the newest step of the run."""
-    from keepstep_sidecar.cli import inventory
-
     if kept is None:
         return Need(image_bytes=state, ranks=ranks or 1, slots=_SLOTS)
     shards = inventory.survey(kept)[0]

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import os
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ from click.core import ParameterSource
 
 from keepstep.errors import RestoreError, StorageError, UsageError, few
 from keepstep.steps import Epoch, StepId
-from keepstep_sidecar.cli import run_dir
+from keepstep_sidecar.cli import inventory, output, run_dir
 from keepstep_sidecar.cli.commands.archive import archive_of
 from keepstep_sidecar.cli.options import (
-    config_options,
     directory_option,
     json_option,
     run_option,
@@ -31,7 +29,7 @@ from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.config.peers import PeerSettings
 from keepstep_sidecar.config.quantities import format_size
-from keepstep_sidecar.config.sidecar import KEYS
+from keepstep_sidecar.config.sidecar import SETTINGS, options
 
 if TYPE_CHECKING:
     from keepstep.export import Exported
@@ -49,7 +47,7 @@ _ELSEWHERE = (
 
 
 @click.command()
-@config_options([key for key in KEYS if key.for_run and key.name in _ELSEWHERE])
+@options([one for one in SETTINGS if one.name in _ELSEWHERE])
 @directory_option
 @run_option(default="the only one in DIR, or in the archive")
 @json_option
@@ -105,10 +103,8 @@ def export(
       keepstep export 12000 --to ./model --archive s3://ckpt/runs --run gpt
       keepstep export 12000 --to ./model --config .keepstep/gpt/sidecar.toml
     """
-    from keepstep_sidecar.cli import output
-
     library = _library()
-    options = {
+    wishes = {
         "only": only,
         "dtype": None if dtype is None else library.DTYPES[dtype],
         "shard_bytes": shard_size,
@@ -118,14 +114,14 @@ def export(
     def work(step: _Step, cancel: Cancel) -> Exported:
         with step.opened(cancel) as images:
             layouts = (one.manifest.layout for one in images)
-            made = library.Export(layouts, run=step.run, id=step.id, **options)
+            made = library.Export(layouts, run=step.run, id=step.id, **wishes)
             with output.progress(made.total_bytes, quiet=as_json) as advance:
                 done = functools.partial(advance, f"step {step.id.step}")
                 told: Exported = made.write(target, functools.partial(_read, images, cancel), done)
                 return told
 
     source = click.get_current_context().get_parameter_source("archive")
-    alone = source is ParameterSource.COMMANDLINE or "KEEPSTEP_ARCHIVE" in os.environ
+    alone = source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
     id, told = asyncio.run(_with_newest(word, work, archive_alone=alone, **where))
     if as_json:
         output.print_json({"step": id, **vars(told)})
@@ -148,8 +144,6 @@ def _library() -> Any:
 
 
 def _print(id: StepId, told: Exported, dtype: str | None) -> None:
-    from keepstep_sidecar.cli import output
-
     if told.found:
         output.echo(f"{told.path}: step {id} was exported there before; it was not verified again")
         return
@@ -249,7 +243,6 @@ async def _with_step(
     archive_alone: bool,
 ) -> tuple[StepId, Exported]:
     """Find the step that `word` names, and do `work` on a thread. Raises KeepstepError."""
-    from keepstep_sidecar.cli import inventory, output
     from keepstep_sidecar.tiers import transfer
 
     async def finish(step: _Step) -> tuple[StepId, Exported]:
@@ -259,7 +252,7 @@ async def _with_step(
     if archive is not None and archive_alone:
         return await _from_archive(archive, run, word, {}, finish)
     kept = run_dir.find(directory, run)
-    peers = dataclasses.replace(kept.config, **values).peers
+    peers = dataclasses.replace(kept.config, **values).peer_settings
     held = await asyncio.to_thread(_on_volumes, kept)
     epochs = await asyncio.to_thread(inventory.epochs, kept)
     silent: tuple[str, ...] = ()
@@ -327,8 +320,6 @@ def _dead(id: StepId, epochs: Sequence[Epoch]) -> bool:
 
 def _on_volumes(kept: RunDir) -> _Held:
     """The shards on this machine's volumes: those of its ranks, and copies for its peers."""
-    from keepstep_sidecar.cli import inventory
-
     held: _Held = {}
     for shard in (*inventory.survey(kept)[0], *inventory.copies(kept)):
         source = inventory.source(shard, run=kept.run)
@@ -350,8 +341,6 @@ async def _add_peers(kept: RunDir, settings: PeerSettings, held: _Held) -> tuple
 def _suspects(kept: RunDir) -> frozenset[StepId]:
     """The suspect steps: a restore passes over them, because the script failed by itself twice
     after one of them."""
-    from keepstep_sidecar.cli import inventory
-
     return frozenset(one.id for one in inventory.read(kept).steps if one.suspect)
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import datetime
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from keepstep.errors import ImageError
+from keepstep.image import ControlPage, Layout, read_control, read_layout
+from keepstep_sidecar.cli import output
 from keepstep_sidecar.cli.options import json_option
 from keepstep_sidecar.config.quantities import format_size
-
-if TYPE_CHECKING:
-    from keepstep.errors import ImageError
-    from keepstep.image import ControlPage, Layout
 
 
 @click.command("inspect")
@@ -29,13 +27,12 @@ def inspect_file(file: Path, as_json: bool) -> None:
     Examples:
       keepstep inspect .keepstep/train/0001.4be1a09c-000001200/rank-00000-of-00002.safetensors
     """
-    from keepstep.errors import ImageError
-    from keepstep.image import read_control
-    from keepstep_sidecar.cli import output
-
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        layout = _named(file, fd)
+        try:
+            layout = read_layout(fd)
+        except ImageError as error:
+            raise type(error)(error.reason, path=file) from None
         control: ControlPage | ImageError
         try:
             control = read_control(fd, layout)
@@ -51,25 +48,13 @@ def inspect_file(file: Path, as_json: bool) -> None:
         raise SystemExit(1)
 
 
-def _named(file: Path, fd: int) -> Layout:
-    from keepstep.errors import ImageError
-    from keepstep.image import read_layout
-
-    try:
-        return read_layout(fd)
-    except ImageError as error:
-        raise type(error)(error.reason, path=file) from None
-
-
 def _document(file: Path, layout: Layout, control: ControlPage | ImageError) -> dict[str, object]:
-    from keepstep.errors import ImageError
-
-    bad = isinstance(control, ImageError)
+    error, seal = (control, None) if isinstance(control, ImageError) else (None, control)
     return {
         "path": file,
-        "sealed": not bad,
-        "error": control.reason if isinstance(control, ImageError) else None,
-        "control": None if bad else control,
+        "sealed": seal is not None,
+        "error": error and error.reason,
+        "control": seal,
         "layout": {
             "id": layout.id,
             "rank": layout.rank,
@@ -101,9 +86,14 @@ def _document(file: Path, layout: Layout, control: ControlPage | ImageError) -> 
 
 
 def _print(file: Path, layout: Layout, control: ControlPage | ImageError) -> None:
-    from keepstep_sidecar.cli import output
-
-    facts = [("file", str(file)), *_control_facts(control), *_layout_facts(layout)]
+    count, size = len(layout.entries), layout.size_bytes
+    aliases = f", {len(layout.aliases)} tied" if layout.aliases else ""
+    facts = [
+        ("file", str(file)),
+        *_control_facts(control),
+        ("layout", f"{layout.id}, {count} tensors{aliases}"),
+        ("bytes", f"{size} ({format_size(size)}), {layout.chunk_count} chunks"),
+    ]
     output.print_facts(facts, width=9)
     sections = (
         (section.value, format_size(sum(end - begin for begin, end in extents)), len(extents))
@@ -126,8 +116,6 @@ def _print(file: Path, layout: Layout, control: ControlPage | ImageError) -> Non
 
 
 def _control_facts(control: ControlPage | ImageError) -> list[tuple[str, str]]:
-    from keepstep.errors import ImageError
-
     if isinstance(control, ImageError):
         return [("seal", f"NONE: {control.reason}")]
     parent = control.epoch.parent
@@ -148,12 +136,3 @@ def _control_facts(control: ControlPage | ImageError) -> list[tuple[str, str]]:
 def _moment(unix_s: float) -> str:
     at = datetime.datetime.fromtimestamp(unix_s, tz=datetime.timezone.utc)
     return at.isoformat(sep=" ", timespec="milliseconds")
-
-
-def _layout_facts(layout: Layout) -> list[tuple[str, str]]:
-    count, chunks = len(layout.entries), layout.chunk_count
-    aliases = f", {len(layout.aliases)} tied" if layout.aliases else ""
-    return [
-        ("layout", f"{layout.id}, {count} tensors{aliases}"),
-        ("bytes", f"{layout.size_bytes} ({format_size(layout.size_bytes)}), {chunks} chunks"),
-    ]

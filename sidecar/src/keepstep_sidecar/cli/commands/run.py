@@ -1,4 +1,4 @@
-"""`keepstep run`: runs a command beside a sidecar that outlives it."""
+"""`keepstep run`, `start` and `stop`: the sidecar of a run, with a command beside it or without."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ from typing import Any, Final
 
 import click
 
-from keepstep.errors import UsageError
-from keepstep_sidecar.cli import inventory
-from keepstep_sidecar.cli.options import config_options, directory_option
-from keepstep_sidecar.cli.run_dir import RunDir, checked_name, make_home, run_name
-from keepstep_sidecar.config.sidecar import KEYS
+from keepstep.errors import SidecarError, StorageError, UsageError
+from keepstep.processes import Process
+from keepstep_sidecar.cli import calls, inventory, launcher, messages, output, run_dir
+from keepstep_sidecar.cli.options import directory_option, json_option, which_run
+from keepstep_sidecar.cli.run_dir import RunDir, make_home
+from keepstep_sidecar.config.sidecar import SETTINGS, options
 
-_NOT_EXECUTABLE, _NOT_FOUND = 126, 127
+_FOR_RUN: Final = [one for one in SETTINGS if one.for_run]
+_NAME: Final = "stem of the first *.py in COMMAND"
 _LINGER_S: Final = 900.0
+_LINGER_OF_START_S: Final = 300.0
 _DYING_S: Final = 10.0
 """How long trainers of a killed command may take to end."""
+_START_S: Final = 60.0
+"""How long to wait for another `keepstep start` of the run: if every rank of a machine calls it,
+one starts the sidecar and the others wait."""
+
+
+# --- run -------------------------------------------------------------------------------------
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @directory_option
-@config_options(
-    KEYS,
-    flags=[key for key in KEYS if key.for_run],
-    run="stem of the first *.py in COMMAND",
-    volumes="DIR",
-    linger="15m",
-)
+@options(_FOR_RUN, run=_NAME, volumes="DIR", linger="15m")
 @click.option(
     "--restarts",
     type=click.IntRange(min=0),
@@ -78,22 +81,45 @@ def run(
       keepstep run --dir /scratch/ckpt --volume /nvme0 --volume /nvme1 \\
           --memory-limit 64Gi --persist-every 10 -- torchrun train.py --lr 1e-3
     """
+    from keepstep.warm.client import Starter
+    from keepstep_sidecar.cli.supervisor import Supervisor, say
+
     if preload and not warm:
         raise click.UsageError("--preload has no effect without --warm")
     program = _program(command[0])
     kept = _kept(directory, values, command)
-    modules = preload if warm else None
-    ctx.exit(_supervise(kept, program=program, command=command, restarts=restarts, modules=modules))
+    if launcher.free_removed(kept, orphans=True):
+        say(messages.freed_removed(kept))
+    make_home(kept)
+    with launcher.supervising(kept):
+        launcher.require_idle(kept, timeout_s=_DYING_S)
+        supervisor = Supervisor(
+            kept,
+            path=program,
+            command=command,
+            restarts=restarts,
+            adopted=launcher.adopt(kept),
+            starter=Starter(program, command, preload, say) if warm else None,
+        )
+        ctx.exit(supervisor.run())
+
+
+def _program(name: str) -> str:
+    """The file to execute. If there is none, ends this process with 126 or 127, as a shell does,
+    before a sidecar is started for nothing."""
+    found = shutil.which(name)
+    if found is not None:
+        return found
+    exists = os.path.exists(name)
+    click.echo(f"keepstep: {name}: {'not executable' if exists else 'command not found'}", err=True)
+    raise SystemExit(126 if exists else 127)
 
 
 def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> RunDir:
     """The run as the options ask for it. Raises UsageError."""
     given = {"linger_s": _LINGER_S, **values}
-    name = checked_name(given.pop("run", None) or run_name(command))
-    for own in ("owner_pid", "restore_since"):
-        given.pop(own, None)
-    kept = RunDir.of(directory, name, **given)
-    config = kept.config
+    name = given.pop("run", None) or run_dir.run_name(command)
+    config = (kept := RunDir.of(directory, name, **given)).config
     if config.persist_every is not None and config.persist_every % config.stage_every:
         raise UsageError(
             f"--persist-every {config.persist_every} is no multiple of --stage-every"
@@ -107,42 +133,111 @@ def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> Ru
     return RunDir.of(directory, name, **given, restore_since=newest)
 
 
-def _program(name: str) -> str:
-    """The file to execute. If there is none, ends this process with 126 or 127, as a shell does,
-    before a sidecar is started for nothing."""
-    found = shutil.which(name)
-    if found is not None:
-        return found
-    exists = os.path.exists(name)
-    click.echo(f"keepstep: {name}: {'not executable' if exists else 'command not found'}", err=True)
-    raise SystemExit(_NOT_EXECUTABLE if exists else _NOT_FOUND)
+# --- start -----------------------------------------------------------------------------------
 
 
-def _supervise(
-    kept: RunDir,
-    *,
-    program: str,
-    command: Sequence[str],
-    restarts: int,
-    modules: Sequence[str] | None,
-) -> int:
-    """Supervise the command; returns the exit code. `modules`: what to import for warm starts; None
-    for cold starts."""
-    from keepstep.warm.client import Starter
-    from keepstep_sidecar.cli import launcher, messages
-    from keepstep_sidecar.cli.supervisor import Supervisor, say
+@click.command(context_settings={"allow_interspersed_args": False})
+@directory_option
+@options(_FOR_RUN, run=_NAME, volumes="DIR", linger="5m")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND...]")
+def start(directory: Path, values: dict[str, Any], command: tuple[str, ...]) -> None:
+    """Start the sidecar of a run in the background, if it is not there, and print its socket.
 
-    if launcher.free_removed(kept, orphans=True):
-        say(messages.freed_removed(kept))
+    For notebooks, and for scripts that are not started by `keepstep run`. COMMAND only names the
+    run, as `keepstep run` would; nothing else is started. The sidecar ends by itself, with the
+    newest steps on its volumes, when no trainer was there for --linger; `keepstep stop` ends it
+    now. Nothing starts it again when it dies: `keepstep run` does.
+
+    \b
+    Examples:
+      export KEEPSTEP_SOCKET=$(keepstep start --run notebook)
+      keepstep start --dir /scratch/ckpt --keep 5 -- train.py
+    """
+    given = {"linger_s": _LINGER_OF_START_S, **values}
+    name = given.pop("run", None) or (run_dir.run_name(command) if command else None)
+    if name is None:
+        raise UsageError("the run has no name: give it one with --run NAME")
+    if given.get("restore_from"):
+        raise UsageError("--restore-from goes with `keepstep run`; or call restore(step=) yourself")
+    kept = RunDir.of(directory, name, **given)
+    # without a sidecar, a trainer may still live: this command then brings the sidecar back
+    if launcher.free_removed(kept, orphans=False):
+        output.echo(messages.freed_removed(kept), err=True)
     make_home(kept)
+    with launcher.supervising(kept, timeout_s=_START_S):
+        launcher.require_idle_or_same(kept)
+        if launcher.adopt(kept) is None and (end := _start(kept)) is not None:
+            raise SidecarError(f"the sidecar does not start; {end}", code="absent")
+    output.echo(str(kept.socket))
+
+
+def _start(kept: RunDir) -> str | None:
+    """Start the run's sidecar, and wait until it answers. Returns the end of its log if it does
+    not."""
+    process = Process.of(launcher.launch(kept))
+    if launcher.wait_up(kept, process):
+        return None
+    return f"the end of {kept.log}:\n{launcher.log_tail(kept.log)}"
+
+
+# --- stop ------------------------------------------------------------------------------------
+
+
+@click.command()
+@which_run
+@json_option
+def stop(directory: Path, run: str | None, as_json: bool) -> None:
+    """Make the newest steps durable, end the sidecar of a run and free its memory.
+
+    For a sidecar that stays after a failed command. One whose command still runs ends with it. Also
+    frees the memory of a run whose directory was removed.
+
+    \b
+    Examples:
+      keepstep stop
+      keepstep stop --dir /scratch/ckpt --run train
+    """
+    for removed in run_dir.removed_runs(directory, run):
+        if launcher.free_removed(removed, orphans=True):
+            output.echo(f"run {removed.run!r}: its directory was removed; its memory is freed now")
+            return
+    kept = run_dir.find(directory, run)
     with launcher.supervising(kept):
-        launcher.require_idle(kept, timeout_s=_DYING_S)
-        adopted = launcher.adopt(kept)
-        return Supervisor(
-            kept,
-            path=program,
-            command=command,
-            restarts=restarts,
-            adopted=adopted,
-            starter=None if modules is None else Starter(program, command, modules, say),
-        ).run()
+        stopped = _stop(kept)
+    if launcher.slots_left(kept):
+        raise StorageError(
+            f"run {kept.run!r} stopped, but its newest steps found no volume that takes them: they"
+            f" stay in {kept.memory}. The end of {kept.log} tells why; mend that and say `keepstep"
+            " stop` again, or delete that directory to give them up"
+        )
+    step = inventory.read(kept).committed
+    if as_json:
+        committed = inventory.document(step)
+        output.print_json({"run": kept.run, "stopped": stopped, "committed": committed})
+        return
+    what = "stopped" if stopped else "was not running"
+    left = "nothing is committed" if step is None else f"step {step.id.step} is in {step.path}"
+    output.echo(f"run {kept.run!r} {what}; {left}")
+
+
+def _stop(kept: RunDir) -> bool:
+    """End the run's sidecar; returns whether there was anything to end.
+
+    If a killed sidecar left slots, a new sidecar adopts them first, as they may hold the newest
+    steps. Raises UsageError while the run is training, SidecarError.
+    """
+    launcher.require_idle(kept)
+    live = calls.status(kept.socket)
+    for depot in live.depots if live is not None else ():
+        if depot.backlog:
+            output.echo(messages.waits_for(depot), err=True)
+    if launcher.end(kept):
+        return True
+    if not launcher.slots_left(kept):
+        return False
+    if (end := _start(kept)) is not None:
+        raise SidecarError(
+            f"slots are left in {kept.memory}, but no sidecar starts to save them; delete that"
+            f" directory to give them up; {end}"
+        )
+    return launcher.end(kept)

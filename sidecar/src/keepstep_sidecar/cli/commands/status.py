@@ -13,10 +13,9 @@ from typing import Final
 import click
 
 from keepstep.core.goodput import Goodput
-from keepstep.core.history import Restart
 from keepstep.errors import KeepstepError
 from keepstep.wire.status import RankStatus, Status, TierStatus
-from keepstep_sidecar.cli import inventory, run_dir
+from keepstep_sidecar.cli import inventory, output, run_dir
 from keepstep_sidecar.cli.inventory import Holdings
 from keepstep_sidecar.cli.messages import badput, every, share
 from keepstep_sidecar.cli.options import json_option, which_run
@@ -58,8 +57,6 @@ def status(directory: Path, run: str | None, as_json: bool, watch: bool) -> None
 def _watch(find: Callable[[], RunDir], show: Callable[[RunDir, Holdings], None]) -> None:
     """Show the run every two seconds on a terminal; elsewhere when it changed, one block each
     time."""
-    from keepstep_sidecar.cli import output
-
     before: object = None
     while True:
         try:
@@ -92,13 +89,9 @@ def _without_times(held: Holdings) -> object:
 
 
 def _print_json(kept: RunDir, held: Holdings) -> None:
-    from keepstep_sidecar.cli import output
-
-    output.print_json(_document(kept, held))
-
-
-def _document(kept: RunDir, held: Holdings) -> dict[str, object]:
-    return {
+    goodput = inventory.goodput(kept, held)
+    shown = ("ratio", "wall_s", "seconds", "steps", "interruptions", "newest")
+    document = {
         "run": kept.run,
         "running": held.live is not None,
         "committed": inventory.document(held.committed),
@@ -107,27 +100,13 @@ def _document(kept: RunDir, held: Holdings) -> dict[str, object]:
         "log": kept.log,
         "volumes": kept.roots,
         "problems": held.problems,
-        "goodput": _told(inventory.goodput(kept, held)),
+        "goodput": goodput and {name: getattr(goodput, name) for name in shown},
         "sidecar": held.live,
     }
-
-
-def _told(goodput: Goodput | None) -> dict[str, object] | None:
-    if goodput is None:
-        return None
-    return {
-        "ratio": goodput.ratio,
-        "wall_s": goodput.wall_s,
-        "seconds": goodput.seconds,
-        "steps": goodput.steps,
-        "interruptions": goodput.interruptions,
-        "newest": goodput.newest,
-    }
+    output.print_json(document)
 
 
 def _print(kept: RunDir, held: Holdings) -> None:
-    from keepstep_sidecar.cli import output
-
     output.print_facts(_facts(kept, held), width=11)
     ranks, depots = ((), ()) if held.live is None else (held.live.ranks, held.live.depots)
     right = ("RANK", "STAGED", "DURABLE", "SAVES", "LOST", "BLOCKED/SAVE", "SENT", "WAITING")
@@ -143,8 +122,8 @@ _DEPOT = ("TIER", "WHERE", "SENT", "WAITING", "BEHIND", "TROUBLE")
 
 def _facts(kept: RunDir, held: Holdings) -> list[tuple[str, str]]:
     live = held.live
-    facts = [("run", kept.run), ("sidecar", "not running" if live is None else _sidecar(live))]
-    facts.append(("committed", _committed(held)))
+    up = live and f"{live.sidecar}, pid {live.pid}, up {_age(live.started_at)}"
+    facts = [("run", kept.run), ("sidecar", up or "not running"), ("committed", _committed(held))]
     if live is not None:
         newest = held.newest
         none = "no step that all ranks hold"
@@ -178,26 +157,19 @@ def _goodput(found: Goodput | None) -> list[str]:
 def _restart(live: Status) -> list[str]:
     """The newest restart, as the rank saw it for which it took longest."""
     restarts = [(one.restart, one.rank) for one in live.ranks if one.restart is not None]
-    if not restarts:
-        return []
-    latest = max(restart.at for restart, _ in restarts)
-    of_latest = [(_total_s(one), one, rank) for one, rank in restarts if latest - one.at < _APART_S]
-    total_s, one, rank = max(of_latest, key=lambda found: found[0])
-    ago = format_duration(max(0.0, time.time() - one.at))
-    return [
-        f"{ago} ago, {total_s:.1f} s on rank {rank}: {one.detection_s:.1f} until a process was"
-        f" there, {one.start_s:.1f} its start, {one.restore_s:.1f} the restore,"
-        f" {one.first_step_s:.1f} the first step"
-    ]
+    latest = max((restart.at for restart, _ in restarts), default=0.0)
+    of_latest = [(one.total_s, one, rank) for one, rank in restarts if latest - one.at < _APART_S]
+    for total_s, one, rank in sorted(of_latest, key=lambda found: -found[0])[:1]:
+        return [
+            f"{_age(one.at)} ago, {total_s:.1f} s on rank {rank}: {one.detection_s:.1f} until a"
+            f" process was there, {one.start_s:.1f} its start, {one.restore_s:.1f} the restore,"
+            f" {one.first_step_s:.1f} the first step"
+        ]
+    return []
 
 
-def _total_s(one: Restart) -> float:
-    return one.detection_s + one.start_s + one.restore_s + one.first_step_s
-
-
-def _sidecar(live: Status) -> str:
-    age = format_duration(max(0.0, time.time() - live.started_at))
-    return f"{live.sidecar}, pid {live.pid}, up {age}"
+def _age(at: float) -> str:
+    return format_duration(max(0.0, time.time() - at))
 
 
 def _committed(held: Holdings) -> str:
@@ -206,7 +178,7 @@ def _committed(held: Holdings) -> str:
         return "nothing"
     ago = ""
     if live is not None and live.committed_at is not None:
-        ago = f", {format_duration(max(0.0, time.time() - live.committed_at))} ago"
+        ago = f", {_age(live.committed_at)} ago"
     return f"{inventory.named(step)}{ago}, {step.path}"
 
 

@@ -1,15 +1,24 @@
-"""`keepstep steps`: lists the steps of a run, and the tiers that hold them."""
+"""`keepstep steps`, `verify` and `rm`: lists, checks and deletes the steps of a run."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from keepstep_sidecar.cli import run_dir
-from keepstep_sidecar.cli.inventory import Holdings
+from keepstep.errors import DigestError, ImageError, UsageError, VersionError
+from keepstep_sidecar.cli import inventory, launcher, output, run_dir
 from keepstep_sidecar.cli.options import json_option, which_run
-from keepstep_sidecar.config.quantities import format_size
+from keepstep_sidecar.cli.run_dir import RunDir
+from keepstep_sidecar.config.quantities import format_duration, format_size
+
+if TYPE_CHECKING:
+    from keepstep_sidecar.volume.scan import LocalShard, Refused
 
 
 @click.command()
@@ -25,16 +34,17 @@ def steps(directory: Path, run: str | None, as_json: bool) -> None:
       keepstep steps
       keepstep steps --json | jq -r '.steps[] | select(.committed) | .path'
     """
-    from keepstep_sidecar.cli import inventory, output
-
     kept = run_dir.seen(directory, run)
     held = inventory.read(kept)
     if as_json:
         shown = list(map(inventory.document, held.steps))
         output.print_json({"run": kept.run, "steps": shown})
         return
-    beyond = _beyond(held)
-    columns = ("EPOCH", "STEP", "RANKS", "BYTES", "TIERS", *beyond, "COMMITTED", "HEALTH", "PATH")
+    columns = {
+        "PEER": [step.peer_ranks for step in held.steps],
+        "ARCHIVE": [step.archive_ranks for step in held.steps],
+    }
+    beyond = {name: ranks for name, ranks in columns.items() if any(ranks)}
     rows = (
         (
             step.id.epoch,
@@ -49,14 +59,160 @@ def steps(directory: Path, run: str | None, as_json: bool) -> None:
         )
         for at, step in enumerate(held.steps)
     )
-    output.print_table(columns, rows, right=("STEP", "BYTES"), empty="no step is held")
+    output.print_table(
+        ("EPOCH", "STEP", "RANKS", "BYTES", "TIERS", *beyond, "COMMITTED", "HEALTH", "PATH"),
+        rows,
+        right=("STEP", "BYTES"),
+        empty="no step is held",
+    )
     output.print_lines(f"warning: {problem}" for problem in held.problems)
 
 
-def _beyond(held: Holdings) -> dict[str, list[tuple[int, ...]]]:
-    """The columns of the tiers beyond this machine, without empty ones: the ranks of each step."""
-    columns = {
-        "PEER": [step.peer_ranks for step in held.steps],
-        "ARCHIVE": [step.archive_ranks for step in held.steps],
-    }
-    return {name: ranks for name, ranks in columns.items() if any(ranks)}
+# --- verify ----------------------------------------------------------------------------------
+
+
+@click.command()
+@which_run
+@json_option
+@click.argument("word", required=False, metavar="[STEP]")
+def verify(directory: Path, run: str | None, as_json: bool, word: str | None) -> None:
+    """Verify the shards of STEP, or of all committed steps; exit 1 on the first bad digest.
+
+    STEP is a number, or a full name as in `keepstep steps`. Nothing is changed or moved.
+
+    \b
+    Examples:
+      keepstep verify
+      keepstep verify 1200
+    """
+    kept = run_dir.seen(directory, run)
+    began = time.monotonic()
+    shards, problems = _selected(kept, word)
+    total = sum(shard.size_bytes for shard in shards)
+    try:
+        for problem in problems:
+            raise problem.error
+        with output.progress(total, quiet=as_json) as advance:
+            for shard in shards:
+                about = f"step {shard.step_id.step} rank {shard.rank}"
+                _verify_shard(shard, functools.partial(advance, about), run=kept.run)
+    except ImageError as error:
+        if not as_json:
+            raise
+        digest = error if isinstance(error, DigestError) else None
+        bad = {
+            "path": None if error.path is None else str(error.path),
+            "chunk": digest and digest.chunk,
+            "tensors": digest.tensors if digest else (),
+            "error": error.reason,
+        }
+        output.print_json({"verified": False, **bad})
+        raise SystemExit(1) from None
+    seconds = time.monotonic() - began
+    steps = sorted({shard.step_id for shard in shards})
+    if as_json:
+        output.print_json({"verified": True, "steps": steps, "bytes": total, "seconds": seconds})
+        return
+    named = f"{len(steps)} steps" if len(steps) != 1 else f"step {steps[0].step}"
+    files = f"{len(shards)} shards" if len(shards) != 1 else "1 shard"
+    output.echo(
+        f"{named}, {files}, {format_size(total)}: every digest is right"
+        f" ({format_duration(seconds)})"
+    )
+
+
+def _selected(kept: RunDir, word: str | None) -> tuple[list[LocalShard], list[Refused]]:
+    """The shards to verify, and the files of these steps that the scan has already refused.
+
+    Raises UsageError if there is nothing to verify.
+    """
+    shards, problems = inventory.survey(kept)
+    steps = inventory.of_shards(shards, ())
+    refused = [one for one in problems if not isinstance(one.error, VersionError)]
+    if word is None:
+        names = {str(step.id) for step in steps if step.committed}
+    else:
+        # of a full name, all shards may be bad
+        bad = any(one.path.parent.name == word for one in refused)
+        names = {word, *(str(one.id) for one in (() if bad else inventory.chosen(steps, (word,))))}
+        refused = [one for one in refused if one.path.parent.name in names]
+    if not names and not refused:
+        raise UsageError(f"run {kept.run!r} has no committed step to verify")
+    return [shard for shard in shards if str(shard.step_id) in names], refused
+
+
+def _verify_shard(shard: LocalShard, on_bytes: Callable[[int], None], *, run: str) -> None:
+    """Check one file against its digests. Raises ImageError.
+
+    If the sidecar has published the file meanwhile, it is found by its new name. If the sidecar has
+    retired it, it is skipped.
+    """
+    from keepstep_sidecar.tiers import transfer
+
+    source = inventory.source(shard, run=run)
+    with contextlib.suppress(FileNotFoundError), transfer.opened(source) as opened:
+        chunks = opened.manifest.chunks
+        transfer.each(opened, chunks, lambda _, data: on_bytes(len(data)))
+
+
+# --- rm --------------------------------------------------------------------------------------
+
+
+@click.command()
+@which_run
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@click.option("--force", is_flag=True, help="Delete the only committed step too.")
+@json_option
+@click.argument("words", nargs=-1, required=True, metavar="STEP...")
+def rm(
+    directory: Path, run: str | None, yes: bool, force: bool, as_json: bool, words: tuple[str, ...]
+) -> None:
+    """Delete steps from the volumes.
+
+    STEP is a number, or a full name as in `keepstep steps` when several epochs have that number.
+    The run must not be running: its sidecar deletes old steps by itself (`run --keep`).
+
+    \b
+    Examples:
+      keepstep rm 1200
+      keepstep rm --yes 0003.1f9c2d7a-000001200
+    """
+    from keepstep_sidecar.volume.volume import Volume
+
+    kept = run_dir.find(directory, run)
+    where = ", ".join(map(str, kept.roots))
+    with launcher.supervising(kept):
+        held = inventory.read(kept)
+        if held.live is not None:
+            raise UsageError(
+                f"the sidecar of run {kept.run!r} (pid {held.live.pid}) owns its steps; end it"
+                " first with `keepstep stop`"
+            )
+        doomed = inventory.chosen(held.steps, words)
+        committed = {step.id for step in held.steps if step.committed and not step.dead}
+        lost = committed & {step.id for step in doomed}
+        if lost and lost == committed and not force:
+            raise UsageError(
+                f"{', '.join(map(str, sorted(lost)))} would leave no committed step to restore;"
+                " pass --force to delete it all the same"
+            )
+        if not yes:
+            output.echo(f"run {kept.run!r} in {where}:", err=True)
+            for step in doomed:
+                state = "dead" if step.dead else "committed" if step.committed else "not committed"
+                output.echo(f"{step.id}  {format_size(step.bytes)}  {state}  {step.path}", err=True)
+            click.confirm("Delete?", abort=True, err=True)
+        with contextlib.ExitStack() as stack:
+            volumes = [
+                stack.enter_context(contextlib.closing(Volume(root, run=kept.run)))
+                for root in kept.roots
+                if root.is_dir()
+            ]
+            freed_bytes = sum(
+                one.retire(step.id, reuse=False) for step in doomed for one in volumes
+            )
+    if as_json:
+        output.print_json({"removed": [step.id for step in doomed], "freed_bytes": freed_bytes})
+    else:
+        names = ", ".join(str(one.id) for one in doomed)
+        output.echo(f"removed {names} from {where}: {format_size(freed_bytes)}")

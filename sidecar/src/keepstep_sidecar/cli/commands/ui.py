@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
-from keepstep_sidecar.cli import run_dir
+from keepstep_sidecar.cli import output, run_dir
 from keepstep_sidecar.cli.options import directory_option
 
 
@@ -37,9 +41,8 @@ def ui(directory: Path, port: int, no_open: bool) -> None:
 
 
 async def _serve(directory: Path, *, port: int, browser: bool) -> None:
-    from keepstep_sidecar.cli import output, run_pages
+    from keepstep_sidecar.cli import run_pages
     from keepstep_sidecar.ui.access import Access
-    from keepstep_sidecar.ui.browser import show
     from keepstep_sidecar.ui.server import listen, serving
 
     access, listening = Access("keepstep ui"), listen(port)
@@ -52,8 +55,27 @@ async def _serve(directory: Path, *, port: int, browser: bool) -> None:
         read=run_pages.reader(directory),
         text=output.printable,
     ):
-        await show(
-            lambda: access.url(port),
-            browser=browser,
-            echo=lambda url: output.echo(f"runs in {directory}: {url}\n(Ctrl-C ends it)"),
-        )
+        ended = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        output.echo(f"runs in {directory}: {access.url(port)}\n(Ctrl-C ends it)")
+        # without a display it would be a text browser, in the terminal that shows the URL
+        display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+        with opened(access.url(port)) if browser and display else contextlib.nullcontext():
+            await ended.wait()
+
+
+@contextlib.contextmanager
+def opened(url: str) -> Iterator[None]:
+    """Open the page in a browser.
+
+    The browser gets a file that only this user can read, and the file leads to the URL. The URL
+    grants access, and every user can see the command line of a browser.
+    """
+    import webbrowser
+
+    with tempfile.NamedTemporaryFile("w", prefix="keepstep-ui-", suffix=".html") as file:
+        file.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">')
+        file.flush()
+        webbrowser.open(Path(file.name).as_uri())
+        yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from keepstep.core.lineage import Standing, trace
-from keepstep.core.retention import Retention, retired
+from keepstep.core.retention import Retention, left_behind, retired
 from keepstep.steps import Epoch, StepId
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey
@@ -37,14 +37,14 @@ def expired(
     live = [one.id for one in survey.complete if standing[one.id] is Standing.LIVE]
     if not live:
         return ()
-    doomed = set(retired(live, policy, written_at=_written_at(survey)))
-    dead = {id for id, one in standing.items() if one is Standing.DEAD and id < max(live)}
-    doomed |= dead - policy.pinned
-    return tuple(
-        one
-        for one in survey.steps
-        if (one.complete and one.id in doomed) or _abandoned(one, max(live), now)
-    )
+    complete = {one.id for one in survey.complete}
+    dead = {id for id in complete if standing[id] is Standing.DEAD}
+    abandoned = [one.id for one in survey.steps if _abandoned(one, now)]
+    doomed = {
+        *retired(live, policy, written_at=_written_at(survey)),
+        *left_behind(live, policy, dead=dead, unfinished=abandoned),
+    }
+    return tuple(one for one in survey.steps if one.id in doomed)
 
 
 def unkept(
@@ -67,12 +67,10 @@ def _written_at(survey: Survey) -> dict[StepId, float]:
     return {one.id: one.record.written_at for one in survey.complete if one.record}
 
 
-def _abandoned(step: ArchivedStep, newest: StepId, now: float) -> bool:
-    """Whether only a part was sent, long ago, and a newer step is whole. A step with a faulty
-    record is for people to judge."""
-    if not step.partial or step.id >= newest:
-        return False
-    return all(now - one.modified_at > ABANDONED_S for one in step.files.values())
+def _abandoned(step: ArchivedStep, now: float) -> bool:
+    """Whether only a part was sent, long ago. A step with a faulty record is for people to
+    judge."""
+    return step.partial and all(now - one.modified_at > ABANDONED_S for one in step.files.values())
 
 
 def names_of(step: ArchivedStep, run: str) -> tuple[str, ...]:

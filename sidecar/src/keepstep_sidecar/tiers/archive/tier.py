@@ -393,16 +393,16 @@ def remote_tiers(
 
     `epochs`: returns what is known to be the run's own. Raises UsageError. The store is not asked.
     """
-    if config.archive is None:
+    if config.archive_config is None:
         return ()
     own = ArchiveTier(
-        config.archive,
-        open_store(config.archive),
+        config.archive_config,
+        open_store(config.archive_config),
         run=config.run,
         persist_base=config.persist_base,
         epochs=epochs,
     )
     if config.fork is None:
         return (own,)
-    store = open_store(config.archive)
+    store = open_store(config.archive_config)
     return (own, AncestorTier(store, config.fork, run=config.run, epochs=epochs))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from keepstep.core.ranks import MOST_RANKS
+from keepstep.core.retention import crowded_out, superseded
 from keepstep.core.shard import Shard
 from keepstep.errors import (
     FormatError,
@@ -29,7 +30,6 @@ from keepstep.image.manifest import Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.tiers import transfer
-from keepstep_sidecar.tiers.peer import placement
 from keepstep_sidecar.tiers.peer.protocol import Wanted
 from keepstep_sidecar.tiers.peer.receive import Broken, IncomingCopy, is_part
 from keepstep_sidecar.tiers.source import FileSource
@@ -216,7 +216,7 @@ class Copies:
         told = {rank: one.committed for one in self._told.values() for rank in one.ranks}
         known = {rank: id for rank, id in told.items() if id is not None}
         committed = {**(dict.fromkeys(held, commit) if commit else {}), **known}
-        for id, rank in placement.first_to_go(held, committed):
+        for id, rank in crowded_out(held, committed):
             if any(volume.free_bytes() >= size_bytes for volume in volumes):
                 return
             self._drop(id, rank, why="no space")
@@ -286,7 +286,7 @@ class Copies:
             )
             while sum(len(one.ranks) for one in self._told.values()) > MOST_RANKS:
                 self._told.pop(next(iter(self._told)))
-            doomed = placement.superseded(self._by_rank(), wanted)
+            doomed = superseded(self._by_rank(), wanted.ranks, committed=wanted.committed)
             for id, rank in doomed:
                 self._drop(id, rank, why=_SUPERSEDED)
             self._drop_parts(wanted)

@@ -1,11 +1,10 @@
-"""Which pod is whose buddy, what is sent next, and which copies may be deleted. Pure."""
+"""Which pod is whose buddy, and what is sent next. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 
 from keepstep.steps import StepId
-from keepstep_sidecar.tiers.peer.protocol import Wanted
 
 
 def buddies(own: int, others: Iterable[int], replicas: int) -> list[int]:
@@ -29,38 +28,3 @@ def better(one: StepId, other: StepId | None) -> StepId:
 def _merit(id: StepId) -> tuple[int, int, StepId]:
     zeros = (id.step & -id.step).bit_length() if id.step else 64
     return id.epoch.number, zeros, id
-
-
-def superseded(held: Mapping[int, Collection[StepId]], wanted: Wanted) -> list[tuple[StepId, int]]:
-    """Copies (step, rank) that are no longer needed: they are no longer wanted, and are older than
-    a copy of the same rank that is wanted, committed and whole here.
-
-    None if the sender knows of no commit. It may have just come to a new node, and the copies that
-    it does not know of may be all that the run has.
-    """
-    if wanted.committed is None:
-        return []
-    doomed = []
-    for rank, wishes in wanted.ranks.items():
-        here = set(held.get(rank, ()))
-        anchor = _anchor(here & set(wishes), wanted.committed)
-        doomed += [(id, rank) for id in here - set(wishes) if anchor is not None and id < anchor]
-    return sorted(doomed)
-
-
-def first_to_go(
-    held: Mapping[int, Collection[StepId]], committed: Mapping[int, StepId]
-) -> list[tuple[StepId, int]]:
-    """Copies to delete when the volume is full, oldest first: all but the newest committed copy of
-    each rank. `committed`: for each rank the newest commit that its sender knows. Of a rank without
-    one, nothing is deleted."""
-    doomed = []
-    for rank, ids in held.items():
-        kept = _anchor(ids, committed[rank]) if rank in committed else None
-        if kept is not None:
-            doomed += [(id, rank) for id in ids if id != kept]
-    return sorted(doomed)
-
-
-def _anchor(ids: Collection[StepId], committed: StepId) -> StepId | None:
-    return max((id for id in ids if id <= committed), default=None)

@@ -1,9 +1,9 @@
-"""How a configuration key is declared, and where its value comes from.
+"""How a setting is declared, and how click reads it.
 
-A key has one name in three spellings: `memory_limit` in a file (TOML), `KEEPSTEP_MEMORY_LIMIT` in
-the environment, `--memory-limit` as a flag. A flag has priority over the environment, the
-environment over the file, and the file over the default. Each value is checked where it is read,
-and an error names that place.
+A setting has one name: `memory_limit` in a file (TOML), `KEEPSTEP_MEMORY_LIMIT` in the environment,
+`--memory-limit` as a flag. The flag of a list is repeated, so it is singular (`volumes`,
+`--volume`). click gives a flag priority over the environment, the environment over the file, and
+the file over the default. Each value is checked where it is read, and an error names that place.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import click
 import tomllib
+from click.core import ParameterSource
 
 from keepstep.errors import UsageError
-from keepstep_sidecar.config.quantities import parse_duration, parse_size
+from keepstep_sidecar.config.quantities import format_duration, parse_duration, parse_size
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 LARGEST_FILE_BYTES: Final = 1 << 20
 
@@ -39,20 +43,26 @@ class Kind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
-    """A configuration key. `field`: its field in the configuration. `several`: a list in a file,
-    words in the environment, a repeated flag. `for_run`: `keepstep run` has this key too; the other
-    keys are only for programs that start sidecars."""
+class Setting:
+    """A setting. `field`: its field in the configuration, whose name has the unit. `several`: a
+    list in a file, words in the environment, a repeated flag. `for_run`: `keepstep run` has this
+    setting, too; the others are only for programs that start sidecars."""
 
-    name: str
     field: str
-    flag: str
     kind: Kind
     help: str
     default: Any
     several: bool = False
     for_run: bool = True
     hidden: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.field.removesuffix("_bytes").removesuffix("_s")
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.removesuffix("s" * self.several).replace("_", "-")
 
     @property
     def variable(self) -> str:
@@ -73,28 +83,42 @@ class Key:
         except ValueError as error:
             raise UsageError(f"{where}: {error}") from error
 
+    def option(self, shown: str | None = None) -> Callable[[Command], Command]:
+        """The flag of a command. `shown`: the default in its help, if not the setting's own."""
+        if shown is None and self.field.endswith("_s") and self.default is not None:
+            shown = format_duration(self.default)
+        elif shown is None:
+            shown = "" if self.default in (None, (), False, REQUIRED) else str(self.default)
+        return click.option(
+            self.flag,
+            self.name,
+            cls=_Option,
+            setting=self,
+            default=None,
+            expose_value=False,
+            envvar=self.variable,
+            multiple=self.several,
+            is_flag=not self.kind.metavar,
+            metavar=self.kind.metavar or None,
+            hidden=self.hidden,
+            help=self.help + (f"  [default: {shown}]" if shown else ""),
+        )
+
 
 REQUIRED: Final = dataclasses.MISSING
 
 
-def key(kind: Kind, default: Any, help: str, **options: Any) -> Any:
-    """A field that is a key. `options`: those of Key. The field's name gives `name` and `flag`."""
-    return dataclasses.field(
-        default=default, metadata={"key": {"kind": kind, "help": help, **options}}
-    )
+def setting(kind: Kind, default: Any, help: str, **options: Any) -> Any:
+    """A field that is a setting. `options`: those of Setting."""
+    metadata = {"kind": kind, "help": help, "default": default, **options}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def keys_of(configuration: Any) -> tuple[Key, ...]:
-    """The keys that a dataclass declares. A field's name has its unit; a key accepts any unit."""
+def settings_of(configuration: Any) -> tuple[Setting, ...]:
+    """The settings that a dataclass declares."""
     return tuple(
-        _key(field, **field.metadata["key"]) for field in dataclasses.fields(configuration)
+        Setting(field=one.name, **one.metadata) for one in dataclasses.fields(configuration)
     )
-
-
-def _key(field: dataclasses.Field[Any], *, name: str = "", flag: str = "", **options: Any) -> Key:
-    name = name or field.name.removesuffix("_bytes").removesuffix("_s")
-    flag = flag or "--" + name.replace("_", "-")
-    return Key(name=name, field=field.name, flag=flag, default=field.default, **options)
 
 
 # --- kinds -----------------------------------------------------------------------------------
@@ -207,36 +231,43 @@ SPAN: Final = Kind("K|DURATION", _span)
 SWITCH: Final = Kind("", _switch)
 
 
-# --- sources ---------------------------------------------------------------------------------
+# --- by click --------------------------------------------------------------------------------
+
+FILE: Final = "keepstep.file"
+"""Where a click context keeps the path of the file that its `default_map` was read from."""
 
 
-def gathered(
-    keys: Sequence[Key],
-    *,
-    flags: Mapping[str, object],
-    environment: Mapping[str, str],
-    written: Mapping[str, object],
-    file: object = "",
+class _Option(click.Option):
+    """Checks the value of a setting, and puts it by its field into the context's object."""
+
+    def __init__(self, *arguments: Any, setting: Setting, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._setting = setting
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        if value is None or value == ():
+            return value
+        match ctx.get_parameter_source(self._setting.name):
+            case ParameterSource.ENVIRONMENT:
+                where = self._setting.variable
+            case ParameterSource.DEFAULT_MAP:
+                where = f"{ctx.meta[FILE]}: {self._setting.name}"
+            case _:
+                where = self._setting.flag
+        read = self._setting.read(value, where=where)
+        if read is not None:
+            ctx.ensure_object(dict)[self._setting.field] = read
+        return read
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+def read_file(
+    path: Path, settings: Iterable[Setting], *, beside: Collection[str]
 ) -> dict[str, Any]:
-    """The given values, by field; `written`: those in `file`. Raises UsageError."""
-    values: dict[str, Any] = {}
-    for key in keys:
-        variable: Any = environment.get(key.variable) or None
-        if key.several and variable:
-            variable = variable.split()
-        sources = {
-            f"{file}: {key.name}": written.get(key.name),
-            key.variable: variable,
-            key.flag: flags.get(key.name) or None if key.several else flags.get(key.name),
-        }
-        for where, value in sources.items():
-            if value is not None:
-                values[key.field] = key.read(value, where=where)
-    return {field: value for field, value in values.items() if value is not None}
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """The content of a TOML file, unchecked. Raises FileNotFoundError, UsageError."""
+    """The content of a TOML file; no value is checked. Raises UsageError that names the file, and
+    the known settings if it has another one, which is not `beside` them."""
     try:
         if path.exists() and not path.is_file():
             raise UsageError(f"{path} cannot be read (it is not a file)")
@@ -244,28 +275,24 @@ def read_file(path: Path) -> dict[str, Any]:
             data = file.read(LARGEST_FILE_BYTES + 1)
         if len(data) > LARGEST_FILE_BYTES:
             raise UsageError(f"{path} cannot be read (more than {LARGEST_FILE_BYTES} bytes)")
-        return tomllib.loads(data.decode())
-    except FileNotFoundError:
-        raise
+        written = tomllib.loads(data.decode())
     except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or error
+        raise UsageError(f"{path} cannot be read ({reason})") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not TOML ({error})") from error
+    hidden = {one.name: one.hidden for one in settings}
+    for name in written.keys() - hidden.keys() - set(beside):
+        shown = [known for known in hidden if not hidden[known]]
+        near = difflib.get_close_matches(name, shown, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else "."
+        raise UsageError(f"{path}: no key {name!r}{meant} Keys are {', '.join(shown)}")
+    return written
 
 
-def refuse_unknown(written: Iterable[str], keys: Sequence[Key], *, file: Path) -> None:
-    """Raises UsageError that names the file, the unknown key and the known keys."""
-    names = [key.name for key in keys if not key.hidden]
-    for name in written:
-        if name not in [key.name for key in keys]:
-            near = difflib.get_close_matches(name, names, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else "."
-            raise UsageError(f"{file}: no key {name!r}{meant} Keys are {', '.join(names)}")
-
-
-def to_toml(keys: Iterable[Key], configuration: object) -> str:
+def to_toml(settings: Iterable[Setting], configuration: object) -> str:
     """A file with the same values, defaults included; `read_file` is the inverse."""
-    values = ((key.name, getattr(configuration, key.field)) for key in keys)
+    values = ((one.name, getattr(configuration, one.field)) for one in settings)
     return "".join(
         f"{name} = {toml_value(value)}\n"
         for name, value in values

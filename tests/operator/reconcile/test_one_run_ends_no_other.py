@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.harness import until
-from tests.operator.promises.surface import (
+from tests.operator.reconcile.surface import (
     NAMESPACE,
     SAID_OF_A_POD,
     SAID_OF_A_RUN,
     Body,
-    Cluster,
     Shown,
-    left_out,
     pod,
     policy,
-    promised,
-    rank,
-    reconciler_here,
-    report,
     shown,
-    spoil,
 )
 
 ODD = (
@@ -184,24 +175,3 @@ def test_a_run_that_somebody_edited_ends_no_other_run(parts: Body) -> None:
     _ends_no_other(
         ("runs", _run("evil", **parts)), *(("pods", one) for one in _with(pod(run="evil")))
     )
-
-
-@pytest.mark.parametrize("part", ["tick", "checkpoints", "events"])
-async def test_a_run_that_raises_does_not_end_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    cluster = Cluster(objects=dict([policy()]))
-    poisoned, good = (cluster.bind(pod(0, run=name)) for name in ("poisoned", "good"))
-    spoil(monkeypatch, part, "poisoned")
-    body = json.dumps(report(rank(0, 1, local=(1,)))).encode()
-    async with reconciler_here(cluster, tmp_path) as served:
-
-        async def heard() -> bool:
-            return (await served.post(body, token=good))[0] == 200
-
-        for token in (poisoned, good):
-            status, _ = await served.post(body, token=token)
-            assert status == 200
-        await until(lambda: left_out(served, part), what="the part to fail at the run")
-        await promised(lambda: cluster.run("good").get("status"), "the good run has no status")
-        await promised(heard, "no report is taken any more")
