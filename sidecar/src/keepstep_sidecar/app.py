@@ -66,19 +66,12 @@ def serve(config: Config) -> None:
         lock.leave()
 
 
-def _open_volumes(config: Config) -> VolumeSet:
-    """Open all volumes. Raises StorageError if one cannot be opened and there is no operator.
+def _open_volume(directory: Path, config: Config) -> Volume:
+    """Open a volume. Raises StorageError if that fails and there is no operator.
 
     A run that silently lacks a volume may also lack the steps on it. With an operator the missing
     volume is reported, and training does not wait until the volume works.
     """
-    return VolumeSet(
-        [_open_volume(directory, config) for directory in config.volumes],
-        bytes_per_second=config.bytes_per_second,
-    )
-
-
-def _open_volume(directory: Path, config: Config) -> Volume:
     root = directory / config.run
     try:
         return Volume(
@@ -96,7 +89,8 @@ def _open_volume(directory: Path, config: Config) -> Volume:
 
 
 async def _serve(config: Config, lock: DirectoryLock) -> None:
-    volumes = _open_volumes(config)
+    opened = [_open_volume(directory, config) for directory in config.volumes]
+    volumes = VolumeSet(opened, bytes_per_second=config.bytes_per_second)
     async with Tasks() as tasks:
         service, reports = build(config, volumes, tasks)
         try:
