@@ -53,7 +53,7 @@ class DurableFile:
         points; without one it has none."""
         self.path = path
         self.temporary = temporary or path.with_name(f".{path.name}.tmp")
-        self._filesystem = filesystem
+        self.filesystem = filesystem
         self._engine = engine
         self._phase = phase
         self._point("create")
@@ -66,17 +66,17 @@ class DurableFile:
     def reopen(self) -> None:
         """Another file has got its hidden name: go on with that one."""
         self.close()
-        self.fd = self._filesystem.open(self.temporary, os.O_WRONLY | self._engine.open_flags)
+        self.fd = self.filesystem.open(self.temporary, os.O_WRONLY | self._engine.open_flags)
 
     def allocate(self, size_bytes: int) -> None:
         """Make room for so many bytes."""
         self._point("allocate")
-        self._filesystem.allocate(self.fd, size_bytes)
+        self.filesystem.allocate(self.fd, size_bytes)
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of `data` at `offset`, in any order and from any thread."""
         self._point("data")
-        self._filesystem.write(self.fd, data, offset)
+        self.filesystem.write(self.fd, data, offset)
 
     def write_image(
         self,
@@ -116,21 +116,21 @@ class DurableFile:
         self._point("control")
         self._write_pages(manifest.page, manifest.layout.control_begin)
         self._point("control-sync")
-        self._filesystem.sync_data(self.fd)
+        self.filesystem.sync_data(self.fd)
 
     def _write_pages(self, data: memoryview, offset: int) -> None:
         """Write whole pages that do not lie in a slot, from memory that O_DIRECT accepts."""
         with aligned_buffer(len(data)) as buffer:
             buffer[:] = data
             with memoryview(buffer) as pages:
-                self._filesystem.write(self.fd, pages, offset)
+                self.filesystem.write(self.fd, pages, offset)
 
     def flush(self) -> None:
         """Return when everything written is on the medium."""
         self._point("data-sync")
-        self._filesystem.sync_data(self.fd)
+        self.filesystem.sync_data(self.fd)
         if self._engine is Engine.BUFFERED:
-            self._filesystem.forget_cache(self.fd)
+            self.filesystem.forget_cache(self.fd)
 
     def give_name(self) -> None:
         """Give it its path, durably, in place of what was there. Call it after `seal` or `flush`.
@@ -138,27 +138,27 @@ class DurableFile:
         Where nothing was there, a name of which it is unknown whether it would survive a power cut
         is taken back: the caller will not count this file, so a scan must not either.
         """
-        replaces = self._filesystem.lstat(self.path) is not None
+        replaces = self.filesystem.lstat(self.path) is not None
         self._point("rename")
-        self._filesystem.rename(self.temporary, self.path)
+        self.filesystem.rename(self.temporary, self.path)
         try:
             self._point("directory-sync")
-            self._filesystem.sync_directory(self.path.parent)
+            self.filesystem.sync_directory(self.path.parent)
         except OSError:
             if not replaces:
-                self._filesystem.rename(self.path, self.temporary)
+                self.filesystem.rename(self.path, self.temporary)
             raise
 
     def give_new_name(self) -> None:
         """Like `give_name`, but raises FileExistsError if something is there."""
-        self._filesystem.link(self.temporary, self.path)
-        self._filesystem.sync_directory(self.path.parent)
+        self.filesystem.link(self.temporary, self.path)
+        self.filesystem.sync_directory(self.path.parent)
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            self._filesystem.close(fd)
+            self.filesystem.close(fd)
 
     def drop(self) -> None:
         """Close it, and remove its hidden name if it still has that. Raises nothing: an error
@@ -166,7 +166,7 @@ class DurableFile:
         with contextlib.suppress(OSError):
             self.close()
         with contextlib.suppress(OSError):
-            self._filesystem.unlink(self.temporary)
+            self.filesystem.unlink(self.temporary)
 
 
 @contextlib.contextmanager

@@ -108,7 +108,7 @@ class DirectoryStore:
             except FileExistsError:
                 return False
             finally:
-                new.drop()
+                _drop(new)
             return True
 
         return await self._do(work)
@@ -126,7 +126,7 @@ class DirectoryStore:
             await self._do(lambda: self._finish(new))
         finally:
             # On a thread: with an unreachable server, it may wait for minutes.
-            await self._do(new.drop)
+            await self._do(lambda: _drop(new))
 
     def _put(self, new: DurableFile, data: memoryview, begin: int) -> None:
         new.write(data, begin)
@@ -188,6 +188,12 @@ class DirectoryStore:
         except OSError as error:
             kind = NoSpaceError if error.errno in FULL else StorageError
             raise kind(f"the archive {self.root}: {error}") from error
+
+
+def _drop(new: DurableFile) -> None:
+    """Also let its directory go: the traceback of an error may hold the file."""
+    new.drop()
+    new.filesystem.release(new.path.parent)
 
 
 def _sweep(root: Directory, run: str) -> None:
