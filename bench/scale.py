@@ -53,6 +53,7 @@ from keepstep.wire.trainer import LeaseGranted, Source, Sources, from_json, to_j
 from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
 from keepstep_sidecar.tiers.peer.members import Directory, Known
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
+from keepstep_sidecar.tiers.tier import RemoteTier
 
 T = TypeVar("T")
 
@@ -370,12 +371,13 @@ class _Copy(NamedTuple):
     shard: Shard
 
 
-class _Peers:
+class _Peers(RemoteTier):
     """The peer tier, without its connections."""
 
-    tier, ancestor = Tier.PEER, False
+    tier = Tier.PEER
 
     def __init__(self, directory: Directory) -> None:
+        super().__init__()
         self._directory = directory
 
     async def look(self) -> Any:
@@ -397,7 +399,7 @@ def gossip(kind: str, world: int) -> dict[str, float]:
         began = time.process_time()
         directory.heard(address, decode(text))
         read_s += time.process_time() - began
-    remotes = RemoteInventory((_Peers(directory),))  # type: ignore[arg-type]
+    remotes = RemoteInventory(_Peers(directory))
     with measured.timed("inventory_s"):
         asyncio.run(remotes.look())
     ledger = Ledger()

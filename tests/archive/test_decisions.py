@@ -1,4 +1,4 @@
-"""What an archive decides without looking at a network: order, expiry, kinship, records."""
+"""What an archive decides without looking at a network: expiry, kinship, records."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,82 +17,17 @@ from keepstep.core.shard import Shard
 from keepstep.errors import FormatError, TornError, UsageError, VersionError
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
 from keepstep_sidecar.config.archive import ArchiveConfig
-from keepstep_sidecar.tiers.archive.backlog import Backlog
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, families
 from keepstep_sidecar.tiers.archive.retention import ABANDONED_S, expired, names_of
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.store import Stored
-from keepstep_sidecar.volume.scan import LocalShard
 
-HELD = {0: cast("LocalShard", object())}
 FIRST = Epoch(EpochId(1, "aaaaaaaa"))
 NOW = 1e9
 
 
 def at(step: int, epoch: Epoch = FIRST) -> StepId:
     return StepId(epoch.id, step)
-
-
-# --- the backlog ---------------------------------------------------------------------------------
-
-
-def test_the_oldest_committed_step_is_sent_first() -> None:
-    backlog, held = Backlog(10), dict[StepId, Any]()
-    for step in (30, 15, 10, 20):
-        held[at(step)] = HELD
-        backlog.compare(held, now=float(step))
-    assert [id.step for id in backlog.waiting()] == [10, 20, 30]
-    assert (backlog.backlog(), backlog.behind_s(31.0)) == (3, 21.0)
-
-
-def slow_sidecar(backlog: Backlog, *, phase: int, steps: int) -> set[StepId]:
-    """Each upload takes five commits; local volumes keep two steps. What this one sends."""
-    sent: set[StepId] = set()
-    sending: StepId | None = None
-    kept: list[StepId] = []
-
-    def compare() -> None:
-        backlog.compare(dict.fromkeys(kept, HELD), sent, now=0.0, blame_pace=True)
-
-    for step in range(1, steps):
-        kept.append(at(step))
-        compare()
-        if (step + phase) % 5 == 0:
-            if sending is not None:
-                sent.add(sending)
-                backlog.sent(sending)
-            sending = next(iter(backlog.waiting()), None)
-        gone = [id for id in kept[:-2] if id != sending]
-        kept = [id for id in kept if id not in gone]
-        compare()
-    return sent
-
-
-@given(st.integers(0, 4), st.integers(0, 4))
-def test_sidecars_of_an_archive_that_is_too_slow_still_send_the_same_steps(
-    one: int, other: int
-) -> None:
-    """Without coarser grids each would catch other steps, and none would ever be whole."""
-    ours = slow_sidecar(Backlog(1), phase=one, steps=400)
-    theirs = slow_sidecar(Backlog(1), phase=other, steps=400)
-    assert len(ours & theirs) >= 8
-
-
-def test_the_grid_is_fine_again_once_nothing_waits() -> None:
-    backlog = Backlog(1)
-    backlog.compare({at(1): HELD}, now=0.0)
-    backlog.compare({}, now=0.0, blame_pace=True)
-    assert backlog.doublings == 1
-    backlog.compare({at(2): HELD}, now=0.0)
-    backlog.sent(at(2))
-    assert backlog.doublings == 0
-
-
-def test_an_outage_is_not_taken_for_a_slow_archive() -> None:
-    backlog = Backlog(1)
-    backlog.compare({at(1): HELD}, now=0.0)
-    backlog.compare({}, now=0.0, blame_pace=False)
-    assert backlog.doublings == 0
 
 
 # --- expiry --------------------------------------------------------------------------------------

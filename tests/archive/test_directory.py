@@ -73,7 +73,7 @@ async def test_a_step_before_the_runs_newest_commit_is_sent_though_nobody_told_t
     async with running(config(archive_dir, every=10), facts=facts) as remote_tier:
         for step in (10, 15, 20, 30):
             durable(remote_tier, *write_step(local, step).values())
-        assert remote_tier.in_use(step_id(10)), "and is not deleted before"
+        assert remote_tier.replicator.in_use(step_id(10)), "and is not deleted before"
         assert await remote_tier.drain(timeout_s=10)
         assert (await remote_tier.look()).complete == {step_id(10)}
 
@@ -123,11 +123,11 @@ async def test_the_step_whose_turn_is_next_is_not_retired_before_unless_the_arch
     remote_tier = ArchiveTier(config(archive_dir, every=10), DirectoryStore(archive_dir), run=RUN)
     for step in (10, 15, 20):
         commit(remote_tier, write_step(local, step))
-    assert [step for step in (10, 15, 20) if remote_tier.in_use(step_id(step))] == [10]
+    assert [step for step in (10, 15, 20) if remote_tier.replicator.in_use(step_id(step))] == [20]
     archive_dir.rmdir()
     work = asyncio.ensure_future(remote_tier.run())
     await until(lambda: remote_tier.status().trouble)
-    await until(lambda: not remote_tier.in_use(step_id(10)))
+    await until(lambda: not remote_tier.replicator.in_use(step_id(20)))
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
     await remote_tier.close()
@@ -183,7 +183,7 @@ async def test_a_rotten_local_shard_does_not_become_an_archived_one(
         commit(remote_tier, shards)
         assert await remote_tier.drain(timeout_s=10)
         assert (await remote_tier.look()).complete == frozenset()
-        assert remote_tier.status().failures == 1
+        assert remote_tier.status().failures == 2, "one for each shard"
     names = [path.name for path in (archive_dir / RUN / str(step_id(10))).iterdir()]
     assert names == ["rank-00000-of-00002.safetensors"]
 
@@ -204,7 +204,7 @@ async def test_a_shard_that_its_drive_cannot_read_keeps_no_later_step_from_the_a
         commit(remote_tier, write_step(local, 20))
         assert await remote_tier.drain(timeout_s=10)
         assert (await remote_tier.look()).complete == {step_id(20)}
-        assert remote_tier.status().failures == 1
+        assert remote_tier.status().failures == 2, "one for each shard"
 
 
 async def test_old_steps_go_record_first_and_the_newest_stays(
@@ -298,10 +298,10 @@ def test_an_upload_that_failed_leaves_nothing_behind_and_no_file_open(
 async def test_what_the_archive_does_not_keep_is_not_sent_again_while_it_is_still_here(
     local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keepstep_sidecar.tiers.archive.tier._IDLE_S", 0.05)
+    monkeypatch.setattr("keepstep_sidecar.tiers.replicator.LOOK_AGAIN_S", 0.05)
 
     shards = [write_step(local, step) for step in (1, 2, 3)]
-    for sent in (6, 0):  # by one that begins anew, too
+    for sent in (4, 0):  # by one that begins anew, too
         async with running(config(archive_dir, retention=Retention(last=1))) as remote_tier:
             for each in shards:
                 commit(remote_tier, each)

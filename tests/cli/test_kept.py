@@ -79,12 +79,12 @@ def test_status_and_steps_show_what_lies_beyond_the_machine(keepstep: Keepstep) 
     keepstep(*run, "train.py", "6", "3", code=137)
 
     def archived() -> list[Any]:
-        return [one for one in keepstep.json("steps")["steps"] if one["archive_ranks"]]
+        return [one for one in keepstep.json("steps")["steps"] if "archive" in one["tiers"]]
 
     eventually(lambda: 2 in [one["step"] for one in archived()], within_s=30, every_s=0.3)
     # where a step that was due was left out, the one after it is there, too
     step = next(one for one in archived() if one["step"] == 2)
-    assert (step["archive_ranks"], step["peer_ranks"]) == ([0], [])
+    assert (step["ranks_by_tier"]["archive"], "peer" in step["tiers"]) == ([0], False)
     assert step["tiers"][-1] == "archive"
     shown = keepstep("steps").stdout
     assert "ARCHIVE" in shown

@@ -13,7 +13,7 @@ import pytest
 
 from keepstep.errors import StorageError
 from keepstep.steps import Answer
-from keepstep_sidecar.tiers.peer import replicate
+from keepstep_sidecar.tiers.peer import buddy as buddies
 from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.scan import LocalShard
@@ -156,7 +156,7 @@ async def test_a_full_buddy_says_so_and_keeps_what_it_has(node: Make) -> None:
         assert "bytes needed for a copy" in here.remote_tier.status().trouble
         assert here.remote_tier.status().backlog == 1
         assert not list(buddy.root.rglob("*.part"))
-        assert not here.remote_tier.in_use(big.step_id)
+        assert not here.remote_tier.replicator.in_use(big.step_id)
 
 
 async def test_a_buddy_that_never_has_all_lets_go_of_old_copies_and_its_former_trouble_is_over(
@@ -165,7 +165,7 @@ async def test_a_buddy_that_never_has_all_lets_go_of_old_copies_and_its_former_t
     """Steps come as fast as they are sent: while one is on its way, the next becomes durable."""
     here, buddy = node(0), node(1)
     here.knows(buddy, buddies=(buddy,))
-    loop, really = asyncio.get_running_loop(), replicate.send
+    loop, really = asyncio.get_running_loop(), buddies.send
     coming = {step: here.write(step, rank=0)[1] for step in range(2, 12)}
     seen: list[tuple[str, int]] = []
 
@@ -182,7 +182,7 @@ async def test_a_buddy_that_never_has_all_lets_go_of_old_copies_and_its_former_t
             asyncio.run_coroutine_threadsafe(meanwhile(step), loop).result()
         return really(found, *others)
 
-    monkeypatch.setattr(replicate, "send", send)
+    monkeypatch.setattr(buddies, "send", send)
     async with running(here, buddy):
         committed(here.remote_tier, step_id(1), [here.write(1, rank=0)[1]])
         await until(lambda: (11, 0) in buddy.copies())

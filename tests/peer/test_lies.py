@@ -218,13 +218,13 @@ async def test_copies_keep_to_their_limit_and_a_slow_link_sends_the_step_on_the_
         began = time.monotonic()
         founds = [here.write(step, rank=0, parameters=BIG)[1] for step in (5, 6, 7, 8, 9)]
         durable(here.remote_tier, founds[0])
-        await until(lambda: here.remote_tier.in_use(founds[0].step_id))
+        await until(lambda: here.remote_tier.replicator.in_use(founds[0].step_id))
         for found in founds[1:]:
             durable(here.remote_tier, found)
-        assert here.remote_tier.in_use(
+        assert here.remote_tier.replicator.in_use(
             founds[3].step_id
         )  # step 8 is next, and stays here until then
-        assert not here.remote_tier.in_use(founds[2].step_id)
+        assert not here.remote_tier.replicator.in_use(founds[2].step_id)
         await until(lambda: buddy.copies()[:2] == [(5, 0), (8, 0)])
         sent = here.remote_tier.status().sent_bytes
         assert sent / (time.monotonic() - began) < 1.5 * (20 << 20)

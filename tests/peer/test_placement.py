@@ -1,8 +1,7 @@
-"""Who is whose buddy, which step is sent when not all can be, and which copies may go."""
+"""Who is whose buddy, and which copies may go."""
 
 from __future__ import annotations
 
-import functools
 import random
 from collections import Counter
 
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from keepstep.core.retention import crowded_out, superseded
 from keepstep.steps import EpochId, StepId
-from keepstep_sidecar.tiers.peer.placement import better, buddies
+from keepstep_sidecar.tiers.peer.placement import buddies
 from keepstep_sidecar.tiers.peer.protocol import Wanted
 
 _RANKS = st.sets(st.integers(0, 30), max_size=12)
@@ -51,43 +50,6 @@ def test_the_loss_of_one_pod_moves_only_the_copies_that_it_kept(
         stay = [one for one in before if one != lost]
         assert after[: len(stay)] == stay
         assert len(after) - len(stay) <= (lost in before)
-
-
-# --- which step is sent --------------------------------------------------------------------------
-
-
-def _best(ids: list[StepId]) -> StepId | None:
-    return functools.reduce(lambda best, one: better(one, best), ids, None)  # type: ignore[arg-type]
-
-
-@given(ids=st.lists(_STEPS, unique=True), chance=st.randoms())
-def test_pods_that_heard_of_the_same_steps_in_another_order_send_the_same_one(
-    ids: list[StepId], chance: random.Random
-) -> None:
-    shuffled = chance.sample(ids, len(ids))
-    assert _best(shuffled) == _best(ids)
-
-
-@given(first=st.integers(1, 1000), count=st.integers(1, 16), more=st.integers(0, 16))
-def test_a_pod_with_a_slower_link_sends_a_step_that_the_faster_ones_send_too(
-    first: int, count: int, more: int
-) -> None:
-    """It chooses among more steps: either the same one, or one that the others were past."""
-    epoch = EpochId(1, "0" * 8)
-    few = [StepId(epoch, step) for step in range(first, first + count)]
-    many = few + [StepId(epoch, first + count + later) for later in range(more)]
-    chosen = _best(many)
-    assert chosen == _best(few) or chosen not in few
-
-
-def test_it_is_the_step_on_the_coarsest_grid_and_of_the_newest_epoch() -> None:
-    def chosen(*steps: int) -> int:
-        best = _best([StepId(EpochId(1, "0" * 8), step) for step in steps])
-        return best.step if best else -1
-
-    assert (chosen(5, 6, 7), chosen(4, 12), chosen(*range(9, 40)), chosen(3)) == (6, 12, 32, 3)
-    old, new = StepId(EpochId(1, "0" * 8), 64), StepId(EpochId(2, "0" * 8), 3)
-    assert _best([new, old]) == new
 
 
 # --- which copies go -----------------------------------------------------------------------------

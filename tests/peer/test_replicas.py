@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from keepstep.image.xxh3 import CHUNK_BYTES
-from keepstep_sidecar.tiers.peer import receive, send
+from keepstep_sidecar.tiers.peer import buddy as sending
+from keepstep_sidecar.tiers.peer import receive
 from keepstep_sidecar.tiers.peer.receive import IncomingCopy
 from keepstep_sidecar.volume.direct_io import WRITER_NICENESS, RateLimit
 from keepstep_sidecar.volume.scan import LocalShard
@@ -133,8 +134,8 @@ async def test_what_has_rotted_at_the_buddy_is_sent(pair: Pair) -> None:
 async def test_an_image_that_becomes_durable_there_meanwhile_ends_the_sending(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(send, "_ASK_AGAIN_S", 0.0)
-    monkeypatch.setattr(send.protocol, "STREAMS", 1)
+    monkeypatch.setattr(sending, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(sending.protocol, "STREAMS", 1)
     here, buddy = pair
     slot, own = alike(0), alike(1)
     put = buddy.remote_tier._copies.write

@@ -16,7 +16,7 @@ import pytest
 from keepstep.errors import StorageError
 from keepstep_sidecar.tiers.peer.client import Link
 from keepstep_sidecar.tiers.peer.copies import Copies
-from keepstep_sidecar.tiers.peer.replicate import Outbox
+from keepstep_sidecar.tiers.peer.placement import due, wanted
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
 from keepstep_sidecar.tiers.tier import LocalInventory
@@ -53,8 +53,8 @@ async def test_a_sender_on_a_new_node_that_knows_no_commit_deletes_nothing(
             await until(
                 lambda: new.remote_tier.status().sent == 1 and not new.remote_tier.status().backlog
             )
-            feeder = next(iter(new.remote_tier._feeders.values()))[0]
-            await until(lambda: feeder._said == new.remote_tier._outbox.wanted())
+            (place,) = new.remote_tier._places.values()
+            await until(lambda: place.told == wanted(new.remote_tier.facts.local()))
             assert buddy.copies() == [(100, 0), (110, 0)]
             committed(new.remote_tier, later.step_id, [later])
             await until(lambda: buddy.copies() == [(110, 0)])
@@ -66,13 +66,12 @@ def test_after_a_rollback_the_live_steps_are_due_although_a_dead_one_was_committ
     here = node(0)
     _, live = here.write(10, rank=0)
     _, dead = here.write(100, rank=0)
-    outbox = Outbox()
     both = {one.step_id: {0: one} for one in (live, dead)}
-    outbox.compare(LocalInventory(shards=both, commits=frozenset({dead.step_id})))
-    assert outbox.due(()) == [dead]
-    outbox.compare(LocalInventory(shards={live.step_id: {0: live}}))
-    assert outbox.due(()) == [live]
-    assert outbox.wanted().ranks == {0: (live.step_id,)}
+    before = LocalInventory(shards=both, commits=frozenset({dead.step_id}))
+    assert due(before).owed == {dead.step_id}
+    after = LocalInventory(shards={live.step_id: {0: live}})
+    assert due(after).owed == {live.step_id}
+    assert wanted(after).ranks == {0: (live.step_id,)}
     asyncio.run(here.remote_tier.close())
     here.volume.close()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from committers import make_committer
 
@@ -25,20 +23,17 @@ NEXT = Epoch(EpochId(2, "0000000b"), StepId(ONE, 100))
 class Quicker(RemoteTier):
     """Another pod, whose trainer began the epoch before ours."""
 
-    tier = Tier.PEER
+    tier, where = Tier.PEER, "there"
 
     async def look(self) -> Inventory:
         return Inventory(answer=Answer.NONE, epochs=(NEXT,))
-
-    def status(self) -> Any:
-        return SimpleNamespace(where="there")
 
 
 def test_an_epoch_that_another_pod_told_of_first_is_still_written_here(tmp_path: Path) -> None:
     volumes = VolumeSet([Volume(tmp_path / "volume" / "run", run="run")])
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:
-        remotes = RemoteInventory([Quicker()])
+        remotes = RemoteInventory(Quicker())
         slots = SlotPool(SlotDirectories(tmp_path / "memory"), run="run")
         committer = make_committer(volumes, slots, threads, remotes=remotes)
 

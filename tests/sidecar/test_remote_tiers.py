@@ -120,7 +120,7 @@ def test_what_is_archived_is_in_status_and_metrics(
 
     status = eventually(seen, what="the archive is looked at")
     (step,) = status["steps"]
-    assert (step["archive_ranks"], step["local_ranks"]) == ([0, 1], [])
+    assert step["ranks"] == {"archive": [0, 1]}
     assert status["watermarks"]["archive"]["step"] == id.step
     assert "NodeLoss" in status["survives"]
     (remote_tier,) = status["depots"]

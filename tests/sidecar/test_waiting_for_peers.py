@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from keepstep.steps import Answer, Epoch, EpochId, Tier
 from keepstep.wire.reports import Peer
@@ -13,7 +13,8 @@ from keepstep_sidecar.api.restoring import Votes
 from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.tiers.tier import Inventory, RemoteTier, TierStatus
+from keepstep_sidecar.tiers.peer.tier import PeerTier
+from keepstep_sidecar.tiers.tier import Inventory, RemoteTier
 
 MET = Epoch(EpochId(1, "0000000a"))
 
@@ -22,11 +23,11 @@ class Peers(RemoteTier):
     """Answers when it is let, with what it knew when it was asked."""
 
     tier = Tier.PEER
-    meets_pods = True
     address = "10.0.0.1:9465"
     introduced = True
 
     def __init__(self) -> None:
+        super().__init__()
         self.known: tuple[Epoch, ...] = ()
         self.asked = 0
         self.answers = asyncio.Event()
@@ -42,9 +43,6 @@ class Peers(RemoteTier):
     ) -> None:
         self.known = (MET,)
 
-    def status(self) -> TierStatus:
-        return TierStatus(tier=Tier.PEER, where="peers")
-
 
 async def _let_begin(work: asyncio.Task[Any]) -> None:
     for _ in range(5):
@@ -54,7 +52,7 @@ async def _let_begin(work: asyncio.Task[Any]) -> None:
 
 async def test_what_was_asked_before_a_pod_was_named_does_not_answer_for_it() -> None:
     peers = Peers()
-    remotes = RemoteInventory([peers])
+    remotes = RemoteInventory(peers=cast("PeerTier", peers))
     before = asyncio.create_task(remotes.look())
     await _let_begin(before)
     peers.known = (MET,)
@@ -73,7 +71,7 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
     """Also that of a rank which holds something: it may be old."""
     peers = Peers()
     peers.answers.set()
-    remotes = RemoteInventory([peers])
+    remotes = RemoteInventory(peers=cast("PeerTier", peers))
 
     async def look_beyond(*, anew: bool = False) -> None:
         await remotes.look(anew=anew)

@@ -10,6 +10,7 @@ from keepstep.errors import ImageError, KeepstepError, StorageError
 from keepstep.image import ControlPage
 from keepstep.image.manifest import Manifest
 from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers.peer.tier import PeerTier
 from keepstep_sidecar.tiers.source import Cancel, ShardSource
 from keepstep_sidecar.tiers.tier import RemoteShard, RemoteTier
 
@@ -27,7 +28,7 @@ async def read(
             return await transfer.run(None, attempt)
         except (ImageError, StorageError) as error:
             failure = error
-            if isinstance(error, ImageError):
+            if isinstance(error, ImageError) and isinstance(remote_tier, PeerTier):
                 remote_tier.refuse(source)
     raise failure
 

@@ -94,7 +94,11 @@ def s3(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Scene]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is looked at from time to time is looked at often."""
-    for name in ("peer.replicate._LOOK_AGAIN_S", "peer.tier._LOOK_EVERY_S", "archive.tier._IDLE_S"):
+    for name in (
+        "replicator.LOOK_AGAIN_S",
+        "peer.tier._LOOK_EVERY_S",
+        "replicator._COMPARE_EVERY_S",
+    ):
         monkeypatch.setattr(f"keepstep_sidecar.tiers.{name}", 0.1)
 
 
@@ -133,7 +137,7 @@ async def test_what_was_given_is_there_when_drained_and_listed_as_it_is(
         status = scene.tier.status()
         assert (status.backlog, status.trouble) == (0, "")
         assert status.sent_bytes > 0
-        assert not scene.tier.in_use(found.step_id)
+        assert not scene.tier.replicator.in_use(found.step_id)
 
 
 @on_every_tier

@@ -89,8 +89,8 @@ async def test_a_run_is_shown_with_its_steps_by_tier_and_what_restarts_cost() ->
     rank = {"world": 2, "alive": True, "saves": 10, "blocked_s": 0.05, "skipped": 3}
     ranks = (RankStatus(rank=0, pid=5, **rank), RankStatus(rank=1, **rank))
     steps = (
-        step(7, local_ranks=(0, 1), archive_ranks=(0, 1), committed=True, bytes=2 << 20),
-        step(8, memory_ranks=(0, 1), local_ranks=(1,), suspect=True),
+        step(7, ranks={Tier.LOCAL: (0, 1), Tier.ARCHIVE: (0, 1)}, committed=True, bytes=2 << 20),
+        step(8, ranks={Tier.MEMORY: (0, 1), Tier.LOCAL: (1,)}, suspect=True),
     )
     drive = VolumeStatus(path="/v/a", engine="direct", used_bytes=3 << 30, free_bytes=5 << 30)
     depot = TierStatus(tier=Tier.ARCHIVE, where="s3://ckpt", backlog=4, behind_s=75, trouble="401")
@@ -136,7 +136,9 @@ async def test_a_viewer_is_sent_the_points_of_charts() -> None:
 
 
 async def test_a_run_without_a_sidecar_is_shown_and_said_to_be_without() -> None:
-    shown = RunPage(name="a", steps=(step(7, local_ranks=(0, 1), committed=True),), volumes=("/v",))
+    shown = RunPage(
+        name="a", steps=(step(7, ranks={Tier.LOCAL: (0, 1)}, committed=True),), volumes=("/v",)
+    )
     async with site_of({"a": shown}) as site:
         await site.enter()
         page = _read(await site.text("/runs/a"))

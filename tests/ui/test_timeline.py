@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any
 
 from keepstep.core.history import Event, Kind, Restart
-from keepstep.steps import Epoch, EpochId, StepId
+from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.status import StepStatus
 from keepstep_sidecar.ui.timeline import POINTS, Line, charts, lost, restores, step_times, usual
 from keepstep_sidecar.ui.view import RunPage
@@ -92,7 +92,7 @@ def test_lost_steps_are_those_that_are_not_held() -> None:
 def test_a_step_far_away_is_drawn_when_it_was_staged() -> None:
     events = (staged(1, 10), staged(2, 20), staged(3, 5, epoch=TWO))
     steps = tuple(
-        StepStatus(id=id, world=1, archive_ranks=(0,))
+        StepStatus(id=id, world=1, ranks={Tier.ARCHIVE: (0,)})
         for id in (StepId(ONE, 15), StepId(ONE, 30), StepId(TWO, 5))
     )
     drawn = charts(RunPage(name="a", events=events, steps=steps))

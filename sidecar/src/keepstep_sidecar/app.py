@@ -41,7 +41,6 @@ from keepstep_sidecar.restore.fetch import Fetcher
 from keepstep_sidecar.restore.prefetch import Prefetcher
 from keepstep_sidecar.restore.restorer import Restorer
 from keepstep_sidecar.restore.sources import ImageSources
-from keepstep_sidecar.tiers.tier import RemoteTier
 from keepstep_sidecar.volume.history_file import HistoryFile
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
@@ -134,13 +133,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     committer = Committer(
         volumes,
         slots,
-        remotes=RemoteInventory(
-            _remote_tiers(
-                config,
-                volumes,
-                epochs=lambda: committer.epochs.own(),
-            )
-        ),
+        remotes=_remote_tiers(config, volumes, epochs=lambda: committer.epochs.own()),
         names=names,
         writers=writers,
         changes=changes,
@@ -278,23 +271,18 @@ def _trust(reporting: Reporting | None) -> ssl.SSLContext | None:
 
 
 def _remote_tiers(
-    config: Config,
-    volumes: VolumeSet,
-    *,
-    epochs: Callable[[], tuple[Epoch, ...]],
-) -> list[RemoteTier]:
+    config: Config, volumes: VolumeSet, *, epochs: Callable[[], tuple[Epoch, ...]]
+) -> RemoteInventory:
     """The configured remote tiers. Their modules are imported only when they are configured."""
-    remote_tiers: list[RemoteTier] = []
+    peers = archive = ancestor = None
     if config.archive_config is not None:
         from keepstep_sidecar.tiers.archive import tier
 
-        remote_tiers += tier.remote_tiers(config, epochs=epochs)
+        archive, ancestor = tier.remote_tiers(config, config.archive_config, epochs=epochs)
     if config.peer_settings is not None:
-        from keepstep_sidecar.tiers.peer import tier as peers
+        from keepstep_sidecar.tiers.peer.tier import remote_tier
 
-        remote_tiers.append(
-            peers.remote_tier(
-                config.peer_settings, volumes, run=config.run, reporting=config.reporting
-            )
+        peers = remote_tier(
+            config.peer_settings, volumes, run=config.run, reporting=config.reporting
         )
-    return remote_tiers
+    return RemoteInventory(peers=peers, archive=archive, ancestor=ancestor)

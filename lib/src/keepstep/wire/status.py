@@ -109,15 +109,13 @@ class TierStatus(TierProgress):
 
 @dataclass(frozen=True, kw_only=True)
 class StepStatus:
-    """One step that is held somewhere. `path`: set once the step is committed on local. `suspect`:
-    a restore passes it over. `suspect` and `proven`: see `keepstep.core.suspicion`."""
+    """One step that is held somewhere. `ranks`: by tier, nearest first, the ranks whose images are
+    there. `path`: set once the step is committed on local. `suspect`: a restore passes it over.
+    `suspect` and `proven`: see `keepstep.core.suspicion`."""
 
     id: StepId
     world: int
-    memory_ranks: tuple[int, ...] = ()
-    local_ranks: tuple[int, ...] = ()
-    peer_ranks: tuple[int, ...] = ()
-    archive_ranks: tuple[int, ...] = ()
+    ranks: dict[Tier, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     bytes: int = 0
     committed: bool = False
     path: str = ""
@@ -126,10 +124,14 @@ class StepStatus:
     proven: bool = False
 
     @property
+    def held(self) -> tuple[int, ...]:
+        """The ranks whose image is on at least one tier, ascending."""
+        return tuple(sorted({rank for ranks in self.ranks.values() for rank in ranks}))
+
+    @property
     def whole(self) -> bool:
         """Whether the step is committed, or an image of each of its ranks is known here."""
-        known = {*self.memory_ranks, *self.local_ranks, *self.peer_ranks, *self.archive_ranks}
-        return self.committed or len(known) == self.world
+        return self.committed or len(self.held) == self.world
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from keepstep.core.slot_table import SlotState
 from keepstep.core.suspicion import Doubt
@@ -24,7 +24,6 @@ from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_directories import advice
 from keepstep_sidecar.memory.slot_file import may_swap, pinning
 from keepstep_sidecar.memory.slot_pool import RankSlots, SlotSet
-from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.volume.volume import Volume
 
 
@@ -117,9 +116,10 @@ async def keep_history(service: Service) -> None:
 def survives(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
     """What the run would survive now, apart from losing steps. `marks`: watermarks. Pure.
 
-    One machine without a peer or an archive never survives its own loss.
+    One machine without another tier never survives its own loss.
     """
-    beyond = marks.get(Tier.PEER) or marks.get(Tier.ARCHIVE)
+    here = (Tier.MEMORY, Tier.LOCAL)
+    beyond = newest_of(*(id for tier, id in marks.items() if tier not in here))
     local = marks.get(Tier.LOCAL) or beyond
     outlived = {
         "ContainerRestart": marks.get(Tier.MEMORY) or local,
@@ -220,25 +220,21 @@ def _step(service: Service, id: StepId, doubt: Doubt) -> StepStatus:
     worlds = [found.world for found in local.values()]
     worlds += [slot.layout.world for slot in memory.values()]
     worlds += [places[0].shard.world for places in far.values()]
+    held: dict[Tier, set[int]] = {Tier.MEMORY: set(memory), Tier.LOCAL: set(local)}
+    held |= {tier: set() for tier in committer.remotes.tiers}
+    for rank, places in far.items():
+        for place in places:
+            held[place.tier].add(rank)
     return StepStatus(
         id=id,
         world=max(worlds),
-        memory_ranks=tuple(sorted(memory)),
-        local_ranks=tuple(sorted(local)),
-        peer_ranks=_on(far, Tier.PEER),
-        archive_ranks=_on(far, Tier.ARCHIVE),
+        ranks={tier: tuple(sorted(ranks)) for tier, ranks in held.items() if ranks},
         bytes=sum(sizes.values()),
         committed=id in published,
         path=published.get(id, ""),
         dead=(dead := committer.node.is_dead(id)),
         suspect=not dead and doubt.is_suspect(id),
         proven=not dead and doubt.is_proven(id),
-    )
-
-
-def _on(far: Mapping[int, Sequence[ShardSource]], tier: Tier) -> tuple[int, ...]:
-    return tuple(
-        sorted(rank for rank, places in far.items() if any(one.tier is tier for one in places))
     )
 
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from keepstep.core.goodput import Goodput
 from keepstep.errors import KeepstepError, SidecarAbsent, StorageError, UsageError
@@ -29,28 +29,9 @@ if TYPE_CHECKING:
     from keepstep_sidecar.volume.scan import LocalShard, Refused, Scan
 
 
-_RANKS: Final = {
-    Tier.MEMORY: "memory_ranks",
-    Tier.LOCAL: "local_ranks",
-    Tier.PEER: "peer_ranks",
-    Tier.ARCHIVE: "archive_ranks",
-}
-
-
-def tiers_of(step: StepStatus) -> tuple[Tier, ...]:
-    """The tiers that hold at least one shard of the step, nearest first."""
-    return tuple(tier for tier, field in _RANKS.items() if getattr(step, field))
-
-
-def ranks_of(step: StepStatus) -> tuple[int, ...]:
-    """The ranks whose shard of the step is in at least one tier, ascending."""
-    held = (getattr(step, field) for field in _RANKS.values())
-    return tuple(sorted({rank for ranks in held for rank in ranks}))
-
-
 def named(step: StepStatus) -> str:
     """`step 5 of epoch 2 (memory, local)`."""
-    tiers = ", ".join(map(str, tiers_of(step)))
+    tiers = ", ".join(map(str, step.ranks))
     doubt = "; suspect" if step.suspect else ""
     return f"step {step.id.step} of epoch {step.id.epoch.number} ({tiers}{doubt})"
 
@@ -64,11 +45,10 @@ def document(step: StepStatus | None) -> dict[str, object] | None:
         "epoch": step.id.epoch,
         "step": step.id.step,
         "world": step.world,
-        "ranks": ranks_of(step),
+        "ranks": step.held,
         "bytes": step.bytes,
-        "tiers": tiers_of(step),
-        "peer_ranks": step.peer_ranks,
-        "archive_ranks": step.archive_ranks,
+        "tiers": list(step.ranks),
+        "ranks_by_tier": {str(tier): ranks for tier, ranks in step.ranks.items()},
         "committed": step.committed,
         "dead": step.dead,
         "suspect": step.suspect,
@@ -95,9 +75,7 @@ class Holdings:
     def newest(self) -> StepStatus | None:
         """The newest step that is not dead and whose images of all ranks are in some tier."""
         whole = [
-            step
-            for step in self.steps
-            if ranks_of(step) == tuple(range(step.world)) and not step.dead
+            step for step in self.steps if step.held == tuple(range(step.world)) and not step.dead
         ]
         return max(whole, key=lambda step: step.id, default=None)
 
@@ -209,7 +187,7 @@ def _of_found(id: StepId, found: Sequence[LocalShard]) -> StepStatus:
     return StepStatus(
         id=id,
         world=world,
-        local_ranks=ranks,
+        ranks={Tier.LOCAL: ranks},
         bytes=sum(shard.size_bytes for shard in found),
         committed=committed,
         path=str(shown.path.parent),

@@ -7,7 +7,7 @@ import signal
 
 from keepstep.core.goodput import Goodput
 from keepstep.core.retention import Retention
-from keepstep.steps import StepId
+from keepstep.steps import StepId, Tier
 from keepstep.wire.status import TierStatus
 from keepstep_sidecar.cli.inventory import Holdings, named
 from keepstep_sidecar.cli.run_dir import RunDir
@@ -65,7 +65,8 @@ def _newest(held: Holdings) -> str:
     text = named(newest)
     if committed is None:
         # a sidecar that has just begun publishes what all ranks have on its volumes
-        return text if len(newest.local_ranks) == newest.world else f"{text}, nothing is committed"
+        durable = len(newest.ranks.get(Tier.LOCAL, ())) == newest.world
+        return text if durable else f"{text}, nothing is committed"
     return text if committed == newest else f"{text}, committed is step {committed.id.step}"
 
 

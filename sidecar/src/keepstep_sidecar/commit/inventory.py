@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from keepstep.core.candidates import Offer, Part
 from keepstep.core.holding import bits, is_full
@@ -29,6 +30,11 @@ from keepstep_sidecar.tiers.source import ShardSource, local_source
 from keepstep_sidecar.tiers.tier import Inventory, RemoteTier
 from keepstep_sidecar.volume.scan import LocalShard, Scan
 from keepstep_sidecar.volume.volume_set import VolumeSet
+
+if TYPE_CHECKING:  # they are only imported where they are configured
+    from keepstep_sidecar.tiers.archive.fork import AncestorTier
+    from keepstep_sidecar.tiers.archive.tier import ArchiveTier
+    from keepstep_sidecar.tiers.peer.tier import PeerTier
 
 _PAST_STEPS = 10_000
 _log = logging.getLogger("keepstep.sidecar")
@@ -220,11 +226,18 @@ class RemoteInventory:
     """The remote tiers of this sidecar. `looked`: each was asked at least once. `index`: increases
     when what they hold is seen to have changed."""
 
-    def __init__(self, remote_tiers: Sequence[RemoteTier] = ()) -> None:
+    def __init__(
+        self,
+        *others: RemoteTier,
+        peers: PeerTier | None = None,
+        archive: ArchiveTier | None = None,
+        ancestor: AncestorTier | None = None,
+    ) -> None:
+        remote_tiers = [*others, *(one for one in (peers, archive, ancestor) if one is not None)]
         self.remote_tiers = tuple(
             sorted(remote_tiers, key=lambda one: NEAREST_FIRST.index(one.tier))
         )  # nearest first
-        self.ancestor = next((one for one in remote_tiers if one.ancestor), None)
+        self.peers, self.archive, self.ancestor = peers, archive, ancestor
         self.looked = not remote_tiers
         self.index = 0
         self._inventories = [_NOT_ASKED for _ in self.remote_tiers]
@@ -300,9 +313,8 @@ class RemoteInventory:
         )
         if damaged:
             self._refused.add(source)
-            for remote_tier in self.remote_tiers:
-                if remote_tier.tier is source.tier:
-                    remote_tier.refuse(source)
+            if self.peers is not None and source.tier is Tier.PEER:
+                self.peers.refuse(source)
             self._index()
 
     def _index(self) -> None:
@@ -320,8 +332,8 @@ class RemoteInventory:
 
     def want(self, id: StepId) -> None:
         """Have this step archived, whether it is due or not."""
-        for one in self.remote_tiers:
-            one.want(id)
+        if self.archive is not None:
+            self.archive.want(id)
 
     def wake(self) -> None:
         """Tell the remote tiers that what this machine holds has changed."""
@@ -330,11 +342,11 @@ class RemoteInventory:
 
     def in_use(self, id: StepId) -> bool:
         """Whether some remote tier reads a local shard of this step."""
-        return any(remote_tier.in_use(id) for remote_tier in self.remote_tiers)
+        return any(one.replicator.in_use(id) for one in self.remote_tiers)
 
     async def make_room(self, size_bytes: int) -> bool:
         """Delete copies that are kept for other pods. False if there was nothing to delete."""
-        return any([await one.make_room(size_bytes) for one in self.remote_tiers])
+        return self.peers is not None and await self.peers.make_room(size_bytes)
 
     # --- asking ------------------------------------------------------------------------------
 

@@ -74,8 +74,7 @@ class RemoteTiers:
 
     def view(self, *, held: bool, heard_at: float) -> View:
         """The facts that decide whether a rank may vote; `held`, `heard_at`: as in `View`."""
-        acquainted = [one for one in self.remote_tiers if one.meets_pods]
-        others = bool(self._told and self._told[0])
+        peers, others = self._remotes.peers, bool(self._told and self._told[0])
         return View(
             scanned_at=self._local_shards.scanned_at,
             heard_at=heard_at,
@@ -84,12 +83,12 @@ class RemoteTiers:
             held=held,
             operator=self._committer.operator_answers,
             told_at=self._told_at,
-            introduced=all(one.introduced for one in acquainted),
-            awaits=self.awaits if acquainted else "",
+            introduced=peers is None or peers.introduced,
+            awaits=self.awaits if peers is not None else "",
             pods_unasked=self._meeting > 0,
             known=bool(self._remotes.ids),
             unknown=self._remotes.unknown,
-            uncertified=bool(acquainted) and others and not self.address,
+            uncertified=peers is not None and others and not self.address,
         )
 
     def meet(
@@ -101,11 +100,10 @@ class RemoteTiers:
             return
         self._told, self._told_at, self.awaits = told, time.monotonic(), awaits
         self._changes.ring()
-        for remote_tier in self.remote_tiers:
-            if remote_tier.meets_pods:
-                remote_tier.peers_are(peers, awaits=awaits, complete=complete)
-                self._meeting += 1
-                spawn(self._look_at_peers(), "look at peers")
+        if self._remotes.peers is not None:
+            self._remotes.peers.peers_are(peers, awaits=awaits, complete=complete)
+            self._meeting += 1
+            spawn(self._look_at_peers(), "look at peers")
 
     # --- waiting -----------------------------------------------------------------------------
 
@@ -115,7 +113,7 @@ class RemoteTiers:
 
     def archived(self, id: StepId) -> bool:
         """Whether the whole step is in the archive, or was until it expired."""
-        return any(one.had(id) for one in self.remote_tiers)
+        return self._remotes.archive is not None and self._remotes.archive.had(id)
 
     async def drain(
         self, *, timeout_s: float, tier: Tier | None = None, whole: bool = True
@@ -152,9 +150,9 @@ class RemoteTiers:
 
     def kept(self) -> tuple[Shard, ...]:
         """Copies that this pod keeps for other pods."""
-        return tuple(copy for one in self.remote_tiers for copy in one.kept())
+        return () if self._remotes.peers is None else self._remotes.peers.kept()
 
     @property
     def address(self) -> str:
         """The address at which other pods reach this one; '' when this pod serves nothing."""
-        return next((one.address for one in self.remote_tiers if one.address), "")
+        return "" if self._remotes.peers is None else self._remotes.peers.address

@@ -1,10 +1,8 @@
 """One interface for everything beyond this machine: the drives of other pods, and an archive.
 
-A tier takes shards that are durable here, and says where other shards can be read. It is not
-notified of shards. When it is woken, and from time to time, it compares what this machine holds
-(`RunFacts.local`) with what it lists itself, and sends what is missing. So a tier that was
-unreachable, was restarted or has lost its store catches up in the same way, and a lost wake-up
-costs only one period.
+A tier lists shards, opens them, and has places to which its `Replicator` sends what is durable
+here. When the tier is woken, and from time to time, it compares what this machine holds
+(`RunFacts.local`) with what is there.
 
 A tier makes no decisions: the ledger decides which steps are complete, which may be deleted and
 which is restored. All its work waits on a network, so its methods are coroutines that can be
@@ -14,15 +12,14 @@ trainer.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, StepId, Tier
-from keepstep.wire.reports import Peer
 from keepstep.wire.status import TierStatus as TierStatus
+from keepstep_sidecar.tiers.replicator import Due, Place, Replicator
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.volume.scan import LocalShard
 
@@ -87,87 +84,52 @@ class RunFacts:
     changed: Callable[[], None] = lambda: None
 
 
-@dataclass(kw_only=True)
-class Traffic:
-    """What a remote tier has sent and fetched since the start, as in `TierStatus`."""
-
-    sent: int = 0
-    sent_bytes: int = 0
-    sent_seconds: float = 0.0
-    received_bytes: int = 0
-    received_seconds: float = 0.0
-    failures: int = 0
-
-    def count_sent(self, size_bytes: int, seconds: float) -> None:
-        """Count one more shard that was sent there."""
-        self.sent += 1
-        self.sent_bytes += size_bytes
-        self.sent_seconds += seconds
-
-    def count_received(self, size_bytes: int, seconds: float) -> None:
-        """Count bytes that came from there."""
-        self.received_bytes += size_bytes
-        self.received_seconds += seconds
-
-
 class RemoteTier:
-    """See the module. All errors are KeepstepErrors; StorageError when the tier cannot be reached
-    or answers wrongly. Methods that do not concern a kind of remote tier do nothing there."""
+    """What every remote tier can do; `replicator.Place` says how shards are written there. Methods
+    that only concern a pod's peers, an archive or a fork are in these packages.
+
+    All errors are KeepstepErrors; StorageError when the tier cannot be reached or answers wrongly.
+    """
 
     tier: Tier
-    """`PEER` or `ARCHIVE`."""
 
-    facts: RunFacts = RunFacts()
-    ancestor: str = ""
-    """The other run whose steps this tier holds. A run that has nothing of its own begins from one
-    of these steps instead of at step 0, so only where step 0 would be allowed."""
+    where: str = ""
+    """A name for people; it never contains a credential."""
 
     warning: str = ""
     """What people should know of this tier besides what `status` says; '' for nothing."""
 
-    meets_pods: bool = False
-    """Whether an operator tells this tier of the run's other pods."""
+    def __init__(
+        self,
+        *,
+        due: Callable[[], Due] = Due,
+        places: Callable[[], Mapping[str, Place]] = dict,
+        retry_s: tuple[float, float] = (0.5, 30.0),
+    ) -> None:
+        """As `Replicator`. Without `places` nothing is sent to this tier."""
+        self.facts = RunFacts()
+        self.replicator = Replicator(self.tier, due, places, retry_s=retry_s)
 
     def begin(self, facts: RunFacts) -> None:
         """Call this once, before anything else."""
         self.facts = facts
 
-    # --- what is there -----------------------------------------------------------------------
-
     async def look(self) -> Inventory:
-        """Everything that the tier holds of this run now. Never raises: a tier that cannot be
+        """List everything that the tier holds of this run now. Never raises: a tier that cannot be
         reached answers UNKNOWN, with the reason."""
         raise NotImplementedError
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
-        """The places where the shard can be read, nearest first."""
+        """The places where the shard can be opened, nearest first."""
         raise NotImplementedError
 
-    def refuse(self, source: ShardSource) -> None:
-        """This source gave wrong bytes. It is not named again."""
-
-    @property
-    def ids(self) -> frozenset[StepId]:
-        """All steps of `ancestor` that were ever offered."""
-        return frozenset()
-
-    # --- what is sent there ------------------------------------------------------------------
+    def status(self) -> TierStatus:
+        """The state of the tier and its transfers."""
+        return self.replicator.status(self.where)
 
     def wake(self) -> None:
         """What this machine holds has changed: compare soon."""
-
-    def want(self, id: StepId) -> None:
-        """Send this step although it is not due, because a client waits for it. Every pod of the
-        run must be told, because each pod sends its own ranks' shards."""
-
-    def had(self, id: StepId) -> bool:
-        """Whether the whole step is there, or was until it expired."""
-        return False
-
-    def in_use(self, id: StepId) -> bool:
-        """Whether a local shard of this step is being sent or is the next to be sent. The step must
-        not be retired then."""
-        return False
+        self.replicator.compare()
 
     async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
         """Wait until everything that should be there is. Returns False when the time is up first.
@@ -175,44 +137,11 @@ class RemoteTier:
         `whole` False: wait only for what this sidecar itself must send, and stop when that fails.
         This is for the end of a pod, whose neighbours may have ended already.
         """
-        return True
-
-    # --- other pods --------------------------------------------------------------------------
-
-    @property
-    def address(self) -> str:
-        """The `host:port` at which other pods reach this one; '' when this pod serves nothing."""
-        return ""
-
-    @property
-    def introduced(self) -> bool:
-        """Whether all other pods are known."""
-        return True
-
-    def peers_are(
-        self, peers: tuple[Peer, ...], *, awaits: str = "", complete: bool = True
-    ) -> None:
-        """The run's other pods. A pod that is no longer named is no longer a peer. `awaits`: see
-        `ReportReply`. `complete`: no other pod can hold anything."""
-
-    def kept(self) -> Sequence[Shard]:
-        """Complete copies that this pod keeps for other pods: `ReportedRank.peer` in a report."""
-        return ()
-
-    async def make_room(self, size_bytes: int) -> bool:
-        """A volume is full: delete copies, oldest first, but never the newest committed copy of a
-        rank. Returns False when there was nothing to delete."""
-        return False
-
-    # --- working -----------------------------------------------------------------------------
+        return await self.replicator.drain(timeout_s=timeout_s, whole=whole)
 
     async def run(self) -> None:
-        """Work until cancelled."""
-        await asyncio.Event().wait()
-
-    def status(self) -> TierStatus:
-        """The state of the tier and its transfers."""
-        raise NotImplementedError
+        """Work until cancelled. May be called again after a failure."""
+        await self.replicator.run()
 
     async def close(self) -> None:
         """Close sockets and end threads."""

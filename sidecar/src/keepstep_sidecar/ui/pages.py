@@ -20,7 +20,7 @@ from keepstep.steps import NEAREST_FIRST
 from keepstep.version import __version__
 from keepstep_sidecar.config.quantities import format_duration, format_size
 from keepstep_sidecar.ui import timeline
-from keepstep_sidecar.ui.view import RunPage, ranks_on
+from keepstep_sidecar.ui.view import RunPage
 
 T = TypeVar("T")
 
@@ -99,9 +99,8 @@ class Pages:
             "run": view,
             "steps": newest_first[:STEPS_SHOWN],
             "tiers": [
-                tier for tier in NEAREST_FIRST if any(ranks_on(step, tier) for step in view.steps)
+                tier for tier in NEAREST_FIRST if any(tier in step.ranks for step in view.steps)
             ],
-            "ranks_on": ranks_on,
             "restores": timeline.restores(view.events)[: -ROWS_SHOWN - 1 : -1],
             "lost": timeline.lost(view.events)[: -ROWS_SHOWN - 1 : -1],
             "usual": timeline.usual(timeline.step_times(view.events)),

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 from keepstep.core.history import Event, Kind, Restart
 from keepstep.steps import NEAREST_FIRST, StepId
-from keepstep_sidecar.ui.view import RunPage, ranks_on
+from keepstep_sidecar.ui.view import RunPage
 
 POINTS: Final = 400
 """The most points in a line of a chart."""
@@ -151,7 +151,7 @@ def _reached(view: RunPage) -> dict[str, Line]:
     committed = [one for one in known if one.kind is Kind.COMMITTED]
     lines = {"memory": _broken(_numbers(staged), view.events), "local": _numbers(committed)}
     for tier in NEAREST_FIRST[2:]:
-        held = [one.id for one in view.steps if ranks_on(one, tier)]
+        held = [one.id for one in view.steps if tier in one.ranks]
         found = [(at, id) for id in held if (at := _staged_at(id, staged)) is not None]
         lines[tier.value] = [_s(at) for at, _ in found], [float(id.step) for _, id in found]
     return lines

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from keepstep.core.goodput import Goodput
 from keepstep.core.history import Event
-from keepstep.steps import NEAREST_FIRST, Tier
 from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, VolumeStatus
 
 
@@ -65,9 +64,3 @@ class RunPage:
         if alive:
             return f"Training: {alive} of {world} ranks are connected."
         return "A sidecar runs; no trainer is connected."
-
-
-def ranks_on(step: StepStatus, tier: Tier) -> tuple[int, ...]:
-    """Ranks whose image of `step` lies on `tier`."""
-    held = (step.memory_ranks, step.local_ranks, step.peer_ranks, step.archive_ranks)
-    return dict(zip(NEAREST_FIRST, held, strict=True))[tier]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from keepstep.errors import DigestError, ImageError, UsageError, VersionError
+from keepstep.steps import NEAREST_FIRST, Tier
 from keepstep_sidecar.cli import inventory, launcher, output, run_dir
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
@@ -40,27 +41,25 @@ def steps(directory: Path, run: str | None, as_json: bool) -> None:
         shown = list(map(inventory.document, held.steps))
         output.print_json({"run": kept.run, "steps": shown})
         return
-    columns = {
-        "PEER": [step.peer_ranks for step in held.steps],
-        "ARCHIVE": [step.archive_ranks for step in held.steps],
-    }
-    beyond = {name: ranks for name, ranks in columns.items() if any(ranks)}
+    there = {tier for step in held.steps for tier in step.ranks} - {Tier.MEMORY, Tier.LOCAL}
+    beyond = sorted(there, key=NEAREST_FIRST.index)
+    names = (str(tier).upper() for tier in beyond)
     rows = (
         (
             step.id.epoch,
             step.id.step,
-            output.ranks_text(inventory.ranks_of(step), step.world),
+            output.ranks_text(step.held, step.world),
             format_size(step.bytes),
-            ", ".join(map(str, inventory.tiers_of(step))),
-            *(output.ranks_text(ranks[at], step.world) for ranks in beyond.values()),
+            ", ".join(map(str, step.ranks)),
+            *(output.ranks_text(step.ranks.get(tier, ()), step.world) for tier in beyond),
             "dead" if step.dead else "yes" if step.committed else "no",
             "suspect" if step.suspect else "proven" if step.proven else "",
             step.path,
         )
-        for at, step in enumerate(held.steps)
+        for step in held.steps
     )
     output.print_table(
-        ("EPOCH", "STEP", "RANKS", "BYTES", "TIERS", *beyond, "COMMITTED", "HEALTH", "PATH"),
+        ("EPOCH", "STEP", "RANKS", "BYTES", "TIERS", *names, "COMMITTED", "HEALTH", "PATH"),
         rows,
         right=("STEP", "BYTES"),
         empty="no step is held",

@@ -8,6 +8,7 @@ another step instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from keepstep.core.lineage import Standing, trace
 from keepstep.errors import KeepstepError
@@ -28,7 +29,12 @@ _STEPS_NAMED = 5
 
 
 class AncestorTier(RemoteTier):
-    """`run`: the name of this run. `epochs`: returns its own epochs."""
+    """`run`: the name of this run. `epochs`: returns its own epochs.
+
+    `ancestor`: the other run. A run that has nothing of its own begins from one of its steps
+    instead of at step 0, so only where step 0 would be allowed. `ids`: all steps of the other run
+    that were ever offered.
+    """
 
     tier = Tier.ARCHIVE
 
@@ -40,15 +46,12 @@ class AncestorTier(RemoteTier):
         run: str,
         epochs: Callable[[], Iterable[Epoch]] = tuple,
     ) -> None:
+        super().__init__()
         self.ancestor, self.where = fork.run, f"{store.where}/{fork.run}"
         self._store, self._fork, self._own, self._epochs = store, fork, run, epochs
-        self._ids: frozenset[StepId] = frozenset()
+        self.ids: frozenset[StepId] = frozenset()
         self._trouble = ""
         self._surveyor = Surveyor(store, fork.run)
-
-    @property
-    def ids(self) -> frozenset[StepId]:
-        return self._ids
 
     async def look(self) -> Inventory:
         """See `RemoteTier.look`. A missing step makes the answer UNKNOWN: no reason for step 0."""
@@ -61,7 +64,7 @@ class AncestorTier(RemoteTier):
         except KeepstepError as error:
             found, why = [], str(error)
         self._trouble = why and f"this run shall begin from {self._fork}, but {why}"
-        self._ids |= {one.id for one in found}
+        self.ids |= {one.id for one in found}
         return inventory(found, run=self.ancestor, where=self.where, reason=self._trouble)
 
     def _chosen(self, survey: Survey) -> list[ArchivedStep]:
@@ -88,7 +91,7 @@ class AncestorTier(RemoteTier):
 
     def status(self) -> TierStatus:
         trouble = "" if self.facts.outgrown() else self._trouble
-        return TierStatus(tier=Tier.ARCHIVE, where=self.where, trouble=trouble)
+        return replace(super().status(), trouble=trouble)
 
     async def close(self) -> None:
         await self._store.close()

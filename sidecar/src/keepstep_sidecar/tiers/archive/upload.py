@@ -45,6 +45,7 @@ from keepstep_sidecar.tiers.archive.twin import (
     twin_name,
 )
 from keepstep_sidecar.tiers.archive.twin import found as found_in
+from keepstep_sidecar.tiers.replicator import Gone, Unreadable
 from keepstep_sidecar.tiers.source import Cancel
 from keepstep_sidecar.tiers.tier import RemoteShard
 from keepstep_sidecar.volume.direct_io import aligned_buffer
@@ -70,9 +71,9 @@ class Sender:
     patience_s: Callable[[int], float]
     """How many seconds to wait for a twin's file of this many bytes."""
 
-    async def send(self, found: LocalShard) -> int:
+    async def send(self, found: LocalShard) -> int | None:
         """Put a shard into the archive and check that it has arrived. Returns the bytes that were
-        sent, 0 when it was already there.
+        sent, None when it was already there.
 
         Raises Gone when the shard is no longer here, Unreadable or DigestError when it is damaged
         here, ForeignError when another image has its place, StorageError.
@@ -81,10 +82,10 @@ class Sender:
         with opened(found, run=self.run) as shard:
             all_of_it = File(f"{prefix}/{shard_name(found.rank, found.world)}", shard)
             if await self._there(all_of_it):
-                return 0
+                return None
             file = await self._difference(prefix, shard) or all_of_it
             if file is not all_of_it and await self._there(file):
-                return 0
+                return None
             given = pieces(shard, file.pieces, parts=PARTS, executor=self.executor)
             try:
                 await self.store.upload(file.name, given, part_bytes=shard.part_bytes, parts=PARTS)
@@ -275,14 +276,6 @@ def _size(stored: Stored | None) -> int | None:
 
 MOST_PARTS = 9000
 """S3 allows 10,000 parts for an object."""
-
-
-class Gone(StorageError):
-    """The shard was retired meanwhile. There is nothing to send, and this is no error."""
-
-
-class Unreadable(StorageError):
-    """The drive here cannot read the shard's bytes, and will not be able to next time."""
 
 
 def _unread(path: Path, error: OSError) -> StorageError:

@@ -313,6 +313,11 @@ class Links:
             for link in self._all:
                 link.close()
 
+    def ask(self, question: Callable[[Link], T]) -> T:
+        """The answer of the pod to one question."""
+        with self.taken() as link:
+            return question(link)
+
     @contextmanager
     def taken(self) -> Iterator[Link]:
         """A connection that no other thread uses meanwhile."""

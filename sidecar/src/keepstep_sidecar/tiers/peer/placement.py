@@ -1,10 +1,13 @@
-"""Which pod is whose buddy, and what is sent next. Pure."""
+"""Which pod is whose buddy, and what buddies should hold. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from keepstep.steps import StepId
+from keepstep_sidecar.tiers.peer.protocol import Wanted
+from keepstep_sidecar.tiers.replicator import Due
+from keepstep_sidecar.tiers.tier import LocalInventory
 
 
 def buddies(own: int, others: Iterable[int], replicas: int) -> list[int]:
@@ -15,16 +18,21 @@ def buddies(own: int, others: Iterable[int], replicas: int) -> list[int]:
     return after[:replicas]
 
 
-def better(one: StepId, other: StepId | None) -> StepId:
-    """Which of two steps to send when the link cannot keep up: the one on the coarser grid.
+def due(local: LocalInventory) -> Due:
+    """What buddies should hold: the newest commit and all later steps. Before these, of the commits
+    that are still here, those that other pods send as well (`replicator.chosen`)."""
+    commit = max(local.commits, default=None)
+    return Due(
+        shards=local.shards,
+        owed=frozenset(id for id in local.shards if commit is None or id >= commit),
+        settled=frozenset(id for id in local.shards if commit is None or id <= commit),
+    )
 
-    Every pod chooses by itself, and a step survives a node only if all its shards were sent. So
-    pods that skip steps must skip the same ones. They choose the step of the later epoch, then the
-    one with the most trailing zeros in binary, then the newer one.
-    """
-    return one if other is None or _merit(one) > _merit(other) else other
 
-
-def _merit(id: StepId) -> tuple[int, int, StepId]:
-    zeros = (id.step & -id.step).bit_length() if id.step else 64
-    return id.epoch.number, zeros, id
+def wanted(local: LocalInventory) -> Wanted:
+    """What buddies should keep: what they should hold."""
+    ranks: dict[int, tuple[StepId, ...]] = {}
+    for id in sorted(due(local).owed):
+        for rank in local.shards[id]:
+            ranks[rank] = (*ranks.get(rank, ()), id)
+    return Wanted(committed=max(local.commits, default=None), ranks=ranks)

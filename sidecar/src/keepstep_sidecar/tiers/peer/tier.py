@@ -6,31 +6,29 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from keepstep.core.shard import Shard
 from keepstep.errors import KeepstepError, StorageError
-from keepstep.steps import StepId, Tier
+from keepstep.steps import Tier
 from keepstep.wire.reports import Peer
-from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.peers import PeerSettings
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.tiers.peer.client import Calls, Links, PeerSource
+from keepstep_sidecar.tiers.peer import placement
+from keepstep_sidecar.tiers.peer.buddy import Buddy
+from keepstep_sidecar.tiers.peer.client import Calls, Link, PeerSource
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.handlers import ServerContext
 from keepstep_sidecar.tiers.peer.members import OWN, Directory, Known
 from keepstep_sidecar.tiers.peer.protocol import Listing
-from keepstep_sidecar.tiers.peer.replicate import Feeder, Outbox, Tools
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, IssuedCredentials
 from keepstep_sidecar.tiers.source import ShardSource
-from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus, Traffic
+from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus
 from keepstep_sidecar.volume.direct_io import RateLimit
 from keepstep_sidecar.volume.volume_set import VolumeSet
-
-T = TypeVar("T")
 
 _LOOK_TIMEOUT_S = 10.0
 _LOOK_EVERY_S = 15.0
@@ -41,7 +39,6 @@ class PeerTier(RemoteTier):
     """Sends, keeps and fetches copies."""
 
     tier = Tier.PEER
-    meets_pods = True
 
     def __init__(
         self,
@@ -63,21 +60,13 @@ class PeerTier(RemoteTier):
         )
         self._shards = Shards(volumes, self._copies, run=run)
         self._calls = Calls(credentials)
-        self._changes = Changes()
-        self._traffic = Traffic()
+        self._pace = RateLimit(settings.bytes_per_second)
+        self._places: dict[str, Buddy] = {}
+        super().__init__(due=lambda: placement.due(self.facts.local()), places=self._buddies)
+        self._changes = self.replicator.changes
         self._directory = Directory(complete=bool(settings.files) or not settings.listen)
         for address in settings.peers:
             self._directory.known[address] = Known(address=address)
-        self._outbox = Outbox()
-        self._tools = Tools(
-            outbox=self._outbox,
-            shards=self._shards,
-            calls=self._calls,
-            changes=self._changes,
-            pace=RateLimit(settings.bytes_per_second),
-            traffic=self._traffic,
-        )
-        self._feeders: dict[str, tuple[Feeder, asyncio.Task[None]]] = {}
         self._scanned = False
         self._scanning = asyncio.Lock()
         self._server: Server | None = None
@@ -125,17 +114,19 @@ class PeerTier(RemoteTier):
 
     @property
     def introduced(self) -> bool:
+        """Whether all other pods are known."""
         return self._directory.complete
 
     def peers_are(
         self, peers: tuple[Peer, ...], *, awaits: str = "", complete: bool = True
     ) -> None:
-        """Take over the operator's list. A static list takes precedence. If this pod serves
-        nothing, the other pods do not either, and the list counts as complete."""
+        """Take over the operator's list of the run's other pods. `awaits`: see `ReportReply`.
+        `complete`: no other pod can hold anything. A static list takes precedence. If this pod
+        serves nothing, the other pods do not either, and the list counts as complete."""
         if not self._settings.peers:
             whole = complete or not self._settings.listen
             self._directory.peers_are(peers, own=self.address, awaits=awaits, complete=whole)
-            self._changes.ring()
+            self.replicator.compare()
 
     # --- what is where -----------------------------------------------------------------------
 
@@ -155,14 +146,14 @@ class PeerTier(RemoteTier):
             self._scanned = True
 
     async def _ask(self, one: Known) -> None:
-        def ask(links: Links) -> tuple[Listing, int | None]:
-            with links.taken() as link:
-                listing = link.listing()
-                return listing, link.identity.node_rank if link.identity else None
+        def ask(link: Link) -> tuple[Listing, int | None]:
+            return link.listing(), link.identity.node_rank if link.identity else None
 
         try:
             async with asyncio.timeout(_LOOK_TIMEOUT_S):
-                listing, node_rank = await self._calls.run(ask, one.address, expected=one.node_rank)
+                listing, node_rank = await self._calls.run(
+                    lambda links: links.ask(ask), one.address, expected=one.node_rank
+                )
         except (KeepstepError, TimeoutError) as error:
             self._directory.heard(one.address, None, str(error) or "no answer in time")
             return
@@ -174,7 +165,7 @@ class PeerTier(RemoteTier):
             with contextlib.suppress(KeepstepError):
                 own = self._credentials.current().identity.node_rank
                 self._directory.choose(own, self._settings.replicas)
-        self._changes.ring()
+        self.replicator.compare()
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
         """One source for each pod that holds the shard."""
@@ -194,60 +185,56 @@ class PeerTier(RemoteTier):
                     expected=known.node_rank if known is not None else None,
                     run=self._run,
                     credentials=self._credentials,
-                    received=self._traffic.count_received,
+                    received=self.replicator.traffic.count_received,
                 )
             )
         return found
 
     def refuse(self, source: ShardSource) -> None:
+        """This source gave wrong bytes. It is not named again."""
         address = source.address if isinstance(source, PeerSource) else OWN
         self._directory.liars.add((address, source.shard.step_id, source.shard.rank))
 
     # --- what happens here -------------------------------------------------------------------
 
-    def wake(self) -> None:
-        self._outbox.compare(self.facts.local())
-        self._changes.ring()
-
-    def in_use(self, id: StepId) -> bool:
-        return any(feeder.needs(id) for feeder, _ in self._feeders.values())
-
     def kept(self) -> tuple[Shard, ...]:
-        """The copies that lie here for other pods."""
+        """The complete copies that lie here for other pods."""
         return self._copies.all()
 
     async def make_room(self, size_bytes: int) -> bool:
+        """A volume is full: delete copies, oldest first, but never the newest committed copy of a
+        rank. Returns False when there was nothing to delete."""
         return await self._calls.here(functools.partial(self._copies.make_room, size_bytes))
 
-    async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
-        def over() -> bool:
-            return self._backlog() == 0 or (not whole and bool(self.status().trouble))
-
-        await self._changes.until(over, timeout_s=timeout_s)
-        return self._backlog() == 0
-
-    def _backlog(self) -> int:
-        """How many shards are to be sent. A buddy that was only just named has no feeder yet, and
-        lacks everything."""
-        begun = sum(len(feeder.backlog()) for feeder, _ in self._feeders.values())
-        return begun + len(self._buddies().keys() - self._feeders) * len(self._outbox.due(()))
-
-    def _buddies(self) -> dict[str, Known]:
+    def _buddies(self) -> dict[str, Buddy]:
         """The buddies, by address."""
-        return {one.address: one for one in self._directory.known.values() if one.buddy}
+        chosen = [one for one in self._directory.known.values() if one.buddy]
+        self._places = {
+            one.address: self._places.get(one.address) or self._buddy(one) for one in chosen
+        }
+        return self._places
+
+    def _buddy(self, one: Known) -> Buddy:
+        return Buddy(
+            one.address,
+            expected=one.node_rank,
+            calls=self._calls,
+            shards=self._shards,
+            pace=self._pace,
+            wanted=lambda: placement.wanted(self.facts.local()),
+        )
 
     # --- working -----------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Serve, look and send, until cancelled. May be called again after a failure."""
-        self._feeders.clear()
         await self._scan()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_serving(), name="serve peers")
             if self._keep_fresh is not None:
                 group.create_task(self._certified(self._keep_fresh), name="peer certificate")
             group.create_task(self._keep_looking(), name="look at peers")
-            group.create_task(self._keep_feeding(group), name="feed buddies")
+            group.create_task(super().run(), name="send to buddies")
 
     async def _certified(self, keep_fresh: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """A pod that serves nothing needs no certificate until there is another pod to ask."""
@@ -261,33 +248,9 @@ class PeerTier(RemoteTier):
             await (self.look() if self._settings.peers else self._scan())
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    async def _keep_feeding(self, group: asyncio.TaskGroup) -> None:
-        while True:
-            self.wake()
-            chosen = self._buddies()
-            for address in [address for address in self._feeders if address not in chosen]:
-                self._feeders.pop(address)[1].cancel()
-            for address, one in chosen.items():
-                if address not in self._feeders:
-                    feeder = Feeder(address, self._tools, expected=one.node_rank)
-                    task = group.create_task(feeder.run(), name=f"feed {address}")
-                    self._feeders[address] = feeder, task
-            await self._changes.until(self._buddies_changed, timeout_s=_LOOK_EVERY_S)
-
-    def _buddies_changed(self) -> bool:
-        return self._buddies().keys() != self._feeders.keys()
-
     def status(self) -> TierStatus:
-        feeders = [feeder for feeder, _ in self._feeders.values()]
-        return TierStatus(
-            tier=Tier.PEER,
-            where=", ".join(one.address for one in feeders) or "no buddy",
-            **vars(self._traffic),
-            shared_bytes=self._copies.shared_bytes,
-            backlog=self._backlog(),
-            behind_s=max((one.waiting_s() for one in feeders), default=0.0),
-            trouble="; ".join(one.trouble for one in feeders if one.trouble),
-        )
+        where = ", ".join(self._places) or "no buddy"
+        return self.replicator.status(where, shared_bytes=self._copies.shared_bytes)
 
     async def close(self) -> None:
         """Call this when `run` has ended."""

@@ -1,30 +1,91 @@
-"""Sends one shard to a buddy: the chunks missing there, over some connections, then the seal."""
+"""A buddy as a place for copies: the chunks that it lacks are sent over some connections, then the
+seal."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
+from collections.abc import Callable, Collection
+from typing import TypeVar
 
-from keepstep.errors import DigestError, StorageError
+from keepstep.errors import StorageError
 from keepstep.image.manifest import Manifest
+from keepstep_sidecar.log import say
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import protocol
-from keepstep_sidecar.tiers.peer.client import Links
+from keepstep_sidecar.tiers.peer.client import Calls, Links
 from keepstep_sidecar.tiers.peer.serve import Shards
+from keepstep_sidecar.tiers.replicator import LOOK_AGAIN_S, Key, Rejected
 from keepstep_sidecar.volume.direct_io import WRITER_NICENESS, RateLimit
 from keepstep_sidecar.volume.scan import LocalShard
+
+T = TypeVar("T")
 
 _ASK_AGAIN_S = 1.0
 
 
-class Lied(DigestError):
+class Lied(Rejected):
     """The buddy says that it holds other bytes than it was sent."""
 
 
-def send(shard: LocalShard, shards: Shards, links: Links, pace: RateLimit) -> int:
-    """Make a shard of this machine durable at the buddy. Returns the bytes sent, 0 when the shard
-    was already there.
+class Buddy:
+    """See `Place`. `expected`: the node rank that must answer; None for any pod of the run.
+    `wanted`: returns which copies it should keep."""
+
+    fresh_s = LOOK_AGAIN_S
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        expected: int | None,
+        calls: Calls,
+        shards: Shards,
+        pace: RateLimit,
+        wanted: Callable[[], protocol.Wanted],
+    ) -> None:
+        self.address = address
+        self.told: protocol.Wanted | None = None
+        self._expected = expected
+        self._calls, self._shards, self._pace = calls, shards, pace
+        self._wanted = wanted
+
+    async def held(self, sent: Collection[Key]) -> set[Key]:
+        self.told = None
+        listing = await self._call(lambda links: links.ask(lambda link: link.listing()))
+        return {(one.id, one.rank) for one in listing.shards}
+
+    async def write(self, shard: LocalShard) -> int | None:
+        began = time.monotonic()
+        sent = await self._call(lambda links: send(shard, self._shards, links, self._pace))
+        say(
+            "copy sent",
+            step=str(shard.step_id),
+            rank=shard.rank,
+            to=self.address,
+            bytes=sent,
+            seconds=round(time.monotonic() - began, 4),
+        )
+        return sent
+
+    async def settle(self, sent: Collection[LocalShard]) -> bool:
+        wanted = self._wanted()
+        if wanted.ranks and wanted != self.told:
+            await self._call(lambda links: links.ask(lambda link: link.want(wanted)))
+            self.told = wanted
+        return True
+
+    def finished(self, *, whole: bool) -> bool:
+        return True
+
+    async def _call(self, work: Callable[[Links], T]) -> T:
+        return await self._calls.run(work, self.address, expected=self._expected)
+
+
+def send(shard: LocalShard, shards: Shards, links: Links, pace: RateLimit) -> int | None:
+    """Make a shard of this machine durable at the buddy. Returns the bytes sent, None when the
+    shard was already there.
 
     Raises StorageError, DigestError when the shard here is damaged, Lied.
     """
@@ -36,7 +97,7 @@ def send(shard: LocalShard, shards: Shards, links: Links, pace: RateLimit) -> in
         missing = _Missing(shard, manifest, links)
         begun = missing.ask()
         if begun.sealed:
-            return 0
+            return None
         sent = 0
 
         def put(chunk: int, data: memoryview) -> None:
