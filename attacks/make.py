@@ -352,7 +352,7 @@ def seals() -> Iterator[Attack]:
     yield Attack("digest-tensor", DigestError, "exp_avg, weight", flipped(len(place.header) + 41))
     yield Attack("digest-extras", DigestError, "chunk 0", flipped(place.extras_begin))
     staged = data[: place.digests_begin] + bytes(4096) + control_page(place)
-    yield Attack("digest-none", DigestError, "staged only", staged)
+    yield Attack("digest-none", TornError, "in memory only", staged)
 
 
 def control_page(place: Layout) -> bytes:

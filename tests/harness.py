@@ -23,13 +23,12 @@ from keepstep.errors import ForeignError, ImageError, TornError
 from keepstep.image import (
     ControlPage,
     Layout,
-    check_chunk,
     check_control,
-    check_table,
     chunk_bounds,
     read_control,
     read_layout,
 )
+from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import StepId
 from tests import warm
@@ -122,16 +121,17 @@ def verify_image(
     """Check a whole image against its seal and every digest. Raises ImageError or a subclass."""
     if len(view) != layout.size_bytes:
         raise TornError(f"{len(view)} bytes, but the image has {layout.size_bytes}", path=path)
-    control = ControlPage.from_bytes(view[layout.control_begin :])
-    check_control(control, layout, run=run, id=id, path=path)
-    table = view[layout.digests_begin : layout.control_begin]
-    check_table(control, layout, table, path=path)
-    for chunk in range(layout.chunk_count):
-        begin, end = chunk_bounds(layout, chunk)
-        check_chunk(layout, chunk, view[begin:end], table, path=path)
+    try:
+        manifest = Manifest.of(layout, bytes(view[layout.digests_begin :]), run=run)
+    except ImageError as error:
+        raise type(error)(error.reason, path=path) from None
+    check_control(manifest.control, layout, id=id, path=path)
+    for chunk in manifest.chunks:
+        begin, end = manifest.bounds(chunk)
+        manifest.check(chunk, view[begin:end], path=path)
     if bytes(view[: len(layout.header)]) != layout.header:  # the layout may come from elsewhere
         raise ForeignError(f"its header is not that of layout {layout.id}", path=path)
-    return control
+    return manifest.control
 
 
 def torchrun(

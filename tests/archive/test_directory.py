@@ -23,6 +23,7 @@ from keepstep_sidecar.tiers.archive import upload
 from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.tiers.tier import RunFacts
+from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
 from tests.harness import files_below, until
@@ -269,7 +270,7 @@ async def test_a_share_that_turns_read_only_under_an_upload_is_an_error_that_is_
         yield memoryview(b"x" * PAGE_BYTES)
 
     store = DirectoryStore(archive_dir)
-    monkeypatch.setattr(store._filesystem, "write", refuse)
+    monkeypatch.setattr(Filesystem, "write", refuse)
     monkeypatch.setattr(Directory, "unlink", refuse)
     with pytest.raises(StorageError, match="Read-only"):
         await store.upload("run/step/shard", pieces(), part_bytes=PAGE_BYTES, parts=1)

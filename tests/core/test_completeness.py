@@ -61,7 +61,6 @@ def test_whatever_comes_and_goes(few: int, changes: list[tuple[int, object]]) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commit_rule, "_FEW_COPIES", few)
         patch.setattr(commit_rule, "_BLOCK", 2)
-        patch.setattr(commit_rule, "_BLOCK_RANKS", 3)
         follow(changes)
 
 

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import pytest
-
 from keepstep.core.ledger import EpochStarted, RankReport, Retire
 from keepstep.core.node import (
     SILENT_AFTER_S,
     Action,
-    Copied,
     Died,
     Flush,
     Full,
     Heard,
     Listed,
     Node,
-    Overwritten,
     Publish,
     Sealed,
     Serves,
     Settled,
-    Stop,
     Wrote,
 )
 from keepstep.core.persist_planner import Write
@@ -198,89 +193,6 @@ def test_what_could_not_be_written_is_tried_once_more_by_a_flush_and_by_nothing_
     assert one.step(Flush(newest=1)) == (Write(0, step(9)),)
     assert one.step(Wrote(0, step(9))) == ()
     assert one.planner.is_durable(step(9))
-
-
-def copying(*held: int, slots: int = 4) -> tuple[Node, OneRank]:
-    """A node and its rank, which holds these steps and copies step 9."""
-    rank = OneRank(*held)
-    one = Node({0: rank}, grid=Grid(1))
-    one.step(EpochStarted(Epoch(EPOCH, None)))
-    one.step(Serves(frozenset({0}), slots))
-    rank.table.assign()
-    return one, rank
-
-
-def seal(one: Node, rank: OneRank, number: int) -> tuple[Action, ...]:
-    assert rank.table.assigned is not None
-    rank.table.seal(rank.table.assigned, step(number))
-    return one.step(Sealed(0, step(number)))
-
-
-@pytest.mark.parametrize("slots", [2, 4])
-def test_an_image_is_written_while_it_is_copied_and_pinned_once_it_is_sealed(slots: int) -> None:
-    one, rank = copying(slots=slots)
-    assert one.step(Copied(0, step(9), 0, 1)) == (Write(0, step(9)),)
-    assert one.step(Copied(0, step(9), 1, 2)) == (), "once"
-    assert seal(one, rank, 9) == ()
-    assert rank.table.slots[0].pinned
-    one.step(Wrote(0, step(9)))
-    assert published(one.step(listed(9, world=1))) == [9]
-
-
-def test_what_was_written_of_an_image_without_a_seal_is_nothing() -> None:
-    one, rank = copying()
-    one.step(Copied(0, step(9), 0, 1))
-    one.step(Wrote(0, step(9)))
-    assert not one.planner.is_durable(step(9))
-    assert seal(one, rank, 9) == (), "it failed: it is not tried again"
-
-
-@pytest.mark.parametrize("slots", [2, 4])
-def test_a_trainer_that_dies_while_it_copies_stops_the_write(slots: int) -> None:
-    one, _ = copying(slots=slots)
-    one.step(Copied(0, step(9), 0, 1))
-    assert one.step(Died(0)) == (Stop(0, step(9)),)
-    assert one.step(Died(0)) == (), "once"
-    assert one.step(Wrote(0, step(9), ok=False)) == ()
-    assert one.idle
-    assert one.planner.counts.failed == 0
-
-
-@pytest.mark.parametrize("slots", [2, 4])
-def test_a_copy_that_is_discarded_stops_the_write_and_may_begin_anew(slots: int) -> None:
-    one, _ = copying(slots=slots)
-    one.step(Copied(0, step(9), 0, 1))
-    assert one.step(Overwritten(0, step(9))) == (Stop(0, step(9)),)
-    assert one.step(Copied(0, step(9), 0, 1)) == (), "not before the first one has ended"
-    assert one.step(Wrote(0, step(9), ok=False)) == (Write(0, step(9)),)
-    assert one.planner.counts.failed == 0
-
-
-@pytest.mark.parametrize("slots", [2, 4])
-def test_a_node_that_waits_for_a_seal_only_is_idle(slots: int) -> None:
-    one, rank = copying(slots=slots)
-    assert one.step(Copied(0, step(9), 0, 1)) == (Write(0, step(9)),)
-    assert one.idle
-    seal(one, rank, 9)
-    assert not one.idle
-    one.step(Wrote(0, step(9)))
-    assert one.idle
-
-
-def test_a_flush_of_what_is_sealed_does_not_wait_for_what_is_copied() -> None:
-    one = Node({0: (rank := OneRank(7))}, grid=Grid(9))
-    one.step(Serves(frozenset({0}), 4))
-    rank.table.assign()
-    assert one.step(Copied(0, step(9), 0, 1)) == (Write(0, step(9)),)
-    assert one.step(Flush()) == (Stop(0, step(9)),)
-    assert one.step(Wrote(0, step(9), ok=False)) == (Write(0, step(7)),)
-    assert one.step(Wrote(0, step(7))) == (Write(0, step(9)),), "and then it goes on"
-
-
-def test_what_is_sealed_is_written_before_what_is_copied() -> None:
-    one, _ = copying(8)
-    assert one.step(Copied(0, step(9), 0, 1)) == ()
-    assert one.step(Wrote(0, step(8))) == (Write(0, step(9)),)
 
 
 def test_a_rank_waits_for_another_one_only_while_that_has_a_trainer() -> None:

@@ -31,7 +31,6 @@ from keepstep.core.ledger import (
     Retire,
 )
 from keepstep.core.node import (
-    Copied,
     Died,
     Event,
     Flush,
@@ -41,7 +40,6 @@ from keepstep.core.node import (
     Publish,
     Sealed,
     Serves,
-    Stop,
     Wrote,
 )
 from keepstep.core.persist_planner import Write
@@ -114,7 +112,6 @@ class WholeRun(RuleBasedStateMachine):
 
     def _start_sidecar(self) -> None:
         self.writing: dict[int, StepId] = {}
-        self.stopped: set[int] = set()  # ranks whose write must leave nothing
         self.shown: set[StepId] = set()  # what this sidecar has shown to readers
         self.read: set[StepId] = set()  # steps that are being read from the drive
         for rank in self.ranks:
@@ -143,9 +140,6 @@ class WholeRun(RuleBasedStateMachine):
         for action in self.node.step(event):
             if isinstance(action, Write):
                 self._begin_write(action)
-            elif isinstance(action, Stop):
-                assert self.writing[action.rank] == action.id
-                self.stopped.add(action.rank)
             elif isinstance(action, Retire):
                 assert action.id not in self.read
                 assert self._is_not_needed(action.id), "some rank might have completed it"
@@ -172,10 +166,8 @@ class WholeRun(RuleBasedStateMachine):
     def _begin_write(self, write: Write) -> None:
         rank = self.ranks[write.rank]
         index = rank.table.holds(write.id)
-        if index is None:  # the image is still being copied: its trainer has the slot
-            assert self._copied(rank) == write.id, "asked to write what is not there"
-        else:
-            assert rank.table.slots[index].pinned, "and nobody may be given its slot meanwhile"
+        assert index is not None, "asked to write what is not there"
+        assert rank.table.slots[index].pinned, "and nobody may be given its slot meanwhile"
         assert write.rank not in self.writing, "one write of a rank at a time"
         self.writing[write.rank] = write.id
 
@@ -225,8 +217,6 @@ class WholeRun(RuleBasedStateMachine):
             rank.saved += 1
             rank.seals[rank.next_slot] = None
             rank.filling, rank.next_slot = rank.next_slot, None
-            assert self.epoch is not None
-            self._feed(Copied(number, StepId(self.epoch.id, rank.saved), 0, 1))
 
     def _ask(self, number: int, rank: Rank) -> None:
         if (index := rank.table.assign()) is None:
@@ -255,11 +245,10 @@ class WholeRun(RuleBasedStateMachine):
         sealed."""
         number %= len(self.ranks)
         rank = self.ranks[number]
-        if (id := self._copied(rank)) is not None and rank.filling is not None:
+        if rank.filling is not None:
             rank.table.release(rank.filling)
             rank.filling = None
             self.left_out = True
-            self._feed(Overwritten(number, id))
 
     @precondition(_training)
     @rule(number=st.integers(0, 2))
@@ -272,16 +261,8 @@ class WholeRun(RuleBasedStateMachine):
     # --- writing -------------------------------------------------------------------------
 
     def _end_write(self, number: int, *, ok: bool = True) -> None:
-        """End a write. A write that began before the seal does not end before it either, except by
-        a failure or a `Stop`."""
-        rank, id = self.ranks[number], self.writing[number]
-        if ok and number not in self.stopped and id == self._copied(rank):
-            return
-        del self.writing[number]
-        if number in self.stopped:
-            self.stopped.discard(number)
-            ok = False
-        elif ok:
+        rank, id = self.ranks[number], self.writing.pop(number)
+        if ok:
             assert id in rank.in_memory(), "written whole, though never sealed"
             rank.shards.add(id)
         else:
@@ -290,13 +271,8 @@ class WholeRun(RuleBasedStateMachine):
         self._list()
 
     def _end_all_writes(self) -> None:
-        """End all writes except those that wait for a seal."""
-        while ended := [
-            number
-            for number, id in self.writing.items()
-            if number in self.stopped or id != self._copied(self.ranks[number])
-        ]:
-            self._end_write(min(ended))
+        while self.writing:
+            self._end_write(min(self.writing))
 
     @rule()
     def somebody_asks_to_flush(self) -> None:

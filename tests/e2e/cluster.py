@@ -150,11 +150,12 @@ class Cluster:
                      "--timeout=540s", timeout_s=560)  # fmt: skip
 
     def install(self, *values: str) -> None:
-        """`helm upgrade --install` of this chart, and wait until all of it is ready."""
+        """`helm upgrade --install` of this chart, and wait until all of it is ready. What a run
+        that is gone left on nodes is cleaned at once, not after a day."""
         self.helm(
             "upgrade", "--install", RELEASE, "charts/keepstep", "-n", NAMESPACE,
-            "--create-namespace", "--set", f"hostPaths={{{HOST_PATH}}}", *values,
-            "--wait", "--timeout", "540s",
+            "--create-namespace", "--set", f"hostPaths={{{HOST_PATH}}}",
+            "--set", "helpers.cleanAfterSeconds=0", *values, "--wait", "--timeout", "540s",
         )  # fmt: skip
 
     def helm(self, *arguments: str) -> str:

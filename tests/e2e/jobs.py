@@ -15,7 +15,7 @@ from tests.e2e.cluster import ROOT
 from tests.e2e.kubectl import Kubectl, Object
 
 EXAMPLES = ROOT / "examples" / "kubernetes"
-STEPS = 300
+STEPS = 120
 SMALL = ("--batch", "2")
 """Images are as large as those of the example, and a step takes a fifth of its time."""
 

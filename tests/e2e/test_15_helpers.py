@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -21,7 +22,7 @@ from tests.e2e.kubectl import Kubectl, Object
 
 
 @pytest.fixture
-def spread(cluster: Cluster, namespace: Kubectl, turn_alone: None) -> tuple[str, str]:
+def spread(cluster: Cluster, namespace: Kubectl) -> tuple[str, str]:
     """The nodes of the master and of the worker of a job of which some steps are committed."""
     stays, left = cluster.workers()
     namespace.apply(jobs.policy("node-local", host_path=True), _spread(stays, left))
@@ -29,26 +30,14 @@ def spread(cluster: Cluster, namespace: Kubectl, turn_alone: None) -> tuple[str,
     return stays, left
 
 
-@pytest.fixture
-def cordons(cluster: Cluster, turn_alone: None) -> Iterator[Callable[[str], None]]:
-    """Takes no more pods onto a node, until the test is over."""
-    taken: list[str] = []
-
-    def cordon(node: str) -> None:
-        taken.append(node)
-        cluster.kubectl("cordon", node)
-
-    yield cordon
-    for node in taken:
+@contextmanager
+def _cordoned(cluster: Cluster, node: str) -> Iterator[None]:
+    """No more pods come to the node. Those of other tests that ask for it wait."""
+    cluster.kubectl("cordon", node)
+    try:
+        yield
+    finally:
         cluster.kubectl("uncordon", node)
-
-
-@pytest.fixture
-def cleaning_at_once(cluster: Cluster, turn_alone: None) -> Iterator[None]:
-    """Gone is gone: no day of grace."""
-    cluster.install("--set", "helpers.cleanAfterSeconds=0")
-    yield
-    cluster.install()
 
 
 def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_cleaned_in_the_end(
@@ -56,8 +45,6 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
     namespace: Kubectl,
     reference: dict[int, str],
     spread: tuple[str, str],
-    cordons: Callable[[str], None],
-    cleaning_at_once: None,
     record_property: runs.Record,
 ) -> None:
     stays, left = spread
@@ -66,10 +53,18 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
     assert _directories(cluster, namespace.namespace, run) == {stays: ["0"], left: ["1"]}
 
     before = runs.training_beyond(namespace, 0)
-    cordons(left)
     moved_at = time.monotonic()
-    namespace("delete", "pod", "gpt-worker-0", "--wait=false")
-    killed = runs.ended(namespace, before)
+    with _cordoned(cluster, left):
+        namespace("delete", "pod", "gpt-worker-0", "--wait=false")
+        killed = runs.ended(namespace, before)
+        (said, *_) = namespace.eventually(
+            lambda: namespace.events("LeftShardsServed"), what="an event that says what is served"
+        )
+        helpers = cluster.kubectl.namespaced(HELPERS)
+        helpers.eventually(
+            lambda: all(pod["spec"].get("nodeName") for pod in _helpers(helpers, namespace)),
+            what="the helper pod has its node",
+        )
     life = runs.restarted(namespace, within_s=240)
     record_property("seconds", round(time.monotonic() - moved_at, 1))
     body = namespace.get("pod", "gpt-worker-0")
@@ -78,13 +73,10 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
     assert life.first - 1 >= committed
     runs.same_losses(life, reference)
     record_property("lost_steps", runs.lost(killed, life))
-    (said, *_) = namespace.eventually(
-        lambda: namespace.events("LeftShardsServed"), what="an event that says what is served"
-    )
     assert left in said["message"]
 
     runs.committed_beyond(namespace, life.first)
-    _no_helpers(cluster)
+    _no_helpers(cluster, namespace)
 
     namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=400)
     namespace.eventually(lambda: not namespace.list("pods"), within_s=150, what="the pods are gone")
@@ -95,9 +87,8 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
         within_s=120,
         what="nothing of the run is on any node",
     )
-    system = cluster.kubectl.namespaced(HELPERS)
-    system.eventually(lambda: not _noted(system, run), what="nothing more is noted of the run")
-    _no_helpers(cluster)
+    helpers.eventually(lambda: not _noted(helpers, run), what="nothing more is noted of the run")
+    _no_helpers(cluster, namespace)
 
 
 def _spread(master: str, worker: str) -> Object:
@@ -128,11 +119,19 @@ def _noted(system: Kubectl, run: str) -> list[Object]:
     ]
 
 
-def _no_helpers(cluster: Cluster) -> None:
+def _helpers(system: Kubectl, namespace: Kubectl) -> list[Object]:
+    """Helper pods for the runs of a namespace."""
+    return [
+        pod
+        for pod in system.list("pods", "keepstep.dev/helper")
+        if json.loads(pod["metadata"]["annotations"]["keepstep.dev/about"])["namespace"]
+        == namespace.namespace
+    ]
+
+
+def _no_helpers(cluster: Cluster, namespace: Kubectl) -> None:
     system = cluster.kubectl.namespaced(HELPERS)
-    system.eventually(
-        lambda: not system.list("pods", "keepstep.dev/helper"), what="no helper pod is left"
-    )
+    system.eventually(lambda: not _helpers(system, namespace), what="no helper pod is left")
 
 
 def test_reconcile_may_make_no_pod_but_helper_pods_and_none_beside_the_keys(

@@ -14,8 +14,9 @@ from tests.e2e.kubectl import Kubectl, Object
 
 
 @pytest.fixture
-def shelf(namespace: Kubectl, turn_alone: None) -> tuple[Object, Object]:
-    """The policy and the job of which two steps are in the archive."""
+def shelf(namespace: Kubectl) -> tuple[Object, Object]:
+    """The policy and the job, which is gone, of which two steps are in the archive, the last one
+    pinned."""
     stores.start(namespace)
     policy = jobs.policy(archive=stores.archive(), retention={"archive": {"last": 1000}})
     job = jobs.pytorch_job(run=f"shelf-{int(time.time())}")
@@ -23,6 +24,8 @@ def shelf(namespace: Kubectl, turn_alone: None) -> tuple[Object, Object]:
     namespace.eventually(
         lambda: len(tiers.archived(namespace)) >= 2, within_s=150, what="two steps in the archive"
     )
+    _pin(namespace, tiers.archived(namespace)[-1]["spec"]["step"])
+    tiers.went(namespace)
     return policy, job
 
 
@@ -49,12 +52,7 @@ def test_archived_checkpoints_are_listed_again_after_etcd_was_lost(
     scale_reconciler: Callable[[int], None],
 ) -> None:
     policy, job = shelf
-    pinned = tiers.archived(namespace)[-1]["spec"]["step"]
-    _pin(namespace, pinned)
-    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=400)
-    namespace.eventually(
-        lambda: not namespace.list("pods", "keepstep.dev/injected"), within_s=150, what="no pods"
-    )
+    (pinned,) = runs.the_run(namespace)["spec"]["pins"]
     before = tiers.archived(namespace)
     assert all(one["spec"]["ranks"] == 2 for one in before)
     in_store = _bytes_in_store(cluster, namespace, pinned)

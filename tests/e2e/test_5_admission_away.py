@@ -21,7 +21,7 @@ from tests.e2e.kubectl import Kubectl
 from tests.harness import eventually
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def admission_is_back(turn_alone: None, namespace: Kubectl) -> Iterator[None]:
     """Before others have their turn. That its pods are ready is not all: nodes hear of a Service's
     pods a moment later, as the API server does of a webhook's authority."""
@@ -30,6 +30,7 @@ def admission_is_back(turn_alone: None, namespace: Kubectl) -> Iterator[None]:
     jobs.all_inject(namespace, jobs.owner(namespace))
 
 
+_AWAY = pytest.mark.usefixtures("admission_is_back")
 _TARPIT = textwrap.dedent("""
     import socket, time
     server = socket.create_server(("", 9443))
@@ -109,6 +110,7 @@ def _starts_without_us(kubectl: Kubectl) -> str:
     return str(runs.becomes(kubectl, "FullyInjected", "False")["message"])
 
 
+@_AWAY
 def test_without_admission_pods_start_and_the_run_says_what_is_missing(
     cluster: Cluster, namespace: Kubectl
 ) -> None:
@@ -116,6 +118,7 @@ def test_without_admission_pods_start_and_the_run_says_what_is_missing(
         assert "gpt-" in _starts_without_us(namespace), "it names a pod"
 
 
+@_AWAY
 def test_a_webhook_that_never_answers_delays_a_pod_by_seconds(
     cluster: Cluster, namespace: Kubectl
 ) -> None:
@@ -137,6 +140,7 @@ def test_a_webhook_that_never_answers_delays_a_pod_by_seconds(
         _starts_without_us(namespace)
 
 
+@_AWAY
 def test_with_failure_policy_fail_annotated_pods_wait_and_others_start(
     cluster: Cluster, namespace: Kubectl
 ) -> None:
@@ -154,6 +158,7 @@ def test_with_failure_policy_fail_annotated_pods_wait_and_others_start(
         cluster.install()
 
 
+@_AWAY
 def test_an_expired_certificate_is_told_and_replaced(cluster: Cluster, namespace: Kubectl) -> None:
     system = cluster.kubectl.namespaced(NAMESPACE)
     namespace.apply(jobs.policy())
@@ -251,6 +256,7 @@ def _bundle(cluster: Cluster) -> bytes:
     return base64.b64decode(found["webhooks"][0]["clientConfig"].get("caBundle", ""))
 
 
+@_AWAY
 def test_a_ca_bundle_that_somebody_emptied_is_filled_again(cluster: Cluster) -> None:
     kubectl = cluster.kubectl
     (before,) = kubectl.list("mutatingwebhookconfigurations", "app.kubernetes.io/name=keepstep")

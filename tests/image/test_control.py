@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.errors import FormatError, TornError
-from keepstep.image import PAGE_BYTES, ControlPage, Copying, xxh3
-from keepstep.image.control import PROGRESS_BEGIN, progress
+from keepstep.image import PAGE_BYTES, ControlPage, xxh3
 from keepstep.steps import Epoch, EpochId, StepId
 
 PAGE = ControlPage(
@@ -87,40 +86,3 @@ def test_pages_are_the_same_without_xxhash(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(xxh3, "_fast", None)
     assert PAGE.to_bytes() == with_xxhash
     assert ControlPage.from_bytes(with_xxhash) == PAGE
-
-
-def page_of(copied_bytes: int) -> bytes:
-    """Of an image that is still copied."""
-    page = bytearray(PAGE.unsealed())
-    page[PROGRESS_BEGIN:] = progress(copied_bytes)
-    return bytes(page)
-
-
-@given(copied_bytes=st.integers(1, 1 << 62))
-def test_a_page_says_how_far_the_copy_is_and_is_no_seal(copied_bytes: int) -> None:
-    page = page_of(copied_bytes)
-    assert len(page) == PAGE_BYTES
-    copying = Copying.from_bytes(page)
-    assert copying is not None
-    assert (copying.control(), copying.copied_bytes) == (PAGE, copied_bytes)
-    with pytest.raises(TornError):
-        ControlPage.from_bytes(page)
-
-
-def test_a_page_that_is_sealed_or_erased_or_new_says_nothing_of_a_copy() -> None:
-    assert all(
-        Copying.from_bytes(page) is None
-        for page in (PAGE.to_bytes(), bytes(PAGE_BYTES), PAGE.unsealed())
-    )
-
-
-@given(
-    before=st.integers(1, 1 << 62),
-    after=st.integers(1, 1 << 62),
-    cut=st.integers(PROGRESS_BEGIN, PAGE_BYTES),
-)
-def test_a_mark_read_while_it_is_written_is_the_old_one_or_the_new_one_or_none(
-    before: int, after: int, cut: int
-) -> None:
-    found = Copying.from_bytes(page_of(after)[:cut] + page_of(before)[cut:])
-    assert found is None or found.copied_bytes in (before, after)

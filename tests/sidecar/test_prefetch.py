@@ -23,8 +23,8 @@ from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
 from keepstep_sidecar.restore.fetch import Fetcher
 from keepstep_sidecar.restore.prefetch import Prefetcher
 from keepstep_sidecar.tiers.source import FileSource, local_source
+from keepstep_sidecar.volume.direct_io import ShardFile
 from keepstep_sidecar.volume.scan import LocalShard
-from keepstep_sidecar.volume.shard_file import ShardFile
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 from tests.harness import until

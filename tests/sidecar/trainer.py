@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from keepstep.core.candidates import Candidates
 from keepstep.errors import SidecarError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
-from keepstep.image.control import PROGRESS_BEGIN, progress
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.trainer import (
     CandidatesRequest,
@@ -228,11 +227,6 @@ class FakeTrainer:
             staged_at=time.time(),
         )
 
-    def announce(self, control: ControlPage, copied_bytes: int) -> None:
-        """Say how much of an image lies there already, as the library does for large ones."""
-        self._write(control.unsealed()[:PROGRESS_BEGIN], self.layout.control_begin)
-        self._write(progress(copied_bytes), self.layout.control_begin + PROGRESS_BEGIN)
-
     def copy(self, step: int, begin: int, end: int) -> None:
         """Write what of the tensors lies in these bytes of the image."""
         first = len(self.layout.header)
@@ -326,18 +320,13 @@ def lose_memory_and_damage(root: Path, memory_dir: Path, layout: Layout) -> None
 
 
 def main(path: str, steps: int, until: str) -> None:
-    """Train `steps` steps as rank 0; then stop at `until` (filling, copying, sealed), say so, and
-    hang."""
-    size = LARGE if until == "copying" else 64 << 10
-    trainer = FakeTrainer(Path(path), size=size).begin_run()
+    """Train `steps` steps as rank 0; then stop at `until` (filling, sealed), say so, and hang."""
+    trainer = FakeTrainer(Path(path), size=64 << 10).begin_run()
     for step in range(steps):
         trainer.stage(step)
     trainer.begin()
     if until == "sealed":
         trainer.fill(steps)
-    if until == "copying":
-        trainer.copy(steps, 0, LARGE // 2)
-        trainer.announce(trainer.control(steps), LARGE // 2)
     print("ready", flush=True)
     time.sleep(600)
 

@@ -181,7 +181,7 @@ def test_an_error_while_reading_sets_the_copy_aside(
         ("publish.sync", lambda volume: volume.publish(step_id(1))),
         ("retire.rename", lambda volume: volume.retire(step_id(1))),
         ("retire.unlink", lambda volume: volume.retire(step_id(1), reuse=False)),
-        ("record.write", lambda volume: volume.save_record(volume.record)),
+        ("record.data", lambda volume: volume.save_record(volume.record)),
         ("record.rename", lambda volume: volume.save_record(volume.record)),
     ],
 )

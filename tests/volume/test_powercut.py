@@ -220,8 +220,8 @@ def test_the_sync_before_a_file_is_written_over_is_needed(
         "publish.sync",
         "unpublish.sync",
         "retire.sync",
-        "record.write",
-        "record.sync",
+        "record.data-sync",
+        "record.directory-sync",
     ],
 )
 @pytest.mark.timeout(300)

@@ -110,7 +110,7 @@ def test_epochs_are_recorded_on_every_volume_and_merged(
     volumes: VolumeSet, armed: Callable[[str], None]
 ) -> None:
     later = Epoch(EpochId(2, "00000000"), step_id(4))
-    armed("record.write:eio@3")
+    armed("record.data:eio@3")
     volumes.save_epochs(EPOCH)
     volumes.save_epochs(later)
     one, two = volumes.volumes
@@ -122,7 +122,7 @@ def test_epochs_are_recorded_on_every_volume_and_merged(
 def test_an_epoch_that_no_volume_can_record_is_an_error(
     volumes: VolumeSet, armed: Callable[[str], None]
 ) -> None:
-    armed("record.write:eio@1,record.write:eio@2")
+    armed("record.data:eio@1,record.data:eio@2")
     with pytest.raises(StorageError):
         volumes.save_epochs(EPOCH)
 

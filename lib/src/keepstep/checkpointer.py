@@ -49,7 +49,6 @@ from keepstep.restore.collective import Agreed, Collective, Gather, Unkept, tell
 from keepstep.restore.modules import check_loads
 from keepstep.restore.restore import PartialRestore, Restore
 from keepstep.restore.structure import COMPONENT, Structure, changes, structure_of
-from keepstep.save import loops
 from keepstep.save.agent import Agent, Stats
 from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
 from keepstep.save.snapshot import Guard, Snapshots
@@ -92,6 +91,14 @@ _MOST_CHANGES = 2
 """After so many saves in a row at which the layout had changed, small tensors that come and go are
 kept as values are."""
 _STEPS = 10**18  # the name of a step has at most 18 digits
+
+ADAPTERS = {
+    "transformers.trainer": "keepstep.integrations.transformers",
+    "lightning.pytorch.trainer.trainer": "keepstep.integrations.lightning",
+    "pytorch_lightning.trainer.trainer": "keepstep.integrations.lightning",
+    "torchtitan.trainer": "keepstep.integrations.torchtitan",
+}
+"""The adapter for each module that contains a framework's loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +407,7 @@ class Checkpointer:
     def _hint(self) -> None:
         """If a framework owns the loop, name its adapter: once, and only on rank 0."""
         ask = self._agent is not None and self._rank == 0 and not self._hinted
-        if ask and (adapter := loops.adapter()):
+        if ask and (adapter := _adapter()):
             self._hinted = True
             log.warning(
                 "keepstep: this loop is a framework's: where its data stood, and what else it"
@@ -563,8 +570,10 @@ class Checkpointer:
             self._agent.use_layout(self._restored)
             return
         # a foreign object is not asked for its state before the first save: a loader may begin then
-        if not all(is_known(one) and _has_state(one) for one in self._components.values()):
-            return
+        for one in self._components.values():
+            inner = unwrap(one)
+            if not is_known(one) or (isinstance(inner, torch.optim.Optimizer) and not inner.state):
+                return
         with contextlib.suppress(Exception):  # the first save raises it again
             taken = self._retake()
             self._snapshots_for(self._agent, taken, len(self._encode(taken)))
@@ -718,43 +727,44 @@ class Checkpointer:
         _SAVED_IN.add(self._socket)
         agent.settle(decided=False)
         try:
-            taken, data, snapshots = self._laid_out(agent)
+            state = self._laid_out(agent)
         except Exception as error:
             if is_of_a_handler(error) or isinstance(error, WithinStepError):
                 raise
             raise _Unkeepable(str(error) or type(error).__name__) from error
         if self._replicas is not None:
-            self._replicas.sample(taken, step)
-        self._tell_unsaved(agent, taken)
+            self._replicas.sample(state.taken, step)
+        self._tell_unsaved(agent, state.taken)
         lazy = self._lazy and not agent.copies_eagerly
         try:
             slot = agent.await_slot(timeout_s=patience_s)
         except SlotUnavailable as error:
-            self._left = Left.of(step, taken, data, snapshots)
+            self._left = Left.of(step, state)
             if self._strict:
                 raise SlotUnavailable(f"step {step} is not kept: {error}") from None
             # no fault of the script's, and memory may be given later: training goes on
             agent.skip(step, str(error), unkeepable=bool(agent.refusal))
             return False
         agent.eager_next = False
-        self._fill(agent, slot, snapshots, taken, data, step=step, lazy=lazy, started=started)
+        self._fill(agent, slot, state, step=step, lazy=lazy, started=started)
         return True
 
     def _fill(
         self,
         agent: Agent,
         slot: Slot,
-        snapshots: Snapshots,
-        taken: Taken,
-        data: bytes,
+        state: LaidOut,
         *,
         step: int,
         lazy: bool,
         started: float,
     ) -> None:
         assert self._epoch is not None
+        begin = state.snapshots.begin
         try:
-            pending = snapshots.begin(slot, taken, data, step=step, epoch=self._epoch, lazy=lazy)
+            pending = begin(
+                slot, state.taken, state.extras, step=step, epoch=self._epoch, lazy=lazy
+            )
             if not lazy:
                 pending.copy()
                 pending.judge()
@@ -767,8 +777,8 @@ class Checkpointer:
             raise
         self._submitted = True
 
-    def _laid_out(self, agent: Agent) -> tuple[Taken, bytes, Snapshots]:
-        """The state, its extras, and the snapshots for its layout.
+    def _laid_out(self, agent: Agent) -> LaidOut:
+        """The state as it is now.
 
         A layout that changes at each save costs the training thread a wait for new memory each
         time. So small tensors that come and go move to the extras, which have room for more.
@@ -793,7 +803,7 @@ class Checkpointer:
                 f" saves, and each time save() waits for new memory: {names}. Keep what grows as a"
                 " list of numbers, or in a tensor of its final size",
             )
-        return taken, data, self._snapshots_for(agent, taken, len(data))
+        return LaidOut(taken, data, self._snapshots_for(agent, taken, len(data)))
 
     def _snapshots_for(self, agent: Agent, taken: Taken, extras_bytes: int) -> Snapshots:
         """The snapshots for this state's layout. Builds a new layout when tensors were added or
@@ -932,7 +942,7 @@ class Checkpointer:
         if state is State.STAGED:
             return
         id = StepId(self._epoch.id, number)
-        agent.session.wait(id, state, timeout_s=max(0.1, deadline - time.monotonic()))
+        agent.session.wait(id, state, timeout_s=_left_s(deadline))
 
     def _await_staged(self, agent: Agent, step: int, timeout_s: float) -> None:
         pending = agent.pending
@@ -998,7 +1008,7 @@ class Checkpointer:
         last = max(self._last_step, self._off_grid)
         if not agent.drain(timeout_s=timeout_s):
             raise NotDurableError(f"step {last} is not staged after {timeout_s:.0f} s")
-        why_not = self._stage_left(agent, deadline) or self._stage_off_grid(agent, deadline)
+        why_not = self._stage_last(agent, deadline)
         if agent.outcome(last) is None and _is_running(Checkpointer._save):
             why_not = why_not or "close() was called inside its save()"
         newest = agent.staged_step
@@ -1006,9 +1016,7 @@ class Checkpointer:
             if self._epoch.parent is not None and last == self._epoch.parent.step:
                 return
             raise NotDurableError(f"no step was staged: {why_not or agent.stats.why_not()}")
-        agent.session.wait(
-            newest.control.id, State.COMMITTED, timeout_s=max(0.1, deadline - time.monotonic())
-        )
+        agent.session.wait(newest.control.id, State.COMMITTED, timeout_s=_left_s(deadline))
         if newest.step != last:
             why_not = why_not or agent.outcome(last) or agent.stats.why_not()
             text = f"step {last} was not staged; the newest durable one is {newest.step}: {why_not}"
@@ -1019,50 +1027,33 @@ class Checkpointer:
                 *(self._rank, text),
             )
         if agent.session.archive:
-            self._archive_last(agent, newest.control.id, max(0.1, deadline - time.monotonic()))
+            self._archive_last(agent, newest.control.id, _left_s(deadline))
 
-    def _stage_left(self, agent: Agent, deadline: float) -> str:
-        """Stage the last step if there was no slot for it. Returns why that was not possible, or
-        ''.
+    def _stage_last(self, agent: Agent, deadline: float) -> str:
+        """Stage the last step if `--stage-every` left it out, or if there was no slot for it.
+        Returns why that was not possible, or ''.
         """
-        left, snapshots = self._left, self._snapshots
-        if left is None or snapshots is None or left.step < self._off_grid:
+        left, step = self._left, self._off_grid
+        if off_grid := step > self._last_step:
+            if self._moved:
+                return "not every step is staged, and the state has changed since (--stage-every)"
+            agent.eager_next = True
+        elif left is None:
             return ""
-        if culprit := left.guard.changed():
+        elif culprit := left.guard.changed():
             return f"{agent.outcome(left.step)}; {culprit} has changed since"
         started = time.perf_counter()
         agent.stats.saves += 1
         try:
-            slot = agent.await_slot(timeout_s=max(0.1, deadline - time.monotonic()))
-            self._fill(
-                *(agent, slot, snapshots, left.taken, left.extras),
-                step=left.step,
-                lazy=False,
-                started=started,
-            )
+            if off_grid:
+                with self._turn:
+                    self._save(agent, step, started, patience_s=_left_s(deadline))
+            elif left is not None:
+                slot, step = agent.await_slot(timeout_s=_left_s(deadline)), left.step
+                self._fill(agent, slot, left.state, step=step, lazy=False, started=started)
         except Exception as error:
             return str(error) or type(error).__name__
-        agent.drain(timeout_s=max(0.1, deadline - time.monotonic()))
-        return agent.outcome(left.step) or ""
-
-    def _stage_off_grid(self, agent: Agent, deadline: float) -> str:
-        """Stage the last step if `--stage-every` left it out. Returns why that was not possible, or
-        ''.
-        """
-        step = self._off_grid
-        if step <= self._last_step:
-            return ""
-        if self._moved:
-            return "not every step is staged, and the state has changed since (--stage-every)"
-        agent.eager_next = True
-        agent.stats.saves += 1
-        try:
-            left_s = max(0.1, deadline - time.monotonic())
-            with self._turn:
-                self._save(agent, step, time.perf_counter(), patience_s=left_s)
-        except Exception as error:
-            return str(error) or type(error).__name__
-        agent.drain(timeout_s=max(0.1, deadline - time.monotonic()))
+        agent.drain(timeout_s=_left_s(deadline))
         return agent.outcome(step) or ""
 
     def _archive_last(self, agent: Agent, id: StepId, timeout_s: float) -> None:
@@ -1113,29 +1104,35 @@ class _Unkeepable(UsageError):
     """The state itself cannot be kept, now and at the next save."""
 
 
+class LaidOut(NamedTuple):
+    """A state, its extras, and the snapshots for its layout."""
+
+    taken: Taken
+    extras: bytes
+    snapshots: Snapshots
+
+
 class Left(NamedTuple):
     """A step for which there was no slot, and what `close` needs to stage it if nothing changed."""
 
     step: int
-    taken: Taken
-    extras: bytes
+    state: LaidOut
     guard: Guard
 
     @classmethod
-    def of(cls, step: int, taken: Taken, extras: bytes, snapshots: Snapshots) -> Left | None:
+    def of(cls, step: int, state: LaidOut) -> Left | None:
         """None if a later change of the state could not be noticed."""
-        guard = snapshots.guard_of_all(taken)
-        return None if guard is None else cls(step, taken, extras, guard)
+        guard = state.snapshots.guard_of_all(state.taken)
+        return None if guard is None else cls(step, state, guard)
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())
 
 
 def _without_values(taken: Taken) -> Taken:
     """The same, to be compared with the next save: values may be large, and are taken anew."""
     return replace(taken, values=[None] * len(taken.values))
-
-
-def _has_state(component: Any) -> bool:
-    inner = unwrap(component)
-    return bool(inner.state) if isinstance(inner, torch.optim.Optimizer) else True
 
 
 def _joined(components: Mapping[str, Any] | None, named: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -1253,6 +1250,21 @@ def _is_running(function: Any) -> bool:
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+def _adapter() -> str:
+    """The adapter for the loop that makes this call.
+
+    Empty if the loop is the script's own, or if the adapter is already imported: then the script
+    uses it, or knows of it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        found = ADAPTERS.get(frame.f_globals.get("__name__", ""), "")
+        if found:
+            return "" if found in sys.modules else found
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
 
 
 def _switch_off_in_child() -> None:

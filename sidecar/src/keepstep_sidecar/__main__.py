@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from keepstep.errors import SidecarError, StorageError
+from keepstep.errors import SidecarError, StorageError, UsageError
 from keepstep.wire.reports import STILL_USED_EXIT
 from keepstep_sidecar import __version__
 from keepstep_sidecar.cli import calls
@@ -74,7 +74,10 @@ def serve(values: dict[str, Any]) -> None:
     config = Config.of(values)
     from keepstep_sidecar import app
 
-    app.serve(config)
+    try:
+        app.serve(config)
+    except UsageError as error:  # a directory that another sidecar uses: the words are right
+        raise click.ClickException(str(error)) from error
 
 
 @main.command()

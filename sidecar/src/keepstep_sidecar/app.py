@@ -30,8 +30,7 @@ from keepstep_sidecar.config.sidecar import Config, OnLoss, Reporting
 from keepstep_sidecar.history import History
 from keepstep_sidecar.leases import Leases, Owner
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.allocator import Allocator
-from keepstep_sidecar.memory.budget import Sizing
+from keepstep_sidecar.memory.allocator import Allocator, Sizing
 from keepstep_sidecar.memory.directory_lock import DirectoryLock
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
@@ -66,19 +65,12 @@ def serve(config: Config) -> None:
         lock.leave()
 
 
-def _open_volumes(config: Config) -> VolumeSet:
-    """Open all volumes. Raises StorageError if one cannot be opened and there is no operator.
+def _open_volume(directory: Path, config: Config) -> Volume:
+    """Open a volume. Raises StorageError if that fails and there is no operator.
 
     A run that silently lacks a volume may also lack the steps on it. With an operator the missing
     volume is reported, and training does not wait until the volume works.
     """
-    return VolumeSet(
-        [_open_volume(directory, config) for directory in config.volumes],
-        bytes_per_second=config.bytes_per_second,
-    )
-
-
-def _open_volume(directory: Path, config: Config) -> Volume:
     root = directory / config.run
     try:
         return Volume(
@@ -96,7 +88,8 @@ def _open_volume(directory: Path, config: Config) -> Volume:
 
 
 async def _serve(config: Config, lock: DirectoryLock) -> None:
-    volumes = _open_volumes(config)
+    opened = [_open_volume(directory, config) for directory in config.volumes]
+    volumes = VolumeSet(opened, bytes_per_second=config.bytes_per_second)
     async with Tasks() as tasks:
         service, reports = build(config, volumes, tasks)
         try:

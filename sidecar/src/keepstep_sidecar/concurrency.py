@@ -134,12 +134,8 @@ T = TypeVar("T")
 
 async def all_of(work: Sequence[Awaitable[T]]) -> list[T]:
     """All results, once all have ended; or the first error. Cancelling this cancels all of them."""
-    return _results(await asyncio.gather(*work, return_exceptions=True))
-
-
-def _results(results: Sequence[T | BaseException]) -> list[T]:
     values: list[T] = []
-    for result in results:
+    for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
         values.append(result)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from keepstep.errors import (
     ImageError,
     KeepstepError,
@@ -37,24 +35,16 @@ STATUS = {
 """All codes, with their HTTP status. docs/protocol.md says what a trainer does at each."""
 
 
-@dataclass(frozen=True)
-class Answered:
-    """A problem, ready to send."""
-
-    status: int
-    problem: Problem
-
-
 def refuse(code: str, message: str) -> SidecarError:
     """An error to be sent with this code, which must be in `STATUS`."""
     assert code in STATUS, code
     return SidecarError(message, code=code)
 
 
-def answer(error: KeepstepError) -> Answered:
-    """The problem that describes `error`."""
+def answer(error: KeepstepError) -> tuple[int, Problem]:
+    """The HTTP status and the problem that describe `error`."""
     code = _code(error)
-    return Answered(STATUS.get(code, 500), Problem(code=code, message=str(error)))
+    return STATUS.get(code, 500), Problem(code=code, message=str(error))
 
 
 def _code(error: KeepstepError) -> str:

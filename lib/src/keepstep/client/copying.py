@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,22 +80,16 @@ def move(target: int, source: int, size_bytes: int) -> None:
     _memmove(target, source, size_bytes)
 
 
-def run(
-    transfers: Transfers, *, threads: int = 1, arrived: Callable[[int], None] | None = None
-) -> None:
+def run(transfers: Transfers, *, threads: int = 1) -> None:
     """Do all transfers, the plain moves on up to `threads` threads. Returns when all are done.
 
-    `arrived`: is told, by one thread at a time, below which address everything is in place. The
-    moves are then done in the order of their targets. Raises KeepstepError, before anything is
-    copied, if a tensor has lost its memory.
+    Raises KeepstepError, before anything is copied, if a tensor has lost its memory.
     """
     moves, copies = transfers.moves, transfers.copies
     _check(moves, copies)
     total = sum(move.bytes for move in moves)
     threads = min(threads, max(1, total // _PARALLEL_BYTES))
-    if arrived is not None:
-        _run_parallel(sorted(moves), threads, _below(copies, arrived))
-    elif threads == 1:
+    if threads == 1:
         for move in moves:
             _memmove(move.target, move.source, move.bytes)
     else:
@@ -103,12 +97,6 @@ def run(
     with torch.no_grad():
         for copy in copies:
             copy.target.copy_(copy.source)
-
-
-def _below(copies: Sequence[Copy], arrived: Callable[[int], None]) -> Callable[[int], None]:
-    """`arrived`, except for the targets of `copies`, which come after all moves."""
-    targets = [copy.target.data_ptr() for copy in copies if copy.target.numel()]
-    return lambda address: arrived(min([address, *targets]))
 
 
 def _check(moves: Sequence[Move], copies: Sequence[Copy]) -> None:
@@ -129,23 +117,14 @@ def default_threads() -> int:
     return min(4, len(os.sched_getaffinity(0)))
 
 
-def _run_parallel(
-    moves: Sequence[Move], threads: int, arrived: Callable[[int], None] | None = None
-) -> None:
+def _run_parallel(moves: Sequence[Move], threads: int) -> None:
     pieces = iter(list(_pieces(moves)))
-    underway: set[Move] = set()
     lock = threading.Lock()
 
     def work() -> None:
-        piece: Move | None = None
         while True:
             with lock:
-                if piece is not None:
-                    underway.remove(piece)
-                if (piece := next(pieces, None)) is not None:
-                    underway.add(piece)
-                if arrived is not None and underway:
-                    arrived(min(underway).target)
+                piece = next(pieces, None)
             if piece is None:
                 return
             _memmove(piece.target, piece.source, piece.bytes)

@@ -20,7 +20,6 @@ from torch import Tensor
 from keepstep.client import copying
 from keepstep.errors import FormatError
 from keepstep.image import PAGE_BYTES, ControlPage, Entry, Layout
-from keepstep.image.control import PROGRESS_BEGIN, progress
 from keepstep.state import accelerator
 from keepstep.state.dtypes import DTYPE_OF
 from keepstep.wire.trainer import SlotGranted
@@ -99,19 +98,6 @@ class SlotMapping:
     def erase(self) -> None:
         """Zero the control page. From then on, the slot holds no image."""
         self.memory[self.layout.control_begin :] = _ZERO_PAGE
-
-    def announce(self, control: ControlPage) -> None:
-        """Say which image is about to be copied here. Its extras are in place."""
-        self.memory[self.layout.control_begin :] = control.unsealed()
-
-    def arrived(self, address: int) -> None:
-        """Of the announced image, everything before this address is in place for good."""
-        begin = self.layout.control_begin + PROGRESS_BEGIN
-        self.memory[begin : begin + 32] = progress(address - self.address)
-
-    def all_arrived(self) -> None:
-        """Of the announced image, everything is in place."""
-        self.arrived(self.address + self.layout.digests_begin)
 
     def write_extras(self, extras: bytes) -> None:
         """Write the extras, and zeros up to their capacity. Raises ValueError if they are larger

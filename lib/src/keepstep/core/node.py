@@ -77,17 +77,6 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class Copied:
-    """The part from `begin` to `end` of an image is in its slot and no longer changes. So the write
-    of the image may begin before the image is sealed."""
-
-    rank: int
-    id: StepId
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
 class Sealed:
     """The image of this step is complete in a slot of the rank."""
 
@@ -97,8 +86,7 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Overwritten:
-    """The slot that held this step was assigned again, or the copy of the step ended without a
-    seal. Either way the image counts as gone."""
+    """The slot that held this step was assigned again."""
 
     rank: int
     id: StepId
@@ -106,11 +94,8 @@ class Overwritten:
 
 @dataclass(frozen=True)
 class Wrote:
-    """A `Write` ended.
-
-    Not `ok`: it failed and is not tried again, or a `Stop` ended it. Bytes written of an image that
-    was never sealed do not count. Otherwise `size_bytes` were written in `seconds` to `drive`.
-    """
+    """A `Write` ended. Not `ok`: it failed and is not tried again. Otherwise `size_bytes` were
+    written in `seconds` to `drive`."""
 
     rank: int
     id: StepId
@@ -191,7 +176,7 @@ class Full:
 
 
 Event = (
-    Serves | Settled | Copied | Sealed | Overwritten | Wrote | Died | Flush
+    Serves | Settled | Sealed | Overwritten | Wrote | Died | Flush
     | Scanned | Reading | Listed | Reported | EpochStarted | Heard | Full
 )  # fmt: skip
 
@@ -206,18 +191,7 @@ class Publish:
     id: StepId
 
 
-@dataclass(frozen=True)
-class Stop:
-    """End this `Write`, which began before its image was sealed.
-
-    The image may never be sealed, or a sealed image waits. No bytes of the write may stay.
-    """
-
-    rank: int
-    id: StepId
-
-
-Action = Write | Stop | Publish | Retire | Committed | Alarm | Interval
+Action = Write | Publish | Retire | Committed | Alarm | Interval
 """An `Interval`: from now on, steps are persisted so far apart."""
 
 
@@ -312,10 +286,8 @@ class Node:
         """Ranks whose trainer is gone, until the next one comes."""
         self._published: frozenset[StepId] = frozenset()
         self._shown: frozenset[StepId] = frozenset()
-        self._writing: dict[tuple[int, StepId], tuple[SlotTable, int] | None] = {}
-        """For each write in progress, the slot that is pinned for it; None: its image is not sealed
-        yet, so no slot is pinned."""
-        self._stopping: set[tuple[int, StepId]] = set()
+        self._writing: dict[tuple[int, StepId], tuple[SlotTable, int]] = {}
+        """For each write in progress, the slot that is pinned for it."""
         self._retired: tuple[StepId, ...] = ()
         self._grown = False
 
@@ -354,7 +326,7 @@ class Node:
     @property
     def idle(self) -> bool:
         """Whether no sealed image is being written or waits for it."""
-        return not any(self._writing.values()) and self.planner.idle
+        return not self._writing and self.planner.idle
 
     @property
     def counts(self) -> PersistCounts:
@@ -446,7 +418,7 @@ class Node:
     # --- writing -------------------------------------------------------------------------
 
     def _plan(
-        self, event: Serves | Settled | Copied | Sealed | Overwritten | Wrote | Died | Flush
+        self, event: Serves | Settled | Sealed | Overwritten | Wrote | Died | Flush
     ) -> Iterable[Write]:
         match event:
             case Serves():
@@ -455,12 +427,9 @@ class Node:
                 self._ended.discard(rank)
                 self._protect()
                 return self._settle(rank)
-            case Copied(rank, id):
-                return self.planner.copied(rank, id) if self._may_write(id) else ()
             case Sealed(rank, id):
                 self._ended.discard(rank)
                 self._protect()
-                self._pin_early(rank, id)
                 return self.planner.sealed(rank, id) if self._may_write(id) else ()
             case Overwritten(rank, id):
                 return self.planner.overwritten(rank, id)
@@ -510,17 +479,11 @@ class Node:
         return {id for id in held if self._may_write(id) and not self.ledger.is_dead(id)}
 
     def _wrote(self, rank: int, id: StepId, *, ok: bool) -> Iterable[Write]:
-        pinned, stopped = self._writing.pop((rank, id)), (rank, id) in self._stopping
-        self._stopping.discard((rank, id))
-        ok = ok and pinned is not None
-        if pinned is not None:
-            table, index = pinned
-            table.unpin(index)
+        table, index = self._writing.pop((rank, id))
+        table.unpin(index)
         if ok:
             self._durable.setdefault(rank, set()).add(id)
             self._grown = True
-        elif stopped:
-            return self.planner.stopped(rank, id)
         return self.planner.written(rank, id, ok=ok)
 
     def _pace(self, wrote: Wrote) -> tuple[Interval, ...]:
@@ -538,21 +501,9 @@ class Node:
         self.planner.pace(interval.steps)
         return (interval,)
 
-    def _pin_early(self, rank: int, id: StepId) -> None:
-        """Pin the slot of an image that was sealed while it was already being written."""
-        if self._writing.get((rank, id), ()) is None and (found := self._find(rank, id)):
-            table, index = self._writing[rank, id] = found
-            table.pin(index)
-
-    def _stops(self) -> tuple[Stop, ...]:
-        early = {key for key, pinned in self._writing.items() if pinned is None}
-        ended = {key for key in early - self._stopping if not self.planner.wants(*key)}
-        self._stopping |= ended
-        return tuple(Stop(*key) for key in sorted(ended))
-
-    def _begin(self, writes: Iterable[Write]) -> tuple[Write | Stop, ...]:
+    def _begin(self, writes: Iterable[Write]) -> tuple[Write, ...]:
         """Pin the slots of these writes before anything else can happen, so that none of them is
-        assigned. A slot that is still being copied into needs no pin: it belongs to its trainer."""
+        assigned."""
         waiting, begun = list(writes), list[Write]()
         while waiting:
             write = waiting.pop(0)
@@ -562,15 +513,13 @@ class Node:
             if (found := self._find(*key)) is not None:
                 table, index = self._writing[key] = found
                 table.pin(index)
-            elif self.planner.wants(*key):
-                self._writing[key] = None
             else:
                 waiting += self.planner.written(*key, ok=False)
                 continue
             begun.append(write)
             if self.pacing is not None:
                 self.pacing.began()
-        return (*begun, *self._stops())
+        return tuple(begun)
 
     def _find(self, rank: int, id: StepId) -> tuple[SlotTable, int] | None:
         for table in self._tables(rank):
@@ -592,7 +541,7 @@ class Node:
         self.alarms |= {one.text: None for one in actions if isinstance(one, Alarm)}
         return tuple(one for one in actions if not isinstance(one, Retire))
 
-    def _forget_dead(self, event: Event) -> tuple[Write | Stop, ...]:
+    def _forget_dead(self, event: Event) -> tuple[Write, ...]:
         """When a new epoch starts, its dead steps are the first to be overwritten and are not
         written any more."""
         if not isinstance(event, EpochStarted):

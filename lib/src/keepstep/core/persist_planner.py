@@ -11,9 +11,6 @@ memory.
 With two slots per rank (`SlotTable` then waits for the writer) every due image is written, in
 order, each rank at its own pace.
 
-While no sealed image waits, the next due image may be written while it is still being copied. This
-head start is given up (`wants`) as soon as the image cannot be sealed or a sealed image waits.
-
 A rank writes one image at a time, so persisting pins at most one slot of a rank. The host pins the
 slot of a `Write` before it does anything else, and reports the end with `written`.
 """
@@ -35,10 +32,7 @@ _DONE_KEPT = 64
 
 @dataclass(frozen=True)
 class Write:
-    """Pin the slot of `rank` that holds `id` and persist the image; then call `written`.
-
-    An image that is still being copied has no seal yet. Its file gets its name only after the seal.
-    """
+    """Pin the slot of `rank` that holds `id` and persist the image; then call `written`."""
 
     rank: int
     id: StepId
@@ -60,14 +54,11 @@ class PersistCounts:
 class _Rank:
     """What the planner knows of one rank.
 
-    `filling`: the step that is being copied now. `early`: the step whose write began before its
-    seal, until the seal. `failed`: the last step that could not be written. `held`: sealed steps in
-    memory. `done`: steps that were written. `writing`: the sealed step that is being written.
-    `passed`: the newest step that the rank sealed. `gone`: its trainer died.
+    `failed`: the last step that could not be written. `held`: sealed steps in memory. `done`: steps
+    that were written. `writing`: the step that is being written. `passed`: the newest step that the
+    rank sealed. `gone`: its trainer died.
     """
 
-    filling: StepId | None = None
-    early: StepId | None = None
     failed: StepId | None = None
     held: set[StepId] = field(default_factory=set)
     done: set[StepId] = field(default_factory=set)
@@ -79,13 +70,9 @@ class _Rank:
         """Whether the rank has sealed this step or may still seal it."""
         return self.has_sealed(id) or self.may_seal(id)
 
-    @property
-    def busy(self) -> bool:
-        return self.writing is not None or self.early is not None
-
-    def lacks(self, id: StepId) -> bool:
+    def could_write(self, id: StepId) -> bool:
         """Whether the rank could write this step now and has not written it."""
-        return (id in self.held or id == self.filling) and id not in self.done
+        return self.writing is None and id in self.held and id not in self.done
 
     def has_sealed(self, id: StepId) -> bool:
         """Whether the rank holds the image, has written it, or is writing it."""
@@ -137,21 +124,11 @@ class PersistPlanner:
 
     # --- events --------------------------------------------------------------------------
 
-    def copied(self, rank: int, id: StepId) -> tuple[Write, ...]:
-        """A part of this step's image is in a slot of the rank and no longer changes."""
-        if (one := self._ranks.get(rank)) is None:
-            return ()
-        one.gone = False
-        one.filling = None if id in (one.failed, one.passed) else id
-        return self._advance()
-
     def sealed(self, rank: int, id: StepId) -> tuple[Write, ...]:
         """The image of this step is complete in a slot of the rank."""
         if (one := self._ranks.get(rank)) is None:
             return ()
-        one.gone, one.filling = False, None
-        if one.early == id:
-            one.writing, one.early = id, None
+        one.gone = False
         if one.failed != id:
             one.held.add(id)
         one.passed = id if one.passed is None else max(one.passed, id)
@@ -160,11 +137,10 @@ class PersistPlanner:
         return self._advance()
 
     def overwritten(self, rank: int, id: StepId) -> tuple[Write, ...]:
-        """The slot that held this step was assigned again, or the copy ended without a seal."""
+        """The slot that held this step was assigned again."""
         if (one := self._ranks.get(rank)) is None:
             return ()
         one.held.discard(id)
-        one.filling = None if one.filling == id else one.filling
         return self._advance()
 
     def written(self, rank: int, id: StepId, *, ok: bool = True) -> tuple[Write, ...]:
@@ -172,18 +148,11 @@ class PersistPlanner:
         tried again."""
         if (one := self._ranks.get(rank)) is None:
             return ()
-        self._ended(one, id)
+        one.writing = None if one.writing == id else one.writing
         if ok:
             one.done = set(sorted(one.done | {id})[-_DONE_KEPT:])
         else:
             self._fail(rank, id)
-        return self._advance()
-
-    def stopped(self, rank: int, id: StepId) -> tuple[Write, ...]:
-        """A `Write` was stopped because it was no longer wanted. It may be wanted again later."""
-        if (one := self._ranks.get(rank)) is None:
-            return ()
-        self._ended(one, id)
         return self._advance()
 
     def removed(self, rank: int, id: StepId) -> None:
@@ -195,7 +164,7 @@ class PersistPlanner:
         """The trainer died: it seals no more images of this epoch. Images that it sealed stay."""
         if (one := self._ranks.get(rank)) is None:
             return ()
-        one.gone, one.filling = True, None
+        one.gone = True
         return self._advance()
 
     def forget(self, dead: Callable[[StepId], bool]) -> tuple[Write, ...]:
@@ -203,7 +172,6 @@ class PersistPlanner:
         for one in self._ranks.values():
             one.held = {id for id in one.held if not dead(id)}
             one.done = {id for id in one.done if not dead(id)}
-            one.filling = None if one.filling is None or dead(one.filling) else one.filling
         self._pending = {id for id in self._pending if not dead(id)}
         self._demanded = {id for id in self._demanded if not dead(id)}
         if self._target is not None and dead(self._target):
@@ -242,13 +210,6 @@ class PersistPlanner:
         each = [one.held | one.done for one in self._ranks.values()]
         return sorted(set.intersection(*each)) if each else []
 
-    def wants(self, rank: int, id: StepId) -> bool:
-        """Whether a write that began before its image was sealed should go on."""
-        one = self._ranks.get(rank)
-        if one is None or id != one.filling:
-            return False
-        return not self._waiting(one) if self._every else id == self._target
-
     def can_have(self, rank: int, id: StepId) -> bool:
         """Whether the rank has this step, as far as this planner knows, or may still seal it."""
         return (one := self._ranks.get(rank)) is None or one.can_have(id)
@@ -263,16 +224,8 @@ class PersistPlanner:
         self._drop_impossible()
         writes = self._each_at_its_pace() if self._every else self._one_in_flight()
         for write in writes:
-            one = self._ranks[write.rank]
-            if write.id in one.held:
-                one.writing = write.id
-            else:
-                one.early = write.id
+            self._ranks[write.rank].writing = write.id
         return tuple(writes)
-
-    def _ended(self, one: _Rank, id: StepId) -> None:
-        one.writing = None if one.writing == id else one.writing
-        one.early = None if one.early == id else one.early
 
     def _one_in_flight(self) -> list[Write]:
         if self._target is not None and not self._is_coming(self._target):
@@ -286,7 +239,7 @@ class PersistPlanner:
         return [
             Write(rank, self._target)
             for rank, one in self._ranks.items()
-            if self._target is not None and not one.busy and one.lacks(self._target)
+            if self._target is not None and one.could_write(self._target)
         ]
 
     def _each_at_its_pace(self) -> list[Write]:
@@ -296,19 +249,14 @@ class PersistPlanner:
                 self._finish(id)
         writes = []
         for rank, one in self._ranks.items():
-            ahead = [] if one.filling is None or not self._is_due(one.filling) else [one.filling]
-            waiting = self._waiting(one) or ahead
-            if waiting and not one.busy:
+            if waiting := [id for id in self._pending if one.could_write(id)]:
                 writes.append(Write(rank, min(waiting)))
         return writes
 
     def _choose(self) -> None:
         """Choose the next target: the newest demanded step, else the newest due one. Due steps that
-        are older are skipped. A step that is still being copied is chosen only if no sealed step
-        waits."""
+        are older are skipped."""
         if not self._pending:
-            copied = {one.filling for one in self._ranks.values() if one.filling is not None}
-            self._target = max(filter(self._is_due, copied), default=None)
             return
         demanded = self._pending & self._demanded
         target = max(
@@ -371,7 +319,7 @@ class PersistPlanner:
         """Stop offering the rank's image for writing. So the step becomes impossible."""
         one = self._ranks[rank]
         one.held.discard(id)
-        one.failed, one.filling = id, None if one.filling == id else one.filling
+        one.failed = id
         self.counts.failed += 1
 
     def _sealed_by_all(self, id: StepId) -> bool:
@@ -381,17 +329,8 @@ class PersistPlanner:
         return all(one.can_have(id) for one in self._ranks.values())
 
     def _is_coming(self, id: StepId) -> bool:
-        """Whether every rank has sealed this step or still may, and at least one has sealed it or
-        is copying it."""
-        at_it = any(one.has_sealed(id) or one.filling == id for one in self._ranks.values())
-        return at_it and self._possible(id)
-
-    def _is_due(self, id: StepId) -> bool:
-        return self.grid.due(id.step) and self._is_new(id) and self._possible(id)
-
-    def _waiting(self, one: _Rank) -> list[StepId]:
-        """Due or demanded steps whose sealed images of this rank wait to be written."""
-        return [id for id in self._pending if id in one.held and id not in one.done]
+        """Whether every rank has sealed this step or still may, and at least one has sealed it."""
+        return any(one.has_sealed(id) for one in self._ranks.values()) and self._possible(id)
 
     def _is_new(self, id: StepId) -> bool:
         return id != self._target and not self.is_durable(id)

@@ -4,9 +4,6 @@ The control page is written last, and zeroed before any other byte of the image 
 with a valid seal means that every byte before it was in place. In memory, the trainer writes it
 without digests. For the drive, the sidecar adds `root` and `sections` and writes the page after the
 data was flushed.
-
-While an image is copied, its page may already hold the text that will be sealed. In the place of
-the seal it then says how many bytes, from the beginning of the image, are in place for good.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from keepstep.errors import FormatError, TornError
 from keepstep.image import fields, strictjson
@@ -27,18 +24,6 @@ _SEAL_BEGIN = PAGE_BYTES - 32
 """Up to here, JSON padded with spaces; then the seal in hex. Both can be read with `tail -c`."""
 
 _ZERO_PAGE = bytes(PAGE_BYTES)
-
-PROGRESS_BEGIN = _SEAL_BEGIN
-"""Where a page without a seal has its `progress`."""
-
-LEAST_ANNOUNCED_BYTES = 64 << 20
-"""Smaller images are copied before anybody could see that they are."""
-
-
-def progress(copied_bytes: int) -> bytes:
-    """Says that `[0, copied_bytes)` of the image will not change any more. The number is there four
-    times, so whoever reads it while it changes notices that."""
-    return copied_bytes.to_bytes(8, "little") * 4
 
 
 def _seal_of(text: bytes) -> bytes:
@@ -98,14 +83,6 @@ class ControlPage:
     def to_bytes(self) -> bytes:
         """The whole page. Raises FormatError if the content does not fit (a run's name of
         kilobytes)."""
-        text = self._text()
-        return text + _seal_of(text)
-
-    def unsealed(self) -> bytes:
-        """The page of an image of which nothing is copied yet. Raises as `to_bytes`."""
-        return self._text() + progress(0)
-
-    def _text(self) -> bytes:
         parent = self.epoch.parent
         text = json.dumps(
             {
@@ -128,7 +105,8 @@ class ControlPage:
         ).encode()
         if len(text) > _SEAL_BEGIN:
             raise FormatError(f"a control page of {len(text)} bytes: the run's name is too long")
-        return text.ljust(_SEAL_BEGIN)
+        text = text.ljust(_SEAL_BEGIN)
+        return text + _seal_of(text)
 
     @classmethod
     def from_bytes(cls, buffer: bytes | memoryview) -> ControlPage:
@@ -142,11 +120,7 @@ class ControlPage:
             raise TornError("no image: the control page is zeroed")
         if page[_SEAL_BEGIN:] != _seal_of(page[:_SEAL_BEGIN]):
             raise TornError("no valid seal: the image was never completed")
-        return cls._parse(page[:_SEAL_BEGIN])
-
-    @classmethod
-    def _parse(cls, text: bytes) -> ControlPage:
-        tree = strictjson.loads(text, what="control page")
+        tree = strictjson.loads(page[:_SEAL_BEGIN], what="control page")
         if not isinstance(tree, dict):
             raise FormatError("control page: not a JSON object")
         check_version(tree.get("format_version"))
@@ -156,29 +130,6 @@ class ControlPage:
             raise FormatError(f"control page: {error.reason}") from None
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"control page: {reason(error)}") from None
-
-
-class Copying(NamedTuple):
-    """How far the copy of an image is: `copied_bytes` from its beginning are in place for good.
-
-    `text`: what the control page says in front of its seal. Two images never have the same.
-    """
-
-    text: bytes
-    copied_bytes: int
-
-    @classmethod
-    def from_bytes(cls, buffer: bytes | memoryview) -> Copying | None:
-        """What a page without a seal says. None for a page that is sealed, empty, or just being
-        changed."""
-        page = bytes(buffer[:PAGE_BYTES])
-        text, mark = page[:_SEAL_BEGIN], page[_SEAL_BEGIN:]
-        copied_bytes = int.from_bytes(mark[:8], "little")
-        return cls(text, copied_bytes) if copied_bytes and mark == progress(copied_bytes) else None
-
-    def control(self) -> ControlPage:
-        """What the text says. Raises VersionError or FormatError as `ControlPage.from_bytes`."""
-        return ControlPage._parse(self.text)
 
 
 def _from_tree(tree: dict[str, Any]) -> ControlPage:

@@ -169,49 +169,6 @@ def check_control(
         )
 
 
-def check_table(
-    control: ControlPage,
-    layout: Layout,
-    table: bytes | memoryview,
-    *,
-    path: Path | str | None = None,
-) -> None:
-    """Check that `table` is the digest table that the control page vouches for. Raises DigestError
-    if not, and FormatError for bytes after the last digest."""
-    if control.root is None:
-        raise DigestError("staged only: it has no digests to verify", path=path)
-    if xxh3_128(table) != bytes.fromhex(control.root):
-        raise DigestError(
-            f"step {control.id}, rank {layout.rank}: the digest table is damaged,"
-            " nothing can be verified; use another copy",
-            path=path,
-        )
-    if bytes(table[layout.chunk_count * DIGEST_BYTES :]).strip(b"\0"):
-        raise FormatError("there are bytes behind the last digest", path=path)
-
-
-def check_chunk(
-    layout: Layout,
-    chunk: int,
-    data: memoryview,
-    table: bytes | memoryview,
-    *,
-    path: Path | str | None = None,
-) -> None:
-    """Check that the bytes of one chunk match their digest in the table. Raises DigestError."""
-    if xxh3_128(data) == _digest_in(table, chunk):
-        return
-    begin, end = chunk_bounds(layout, chunk)
-    tensors = tensors_in_chunk(layout, chunk)
-    raise DigestError(
-        f"rank {layout.rank}: chunk {chunk} (bytes {begin} to {end}) is damaged; it holds"
-        f" {few(tensors, 4) or 'the header'}; use another copy",
-        chunk=chunk,
-        tensors=tensors,
-        path=path,
-    )
-
-
 def tensors_in_chunk(layout: Layout, chunk: int) -> tuple[str, ...]:
     """Names of the tensors (and of the extras) that have bytes in a chunk, in the order of the
     bytes."""
@@ -250,7 +207,7 @@ class Manifest:
         try:
             layout = layout_from(read, size_bytes)
             closing = read(layout.digests_begin, layout.size_bytes)
-            return cls._checked(layout, closing, run=run, shard=shard)
+            return cls.of(layout, closing, run=run, shard=shard)
         except ImageError as error:
             raise type(error)(error.reason, path=error.path or path) from None
 
@@ -264,14 +221,20 @@ class Manifest:
             closing = bytes(data[len(layout.header) :])
             if len(closing) != layout.size_bytes - layout.digests_begin:
                 raise FormatError(f"{len(data)} bytes are not header, table and control page")
-            return cls._checked(layout, closing, run=run, shard=shard)
+            return cls.of(layout, closing, run=run, shard=shard)
         except ImageError as error:
             raise type(error)(error.reason, path=error.path or path) from None
 
     @classmethod
-    def _checked(
-        cls, layout: Layout, closing: bytes, *, run: str | None, shard: Shard | None
+    def of(
+        cls,
+        layout: Layout,
+        closing: bytes,
+        *,
+        run: str | None = None,
+        shard: Shard | None = None,
     ) -> Manifest:
+        """The same of a known layout. Raises as `read`, but names no path."""
         control = ControlPage.from_bytes(closing[-PAGE_BYTES:])
         check_control(control, layout, run=run, id=shard.step_id if shard else None)
         if shard is not None and (control.rank, control.world) != (shard.rank, shard.world):
@@ -284,7 +247,13 @@ class Manifest:
         if shard is not None and shard.root not in (None, control.root):
             raise DigestError(f"its root is {control.root}, but {shard.root} was promised")
         manifest = cls(layout=layout, control=control, closing=closing)
-        check_table(control, layout, manifest.table)
+        if xxh3_128(manifest.table) != bytes.fromhex(control.root):
+            raise DigestError(
+                f"step {control.id}, rank {layout.rank}: the digest table is damaged,"
+                " nothing can be verified; use another copy"
+            )
+        if bytes(manifest.table[layout.chunk_count * DIGEST_BYTES :]).strip(b"\0"):
+            raise FormatError("there are bytes behind the last digest")
         return manifest
 
     @property
@@ -318,11 +287,21 @@ class Manifest:
 
     def digest(self, chunk: int) -> bytes:
         """The digest of a chunk, from the table."""
-        return bytes(self.table[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
+        return _digest_in(self.table, chunk)
 
     def check(self, chunk: int, data: memoryview, *, path: Path | str | None = None) -> None:
         """Check that `data` is this chunk. Raises DigestError, naming `path`."""
-        check_chunk(self.layout, chunk, data, self.table, path=path)
+        if xxh3_128(data) == self.digest(chunk):
+            return
+        begin, end = self.bounds(chunk)
+        tensors = tensors_in_chunk(self.layout, chunk)
+        raise DigestError(
+            f"rank {self.layout.rank}: chunk {chunk} (bytes {begin} to {end}) is damaged; it holds"
+            f" {few(tensors, 4) or 'the header'}; use another copy",
+            chunk=chunk,
+            tensors=tensors,
+            path=path,
+        )
 
     def to_bytes(self) -> bytes:
         """Header, digest table and control page, concatenated."""

@@ -16,12 +16,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # a program with such a value has imported the module; others need not
-    import decimal
-    import fractions
-    import zoneinfo
+from typing import Any
 
 _MAX_FRACTION = 1 << 4096
 """Reducing a hostile fraction of larger numbers to its lowest terms would take long."""
@@ -57,13 +52,13 @@ def _clock(value: Any) -> list[Any]:
     return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, value.tzinfo]
 
 
-def _zone(value: zoneinfo.ZoneInfo) -> str:
+def _zone(value: Any) -> Any:
     if value.key is None:
         raise NotData("a time zone without a key cannot be kept")
     return value.key
 
 
-def _fraction(value: fractions.Fraction) -> list[int]:
+def _fraction(value: Any) -> list[int]:
     if max(abs(value.numerator), value.denominator) >= _MAX_FRACTION:
         raise NotData("a fraction of numbers so large cannot be kept; keep both of them")
     return [value.numerator, value.denominator]
@@ -318,7 +313,7 @@ def _to_timedelta(parts: Any) -> datetime.timedelta:
     return datetime.timedelta(days, seconds, microseconds)
 
 
-def _to_decimal(text: Any) -> decimal.Decimal:
+def _to_decimal(text: Any) -> Any:
     if type(text) is not str:
         raise TypeError("not a text")
     import decimal
@@ -326,13 +321,13 @@ def _to_decimal(text: Any) -> decimal.Decimal:
     return decimal.Decimal(text)
 
 
-def _to_zone(key: Any) -> zoneinfo.ZoneInfo:
+def _to_zone(key: Any) -> Any:
     import zoneinfo
 
     return zoneinfo.ZoneInfo(key)
 
 
-def _to_fraction(parts: Any) -> fractions.Fraction:
+def _to_fraction(parts: Any) -> Any:
     above, below = parts
     if type(above) is not int or type(below) is not int or max(abs(above), below) >= _MAX_FRACTION:
         raise ValueError("not two numbers of a fraction")

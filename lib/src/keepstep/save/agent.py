@@ -11,7 +11,6 @@ reported. When anything raises, anywhere, the affected step is counted and repor
 from __future__ import annotations
 
 import base64
-import enum
 import gc
 import logging
 import os
@@ -106,25 +105,16 @@ class Stats:
         return "; ".join(reasons) or "nothing was saved"
 
 
-class Use(enum.Enum):
-    """What happens to the slot that the sidecar granted last: it waits at hand, the training thread
-    fills it, or its image is on its way.
-    """
-
-    READY = "ready"
-    TAKEN = "taken"
-    SUBMITTED = "submitted"
-
-
 class Held(NamedTuple):
-    """The slot that this process may fill.
+    """The slot that this process may fill: it waits at hand, the training thread fills it
+    (`taken`), or its image is on its way (`pending`).
 
     It is one value that is replaced in one step, so an exception in the training thread leaves
     either the old value or the new one.
     """
 
-    use: Use
     slot: Slot
+    taken: bool = False
     pending: Pending | None = None
 
 
@@ -140,6 +130,9 @@ class Skips(NamedTuple):
 
 class Agent:
     """Owns the lease, the layout, and the slot at hand or the image on its way.
+
+    `closed`: the rank was given back, or (in a forked child) never was this process's. `refusal`:
+    why there can be no slot, because memory is too small; '' if there can be one.
 
     `eager_next`: the last image was discarded, so the next one must be copied at once.
     `mutated_step`: the newest step that was discarded because its tensors changed. `trains`: the
@@ -172,7 +165,7 @@ class Agent:
         self._client = Client(socket_path)
         self._layout: Layout | None = None
         self._registered: Layout | None = None
-        self._refusal = ""
+        self.refusal = ""
         self._refused_at = 0.0
         self._asked = self._served = False
         self._held: Held | None = None
@@ -185,7 +178,7 @@ class Agent:
         self._warned: set[str] = set()
         self._unkept_at = self._repeated_at = 0.0
         self._unkept_step = -1
-        self._closing = False
+        self.closed = False
         self._thread: threading.Thread | None = None
         self._device: int | None = None
 
@@ -218,15 +211,10 @@ class Agent:
         )
 
     def _ensure_thread(self) -> None:
-        if self._closing or (self._thread is not None and self._thread.is_alive()):
+        if self.closed or (self._thread is not None and self._thread.is_alive()):
             return
         self._thread = threading.Thread(target=self._work, name="keepstep-agent", daemon=True)
         self._thread.start()
-
-    @property
-    def closed(self) -> bool:
-        """Whether the rank was given back, or (in a forked child) never was this process's."""
-        return self._closing
 
     @property
     def pending(self) -> Pending | None:
@@ -235,10 +223,16 @@ class Agent:
         return None if held is None else held.pending
 
     @property
+    def at_hand(self) -> Slot | None:
+        """The slot that waits to be filled, if any."""
+        held = self._held
+        return held.slot if held and not held.taken and held.pending is None else None
+
+    @property
     def taken(self) -> Slot | None:
         """The slot that was taken and is neither submitted nor put back, if any."""
         held = self._held
-        return held.slot if held is not None and held.use is Use.TAKEN else None
+        return held.slot if held is not None and held.taken else None
 
     @property
     def copies_eagerly(self) -> bool:
@@ -252,7 +246,7 @@ class Agent:
                 return
             self._layout = layout
             self._device = accelerator.here().current_device()
-            self._refusal = ""
+            self.refusal = ""
             self._drop_ready()
             self._mappings.clear()
             self._patient, self._served = True, False
@@ -286,22 +280,19 @@ class Agent:
                 *(self.session.rank, waited_s),
             )
         with self._lock:
-            held = self._held
-            if held is not None and held.use is Use.READY:
-                self._held = Held(Use.TAKEN, held.slot)
-                return held.slot
+            if (slot := self.at_hand) is not None:
+                self._held = Held(slot, taken=True)
+                return slot
         self._patient = False
-        if self._closing:
+        if self.closed:
             raise SlotUnavailable("this process has given its rank back")
-        if self._refusal:
-            raise SlotUnavailable(self._refusal)
+        if self.refusal:
+            raise SlotUnavailable(self.refusal)
         away = not self.session.connected
         raise SlotUnavailable("the sidecar is away" if away else "no slot is free yet")
 
     def _knows(self) -> bool:
-        held = self._held
-        at_hand = held is not None and held.use is Use.READY
-        return at_hand or bool(self._refusal) or self._closing
+        return self.at_hand is not None or bool(self.refusal) or self.closed
 
     def _knows_or_is_away(self) -> bool:
         return self._knows() or not self.session.connected
@@ -318,9 +309,9 @@ class Agent:
     def submit(self, pending: Pending) -> None:
         """Hand over an image, copied or not. The agent does the rest."""
         with self._lock:
-            if self._closing:
+            if self.closed:
                 raise SlotUnavailable("this process gave its rank back before the step was staged")
-            self._held = Held(Use.SUBMITTED, pending.slot, pending)
+            self._held = Held(pending.slot, pending=pending)
         self._changed.ring()
 
     def put_back(self) -> None:
@@ -334,7 +325,7 @@ class Agent:
             taken = self.taken
             if taken is not None:
                 taken.mapping.erase()
-                self._held = Held(Use.READY, taken)
+                self._held = Held(taken)
         self._changed.ring()
 
     def heal(self) -> None:
@@ -394,11 +385,6 @@ class Agent:
             self.settle(decided=False)
         left_s = max(0.0, deadline - time.monotonic())
         return self._changed.wait_for(lambda: self.pending is None, timeout_s=left_s)
-
-    @property
-    def refusal(self) -> str:
-        """Why there can be no slot, because memory is too small; '' if there can be one."""
-        return self._refusal
 
     def skip(self, step: int | None, reason: str, *, unkeepable: bool = False) -> None:
         """Count a step that could not be staged; None for what is no step. The sidecar learns of it
@@ -478,7 +464,7 @@ class Agent:
             self._thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
     def _begin_closing(self) -> None:
-        self._closing = True
+        self.closed = True
         _AGENTS.discard(self)
         self._changed.ring()
 
@@ -489,7 +475,7 @@ class Agent:
         The thread must end before the interpreter does. The interpreter would otherwise abort the
         thread in the middle of a copy, and the process with it.
         """
-        if self._closing or self._thread is None:
+        if self.closed or self._thread is None:
             return
         if self._thread is threading.current_thread():  # garbage-collected in the agent thread
             self._begin_closing()
@@ -503,7 +489,7 @@ class Agent:
         """In a forked child: drop everything. Nothing here belongs to this process, and no lock can
         be trusted.
         """
-        self._closing = True
+        self.closed = True
         self._lock, self._thread = threading.RLock(), None
         self._held = None
         self._mappings = {}
@@ -512,7 +498,7 @@ class Agent:
     # --- the agent thread --------------------------------------------------------------------
 
     def _work(self) -> None:
-        while not (self._closing and self.pending is None):
+        while not (self.closed and self.pending is None):
             # how long until the sidecar may be asked again; None if it may be asked now
             left_s = self._retry_at - time.monotonic()
             self._changed.wait_for(self._is_due, timeout_s=left_s if left_s > 0 else None)
@@ -525,35 +511,32 @@ class Agent:
                 self._failed(error)
             except BaseException as error:  # of any kind: without this thread nothing is kept
                 self._stumbled(task, error)
-        if self._closing:
+        if self.closed:
             self.session.close(goodbye=True)  # the loop ended, so no image is on its way
             self._client.close()
 
-    @property
-    def _is_registered(self) -> bool:
-        """Whether the sidecar knows the current layout."""
-        return self._registered is self._layout
-
     def _is_due(self) -> bool:
-        return self._closing or self._next() is not None
+        return self.closed or self._next() is not None
 
     def _next(self) -> Callable[[], None] | None:
         """The most urgent thing to do, or None to sleep."""
         pending = self.pending
         if pending is not None and not pending.can_be_reported:
             return self._copy
-        if self._closing:
+        if self.closed:
             return None if pending is None else self._abandon
         if time.monotonic() < self._retry_at:
             return None
         if not self.session.connected:
             return self._reconnect
-        if not self._is_registered and (not self._refusal or self._may_ask_again):
+        is_registered = self._registered is self._layout  # the sidecar knows the current layout
+        # memory may have become free since it was refused
+        waits = self.refusal and time.monotonic() - self._refused_at <= _REFUSED_S
+        if not is_registered and not waits:
             return self._register
         if pending is not None:
             return self._report
-        registered = self._registered is not None and self._is_registered
-        if registered and self._asked and self._held is None:
+        if self._registered is not None and is_registered and self._asked and self._held is None:
             return self._fetch
         return self._tell_skips if self._skips else None
 
@@ -562,8 +545,8 @@ class Agent:
         assert pending is not None
         try:
             if not pending.copied.is_set():
-                pending.copy_beside(lambda: self._closing)
-            pending.judge_after_progress(lambda: self._closing)
+                pending.copy_beside(lambda: self.closed)
+            pending.judge_after_progress(lambda: self.closed)
             if not pending.judged.is_set():
                 pending.finish(Verdict.LOST, "the trainer ended before it was certain to be whole")
             if pending.verdict is Verdict.VALID and not pending.sealed:
@@ -679,16 +662,11 @@ class Agent:
                 " checkpointer.mutating():` around its step to be copied beside it",
             )
 
-    @property
-    def _may_ask_again(self) -> bool:
-        """Whether it is worth another try: memory may have become free since it was refused."""
-        return time.monotonic() - self._refused_at > _REFUSED_S
-
     def _refuse(self, layout: Layout, reason: str) -> None:
         """There is no memory for images of this layout."""
         with self._lock:
             if self._layout is layout:
-                self._refusal, self._refused_at = reason, time.monotonic()
+                self.refusal, self._refused_at = reason, time.monotonic()
                 self._registered = None
         self._changed.ring()
 
@@ -712,7 +690,7 @@ class Agent:
         try:
             mapping = self._mapped(granted.path, layout)
         except (OSError, FormatError) as error:
-            if not self._is_registered:
+            if self._registered is not self._layout:
                 # granted for the previous layout; registration of the new layout comes next
                 log.debug("slot %s: %s", granted.path, error)
                 return
@@ -721,7 +699,7 @@ class Agent:
             if self._layout is not layout:
                 return  # the training thread changed it while the slot was mapped
             self._mappings[granted.path] = mapping
-            self._held = Held(Use.READY, Slot(granted, mapping))
+            self._held = Held(Slot(granted, mapping))
             self._patient = self._served = True
         self._failures, self._retry_at = 0, 0.0
         self._changed.ring()
@@ -759,7 +737,7 @@ class Agent:
             return
         if accepted.warning:
             self.warn(accepted.warning, accepted.warning)
-        self._registered, self._refusal = layout, ""
+        self._registered, self.refusal = layout, ""
 
     def _tell_skips(self) -> None:
         with self._lock:
@@ -784,7 +762,7 @@ class Agent:
         with self._lock:
             if mine not in granted.held:
                 self._drop_ready()
-            self._registered, self._refusal = None, ""
+            self._registered, self.refusal = None, ""
         log.info("keepstep: rank %d: the sidecar is back", self.session.rank)
         self._warned.discard("the sidecar is away")
         self._patient = True
@@ -793,7 +771,7 @@ class Agent:
         """Give up the slot at hand. A slot that is being filled is left to the thread that fills
         it.
         """
-        if self._held is not None and self._held.use is Use.READY:
+        if self.at_hand is not None:
             self._held = None
 
     def _failed(self, error: SidecarError) -> None:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from keepstep.errors import few
-from keepstep.save.snapshot import may_wait, of_bits, sampled
+from keepstep.save.snapshot import Fingerprint, may_wait
 from keepstep.state import accelerator
 from keepstep.state.leaves import Taken, TensorLeaf
 from keepstep.steps import EpochId
@@ -133,12 +133,15 @@ class Replicas:
 
     def _begin(self, taken: Taken, step: int) -> None:
         if "replicas" not in taken.cache:
-            taken.cache["replicas"] = _views(taken.tensors)
-        views: dict[Group, list[list[Tensor]]] = taken.cache["replicas"]
-        if not views and not self._everybody:
+            taken.cache["replicas"] = _fingerprints(taken.tensors)
+        prints: dict[Group, Fingerprint] = taken.cache["replicas"]
+        if not prints and not self._everybody:
             return
         told: dict[torch.device, Tensor] = {}
-        groups = {group: [_to_host(one, told) for one in many] for group, many in views.items()}
+        groups = {
+            group: [_to_host(samples, told) for samples in one.take()]
+            for group, one in prints.items()
+        }
         for device in told:
             ones = accelerator.here().zeros(1, device) + 1
             told[device] = accelerator.here().tell(ones)
@@ -240,31 +243,20 @@ def _digest(samples: Sequence[Tensor]) -> bytes:
     return digest.digest().hex().encode()
 
 
-# --- samples -------------------------------------------------------------------------------------
-#
-# Of each tensor the same few elements as `pending.Fingerprint` takes, but of the whole
-# replica: a rank's own part says nothing about the others. In the order of the names, because ranks
-# may number their parameters differently.
-
-
-def _views(leaves: Sequence[TensorLeaf]) -> dict[Group, list[list[Tensor]]]:
-    """By group, the views to sample: a list for each device and element size."""
-    found: dict[Group, dict[tuple[torch.device, int], list[Tensor]]] = {}
+def _fingerprints(leaves: Sequence[TensorLeaf]) -> dict[Group, Fingerprint]:
+    """By group, what to sample: the whole replicas, as a rank's own part says nothing about the
+    others. In the order of the names, because ranks may number their parameters differently."""
+    found: dict[Group, list[Tensor]] = {}
     for leaf in sorted(leaves, key=lambda leaf: leaf.name):
-        sharing, tensor = leaf.sharing, leaf.whole
-        if sharing is None or len(sharing.replicas) < 2 or not tensor.numel():
-            continue
-        if may_wait(tensor):
-            view, _ = sampled(of_bits(tensor.detach()))
-            of_group = found.setdefault(tuple(sharing.replicas), {})
-            of_group.setdefault((tensor.device, view.element_size()), []).append(view)
-    return {group: list(many.values()) for group, many in found.items()}
+        sharing = leaf.sharing
+        if sharing is not None and len(sharing.replicas) > 1 and may_wait(leaf.whole):
+            found.setdefault(tuple(sharing.replicas), []).append(leaf.whole)
+    return {group: Fingerprint(many) for group, many in found.items()}
 
 
-def _to_host(views: list[Tensor], told: dict[torch.device, Tensor]) -> Tensor:
+def _to_host(samples: Tensor, told: dict[torch.device, Tensor]) -> Tensor:
     """A copy of the samples in memory of the host. That of a device's is not waited for: then the
     device is noted in `told`."""
-    samples = torch.cat(views)
     device = accelerator.here().device_of(samples)
     if device is None:
         return samples

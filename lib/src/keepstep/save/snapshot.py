@@ -39,7 +39,7 @@ from torch import Tensor
 from keepstep.client import copying
 from keepstep.client.session import Gate
 from keepstep.client.slot import Slot, SlotMapping
-from keepstep.image import LEAST_ANNOUNCED_BYTES, ControlPage, Layout
+from keepstep.image import ControlPage, Layout
 from keepstep.state import accelerator
 from keepstep.state.accelerator import check_memory
 from keepstep.state.leaves import Taken, TensorLeaf
@@ -122,10 +122,10 @@ class Pending:
 
     `control`: the control page that seals it. `transfers`: builds the remaining copies; called on
     the agent thread. `done`: per accelerator, the event after its queued copies; `told`: what tells
-    the agent thread of it. `late`: writes into the slot that must wait for them. `announced`: the
-    slot says how far the copy is, for whoever writes it meanwhile. `samples`: those of the guard,
-    in host memory once the copies are done. `thread`: the thread that trains. `fenced`: of an image
-    of an accelerator, whether its copies are done and the devices were asked to compare.
+    the agent thread of it. `late`: writes into the slot that must wait for them. `samples`: those
+    of the guard, in host memory once the copies are done. `thread`: the thread that trains.
+    `fenced`: of an image of an accelerator, whether its copies are done and the devices were asked
+    to compare.
     """
 
     slot: Slot
@@ -135,7 +135,6 @@ class Pending:
     late: list[Callable[[], object]] = field(default_factory=list)
     done: dict[torch.device, torch.Event] = field(default_factory=dict)
     told: dict[torch.device, Tensor] = field(default_factory=dict)
-    announced: bool = False
     samples: list[Tensor] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
     copied: Gate = field(default_factory=Gate)
@@ -190,14 +189,11 @@ class Pending:
             # Spread over threads even if all cores are busy: a computation on all cores is as late
             # as its latest thread, so taking one whole core costs twice as much as taking half of
             # two.
-            arrived = mapping.arrived if self.announced else None
-            copying.run(self.transfers(), threads=copying.default_threads(), arrived=arrived)
+            copying.run(self.transfers(), threads=copying.default_threads())
         if not devices_are_done():  # the slot may still hold another image
             return
         for write in self.late:
             write()
-        if self.announced:
-            mapping.all_arrived()
         if (guard := self.guard) is not None:
             self._torn = guard.torn(mapping, self.samples)
         self.copy_s += time.perf_counter() - started
@@ -338,14 +334,16 @@ class Fingerprint:
     reads memory that was freed because a live tensor was given other memory.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], begins: Sequence[int]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], begins: Sequence[int] = ()) -> None:
         """Prepare the views; copies nothing. Tensors must be dense and non-overlapping. `begins`:
-        where the bytes of each begin in the image.
+        where the bytes of each begin in the image, for `in_image`.
         """
         self.aliases = [tensor.detach() for tensor in tensors]
         device_of = accelerator.here().device_of
         groups: dict[tuple[torch.device | None, int], _Group] = {}
-        for number, (tensor, begin) in enumerate(zip(self.aliases, begins, strict=True)):
+        for number, (tensor, begin) in enumerate(
+            zip(self.aliases, begins or [0] * len(tensors), strict=True)
+        ):
             if tensor.numel() == 0:
                 continue
             tensor = of_bits(tensor)
@@ -498,10 +496,6 @@ class Snapshots:
         else:
             mapping.erase()
             mapping.write_extras(extras)
-            # Not of an eager image: training waits for its copy, from which a write takes CPU.
-            pending.announced = bool(later) and self.layout.size_bytes >= LEAST_ANNOUNCED_BYTES
-            if pending.announced:
-                mapping.announce(control)
             now = [leaf.tensor for leaf in divided.now]
             transfers = self._transfers(mapping, divided.now, now)
             copying.run(transfers, threads=copying.default_threads())

@@ -263,10 +263,9 @@ def _children(node: Any) -> list[Any]:
 
 
 def _is_item(item: Any) -> bool:
-    return isinstance(item, list) and len(item) == 2 and _is_key(item[0])
-
-
-def _is_key(key: Any) -> bool:
+    if not isinstance(item, list) or len(item) != 2:
+        return False
+    key = item[0]
     if type(key) is dict:
         return key.keys() == {_KEY} and type(key[_KEY]) is str
     return type(key) in (str, int)

@@ -134,15 +134,13 @@ class Walker:
     def _tree(self, name: str, component: Any) -> Any:
         tree = self._trees[name] if name in self._trees else _tree_of(name, component)
         if self._module:
-            self._note_metadata(name, getattr(tree, "_metadata", None))
+            metadata = getattr(tree, "_metadata", None)
+            if not isinstance(metadata, dict):
+                self.metadata[name] = None
+            elif rows := {path: of for path, of in metadata.items() if of != PLAIN_METADATA}:
+                self.metadata[name] = rows
         # a dict is refilled in place, so its kind is not kept; a plain one may stand elsewhere, too
         return dict(tree) if isinstance(self._inner, dict) and type(tree) is not dict else tree
-
-    def _note_metadata(self, name: str, said: Any) -> None:
-        if not isinstance(said, dict):
-            self.metadata[name] = None
-        elif rows := {path: of for path, of in said.items() if of != PLAIN_METADATA}:
-            self.metadata[name] = rows
 
     # --- parameters and their owners -----------------------------------------------------------
 
@@ -229,7 +227,7 @@ class Walker:
         """The same tree with its views, in which the objects that were met again have a number."""
         if node[0] == "t" and node[1] in self._views:
             base, form = self._views[node[1]]
-            return ("x", self._value(form)[1], ("t", base))
+            return self._in_form(form, ("t", base))
         if node[0] in ("t", "v") or not (self._numbers or self._views):
             return node
         if node[0] == "x":
@@ -239,17 +237,17 @@ class Walker:
         else:
             made = (node[0], tuple(self.numbered(child) for child in node[1]))
         number = self._numbers.get(id(node))
-        return made if number is None else ("x", self._value(SharedForm(number))[1], made)
+        return made if number is None else self._in_form(SharedForm(number), made)
 
     def _branch(self, tree: Any, path: str) -> Node | None:
         """A node if there is a tensor at or below `tree`, else None."""
         if isinstance(tree, Tensor):
             if self._module and is_wrapper(tree):
                 return self._parts(tree, path)
-            node: Node | None = ("t", self._tensor(tree, path))
+            leaf = ("t", self._tensor(tree, path))
             if not (self._formed and tree.requires_grad):
-                return node
-            return ("x", self._value(GradForm(isinstance(tree, nn.Parameter)))[1], node)
+                return leaf
+            return self._in_form(GradForm(isinstance(tree, nn.Parameter)), leaf)
         if not self._formed:
             return self._plain_branch(tree, path)
         if id(tree) in self._nodes:  # the memory of the first place serves this one, too
@@ -275,14 +273,15 @@ class Walker:
         if kind is deque and self._is_node(tree):
             return self._with_form(self._container("l", tree, path), tree, path)
         if objects.is_named_tuple(kind) and not getattr(tree, "__dict__", None):
-            return self._with_class(self._container("u", tree, path), kind)
+            node = self._container("u", tree, path)
+            return node and self._in_form(ClassForm(kind), node)
         if objects.is_namespace(kind) or dataclasses.is_dataclass(kind):
-            fields = objects.attributes_of(tree)
-            return self._with_class(self._container("d", fields, path), kind)
+            node = self._container("d", objects.attributes_of(tree), path)
+            return node and self._in_form(ClassForm(kind), node)
         form = ArrayForm.of(tree)
         if form is None:
             return None
-        return ("x", self._value(form)[1], ("t", self._tensor(form.take(tree), path, fresh=True)))
+        return self._in_form(form, ("t", self._tensor(form.take(tree), path, fresh=True)))
 
     def _parts(self, tree: Any, path: str) -> Node:
         """The tensors in which a wrapper keeps its values. They are copied at once, because torch
@@ -328,7 +327,7 @@ class Walker:
             vars(form).update(vars(tree))
         else:
             form = deque(maxlen=tree.maxlen) if kind is deque else defaultdict(tree.default_factory)
-        return ("x", self._value(form)[1], node)
+        return self._in_form(form, node)
 
     def _is_node(self, tree: deque[Any]) -> bool:
         """Whether it does not belong in the extras. A growing deque may hold any number of small
@@ -345,8 +344,8 @@ class Walker:
             _storage_of(leaf.tensor) for leaf in leaves
         )
 
-    def _with_class(self, node: Node | None, kind: type) -> Node | None:
-        return node and ("x", self._value(ClassForm(kind))[1], node)
+    def _in_form(self, form: Any, node: Node) -> Node:
+        return ("x", self._value(form)[1], node)
 
     def _container(self, kind: str, tree: Any, path: str) -> Node | None:
         children: list[tuple[Any, Any, Node | None]] = []
@@ -407,7 +406,11 @@ class Walker:
         check_tensor(local, path)
         strides = local.stride()
         if 0 in strides and _is_expanded(local):
-            self._check_expanded(path)
+            if self._module:  # a module's tensors are filled in place
+                raise UsageError(
+                    f"{path}: the elements of this expanded tensor share memory, so it cannot be"
+                    " filled at a restore (nor by load_state_dict); make it with .clone()"
+                )
             fresh = True
         told = path
         while path in self._names or base_of(path)[1] is not None:
@@ -432,13 +435,6 @@ class Walker:
         elif self._formed:
             self._kept.add(name)
         return name
-
-    def _check_expanded(self, path: str) -> None:
-        if self._module:  # a module's tensors are filled in place
-            raise UsageError(
-                f"{path}: the elements of this expanded tensor share memory, so it cannot be filled"
-                " at a restore (nor by load_state_dict); make it with .clone()"
-            )
 
     def _add(
         self,

@@ -1,6 +1,6 @@
 """What trainers ask over the unix socket.
 
-listening, server  the socket; the routes
+listening, server  the socket and the ports; the routes
 saving             leases, layouts, slots, staged images
 restoring          a vote (and what it waits for), an image, the epoch that began
 restarts           what each restart cost

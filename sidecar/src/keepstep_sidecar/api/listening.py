@@ -1,4 +1,4 @@
-"""Where the sidecar listens: on the trainers' socket, and on a TCP port for metrics."""
+"""Where the sidecar listens: on the trainers' socket, and on TCP ports for metrics and the page."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import functools
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 from aiohttp import web
 
 from keepstep.errors import KeepstepError
 from keepstep_sidecar import connections
-from keepstep_sidecar.api.page import offer_page
 from keepstep_sidecar.api.server import application, public_application
 from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.concurrency import Tasks
+from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.directory_lock import DirectoryLock
 from keepstep_sidecar.memory.slot_file import make_way
@@ -25,6 +26,8 @@ from keepstep_sidecar.memory.slot_file import make_way
 _SHUTDOWN_S = 3.0
 _WATCH_S = 1.0
 _LISTEN_AGAIN_S = 5.0
+_PAUSE_S = 1.0
+"""Between two pages: a page that cannot start must not keep a core busy."""
 _MOST_SCRAPES, _SCRAPE_S = 16, 10.0
 """Connections to the metrics port, and how long each may last: anyone can open them."""
 
@@ -79,14 +82,16 @@ async def _watch(service: Service, lock: DirectoryLock, door: _Door) -> None:
 
 async def listen(service: Service, tasks: Tasks, lock: DirectoryLock) -> None:
     """Serve the socket (and metrics over TCP) until the service ends."""
-    runner = _runner(application(service, tasks))
-    public = _runner(public_application(service))
+    runner, public = (
+        web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        for app in (application(service, tasks), public_application(service))
+    )
     await runner.setup()
     await public.setup()
     if (port := service.config.metrics_port) is not None:
         listening = _listening(port, service)
         tasks.spawn(_serve_metrics(public, listening, port, service), "serve metrics")
-    offer_page(service.config, tasks)
+    _offer_page(service.config, tasks)
     door = _Door(runner, service.config.socket)
     await door.open()
     tasks.keep(functools.partial(_watch, service, lock, door), "watch memory")
@@ -100,12 +105,6 @@ async def listen(service: Service, tasks: Tasks, lock: DirectoryLock) -> None:
         await runner.cleanup()
         await public.cleanup()
         say("ended")
-
-
-def _runner(app: web.Application) -> web.AppRunner:
-    return web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
-    )
 
 
 async def _serve_metrics(
@@ -144,3 +143,49 @@ def _listening(port: int, service: Service) -> socket.socket | None:
         say("metrics are served", port=port)
     service.no_metrics = ""
     return listening
+
+
+def _offer_page(config: Config, tasks: Tasks) -> None:
+    """Listen on `config.ui_port` of the loopback, and start the page when somebody connects.
+
+    The page is a process of its own (`keepstep-sidecar page`), so that neither its work nor its
+    faults are the sidecar's. It inherits the listening socket and ends by itself when it is not
+    used. A port that is taken is only logged: training must not fail over a page.
+    """
+    if config.ui_port is None:
+        return
+    try:
+        listening = socket.create_server(("127.0.0.1", config.ui_port))
+    except OSError as error:
+        warn("no page", port=config.ui_port, reason=str(error))
+        return
+    tasks.keep(functools.partial(_serve_page, listening, config), "serve page")
+
+
+async def _serve_page(listening: socket.socket, config: Config) -> None:
+    loop, connected = asyncio.get_running_loop(), asyncio.Event()
+    while True:
+        connected.clear()
+        loop.add_reader(listening, connected.set)
+        try:
+            await connected.wait()  # the page accepts the connection
+        finally:
+            loop.remove_reader(listening)
+        await _show(listening.fileno(), config)
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _show(fd: int, config: Config) -> None:
+    """Run the page on the listening socket `fd` until it ends."""
+    words = ("page", "--run", config.run, "--memory-dir", str(config.memory_dir), "--fd", str(fd))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "keepstep_sidecar", *words,
+        stdin=asyncio.subprocess.DEVNULL, pass_fds=(fd,),
+    )  # fmt: skip
+    try:
+        if code := await process.wait():
+            warn("page failed", code=code)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -116,13 +116,10 @@ def _number(value: Any) -> float:
     return float(len(value) if isinstance(value, Sized) else value)
 
 
-def _row(line: str) -> Row:
-    name, kind, of, help = line.split(maxsplit=3)
-    scope, attribute = of.split(".")
-    return Row(f"keepstep_{name}", kind, scope, attribute, help)
-
-
-TABLE = tuple(map(_row, _TABLE.strip().splitlines()))
+TABLE = tuple(
+    Row(f"keepstep_{name}", kind, of.partition(".")[0], of.partition(".")[2], help)
+    for name, kind, of, help in (line.split(maxsplit=3) for line in _TABLE.strip().splitlines())
+)
 
 
 class _Scrape(Collector):

@@ -46,8 +46,7 @@ from keepstep_sidecar.leases import (
     parse_layout,
 )
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.memory.allocator import Allocator
-from keepstep_sidecar.memory.budget import Sizing
+from keepstep_sidecar.memory.allocator import Allocator, Sizing
 from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
 from keepstep_sidecar.restore.restorer import Restorer
 

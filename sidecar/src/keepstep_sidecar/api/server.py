@@ -195,8 +195,8 @@ async def _problems(request: web.Request, handler: Handler) -> web.StreamRespons
     try:
         return await handler(request)
     except KeepstepError as error:
-        answered = answer(error)
-        return _json(answered.problem, status=answered.status)
+        status, problem = answer(error)
+        return _json(problem, status=status)
     except web.HTTPException as error:
         problem = Problem(code="bad-request", message=f"{request.path}: {error.reason}")
         return _json(problem, status=error.status)

@@ -37,7 +37,7 @@ from keepstep_sidecar.history import History
 from keepstep_sidecar.leases import Leases, Owner
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.allocator import Allocator
-from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool
+from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.restorer import Restorer
 from keepstep_sidecar.restore.sources import ImageSources
@@ -112,7 +112,6 @@ class Service:
         self.tasks.keep(self._keep_looking, "scan")
         self.tasks.keep(self._watch_volumes, "watch volumes")
         self.tasks.keep(self.committer.sweep, "retire what was in use")
-        self.tasks.keep(self.committer.images.early.follow, "follow copies")
         self.remote_tiers.start(self.tasks, self.restorer.prefetch)
         if self.config.owner_pid is not None:
             self.owner.watch(self.config.owner_pid)
@@ -198,25 +197,20 @@ class Service:
         trainer comes back at once, and no longer maps any of its former slots.
         """
         async with self._mending:
-            if damaged := self.slots.damaged():
-                await self._mend(damaged)
-
-    async def _mend(self, damaged: list[RankSlots]) -> None:
-        for slots in damaged:
-            self.slots.drop_damaged(slots, cut_off_only=True)
-        if any(slots.sealed() for slots in damaged):
-            await self.step_waits.flush(timeout_s=_RESCUE_S)
-        if self.ending:
-            return
-        for slots in damaged:
-            self.slots.directories.make(slots.rank)
-            self.slots.drop_damaged(slots)
-            lease = self.leases.of(slots.rank)
-            if lease is not None and lease.training:  # a trainer that restores fills no slot yet
-                self.tasks.spawn(self.saving.ended(lease), f"memory of rank {slots.rank} lost")
-            for slot_set in slots.slot_sets.values():
-                self.allocator.fill(slot_set)
-        self.changes.ring()
+            damaged = self.slots.damaged()
+            for slots in damaged:
+                self.slots.drop_damaged(slots, cut_off_only=True)
+            if any(slots.sealed() for slots in damaged):
+                await self.step_waits.flush(timeout_s=_RESCUE_S)
+            for slots in damaged if not self.ending else ():
+                self.slots.directories.make(slots.rank)
+                self.slots.drop_damaged(slots)
+                lease = self.leases.of(slots.rank)
+                if lease is not None and lease.training:  # one that restores fills no slot yet
+                    self.tasks.spawn(self.saving.ended(lease), f"memory of rank {slots.rank} lost")
+                for slot_set in slots.slot_sets.values():
+                    self.allocator.fill(slot_set)
+                self.changes.ring()
 
     async def unseen(self, request: UnseenRequest) -> dict[str, str]:
         """A trainer does not see huge pages: make the images there durable, and from now on make
@@ -312,17 +306,18 @@ class Service:
 
     async def close(self) -> None:
         """Wait for running writes, then release threads and volumes."""
-        await asyncio.to_thread(self._end_threads)
+
+        def end_threads() -> None:
+            self.allocator.stop()
+            self.chunk_buffers.stop()
+            for executor in self.executors:
+                executor.shutdown(wait=True, cancel_futures=True)
+
+        await asyncio.to_thread(end_threads)
         last = functools.partial(self.history_file.append, self.history.all(), self.history.before)
         await asyncio.wait({detached(last, "last of the history")}, timeout=_LAST_WORD_S)
         self.slots.directories.close()
         await asyncio.to_thread(self.volumes.close)
-
-    def _end_threads(self) -> None:
-        self.allocator.stop()
-        self.chunk_buffers.stop()
-        for executor in self.executors:
-            executor.shutdown(wait=True, cancel_futures=True)
 
     def welcome(self) -> None:
         """A trainer comes. Raises SidecarError `stopping` once the end has begun."""

@@ -168,26 +168,19 @@ class StepWaits:
         deadline = asyncio.get_running_loop().time() + timeout_s
         if not await self._changes.until(lambda: self._local_shards.scanned, timeout_s=timeout_s):
             return Flushed(reason="the volumes are still being scanned")
-        self._settle_orphaned()
+        for rank, slots in self._slots.ranks.items():
+            if not slots.settled and self._saving.leases.of(rank) is None:
+                slots.settled = True  # its trainer never came back: the images are final
+                self._committer.feed(Settled(rank))
+        self._saving.plan_persists()
         self._committer.feed(Flush(newest=_NEWEST))
         wanted = self._node.kept_by_all()[-_NEWEST:]
         left_s = deadline - asyncio.get_running_loop().time()
         await self._changes.until(lambda: self._committer.idle, timeout_s=left_s)
-        durable = tuple(id for id in wanted if self._durable(id))
+        here, holds = self._slots.here(), self._local_shards.holds
+        durable = tuple(id for id in wanted if all(holds(rank, id) is not None for rank in here))
         missing = [id for id in wanted if id not in durable]
         return Flushed(steps=durable, reason=self._missing(missing[-1]) if missing else "")
-
-    def _settle_orphaned(self) -> None:
-        """Of ranks whose trainer never came back, take the images as final."""
-        for rank, slots in self._slots.ranks.items():
-            if not slots.settled and self._saving.leases.of(rank) is None:
-                slots.settled = True
-                self._committer.feed(Settled(rank))
-        self._saving.plan_persists()
-
-    def _durable(self, id: StepId) -> bool:
-        holds = self._local_shards.holds
-        return all(holds(rank, id) is not None for rank in self._slots.here())
 
     async def drain(self, *, timeout_s: float) -> bool:
         """Wait until nothing is being written. Returns False when the time is up."""

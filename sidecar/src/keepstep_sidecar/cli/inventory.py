@@ -7,7 +7,6 @@ knows what memory holds. This module locks, moves and repairs nothing.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,9 +24,9 @@ from keepstep_sidecar.volume.paths import Tree
 
 if TYPE_CHECKING:
     from keepstep_sidecar.tiers.source import FileSource
+    from keepstep_sidecar.volume.direct_io import ShardFile
     from keepstep_sidecar.volume.run_record import RunRecord
     from keepstep_sidecar.volume.scan import LocalShard, Refused, Scan
-    from keepstep_sidecar.volume.shard_file import ShardFile
 
 
 def named(step: StepStatus) -> str:
@@ -232,14 +231,11 @@ def source(shard: LocalShard, *, run: str) -> FileSource:
 
 @contextlib.contextmanager
 def _opened(path: Path, published: Path) -> Iterator[ShardFile]:
-    from keepstep_sidecar.volume.direct_io import Engine
+    from keepstep_sidecar.volume.direct_io import Engine, open_shard
     from keepstep_sidecar.volume.filesystem import Filesystem
-    from keepstep_sidecar.volume.shard_file import open_shard
 
     def file(name: Path) -> contextlib.AbstractContextManager[ShardFile]:
-        return open_shard(
-            name, os.O_RDONLY, filesystem=Filesystem(), engine=Engine.BUFFERED, threads=1
-        )
+        return open_shard(name, filesystem=Filesystem(), engine=Engine.BUFFERED, threads=1)
 
     with contextlib.ExitStack() as stack:
         try:

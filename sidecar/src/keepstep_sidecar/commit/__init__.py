@@ -2,7 +2,7 @@
 
     inventory        what is held where, and what the ledger is told of it
     committer        feeds core.node and executes what it decides; begins epochs
-    image_writer     writes images from slots to volumes; early_writes: before their seal
+    image_writer     writes images from slots to volumes
     step_directories publishes and deletes steps on the volumes
     epochs           which epochs belong to this run
     operator_link    whether the operator answers; a record of what it said

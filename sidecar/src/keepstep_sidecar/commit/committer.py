@@ -26,7 +26,6 @@ from keepstep.core.node import (
     Node,
     Publish,
     Scanned,
-    Stop,
     Wrote,
 )
 from keepstep.core.persist_planner import Write
@@ -123,8 +122,6 @@ class Committer:
             self.directories,
             writers=writers,
             blocking=self.blocking,
-            feed=self.feed,
-            changes=changes,
         )
         self._changes = changes
         self._seldom = Seldom(_COMMITTED_S)
@@ -158,8 +155,6 @@ class Committer:
             match action:
                 case Write():
                     self._spawn(self._write(action), f"write {action.id} {action.rank}")
-                case Stop(rank, id):
-                    self.images.early.stopped.add(Write(rank, id))
                 case Alarm():
                     warn("alarm", kind=str(action.kind), text=action.text)
                 case Committed():

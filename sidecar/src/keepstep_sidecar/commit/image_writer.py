@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from keepstep.core.node import Event
 from keepstep.core.persist_planner import Write
-from keepstep.errors import NoSpaceError
+from keepstep.errors import NoSpaceError, UsageError
 from keepstep.image import ControlPage
 from keepstep.steps import StepId
-from keepstep_sidecar.commit.early_writes import EarlyWrites
 from keepstep_sidecar.commit.step_directories import StepDirectories
-from keepstep_sidecar.concurrency import Changes, OnThread
+from keepstep_sidecar.concurrency import OnThread
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
-from keepstep_sidecar.volume.volume import Written
+from keepstep_sidecar.volume.volume import CUT_OFF, Written
 from keepstep_sidecar.volume.volume_set import VolumeSet
-from keepstep_sidecar.volume.writer import CUT_OFF, EarlyWrite
 
 T = TypeVar("T")
 
@@ -52,14 +49,9 @@ class ImageWriter:
         *,
         writers: Sequence[Executor],
         blocking: OnThread,
-        feed: Callable[[Event], object],
-        changes: Changes,
     ) -> None:
         """`writers`: for each volume an executor of one thread. So a drive writes one image at a
         time, and no drive is idle while another has a queue."""
-        self.early = EarlyWrites(
-            slots, volumes, on_drive=self._on_drive, feed=feed, changes=changes
-        )
         self.totals = WriteTotals()
         self.trouble = ""
         self.failed: StepId | None = None
@@ -73,58 +65,39 @@ class ImageWriter:
     @property
     def idle(self) -> bool:
         """Whether no sealed image is being written."""
-        return self.running <= self.early.unsealed
+        return not self.running
 
     async def write(self, write: Write) -> Written | None:
         """Write the shard and return it, durable; None if that failed. Never raises an Exception,
         because the node must hear of the end in any case."""
         try:
-            return await self._write(write)
-        except Exception as error:
-            if str(error) != self.trouble:  # an error that hits every step is logged once
-                warn("not persisted", rank=write.rank, step=str(write.id), reason=str(error))
-            self.trouble, self.failed = str(error), write.id
-            return None
-
-    async def _write(self, write: Write) -> Written | None:
-        if self._slots.rank(write.rank).find(write.id) is not None:
-            return await self._completed(write)
-        async with self.early.begun(write) as early:
-            return await self._completed(write, early)
-
-    async def _completed(self, write: Write, early: EarlyWrite | None = None) -> Written | None:
-        slot = self._slots.rank(write.rank).find(write.id)
-        if slot is None:
-            return None
-        file, control = slot.file, slot.file.control()
-        if file.cut_off:
-            warn("not persisted", rank=write.rank, step=str(write.id), reason=CUT_OFF)
-        elif control is not None and control.id == write.id:
-            # Only if this very page was announced all along is what was written of this image.
-            same = early if early is not None and early.control == control else None
-            written = await self._write_with_room(slot, control, same)
-            if file.control() == control:
+            slot = self._slots.rank(write.rank).find(write.id)
+            control = None if slot is None else slot.file.control()
+            if slot is not None and slot.file.cut_off:
+                raise UsageError(CUT_OFF)
+            if slot is None or control is None or control.id != write.id:
+                return None
+            written = await self._write_with_room(slot, control)
+            if slot.file.control() == control:
                 self._count(written)
                 return written
             path = written.shard.path
             warn("overwritten while it was written", path=str(path))
             await self._blocking(lambda: self._volumes.quarantine(path, "overwritten"))
+        except Exception as error:
+            if str(error) != self.trouble:  # an error that hits every step is logged once
+                warn("not persisted", rank=write.rank, step=str(write.id), reason=str(error))
+            self.trouble, self.failed = str(error), write.id
         return None
 
-    async def _on_drive(self, rank: int, work: Callable[[], T]) -> T:
-        return await self._writers[self._volumes.lane(rank)](work)
-
-    async def _write_with_room(
-        self, slot: Slot, control: ControlPage, early: EarlyWrite | None
-    ) -> Written:
+    async def _write_with_room(self, slot: Slot, control: ControlPage) -> Written:
         write = functools.partial(self._volumes.write, slot.file.view, slot.layout, control)
+        size_bytes = slot.layout.size_bytes
         while True:
             retired = self._directories.retired
             try:
-                return await self._on_drive(control.rank, early.finish if early else write)
+                return await self._writers[self._volumes.lane(control.rank)](write)
             except NoSpaceError:
-                early = None  # nothing is left of it
-                size_bytes = slot.layout.size_bytes
                 if not await self._directories.make_room(size_bytes, retired=retired):
                     raise
 

@@ -28,7 +28,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from keepstep.errors import FormatError, ImageError, NoMemoryError
-from keepstep.image import HUGE_PAGE_BYTES, PAGE_BYTES, ControlPage, Copying, Layout, read_layout
+from keepstep.image import HUGE_PAGE_BYTES, PAGE_BYTES, ControlPage, Layout, read_layout
 from keepstep.steps import StepId
 from keepstep_sidecar.concurrency import for_each_chunk, yield_to_others
 from keepstep_sidecar.log import warn
@@ -132,13 +132,6 @@ class SlotFile:
         except Exception as error:  # any error of the parser means that there is no seal
             warn("seal refused", path=str(self.path), reason=repr(error))
             return None
-
-    def copying(self) -> Copying | None:
-        """The image that is being copied into this slot, if its trainer says so."""
-        with contextlib.suppress(OSError):  # the slot was given up meanwhile
-            page = os.pread(self._fd, PAGE_BYTES, self.layout.control_begin)
-            return Copying.from_bytes(page)
-        return None
 
     def erase(self) -> None:
         """Zero the control page, so that this slot holds no image."""

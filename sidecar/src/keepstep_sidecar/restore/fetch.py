@@ -85,7 +85,3 @@ class Fetcher:
         if slots is not None and (at := slots.find(id)) is not None:
             return at.layout
         return (await self.ask(id, saved, self.manifest))[1].layout
-
-    async def shown(self, id: StepId, saved: int) -> tuple[ShardSource, Manifest]:
-        """The manifest of the saved rank's shard, and where it came from. Raises as `ask` does."""
-        return await self.ask(id, saved, self.manifest)

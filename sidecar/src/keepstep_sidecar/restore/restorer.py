@@ -81,7 +81,9 @@ class Restorer:
             held = {id: one for id, one in held.items() if id in whole or one.world != lease.world}
             parts: tuple[Part, ...] = ()
         else:
-            parts = self._parts(hidden.union(one.id for one in offers))
+            # what this sidecar can add to steps that only several sidecars together have
+            left = self._copies.ids().difference(hidden, (one.id for one in offers))
+            parts = self._copies.parts(filter(self._ledger.lineage.restorable, left))
         planned = self._restart.plan()
         answer, reason = (Answer.STEPS, "")
         if not held and not offers:
@@ -102,13 +104,6 @@ class Restorer:
             begin_again=self._rollback.begin_again,
             way_out=self._way_out,
             **self._wanted(),
-        )
-
-    def _parts(self, without: Collection[StepId]) -> tuple[Part, ...]:
-        """What this sidecar can add to steps that only several sidecars together have."""
-        restorable = self._ledger.lineage.restorable
-        return self._copies.parts(
-            id for id in self._copies.ids().difference(without) if restorable(id)
         )
 
     def _never_whole(self) -> str:

@@ -129,7 +129,7 @@ class ImageSources:
         if (known := self._beyond_memory.get((id, saved))) is not None:
             return known
         with suppress(ImageError, StorageError):
-            source, manifest = await self._fetcher.shown(id, saved)
+            source, manifest = await self._fetcher.ask(id, saved, self._fetcher.manifest)
             self._headers[id, saved] = await _packed(manifest.layout)
             told = self._beyond_memory[id, saved] = Source(
                 rank=saved,

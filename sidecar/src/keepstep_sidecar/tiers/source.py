@@ -16,8 +16,8 @@ from keepstep.core.shard import Shard
 from keepstep.errors import TornError
 from keepstep.steps import Tier
 from keepstep_sidecar.config.sidecar import Verify
+from keepstep_sidecar.volume.direct_io import ShardFile
 from keepstep_sidecar.volume.scan import LocalShard
-from keepstep_sidecar.volume.shard_file import ShardFile
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 Read = Callable[[int, Sequence[memoryview]], Iterator[memoryview]]

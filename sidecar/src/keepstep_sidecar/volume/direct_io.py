@@ -19,9 +19,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.steps import StrEnum
+from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.filesystem import PAGE_BYTES, Filesystem
 
 WRITER_NICENESS = 5
@@ -131,3 +133,31 @@ class RateLimit:
             yield
         finally:
             self._lifted -= 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardFile:
+    """An open shard, to be read. The code that opened `fd` closes it."""
+
+    filesystem: Filesystem
+    fd: int
+    threads: int
+
+    def read(self, into: memoryview, offset: int) -> int:
+        """Fill the page-aligned `into`. Returns the bytes read: fewer only at the file's end."""
+        faults.point("load.read")
+        return self.filesystem.read(self.fd, into, offset)
+
+
+@contextmanager
+def open_shard(
+    path: Path, *, filesystem: Filesystem, engine: Engine, threads: int
+) -> Iterator[ShardFile]:
+    """Open a shard for reading, with the flags that `engine` needs. Raises OSError."""
+    fd = filesystem.open(path, os.O_RDONLY | engine.open_flags)
+    try:
+        yield ShardFile(filesystem=filesystem, fd=fd, threads=threads)
+        if engine is Engine.BUFFERED:
+            filesystem.forget_cache(fd)
+    finally:
+        filesystem.close(fd)

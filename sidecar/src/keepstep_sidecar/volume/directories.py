@@ -1,4 +1,5 @@
-"""The directories of a step's shards (pending, published, retired, quarantine) and moves between.
+"""The directories of a step's shards (pending, published, retired, quarantine, spare), and the
+moves between them.
 
 The directory of a step appears to readers, and disappears, by one rename, so readers never see a
 part of its shards. When a method returns, its moves are on the medium. The caller (`Volume`) holds
@@ -17,7 +18,9 @@ from pathlib import Path
 from keepstep.steps import StepId
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume import faults
-from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.direct_io import aligned_buffer
+from keepstep_sidecar.volume.durable_file import DurableFile
+from keepstep_sidecar.volume.filesystem import PAGE_BYTES, Filesystem
 from keepstep_sidecar.volume.paths import Tree, is_shard, is_step, is_temporary, quarantine_name
 from keepstep_sidecar.volume.scan import step_directories
 
@@ -263,3 +266,84 @@ def _said(path: Path) -> Iterator[None]:
 def _bytes(found: os.stat_result) -> int:
     """Space that a file takes."""
     return found.st_blocks * 512
+
+
+# --- spare files -----------------------------------------------------------------------------
+
+
+class SpareFiles:
+    """Shards of retired steps, kept to be written over by the next images (docs/adr/0015), by the
+    name of their shard: a rank's next image is most likely of the same size.
+
+    Writing over blocks that a file has already is faster than writing a new file: the file system
+    has none to find, and the drive none to make anew. All that is known of a spare file is what
+    lies in `spare/`, where no reader looks. Where anything is in doubt, a new file is written.
+    """
+
+    def __init__(self, tree: Tree, directories: Directories, filesystem: Filesystem) -> None:
+        self._tree = tree
+        self._directories = directories
+        self._filesystem = filesystem
+
+    def disk_bytes(self) -> int:
+        """Space that spare files take. It counts as free."""
+        return self._directories.disk_bytes(self._tree.spare)
+
+    def keep(self, retired: Sequence[Path]) -> int:
+        """Keep the shards in these retired directories, in place of all that was kept before.
+        Returns their bytes. A shard stays where it is if less than its size is free: others may
+        need that."""
+        shards = [path for one in retired for path in self._directories.shards_in(one)]
+        kept: dict[str, int] = {}
+        with contextlib.suppress(OSError):  # what is not kept will be deleted, as without all this
+            self._directories.make(self._tree.spare)
+            for path in shards:
+                size_bytes = self._directories.disk_bytes(path)
+                if self._filesystem.free_bytes(self._tree.root) >= size_bytes:
+                    self._filesystem.rename(path, self._tree.spare / path.name)
+                    kept[path.name] = size_bytes
+        if shards:
+            self._delete(besides=kept)
+        return sum(kept.values())
+
+    def replace(self, new: DurableFile, *, size_bytes: int, claimed: Path) -> bool:
+        """Put the spare file of this shard in the place of the `new`, empty file. False if there is
+        none, or if it must not be used. `claimed`: another temporary name.
+
+        It must be of this size, and else like the new file; and nobody may have it open, or have
+        another name for it, since its bytes will change. Its seal is gone from the medium before
+        they do: a power cut never leaves a seal on other bytes.
+        """
+        with contextlib.suppress(OSError):  # most often, there is none
+            self._filesystem.rename(self._tree.spare / new.path.name, claimed)
+            if self._unsealed(claimed, new.fd, size_bytes):
+                self._filesystem.rename(claimed, new.temporary)
+                return True
+        self._directories.discard([claimed])
+        return False
+
+    def _unsealed(self, path: Path, new: int, size_bytes: int) -> bool:
+        fd = self._filesystem.open(path, os.O_RDWR)
+        try:
+            found = os.fstat(fd)
+            if found.st_size != size_bytes or found.st_nlink > 1:
+                return False
+            if not (self._filesystem.is_alike(fd, new) and self._filesystem.is_open_only_as(fd)):
+                return False
+            faults.point("spare.unseal")
+            with aligned_buffer(PAGE_BYTES) as zeros, memoryview(zeros) as page:
+                self._filesystem.write(fd, page, size_bytes - PAGE_BYTES)
+            faults.point("spare.sync")
+            self._filesystem.sync_data(fd)
+            return True
+        finally:
+            self._filesystem.close(fd)
+
+    def drop(self) -> bool:
+        """Delete all spare files. Returns whether there were any."""
+        return self._delete(besides=())
+
+    def _delete(self, *, besides: Collection[str]) -> bool:
+        doomed = [p for p in self._directories.entries(self._tree.spare) if p.name not in besides]
+        self._directories.discard(doomed)
+        return bool(doomed)

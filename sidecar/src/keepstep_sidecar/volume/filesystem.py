@@ -21,6 +21,9 @@ from pathlib import Path
 from keepstep.directory import Directory
 
 PAGE_BYTES = 4096
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full volume."""
+
 _FICLONERANGE = 0x4020940D
 """ioctl_ficlonerange(2); `fcntl` names it from Python 3.12 on."""
 
@@ -39,10 +42,12 @@ class Filesystem:
 
     _held: Mapping[Path, Directory] = {}
 
-    def hold(self, root: Path, *, make: bool = False) -> None:
+    def hold(self, root: Path | Directory, *, make: bool = False) -> None:
         """Open the directory `root`, which must be no link. From now on every path below it is
         reached from there, whatever `root` names meanwhile. `make`: make it if it is missing."""
-        self._held = {**self._held, root: Directory.opened(root, make=make)}
+        if isinstance(root, Path):
+            root = Directory.opened(root, make=make)
+        self._held = {**self._held, root.path: root}
 
     def release(self, root: Path) -> None:
         """Hold the directory no longer, so that its drive can be unmounted."""
@@ -185,6 +190,11 @@ class Filesystem:
     def rename(self, source: Path, target: Path) -> None:
         (old, name), (new, called) = self._at(source), self._at(target)
         old.rename(name, called, new)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name. Raises FileExistsError."""
+        (old, name), (new, called) = self._at(source), self._at(target)
+        os.link(name, called, src_dir_fd=old.fd, dst_dir_fd=new.fd, follow_symlinks=False)
 
     def symlink(self, target: Path, path: Path) -> None:
         directory, name = self._at(path)

@@ -4,15 +4,13 @@ It also records the steps at which the script failed by itself. In a run that sp
 records the last step known to be committed and the pinned steps, because the shards of one pod do
 not tell these.
 
-The file is replaced as a whole: a new file is written, synced and renamed over the old one. So
-after a power cut there is either the old or the new file.
+The file is replaced as a whole (`durable_file`): after a power cut there is either the old or the
+new file.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from typing import Any
 from keepstep.errors import ForeignError, FormatError, VersionError
 from keepstep.image import fields, strictjson
 from keepstep.steps import Epoch, EpochId, StepId, merged
-from keepstep_sidecar.volume import faults
+from keepstep_sidecar.volume.durable_file import replacing
 from keepstep_sidecar.volume.filesystem import Filesystem
 from keepstep_sidecar.volume.scan import opened
 
@@ -146,17 +144,7 @@ def load(path: Path, *, run: str) -> RunRecord:
 def save(path: Path, record: RunRecord, *, filesystem: Filesystem) -> None:
     """Replace `path` by `record`, durably. Raises OSError; if that happens before the rename,
     `path` is as it was."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with contextlib.suppress(FileNotFoundError):  # of a process that was killed
-        filesystem.unlink(temporary)
-    fd = filesystem.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        faults.point("record.write")
-        filesystem.write(fd, memoryview(record.to_json()), 0)
-        filesystem.sync_data(fd)
-    finally:
-        filesystem.close(fd)
-    faults.point("record.rename")
-    filesystem.rename(temporary, path)
-    faults.point("record.sync")
-    filesystem.sync_directory(path.parent)
+    with replacing(path, filesystem=filesystem, phase="record") as file:
+        file.write(memoryview(record.to_json()), 0)
+        file.flush()
+        file.give_name()

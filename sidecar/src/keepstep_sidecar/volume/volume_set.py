@@ -18,13 +18,11 @@ from keepstep.errors import ImageError, NoSpaceError, StorageError, UsageError, 
 from keepstep.image import ControlPage, Layout
 from keepstep.steps import Epoch, StepId, merged
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.volume.direct_io import RateLimit
+from keepstep_sidecar.volume.direct_io import RateLimit, ShardFile
 from keepstep_sidecar.volume.paths import Tree, is_step
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.scan import Scan
-from keepstep_sidecar.volume.shard_file import Copied, ShardFile
 from keepstep_sidecar.volume.volume import Unread, Volume, Written
-from keepstep_sidecar.volume.writer import EarlyWrite
 
 _T = TypeVar("_T")
 
@@ -83,13 +81,6 @@ class VolumeSet:
                         warn("volume full", reason=str(error), instead=str(other.root))
                         return written
             raise
-
-    def begin(
-        self, view: memoryview, layout: Layout, control: ControlPage, copied: Copied
-    ) -> EarlyWrite:
-        """`Volume.begin` on the volume of `control.rank`."""
-        home = self.volume_for(control.rank)
-        return home.begin(view, layout, control, pace=self.pace, copied=copied)
 
     @contextlib.contextmanager
     def opened(self, path: Path) -> Iterator[ShardFile]:

@@ -29,7 +29,6 @@ NO_NODE = -1
 _FEW_COPIES = 64
 _BLOCK = 64
 """Ranks of one block. `Tally` indexes copies by block."""
-_BLOCK_RANKS = (1 << _BLOCK) - 1
 
 
 def _blocks(ranks: int) -> Iterator[int]:
@@ -56,34 +55,17 @@ class Tally:
         self.contested = 0
         self.known = 0
         self._near: dict[int, list[Holding]] | None = None
-        self._reached: dict[tuple[Tier, int], int] | None = None
+        self._reached: dict[tuple[Tier, int], RankUnion] | None = None
         self._rooted = 0
+        """Ranks whose images may have digests, as far as `_reached` exists."""
 
-    def came(self, held: Holding, ranks: int) -> None:
-        """`held`, one of the copies, now has images of these ranks, or others than before."""
+    def changed(self, held: Holding, ranks: int) -> None:
+        """`held` has got or lost images of these ranks. With none left it is no longer among the
+        copies."""
         if self._near is not None:
             self._find(held, ranks)
         if self._reached is not None:
             self._reach_by(self._reached, held)
-
-    def went(self, held: Holding, ranks: int) -> None:
-        """`held` lost its images of these ranks. If they were all it had, it is no longer among
-        the copies."""
-        if len(self.copies) <= _FEW_COPIES:
-            self._reached = self._near = None
-            return
-        others = rooted = 0
-        for one in self._of(ranks):
-            left = one.ranks & ~ranks if one is held else one.ranks
-            others |= left if one.place[1:] == held.place[1:] else 0
-            rooted |= left & one.rooted
-        self._lose(held, ranks)
-        if self._reached is not None:
-            at = held.place[1:]
-            self._rooted &= ~ranks | rooted
-            self._reached[at] &= ~ranks | others
-            if not self._reached[at]:
-                del self._reached[at]
 
     def _reach(self) -> dict[tuple[Tier, int], int]:
         """By (tier, world), the bitmap of all ranks of which there are copies.
@@ -91,21 +73,18 @@ class Tally:
         Kept up to date, because thousands of nodes may have one copy each, and after the report of
         each of them completeness is asked again. But most steps are one copy, in the archive.
         """
-        if self._reached is not None:
-            return self._reached
-        reached: dict[tuple[Tier, int], int] = {}
-        self._rooted = 0
-        for held in self.copies:
-            self._reach_by(reached, held)
-        if len(self.copies) > 1:
-            self._reached = reached
-        return reached
+        if self._reached is None and len(self.copies) <= 1:
+            return {held.place[1:]: held.ranks for held in self.copies}
+        if self._reached is None:
+            self._reached = {}
+            for held in self.copies:
+                self._reach_by(self._reached, held)
+        return {at: union.once for at, union in self._reached.items() if union.once}
 
-    def _reach_by(self, reached: dict[tuple[Tier, int], int], held: Holding) -> None:
-        at = held.place[1:]
-        reached[at] = reached.get(at, 0) | held.ranks
-        rooted = held.rooted
-        self._rooted = self._rooted | rooted if self._rooted else rooted  # the same object
+    def _reach_by(self, reached: dict[tuple[Tier, int], RankUnion], held: Holding) -> None:
+        node_rank, *_ = held.place
+        reached.setdefault(held.place[1:], RankUnion()).put(node_rank, held.ranks)
+        self._rooted |= held.rooted
 
     def worlds(self) -> set[int]:
         return {world for _, world in self._reach()}
@@ -113,7 +92,10 @@ class Tally:
     def may_differ(self, ranks: int, rooted: int) -> bool:
         """Whether images of `ranks` that are about to be added can change `contested`. If not, the
         images need not be compared. `rooted`: those of these ranks whose images have digests."""
-        self._reach()
+        if self._reached is None:
+            self._rooted = 0
+            for held in self.copies:
+                self._rooted |= held.rooted
         return bool(self.contested & ranks or self._rooted & rooted)
 
     def contest(self, ranks: int) -> None:
@@ -150,13 +132,6 @@ class Tally:
             block = self._near.setdefault(one, [])
             if held not in block:
                 block.append(held)
-
-    def _lose(self, held: Holding, ranks: int) -> None:
-        assert self._near is not None
-        left = held.ranks & ~ranks
-        for one in _blocks(ranks):
-            if not left >> one * _BLOCK & _BLOCK_RANKS and held in self._near.get(one, ()):
-                self._near[one].remove(held)
 
     def ranks(self, tiers: Collection[Tier], *, without: Collection[int] = ()) -> int:
         """Bitmap of the ranks of which a copy lies on one of these tiers, on a node that is not in
@@ -345,7 +320,7 @@ class Completeness:
         may_differ = bool(told.doubled) or tally.may_differ(ranks, rooted)
         if images:
             held.add(images)
-            tally.came(held, bitmap(images))
+            tally.changed(held, bitmap(images))
         held.doubled |= told.doubled
         if may_differ:
             tally.contest(ranks)
@@ -373,12 +348,13 @@ class Completeness:
         if leaving == held.ranks:
             del self._held[place][id]
             tally.copies.remove(held)
+            held.ranks = 0
             if not self._held[place]:
                 del self._held[place]
                 self._places[place[0]].pop(place, None)
         else:
             held.remove(leaving)
-        tally.went(held, leaving)
+        tally.changed(held, leaving)
         if tally.contested & leaving:
             tally.contest(tally.contested & leaving)
         self._note(tally.id, tally)

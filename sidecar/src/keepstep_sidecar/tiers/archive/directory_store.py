@@ -1,9 +1,8 @@
 """An archive in a directory: a shared file system, a PVC, another drive.
 
-An object is written under a hidden name, flushed, and then renamed or linked to its own name. So
-readers see only whole objects, even after a power cut. No link is followed below the root, and only
-regular files are objects. The root must exist: a missing root is most
-likely not mounted, which is not the same as an empty archive.
+An object is a `DurableFile`, so readers see only whole ones, even after a power cut. No link is
+followed below the root, and only regular files are objects. The root must exist: a missing root is
+most likely not mounted, which is not the same as an empty archive.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from keepstep.directory import Directory, NoFileError
 from keepstep.errors import FormatError, NoSpaceError, StorageError
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.tiers.archive.store import Stored
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.writer import FULL
+from keepstep_sidecar.volume.durable_file import DurableFile
+from keepstep_sidecar.volume.filesystem import FULL, Filesystem
 
 T = TypeVar("T")
 
@@ -103,13 +102,13 @@ class DirectoryStore:
         def work() -> bool:
             new = self._begin(name)
             try:
-                self._filesystem.write(new.fd, memoryview(data), 0)
-                self._filesystem.sync_data(new.fd)
-                new.link()  # unlike rename, it does not replace
+                new.write(memoryview(data), 0)
+                new.flush()
+                new.give_new_name()
             except FileExistsError:
                 return False
             finally:
-                new.drop()
+                _drop(new)
             return True
 
         return await self._do(work)
@@ -121,23 +120,22 @@ class DirectoryStore:
         try:
             at = 0
             async for piece in pieces:
-                await self._do(lambda data=piece, begin=at: self._put(new.fd, data, begin))  # type: ignore[misc]
+                await self._do(lambda data=piece, begin=at: self._put(new, data, begin))  # type: ignore[misc]
                 at += len(piece)
                 del piece
             await self._do(lambda: self._finish(new))
         finally:
             # On a thread: with an unreachable server, it may wait for minutes.
-            await self._do(new.drop)
+            await self._do(lambda: _drop(new))
 
-    def _put(self, fd: int, data: memoryview, begin: int) -> None:
-        self._filesystem.write(fd, data, begin)
+    def _put(self, new: DurableFile, data: memoryview, begin: int) -> None:
+        new.write(data, begin)
         # Drop clean pages from the page cache, which the training needs.
-        self._filesystem.forget_cache(fd)
-
-    def _finish(self, new: _NewFile) -> None:
-        self._filesystem.sync_data(new.fd)
         self._filesystem.forget_cache(new.fd)
-        new.rename()
+
+    def _finish(self, new: DurableFile) -> None:
+        new.flush()
+        new.give_name()
 
     async def delete(self, names: Iterable[str]) -> None:
         def work() -> None:
@@ -156,7 +154,7 @@ class DirectoryStore:
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, name: str) -> _NewFile:
+    def _begin(self, name: str) -> DurableFile:
         """A new, empty file, hidden until it gets its `name`."""
         directory = self._opened()
         if not self._swept:
@@ -166,7 +164,10 @@ class DirectoryStore:
             if directory.make(part):
                 directory.sync()
             directory = directory.inside(part)
-        return _NewFile(directory, Path(name).name)
+        filesystem, path = Filesystem(), directory.path / Path(name).name
+        filesystem.hold(directory)
+        hidden = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+        return DurableFile(path, filesystem=filesystem, temporary=hidden)
 
     def _above(self, name: str) -> Directory:
         """The directory of an object. Raises FileNotFoundError."""
@@ -189,33 +190,10 @@ class DirectoryStore:
             raise kind(f"the archive {self.root}: {error}") from error
 
 
-class _NewFile:
-    """A file that is being written, and gets its name when it is whole."""
-
-    def __init__(self, directory: Directory, name: str) -> None:
-        self._directory, self._name = directory, name
-        self._temporary = f".{name}.tmp-{secrets.token_hex(4)}"
-        self.fd = directory.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-
-    def rename(self) -> None:
-        """Give it its name, durably, in place of what has that name."""
-        self._directory.rename(self._temporary, self._name)
-        self._directory.sync()
-
-    def link(self) -> None:
-        """Give it its name, durably. Raises FileExistsError."""
-        at = self._directory.fd
-        os.link(self._temporary, self._name, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
-        self._directory.sync()
-
-    def drop(self) -> None:
-        """Close it, and remove its hidden name if it has that still. Raises nothing: an error
-        before is the one to report."""
-        with contextlib.suppress(OSError):
-            os.close(self.fd)
-        with contextlib.suppress(OSError):
-            self._directory.unlink(self._temporary)
-        self._directory.close()
+def _drop(new: DurableFile) -> None:
+    """Also let its directory go: the traceback of an error may hold the file."""
+    new.drop()
+    new.filesystem.release(new.path.parent)
 
 
 def _sweep(root: Directory, run: str) -> None:

@@ -34,10 +34,10 @@ from keepstep_sidecar.tiers.peer.protocol import Wanted
 from keepstep_sidecar.tiers.peer.receive import Broken, IncomingCopy, is_part
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.direct_io import RateLimit
+from keepstep_sidecar.volume.filesystem import FULL
 from keepstep_sidecar.volume.paths import ShardName, is_shard, is_step
 from keepstep_sidecar.volume.scan import opened, read_manifest
 from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.writer import FULL
 
 DIRECTORY = "peers"
 _MOST_PARTS, _MOST_HEADER_BYTES = 64, 64 << 20

@@ -4,9 +4,8 @@ Header, digest table and control page come first and are kept in memory. Then ch
 order over any number of connections, and each is checked against the table before it is written.
 Chunks that an image of this machine has too need not be sent. They need not even be written where
 the file system can share blocks. A receiver that follows a killed one reads what that one left: a
-chunk with the right digest is there, any other is missing. The seal comes last, as in `shard_file`:
-data and table, `fdatasync`, control page, `fdatasync`, rename, `fsync` of the directories. So a
-copy that has its name is whole.
+chunk with the right digest is there, any other is missing. It is a `DurableFile`: a copy that has
+its name is whole.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from keepstep_sidecar.volume.direct_io import (
     RateLimit,
     aligned_buffer,
 )
+from keepstep_sidecar.volume.durable_file import DurableFile
 from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.shard_file import seal_file
 
 _TAKE_S = 20.0
 
@@ -58,23 +57,29 @@ class IncomingCopy:
         self.path = path
         self.manifest = manifest
         self._filesystem = filesystem
-        self._temporary = path.with_name(part_name(path.name))
         self._lock = threading.Lock()
         self._looking = threading.Lock()
         self.shared_bytes = 0
         self._users = 0
+        self._closed = False
         self._missing = set(range(manifest.layout.chunk_count))
-        existed = filesystem.lstat(self._temporary) is not None
-        faults.point("peer.create")
-        flags = os.O_RDWR | os.O_CREAT | engine.open_flags
-        self._fd = filesystem.open(self._temporary, flags)
+        temporary = path.with_name(part_name(path.name))
+        existed = filesystem.lstat(temporary) is not None
+        self._file = DurableFile(
+            path,
+            temporary=temporary,
+            filesystem=filesystem,
+            engine=engine,
+            flags=os.O_RDWR | os.O_CREAT,
+            phase="peer",
+        )
         try:
-            existed = existed and os.fstat(self._fd).st_size == manifest.layout.size_bytes
+            existed = existed and os.fstat(self._file.fd).st_size == manifest.layout.size_bytes
             if not existed:
-                os.ftruncate(self._fd, 0)
-                filesystem.allocate(self._fd, manifest.layout.size_bytes)
+                os.ftruncate(self._file.fd, 0)
+                self._file.allocate(manifest.layout.size_bytes)
         except BaseException:
-            filesystem.close(self._fd)
+            self._file.close()
             raise
         self._looked = not existed
 
@@ -159,25 +164,24 @@ class IncomingCopy:
         """The descriptor, which stays open in this context: once it is closed, another file soon
         gets its number. Raises StorageError when it is closed."""
         with self._lock:
-            if (fd := self._fd) < 0:
+            if self._closed:
                 raise StorageError(
                     f"{self.path}: this copy was given up or begun anew; begin again"
                 )
             self._users += 1
         try:
-            yield fd
+            yield self._file.fd
         finally:
             with self._lock:
                 self._users -= 1
-                if self._fd < 0 and self._users == 0:
-                    self._filesystem.close(fd)
+                if self._closed and self._users == 0:
+                    self._file.close()
 
     def write(self, chunk: int, data: memoryview, *, whose: str) -> None:
         """Write a chunk to its place. `data` is page aligned. `whose`: the sender."""
         self.manifest.check(chunk, data, path=f"{self.path} from {whose}")
-        faults.point("peer.data")
-        with self._using() as fd:
-            self._filesystem.write(fd, data, self.manifest.bounds(chunk)[0])
+        with self._using():
+            self._file.write(data, self.manifest.bounds(chunk)[0])
         with self._lock:
             self._missing.discard(chunk)
 
@@ -186,18 +190,12 @@ class IncomingCopy:
         with self._lock:
             if self._missing:
                 raise FormatError(f"{len(self._missing)} chunks are missing", path=self.path)
-            if self._fd >= 0:
-                self._seal()
+            if not self._closed:
+                self._file.seal(self.manifest)
+                self._file.give_name()
+                faults.point("peer.done")
                 self._close()
         return self.manifest.control.root or ""
-
-    def _seal(self) -> None:
-        seal_file(self._filesystem, self._fd, self.manifest, phase="peer")
-        faults.point("peer.rename")
-        self._filesystem.rename(self._temporary, self.path)
-        faults.point("peer.directory-sync")
-        self._filesystem.sync_directory(self.path.parent)
-        faults.point("peer.done")
 
     def close(self) -> None:
         """Close the file as it is, so that the copy can be continued."""
@@ -208,12 +206,12 @@ class IncomingCopy:
         """Remove the file, because it failed or is not wanted."""
         self.close()
         with contextlib.suppress(FileNotFoundError):
-            self._filesystem.unlink(self._temporary)
+            self._filesystem.unlink(self._file.temporary)
 
     def _close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0 and self._users == 0:  # else the last user closes it
-            self._filesystem.close(fd)
+        self._closed = True
+        if self._users == 0:  # else the last user closes it
+            self._file.close()
 
 
 def _alike(chunk: int, one: Manifest, other: Manifest) -> bool:

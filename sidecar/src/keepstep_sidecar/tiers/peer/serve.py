@@ -19,9 +19,9 @@ from keepstep.steps import StepId, Tier, shard_name
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 from keepstep_sidecar.tiers.source import FileSource
+from keepstep_sidecar.volume.direct_io import ShardFile, open_shard
 from keepstep_sidecar.volume.paths import ShardName, Tree, is_shard
 from keepstep_sidecar.volume.scan import opened, read_manifest, survey
-from keepstep_sidecar.volume.shard_file import ShardFile, open_shard
 from keepstep_sidecar.volume.volume import Volume
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
@@ -120,7 +120,7 @@ class Shards:
     def _opened(self, path: Path, volume: Volume) -> Iterator[ShardFile]:
         try:
             with open_shard(
-                path, os.O_RDONLY, filesystem=volume.filesystem, engine=volume.engine, threads=1
+                path, filesystem=volume.filesystem, engine=volume.engine, threads=1
             ) as file:
                 yield file
         except OSError as error:  # also when a rename moved it after we looked
