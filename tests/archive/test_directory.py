@@ -123,10 +123,8 @@ async def test_the_step_whose_turn_is_next_is_not_retired_before_unless_the_arch
     remote_tier = ArchiveTier(config(archive_dir, every=10), DirectoryStore(archive_dir), run=RUN)
     for step in (10, 15, 20):
         commit(remote_tier, write_step(local, step))
-    assert [step for step in (10, 15, 20) if remote_tier.replicator.in_use(step_id(step))] == [
-        10,
-        20,
-    ]
+    in_use = remote_tier.replicator.in_use
+    assert [step for step in (10, 15, 20) if in_use(step_id(step))] == [10, 20]
     archive_dir.rmdir()
     work = asyncio.ensure_future(remote_tier.run())
     await until(lambda: remote_tier.status().trouble)
