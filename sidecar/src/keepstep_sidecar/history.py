@@ -61,7 +61,7 @@ class History:
     ):
         """`events`: those of earlier sidecars, oldest first. `before`: the sum of the events before
         those. `id`: of a history that is continued; without one a new history begins."""
-        self.id = id or new_id()
+        self.id = id or secrets.token_hex(8)
         self._clock = clock
         known = list(events)
         self._events: list[Event] = known[-KEPT:]
@@ -207,11 +207,6 @@ class History:
 
     def _after(self, sequence: int) -> list[Event]:
         return self._events[bisect.bisect(self._events, sequence, key=lambda one: one.sequence) :]
-
-
-def new_id() -> str:
-    """The id of a new history. Sums over different histories are added up."""
-    return secrets.token_hex(8)
 
 
 def _cut(text: str) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import secrets
 import stat
 import threading
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,6 @@ from keepstep.core.history import Event, Restart
 from keepstep.directory import Directory
 from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
 from keepstep.image import fields
-from keepstep_sidecar.history import new_id
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.volume import faults
 from keepstep_sidecar.volume.filesystem import Filesystem
@@ -67,7 +67,7 @@ class HistoryFile:
     def __init__(self, path: Path | None, *, run: str) -> None:
         self._path = path
         self._run = run
-        self.id = new_id()
+        self.id = secrets.token_hex(8)
         """The id of the history that `read` found; a new one if none was found."""
         self._written = 0
         self._trouble = ""
