@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import pickle
 import subprocess
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e import jobs, runs, stores, tiers
+from tests.e2e import jobs, runs, stores
 from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
@@ -23,8 +21,11 @@ def test_a_job_made_anew_goes_on_from_the_archive(
     run = f"far-{int(time.time())}"
     job = jobs.pytorch_job(run=run)
     namespace.apply(jobs.policy(archive=stores.archive()), job)
-    archived = tiers.beyond(namespace, "archive", 20)
-    tiers.went(namespace)
+    archived = _archived_beyond(namespace, 20)
+    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=400)
+    namespace.eventually(
+        lambda: not namespace.list("pods", "keepstep.dev/injected"), within_s=150, what="no pods"
+    )
     last = runs.the_run(namespace)["status"]["step"]
 
     namespace.apply(job)  # an emptyDir went with each pod: only the archive is left
@@ -38,14 +39,14 @@ def test_a_job_made_anew_goes_on_from_the_archive(
 def test_an_archive_that_is_away_stops_nothing_and_catches_up(namespace: Kubectl) -> None:
     stores.start(namespace)
     namespace.apply(jobs.policy(archive=stores.archive()), jobs.pytorch_job())
-    tiers.beyond(namespace, "archive", 5)
+    _archived_beyond(namespace, 5)
     namespace("scale", "deployment/s3", "--replicas=0")
     runs.becomes(namespace, "Archived", "False", within_s=150)
     at = runs.training_beyond(namespace, 0).last
     committed = runs.committed_beyond(namespace, at)
     namespace("scale", "deployment/s3", "--replicas=1")
     # its directory went with its pod: what is archived now was sent after it came back
-    tiers.beyond(namespace, "archive", committed, within_s=240)
+    _archived_beyond(namespace, committed, within_s=240)
 
 
 def test_another_number_of_replicas_goes_on_where_the_old_one_stopped(
@@ -57,7 +58,7 @@ def test_another_number_of_replicas_goes_on_where_the_old_one_stopped(
     args = ["--steps", "100000", "--log-file", "-", "--step-seconds", "0.5", *jobs.SMALL]
     job = jobs.pytorch_job(args=[*args, "--width", "320"])
     namespace.apply(jobs.policy(archive=stores.archive()), job)
-    archived = tiers.beyond(namespace, "archive", 10)
+    archived = _archived_beyond(namespace, 10)
     (store,) = namespace.list("pods", "app=s3")
     there = f"/var/lib/kubelet/pods/{store['metadata']['uid']}/volumes"
     # what the store makes and removes meanwhile `find` would fail for
@@ -88,87 +89,66 @@ def _suspend(kubectl: Kubectl, suspend: bool) -> None:
     kubectl("patch", "pytorchjob", "gpt", "--type=merge", "-p", json.dumps(body))
 
 
+def _archived_beyond(kubectl: Kubectl, step: int, *, within_s: float = 150.0) -> int:
+    def look() -> object:
+        found = _newest(kubectl, "archive")
+        return found > step and found
+
+    found: int = kubectl.eventually(look, within_s=within_s, what=f"archived beyond step {step}")
+    return found
+
+
 # --- a node is lost -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Lost:
-    """What a job did whose worker's node was lost: its master's life that ended, and the next one.
-    `copied`: the newest step with a copy on another node before, -1 for none."""
-
-    copied: int
-    killed: jobs.Life
-    life: jobs.Life
-
-
 @pytest.fixture
-def lost(
-    cluster: Cluster, namespace: Kubectl, shared: Path, cluster_alone: None
-) -> dict[str, _Lost]:
-    """By the name of the job. The node is lost once, for all tests that ask for this."""
-    found = shared / "node-lost.pickle"
-    if not found.exists():
-        found.write_bytes(pickle.dumps(_lost(cluster, namespace)))
-    by_job: dict[str, _Lost] = pickle.loads(found.read_bytes())
-    return by_job
+def doomed(cluster: Cluster, cluster_alone: None) -> Iterator[str]:
+    """A worker that the test may stop, without the reconciler; it is started again."""
+    held = cluster.leader()["spec"]["nodeName"]
+    node = next(one for one in cluster.workers() if one != held)
+    yield node
+    cluster.start_node(node)
 
 
 def test_a_lost_node_with_a_buddy_costs_no_committed_step(
-    lost: dict[str, _Lost], reference: dict[int, str], record_property: runs.Record
+    cluster: Cluster,
+    namespace: Kubectl,
+    reference: dict[int, str],
+    doomed: str,
+    record_property: runs.Record,
 ) -> None:
-    one = lost["copied"]
-    assert one.life.first - 1 >= one.copied > 0
-    runs.same_losses(one.life, reference)
-    record_property("lost_steps", runs.lost(one.killed, one.life))
+    safe = next(one for one in cluster.workers() if one != doomed)
+    namespace.apply(jobs.policy(peers={"replicas": 1}), _spread(safe, doomed))
+    runs.training_beyond(namespace, 20)
+    runs.becomes(namespace, "Replicated")
+    before = _newest(namespace, "peer")
+    _lose(cluster, namespace, doomed, "gpt-worker-0")
+    last = runs.training_beyond(namespace, 0).last
+
+    life = runs.restarted(namespace, within_s=300)
+    assert life.first - 1 >= before
+    runs.same_losses(life, reference)
+    record_property("lost_steps", max(0, last - life.first + 1))
 
 
 def test_a_lost_node_whose_replica_is_left_costs_nothing_without_any_copy(
-    lost: dict[str, _Lost], record_property: runs.Record
+    cluster: Cluster, namespace: Kubectl, doomed: str, record_property: runs.Record
 ) -> None:
-    one = lost["plain"]
-    assert one.copied == -1
-    record_property("lost_steps", runs.lost(one.killed, one.life))
-    assert runs.lost(one.killed, one.life) <= 1
-
-
-def _lost(cluster: Cluster, kubectl: Kubectl) -> dict[str, _Lost]:
-    """Two jobs train, one of them with peers; the node of their workers is stopped (it is one
-    without the reconciler that leads), and started again when both go on."""
-    safe = cluster.leader()["spec"]["nodeName"]
-    doomed = next(one for one in cluster.workers() if one != safe)
-    kubectl.apply(
-        jobs.policy("peers", peers={"replicas": 1}),
-        jobs.policy(),
-        _spread("copied", safe, doomed, policy="peers"),
-        _spread("plain", safe, doomed, policy="default"),
+    safe = next(one for one in cluster.workers() if one != doomed)
+    namespace.apply(jobs.policy(), _spread(safe, doomed))
+    runs.committed_beyond(namespace, 10)
+    namespace.eventually(
+        lambda: "NodeLoss" in runs.status(namespace)["survives"], what="the replica is enough"
     )
-    names = ("copied", "plain")
-    masters = {name: f"{name}-master-0" for name in names}
-    for pod in masters.values():
-        runs.training_beyond(kubectl, 20, pod=pod)
-    runs.becomes(kubectl, "Replicated", job="copied")
-    kubectl.eventually(
-        lambda: "NodeLoss" in runs.status(kubectl, "plain")["survives"],
-        what="the replica is enough",
-    )
-    copied = {name: tiers.watermark(kubectl, "peer", name) for name in names}
-    before = {name: runs.training_beyond(kubectl, 20, pod=pod) for name, pod in masters.items()}
-    try:
-        _lose(cluster, kubectl, doomed, *(f"{name}-worker-0" for name in names))
-        killed = {name: runs.ended(kubectl, before[name], pod=pod) for name, pod in masters.items()}
-        return {
-            name: _Lost(
-                copied=copied[name],
-                killed=killed[name],
-                life=runs.restarted(kubectl, pod=pod, within_s=300),
-            )
-            for name, pod in masters.items()
-        }
-    finally:
-        cluster.start_node(doomed)
+    before = runs.training_beyond(namespace, 20)
+    _lose(cluster, namespace, doomed, "gpt-worker-0")
+    killed = runs.ended(namespace, before)
+    life = runs.restarted(namespace, within_s=240)
+    record_property("lost_steps", runs.lost(killed, life))
+    assert runs.lost(killed, life) <= 1
 
 
-def _spread(name: str, master: str, worker: str, *, policy: str) -> Object:
+def _spread(master: str, worker: str) -> Object:
     """Two replicas, the master pinned to one node, the worker starting on the other; a pod leaves
     a lost node after seconds."""
     soon = [
@@ -176,9 +156,9 @@ def _spread(name: str, master: str, worker: str, *, policy: str) -> Object:
          "tolerationSeconds": 5}
         for what in ("unreachable", "not-ready")
     ]  # fmt: skip
-    job = jobs.pytorch_job(name, policy=policy, spec={"tolerations": soon})
-    for replica, node in (("Master", master), ("Worker", worker)):
-        spec = job["spec"]["pytorchReplicaSpecs"][replica]["template"]["spec"]
+    job = jobs.pytorch_job(spec={"tolerations": soon})
+    for name, node in (("Master", master), ("Worker", worker)):
+        spec = job["spec"]["pytorchReplicaSpecs"][name]["template"]["spec"]
         preferred = {
             "weight": 100,
             "preference": {
@@ -193,12 +173,11 @@ def _spread(name: str, master: str, worker: str, *, policy: str) -> Object:
     return job
 
 
-def _lose(cluster: Cluster, kubectl: Kubectl, node: str, *pods: str) -> None:
+def _lose(cluster: Cluster, kubectl: Kubectl, node: str, pod: str) -> None:
     """Stop a node, and do what an administrator (or the out-of-service taint) does then."""
-    for pod in pods:
-        body = kubectl.get("pod", pod)
-        assert body is not None
-        assert body["spec"]["nodeName"] == node
+    body = kubectl.get("pod", pod)
+    assert body is not None
+    assert body["spec"]["nodeName"] == node
     subprocess.run(["docker", "stop", "-t", "1", node], check=True, capture_output=True)
     cluster.kubectl("wait", f"node/{node}", "--for=condition=Ready=Unknown", "--timeout=240s",
                     timeout_s=250)  # fmt: skip
@@ -206,4 +185,10 @@ def _lose(cluster: Cluster, kubectl: Kubectl, node: str, *pods: str) -> None:
     # Service still leads there, too; what is evicted comes later
     owner = jobs.owner(kubectl)
     jobs.all_inject(kubectl, owner)
-    kubectl("delete", "pod", *pods, "--force", "--grace-period=0")
+    kubectl("delete", "pod", pod, "--force", "--grace-period=0")
+
+
+def _newest(kubectl: Kubectl, tier: str) -> int:
+    """The step of this tier's watermark, -1 for none."""
+    mark = runs.status(kubectl).get("watermarks", {}).get(tier)
+    return int(mark.rpartition("-")[2]) if mark else -1
