@@ -232,7 +232,9 @@ class Node:
         )
         self.sources = ImageSources(pool, committer, leases, self)  # type: ignore[arg-type]
 
-    async def shown(self, id: StepId, saved: int) -> tuple[Any, Any]:
+    manifest = None
+
+    async def ask(self, id: StepId, saved: int, question: object) -> tuple[Any, Any]:
         self.read.append(saved)
         if saved in self._damaged:
             raise StorageError("damaged")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from trainer import FakeTrainer
 
-from keepstep.core.node import NEVER_WHOLE_KEPT
+from keepstep.core.retention import NEVER_WHOLE_KEPT
 from keepstep.wire.trainer import LeaseNews
 from tests.harness import SidecarProcess, eventually
 
