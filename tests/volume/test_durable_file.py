@@ -75,3 +75,19 @@ def test_a_new_name_replaces_nothing(tmp_path: Path) -> None:
         file.give_new_name()
     file.drop()
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_name_that_another_made_counts_only_once_it_is_durable(
+    tmp_path: Path, armed: Callable[[str], None]
+) -> None:
+    for _ in range(2):  # the one who made it failed, and so does the next
+        file = whole(tmp_path / "file", phase="record")
+        armed("record.directory-sync:eio")
+        with pytest.raises(OSError, match="injected"):
+            file.give_new_name()
+        file.drop()
+    file = whole(tmp_path / "file", phase="")
+    with pytest.raises(FileExistsError):
+        file.give_new_name()
+    file.drop()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

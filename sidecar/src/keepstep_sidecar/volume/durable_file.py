@@ -150,9 +150,14 @@ class DurableFile:
             raise
 
     def give_new_name(self) -> None:
-        """Like `give_name`, but raises FileExistsError if something is there."""
-        self.filesystem.link(self.temporary, self.path)
-        self.filesystem.sync_directory(self.path.parent)
+        """Give it its path, durably. Raises FileExistsError if something is there, which then has
+        its name durably, too: the caller may count on it, although who made it was killed or failed
+        before the directory was on the medium."""
+        try:
+            self.filesystem.link(self.temporary, self.path)
+        finally:
+            self._point("directory-sync")
+            self.filesystem.sync_directory(self.path.parent)
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
