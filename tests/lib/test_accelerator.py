@@ -33,7 +33,7 @@ from keepstep.image import Layout
 from keepstep.state import accelerator, rng
 from keepstep.steps import Epoch, EpochId
 from keepstep.wire.trainer import LayoutAccepted, SlotGranted
-from tests.lib.simulated import Device, Simulated, Stream, Stuck
+from tests.lib.simulated import Device, Event, Simulated, Stream, Stuck
 
 _PLACES = (torch.device("cuda", 0), torch.device("cuda", 1))
 
@@ -416,6 +416,44 @@ def test_a_save_that_fails_erases_no_slot_before_the_device_came_to_it(seed, fai
 
 
 # --- the seam over torch, as far as it can be seen without a device ------------------------------
+
+
+def test_what_is_called_on_streams_and_events_is_in_torchs_generic_interface():
+    for made, real in ((Stream, torch.Stream), (Event, torch.Event)):
+        called = {name for name in vars(made) if not name.startswith("_")}
+        ours = {"add", "can_run", "run"}
+        assert {name for name in called - ours if not hasattr(real, name)} == set()
+
+
+def test_a_stream_is_on_for_its_device_and_everything_is_as_before_afterwards(monkeypatch):
+    class One:
+        def __init__(self, at: int) -> None:
+            self.device = _PLACES[at]
+
+    now, current = {one: One(at) for at, one in enumerate(_PLACES)}, [_PLACES[0]]
+
+    def put(stream: One) -> None:
+        now[stream.device], current[0] = stream, stream.device
+
+    monkeypatch.setattr(
+        torch.accelerator, "current_stream", lambda device=None: now[device or current[0]]
+    )
+    monkeypatch.setattr(torch.accelerator, "set_stream", put)
+    before, side = dict(now), One(1)
+    with contextlib.suppress(KeyError), accelerator.Accelerator().on(side):
+        assert (now[_PLACES[1]], current) == (side, [_PLACES[1]])
+        raise KeyError
+    assert (now, current) == (before, [_PLACES[0]])
+
+
+def test_nothing_here_asks_a_device_that_nobody_uses(monkeypatch):
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
+    one = accelerator.Accelerator()
+    assert one.current_device() is None
+    assert not one.is_capturing()
+    one.synchronize()
+    one.quiesce()
+    assert "cuda" not in rng.capture()
 
 
 # --- devices of a state --------------------------------------------------------------------------
