@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.operator.reconcile.surface import (
+from tests.operator.promises.surface import (
     NAMESPACE,
     SAID_OF_A_POD,
     SAID_OF_A_RUN,

@@ -20,8 +20,8 @@ from keepstep_operator.reconcile.report_body import read
 from keepstep_operator.reconcile.state.actions import EmitEvent
 from keepstep_operator.reconcile.token_auth import Refused
 from keepstep_operator.reconcile.writers.events import event_bodies
+from tests.operator.promises.surface import Body, epoch, held, rank, report
 from tests.operator.reconcile.samples import Play, Sidecar, later, pod, policy
-from tests.operator.reconcile.surface import Body, epoch, held, rank, report
 
 
 def _whole(body: Body) -> Report:
