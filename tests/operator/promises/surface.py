@@ -33,6 +33,8 @@ from aiohttp import web
 from jsonpatch import apply_patch
 
 from keepstep_operator.api.model import JobState
+from keepstep_operator.api.pod import Injected
+from keepstep_operator.api.run import RunStatus
 from keepstep_operator.kube import CONFIG_MAPS, POLICIES, Client, KubeError, Resource
 from keepstep_operator.reconcile.main import Reconciler
 from keepstep_operator.reconcile.state.actions import AskJob, DeleteRun
@@ -467,6 +469,12 @@ def report(*ranks: Body, **more: Any) -> Body:
 
 
 # --- inside: what no process shows in the time of a test ------------------------------------------
+
+
+SAID_OF_A_POD = tuple(Injected.__dataclass_fields__)
+"""Fields of the annotation keepstep.dev/status."""
+SAID_OF_A_RUN = RunStatus.__struct_encode_fields__
+"""Fields of CheckpointRun.status."""
 
 
 class _Taking(Client):
