@@ -330,8 +330,11 @@ REPORT = {
     "sidecar": "0.1", "started_at": 1.0, "sequence": 1, "sent_at": 2.0, "ready": True,
     "epochs": [{"id": _EPOCH, "parent": None}],
     "ranks": [{
-        "rank": 0, "world": 2, "alive": True, "memory": [_HELD], "local": [_HELD],
-        "memory_answer": "steps", "staged": _ID, "staged_at": 1.0,
+        "rank": 0, "world": 2, "alive": True, "staged": _ID, "staged_at": 1.0,
+        "tiers": {
+            "memory": {"answer": "steps", "shards": [_HELD]},
+            "local": {"answer": "steps", "shards": [_HELD], "gone": [_ID]},
+        },
     }],
     "restores": [{
         "rank": 0, "epoch": {"id": _EPOCH, "parent": _ID}, "tier": "local",

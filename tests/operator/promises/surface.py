@@ -20,7 +20,7 @@ import os
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -436,21 +436,17 @@ def rank(
 ) -> Body:
     """One rank of a report, with steps by tier."""
 
-    def at_rest(steps: tuple[int, ...]) -> list[Body]:
-        return [held(one, world, root=f"{one}/{number}") for one in steps]
+    def at_rest(steps: tuple[int, ...]) -> Body:
+        return tier(held(one, world, root=f"{one}/{number}") for one in steps)
 
-    told: Body = {
-        "rank": number,
-        "world": world,
-        "alive": True,
-        "memory": [held(one, world) for one in memory],
-        "memory_answer": "steps" if memory else "none",
-        "local": at_rest(local),
-        "local_answer": "steps" if local else "none",
-    }
+    def tier(shards: Iterable[Body]) -> Body:
+        found = list(shards)
+        return {"answer": "steps" if found else "none", "shards": found}
+
+    tiers = {"memory": tier(held(one, world) for one in memory), "local": at_rest(local)}
     if archive is not None:
-        told |= {"archive": at_rest(archive), "archive_answer": "steps" if archive else "none"}
-    return told
+        tiers["archive"] = at_rest(archive)
+    return {"rank": number, "world": world, "alive": True, "tiers": tiers}
 
 
 def report(*ranks: Body, **more: Any) -> Body:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep.steps import Answer
 from keepstep.wire.reports import Report, ReportedRank, ReportedShard
 from keepstep_operator.api.tiers import Archive, Bucket
 from keepstep_operator.reconcile.status.tier_conditions import RESTORE_FROM
@@ -13,6 +12,7 @@ from tests.operator.reconcile.samples import (
     KEY,
     Play,
     Sidecar,
+    elsewhere,
     pod,
     policy,
     run_object,
@@ -33,10 +33,7 @@ def told(rank: int, *numbers: int) -> ReportedRank:
         rank=rank,
         world=2,
         alive=False,
-        memory_answer=Answer.NONE,
-        local_answer=Answer.NONE,
-        archive=held,
-        archive_answer=Answer.STEPS,
+        tiers=elsewhere(archive=held),
     )
 
 

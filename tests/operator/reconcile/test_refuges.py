@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.core.retention import Retention
-from keepstep.steps import Answer, Epoch, EpochId, StepId
+from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank, ReportedShard
 from keepstep_operator.reconcile.state.durability import refuges
 from keepstep_operator.reconcile.state.node_rank import Sender
 from keepstep_operator.reconcile.state.run_ledger import RunLedger
+from tests.operator.reconcile.samples import elsewhere, listed
 
 EPOCH = EpochId(1, "00000001")
 
@@ -28,12 +29,8 @@ def _rank(rank: int, *, local: list[int], peer: list[int], alive: bool) -> Repor
         rank=rank,
         world=2,
         alive=alive,
-        memory=(),
-        local=tuple(_held(one, rank) for one in local),
-        peer=tuple(_held(one, rank) for one in peer),
-        memory_answer=Answer.NONE,
-        local_answer=Answer.STEPS if local else Answer.NONE,
-        peer_answer=Answer.STEPS,
+        tiers=elsewhere(peer=(_held(one, rank) for one in peer))
+        | {Tier.LOCAL: listed(_held(one, rank) for one in local)},
     )
 
 

@@ -34,12 +34,13 @@ def _whole(body: Body) -> Report:
 def test_a_long_rank_says_what_a_short_one_says() -> None:
     steps = tuple(range(1000))
     told = rank(3, 8, memory=steps[:4], local=steps, archive=steps)
-    told["local"][5]["alike"] = {"runs": [(3, 7, 2)]}
+    told["tiers"]["local"]["shards"][5]["alike"] = {"runs": [(3, 7, 2)]}
     restore = {"rank": 3, "epoch": {"id": epoch()}, "tier": "local", "seconds": 1.0, "at": 2.0}
     volume = {"name": "nvme0", "engine": "direct", "used_bytes": 1, "free_bytes": 1}
-    gone = {"peer": [{"epoch": epoch(), "step": 7}]}
+    gone = [{"epoch": epoch(), "step": 7}]
+    told["tiers"]["peer"] = {"answer": "none", "gone": gone}
     body = report(
-        told | {"gone": gone},
+        told,
         rank(4, 8, local=(1,)),
         restores=[restore],
         volumes=[volume],
@@ -48,12 +49,12 @@ def test_a_long_rank_says_what_a_short_one_says() -> None:
     )
     read_in_parts = _whole(body)
     assert read_in_parts == msgspec.convert(body, Report)
-    assert read_in_parts.ranks[0].gone[Tier.PEER][0].step == 7
+    assert read_in_parts.ranks[0].tiers[Tier.PEER].gone[0].step == 7
 
 
 def test_what_is_no_report_is_refused_wherever_it_stands() -> None:
     told = rank(0, 1, local=tuple(range(1000)))
-    told["local"][999]["world"] = "many"
+    told["tiers"]["local"]["shards"][999]["world"] = "many"
     for spoilt in (report(told), report(rank(0, 1) | {"alive": 3}), report(epochs=[{"id": 1}])):
         with pytest.raises(msgspec.ValidationError):
             _whole(spoilt)
@@ -61,7 +62,12 @@ def test_what_is_no_report_is_refused_wherever_it_stands() -> None:
 
 def test_more_ranks_of_others_than_a_sidecar_tells_of_are_refused() -> None:
     ranks = [
-        {"rank": one, "world": 65_536, "alive": False, "archive": [held(1, 65_536)]}
+        {
+            "rank": one,
+            "world": 65_536,
+            "alive": False,
+            "tiers": {"archive": {"answer": "steps", "shards": [held(1, 65_536)]}},
+        }
         for one in range(8193)
     ]
     with pytest.raises(Refused, match="more ranks"):

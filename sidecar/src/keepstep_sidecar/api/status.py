@@ -118,8 +118,7 @@ def survives(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
 
     One machine without another tier never survives its own loss.
     """
-    here = (Tier.MEMORY, Tier.LOCAL)
-    beyond = newest_of(*(id for tier, id in marks.items() if tier not in here))
+    beyond = newest_of(*(id for tier, id in marks.items() if not tier.in_pod))
     local = marks.get(Tier.LOCAL) or beyond
     outlived = {
         "ContainerRestart": marks.get(Tier.MEMORY) or local,

@@ -31,7 +31,7 @@ from keepstep.core.node import (
 from keepstep.core.persist_planner import Write
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid, Interval, Pacing
-from keepstep.steps import Epoch, EpochId, StepId, Tier
+from keepstep.steps import IN_POD, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
 from keepstep_sidecar.commit.epochs import Epochs
 from keepstep_sidecar.commit.image_writer import ImageWriter
@@ -91,7 +91,7 @@ class Committer:
         self.node = Node(
             slots.ranks,
             grid=grid,
-            tiers=(Tier.MEMORY, Tier.LOCAL, *remotes.tiers),
+            tiers=(*IN_POD, *remotes.tiers),
             keep=keep,
             managed=managed,
             began=time.monotonic(),

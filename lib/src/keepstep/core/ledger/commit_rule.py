@@ -26,6 +26,7 @@ from keepstep.core.shard import ShardFacts
 from keepstep.steps import NEAREST_FIRST, Answer, EpochId, StepId, Tier
 
 NO_NODE = -1
+_NEAR = tuple(tier for tier in Tier if not tier.shared)
 _FEW_COPIES = 64
 _BLOCK = 64
 """Ranks of one block. `Tally` indexes copies by block."""
@@ -240,7 +241,7 @@ class Completeness:
             }
             if not told:
                 continue
-            at = NO_NODE if tier is Tier.ARCHIVE else node_rank
+            at = NO_NODE if tier.shared else node_rank
             images = _by_step((rank, one.sealed.get(tier, ())) for rank, one in told.items())
             gone = {rank: one.gone[tier] for rank, one in told.items() if tier in one.gone}
             self._remove(at, tier, gone)
@@ -465,7 +466,7 @@ class Completeness:
         Without any answer it is UNKNOWN.
         """
         said = self._said(tier)
-        if tier is Tier.ARCHIVE:
+        if tier.shared:
             held = bool(said.steps) or bool(self._at(NO_NODE, tier))
             return _one_of(bool(said.unknown), bool(said.none), held)
         return _one_of(said.unknown >> rank & 1, said.none >> rank & 1, said.steps >> rank & 1)
@@ -473,7 +474,7 @@ class Completeness:
     def silent(self, tier: Tier) -> int:
         """Bitmap of the ranks whose answer is UNKNOWN, including all ranks of which nobody ever
         reported. So it may have infinitely many bits (a negative number)."""
-        if tier is Tier.ARCHIVE:
+        if tier.shared:
             return _ALL_RANKS if self.answer(0, tier) is Answer.UNKNOWN else 0
         said = self._said(tier)
         return said.unknown | ~(said.none | said.steps)
@@ -687,8 +688,9 @@ def _whole(copies: Completeness, lineage: Lineage, *, world: int | None = None) 
 def _nearby(of: Coverage, complete: Coverage | None) -> bool:
     """Whether the ranks that have only a twin's image in `of` have their own images of the complete
     step nearby (not only in the archive), and both steps have the same world size."""
-    near = (Tier.MEMORY, Tier.LOCAL, Tier.PEER)
-    return complete is not None and complete.world == of.world and not of.twins & ~complete.on(near)
+    return (
+        complete is not None and complete.world == of.world and not of.twins & ~complete.on(_NEAR)
+    )
 
 
 def without(

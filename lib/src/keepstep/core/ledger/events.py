@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from keepstep.core.retention import Retention
 from keepstep.core.shard import ShardFacts
-from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
+from keepstep.steps import IN_POD, NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
 
 
 def at_least(tier: Tier) -> tuple[Tier, ...]:
@@ -31,7 +31,7 @@ class LedgerConfig:
     the parameters of some steps unchanged).
     """
 
-    tiers: tuple[Tier, ...] = (Tier.MEMORY, Tier.LOCAL)
+    tiers: tuple[Tier, ...] = IN_POD
     world: int | None = None
     retention: Mapping[Tier, Retention] = field(default_factory=dict)
     stale_after: int = 6

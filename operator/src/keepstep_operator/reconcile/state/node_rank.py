@@ -16,7 +16,7 @@ from functools import lru_cache
 import msgspec
 
 from keepstep.core.holding import RankUnion
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 from keepstep.wire.status import TierProgress
 
@@ -301,7 +301,7 @@ def rank_state(
     """The state of a rank after a report. `tiers`: for each tier, whether it holds an image of the
     rank."""
     copied = tiers[Tier.PEER]
-    here = one.alive or tiers[Tier.MEMORY] or tiers[Tier.LOCAL]
+    here = one.alive or any(tiers[tier] for tier in IN_POD)
     return RankState(
         world=one.world,
         alive=one.alive,
@@ -321,7 +321,7 @@ def kept(one: ReportedRank) -> bool:
     A rank of the pod's own that has no image here yet looks the same; it counts as its own once its
     trainer comes.
     """
-    return bool(one.peer or one.archive) and not (one.alive or one.memory or one.local)
+    return bool(one.shards()) and not (one.alive or one.shards(*IN_POD))
 
 
 @lru_cache(maxsize=256)
@@ -343,11 +343,7 @@ def epochs_needed(report: Report, *, most: int) -> tuple[Epoch, ...]:
     if len(report.epochs) <= _NEWEST_EPOCHS:
         return report.epochs
     recorded = {epoch.id: epoch for epoch in report.epochs}
-    named = {
-        held.id.epoch
-        for one in report.ranks
-        for held in (*one.memory, *one.local, *one.peer, *one.archive)
-    }
+    named = {held.id.epoch for one in report.ranks for held in one.shards()}
     named |= {one.epoch.id for one in report.restores}
     newest = sorted(recorded, reverse=True)
     pending = [*newest[:_NEWEST_EPOCHS], *(named & recorded.keys())]

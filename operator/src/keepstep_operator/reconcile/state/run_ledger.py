@@ -30,7 +30,7 @@ from keepstep.core.ledger import (
     is_among,
 )
 from keepstep.core.retention import Retention
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 from keepstep_operator.reconcile.state.durability import refuges, sole_nodes
 from keepstep_operator.reconcile.state.node_rank import (
@@ -48,7 +48,6 @@ from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShards
 
 T = TypeVar("T")
 
-_TIERS = (Tier.MEMORY, Tier.LOCAL)
 LARGEST_WORLD = 65_536
 MOST_RANKS = 1024
 """The most ranks of one pod."""
@@ -110,12 +109,8 @@ class RunLedger:
         is right. Peers need not have answered: copies on peers are reported by the pods that keep
         them, and no pod can say that there are none.
         """
-        self._configure(
-            replace(
-                self._config,
-                tiers=_TIERS + ((Tier.ARCHIVE,) if archived else ()),
-            )
-        )
+        tiers = (*IN_POD, Tier.ARCHIVE) if archived else IN_POD
+        self._configure(replace(self._config, tiers=tiers))
         self._keep = replace(keep, pinned=frozenset(pins))
 
     def take(
@@ -172,7 +167,7 @@ class RunLedger:
         archived = [
             one
             for one in report.ranks
-            if one.archive_answer is not None and self._only_kept(node_rank, one)
+            if Tier.ARCHIVE in one.tiers and self._only_kept(node_rank, one)
         ]
         if archived:
             heard, ranks = self._heard(node_rank), dict(event.ranks)
@@ -185,11 +180,10 @@ class RunLedger:
 
     def _only_kept(self, node_rank: int, one: ReportedRank) -> bool:
         """As `kept`, but also right for a report of changes only."""
-        told = one.by_tier()
         return kept(one) and not any(
             self.core.held(node_rank, tier) >> one.rank & 1
-            for tier in (Tier.MEMORY, Tier.LOCAL)
-            if tier in one.gone or told[tier][1] is None
+            for tier in IN_POD
+            if tier not in one.tiers or one.tiers[tier].gone is not None
         )
 
     def _believed(self, one: ReportedRank, told: RankReport, heard: int) -> RankReport:
@@ -204,9 +198,9 @@ class RunLedger:
             return replace(
                 told, sealed=_but_archive(told.sealed), answers=_but_archive(told.answers)
             )
-        if Tier.ARCHIVE in told.gone or not one.archive:
+        named = {held.id for held in one.shards(Tier.ARCHIVE)}
+        if Tier.ARCHIVE in told.gone or not named:
             return told
-        named = {held.id for held in one.archive}
         there = self.core.archived_of(one.rank)
         gone = [id for id in there if id > min(named) and id not in named]
         return replace(told, gone={**told.gone, Tier.ARCHIVE: gone})
@@ -228,13 +222,12 @@ class RunLedger:
     def _rank_state(
         self, one: ReportedRank, before: RankState | None, held: Mapping[Tier, int]
     ) -> RankState:
-        answer = one.archive_answer
-        if one.gone or None in (one.memory_answer, one.local_answer):
-            there = {tier: bool(ranks >> one.rank & 1) for tier, ranks in held.items()}
-            answer = answer or (before.archive_answer if before else None)
-            there[Tier.ARCHIVE] = answer is Answer.STEPS
-        else:
-            there = {tier: bool(told) for tier, (told, _) in one.by_tier().items()}
+        there = {tier: bool(ranks >> one.rank & 1) for tier, ranks in held.items()}
+        answer = before.archive_answer if before is not None else None
+        there[Tier.ARCHIVE] = answer is Answer.STEPS
+        if (told := one.tiers.get(Tier.ARCHIVE)) is not None:
+            answer = told.answer
+            there[Tier.ARCHIVE] = bool(told.shards) if told.gone is None else answer is Answer.STEPS
         staged = None if one.staged is None else self.core.interned(one.staged)
         return rank_state(one, tiers=there, staged=staged, archive_answer=answer)
 
