@@ -341,7 +341,7 @@ REPORT = {
         "seconds": 1.0, "at": 2.0,
     }],
     "volumes": [{"name": "/v", "engine": "direct", "used_bytes": 1, "free_bytes": 2}],
-    "warnings": ["x"], "depots": [{"tier": "peer", "where": "x"}],
+    "warnings": ["x"], "tiers": {"peer": {"where": "x"}},
 }  # fmt: skip
 REPLY = {
     "committed": {"local": _ID}, "plan": _ID, "retire": [_ID], "pinned": [_ID],

@@ -104,7 +104,7 @@ def test_nothing_that_a_pod_says_reaches_a_status_or_an_event_unprintable() -> N
         "volumes": [
             {"name": "any", "failed": "any", "engine": "any", "used_bytes": 1, "free_bytes": 0}
         ],
-        "depots": [{"tier": "peer", "where": "any", "backlog": 3, "trouble": "any"}],
+        "tiers": {"peer": {"where": "any", "backlog": 3, "trouble": "any"}},
         "refusals": 3,
         **dict.fromkeys(("sidecar", "library", "pinned", "peer_address", "refused"), "any"),
     }

@@ -39,6 +39,7 @@ from tests.operator.reconcile.samples import (
     accepted,
     each_shard,
     later,
+    listed,
     pod,
     policy,
     run_object,
@@ -1098,7 +1099,7 @@ def _full_volume() -> ReportedVolume:
     [
         {"more": {"warnings": ("the drive is slow",)}},
         {"more": {"volumes": (_full_volume(),)}},
-        {"more": {"depots": (TierProgress(tier=Tier.PEER, where="a", trouble="no space"),)}},
+        {"more": {"tiers": {Tier.PEER: TierProgress(where="a", trouble="no space")}}},
         {"library": ""},
         {"archive": [step(90)]},
     ],
@@ -1132,7 +1133,7 @@ def test_of_alarms_that_two_pods_cause_without_end_the_newest_few_are_remembered
                 ReportedShard(id=step(number), world=2, root=f"{writer.uid}/{number}")
                 for number in range(first, first + MOST_ALARMS)
             )
-            told = replace(Sidecar(rank=0).report().ranks[0], local=held)
+            told = replace(Sidecar(rank=0).report().ranks[0], tiers={Tier.LOCAL: listed(held)})
             report = replace(Sidecar(rank=0).report(), sequence=first + 1, ranks=(told,))
             play.hear(writer, report)
     alarms = play.registry.runs[KEY].alarms

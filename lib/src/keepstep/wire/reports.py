@@ -185,7 +185,8 @@ class Report:
     `goodput`); 0: this report is whole. `ready`: the volumes were scanned. `library`: version of
     the library in the training container; '' before the first trainer. `pinned`: what keeps slots
     from being swapped ("hugepages", "mlock"), or "no" and the reason. `peer_address`: the address
-    at which other pods of the run reach this one; '' if it serves none. `failures`: all failures of
+    at which other pods of the run reach this one; '' if it serves none. `tiers`: how far those
+    beyond this pod are. `failures`: all failures of
     the script itself that are known here. `goodput`: None before the first restore.
     `peers_version`: the version of the list of peers that this sidecar has; '': it has none.
     `refusals`: how often the ranks' vote refused since the last restore. `refused`: why, in its own
@@ -211,7 +212,7 @@ class Report:
     persist_seconds: float = 0.0
     flushing: bool = False
     peer_address: str = ""
-    depots: tuple[TierProgress, ...] = ()
+    tiers: dict[Tier, TierProgress] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
     goodput: ReportedGoodput | None = None
     peers_version: str = ""

@@ -53,7 +53,6 @@ MOST_RESTORES: Final = 16 * MOST_RANKS
 MOST_DOUBTED: Final = KEPT * KEPT
 """The most steps that the reported failures of the script name."""
 MOST_VOLUMES: Final = 64
-MOST_DEPOTS: Final = 64
 LONGEST_ADDRESS: Final = 280
 LONGEST_NAME: Final = 256
 LARGEST_STEP: Final = 10**15
@@ -77,7 +76,7 @@ class _Outer(Report):
     restores: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
     volumes: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
     warnings: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
-    depots: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+    tiers: dict[Tier, msgspec.Raw] = field(default_factory=dict)  # type: ignore[assignment]
     failures: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
 
 
@@ -112,7 +111,7 @@ _epoch: Final = msgspec.json.Decoder(Epoch).decode
 _restore: Final = msgspec.json.Decoder(ReportedRestore).decode
 _volume: Final = msgspec.json.Decoder(ReportedVolume).decode
 _failure: Final = msgspec.json.Decoder(Failure).decode
-_depot: Final = msgspec.json.Decoder(TierProgress).decode
+_progress: Final = msgspec.json.Decoder(TierProgress).decode
 _text: Final = msgspec.json.Decoder(str).decode
 
 
@@ -124,8 +123,8 @@ def read(body: bytes) -> Parts[Report]:
         raise Refused(400, "bad-report", "more ranks than one pod can have")
     if len(outer.restores) > MOST_RESTORES or len(outer.volumes) > MOST_VOLUMES:
         raise Refused(400, "bad-report", "more restores or volumes than one pod can have")
-    if len(outer.depots) > MOST_DEPOTS or len(outer.peer_address) > LONGEST_ADDRESS:
-        raise Refused(400, "bad-report", "more depots, or a longer address, than one pod can have")
+    if len(outer.peer_address) > LONGEST_ADDRESS:
+        raise Refused(400, "bad-report", "a longer address than one pod can have")
     yield
     told: dict[str, Any] = {one.name: getattr(outer, one.name) for one in fields(Report)}
     told["epochs"] = yield from _each(outer.epochs, _epoch)
@@ -133,7 +132,7 @@ def read(body: bytes) -> Parts[Report]:
     told["ranks"] = yield from _ranks(outer.ranks)
     told["failures"] = _failures(outer.failures)
     told["volumes"] = tuple(_short_volume(_volume(one)) for one in outer.volumes)
-    told["depots"] = tuple(_short_depot(_depot(one)) for one in outer.depots)
+    told["tiers"] = {tier: _short_progress(_progress(one)) for tier, one in outer.tiers.items()}
     told["warnings"] = tuple(cut(_text(one)) for one in outer.warnings[:MOST_WARNINGS])
     for name in ("sidecar", "library"):
         told[name] = cut(told[name], longest=LONGEST_NAME)
@@ -236,7 +235,7 @@ def _short_volume(one: ReportedVolume) -> ReportedVolume:
     return replace(one, name=cut(one.name, longest=LONGEST_NAME), failed=cut(one.failed))
 
 
-def _short_depot(one: TierProgress) -> TierProgress:
+def _short_progress(one: TierProgress) -> TierProgress:
     if len(one.where) <= LONGEST_NAME and len(one.trouble) <= LONGEST_NAME:
         return one
     return replace(one, where=cut(one.where, longest=LONGEST_NAME), trouble=cut(one.trouble))

@@ -202,9 +202,9 @@ class Supervisor:
             self._complete = messages.saved_nothing(held)
             for warning in held.live.warnings:
                 self._say_again(f"warning: {warning}", after_s=_SAY_AGAIN_S)
-            for depot in held.live.depots if self._ending else ():
-                if depot.backlog:
-                    self._say_again(messages.waits_for(depot), after_s=_STILL_WAITS_S)
+            for tier, status in held.live.tiers.items() if self._ending else ():
+                if status.backlog:
+                    self._say_again(messages.waits_for(tier, status), after_s=_STILL_WAITS_S)
 
     def _say_again(self, text: str, *, after_s: float) -> None:
         """Print `text` unless it was printed in the last `after_s`. Texts that differ only in their

@@ -69,9 +69,10 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         persist_seconds=totals.seconds,
         flushing=service.flushing,
         peer_address=service.remote_tiers.address,
-        depots=tuple(
-            TierProgress(**_part_of(one, TierProgress)) for one in service.remote_tiers.statuses()
-        ),
+        tiers={
+            tier: TierProgress(**_part_of(one, TierProgress))
+            for tier, one in service.remote_tiers.statuses().items()
+        },
         failures=committer.restart.failures(),
         goodput=_goodput(service.history),
         refusals=max(service.restoring.refusals.values(), default=0),
@@ -83,13 +84,13 @@ def news(report: Report) -> Report:
     """The report without what changes all the time and can wait for the next report. If it equals
     the last one, there is no news."""
     steady = (replace(one, used_bytes=0, free_bytes=0) for one in report.volumes)
-    waiting = (replace(one, behind_s=0.0) for one in report.depots)
+    waiting = {tier: replace(one, behind_s=0.0) for tier, one in report.tiers.items()}
     return replace(
         report,
         sequence=0,
         sent_at=0.0,
         volumes=tuple(steady),
-        depots=tuple(waiting),
+        tiers=waiting,
         goodput=None,
     )
 

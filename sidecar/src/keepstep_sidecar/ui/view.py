@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keepstep.core.goodput import Goodput
 from keepstep.core.history import Event
+from keepstep.steps import Tier
 from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, VolumeStatus
 
 
@@ -37,8 +39,8 @@ class RunPage:
         return () if self.live is None else self.live.volumes
 
     @property
-    def depots(self) -> tuple[TierStatus, ...]:
-        return () if self.live is None else self.live.depots
+    def tiers(self) -> Mapping[Tier, TierStatus]:
+        return {} if self.live is None else self.live.tiers
 
     @property
     def state(self) -> str:

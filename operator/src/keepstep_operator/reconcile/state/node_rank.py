@@ -37,7 +37,7 @@ class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     peer_address: str
     failed: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
-    depots: tuple[TierProgress, ...]
+    tiers: dict[Tier, TierProgress]
     refusals: int
     refused: str
 
@@ -53,7 +53,7 @@ class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             peer_address=report.peer_address,
             failed=tuple((one.name, one.failed) for one in report.volumes if one.failed),
             warnings=report.warnings,
-            depots=report.depots,
+            tiers=report.tiers,
             refusals=report.refusals,
             refused=report.refused,
         )
@@ -61,7 +61,7 @@ class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def troubles(self) -> tuple[object, ...]:
         """The facts that conditions depend on, without numbers that change with each report."""
-        ways = tuple((one.tier, one.trouble, one.backlog > 0) for one in self.depots)
+        ways = tuple((at, one.trouble, one.backlog > 0) for at, one in self.tiers.items())
         served = bool(self.peer_address)
         refused = self.refusals, self.refused
         return self.ready, self.library, self.failed, self.warnings, served, ways, refused
