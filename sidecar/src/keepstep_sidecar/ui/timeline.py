@@ -14,7 +14,7 @@ from statistics import median
 from typing import Final, TypeVar
 
 from keepstep.core.history import Event, Kind, Restart
-from keepstep.steps import NEAREST_FIRST, StepId
+from keepstep.steps import IN_POD, NEAREST_FIRST, StepId
 from keepstep_sidecar.ui.view import RunPage
 
 POINTS: Final = 400
@@ -150,7 +150,7 @@ def _reached(view: RunPage) -> dict[str, Line]:
     staged = [one for one in known if one.kind is Kind.STAGED]
     committed = [one for one in known if one.kind is Kind.COMMITTED]
     lines = {"memory": _broken(_numbers(staged), view.events), "local": _numbers(committed)}
-    for tier in NEAREST_FIRST[2:]:
+    for tier in NEAREST_FIRST[len(IN_POD) :]:
         held = [one.id for one in view.steps if tier in one.ranks]
         found = [(at, id) for id in held if (at := _staged_at(id, staged)) is not None]
         lines[tier.value] = [_s(at) for at, _ in found], [float(id.step) for _, id in found]

@@ -102,15 +102,17 @@ class RunLedger:
 
     # --- changing ------------------------------------------------------------------------
 
-    def configure(self, *, keep: Retention, pins: Iterable[StepId], archived: bool = False) -> None:
+    def configure(
+        self, *, keep: Retention, pins: Iterable[StepId], beyond: Iterable[Tier] = ()
+    ) -> None:
         """Set what the policy and the CheckpointRun ask to keep on local.
 
-        `archived`: the run has an archive, which must also have answered before a start at step 0
-        is right. Peers need not have answered: copies on peers are reported by the pods that keep
-        them, and no pod can say that there are none.
+        `beyond`: the tiers that the policy asks for. The shared ones of these must have answered,
+        too, before a start at step 0 is right. Peers need not have answered: copies on peers are
+        reported by the pods that keep them, and no pod can say that there are none.
         """
-        tiers = (*IN_POD, Tier.ARCHIVE) if archived else IN_POD
-        self._configure(replace(self._config, tiers=tiers))
+        shared = (tier for tier in beyond if tier.shared)
+        self._configure(replace(self._config, tiers=(*IN_POD, *shared)))
         self._keep = replace(keep, pinned=frozenset(pins))
 
     def take(
@@ -404,6 +406,12 @@ class RunLedger:
     def restorable(self) -> StepId | None:
         """The newest step that all ranks could restore now, each from any tier."""
         return self.core.watermark(Tier.MEMORY)
+
+    def watermarks(self) -> dict[Tier, StepId]:
+        """The newest step that every rank holds, by tier: in memory or on any other tier; on each
+        of the others, there or on a stronger one."""
+        marks = {tier: self.core.watermark(tier) for tier in self._config.tiers}
+        return {tier: id for tier, id in marks.items() if id is not None}
 
     def archived(self) -> tuple[StepId, ...]:
         """Steps of which the archive has all shards, oldest first."""
