@@ -33,7 +33,7 @@ persist_seconds                 counter status.persist_seconds        Time that 
 persist_bytes                   counter status.persist_bytes          Bytes made durable, over all ranks
 evicted_steps                   counter status.evicted                Steps deleted because the volumes were full
 persist_interval_steps          gauge   status.persist_every          Steps between two persisted ones
-watermark_step                  gauge   tier.watermarks               Newest step complete on the tier
+watermark_step                  gauge   map.watermarks                Newest step complete on the tier
 epoch                           gauge   status.epoch                  Number of the epoch, 0 before the first
 last_commit_timestamp_seconds   gauge   status.committed_at           When the newest commit was made
 last_report_timestamp_seconds   gauge   status.reported_at            When the operator last answered, 0 without one
