@@ -48,8 +48,7 @@ from keepstep_sidecar.api import server
 from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.history import History
 from keepstep_sidecar.tiers.archive import step_record as records
-from keepstep_sidecar.tiers.archive.step_record import StepRecord
-from keepstep_sidecar.tiers.archive.twin import twin_name
+from keepstep_sidecar.tiers.archive.step_record import StepRecord, twin_name
 from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer import protocol as wire
 from keepstep_sidecar.tiers.peer.members import Directory, Known

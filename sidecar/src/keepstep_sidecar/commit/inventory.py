@@ -32,8 +32,7 @@ from keepstep_sidecar.volume.scan import LocalShard, Scan
 from keepstep_sidecar.volume.volume_set import VolumeSet
 
 if TYPE_CHECKING:  # they are only imported where they are configured
-    from keepstep_sidecar.tiers.archive.fork import AncestorTier
-    from keepstep_sidecar.tiers.archive.tier import ArchiveTier
+    from keepstep_sidecar.tiers.archive.tier import AncestorTier, ArchiveTier
     from keepstep_sidecar.tiers.peer.tier import PeerTier
 
 _PAST_STEPS = 10_000

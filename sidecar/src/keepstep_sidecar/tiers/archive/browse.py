@@ -16,9 +16,10 @@ from keepstep.errors import DigestError, ImageError, RestoreError, StorageError,
 from keepstep.steps import shard_name
 from keepstep_sidecar.config.archive import ArchiveConfig
 from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers.archive import open_store
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes, source
 from keepstep_sidecar.tiers.archive.read import ArchiveSource
-from keepstep_sidecar.tiers.archive.store import Store, open_store
+from keepstep_sidecar.tiers.archive.store import Store
 from keepstep_sidecar.tiers.source import Cancel
 from keepstep_sidecar.tiers.tier import RemoteShard
 from keepstep_sidecar.volume.filesystem import Filesystem
