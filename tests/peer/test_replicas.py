@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep_sidecar.tiers import receive
 from keepstep_sidecar.tiers.peer import buddy as sending
-from keepstep_sidecar.tiers.peer import receive
-from keepstep_sidecar.tiers.peer.receive import IncomingCopy
+from keepstep_sidecar.tiers.receive import IncomingCopy
 from keepstep_sidecar.volume.direct_io import WRITER_NICENESS, RateLimit
 from keepstep_sidecar.volume.scan import LocalShard
 from tests.harness import until, verify_image

@@ -4,7 +4,6 @@
     protocol      the messages and their paths, and how the bytes of a body move
     members       the other pods of the run, and which of them are buddies
     buddy         a buddy as a place: what it should hold, and how one shard is sent
-    receive       one incoming copy: resumable, checked chunk by chunk, sealed last
     copies        the copies that this machine keeps for others
     server        takes copies and serves shards: handlers   each request, serve   what is read
     client        connections to another pod, a shard there as a source, and lists for a command
