@@ -38,10 +38,10 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from bench import machine
-from keepstep.core.candidates import Candidate, Candidates, Offer
-from keepstep.core.ledger import Ledger, RankReport, Reported
-from keepstep.core.ranks import NOBODY, Ranks
-from keepstep.core.shard import Shard
+from keepstep.core.commit_rule import RankReport
+from keepstep.core.ledger import Ledger, Reported
+from keepstep.core.shard import NOBODY, Ranks, Shard
+from keepstep.core.vote import Candidate, Candidates, Offer
 from keepstep.image import Layout, Parameters, Section, TensorSpec
 from keepstep.restore.boxes import Box, IndexBuilder
 from keepstep.restore.collective import Agreed, Collective

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from bench import scale
-from keepstep.core import vote
-from keepstep.core.holding import Holding, Place
-from keepstep.core.ledger import Ledger, RankReport, Reported, commit_rule
+from keepstep.core import commit_rule, vote
+from keepstep.core.commit_rule import Holding, Place, RankReport
+from keepstep.core.ledger import Ledger, Reported
 from keepstep.core.shard import Shard
 from keepstep.state.topology import Topology
 from keepstep.steps import Answer, Tier

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.holding import RankUnion, bits
-from keepstep.core.ledger import commit_rule
-from keepstep.core.ledger.commit_rule import Completeness
-from keepstep.core.ledger.events import RankReport
+from keepstep.core import commit_rule
+from keepstep.core.commit_rule import Completeness, RankReport, RankUnion, bits
 from keepstep.core.shard import Shard
 from keepstep.steps import NEAREST_FIRST, EpochId, StepId, Tier
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.core.ranks import Ranks
+from keepstep.core.shard import Ranks
 from keepstep.wire.reports import Report
 from keepstep_operator.api.model import PodRecord
 from keepstep_operator.api.policy import OnLoss, VolumeKind

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from keepstep.core.candidates import Candidates
+from keepstep.core.vote import Candidates, limit_of
 from keepstep.core.vote import choose as choose_step
-from keepstep.core.vote import limit_of
 from keepstep.errors import NothingCommonError, RestoreError, UsageError
 from keepstep.steps import Answer, Epoch, EpochId, StepId
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.errors import FormatError, UsageError
-from keepstep.image import fields, strictjson
+from keepstep.image import strictjson
 
 _MARK = "dcp"
 
@@ -91,11 +91,11 @@ def _check_paths(paths: Mapping[str, Path]) -> None:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{fields.quoted(value)} is not a string")
+        raise TypeError(f"{strictjson.quoted(value)} is not a string")
     return value
 
 
 def _path(value: object) -> Path:
     if not isinstance(value, list) or any(type(one) not in (str, int) for one in value):
-        raise TypeError(f"{fields.quoted(value)} is not a path")
+        raise TypeError(f"{strictjson.quoted(value)} is not a path")
     return tuple(value)

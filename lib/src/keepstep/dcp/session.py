@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from keepstep.client.slot import Slot, SlotMapping
-from keepstep.core.candidates import Candidates
+from keepstep.core.vote import Candidates
 from keepstep.dcp.agreement import Agreed, Ballot
 from keepstep.dcp.plan_items import LastSave, Staged
 from keepstep.errors import NotDurableError, SlotUnavailable, UsageError

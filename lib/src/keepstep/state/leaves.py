@@ -18,7 +18,6 @@ from keepstep.image import (
     Section,
     TensorSpec,
     extras,
-    fields,
     objects,
     strictjson,
     strides_with_gaps,
@@ -272,7 +271,7 @@ def _is_item(item: Any) -> bool:
 
 
 def _senseless(node: Any) -> FormatError:
-    return FormatError(f"the tree of this image makes no sense: {fields.quoted(node)}")
+    return FormatError(f"the tree of this image makes no sense: {strictjson.quoted(node)}")
 
 
 def check_values(node: Node, *, count: int) -> None:

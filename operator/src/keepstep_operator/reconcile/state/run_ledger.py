@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from keepstep.core.holding import Holding, bitmap, bits
+from keepstep.core.commit_rule import Holding, RankReport, bitmap, bits
 from keepstep.core.ledger import (
     Action,
     FreshStartAcknowledged,
@@ -24,7 +24,6 @@ from keepstep.core.ledger import (
     NodeGone,
     Nothing,
     RankGone,
-    RankReport,
     Reported,
     Unknown,
     is_among,

@@ -1,45 +1,281 @@
-"""The state machine that knows what a run has kept: reports in, watermarks and actions out.
+"""Decides what a run has kept, from reports alone: reports in, watermarks and actions out.
 
-Like etcd's raft, it does no I/O and has no clock. The host has both; its duties are numbered in
-docs/ledger.md. All state can be rebuilt from new reports. So a ledger that is restarted, or moved
-from a sidecar to the operator, gives the same answers.
+Like etcd's raft, the ledger does no I/O and has no clock. The host has both; its duties are
+numbered in docs/ledger.md. All state can be rebuilt from new reports. So a ledger that is
+restarted, or moved from a sidecar to the operator, gives the same answers.
+
+Reports are level-triggered: a report says all that *is* there now, and replaces what the same node
+reported before of the same rank and tier. So a report may be lost, repeated, or merged with the
+next one.
 """
 
 from __future__ import annotations
 
 import operator
+from array import array
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from keepstep.core.holding import Holding, bitmap, bits
-from keepstep.core.ledger import commit_rule
-from keepstep.core.ledger.alarms import (
-    Signatures,
-    epoch_conflicts,
-    few,
-    fresh_start,
-    two_writers,
-    world_changed,
+from keepstep.core import commit_rule
+from keepstep.core.commit_rule import (
+    NO_NODE,
+    Completeness,
+    Coverage,
+    Holding,
+    Lineage,
+    RankReport,
+    Standing,
+    bitmap,
+    bits,
+    trace,
 )
-from keepstep.core.ledger.commit_rule import NO_NODE, Completeness, Coverage
-from keepstep.core.ledger.events import (
-    Action,
-    Alarm,
-    Committed,
-    EpochStarted,
-    Event,
-    FreshStartAcknowledged,
-    LedgerConfig,
-    Nothing,
-    RankGone,
-    Reported,
-    RestorePlan,
-    Retire,
-    Unknown,
-)
-from keepstep.core.lineage import Lineage, Standing, trace
 from keepstep.core.retention import Retention, left_behind, retired
-from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier
+from keepstep.core.vote import is_early
+from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerConfig:
+    """What a ledger must know of its run.
+
+    `tiers`: the tiers of the run. Each must answer before the run may begin at step 0. `world`: how
+    many ranks run now, None while unknown. `retention`: the policy of each durable tier. From a
+    tier without a policy nothing is ever deleted. `stale_after`: after so many committed steps in a
+    row with unchanged parameters on every rank, an alarm is raised (gradient accumulation leaves
+    the parameters of some steps unchanged).
+    """
+
+    tiers: tuple[Tier, ...] = (Tier.MEMORY, Tier.LOCAL)
+    world: int | None = None
+    retention: Mapping[Tier, Retention] = field(default_factory=dict)
+    stale_after: int = 6
+
+
+# --- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reported:
+    """A node rank says what it has of some ranks, and every epoch that it ever saw.
+
+    `sequence`: grows with every report of this node rank. A report with a lower number than the
+    last one is ignored. Always 0: reports arrive in order.
+    """
+
+    node_rank: int = 0
+    ranks: Mapping[int, RankReport] = field(default_factory=dict)
+    epochs: tuple[Epoch, ...] = ()
+    sequence: int = 0
+
+
+@dataclass(frozen=True)
+class EpochStarted:
+    """All ranks agreed on this epoch in the collective of a restore."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class FreshStartAcknowledged:
+    """It was acknowledged that this epoch began at step 0 although older steps exist. The older
+    steps may then be deleted.
+
+    `epoch` None: the newest epoch that began at step 0 beside older steps.
+    """
+
+    epoch: EpochId | None = None
+
+
+@dataclass(frozen=True)
+class RankGone:
+    """What this node reported of this rank is out of reach, until it reports again."""
+
+    rank: int
+    node_rank: int = 0
+
+
+@dataclass(frozen=True)
+class NodeGone:
+    """Everything that this node reported is out of reach, until it reports again."""
+
+    node_rank: int
+
+
+Event = Reported | EpochStarted | FreshStartAcknowledged | RankGone | NodeGone
+
+
+# --- actions -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Every rank holds this step on this tier or a stronger one. Said once per tier and step, and
+    again if the step was lost and came back."""
+
+    tier: Tier
+    id: StepId
+
+
+@dataclass(frozen=True)
+class Retire:
+    """Delete these ranks' copies on this tier. Repeated until reports show that they are gone."""
+
+    tier: Tier
+    id: StepId
+    ranks: tuple[int, ...]
+
+
+class AlarmKind(StrEnum):
+    """What a person should look at."""
+
+    STALE_SNAPSHOT = "stale-snapshot"
+    WORLD_CHANGED = "world-changed"
+    TWO_WRITERS = "two-writers"
+    EPOCH_CONFLICT = "epoch-conflict"
+    FRESH_START = "fresh-start"
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A condition that a person should look at. Said once when it arises, and again only if it
+    went away in between."""
+
+    kind: AlarmKind
+    text: str
+
+
+Action = Committed | Retire | Alarm
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """Restore this step.
+
+    `tiers`: for each rank that saved the step, the nearest tier that holds its image. `world`: how
+    many ranks saved it. If another number of ranks runs now, these divide its boxes among
+    themselves. `by_twins`: ranks whose own image is gone. Their boxes are restored from a twin's
+    image, which is on the tier named in `tiers`.
+    """
+
+    id: StepId
+    tiers: Mapping[int, Tier]
+    world: int = 0
+    by_twins: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """Every rank and every tier said that there is nothing: begin at step 0."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """There is no plan yet, or none is possible; `reason` says which. This is never a reason to
+    begin at step 0.
+
+    `waits_for`: the (rank, tier) pairs whose answers are missing. Empty: waiting alone will not
+    help.
+    """
+
+    reason: str
+    waits_for: tuple[tuple[int, Tier], ...] = ()
+
+
+_NAMED = 8
+
+
+def few(numbers: Collection[int]) -> str:
+    """These numbers as text, at most the lowest `_NAMED` of them."""
+    named = [str(number) for number in sorted(numbers)[:_NAMED]]
+    return ", ".join(named) + (", ..." if len(numbers) > _NAMED else "")
+
+
+def epoch_conflicts(
+    parents: Mapping[EpochId, Collection[StepId | None]], epochs: Collection[EpochId]
+) -> Iterator[Alarm]:
+    """Two lives of the run at once: an epoch with two parents, or two epochs with one number."""
+    for id, named in parents.items():
+        if len(named) > 1:
+            names = " and ".join(sorted(str(parent) for parent in named))
+            yield Alarm(AlarmKind.EPOCH_CONFLICT, f"epoch {id} has two parents: {names}")
+    by_number: dict[int, list[EpochId]] = {}
+    for id in epochs:
+        by_number.setdefault(id.number, []).append(id)
+    for ids in by_number.values():
+        if len(ids) > 1:
+            text = f"epochs {' and '.join(map(str, sorted(ids)))} began side by side"
+            yield Alarm(AlarmKind.EPOCH_CONFLICT, text)
+
+
+def two_writers(copies: Completeness) -> Iterator[Alarm]:
+    """One rank was written twice: different images of one step, or memory on two nodes."""
+    for id in copies.contested_steps:
+        text = f"two different images of step {id}, rank {few(copies.contested(id))}"
+        yield Alarm(AlarmKind.TWO_WRITERS, text)
+    for rank, nodes in sorted(copies.twice_in_memory().items()):
+        text = f"rank {rank} is in the memory of node ranks {few(nodes)}"
+        yield Alarm(AlarmKind.TWO_WRITERS, text)
+
+
+def world_changed(
+    copies: Completeness, newest: StepId | None, *, world: int | None
+) -> Iterator[Alarm]:
+    """`newest`, a complete step, was saved by another number of ranks than run now (`world`)."""
+    if newest is not None and world is not None:
+        for saved in copies.worlds(newest) - {world}:
+            text = f"step {newest} was saved by {saved} ranks, but {world} are running"
+            yield Alarm(AlarmKind.WORLD_CHANGED, text)
+
+
+def fresh_start(lineage: Lineage) -> Iterator[Alarm]:
+    """A run began at step 0 beside older steps."""
+    if lineage.fresh is not None:
+        yield Alarm(
+            AlarmKind.FRESH_START,
+            f"epoch {lineage.fresh} began at step 0 although older steps exist; they are kept "
+            "until somebody acknowledges the fresh start",
+        )
+
+
+class Signatures:
+    """The digests of the parameters in the newest `kept` commits. They are remembered here because
+    shards are retired."""
+
+    def __init__(self, *, kept: int) -> None:
+        self._kept = kept
+        self._of_step: dict[StepId, array[int]] = {}
+
+    def add(self, ids: Sequence[StepId], copies: Completeness) -> None:
+        """Take in steps that were committed on a durable tier, oldest first."""
+        for id in ids[-self._kept :]:
+            (world,) = copies.worlds(id)
+            digests = array("i", [0]) * world
+            for held in copies.copies(id):
+                for rank, digest in held.params():
+                    if digest and rank < world:
+                        digests[rank] = digest
+            self._of_step[id] = digests
+        for old in sorted(self._of_step)[: -self._kept]:
+            del self._of_step[old]
+
+    def stale(self) -> Iterator[Alarm]:
+        """The steps advance within one epoch, but no rank's parameters change."""
+        ids = sorted(self._of_step)
+        if len(ids) < self._kept or ids[0].epoch != ids[-1].epoch:
+            return
+        first, *others = (self._of_step[id] for id in ids)
+        if 0 not in first and all(other == first for other in others):
+            # The text names no step, so that a standing alarm is said once, not with each commit.
+            yield Alarm(
+                AlarmKind.STALE_SNAPSHOT,
+                f"the parameters of all ranks were the same in the last {len(ids)} commits of "
+                f"epoch {ids[0].epoch}: is the model that is trained the one that is saved?",
+            )
+
 
 _Kept = tuple[tuple[tuple[StepId, ...], Lineage, Retention], list[StepId], tuple[StepId, ...]]
 _STEPS_NAMED = 3
@@ -440,3 +676,56 @@ def _from(tier: Tier) -> tuple[Tier, ...]:
 def _places(places: Collection[tuple[int, Tier]]) -> str:
     named = [f"rank {rank} {tier}" for rank, tier in list(places)[:_RANKS_NAMED]]
     return ", ".join(named) + (", ..." if len(places) > _RANKS_NAMED else "")
+
+
+# --- what a restart would do ---------------------------------------------------------------------
+#
+# The ranks decide by their own vote (`keepstep.core.vote`). This is the same decision over what
+# their sidecars reported, for whoever tells people about a run before it restarts: the tests
+# compare both.
+
+
+class Restart(StrEnum):
+    """What a restart does: go on from a step, begin because nothing was kept, begin again because
+    what was kept is gone for good, or wait for what may come back."""
+
+    GOES_ON = "goes-on"
+    BEGINS = "begins"
+    BEGINS_AGAIN = "begins-again"
+    WAITS = "waits"
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """`step`: the step that the restart goes on from; for `BEGINS_AGAIN` and `WAITS`, the newest
+    step of which anything is left."""
+
+    restart: Restart
+    step: StepId | None = None
+
+
+def outlook(ledger: Ledger, *, world: int, fleeting: bool) -> Outlook:
+    """What a restart of `world` ranks would do now.
+
+    `fleeting`: what is out of reach went with its pod or its drive, and the run may begin again.
+    """
+    if (step := ledger.restart_step(world=world or None)) is not None:
+        return Outlook(Restart.GOES_ON, step)
+    left = [
+        (id, held)
+        for id in ledger.steps
+        if ledger.lineage.restorable(id)
+        for held in ledger.copies(id)
+    ]
+    if not left:
+        return Outlook(Restart.BEGINS)
+    newest = max(id for id, _ in left)
+    if fleeting:
+        return Outlook(Restart.BEGINS_AGAIN, newest)
+    by_rank: dict[tuple[int, EpochId], set[int]] = {}
+    for id, held in left:
+        for rank in bits(held.ranks):
+            by_rank.setdefault((rank, id.epoch), set()).add(id.step)
+    same_world = all(held.place[2] == world for _, held in left)
+    early = same_world and all(map(is_early, by_rank.values()))
+    return Outlook(Restart.BEGINS if early else Restart.WAITS, newest)
