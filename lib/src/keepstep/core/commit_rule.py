@@ -16,11 +16,11 @@ and its size. A value that is the same for all ranks is kept once.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import repeat
 from typing import NamedTuple, Union
 
@@ -139,7 +139,7 @@ class Holding:
         self._params = _put(self._params, self.ranks, ranks, params, _DIGESTS)
         sizes = [one.size_bytes for one in told]
         self._sizes = _put(self._sizes, self.ranks, ranks, sizes, _SIZES)
-        self.ranks = _shared(self.ranks | bitmap(ranks))
+        self.ranks |= bitmap(ranks)
         self.written_at = max(self.written_at, *(one.written_at or 0.0 for one in told))
         for rank, one in images.items():
             if group := one.alike.bits:
@@ -216,12 +216,6 @@ def number_of(digest: str | None) -> int:
 def _index(ranks: int, rank: int) -> int:
     """How many of these ranks are lower than this one: its index in their order."""
     return (ranks & ((1 << rank) - 1)).bit_count()
-
-
-@lru_cache(maxsize=256)
-def _shared(ranks: int) -> int:
-    """One object for equal bitmaps: nearly all steps are held of the same ranks."""
-    return ranks
 
 
 def _put(column: Column, there: int, ranks: list[int], values: list[int], kind: str) -> Column:
@@ -334,9 +328,6 @@ def trace(
 
 
 NO_NODE = -1
-_FEW_COPIES = 64
-_BLOCK = 64
-"""Ranks of one block. `Tally` indexes copies by block."""
 
 
 def at_least(tier: Tier) -> tuple[Tier, ...]:
@@ -358,76 +349,54 @@ class RankReport:
     gone: Mapping[Tier, Collection[StepId]] = field(default_factory=dict)
 
 
-def _blocks(ranks: int) -> Iterator[int]:
-    """The numbers of the blocks that contain these ranks."""
-    last = -1
-    for rank in bits(ranks):
-        if rank // _BLOCK != last:
-            last = rank // _BLOCK
-            yield last
-
-
 class Tally:
     """The copies of one step.
 
-    `contested`: bitmap of the ranks of which two different images exist. `known`: two bits for each
-    tier: whether completeness was judged there, and whether the step is complete there.
+    `contested`: bitmap of the ranks of which two different images exist. `known`: by tier, whether
+    the step is complete there, as far as that was judged.
     """
 
-    __slots__ = ("_near", "_reached", "_rooted", "contested", "copies", "id", "known")
+    __slots__ = ("_reach", "contested", "copies", "id", "known")
 
     def __init__(self, id: StepId) -> None:
         self.id = id
         self.copies: list[Holding] = []
         self.contested = 0
-        self.known = 0
-        self._near: dict[int, list[Holding]] | None = None
-        self._reached: dict[tuple[Tier, int], RankUnion] | None = None
-        self._rooted = 0
-        """Ranks whose images may have digests, as far as `_reached` exists."""
+        self.known: dict[Tier, bool] = {}
+        self._reach: dict[tuple[Tier, int], int] | None = None
 
-    def changed(self, held: Holding, ranks: int) -> None:
-        """`held` has got or lost images of these ranks. With none left it is no longer among the
-        copies."""
-        if self._near is not None:
-            self._find(held, ranks)
-        if self._reached is not None:
-            self._reach_by(self._reached, held)
+    def came(self, held: Holding, ranks: int) -> None:
+        """`held`, one of the copies, has got images of these ranks."""
+        if self._reach is not None:
+            at = held.place[1:]
+            self._reach[at] = self._reach.get(at, 0) | ranks
 
-    def _reach(self) -> dict[tuple[Tier, int], int]:
+    def went(self, ranks: int) -> None:
+        """A copy has lost its images of these ranks."""
+        self._reach = None
+        if self.contested & ranks:
+            self.contest(self.contested & ranks)
+
+    @property
+    def reach(self) -> Mapping[tuple[Tier, int], int]:
         """By (tier, world), the bitmap of all ranks of which there are copies.
 
-        Kept up to date, because thousands of nodes may have one copy each, and after the report of
-        each of them completeness is asked again. But most steps are one copy, in the archive.
+        It is kept, because thousands of nodes may have one copy each, and after the report of each
+        of them completeness is asked again.
         """
-        if self._reached is None and len(self.copies) <= 1:
-            return {held.place[1:]: held.ranks for held in self.copies}
-        if self._reached is None:
-            self._reached = {}
+        if self._reach is None:
+            self._reach = {}
             for held in self.copies:
-                self._reach_by(self._reached, held)
-        return {at: union.once for at, union in self._reached.items() if union.once}
-
-    def _reach_by(self, reached: dict[tuple[Tier, int], RankUnion], held: Holding) -> None:
-        node_rank, *_ = held.place
-        reached.setdefault(held.place[1:], RankUnion()).put(node_rank, held.ranks)
-        self._rooted |= held.rooted
+                at = held.place[1:]
+                self._reach[at] = self._reach.get(at, 0) | held.ranks
+        return self._reach
 
     def worlds(self) -> set[int]:
-        return {world for _, world in self._reach()}
-
-    def may_differ(self, ranks: int, rooted: int) -> bool:
-        """Whether images of `ranks` that are about to be added can change `contested`. If not, the
-        images need not be compared. `rooted`: those of these ranks whose images have digests."""
-        if self._reached is None:
-            self._rooted = 0
-            for held in self.copies:
-                self._rooted |= held.rooted
-        return bool(self.contested & ranks or self._rooted & rooted)
+        return {world for _, world in self.reach}
 
     def contest(self, ranks: int) -> None:
-        """Compare all images of these ranks and update `contested`."""
-        there = [held for held in self._of(ranks) if held.ranks & ranks]
+        """Compare all images of these ranks that have digests, and update `contested`."""
+        there = [held for held in self.copies if held.rooted & ranks]
         once = twice = found = 0
         for held in there:
             twice |= once & held.ranks
@@ -438,34 +407,12 @@ class Tally:
                 found |= 1 << rank
         self.contested = self.contested & ~ranks | found & ranks
 
-    def _of(self, ranks: int) -> Iterable[Holding]:
-        """All copies that may have images of these ranks.
-
-        With thousands of copies, an index by block is built once, because each report compares the
-        images of its own ranks.
-        """
-        if len(self.copies) <= _FEW_COPIES:
-            return self.copies
-        if self._near is None:
-            self._near = {}
-            for held in self.copies:
-                self._find(held, held.ranks)
-        near = (self._near.get(one, ()) for one in _blocks(ranks))
-        return dict.fromkeys(held for block in near for held in block)
-
-    def _find(self, held: Holding, ranks: int) -> None:
-        assert self._near is not None
-        for one in _blocks(ranks):
-            block = self._near.setdefault(one, [])
-            if held not in block:
-                block.append(held)
-
     def ranks(self, tiers: Collection[Tier], *, without: Collection[int] = ()) -> int:
         """Bitmap of the ranks of which a copy lies on one of these tiers, on a node that is not in
         `without`."""
         found = 0
         if not without:
-            for (tier, _), ranks in self._reach().items():
+            for (tier, _), ranks in self.reach.items():
                 found |= ranks if tier in tiers else 0
             return found
         for held in self.copies:
@@ -475,10 +422,9 @@ class Tally:
         return found
 
     def complete(self, tier: Tier) -> bool:
-        known = 2 * NEAREST_FIRST.index(tier)
-        if not self.known >> known & 1:
-            self.known |= (1 | self._complete(tier) << 1) << known
-        return bool(self.known >> known & 2)
+        if tier not in self.known:
+            self.known[tier] = self._complete(tier)
+        return self.known[tier]
 
     def _complete(self, tier: Tier) -> bool:
         # THE COMMIT RULE: the sealed shards of (epoch, step) cover the whole world.
@@ -540,8 +486,7 @@ class Completeness:
     """
 
     def __init__(self) -> None:
-        self._held: dict[Place, dict[StepId, Holding]] = {}
-        self._places: dict[int, dict[Place, Place]] = {}
+        self._held: dict[int, dict[Place, dict[StepId, Holding]]] = {}
         self._of_step: dict[StepId, Tally] = {}
         self._steps: list[StepId] = []
         self._epochs: Counter[EpochId] = Counter()
@@ -587,8 +532,8 @@ class Completeness:
         """Forget what this node reported of this rank (None: of all ranks). Images in the archive
         are not forgotten."""
         ranks = _ALL_RANKS if rank is None else 1 << rank
-        for place in list(self._places.get(node_rank, ())):
-            for id in list(self._held[place]):
+        for place, steps in list(self._held.get(node_rank, {}).items()):
+            for id in list(steps):
                 self._take_out(place, id, ranks)
         for tier in NEAREST_FIRST:
             if (said := self._answers.get((node_rank, tier))) is not None:
@@ -598,16 +543,16 @@ class Completeness:
 
     def keep_newest(self, at: int, most: int) -> None:
         """Forget all but the newest `most` steps that are held at `at`, on each tier."""
-        for place in list(self._places.get(at, ())):
-            for id in sorted(self._held[place])[:-most]:
+        for place, steps in list(self._held.get(at, {}).items()):
+            for id in sorted(steps)[:-most]:
                 self._take_out(place, id, _ALL_RANKS)
 
     def _keep(self, at: int, tier: Tier, ranks: int, images: Mapping[_Key, _Images]) -> None:
         """Forget the images of these ranks here, except `images`."""
-        for place in self._at(at, tier) if ranks else ():
-            for id, held in [*self._held[place].items()]:
+        for place, steps in self._at(at, tier) if ranks else ():
+            for id, held in list(steps.items()):
                 if held.ranks & ranks:
-                    named = images.get(_key(id, place[2]))
+                    named = images.get((id, place[2]))
                     self._take_out(place, id, ranks & ~(named.ranks if named else 0))
 
     def _remove(self, at: int, tier: Tier, gone: Mapping[int, Iterable[StepId]]) -> None:
@@ -615,21 +560,18 @@ class Completeness:
         for rank, ids in gone.items():
             for id in ids:
                 of[id] = of.get(id, 0) | 1 << rank
-        for place in self._at(at, tier) if of else ():
+        for place, steps in self._at(at, tier) if of else ():
             for id, ranks in of.items():
-                if id in self._held.get(place, ()):
+                if id in steps:
                     self._take_out(place, id, ranks)
 
     def _put(self, place: Place, told: _Images) -> None:
         """Take in images of one step at this place."""
-        steps = self._held.get(place)
-        if steps is None:
-            steps = self._held[place] = {}
-            self._places.setdefault(place[0], {})[place] = place
+        steps = self._held.setdefault(place[0], {}).setdefault(place, {})
         held, images = steps.get(told.id), told.of
+        tally = self._tally_of(told.id)
         if held is None:
-            tally, place = self._tally_of(told.id), self._places[place[0]][place]
-            held = steps[tally.id] = Holding(place)
+            held = steps[told.id] = Holding(place)
             tally.copies.append(held)
         else:
             there = held.ranks
@@ -640,54 +582,44 @@ class Completeness:
             }
             if not (images or told.doubled):
                 return
-            tally = self._of_step[told.id]
             held.remove(there & bitmap(images))
         ranks = bitmap(images) | told.doubled
-        rooted = bitmap(rank for rank, one in images.items() if one.root is not None)
-        may_differ = bool(told.doubled) or tally.may_differ(ranks, rooted)
         if images:
             held.add(images)
-            tally.changed(held, bitmap(images))
+            tally.came(held, bitmap(images))
         held.doubled |= told.doubled
-        if may_differ:
+        if tally.contested & ranks or any(one.root is not None for one in told.of.values()):
             tally.contest(ranks)
-        self._note(tally.id, tally)
+        self._note(told.id, tally)
 
     def _tally_of(self, id: StepId) -> Tally:
-        """The step's tally, made if there is none. There may be thousands of steps, so steps of one
-        epoch share one `EpochId` object."""
+        """The step's tally, made if there is none."""
         tally = self._of_step.get(id)
         if tally is None:
-            at = bisect_left(self._steps, id)
-            beside = next((one.epoch for one in self._steps[max(0, at - 1) : at + 1]), id.epoch)
-            id = StepId(beside, id.step) if beside == id.epoch else id
             tally = self._of_step[id] = Tally(id)
-            self._steps.insert(at, id)
+            insort(self._steps, id)
             self._epochs[id.epoch] += 1
         return tally
 
     def _take_out(self, place: Place, id: StepId, ranks: int) -> None:
         """Remove the images of these ranks and this step from this place."""
-        held, tally = self._held[place][id], self._of_step[id]
+        steps, tally = self._held[place[0]][place], self._of_step[id]
+        held = steps[id]
         leaving = held.ranks & ranks
         if not leaving:
             return
         if leaving == held.ranks:
-            del self._held[place][id]
+            del steps[id]
             tally.copies.remove(held)
-            held.ranks = 0
-            if not self._held[place]:
-                del self._held[place]
-                self._places[place[0]].pop(place, None)
+            if not steps:
+                del self._held[place[0]][place]
         else:
             held.remove(leaving)
-        tally.changed(held, leaving)
-        if tally.contested & leaving:
-            tally.contest(tally.contested & leaving)
-        self._note(tally.id, tally)
+        tally.went(leaving)
+        self._note(id, tally)
 
     def _note(self, id: StepId, tally: Tally) -> None:
-        tally.known = 0
+        tally.known.clear()
         self.changed.add(id)
         if tally.contested:
             self._contested.add(id)
@@ -700,8 +632,8 @@ class Completeness:
             if not self._epochs[id.epoch]:
                 del self._epochs[id.epoch]
 
-    def _at(self, at: int, tier: Tier) -> list[Place]:
-        return [place for place in self._places.get(at, ()) if place[1] is tier]
+    def _at(self, at: int, tier: Tier) -> list[tuple[Place, dict[StepId, Holding]]]:
+        return [one for one in self._held.get(at, {}).items() if one[0][1] is tier]
 
     # --- asking --------------------------------------------------------------------------
 
@@ -726,12 +658,12 @@ class Completeness:
 
     def of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, Holding]]:
         """The steps that this node holds on this tier, each with its copies."""
-        for place in self._at(node_rank, tier):
-            yield from self._held[place].items()
+        for _, steps in self._at(node_rank, tier):
+            yield from steps.items()
 
     def count(self, at: int) -> int:
         """How many steps are held at `at`. A step counts once for each tier and world."""
-        return sum(len(self._held[place]) for place in self._places.get(at, ()))
+        return sum(map(len, self._held.get(at, {}).values()))
 
     def held(self, at: int, tier: Tier) -> int:
         """Bitmap of the ranks of which any image is held at `at` on this tier."""
@@ -766,11 +698,6 @@ class Completeness:
     def is_there(self, id: StepId) -> bool:
         """Whether any copy of this step is held anywhere."""
         return id in self._of_step
-
-    def interned(self, id: StepId) -> StepId:
-        """An equal `StepId`: the one object that is used for this step here."""
-        tally = self._of_step.get(id)
-        return id if tally is None else tally.id
 
     def coverage(
         self, id: StepId, tier: Tier = Tier.MEMORY, *, without: Collection[int] = ()
@@ -826,13 +753,8 @@ class Completeness:
         return {rank: self._in_memory.having(rank) for rank in bits(self._in_memory.twice)}
 
 
-_Key = tuple[int, int, str, int]
-
-
-def _key(id: StepId, world: int) -> _Key:
-    """A key for a step and a world size. A report names each step once for each of its ranks, and a
-    tuple of numbers and a string is hashed faster than a `StepId`."""
-    return id.step, id.epoch.number, id.epoch.nonce, world
+_Key = tuple[StepId, int]
+"""A step and the world size of its images."""
 
 
 class _Images:
@@ -852,17 +774,15 @@ def _by_step(sealed: Iterable[tuple[int, Iterable[ShardFacts]]]) -> dict[_Key, _
     """Group the reported images, given by rank, by step and world."""
     found: dict[_Key, _Images] = {}
     for rank, shards in sealed:
-        bit = 1 << rank
         for one in shards:
-            id = one.step_id
-            key = _key(id, one.world)
-            images = found.get(key)
+            images = found.get((one.step_id, one.world))
             if images is None:
-                images = found[key] = _Images(id, one.world)
-            images.ranks |= bit
+                images = _Images(one.step_id, one.world)
+                found[one.step_id, one.world] = images
+            images.ranks |= 1 << rank
             first = images.of.setdefault(rank, one)
             if first.root != one.root and None not in (first.root, one.root):
-                images.doubled |= bit
+                images.doubled |= 1 << rank
     return found
 
 

@@ -448,10 +448,6 @@ class Ledger:
             self._copies.answer(rank, tier) is not Answer.UNKNOWN for tier in self.config.tiers
         )
 
-    def interned(self, id: StepId) -> StepId:
-        """An equal `StepId`: the one object that the ledger uses for this step."""
-        return self._copies.interned(id)
-
     def copies(self, id: StepId) -> Sequence[Holding]:
         """Every copy of this step."""
         return self._copies.copies(id)

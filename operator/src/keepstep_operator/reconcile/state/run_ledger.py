@@ -234,8 +234,7 @@ class RunLedger:
             there[Tier.ARCHIVE] = answer is Answer.STEPS
         else:
             there = {tier: bool(told) for tier, (told, _) in one.by_tier().items()}
-        staged = None if one.staged is None else self.core.interned(one.staged)
-        return rank_state(one, tiers=there, staged=staged, archive_answer=answer)
+        return rank_state(one, tiers=there, staged=one.staged, archive_answer=answer)
 
     def pod_gone(self, pod: str, *, local_stays: bool) -> tuple[Action, ...]:
         """The pod is gone, and its memory with it. `local_stays`: its volumes outlive it."""
