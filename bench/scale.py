@@ -43,9 +43,8 @@ from keepstep.core.ledger import Ledger, Reported
 from keepstep.core.shard import NOBODY, Ranks, Shard
 from keepstep.core.vote import Candidate, Candidates, Offer
 from keepstep.image import Layout, Parameters, Section, TensorSpec
-from keepstep.restore.boxes import Box, IndexBuilder
 from keepstep.restore.collective import Agreed, Collective
-from keepstep.restore.plan import Plan, Want, make
+from keepstep.restore.plan import Box, IndexBuilder, Plan, Want, make
 from keepstep.state.sharding import chunk
 from keepstep.state.topology import Bulk, Topology, agree, cut
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier

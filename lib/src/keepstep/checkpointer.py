@@ -47,8 +47,8 @@ from keepstep.errors import (
 from keepstep.image import Layout, extras
 from keepstep.restore.collective import Agreed, Collective, Gather, Unkept, telling
 from keepstep.restore.modules import check_loads
+from keepstep.restore.rehearsal import COMPONENT, Structure, changes, structure_of, rehearse
 from keepstep.restore.restore import PartialRestore, Restore
-from keepstep.restore.structure import COMPONENT, Structure, changes, structure_of
 from keepstep.save.agent import Agent, Stats
 from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
 from keepstep.save.snapshot import Guard, Snapshots
@@ -473,8 +473,6 @@ class Checkpointer:
 
     def _check_loads(self, taken: Taken, *, models_only: bool = False) -> None:
         """Raise UsageError for what could be kept, but never restored."""
-        from keepstep.restore.rehearsal import rehearse
-
         check_loads(taken)
         rehearse(taken, trusted=self._trusted, models_only=models_only)
 

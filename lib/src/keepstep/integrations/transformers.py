@@ -35,13 +35,12 @@ from keepstep.errors import UsageError
 from keepstep.image import extras
 from keepstep.integrations import (
     _own_state,
-    _quantized,
     loaders,
     require,
     require_accelerate,
     require_torch,
 )
-from keepstep.integrations._trainings import Training
+from keepstep.integrations._trainings import Training, is_quantized, kept_part
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -156,7 +155,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         """
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # in AcceleratedOptimizer
         require_torch(optimizer)
-        components = {"model": _quantized.component(self.model_wrapped), "optimizer": optimizer}
+        components = {"model": kept_part(self.model_wrapped), "optimizer": optimizer}
         others = {
             "scheduler": self.lr_scheduler,
             "scaler": self.accelerator.scaler,
@@ -474,7 +473,7 @@ def _refuse(trainer: Any) -> None:
             "keepstep cannot keep DeepSpeed's partitions in Trainer: use FSDP2 (fsdp_version: 2) or"
             " DDP there; in a loop of your own it keeps them (docs/frameworks.md#deepspeed)"
         )
-    if trainer.is_fsdp_enabled and _quantized.is_quantized(trainer.model):
+    if trainer.is_fsdp_enabled and is_quantized(trainer.model):
         raise UsageError("keepstep keeps quantised models without FSDP only: use one rank, or DDP")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
