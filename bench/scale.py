@@ -45,8 +45,7 @@ from keepstep.core.vote import Candidate, Candidates, Offer
 from keepstep.image import Layout, Parameters, Section, TensorSpec
 from keepstep.restore.collective import Agreed, Collective
 from keepstep.restore.plan import Box, IndexBuilder, Plan, Want, make
-from keepstep.state.sharding import chunk
-from keepstep.state.topology import Bulk, Topology, agree, cut
+from keepstep.state.sharding import Bulk, Topology, agree, chunk, cut
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import LeaseGranted, Source, Sources, from_json, to_json
 from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory

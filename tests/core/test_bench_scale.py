@@ -7,7 +7,7 @@ import pytest
 
 from bench import scale
 from keepstep.core import vote
-from keepstep.state.topology import Topology
+from keepstep.state.sharding import Topology
 from keepstep_sidecar.tiers.peer.protocol import Listing
 
 # --- what keeps the figures low ----------------------------------------------------------------

@@ -27,8 +27,7 @@ import safetensors
 import torch
 
 from keepstep.core import vote
-from keepstep.core.goodput import Tally
-from keepstep.core.history import RELEASED, Event, Kind
+from keepstep.core.history import RELEASED, Event, Kind, Tally
 from keepstep.core.shard import Shard
 from keepstep.dcp.metadata import Tree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError

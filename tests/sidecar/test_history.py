@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer import FakeTrainer
 
-from keepstep.core.goodput import Tally
-from keepstep.core.history import Event, Kind
+from keepstep.core.history import Event, Kind, Tally
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.status import History as Told
 from keepstep_sidecar.api import status

@@ -13,8 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from keepstep.core.goodput import Badput, Goodput
-from keepstep.core.history import Event, Kind, Restart
+from keepstep.core.history import Badput, Event, Goodput, Kind, Restart
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.status import (
     RankStatus,

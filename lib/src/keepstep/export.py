@@ -41,8 +41,7 @@ from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.restore import plan
 from keepstep.restore.images import W, chunk_runs, fill
 from keepstep.restore.plan import Box, IndexBuilder, Saved
-from keepstep.state.dtypes import CODE_OF, DTYPE_OF
-from keepstep.state.leaves import Node, parse
+from keepstep.state.leaves import CODE_OF, DTYPE_OF, Node, parse
 from keepstep.steps import StepId
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -71,7 +71,7 @@ from keepstep.restore.plan import (
     byte_range,
     make,
 )
-from keepstep.state.dtypes import DTYPE_OF
+from keepstep.state.leaves import DTYPE_OF
 from keepstep.steps import NEAREST_FIRST, StepId, Tier, shard_name
 
 log = logging.getLogger("keepstep")

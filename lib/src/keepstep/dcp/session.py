@@ -57,7 +57,7 @@ from keepstep.restore.collective import ask_candidates, begin_epoch
 from keepstep.save.agent import Agent
 from keepstep.save.snapshot import Pending, Verdict
 from keepstep.state import accelerator
-from keepstep.state.dtypes import DTYPE_OF, code_of
+from keepstep.state.leaves import DTYPE_OF, code_of
 from keepstep.steps import Answer, Epoch, EpochId, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV
 

@@ -24,8 +24,8 @@ from keepstep.restore.images import Images
 from keepstep.restore.plan import Box, Index, Saved, Want
 from keepstep.state import sharding
 from keepstep.state.accelerator import device_of
-from keepstep.state.dtypes import DTYPE_OF
 from keepstep.state.leaves import (
+    DTYPE_OF,
     Node,
     TensorLeaf,
     build,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from keepstep.core.commit_rule import RankReport
-from keepstep.core.goodput import Badput, Goodput
+from keepstep.core.history import Badput, Goodput
 from keepstep.core.ledger import Reported
 from keepstep.core.shard import NOBODY, Ranks, Shard, ShardFacts, shared
 from keepstep.core.suspicion import Failure

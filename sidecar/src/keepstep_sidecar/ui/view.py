@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepstep.core.goodput import Goodput
-from keepstep.core.history import Event
+from keepstep.core.history import Event, Goodput
 from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, VolumeStatus
 
 

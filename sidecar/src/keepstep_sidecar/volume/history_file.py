@@ -22,8 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from keepstep.core.goodput import Tally
-from keepstep.core.history import Event, Restart
+from keepstep.core.history import Event, Restart, Tally
 from keepstep.directory import Directory
 from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
 from keepstep.image import strictjson
