@@ -1,4 +1,4 @@
-"""Which box of a tensor is on this rank, which ranks have the same one, and which of them stages it.
+"""Which box of a tensor is on this rank, which ranks have the same, and which of them stages it.
 
 A DTensor's placements are read without torch's own helpers. They assume that a strided shard (FSDP
 over tensor parallel) is cut from left to right, which gives wrong rows if the sizes do not divide
