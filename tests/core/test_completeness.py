@@ -42,7 +42,7 @@ def check(copies: Completeness, id: StepId) -> None:
     assert copies.worlds(id) == {held.place[2] for held in there}
     for tier in NEAREST_FIRST:
         ranks = [held.ranks for held in there if held.place[1] is tier]
-        assert copies.ranks(id, (tier,)) == sum({1 << at for one in ranks for at in bits(one)})
+        assert copies.holders(id, tier) == sum({1 << at for one in ranks for at in bits(one)})
     roots = [
         (rank, held.root(rank)) for held in there for rank in bits(held.ranks) if held.root(rank)
     ]

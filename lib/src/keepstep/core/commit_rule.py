@@ -489,7 +489,7 @@ class Completeness:
         self._held: dict[int, dict[Place, dict[StepId, Holding]]] = {}
         self._of_step: dict[StepId, Tally] = {}
         self._steps: list[StepId] = []
-        self._epochs: Counter[EpochId] = Counter()
+        self._epochs_held: Counter[EpochId] = Counter()
         self._contested: set[StepId] = set()
         self._answers: dict[tuple[int, Tier], Answers] = {}
         self._merged: dict[Tier, Answers] = {}
@@ -598,7 +598,7 @@ class Completeness:
         if tally is None:
             tally = self._of_step[id] = Tally(id)
             insort(self._steps, id)
-            self._epochs[id.epoch] += 1
+            self._epochs_held[id.epoch] += 1
         return tally
 
     def _take_out(self, place: Place, id: StepId, ranks: int) -> None:
@@ -628,9 +628,9 @@ class Completeness:
         if not tally.copies:
             del self._of_step[id]
             del self._steps[bisect_left(self._steps, id)]
-            self._epochs[id.epoch] -= 1
-            if not self._epochs[id.epoch]:
-                del self._epochs[id.epoch]
+            self._epochs_held[id.epoch] -= 1
+            if not self._epochs_held[id.epoch]:
+                del self._epochs_held[id.epoch]
 
     def _at(self, at: int, tier: Tier) -> list[tuple[Place, dict[StepId, Holding]]]:
         return [one for one in self._held.get(at, {}).items() if one[0][1] is tier]
@@ -641,11 +641,6 @@ class Completeness:
     def steps(self) -> list[StepId]:
         """Every step of which any node or the archive holds an image, oldest first."""
         return self._steps
-
-    @property
-    def epochs(self) -> Collection[EpochId]:
-        """The epochs of all these steps."""
-        return self._epochs.keys()
 
     @property
     def contested_steps(self) -> list[StepId]:
@@ -661,7 +656,7 @@ class Completeness:
         for _, steps in self._at(node_rank, tier):
             yield from steps.items()
 
-    def count(self, at: int) -> int:
+    def steps_at(self, at: int) -> int:
         """How many steps are held at `at`. A step counts once for each tier and world."""
         return sum(map(len, self._held.get(at, {}).values()))
 
@@ -672,9 +667,9 @@ class Completeness:
             found |= held.ranks
         return found
 
-    def ranks(self, id: StepId, tiers: Iterable[Tier]) -> int:
-        """Bitmap of the ranks of which a copy of this step lies on one of these tiers."""
-        return self._tally(id).ranks(tuple(tiers))
+    def holders(self, id: StepId, tier: Tier) -> int:
+        """Bitmap of the ranks whose image of the step is on exactly this tier."""
+        return self._tally(id).ranks((tier,))
 
     def worlds(self, id: StepId) -> set[int]:
         """The world sizes that copies of this step name. More than one means a serious error."""
@@ -875,77 +870,3 @@ def _spread(
                 found[tier] |= news
     by_tier = tuple((tier, ranks) for tier, ranks in found.items() if ranks)
     return Coverage(found=by_tier, twins=twins, world=world)
-
-
-# --- restorable ------------------------------------------------------------------------------
-#
-# Which steps could be restored, whole, from what can be reached: pure questions over the copies.
-#
-# These are more steps than the committed ones: a step may be whole by twins alone, after its other
-# replica was lost with a node. Such a step is never a commit, and never causes a deletion.
-
-
-def whole(copies: Completeness, lineage: Lineage) -> tuple[StepId, ...]:
-    """Restorable steps of which every box can be reached somewhere, oldest first.
-
-    A twin has the boxes of a rank, but not its buffers, RNG and extras. So a step in which twins
-    stand in for ranks is left out if these ranks have their own images of the newest complete step
-    before it nearby. After a crash, or after the loss of a node with a buddy, the run then goes on
-    from that complete step: exactly, and at most a few steps back.
-    """
-    return tuple(reversed(list(_whole(copies, lineage))))
-
-
-def newest_whole(
-    copies: Completeness, lineage: Lineage, *, world: int | None = None
-) -> StepId | None:
-    """The newest step of `whole`, found without judging all the older ones. `world`: how many ranks
-    run."""
-    return next(_whole(copies, lineage, world=world), None)
-
-
-def _whole(copies: Completeness, lineage: Lineage, *, world: int | None = None) -> Iterator[StepId]:
-    """The steps of `whole`, newest first. If another number of ranks runs than saved the step, all
-    of them put it together, so no twin stands in for a rank."""
-    for place in reversed(range(len(copies.steps))):
-        id = copies.steps[place]
-        if not lineage.restorable(id):
-            continue
-        if copies.complete(id, Tier.MEMORY):
-            yield id
-            continue
-        coverage = copies.coverage(id)
-        if coverage is not None and coverage.whole:
-            older = reversed(copies.steps[:place])
-            before = (
-                one
-                for one in older
-                if copies.complete(one, Tier.MEMORY) and lineage.restorable(one)
-            )
-            complete = next(before, None)
-            if (
-                complete is None
-                or coverage.world != (world or coverage.world)
-                or not _nearby(coverage, copies.coverage(complete))
-            ):
-                yield id
-
-
-def _nearby(of: Coverage, complete: Coverage | None) -> bool:
-    """Whether the ranks that have only a twin's image in `of` have their own images of the complete
-    step nearby (not only in the archive), and both steps have the same world size."""
-    near = (Tier.MEMORY, Tier.LOCAL, Tier.PEER)
-    return complete is not None and complete.world == of.world and not of.twins & ~complete.on(near)
-
-
-def without(
-    copies: Completeness, lineage: Lineage, node_ranks: Collection[int], tier: Tier
-) -> StepId | None:
-    """The newest step that this tier and stronger ones would still hold, whole, without what these
-    nodes reported."""
-    for id in reversed(copies.steps):
-        if lineage.restorable(id):
-            left = copies.coverage(id, tier, without=node_ranks)
-            if left is not None and left.whole:
-                return id
-    return None

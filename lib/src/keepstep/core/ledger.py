@@ -17,12 +17,10 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from keepstep.core import commit_rule
 from keepstep.core.commit_rule import (
     NO_NODE,
     Completeness,
     Coverage,
-    Holding,
     Lineage,
     RankReport,
     Standing,
@@ -288,13 +286,13 @@ def is_among(id: StepId, ids: Sequence[StepId]) -> bool:
     return at < len(ids) and ids[at] == id
 
 
-class Ledger:
+class Ledger(Completeness):
     """The ledger of one run. `apply` events; obey the actions; ask `plan`, `committed`,
     `watermark`."""
 
     def __init__(self, config: LedgerConfig | None = None) -> None:
+        super().__init__()
         self.config = config or LedgerConfig()
-        self._copies = Completeness()
         self._recorded: dict[EpochId, Epoch] = {}
         self._epochs: tuple[Epoch, ...] | None = None
         self._acknowledged: set[EpochId] = set()
@@ -321,9 +319,9 @@ class Ledger:
         elif isinstance(event, FreshStartAcknowledged):
             self._acknowledge(event.epoch)
         elif isinstance(event, RankGone):
-            self._copies.drop(node_rank=event.node_rank, rank=event.rank)
+            self.drop(node_rank=event.node_rank, rank=event.rank)
         else:
-            self._copies.drop(node_rank=event.node_rank)
+            self.drop(node_rank=event.node_rank)
             self._sequences.pop(event.node_rank, None)
         self._look_again()
         return (*self._commits(), *self._retirements(), *self._alarms())
@@ -338,16 +336,16 @@ class Ledger:
 
     def keep_archived(self, most: int) -> None:
         """When more than `most` steps are archived, remember only the newest `most // 2`."""
-        if self._copies.count(NO_NODE) > most:
-            self._copies.keep_newest(NO_NODE, most // 2)
+        if self.steps_at(NO_NODE) > most:
+            self.keep_newest(NO_NODE, most // 2)
             self._look_again()
 
     def _look_again(self) -> None:
         """After a change, recompute what depends on it, without a look at steps that did not
         change."""
-        changed, self._copies.changed = self._copies.changed, set()
-        if self._traced is None or self._traced != self._copies.epochs:
-            self._traced, before = frozenset(self._copies.epochs), self._lineage
+        changed, self.changed = self.changed, set()
+        if self._traced is None or self._traced != self._epochs_held.keys():
+            self._traced, before = frozenset(self._epochs_held.keys()), self._lineage
             self._lineage = trace(
                 self._recorded, seen=self._traced, acknowledged=self._acknowledged
             )
@@ -361,14 +359,14 @@ class Ledger:
                 now = self._is_committed(id, tier)
                 if now != is_among(id, ids):
                     moved.add(id)
-                waits = not now and self._copies.is_there(id)
+                waits = not now and self.is_there(id)
                 others.add(id) if waits else others.discard(id)
             if moved:
                 self._committed[tier] = tuple(sorted(moved.symmetric_difference(ids)))
                 self._unfinished[tier] = set(others)  # a copy takes no more memory than it needs
 
     def _is_committed(self, id: StepId, tier: Tier) -> bool:
-        return self._copies.complete(id, tier) and self._lineage.restorable(id)
+        return self.complete(id, tier) and self._lineage.restorable(id)
 
     # --- asking --------------------------------------------------------------------------
 
@@ -388,22 +386,9 @@ class Ledger:
         recorded = self._recorded.get(epoch)
         return recorded.parent if recorded is not None else None
 
-    @property
-    def steps(self) -> Sequence[StepId]:
-        """Every step of which any node or the archive holds an image, oldest first."""
-        return self._copies.steps
-
-    def steps_at(self, node_rank: int) -> int:
-        """How many steps this node holds. A step counts once for each tier."""
-        return self._copies.count(node_rank)
-
-    def held(self, node_rank: int, tier: Tier) -> int:
-        """Bitmap of the ranks of which this node reported any image on this tier."""
-        return self._copies.held(node_rank, tier)
-
     def highest_epoch(self) -> int:
         """The highest epoch number ever seen, 0 for none. The next epoch's is one more."""
-        return max((id.number for id in {*self._recorded, *self._copies.epochs}), default=0)
+        return max((id.number for id in {*self._recorded, *self._epochs_held.keys()}), default=0)
 
     def is_dead(self, id: StepId) -> bool:
         """Whether a later epoch went on from before this step."""
@@ -415,7 +400,7 @@ class Ledger:
         For `Tier.MEMORY`: the steps that all ranks could restore, each from any tier.
         """
         if tier not in self._committed:
-            judged = [(id, self._is_committed(id, tier)) for id in self._copies.steps]
+            judged = [(id, self._is_committed(id, tier)) for id in self.steps]
             self._committed[tier] = tuple(id for id, is_committed in judged if is_committed)
             self._unfinished[tier] = {id for id, is_committed in judged if not is_committed}
         return self._committed[tier]
@@ -426,58 +411,79 @@ class Ledger:
 
     def whole(self) -> tuple[StepId, ...]:
         """Restorable steps of which every box can be reached somewhere, oldest first.
-        `commit_rule.whole` says when a twin's image stands in for a rank's own."""
-        return commit_rule.whole(self._copies, self._lineage)
+
+        These are more steps than the committed ones: a step may be whole by twins alone, after its
+        other replica was lost with a node. Such a step is never a commit, and never causes a
+        deletion.
+
+        A twin has the boxes of a rank, but not its buffers, RNG and extras. So a step in which
+        twins stand in for ranks is left out if these ranks have their own images of the newest
+        complete step before it nearby. After a crash, or after the loss of a node with a buddy, the
+        run then goes on from that complete step: exactly, and at most a few steps back.
+        """
+        return tuple(reversed(list(self._whole())))
 
     def restart_step(self, *, world: int | None = None) -> StepId | None:
         """The newest step that `world` ranks could go on from now; None if no step is whole."""
-        return commit_rule.newest_whole(self._copies, self._lineage, world=world)
+        return next(self._whole(world=world), None)
+
+    def _whole(self, *, world: int | None = None) -> Iterator[StepId]:
+        """The steps of `whole`, newest first. If another number of ranks runs than saved the step,
+        all of them put it together, so no twin stands in for a rank."""
+        for place in reversed(range(len(self.steps))):
+            id = self.steps[place]
+            if not self._lineage.restorable(id):
+                continue
+            if self.complete(id, Tier.MEMORY):
+                yield id
+                continue
+            coverage = self.coverage(id)
+            if coverage is not None and coverage.whole:
+                complete = next(filter(self._is_complete, reversed(self.steps[:place])), None)
+                if (
+                    complete is None
+                    or coverage.world != (world or coverage.world)
+                    or not _nearby(coverage, self.coverage(complete))
+                ):
+                    yield id
+
+    def _is_complete(self, id: StepId) -> bool:
+        return self._is_committed(id, Tier.MEMORY)
 
     def without(self, *node_ranks: int, tier: Tier = Tier.LOCAL) -> StepId | None:
         """The newest step that could be restored from this tier and stronger ones if everything
         that these nodes reported were gone. Images in the archive would still be there."""
-        return commit_rule.without(self._copies, self._lineage, node_ranks, tier)
-
-    def holders(self, id: StepId, tier: Tier) -> int:
-        """Bitmap of the ranks whose image of the step is on exactly this tier."""
-        return self._copies.ranks(id, (tier,))
+        for id in reversed(self.steps):
+            if self._lineage.restorable(id):
+                left = self.coverage(id, tier, without=node_ranks)
+                if left is not None and left.whole:
+                    return id
+        return None
 
     def has_answered(self, rank: int) -> bool:
         """Whether it is known of every tier what it holds of this rank."""
-        return all(
-            self._copies.answer(rank, tier) is not Answer.UNKNOWN for tier in self.config.tiers
-        )
-
-    def copies(self, id: StepId) -> Sequence[Holding]:
-        """Every copy of this step."""
-        return self._copies.copies(id)
+        return all(self.answer(rank, tier) is not Answer.UNKNOWN for tier in self.config.tiers)
 
     def archived_of(self, rank: int) -> list[StepId]:
         """Steps for which the archive holds this rank's image."""
-        there = self._copies.of_node(NO_NODE, Tier.ARCHIVE)
+        there = self.of_node(NO_NODE, Tier.ARCHIVE)
         return [id for id, held in there if held.ranks >> rank & 1]
-
-    def of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, Holding]]:
-        """The steps that this node holds on this tier, each with its copies."""
-        return self._copies.of_node(node_rank, tier)
 
     def size_bytes(self, id: StepId) -> int:
         """Bytes of the step: the sum of one image of each rank, the largest where sizes differ.
         0 if the size is unknown for any rank."""
         largest: dict[int, int] = {}
-        for held in self._copies.copies(id):
+        for held in self.copies(id):
             for rank, size in held.sizes():
                 largest[rank] = max(size, largest.get(rank, 0))
-        world = max(self._copies.worlds(id), default=0)
+        world = max(self.worlds(id), default=0)
         known = len(largest) >= world and all(largest.values())
         return sum(largest.values()) if known else 0
 
     def written_at(self, ids: Iterable[StepId]) -> dict[StepId, float]:
         """When the last image of each step was written, in unix seconds. Steps without any time are
         left out."""
-        times = {
-            id: max((one.written_at for one in self._copies.copies(id)), default=0.0) for id in ids
-        }
+        times = {id: max((one.written_at for one in self.copies(id)), default=0.0) for id in ids}
         return {id: at for id, at in times.items() if at}
 
     def expendable(self, tier: Tier, policy: Retention) -> tuple[StepId, ...]:
@@ -515,15 +521,15 @@ class Ledger:
         found = self.next_step(ranks)
         if not isinstance(found, StepId):
             return found
-        coverage = self._copies.coverage(found)
+        coverage = self.coverage(found)
         assert coverage is not None, "a step that is whole is covered"
         tiers, by_twins = coverage.tiers, tuple(coverage.by_twins)
         return RestorePlan(found, tiers, coverage.world, by_twins)
 
     def next_step(self, ranks: Collection[int]) -> StepId | Nothing | Unknown:
         """Only the step of `plan`. This is cheaper, because it does not look at every rank."""
-        newest = commit_rule.newest_whole(self._copies, self._lineage, world=len(ranks))
-        coverage = None if newest is None else self._copies.coverage(newest)
+        newest = self.restart_step(world=len(ranks))
+        coverage = None if newest is None else self.coverage(newest)
         if newest is None or coverage is None:
             return self._nothing(ranks)
         if waits_for := self._silent_before(coverage, frozenset(ranks)):
@@ -539,7 +545,7 @@ class Ledger:
         which a twin stands in: all tiers.
         """
         wanted = bitmap(ranks) if len(ranks) < chosen.world else -1
-        silent = {tier: self._copies.silent(tier) & wanted for tier in self.config.tiers}
+        silent = {tier: self.silent(tier) & wanted for tier in self.config.tiers}
         if not any(
             silent[tier] & chosen.on(_from(tier)) | silent[tier] & chosen.twins for tier in silent
         ):
@@ -550,29 +556,29 @@ class Ledger:
             for tier in self.config.tiers
             if rank in ranks
             and (chosen.twins >> rank & 1 or NEAREST_FIRST.index(tier) < NEAREST_FIRST.index(used))
-            and self._copies.answer(rank, tier) is Answer.UNKNOWN
-            and not self._copies.out_of_reach(rank, tier)
+            and self.answer(rank, tier) is Answer.UNKNOWN
+            and not self.out_of_reach(rank, tier)
         )
 
     def _nothing(self, ranks: Collection[int]) -> Nothing | Unknown:
         """`Nothing` (begin at step 0) needs NONE from every rank and every tier, and no image held
         anywhere. Otherwise `Unknown`, with the reason."""
         answers = {
-            (rank, tier): self._copies.answer(rank, tier)
+            (rank, tier): self.answer(rank, tier)
             for rank in sorted(ranks)
             for tier in self.config.tiers
         }
         silent = tuple(place for place, said in answers.items() if said is Answer.UNKNOWN)
         if silent:
             return Unknown(self._why_silent(silent), silent)
-        if self._copies.steps:
+        if self.steps:
             return Unknown(f"steps were found, but none is complete: {self._incomplete()}")
         if found := tuple(place for place, said in answers.items() if said is not Answer.NONE):
             return Unknown(f"there is something that cannot be restored on {_places(found)}")
         return Nothing()
 
     def _why_silent(self, silent: Collection[tuple[int, Tier]]) -> str:
-        if self._copies.steps and all(self._copies.out_of_reach(*place) for place in silent):
+        if self.steps and all(self.out_of_reach(*place) for place in silent):
             return (
                 f"what {_places(silent)} had is out of reach, and without it no step is whole: "
                 f"{self._incomplete()}"
@@ -580,7 +586,7 @@ class Ledger:
         return f"no answer yet from {_places(silent)}"
 
     def _incomplete(self) -> str:
-        named = reversed(self._copies.steps[-_STEPS_NAMED:])
+        named = reversed(self.steps[-_STEPS_NAMED:])
         return "; ".join(f"{id} ({self.what_ails(id)})" for id in named)
 
     def what_ails(self, id: StepId) -> str:
@@ -590,11 +596,11 @@ class Ledger:
             return "dead: a later epoch went on from before it"
         if standing is Standing.LOST:
             return "its successors are not known"
-        if contested := self._copies.contested(id):
+        if contested := self.contested(id):
             return f"two different images of rank {few(contested)}"
-        if len(worlds := self._copies.worlds(id)) != 1:
+        if len(worlds := self.worlds(id)) != 1:
             return f"saved by worlds of {few(worlds)}"
-        coverage = self._copies.coverage(id)
+        coverage = self.coverage(id)
         return f"no copy of rank {few(coverage.lost if coverage else ())}"
 
     # --- events --------------------------------------------------------------------------
@@ -605,7 +611,7 @@ class Ledger:
         self._sequences[event.node_rank] = event.sequence
         for epoch in event.epochs:
             self._record(epoch)
-        self._copies.replace(event.node_rank, event.ranks)
+        self.replace(event.node_rank, event.ranks)
 
     def _record(self, epoch: Epoch) -> None:
         known = self._recorded.get(epoch.id)
@@ -636,7 +642,7 @@ class Ledger:
                 continue
             self._announced[tier] = now
             news = sorted({*now} - {*before})
-            self._signatures.add(news, self._copies)
+            self._signatures.add(news, self)
             yield from (Committed(tier, id) for id in news)
 
     def _retirements(self) -> Iterator[Retire]:
@@ -655,13 +661,20 @@ class Ledger:
     def _alarms(self) -> Iterator[Alarm]:
         now = {
             *self._conflicts,
-            *two_writers(self._copies),
-            *world_changed(self._copies, self._newest_of_this_life(), world=self.config.world),
+            *two_writers(self),
+            *world_changed(self, self._newest_of_this_life(), world=self.config.world),
             *self._signatures.stale(),
             *fresh_start(self._lineage),
         }
         fresh, self._alarmed = now - self._alarmed, now
         yield from sorted(fresh, key=lambda one: (one.kind, one.text))
+
+
+def _nearby(of: Coverage, complete: Coverage | None) -> bool:
+    """Whether the ranks that have only a twin's image in `of` have their own images of the complete
+    step nearby (not only in the archive), and both steps have the same world size."""
+    near = (Tier.MEMORY, Tier.LOCAL, Tier.PEER)
+    return complete is not None and complete.world == of.world and not of.twins & ~complete.on(near)
 
 
 def _from(tier: Tier) -> tuple[Tier, ...]:

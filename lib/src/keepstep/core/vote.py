@@ -536,7 +536,7 @@ def _preferred(
     that runs, a twin would stand in for that rank. A twin has the rank's boxes, but not its
     buffers, RNG and extras. So the newest step of which all ranks get their own images is taken
     instead, if those ranks have their images of it nearer than the archive.
-    `commit_rule.whole` is the same rule; each sidecar follows it in its offers. Here it is applied
+    `Ledger.whole` is the same rule; each sidecar follows it in its offers. Here it is applied
     to what all sidecars see together.
     """
     newest = max(common)
