@@ -75,9 +75,10 @@ test-frameworks: $(FRAMEWORKS)/.ready ## keepstep.integrations with the framewor
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks tests/conformance/packages -n 2 --dist worksteal \
 		--junitxml build/junit-frameworks.xml $(PYTEST_ARGS)
 
-check: $(READY) ## ruff, mypy --strict, import-linter, and the limits of scripts/house.toml
+check: $(READY) ## ruff, imports of tests, mypy --strict, import-linter, and the limits of scripts/house.toml
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.imports
 	$(BIN)/mypy
 	PYTHONPATH=lib/src:sidecar/src:operator/src $(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/house.py
