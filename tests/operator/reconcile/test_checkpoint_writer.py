@@ -102,6 +102,8 @@ def test_objects_of_others_are_left_alone_and_ours_come_back_when_deleted() -> N
         bench.archive([80])
         await until(lambda: path(80) in bench.there())
         await until(lambda: bench.cluster.objects[path(80)].get("status"))
+        (owner,) = bench.cluster.objects[path(80)]["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["uid"]) == ("CheckpointRun", "run-1"), "it goes with its run"
         bench.cluster.remove(path(80))
         await until(lambda: path(80) in bench.there())
         assert theirs in bench.there()

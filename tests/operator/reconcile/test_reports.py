@@ -6,26 +6,30 @@ import asyncio
 import base64
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from aiohttp import web
 
 from keepstep.core.suspicion import Failure
-from keepstep.steps import StepId
+from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.reports import ReportReply
 from keepstep_operator.api.model import Job, JobState, RunKey
-from keepstep_operator.kube import Client
+from keepstep_operator.injection import inject
+from keepstep_operator.kube import Client, KubeError
 from keepstep_operator.reconcile.errands import asked
 from keepstep_operator.reconcile.reports_api import LARGEST_REPORT_BYTES
 from keepstep_operator.reconcile.state.actions import AskJob
 from keepstep_operator.reconcile.state.run import Run
+from keepstep_operator.reconcile.token_auth import Refused, TokenAuth
 from keepstep_operator.reconcile.writers import checkpoint_writer, events, mends
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, bound_to
+from tests.operator.injection import pods
 from tests.operator.reconcile.pod_bodies import pod_body, pod_path
 from tests.operator.reconcile.samples import Sidecar, later, step
 from tests.operator.reconcile.serving import Served, serving
@@ -118,6 +122,121 @@ def test_a_token_is_reviewed_again_when_it_has_expired(tmp_path: Path) -> None:
         assert len(served.cluster.asked("POST", "/tokenreviews")) == 2
 
     play(tmp_path, scene)
+
+
+class Tokens:
+    """What the operator asks about tokens: those that begin with `good` are. `away`: no answer.
+    `asked`: about which. `now`: its clock."""
+
+    def __init__(self) -> None:
+        self.away, self.asked, self.now = False, list[str](), 1_790_000_000.0
+        self._auth = TokenAuth(cast(Client, self), clock=lambda: self.now)
+
+    async def create(self, resource: object, body: dict[str, Any], **options: Any) -> Any:
+        if self.away:
+            raise KubeError("the API server is away")
+        token = body["spec"]["token"]
+        self.asked.append(token)
+        good = bound_to("team", "p", token) if token.startswith("good") else {}
+        return {"status": good or {"authenticated": False}}
+
+    async def known(self, token: str) -> bool:
+        """Whether a report with this token would be taken."""
+        try:
+            await self._auth.identify(token)
+        except Refused:
+            return False
+        return True
+
+
+def expiring(at: float) -> str:
+    claims = base64.urlsafe_b64encode(json.dumps({"exp": at}).encode()).decode()
+    return f"good.{claims}.signature"
+
+
+async def test_good_tokens_stay_known_while_wrong_ones_come() -> None:
+    tokens = Tokens()
+    good = [f"good-{number}" for number in range(10)]
+    for number in range(20_100):
+        await tokens.known(f"wrong-{number}")
+        if number % 1000 == 0:  # they report all the time
+            for one in good:
+                await tokens.known(one)
+    asked = [one for one in tokens.asked if one in good]
+    assert len(asked) == len(good), "the API server is asked about good tokens again"
+
+
+async def test_an_hour_without_the_api_server_ends_no_injected_pods_identity() -> None:
+    """The kubelet, which renews a token after four fifths of its life, is cut off, too."""
+    tokens = Tokens()
+    injected = inject(pods.pytorch_job(rank=0), pods.policy(), pods.DEFAULTS)
+    (volume,) = [one for one in injected["spec"]["volumes"] if one["name"] == "keepstep-token"]
+    life_s = volume["projected"]["sources"][0]["serviceAccountToken"]["expirationSeconds"]
+    token = expiring(tokens.now + life_s / 5)
+    assert await tokens.known(token)
+    tokens.away = True
+    for _ in range(120):
+        tokens.now += 30.0
+        assert await tokens.known(token)
+
+
+async def test_known_sidecars_report_through_an_outage_of_the_api_server() -> None:
+    tokens = Tokens()
+    token = expiring(tokens.now + 3600.0)
+    known = [await tokens.known(token)]
+    tokens.away = True
+    for _ in range(5):
+        tokens.now += 600.0
+        known.append(await tokens.known(token))
+    tokens.now += 660.0
+    known.append(await tokens.known(token))
+    assert known == [True] * 6 + [False]
+
+
+def test_a_run_reports_after_its_five_thousandth_restart(tmp_path: Path) -> None:
+    epochs = [Epoch(EpochId(number + 1, f"{number:08x}")) for number in range(5000)]
+    report = msgspec.json.encode(Sidecar(rank=0, world=1, epochs=epochs).report())
+
+    async def scene(served: Served) -> None:
+        status, answer = await served.post(report, token=GOOD)
+        assert status == 200, answer
+
+    play(tmp_path, scene)
+
+
+def test_a_run_that_is_over_is_deleted_by_its_uid_and_not_if_somebody_wrote_it_meanwhile(
+    tmp_path: Path,
+) -> None:
+    ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 30 * 24 * 3600.0))
+    recent = [{"time": ended, "type": "Finished", "message": "the job is finished"}]
+    path, at, pinned = RUN.replace("gpt-1a2b3c4d", "old"), cluster(), []
+    at.add(
+        path,
+        {
+            "metadata": {"name": "old", "namespace": "team", "uid": "u-old", "generation": 1},
+            "spec": {},
+            "status": {"phase": "Finished", "recent": recent},
+        },
+    )
+
+    def pin(method: str, where: str) -> None:
+        """Just before its end comes, unseen by the watches."""
+        if method == "DELETE" and where == path and not pinned:
+            pins = {"spec": {"pins": ["0001.aaaaaaaa-000000005"]}}
+            with at.unseen():
+                pinned.append(at.add(path, at.objects[path] | pins))
+
+    at.before = pin
+
+    async def scene(served: Served) -> None:
+        deletions = await until(
+            lambda: len(found := at.asked("DELETE", "/checkpointruns/old")) > 1 and found,
+            what="its end",
+        )
+        assert deletions[0].body["preconditions"]["uid"] == "u-old"
+        assert path in at.objects, "it is looked at again"
+
+    play(tmp_path, scene, at)
 
 
 def doubting(*after: StepId) -> bytes:
