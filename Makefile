@@ -118,7 +118,6 @@ bench-gpu: $(READY) ## the GPU benchmark: one script, one GPU
 
 soak: $(READY) ## kills on this machine: KILLS=500, at most MINUTES=60; results add up, Ctrl-C keeps them
 	$(BIN)/python -m tests.faults.kills --kills $(KILLS) --minutes $(MINUTES) $(SOAK_ARGS)
-	$(BIN)/python -m tests.faults.kills --page
 
 soak-tiers: $(READY) ## on a kind cluster: 200 random faults over all tiers, and what is long and rare
 	$(BIN)/python -m pytest -m soak tests/soak -s $(PYTEST_ARGS)

@@ -448,9 +448,6 @@ async def _at_rest(at: ApiServer, part: str) -> None:
         await asyncio.sleep(4 * mends.MEND_S)
 
 
-JOB = "/apis/kubeflow.org/v1/namespaces/team/pytorchjobs/gpt"
-
-
 def test_a_job_that_may_not_be_read_is_not_over() -> None:
     """What it left on drives goes when its run does: it may only be suspended."""
     scaled = Job(api_version="apps/v1", kind="StatefulSet", name="gpt", uid="1a2b3c4d-0000")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 
 from keepstep_operator.reconcile.ratelimit import Buckets, Pacer, Throttle
-from tests.operator.reconcile.samples import KEY, T0
-
-PATH = f"/apis/keepstep.dev/v1alpha1/namespaces/{KEY.namespace}/checkpointruns/{KEY.name}"
+from tests.operator.reconcile.samples import T0
 
 
 def test_changes_within_the_period_are_one_write() -> None:
