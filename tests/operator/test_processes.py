@@ -33,8 +33,7 @@ from tests.harness import until
 from tests.operator.admission.reviews import NAME, ApiServersWebhook, write_pair
 from tests.operator.apiserver import ApiServer, Body, bound_to, put_policy
 from tests.operator.injection.pods import DEFAULTS, policy_body, pytorch_job
-from tests.operator.reconcile.pod_bodies import pod_body, pod_path
-from tests.operator.reconcile.samples import Sidecar
+from tests.operator.reconcile.samples import Sidecar, pod_body, pod_path
 from tests.operator.reconcile.serving import trusting
 
 SYSTEM = "keepstep-system"

@@ -22,7 +22,7 @@ from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.tiers.peer.tls import Identity, IssuedCredentials
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, bound_to
-from tests.operator.reconcile.pod_bodies import pod_body, pod_path
+from tests.operator.reconcile.samples import pod_body, pod_path
 from tests.operator.reconcile.serving import Served, serving
 
 GOOD = "good-token"

@@ -21,7 +21,7 @@ from keepstep_operator.api.run import RunStatus
 from keepstep_operator.kube import Client
 from keepstep_operator.reconcile.main import Reconciler
 from tests.harness import until
-from tests.operator.reconcile.pod_bodies import pod_body
+from tests.operator.reconcile.samples import pod_body
 
 Body = dict[str, Any]
 NAMESPACE, PREFIX = "team", "/mnt/nvme0"

@@ -30,8 +30,7 @@ from keepstep_operator.reconcile.writers import checkpoint_writer, events, mends
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, bound_to
 from tests.operator.injection import pods
-from tests.operator.reconcile.pod_bodies import pod_body, pod_path
-from tests.operator.reconcile.samples import Sidecar, later, step
+from tests.operator.reconcile.samples import Sidecar, later, pod_body, pod_path, step
 from tests.operator.reconcile.serving import Served, serving
 
 GOOD = "good-token"
