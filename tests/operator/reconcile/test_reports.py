@@ -7,7 +7,8 @@ import base64
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,25 +60,21 @@ def cluster() -> ApiServer:
     return made
 
 
-def play(
-    tmp_path: Path, scene: Callable[[Served], Awaitable[None]], at: ApiServer | None = None
-) -> None:
-    async def run() -> None:
-        async with serving(at or cluster(), tmp_path) as served:
-            await until(lambda: not served.parts.ready(), what="policies and runs are listed")
-            await scene(served)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def playing(tmp_path: Path, at: ApiServer | None = None) -> AsyncIterator[Served]:
+    async with serving(at or cluster(), tmp_path) as served:
+        await until(lambda: not served.parts.ready(), what="policies and runs are listed")
+        yield served
 
 
 def whole(rank: int = 0, world: int = 1) -> bytes:
     return msgspec.json.encode(Sidecar(rank=rank, world=world).staged(5).durable(5).report())
 
 
-def test_a_report_is_answered_and_seen_in_the_status_of_a_run_that_is_made_for_it(
+async def test_a_report_is_answered_and_seen_in_the_status_of_a_run_that_is_made_for_it(
     tmp_path: Path,
 ) -> None:
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path) as served:
         status, body = await served.post(whole(), token=GOOD)
         assert status == 200
         reply = msgspec.convert(body, ReportReply)
@@ -96,31 +93,25 @@ def test_a_report_is_answered_and_seen_in_the_status_of_a_run_that_is_made_for_i
         assert event.body["reason"] == "Committed"
         assert event.body["regarding"]["kind"] == "PyTorchJob"
 
-    play(tmp_path, scene)
 
-
-def test_a_token_is_reviewed_once_and_a_pod_is_looked_up_once(tmp_path: Path) -> None:
-    async def scene(served: Served) -> None:
+async def test_a_token_is_reviewed_once_and_a_pod_is_looked_up_once(tmp_path: Path) -> None:
+    async with playing(tmp_path) as served:
         for _ in range(5):
             status, _ = await served.post(whole(), token=GOOD)
             assert status == 200
         assert len(served.cluster.asked("POST", "/tokenreviews")) == 1
         assert len(served.cluster.asked("GET", "/pods/gpt-worker-0")) <= 1
 
-    play(tmp_path, scene)
 
-
-def test_a_token_is_reviewed_again_when_it_has_expired(tmp_path: Path) -> None:
+async def test_a_token_is_reviewed_again_when_it_has_expired(tmp_path: Path) -> None:
     claims = base64.urlsafe_b64encode(json.dumps({"exp": 1}).encode()).decode().rstrip("=")
     token = f"x.{claims}.y"
 
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path) as served:
         served.cluster.tokens[token] = served.cluster.tokens[GOOD]
         for _ in range(2):
             assert (await served.post(whole(), token=token))[0] == 200
         assert len(served.cluster.asked("POST", "/tokenreviews")) == 2
-
-    play(tmp_path, scene)
 
 
 class Tokens:
@@ -192,18 +183,16 @@ async def test_known_sidecars_report_through_an_outage_of_the_api_server() -> No
     assert known == [True] * 6 + [False]
 
 
-def test_a_run_reports_after_its_five_thousandth_restart(tmp_path: Path) -> None:
+async def test_a_run_reports_after_its_five_thousandth_restart(tmp_path: Path) -> None:
     epochs = [Epoch(EpochId(number + 1, f"{number:08x}")) for number in range(5000)]
     report = msgspec.json.encode(Sidecar(rank=0, world=1, epochs=epochs).report())
 
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path) as served:
         status, answer = await served.post(report, token=GOOD)
         assert status == 200, answer
 
-    play(tmp_path, scene)
 
-
-def test_a_run_that_is_over_is_deleted_by_its_uid_and_not_if_somebody_wrote_it_meanwhile(
+async def test_a_run_that_is_over_is_deleted_by_its_uid_and_not_if_somebody_wrote_it_meanwhile(
     tmp_path: Path,
 ) -> None:
     ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 30 * 24 * 3600.0))
@@ -227,15 +216,13 @@ def test_a_run_that_is_over_is_deleted_by_its_uid_and_not_if_somebody_wrote_it_m
 
     at.before = pin
 
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path, at):
         deletions = await until(
             lambda: len(found := at.asked("DELETE", "/checkpointruns/old")) > 1 and found,
             what="its end",
         )
         assert deletions[0].body["preconditions"]["uid"] == "u-old"
         assert path in at.objects, "it is looked at again"
-
-    play(tmp_path, scene, at)
 
 
 def doubting(*after: StepId) -> bytes:
@@ -286,12 +273,12 @@ def forgeries() -> ApiServer:
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_a_forged_report_is_refused_with_a_reason_and_logged_once(
+async def test_a_forged_report_is_refused_with_a_reason_and_logged_once(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     token, expected, code = FORGED[name]
-
-    async def scene(served: Served) -> None:
+    caplog.set_level(logging.WARNING, "keepstep.operator")
+    async with playing(tmp_path, forgeries()) as served:
         await until(served.parts.pods.loaded.is_set)
         for _ in range(3):
             status, problem = await served.post(whole(), token=token)
@@ -303,25 +290,20 @@ def test_a_forged_report_is_refused_with_a_reason_and_logged_once(
             "keepstep_reports_refused_total", {"code": code}
         )
         assert refused == 3
-
-    with caplog.at_level(logging.WARNING, "keepstep.operator"):
-        play(tmp_path, scene, forgeries())
     logged = [one for one in caplog.records if one.message == "report refused"]
     assert len(logged) == 1
     assert "good-token" not in str(vars(logged[0]))
 
 
-def test_a_token_of_another_pod_speaks_for_that_pod_only(tmp_path: Path) -> None:
+async def test_a_token_of_another_pod_speaks_for_that_pod_only(tmp_path: Path) -> None:
     at = cluster()
     at.objects[pod_path("gpt-worker-1")] = pod_body(1)
     at.tokens["other"] = bound_to("team", "gpt-worker-1", "pod-1")
 
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path, at) as served:
         await served.post(whole(rank=0), token="other")
         (run,) = served.parts.registry.runs.values()
         assert list(run.ledger.places) == [1]
-
-    play(tmp_path, scene, at)
 
 
 @pytest.mark.parametrize(
@@ -352,23 +334,19 @@ def test_a_token_of_another_pod_speaks_for_that_pod_only(tmp_path: Path) -> None
         (doubting(*map(step, range(1025))), 400),
     ],
 )
-def test_a_report_that_cannot_be_is_refused(tmp_path: Path, body: bytes, status: int) -> None:
-    async def scene(served: Served) -> None:
+async def test_a_report_that_cannot_be_is_refused(tmp_path: Path, body: bytes, status: int) -> None:
+    async with playing(tmp_path) as served:
         answered, problem = await served.post(body, token=GOOD)
         assert answered == status
         assert set(problem) == {"code", "message"}
 
-    play(tmp_path, scene)
 
-
-def test_an_api_server_that_does_not_answer_is_no_refusal(tmp_path: Path) -> None:
-    async def scene(served: Served) -> None:
+async def test_an_api_server_that_does_not_answer_is_no_refusal(tmp_path: Path) -> None:
+    async with playing(tmp_path) as served:
         served.cluster.broken, served.cluster.broken_part = 1, "/tokenreviews"
         status, problem = await served.post(whole(), token=GOOD)
         assert (status, problem["code"]) == (503, "unavailable")
         assert (await served.post(whole(), token=GOOD))[0] == 200
-
-    play(tmp_path, scene)
 
 
 def test_reports_wait_until_what_was_counted_before_is_known(tmp_path: Path) -> None:
@@ -413,20 +391,18 @@ def _overwritten(at: ApiServer, path: str, **more: Any) -> None:
 
 
 @pytest.mark.parametrize("part", ["checkpointruns", "checkpointpolicies"])
-def test_a_status_that_somebody_else_wrote_is_mended(
+async def test_a_status_that_somebody_else_wrote_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     monkeypatch.setattr(mends, "MEND_S", 0.2)
     at, path = _kept(part)
 
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path, at) as served:
         await _first_statuses(served, at, part)
         ours = _said(at.objects[path])
         _overwritten(at, path, conditions=[], phase="Mine")
         await until(lambda: _said(at.objects[path]) == ours)
         await _at_rest(at, part)
-
-    play(tmp_path, scene, at)
 
 
 def _said(body: dict[str, Any]) -> Any:
@@ -479,7 +455,7 @@ def test_a_job_whose_version_is_not_served_is_not_gone(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("owner", "name"), [(Run, "tick"), (checkpoint_writer, "kept_steps"), (events, "event_bodies")]
 )
-def test_a_run_that_raises_ends_neither_the_process_nor_another_run(
+async def test_a_run_that_raises_ends_neither_the_process_nor_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
     at, works = cluster(), getattr(owner, name)
@@ -494,7 +470,8 @@ def test_a_run_that_raises_ends_neither_the_process_nor_another_run(
             raise ValueError(key)
         return works(about, *arguments, **options)
 
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path, at) as served:
+
         def failures() -> float:
             found = served.parts.metrics.registry.collect()
             samples = [one for family in found for one in family.samples]
@@ -506,5 +483,3 @@ def test_a_run_that_raises_ends_neither_the_process_nor_another_run(
         await until(failures, what="the run that raises is left out")
         await until(lambda: at.objects.get(RUN, {}).get("status"))
         assert (await served.post(whole(), token=GOOD))[0] == 200
-
-    play(tmp_path, scene, at)

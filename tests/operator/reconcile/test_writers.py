@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep_operator.api.model import Job, RunKey
+from keepstep_operator.api.model import Job
 from keepstep_operator.kube import Client
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.ratelimit import Buckets, Pacer, Throttle
@@ -140,29 +141,25 @@ class Stage:
         await until(lambda: len(self.server.requests) >= requests)
 
 
-def play_events(story: Callable[[Stage], Coroutine[Any, Any, None]], *, uid: str = "r-1") -> None:
-    async def whole() -> None:
-        server = ApiServer()
-        async with server.running(), Client(server.access) as client:
-            registry = Registry()
-            stage: Stage
-
-            def uid_of(run: RunKey) -> str:
-                return uid
-
-            writer = EventWriter(
-                client, uid_of=uid_of, metrics=Metrics(registry), clock=lambda: stage.now
-            )
-            stage = Stage(server, writer)
-            task = asyncio.create_task(writer.run())
-            await story(stage)
-            task.cancel()
-
-    asyncio.run(whole())
+@asynccontextmanager
+async def writing_events(*, uid: str = "r-1") -> AsyncIterator[Stage]:
+    server = ApiServer()
+    async with server.running(), Client(server.access) as client:
+        stage: Stage
+        writer = EventWriter(
+            client,
+            uid_of=lambda run: uid,
+            metrics=Metrics(Registry()),
+            clock=lambda: stage.now,
+        )
+        stage = Stage(server, writer)
+        task = asyncio.create_task(writer.run())
+        yield stage
+        task.cancel()
 
 
-def test_an_event_is_on_the_job_and_on_the_run_and_each_names_the_other() -> None:
-    async def story(stage: Stage) -> None:
+async def test_an_event_is_on_the_job_and_on_the_run_and_each_names_the_other() -> None:
+    async with writing_events() as stage:
         await stage.say(COMMITTED, requests=2)
         await until(lambda: len(stage.events()) == 2)
         by_kind = {one["regarding"]["kind"]: one for one in stage.events()}
@@ -176,11 +173,9 @@ def test_an_event_is_on_the_job_and_on_the_run_and_each_names_the_other() -> Non
             assert one["reportingInstance"]
             assert one["eventTime"] == "2026-09-21T14:13:20.500000Z"
 
-    play_events(story)
 
-
-def test_what_is_said_again_word_for_word_is_one_more_of_a_series() -> None:
-    async def story(stage: Stage) -> None:
+async def test_what_is_said_again_word_for_word_is_one_more_of_a_series() -> None:
+    async with writing_events(uid="") as stage:
         await stage.say(COMMITTED, requests=1)
         stage.now += 600.0
         await stage.say(COMMITTED, requests=2)
@@ -190,8 +185,6 @@ def test_what_is_said_again_word_for_word_is_one_more_of_a_series() -> None:
         stage.now += 3600.0  # the API server has let it go by then
         await stage.say(COMMITTED, requests=3)
         await until(lambda: len(stage.events()) == 2)
-
-    play_events(story, uid="")
 
 
 # Checkpoint objects and nodes, over real HTTP.
@@ -231,35 +224,24 @@ class Bench:
         return sum(len(self.cluster.asked(one, "/checkpoints")) for one in methods)
 
 
-def play_checkpoints(
-    scene: Callable[[Bench], Coroutine[Any, Any, None]],
-    cluster: ApiServer | None = None,
-    *,
-    list_every_s: float = 600.0,
-) -> None:
-    async def run() -> None:
-        registry, loop = Registry(), asyncio.get_running_loop()
-        standin = cluster or ApiServer()
-        async with standin.running(), Client(standin.access) as client:
-            checkpoint_writer = CheckpointWriter(
-                registry,
-                client,
-                metrics=Metrics(registry),
-                clock=loop.time,
-                pacer=Pacer(least_period_s=0.2, settle_s=0.05),
-                list_every_s=list_every_s,
-            )
-            task = loop.create_task(checkpoint_writer.run())
-            try:
-                await scene(Bench(registry, standin, checkpoint_writer))
-            finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def writing_checkpoints(cluster: ApiServer, *, list_every_s: float) -> AsyncIterator[Bench]:
+    registry, loop = Registry(), asyncio.get_running_loop()
+    async with cluster.running(), Client(cluster.access) as client:
+        checkpoint_writer = CheckpointWriter(
+            registry,
+            client,
+            metrics=Metrics(registry),
+            clock=loop.time,
+            pacer=Pacer(least_period_s=0.2, settle_s=0.05),
+            list_every_s=list_every_s,
+        )
+        task = loop.create_task(checkpoint_writer.run())
+        yield Bench(registry, cluster, checkpoint_writer)
+        task.cancel()
 
 
-def test_objects_of_others_are_left_alone_and_ours_come_back_when_deleted() -> None:
+async def test_objects_of_others_are_left_alone_and_ours_come_back_when_deleted() -> None:
     cluster = ApiServer()
     theirs = f"{CHECKPOINTS}/mine"
     cluster.objects[theirs] = {
@@ -270,7 +252,7 @@ def test_objects_of_others_are_left_alone_and_ours_come_back_when_deleted() -> N
         }
     }
 
-    async def scene(bench: Bench) -> None:
+    async with writing_checkpoints(cluster, list_every_s=0.5) as bench:
         bench.archive([80])
         await until(lambda: path(80) in bench.there())
         await until(lambda: bench.cluster.objects[path(80)].get("status"))
@@ -279,5 +261,3 @@ def test_objects_of_others_are_left_alone_and_ours_come_back_when_deleted() -> N
         bench.cluster.remove(path(80))
         await until(lambda: path(80) in bench.there())
         assert theirs in bench.there()
-
-    play_checkpoints(scene, cluster, list_every_s=0.5)
