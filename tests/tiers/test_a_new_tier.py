@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOY = Path(__file__).with_name("toy")
 SOURCES = ("lib/src", "sidecar/src", "operator/src")
 OF_ONE_TIER = {
-    "lib/src/keepstep/core/ledger/ledger.py": "archived steps of ranks whose pods are gone",
+    "lib/src/keepstep/core/ledger.py": "archived steps of ranks whose pods are gone",
     "sidecar/src/keepstep_sidecar/api/service.py": "a pod that ends archives its newest step",
     "sidecar/src/keepstep_sidecar/api/status.py": "an archive that does not answer is a warning",
     "sidecar/src/keepstep_sidecar/api/step_waits.py": "a wait until a step is archived",

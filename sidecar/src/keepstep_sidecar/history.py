@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from keepstep.core.goodput import Goodput, Tally
-from keepstep.core.history import Event, Kind
+from keepstep.core.history import Event, Goodput, Kind, Tally
 from keepstep.steps import StepId
 from keepstep.wire.status import History as Told
 from keepstep_sidecar import __version__

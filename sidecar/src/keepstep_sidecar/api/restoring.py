@@ -7,9 +7,8 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 
-from keepstep.core.candidates import Candidates
 from keepstep.core.history import Kind
-from keepstep.core.readiness import Ready, View, Wait, readiness
+from keepstep.core.vote import Candidates, Ready, View, Wait, readiness
 from keepstep.steps import IN_POD, StepId
 from keepstep.wire.reports import ReportedRestore
 from keepstep.wire.trainer import (

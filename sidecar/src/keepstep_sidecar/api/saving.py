@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from keepstep.core.history import Kind
 from keepstep.core.node import Died, Overwritten, Sealed, Serves, Settled
-from keepstep.core.unequal_steps import UnequalSteps
+from keepstep.core.schedule import UnequalSteps
 from keepstep.errors import NoMemoryError, SidecarError
 from keepstep.steps import StepId
 from keepstep.wire.status import Uncaught

@@ -28,9 +28,8 @@ from keepstep.core.node import (
     Scanned,
     Wrote,
 )
-from keepstep.core.persist_planner import Write
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import Grid, Interval, Pacing
+from keepstep.core.schedule import Grid, Interval, Pacing, Write
 from keepstep.steps import IN_POD, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
 from keepstep_sidecar.commit.epochs import Epochs

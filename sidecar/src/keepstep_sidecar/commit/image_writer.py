@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from keepstep.core.persist_planner import Write
+from keepstep.core.schedule import Write
 from keepstep.errors import NoSpaceError, UsageError
 from keepstep.image import ControlPage
 from keepstep.steps import StepId

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from keepstep.core.node import Heard, OperatorView
-from keepstep.core.readiness import NEVER
+from keepstep.core.vote import NEVER
 from keepstep.errors import StorageError
 from keepstep.steps import StepId
 from keepstep_sidecar.concurrency import Changes

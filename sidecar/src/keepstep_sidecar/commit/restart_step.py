@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from keepstep.core.ledger import RestorePlan, Standing
+from keepstep.core.commit_rule import Standing
+from keepstep.core.ledger import RestorePlan
 from keepstep.core.node import Node
 from keepstep.core.suspicion import KEPT, WITHIN, Doubt, Failure, newest
 from keepstep.errors import StorageError

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from keepstep.core.candidates import MOST_EPOCHS, Candidate, Candidates, Part
+from keepstep.core.vote import MOST_EPOCHS, Candidate, Candidates, Part
 from keepstep.errors import ImageError, NoMemoryError, StorageError, few
 from keepstep.steps import Answer, StepId, Tier
 from keepstep.wire.trainer import RESTORE_TIMEOUT_ENV, Opened

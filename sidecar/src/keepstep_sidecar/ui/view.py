@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from keepstep.core.goodput import Goodput
-from keepstep.core.history import Event
+from keepstep.core.history import Event, Goodput
 from keepstep.steps import Tier
 from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, VolumeStatus
 

@@ -20,7 +20,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.core.ranks import MOST_RANKS
+from keepstep.core.shard import MOST_RANKS
 from keepstep.steps import StepId, shard_name
 
 LOCK = ".lock"

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from keepstep.core.lineage import Standing, trace
+from keepstep.core.commit_rule import Standing, trace
 from keepstep.core.retention import Retention, left_behind, retired
 from keepstep.core.shard import Shard
 from keepstep.errors import FormatError, ImageError

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from keepstep.core.lineage import Standing, trace
+from keepstep.core.commit_rule import Standing, trace
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import stands_in
 from keepstep.errors import ImageError, KeepstepError, StorageError
