@@ -13,9 +13,8 @@ from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep_sidecar.config.sidecar import Verify
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import FileSource
-from keepstep_sidecar.volume.paths import ShardName
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.directories import ShardName
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
 RUN = "gpt"
 EPOCH = Epoch(EpochId(1, "1f9c2d7a"))

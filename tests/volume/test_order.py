@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from keepstep_sidecar.volume.direct_io import Engine
+from keepstep_sidecar.volume.files import Engine
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, make_layout, staged, step_id
 from tests.volume.powercut import Link, Note, Recorder, Rename, Resize, Sync, Unlink, Write

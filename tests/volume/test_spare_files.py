@@ -18,8 +18,7 @@ import pytest
 
 from keepstep.errors import NoSpaceError
 from keepstep.steps import shard_name
-from keepstep_sidecar.volume.direct_io import Engine
-from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.files import Engine, Filesystem
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, Slot, empty_slot, load, make_layout, staged, step_id
@@ -98,7 +97,7 @@ def test_a_file_with_another_name_keeps_its_bytes(volume: Volume, tmp_path: Path
 
 _ASK_WHILE_OTHERS_OPEN = """
 import os, sys, threading
-from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.files import Filesystem
 fd, alone = os.open(sys.argv[1], os.O_RDWR), set()
 def others():
     while True:

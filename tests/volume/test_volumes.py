@@ -19,9 +19,8 @@ from keepstep.errors import (
 )
 from keepstep.steps import Epoch, EpochId
 from keepstep_sidecar.volume import run_record
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.files import Filesystem
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.volume.images import EPOCH, RUN, Slot, empty_slot, load, make_layout, staged, step_id
 from tests.volume.test_broken_bytes import flip
 

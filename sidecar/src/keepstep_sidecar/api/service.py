@@ -25,8 +25,7 @@ from keepstep.wire.trainer import (
     UnseenRequest,
 )
 from keepstep_sidecar.api.restoring import Restoring
-from keepstep_sidecar.api.saving import Saving
-from keepstep_sidecar.api.step_waits import StepWaits
+from keepstep_sidecar.api.saving import Saving, StepWaits
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
@@ -42,7 +41,7 @@ from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.restorer import Restorer
 from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.history_file import HistoryFile
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.volume import VolumeSet
 
 _LAST_WORD_S = 3.0
 """How long the last report may take, and the last write of the history. Both come after the flush,
@@ -88,7 +87,8 @@ class Service:
     history: History
     history_file: HistoryFile
     started_at: float = field(default_factory=time.time)
-    ending: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is time to close the socket."""
     flushing: bool = False
     no_metrics: str = ""
     """Why metrics are not served although they should be; '' when all is well."""
@@ -122,20 +122,15 @@ class Service:
         """Scan the volumes. A scan that fails is repeated with growing pauses; also a later one,
         for example after a shard turned out to be damaged. Runs until cancelled."""
         await self._look()
+        pause_s = _WATCH_S
         while True:
-            await self.changes.until(
-                lambda: bool(self.committer.local_shards.scan_failed), timeout_s=3600.0
-            )
-            pause_s = _WATCH_S
-            while self.committer.local_shards.scan_failed:
-                warn(
-                    "scan failed",
-                    reason=self.committer.local_shards.scan_failed,
-                    again_in_s=pause_s,
-                )
-                await asyncio.sleep(pause_s)
+            await asyncio.sleep(pause_s)
+            if failed := self.committer.local_shards.scan_failed:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                warn("scan failed", reason=failed)
                 await self._look()
+            else:
+                pause_s = _WATCH_S
 
     async def _look(self) -> None:
         await self.committer.scan()
@@ -295,14 +290,14 @@ class Service:
         else:
             warn("memory kept", step=str(id), reason=self.committer.images.trouble)
 
-    def _end(self) -> None:
-        self.ending = True
-        self.changes.ring()
+    @property
+    def ending(self) -> bool:
+        """Whether nothing new is begun here."""
+        return self.ended.is_set()
 
-    async def ended(self) -> None:
-        """Return when it is time to close the socket."""
-        while not self.ending:
-            await self.changes.until(lambda: self.ending, timeout_s=3600.0)
+    def _end(self) -> None:
+        self.ended.set()
+        self.changes.ring()
 
     async def close(self) -> None:
         """Wait for running writes, then release threads and volumes."""

@@ -10,44 +10,225 @@ committed (`Heard`).
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from keepstep.core.history import Kind
 from keepstep.core.ledger import Alarm, Committed, EpochStarted, Ledger, Reported, Retire
-from keepstep.core.node import (
-    Event,
-    Flush,
-    Full,
-    Heard,
-    Node,
-    Publish,
-    Scanned,
-    Wrote,
-)
+from keepstep.core.node import Event, Flush, Full, Heard, Node, Publish, Scanned, Wrote
 from keepstep.core.persist_planner import Write
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid, Interval, Pacing
+from keepstep.errors import KeepstepError, NoSpaceError, UsageError
+from keepstep.image import ControlPage
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
-from keepstep_sidecar.commit.epochs import Epochs
-from keepstep_sidecar.commit.image_writer import ImageWriter
+from keepstep_sidecar.commit.epochs import Epochs, RestartStep, Rollback
 from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
 from keepstep_sidecar.commit.operator_link import OperatorNotes
-from keepstep_sidecar.commit.restart_step import RestartStep, Rollback
-from keepstep_sidecar.commit.step_directories import StepDirectories
 from keepstep_sidecar.concurrency import Changes, OnThread
-from keepstep_sidecar.config.restore_from import Wish
+from keepstep_sidecar.config.sidecar import Wish
 from keepstep_sidecar.history import History
 from keepstep_sidecar.log import Seldom, say, warn
-from keepstep_sidecar.memory.slot_pool import SlotPool
+from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import LocalInventory, RunFacts
-from keepstep_sidecar.volume.scan import LocalShard
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.volume import CUT_OFF, VolumeSet, Written
+
+# --- steps on the volumes --------------------------------------------------------------------
+
+
+class StepDirectories:
+    """`retired`: how many steps were deleted since the start. `evicted`: those of them that went
+    because the volumes were full."""
+
+    def __init__(
+        self,
+        local: LocalShards,
+        remotes: RemoteInventory,
+        *,
+        blocking: OnThread,
+        must_stay: Callable[[StepId], bool],
+        choose: Callable[[Full], Iterable[StepId]],
+        keep: str,
+        history: History,
+        changes: Changes,
+    ) -> None:
+        """`must_stay`: whether a step is in use now. `choose`: the steps that go to make room.
+        `keep`: what the policy keeps, for people."""
+        self.retired = self.evicted = 0
+        self._local = local
+        self._remotes = remotes
+        self._blocking = blocking
+        self._must_stay = must_stay
+        self._choose = choose
+        self._keep = keep
+        self._history = history
+        self._changes = changes
+        self._turn = asyncio.Lock()
+
+    async def carry_out(self, actions: Iterable[Publish | Retire]) -> None:
+        """Publish and delete steps that lie here."""
+        async with self._turn:
+            here = [action for action in actions if action.id in self._local.shards]
+            for action in here:
+                if isinstance(action, Publish):
+                    await self._publish(action.id)
+            # Before any deletion: the same reply that tells of a commit may retire the step.
+            self._remotes.wake()
+            for action in here:
+                if isinstance(action, Retire) and not self._must_stay(action.id):
+                    await self._retire(action.id)
+
+    async def make_room(self, size_bytes: int, *, retired: int) -> bool:
+        """Make room for `size_bytes`: delete copies kept for other pods, else the fewest steps that
+        nobody needs. False if there was nothing to delete.
+
+        `retired`: the count of retired steps when the failed write began. If the count is higher
+        now, there may be room again.
+        """
+        if await self._remotes.make_room(size_bytes):
+            return True
+        async with self._turn:
+            if self.retired != retired:
+                return True
+            missing = size_bytes - await self._blocking(self._local.volumes.free_bytes)
+            doomed = list(self._choose(Full(missing, self._local.sizes)))
+            for id in doomed:
+                warn("evicted", step=str(id), reason="the volumes are full", keep=self._keep)
+            for id in doomed:
+                await self._retire(id)
+                self._history.evicted(id)
+            self.evicted += len(doomed)
+            return bool(doomed)
+
+    async def _publish(self, id: StepId) -> None:
+        made_of = [shard.path for shard in self._local.shards.get(id, {}).values()]
+        if not made_of:  # a scan in between no longer found it
+            return
+        try:
+            path = await self._blocking(lambda: self._local.volumes.publish(id, made_of=made_of))
+        except KeepstepError as error:
+            warn("not published", step=str(id), reason=str(error))
+            return
+        if path is None:
+            return
+        self._local.show(id, path)
+        self._history.committed(id)
+        self._changes.ring()
+
+    async def _retire(self, id: StepId) -> None:
+        self._local.drop(id)
+        self._remotes.wake()
+        try:
+            freed = await self._blocking(lambda: self._local.volumes.retire(id))
+        except KeepstepError as error:
+            warn("not retired", step=str(id), reason=str(error))
+            return
+        self.retired += 1  # not earlier: a write that found no room before this must still make it
+        say("retired", level=logging.DEBUG, step=str(id), bytes=freed)
+
+
+# --- images from slots -----------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class WriteTotals:
+    """Bytes and seconds of all writes since the start, over all ranks."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class ImageWriter:
+    """`trouble`: why the last write failed, '' after a write that succeeded. `failed`: the step of
+    the last failed write. `running`: the writes that have not ended."""
+
+    def __init__(
+        self,
+        slots: SlotPool,
+        volumes: VolumeSet,
+        directories: StepDirectories,
+        *,
+        writers: Sequence[Executor],
+        blocking: OnThread,
+    ) -> None:
+        """`writers`: for each volume an executor of one thread. So a drive writes one image at a
+        time, and no drive is idle while another has a queue."""
+        self.totals = WriteTotals()
+        self.trouble = ""
+        self.failed: StepId | None = None
+        self.running: set[Write] = set()
+        self._slots = slots
+        self._volumes = volumes
+        self._directories = directories
+        self._writers = [OnThread(one) for one in writers]
+        self._blocking = blocking
+
+    @property
+    def idle(self) -> bool:
+        """Whether no sealed image is being written."""
+        return not self.running
+
+    async def write(self, write: Write) -> Written | None:
+        """Write the shard and return it, durable; None if that failed. Never raises an Exception,
+        because the node must hear of the end in any case."""
+        try:
+            slot = self._slots.rank(write.rank).find(write.id)
+            control = None if slot is None else slot.file.control()
+            if slot is not None and slot.file.cut_off:
+                raise UsageError(CUT_OFF)
+            if slot is None or control is None or control.id != write.id:
+                return None
+            written = await self._write_with_room(slot, control)
+            if slot.file.control() == control:
+                self._count(written)
+                return written
+            path = written.shard.path
+            warn("overwritten while it was written", path=str(path))
+            await self._blocking(lambda: self._volumes.quarantine(path, "overwritten"))
+        except Exception as error:
+            if str(error) != self.trouble:  # an error that hits every step is logged once
+                warn("not persisted", rank=write.rank, step=str(write.id), reason=str(error))
+            self.trouble, self.failed = str(error), write.id
+        return None
+
+    async def _write_with_room(self, slot: Slot, control: ControlPage) -> Written:
+        write = functools.partial(self._volumes.write, slot.file.view, slot.layout, control)
+        size_bytes = slot.layout.size_bytes
+        while True:
+            retired = self._directories.retired
+            try:
+                return await self._writers[self._volumes.lane(control.rank)](write)
+            except NoSpaceError:
+                if not await self._directories.make_room(size_bytes, retired=retired):
+                    raise
+
+    def _count(self, written: Written) -> None:
+        self.trouble = ""
+        self.totals.bytes += written.shard.size_bytes
+        self.totals.seconds += written.seconds
+        say(
+            "durable",
+            rank=written.shard.rank,
+            step=str(written.shard.step_id),
+            bytes=written.shard.size_bytes,
+            seconds=round(written.seconds, 4),
+            level=logging.DEBUG,
+        )
+
+
+# --- the host of the node --------------------------------------------------------------------
+
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 

@@ -28,8 +28,8 @@ from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.tiers.source import ShardSource, local_source
 from keepstep_sidecar.tiers.tier import Inventory, RemoteTier
-from keepstep_sidecar.volume.scan import LocalShard, Scan
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.directories import LocalShard, Scan
+from keepstep_sidecar.volume.volume import VolumeSet
 
 if TYPE_CHECKING:  # they are only imported where they are configured
     from keepstep_sidecar.tiers.archive.fork import AncestorTier

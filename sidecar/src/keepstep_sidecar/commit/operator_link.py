@@ -16,7 +16,7 @@ from keepstep.errors import StorageError
 from keepstep.steps import StepId
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.volume import VolumeSet
 
 
 class OperatorLink:

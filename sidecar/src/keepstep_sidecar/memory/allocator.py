@@ -22,7 +22,7 @@ from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Lease, Leases
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.memory.slot_directories import SlotDirectories, entered
+from keepstep_sidecar.memory.directories import SlotDirectories, entered
 from keepstep_sidecar.memory.slot_file import (
     SlotFile,
     lower_priority,

@@ -16,9 +16,9 @@ from keepstep.core.shard import Shard
 from keepstep.errors import TornError
 from keepstep.steps import Tier
 from keepstep_sidecar.config.sidecar import Verify
-from keepstep_sidecar.volume.direct_io import ShardFile
-from keepstep_sidecar.volume.scan import LocalShard
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.files import ShardFile
+from keepstep_sidecar.volume.volume import VolumeSet
 
 Read = Callable[[int, Sequence[memoryview]], Iterator[memoryview]]
 """Reads from byte `begin` on: fills page-aligned buffers in order, and yields each once full."""

@@ -1,28 +1,325 @@
-"""The directories of a step's shards (pending, published, retired, quarantine, spare), and the
-moves between them.
+"""The directory of a run on one volume: what names mean, what lies there, and the moves between its
+places.
 
-The directory of a step appears to readers, and disappears, by one rename, so readers never see a
-part of its shards. When a method returns, its moves are on the medium. The caller (`Volume`) holds
-its lock and handles OSError, which every method may raise.
+    <root>/                                     <dir>/<run>
+        .lock                                   held by the sidecar that owns the volume
+        run.json                                the run's epochs
+        history.jsonl                           what happened, shown to people
+        <step>/rank-00000-of-00002.safetensors  a committed step: whole, visible to stock readers
+        pending/<step>/rank-...                 durable shards of steps not known to be committed
+        pending/<step>/.rank-....tmp-<pid>-<n>  a shard being written
+        quarantine/<step>.<shard>.<reason>.<n>  files that failed; kept, never read again
+        retired/<step>.<n>/                     a step that is being deleted
+        spare/rank-...                          retired shards that will be written over
+
+A shard moves between these places by rename only, so it is always in exactly one of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
 
-from keepstep.steps import StepId
+from keepstep.core.ranks import MOST_RANKS
+from keepstep.core.shard import Shard
+from keepstep.directory import NoFileError
+from keepstep.errors import FormatError, ImageError, TornError
+from keepstep.image import Layout
+from keepstep.image.manifest import Manifest
+from keepstep.steps import StepId, shard_name
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.volume import faults
-from keepstep_sidecar.volume.direct_io import aligned_buffer
-from keepstep_sidecar.volume.durable_file import DurableFile
-from keepstep_sidecar.volume.filesystem import PAGE_BYTES, Filesystem
-from keepstep_sidecar.volume.paths import Tree, is_shard, is_step, is_temporary, quarantine_name
-from keepstep_sidecar.volume.scan import step_directories
+from keepstep_sidecar.volume.files import (
+    PAGE_BYTES,
+    DurableFile,
+    Filesystem,
+    aligned_buffer,
+    fault_point,
+)
+
+# --- names -----------------------------------------------------------------------------------
+
+
+LOCK = ".lock"
+RECORD = "run.json"
+HISTORY = "history.jsonl"
+
+_NUMBER = r"([0-9]{5}|[1-9][0-9]{5,9})"
+_SHARD = re.compile(rf"rank-{_NUMBER}-of-{_NUMBER}\.safetensors")
+_TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9]+-[0-9]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardName:
+    """What a shard's path says; the control page inside must say the same. Raises ValueError for
+    ranks that no world has: what is held of a step is one bit for each."""
+
+    id: StepId
+    rank: int
+    world: int
+
+    def __post_init__(self) -> None:
+        if not self.rank < self.world <= MOST_RANKS:
+            raise ValueError(f"rank {self.rank} of {self.world}: a world has {MOST_RANKS} at most")
+
+    @classmethod
+    def parse(cls, path: Path) -> ShardName:
+        """Read `.../<step>/rank-00000-of-00002.safetensors`. Raises ValueError."""
+        if not (match := _SHARD.fullmatch(path.name)):
+            raise ValueError(f"not a shard's name: {path.name}")
+        return cls(id=StepId.parse(path.parent.name), rank=int(match[1]), world=int(match[2]))
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Paths below `root`, which is absolute."""
+
+    root: Path
+
+    @property
+    def lock(self) -> Path:
+        return self.root / LOCK
+
+    @property
+    def record(self) -> Path:
+        return self.root / RECORD
+
+    @property
+    def history(self) -> Path:
+        return self.root / HISTORY
+
+    @property
+    def pending(self) -> Path:
+        return self.root / "pending"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / "quarantine"
+
+    @property
+    def retired(self) -> Path:
+        return self.root / "retired"
+
+    @property
+    def spare(self) -> Path:
+        return self.root / "spare"
+
+    def pending_step(self, id: StepId) -> Path:
+        return self.pending / str(id)
+
+    def published_step(self, id: StepId) -> Path:
+        return self.root / str(id)
+
+    def pending_shard(self, id: StepId, rank: int, world: int) -> Path:
+        return self.pending_step(id) / shard_name(rank, world)
+
+    def is_published(self, path: Path) -> bool:
+        """Does `path` lie in a directory that readers see?"""
+        return path.parent.parent == self.root and is_step(path.parent.name)
+
+
+def temporary_name(shard: str, *, pid: int, number: int) -> str:
+    """A name that readers of `*.safetensors` do not see, and that a scan tells from a shard."""
+    return f".{shard}.tmp-{pid}-{number}"
+
+
+def is_temporary(name: str) -> bool:
+    """Is this a name that `temporary_name` makes?"""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_shard(name: str) -> bool:
+    """Is this the name of a shard? Other files in a step's directory are not ours."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def is_step(name: str) -> bool:
+    """Is this the name of a step's directory?"""
+    try:
+        StepId.parse(name)
+    except ValueError:
+        return False
+    return True
+
+
+def quarantine_name(path: Path, reason: str, number: int) -> str:
+    """`<step>.<shard>.<reason>.<n>`. Unlike a shard's name, it does not end in .safetensors."""
+    match = _TEMPORARY.fullmatch(path.name)
+    shard = (match[1] if match else path.name).removesuffix(".safetensors")
+    slug = re.sub(r"[^a-z0-9]+", "-", reason.lower()).strip("-")[:40] or "unknown"
+    return f"{path.parent.name}.{shard}.{slug}.{number}"
+
+
+# --- what lies there -------------------------------------------------------------------------
+
+
+BAD_BLOCKS = (errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN)
+"""Errors for lost blocks, from a drive or from a file system with its own checksums."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalShard(Shard):
+    """A shard on a volume. `published`: readers can see the step's directory, because the step was
+    committed."""
+
+    path: Path = field(compare=False)
+    layout: Layout = field(compare=False)
+    published: bool = field(default=False, compare=False)
+
+    @classmethod
+    def of(cls, path: Path, manifest: Manifest, *, published: bool = False) -> LocalShard:
+        """A shard as the file itself describes it."""
+        told = {one.name: getattr(manifest.shard, one.name) for one in fields(Shard)}
+        return cls(**told, path=path, layout=manifest.layout, published=published)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A file that is not a shard of this run, and why. `moved_to`: its path in quarantine.
+
+    After a `VersionError` the file stays where it is: a newer keepstep can read it.
+    """
+
+    path: Path
+    error: ImageError
+    moved_to: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan:
+    """Everything on a volume, sorted by step and rank. `unread`: the volumes of a set that could
+    not be scanned, by their roots, and why. What they hold is unknown."""
+
+    shards: tuple[LocalShard, ...] = ()
+    problems: tuple[Refused, ...] = ()
+    unread: Mapping[Path, str] = field(default_factory=dict)
+
+
+def survey(root: Path, *, run: str, filesystem: Filesystem | None = None) -> Scan:
+    """Look at every shard below `root` (`<dir>/<run>`). A missing root gives an empty scan.
+
+    Raises OSError when the content cannot be determined: unknown is not the same as absent.
+    """
+    tree = Tree(root.absolute())
+    filesystem = filesystem or holding(tree.root)
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.directory(tree.root)  # raises if it is a file
+    shards: list[LocalShard] = []
+    problems: list[Refused] = []
+    for path in _files(tree, filesystem):
+        seen = _look(path, filesystem, run=run, published=tree.is_published(path))
+        if isinstance(seen, LocalShard):
+            shards.append(seen)
+        elif seen is not None:
+            problems.append(seen)
+    shards.sort(key=lambda shard: (shard.step_id, shard.rank))
+    return Scan(shards=tuple(shards), problems=tuple(problems))
+
+
+def holding(root: Path) -> Filesystem:
+    """A file system that holds `root`, if that exists. Raises OSError if it is a link or a file."""
+    filesystem = Filesystem()
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.hold(root)
+    return filesystem
+
+
+def step_directories(tree: Tree, filesystem: Filesystem) -> Iterator[Path]:
+    """Directories of steps, published ones first. Empty if there are none or no volume. A file or a
+    link where one belongs is none. But of a link in the place of `pending` it is unknown what lies
+    behind it: OSError."""
+    for parent in (tree.root, tree.pending):
+        found = filesystem.lstat(parent)
+        if found is not None and stat.S_ISLNK(found.st_mode):
+            filesystem.directory(parent)  # raises
+        named = (parent / name for name in filesystem.names(parent) if is_step(name))
+        yield from filter(filesystem.is_directory, named)
+
+
+def _files(tree: Tree, filesystem: Filesystem) -> Iterator[Path]:
+    """All that is named like a shard, without links: those stand for shards on other volumes."""
+    for directory in step_directories(tree, filesystem):
+        for name in filter(is_shard, filesystem.names(directory)):
+            found = filesystem.lstat(directory / name)
+            if found is not None and not stat.S_ISLNK(found.st_mode):
+                yield directory / name
+
+
+def strangers(tree: Tree, filesystem: Filesystem) -> list[Path]:
+    """`.safetensors` files in steps' directories that are not shards. The sidecar neither reads nor
+    moves them. But a stock reader of the directory would take them for a part of the step."""
+    found: list[Path] = []
+    for directory in step_directories(tree, filesystem):
+        found += [directory / name for name in filesystem.names(directory)]
+    return [path for path in found if path.suffix == ".safetensors" and not is_shard(path.name)]
+
+
+def _look(
+    path: Path, filesystem: Filesystem, *, run: str, published: bool
+) -> LocalShard | Refused | None:
+    """What a file is; None when the volume's owner moved or retired it meanwhile.
+
+    Whatever error a reader meets, the file counts as refused, so that one bad file never hides the
+    good ones.
+    """
+    try:
+        with opened(path, filesystem) as fd:
+            return LocalShard.of(path, read_manifest(fd, path, run=run), published=published)
+    except ImageError as error:
+        return Refused(path=path, error=error)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno not in BAD_BLOCKS:
+            raise
+        return Refused(path=path, error=FormatError(f"unreadable: {error.strerror}", path=path))
+    except MemoryError:
+        raise
+    except Exception as error:
+        return Refused(path=path, error=FormatError(f"unreadable: {error!r}", path=path))
+
+
+@contextlib.contextmanager
+def opened(path: Path, filesystem: Filesystem) -> Iterator[int]:
+    """Open a shard for reading; yields the descriptor. Raises FormatError for anything that is no
+    regular file, OSError."""
+    try:
+        fd = filesystem.open(path, os.O_RDONLY)
+    except NoFileError:
+        raise FormatError("not a regular file", path=path) from None
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_manifest(fd: int, path: Path, *, run: str) -> Manifest:
+    """The manifest of an open shard, checked against `run` and the shard's name.
+
+    Raises FormatError, TornError, ForeignError or VersionError, which all name `path`; OSError.
+    """
+    try:
+        name = ShardName.parse(path)
+    except ValueError as error:
+        raise FormatError(str(error), path=path) from None
+    shard = Shard(step_id=name.id, rank=name.rank, world=name.world)
+
+    def read(begin: int, end: int) -> bytes:
+        if len(data := os.pread(fd, end - begin, begin)) < end - begin:
+            raise TornError(f"truncated: it ends before byte {end}")
+        return data
+
+    return Manifest.read(read, os.fstat(fd).st_size, run=run, shard=shard, path=path)
+
+
+# --- moves -----------------------------------------------------------------------------------
+
 
 _QUARANTINED = 16
 """So many files stay in quarantine at most."""
@@ -155,13 +452,13 @@ class Directories:
             return 0
         freed = self.disk_bytes(directory)
         for path in self.entries(directory):
-            faults.point("retire.unlink")
+            fault_point("retire.unlink")
             if self._filesystem.is_directory(path):
                 self._filesystem.remove_tree(path)
             else:
                 self._filesystem.unlink(path)
         self._filesystem.remove_directory(directory)
-        faults.point("retire.done")
+        fault_point("retire.done")
         return freed
 
     def discard(self, paths: Iterable[Path]) -> None:
@@ -180,7 +477,7 @@ class Directories:
         names = (quarantine_name(path, reason, number) for number in count(1))
         targets = (self._tree.quarantine / name for name in names)
         target = next(one for one in targets if self._filesystem.lstat(one) is None)
-        faults.point("quarantine.rename")
+        fault_point("quarantine.rename")
         self._filesystem.rename(path, target)
         self._filesystem.sync_directory(target.parent)
         self._filesystem.sync_directory(path.parent)
@@ -248,9 +545,9 @@ class Directories:
 
     def _move(self, source: Path, target: Path, what: str) -> None:
         """Rename a directory. On return, no power cut can undo it."""
-        faults.point(f"{what}.rename")
+        fault_point(f"{what}.rename")
         self._filesystem.rename(source, target)
-        faults.point(f"{what}.sync")
+        fault_point(f"{what}.sync")
         self._filesystem.sync_directory(target.parent)
         self._filesystem.sync_directory(source.parent)
 
@@ -330,10 +627,10 @@ class SpareFiles:
                 return False
             if not (self._filesystem.is_alike(fd, new) and self._filesystem.is_open_only_as(fd)):
                 return False
-            faults.point("spare.unseal")
+            fault_point("spare.unseal")
             with aligned_buffer(PAGE_BYTES) as zeros, memoryview(zeros) as page:
                 self._filesystem.write(fd, page, size_bytes - PAGE_BYTES)
-            faults.point("spare.sync")
+            fault_point("spare.sync")
             self._filesystem.sync_data(fd)
             return True
         finally:

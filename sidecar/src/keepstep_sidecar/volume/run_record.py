@@ -18,9 +18,8 @@ from typing import Any
 from keepstep.errors import ForeignError, FormatError, VersionError
 from keepstep.image import fields, strictjson
 from keepstep.steps import Epoch, EpochId, StepId, merged
-from keepstep_sidecar.volume.durable_file import replacing
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.scan import opened
+from keepstep_sidecar.volume.directories import opened
+from keepstep_sidecar.volume.files import Filesystem, replacing
 
 FORMAT_VERSION = 1
 _SIZE_LIMIT_BYTES = 16 << 20

@@ -21,8 +21,7 @@ from keepstep.directory import Directory, NoFileError
 from keepstep.errors import FormatError, NoSpaceError, StorageError
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.tiers.archive.store import Stored
-from keepstep_sidecar.volume.durable_file import DurableFile
-from keepstep_sidecar.volume.filesystem import FULL, Filesystem
+from keepstep_sidecar.volume.files import FULL, DurableFile, Filesystem
 
 T = TypeVar("T")
 
