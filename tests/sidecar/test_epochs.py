@@ -43,5 +43,5 @@ def test_an_epoch_that_another_pod_told_of_first_is_still_written_here(tmp_path:
             await committer.start_epoch(NEXT)
 
         asyncio.run(story())
-    assert volumes.epochs() == (NEXT,)
+    assert volumes.record.epochs == (NEXT,)
     volumes.close()

@@ -110,11 +110,11 @@ def test_epochs_are_recorded_on_every_volume_and_merged(
 ) -> None:
     later = Epoch(EpochId(2, "00000000"), step_id(4))
     armed("record.data:eio@3")
-    volumes.save_epochs(EPOCH)
-    volumes.save_epochs(later)
+    volumes.change_record(lambda record: record.with_epochs(EPOCH))
+    volumes.change_record(lambda record: record.with_epochs(later))
     one, two = volumes.volumes
     assert (one.record.epochs, two.record.epochs) == ((EPOCH,), (EPOCH, later))
-    assert volumes.epochs() == (EPOCH, later)
+    assert volumes.record.epochs == (EPOCH, later)
     assert run_record.load(two.root / "run.json", run=RUN) == two.record
 
 
@@ -123,7 +123,7 @@ def test_an_epoch_that_no_volume_can_record_is_an_error(
 ) -> None:
     armed("record.data:eio@1,record.data:eio@2")
     with pytest.raises(StorageError):
-        volumes.save_epochs(EPOCH)
+        volumes.change_record(lambda record: record.with_epochs(EPOCH))
 
 
 @pytest.mark.parametrize(

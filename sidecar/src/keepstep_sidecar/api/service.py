@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from keepstep.core.node import Serves
+from keepstep.core.node import Node, Serves
 from keepstep.errors import StorageError
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import ReportReply
@@ -27,6 +27,7 @@ from keepstep.wire.trainer import (
 from keepstep_sidecar.api.restoring import Restoring
 from keepstep_sidecar.api.saving import Saving, StepWaits
 from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.inventory import LocalShards
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes, Tasks, detached
@@ -125,7 +126,7 @@ class Service:
         pause_s = _WATCH_S
         while True:
             await asyncio.sleep(pause_s)
-            if failed := self.committer.local_shards.scan_failed:
+            if failed := self.local_shards.scan_failed:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 warn("scan failed", reason=failed)
                 await self._look()
@@ -150,7 +151,7 @@ class Service:
                     await self.stop(StopRequest(drain=False))
                     return
             try:
-                mended = self.committer.local_shards.scanned and await self.committer.blocking(
+                mended = self.local_shards.scanned and await self.local_shards.blocking(
                     self.volumes.mend
                 )
             except StorageError as error:
@@ -161,7 +162,7 @@ class Service:
             trouble = ""
             if mended:
                 warn("volume made anew", reason="somebody removed the run's directory")
-                self.committer.local_shards.removed()  # whether or not the scan succeeds
+                self.local_shards.removed()  # whether or not the scan succeeds
                 self.committer.feed(Serves(frozenset(), self.config.slots))  # and then anew
                 await self._look()
 
@@ -174,10 +175,10 @@ class Service:
         return await self._is_removed() and self._is_alone
 
     async def _is_removed(self) -> bool:
-        if not self.committer.local_shards.scanned:
+        if not self.local_shards.scanned:
             return False
         try:
-            return bool(await self.committer.blocking(self.volumes.is_removed))
+            return bool(await self.local_shards.blocking(self.volumes.is_removed))
         except StorageError:
             return False
 
@@ -285,10 +286,18 @@ class Service:
     def _forget(self, *, even_unwritten: bool) -> None:
         """Free the memory, but not where a step lies there that no volume has taken: it stays for a
         successor, who may find room."""
-        if even_unwritten or (id := self.committer.node.unwritten()) is None:
+        if even_unwritten or (id := self.node.unwritten()) is None:
             self.slots.forget_all()
         else:
             warn("memory kept", step=str(id), reason=self.committer.images.trouble)
+
+    @property
+    def local_shards(self) -> LocalShards:
+        return self.committer.local_shards
+
+    @property
+    def node(self) -> Node:
+        return self.committer.node
 
     @property
     def ending(self) -> bool:
@@ -327,12 +336,12 @@ class Service:
 
     async def obey(self, reply: ReportReply) -> None:
         """Apply the operator's answer to a report. A new plan is prefetched meanwhile."""
-        before = self.committer.node.heard.plan
+        before = self.node.heard.plan
         await self.committer.hear(reply)
         self.remote_tiers.meet(
             reply.peers, self.tasks.spawn, awaits=reply.awaits, complete=reply.all_peers
         )
-        if reply.plan is not None and reply.plan != before and self.committer.local_shards.scanned:
+        if reply.plan is not None and reply.plan != before and self.local_shards.scanned:
             self.tasks.spawn(self.restorer.prefetch(), "prefetch")
         self._heed(leaving=reply.leaving)
 
@@ -344,7 +353,7 @@ class Service:
         if not leaving:
             self._outlived = None
             return
-        newest = max(self.committer.node.kept_by_all(), default=None)
+        newest = max(self.node.kept_by_all(), default=None)
         again = self._outlived is not None and (newest == self._outlived or len(self.leases) > 0)
         if newest is not None and not again and not self._outliving and not self.ending:
             self._outliving, self._outlived = True, newest

@@ -34,7 +34,7 @@ from keepstep_sidecar.commit.operator_link import OperatorNotes
 from keepstep_sidecar.concurrency import Changes, OnThread
 from keepstep_sidecar.config.sidecar import Wish
 from keepstep_sidecar.history import History
-from keepstep_sidecar.log import Seldom, say, warn
+from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import LocalInventory, RunFacts
@@ -53,7 +53,6 @@ class StepDirectories:
         local: LocalShards,
         remotes: RemoteInventory,
         *,
-        blocking: OnThread,
         must_stay: Callable[[StepId], bool],
         choose: Callable[[Full], Iterable[StepId]],
         keep: str,
@@ -65,7 +64,6 @@ class StepDirectories:
         self.retired = self.evicted = 0
         self._local = local
         self._remotes = remotes
-        self._blocking = blocking
         self._must_stay = must_stay
         self._choose = choose
         self._keep = keep
@@ -98,7 +96,7 @@ class StepDirectories:
         async with self._turn:
             if self.retired != retired:
                 return True
-            missing = size_bytes - await self._blocking(self._local.volumes.free_bytes)
+            missing = size_bytes - await self._local.blocking(self._local.volumes.free_bytes)
             doomed = list(self._choose(Full(missing, self._local.sizes)))
             for id in doomed:
                 warn("evicted", step=str(id), reason="the volumes are full", keep=self._keep)
@@ -113,7 +111,9 @@ class StepDirectories:
         if not made_of:  # a scan in between no longer found it
             return
         try:
-            path = await self._blocking(lambda: self._local.volumes.publish(id, made_of=made_of))
+            path = await self._local.blocking(
+                lambda: self._local.volumes.publish(id, made_of=made_of)
+            )
         except KeepstepError as error:
             warn("not published", step=str(id), reason=str(error))
             return
@@ -127,7 +127,7 @@ class StepDirectories:
         self._local.drop(id)
         self._remotes.wake()
         try:
-            freed = await self._blocking(lambda: self._local.volumes.retire(id))
+            freed = await self._local.blocking(lambda: self._local.volumes.retire(id))
         except KeepstepError as error:
             warn("not retired", step=str(id), reason=str(error))
             return
@@ -156,11 +156,10 @@ class ImageWriter:
     def __init__(
         self,
         slots: SlotPool,
-        volumes: VolumeSet,
+        local: LocalShards,
         directories: StepDirectories,
         *,
         writers: Sequence[Executor],
-        blocking: OnThread,
     ) -> None:
         """`writers`: for each volume an executor of one thread. So a drive writes one image at a
         time, and no drive is idle while another has a queue."""
@@ -169,10 +168,9 @@ class ImageWriter:
         self.failed: StepId | None = None
         self.running: set[Write] = set()
         self._slots = slots
-        self._volumes = volumes
+        self._local = local
         self._directories = directories
         self._writers = [OnThread(one) for one in writers]
-        self._blocking = blocking
 
     @property
     def idle(self) -> bool:
@@ -195,7 +193,7 @@ class ImageWriter:
                 return written
             path = written.shard.path
             warn("overwritten while it was written", path=str(path))
-            await self._blocking(lambda: self._volumes.quarantine(path, "overwritten"))
+            await self._local.blocking(lambda: self._local.volumes.quarantine(path, "overwritten"))
         except Exception as error:
             if str(error) != self.trouble:  # an error that hits every step is logged once
                 warn("not persisted", rank=write.rank, step=str(write.id), reason=str(error))
@@ -203,12 +201,13 @@ class ImageWriter:
         return None
 
     async def _write_with_room(self, slot: Slot, control: ControlPage) -> Written:
-        write = functools.partial(self._volumes.write, slot.file.view, slot.layout, control)
+        volumes = self._local.volumes
+        write = functools.partial(volumes.write, slot.file.view, slot.layout, control)
         size_bytes = slot.layout.size_bytes
         while True:
             retired = self._directories.retired
             try:
-                return await self._writers[self._volumes.lane(control.rank)](write)
+                return await self._writers[volumes.lane(control.rank)](write)
             except NoSpaceError:
                 if not await self._directories.make_room(size_bytes, retired=retired):
                     raise
@@ -231,9 +230,6 @@ class ImageWriter:
 
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
-
-_COMMITTED_S = 60.0
-"""How often a commit is logged."""
 
 _SWEEP_S = 1.0
 """How often to check whether steps that were kept because they were being read still are."""
@@ -264,11 +260,10 @@ class Committer:
         """`names`: an executor of one thread, which changes names on the volumes. `writers`: see
         `ImageWriter`. `pacing`: None when a person chose which steps are persisted. `managed`: an
         operator sees the whole run and decides what is deleted. `wish`: the step to go back to."""
-        self.blocking = OnThread(names)
         self.remotes = remotes
-        self.local_shards = LocalShards(volumes, self.blocking)
-        self.copies = Copies(self.local_shards, slots, remotes)
-        self.rollback = Rollback(wish, volumes.epochs, asked=volumes.asked())
+        self.local_shards = local = LocalShards(volumes, OnThread(names))
+        self.copies = Copies(local, slots, remotes)
+        self.rollback = Rollback(wish, lambda: local.record.epochs, asked=local.record.asked)
         self.node = Node(
             slots.ranks,
             grid=grid,
@@ -282,30 +277,22 @@ class Committer:
             may_write=lambda id: self.epochs.writes(id),
         )
         self.epochs = Epochs(
-            remotes, volumes, commits=self.node.commits, known=lambda: self.node.ledger.epochs
+            remotes, local, commits=self.node.commits, known=lambda: self.node.ledger.epochs
         )
-        self.restart = RestartStep(self.node, self.copies, self.rollback, volumes, self.blocking)
-        self.notes = OperatorNotes(self.node.operator_view, volumes, self.blocking)
+        self.restart = RestartStep(self.node, self.copies, self.rollback, local)
+        self.notes = OperatorNotes(self.node.operator_view, local)
         self._history = history or History()
         self.directories = StepDirectories(
-            self.local_shards,
+            local,
             remotes,
-            blocking=self.blocking,
             must_stay=self.node.must_stay,
             choose=self._least_wanted,
             keep=str(keep),
             history=self._history,
             changes=changes,
         )
-        self.images = ImageWriter(
-            slots,
-            volumes,
-            self.directories,
-            writers=writers,
-            blocking=self.blocking,
-        )
+        self.images = ImageWriter(slots, local, self.directories, writers=writers)
         self._changes = changes
-        self._seldom = Seldom(_COMMITTED_S)
         self._spawn = spawn
         self._starting: dict[EpochId, asyncio.Future[None]] = {}
         self.feed(Scanned(in_doubt=True))
@@ -339,10 +326,9 @@ class Committer:
                 case Alarm():
                     warn("alarm", kind=str(action.kind), text=action.text)
                 case Committed():
-                    # Seldom: the lines that matter must not scroll out of the log.
-                    due = action.tier is Tier.LOCAL
-                    if due and (left_out := self._seldom.due("committed")) is not None:
-                        say("committed", step=str(action.id), not_logged=left_out)
+                    say(
+                        "committed", level=logging.DEBUG, step=str(action.id), tier=str(action.tier)
+                    )
                 case Interval():
                     say("persist interval", steps=action.steps, limit=action.limit)
                     self._history.note(Kind.INTERVAL, count=action.steps, text=action.limit)
@@ -409,7 +395,7 @@ class Committer:
         """Scan the volumes. Afterwards the ledger knows the result."""
         drive_bytes = await self.local_shards.scan()
         self.feed(Scanned(in_doubt=self.local_shards.in_doubt, drive_bytes=drive_bytes or None))
-        for epoch in self.local_shards.volumes.epochs():
+        for epoch in self.local_shards.record.epochs:
             self.feed(EpochStarted(epoch))
         await self.refresh()
         self._changes.ring()
@@ -473,15 +459,15 @@ class Committer:
         await asyncio.shield(starting)
 
     async def _start_epoch(self, epoch: Epoch, asked: int | None) -> None:
-        epoch, volumes = self.epochs.named(epoch), self.local_shards.volumes
+        epoch, change_record = self.epochs.named(epoch), self.local_shards.change_record
         # First of all, because the epoch makes newer commits, for which this step would go.
         if (kept := self.rollback.asked_for(epoch.parent, asked)) != self.rollback.asked:
-            await self.blocking(lambda: volumes.save_asked(kept))
+            await change_record(lambda record: replace(record, asked=kept))
             self.rollback.asked = kept
         if kept is not None:
             self.feed(Flush({kept}))  # it may be in memory alone
         if unrecorded := self.epochs.unrecorded(epoch):
-            await self.blocking(lambda: volumes.save_epochs(*unrecorded))
+            await change_record(lambda record: record.with_epochs(*unrecorded))
         self.epochs.current = epoch
         self.rollback.began(epoch)
         await self.directories.carry_out(self.feed(EpochStarted(epoch)))

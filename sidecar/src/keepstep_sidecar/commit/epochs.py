@@ -19,11 +19,9 @@ from keepstep.core.suspicion import KEPT, WITHIN, Doubt, Failure, newest
 from keepstep.errors import StorageError
 from keepstep.steps import Epoch, StepId, Tier
 from keepstep.wire.reports import ReportReply
-from keepstep_sidecar.commit.inventory import Copies, RemoteInventory
-from keepstep_sidecar.concurrency import OnThread
+from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
 from keepstep_sidecar.config.sidecar import Wish
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.volume.volume import VolumeSet
 
 Row = TypeVar("Row", bound=ShardFacts)
 
@@ -35,7 +33,7 @@ class Epochs:
     def __init__(
         self,
         remotes: RemoteInventory,
-        volumes: VolumeSet,
+        local: LocalShards,
         *,
         commits: Callable[[], Iterable[StepId]],
         known: Callable[[], Iterable[Epoch]],
@@ -45,14 +43,14 @@ class Epochs:
         self.current: Epoch | None = None
         self._remotes = remotes
         self._ancestor = remotes.ancestor
-        self._volumes = volumes
+        self._local = local
         self._commits = commits
         self._known = known
 
     def own(self, *begun: Epoch) -> tuple[Epoch, ...]:
         """All epochs that are certainly this run's own: those recorded here, told by the run's
         other pods, or in `begun`. Includes their ancestors, whichever source knows them."""
-        own = (*self._remotes.told_by(Tier.PEER), *self._volumes.epochs(), *begun)
+        own = (*self._remotes.told_by(Tier.PEER), *self._local.record.epochs, *begun)
         return line(own, self._known())
 
     def unrecorded(self, epoch: Epoch) -> tuple[Epoch, ...]:
@@ -61,7 +59,7 @@ class Epochs:
         What the ledger knows does not count: other pods told of epochs that lie only in memory.
         """
         own = self.own(epoch)
-        return () if set(own) <= set(self._volumes.epochs()) else own
+        return () if set(own) <= set(self._local.record.epochs) else own
 
     def see(self, epoch: Epoch) -> None:
         """A live trainer works in this epoch (it restored before this sidecar started)."""
@@ -224,15 +222,13 @@ class RestartStep:
         node: Node,
         copies: Copies,
         rollback: Rollback,
-        volumes: VolumeSet,
-        blocking: OnThread,
+        local: LocalShards,
     ) -> None:
         self._node = node
         self._copies = copies
         self._rollback = rollback
-        self._volumes = volumes
-        self._blocking = blocking
-        self._noted = frozenset(sorted(volumes.failures())[-KEPT:])
+        self._local = local
+        self._noted = frozenset(sorted(local.record.failures)[-KEPT:])
         self._reported: tuple[Failure, ...] = ()
 
     # --- failures ----------------------------------------------------------------------------
@@ -244,7 +240,7 @@ class RestartStep:
             return
         self._noted = noted = frozenset(sorted({*self._noted, at})[-KEPT:])
         try:
-            await self._blocking(lambda: self._volumes.save_failures(noted))
+            await self._local.change_record(lambda record: replace(record, failures=noted))
         except StorageError as error:
             warn("failure of the script not noted", step=str(at), reason=str(error))
 

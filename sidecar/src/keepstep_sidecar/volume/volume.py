@@ -30,7 +30,7 @@ from keepstep.errors import (
     VersionError,
 )
 from keepstep.image import ControlPage, Layout, check_control
-from keepstep.steps import Epoch, StepId, merged, shard_name
+from keepstep.steps import StepId, shard_name
 from keepstep_sidecar.config.sidecar import IO_THREADS, Verify
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume import run_record
@@ -847,50 +847,21 @@ class VolumeSet:
         self._hide(path)
         return moved_to
 
-    def epochs(self) -> tuple[Epoch, ...]:
-        """Every epoch that any volume knows of, oldest first."""
-        return merged(epoch for volume in self.volumes for epoch in volume.record.epochs)
+    @property
+    def record(self) -> RunRecord:
+        """What the volumes have on record, taken together."""
+        return RunRecord.union([volume.record for volume in self.volumes])
 
-    def save_epochs(self, *epochs: Epoch) -> None:
-        """Record epochs durably on every working volume. Raises StorageError when all fail."""
-        self._save(lambda record: record.with_epochs(*epochs))
-
-    def asked(self) -> StepId | None:
-        """The step that the script itself asked for, by the volume that knows the newest epoch."""
-        records = [volume.record for volume in self.volumes if volume.record.epochs]
-        newest = max(records, key=lambda record: record.epochs[-1].id, default=None)
-        return None if newest is None else newest.asked
-
-    def save_asked(self, asked: StepId | None) -> None:
-        """Record the step that the script itself asked for, as `save_epochs` does."""
-        self._save(lambda record: replace(record, asked=asked))
-
-    def last_commit(self) -> StepId | None:
-        """The newest commit that any volume has on record; None if there is none."""
-        noted = (volume.record.committed for volume in self.volumes)
-        return max((id for id in noted if id is not None), default=None)
-
-    def pinned(self) -> frozenset[StepId]:
-        """Steps that any volume has on record as pinned."""
-        return frozenset().union(*(volume.record.pinned for volume in self.volumes))
-
-    def save_word(self, committed: StepId, pinned: frozenset[StepId]) -> None:
-        """Record what the operator says is committed and pinned, as `save_epochs` does."""
-        self._save(lambda record: replace(record, committed=committed, pinned=pinned))
-
-    def failures(self) -> frozenset[StepId]:
-        """Steps at which the script failed by itself, as recorded on any volume."""
-        return frozenset().union(*(volume.record.failures for volume in self.volumes))
-
-    def save_failures(self, failures: frozenset[StepId]) -> None:
-        """Record exactly these failures, as `save_epochs` does."""
-        self._save(lambda record: replace(record, failures=failures))
-
-    def _save(self, change: Callable[[RunRecord], RunRecord]) -> None:
-        """Change the record on all writable volumes. Without any, nothing durable will need it."""
-        failures = [_save_record(volume, change) for volume in self._writable]
-        if failures and (first := failures[0]) is not None and None not in failures:
-            raise first
+    def change_record(self, change: Callable[[RunRecord], RunRecord]) -> None:
+        """Change the record durably on every writable volume. Without any, nothing durable will
+        need it. Raises StorageError when all fail."""
+        told = [
+            _tried(lambda volume: volume.save_record(change(volume.record)), one)
+            for one in self._writable
+        ]
+        failures = [one for one in told if one is not None]
+        if failures and len(failures) == len(told):
+            raise failures[0]
 
     def close(self) -> None:
         """Close all volumes."""
@@ -918,11 +889,3 @@ def _tried(work: Callable[[Volume], _T], volume: Volume) -> _T | StorageError:
         return work(volume)
     except StorageError as error:
         return error
-
-
-def _save_record(volume: Volume, change: Callable[[RunRecord], RunRecord]) -> StorageError | None:
-    try:
-        volume.save_record(change(volume.record))
-    except StorageError as error:
-        return error
-    return None

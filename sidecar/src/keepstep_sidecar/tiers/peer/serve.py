@@ -64,7 +64,7 @@ class Shards:
         copies = [Listed.listed(one, copy=True) for one in self._copies.all()]
         return Listing(
             run=self._run,
-            epochs=self._volumes.epochs(),
+            epochs=self._volumes.record.epochs,
             shards=(*own, *copies),
             ready=not reason,
             reason=reason,
