@@ -74,14 +74,16 @@ async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_al
         feed=lambda event: None,
     )
     waits = asyncio.Event()
+    sizing: Any = SimpleNamespace(grow=lambda slots, slot_set: waits.set())
+    leases: Any = SimpleNamespace(of=lambda rank: "a lease")
     threads = ThreadPoolExecutor(4)
     prefetcher = Prefetcher(
         pool,
         committer,
         Fetcher(pool, committer, threads),
         changes=Changes(),
-        grow=lambda slots, slot_set: waits.set(),
-        leased=lambda rank: True,
+        sizing=sizing,
+        leases=leases,
     )
     opened = asyncio.create_task(prefetcher.bring(AGREED, 0))
     await until(copies[AGREED].reading.is_set)

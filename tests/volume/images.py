@@ -86,7 +86,7 @@ def load(volumes: Volume | VolumeSet, path: Path, view: memoryview) -> ControlPa
         ),
         tier=Tier.LOCAL,
         where=str(path),
-        run=each.volumes[0].run,
+        run=each.volumes[0].record.run,
         open=lambda: each.opened(path),
         verified_loads=each.volumes[0].verify is Verify.FULL,
     )

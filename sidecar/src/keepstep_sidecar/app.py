@@ -156,8 +156,8 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         committer,
         fetcher,
         changes=changes,
-        grow=sizing.grow,
-        leased=lambda rank: leases.of(rank) is not None,
+        sizing=sizing,
+        leases=leases,
     )
     restorer = Restorer(
         slots,
@@ -166,7 +166,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         image_sources,
         chunk_buffers,
         changes=changes,
-        restores=leases.restores,
+        leases=leases,
         fleeting=config.on_loss is OnLoss.RESTART,
         way_out=config.way_out,
     )

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
 from keepstep.core.history import Kind
@@ -44,44 +44,35 @@ from keepstep_sidecar.volume.volume import CUT_OFF, VolumeSet, Written
 # --- steps on the volumes --------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class StepDirectories:
-    """`retired`: how many steps were deleted since the start. `evicted`: those of them that went
-    because the volumes were full."""
+    """`must_stay`: whether a step is in use now. `choose`: the steps that go to make room. `keep`:
+    what the policy keeps, for people. `retired`: how many steps were deleted since the start.
+    `evicted`: those of them that went because the volumes were full."""
 
-    def __init__(
-        self,
-        local: LocalShards,
-        remotes: RemoteInventory,
-        *,
-        must_stay: Callable[[StepId], bool],
-        choose: Callable[[Full], Iterable[StepId]],
-        keep: str,
-        history: History,
-        changes: Changes,
-    ) -> None:
-        """`must_stay`: whether a step is in use now. `choose`: the steps that go to make room.
-        `keep`: what the policy keeps, for people."""
-        self.retired = self.evicted = 0
-        self._local = local
-        self._remotes = remotes
-        self._must_stay = must_stay
-        self._choose = choose
-        self._keep = keep
-        self._history = history
-        self._changes = changes
-        self._turn = asyncio.Lock()
+    local: LocalShards
+    remotes: RemoteInventory
+    _: KW_ONLY
+    must_stay: Callable[[StepId], bool]
+    choose: Callable[[Full], Iterable[StepId]]
+    keep: str
+    history: History
+    changes: Changes
+    retired: int = 0
+    evicted: int = 0
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def carry_out(self, actions: Iterable[Publish | Retire]) -> None:
         """Publish and delete steps that lie here."""
         async with self._turn:
-            here = [action for action in actions if action.id in self._local.shards]
+            here = [action for action in actions if action.id in self.local.shards]
             for action in here:
                 if isinstance(action, Publish):
                     await self._publish(action.id)
             # Before any deletion: the same reply that tells of a commit may retire the step.
-            self._remotes.wake()
+            self.remotes.wake()
             for action in here:
-                if isinstance(action, Retire) and not self._must_stay(action.id):
+                if isinstance(action, Retire) and not self.must_stay(action.id):
                     await self._retire(action.id)
 
     async def make_room(self, size_bytes: int, *, retired: int) -> bool:
@@ -91,43 +82,43 @@ class StepDirectories:
         `retired`: the count of retired steps when the failed write began. If the count is higher
         now, there may be room again.
         """
-        if await self._remotes.make_room(size_bytes):
+        if await self.remotes.make_room(size_bytes):
             return True
         async with self._turn:
             if self.retired != retired:
                 return True
-            missing = size_bytes - await self._local.blocking(self._local.volumes.free_bytes)
-            doomed = list(self._choose(Full(missing, self._local.sizes)))
+            missing = size_bytes - await self.local.blocking(self.local.volumes.free_bytes)
+            doomed = list(self.choose(Full(missing, self.local.sizes)))
             for id in doomed:
-                warn("evicted", step=str(id), reason="the volumes are full", keep=self._keep)
+                warn("evicted", step=str(id), reason="the volumes are full", keep=self.keep)
             for id in doomed:
                 await self._retire(id)
-                self._history.evicted(id)
+                self.history.evicted(id)
             self.evicted += len(doomed)
             return bool(doomed)
 
     async def _publish(self, id: StepId) -> None:
-        made_of = [shard.path for shard in self._local.shards.get(id, {}).values()]
+        made_of = [shard.path for shard in self.local.shards.get(id, {}).values()]
         if not made_of:  # a scan in between no longer found it
             return
         try:
-            path = await self._local.blocking(
-                lambda: self._local.volumes.publish(id, made_of=made_of)
+            path = await self.local.blocking(
+                lambda: self.local.volumes.publish(id, made_of=made_of)
             )
         except KeepstepError as error:
             warn("not published", step=str(id), reason=str(error))
             return
         if path is None:
             return
-        self._local.show(id, path)
-        self._history.committed(id)
-        self._changes.ring()
+        self.local.show(id, path)
+        self.history.committed(id)
+        self.changes.ring()
 
     async def _retire(self, id: StepId) -> None:
-        self._local.drop(id)
-        self._remotes.wake()
+        self.local.drop(id)
+        self.remotes.wake()
         try:
-            freed = await self._local.blocking(lambda: self._local.volumes.retire(id))
+            freed = await self.local.blocking(lambda: self.local.volumes.retire(id))
         except KeepstepError as error:
             warn("not retired", step=str(id), reason=str(error))
             return
@@ -149,28 +140,25 @@ class WriteTotals:
     seconds: float = 0.0
 
 
+@dataclass(eq=False)
 class ImageWriter:
-    """`trouble`: why the last write failed, '' after a write that succeeded. `failed`: the step of
-    the last failed write. `running`: the writes that have not ended."""
+    """`writers`: for each volume an executor of one thread. So a drive writes one image at a time,
+    and no drive is idle while another has a queue. `trouble`: why the last write failed, '' after a
+    write that succeeded. `failed`: the step of the last failed write. `running`: the writes that
+    have not ended."""
 
-    def __init__(
-        self,
-        slots: SlotPool,
-        local: LocalShards,
-        directories: StepDirectories,
-        *,
-        writers: Sequence[Executor],
-    ) -> None:
-        """`writers`: for each volume an executor of one thread. So a drive writes one image at a
-        time, and no drive is idle while another has a queue."""
-        self.totals = WriteTotals()
-        self.trouble = ""
-        self.failed: StepId | None = None
-        self.running: set[Write] = set()
-        self._slots = slots
-        self._local = local
-        self._directories = directories
-        self._writers = [OnThread(one) for one in writers]
+    slots: SlotPool
+    local: LocalShards
+    directories: StepDirectories
+    _: KW_ONLY
+    writers: Sequence[Executor]
+    totals: WriteTotals = field(default_factory=WriteTotals)
+    trouble: str = ""
+    failed: StepId | None = None
+    running: set[Write] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._writers = [OnThread(one) for one in self.writers]
 
     @property
     def idle(self) -> bool:
@@ -181,7 +169,7 @@ class ImageWriter:
         """Write the shard and return it, durable; None if that failed. Never raises an Exception,
         because the node must hear of the end in any case."""
         try:
-            slot = self._slots.rank(write.rank).find(write.id)
+            slot = self.slots.rank(write.rank).find(write.id)
             control = None if slot is None else slot.file.control()
             if slot is not None and slot.file.cut_off:
                 raise UsageError(CUT_OFF)
@@ -193,7 +181,7 @@ class ImageWriter:
                 return written
             path = written.shard.path
             warn("overwritten while it was written", path=str(path))
-            await self._local.blocking(lambda: self._local.volumes.quarantine(path, "overwritten"))
+            await self.local.blocking(lambda: self.local.volumes.quarantine(path, "overwritten"))
         except Exception as error:
             if str(error) != self.trouble:  # an error that hits every step is logged once
                 warn("not persisted", rank=write.rank, step=str(write.id), reason=str(error))
@@ -201,15 +189,15 @@ class ImageWriter:
         return None
 
     async def _write_with_room(self, slot: Slot, control: ControlPage) -> Written:
-        volumes = self._local.volumes
+        volumes = self.local.volumes
         write = functools.partial(volumes.write, slot.file.view, slot.layout, control)
         size_bytes = slot.layout.size_bytes
         while True:
-            retired = self._directories.retired
+            retired = self.directories.retired
             try:
                 return await self._writers[volumes.lane(control.rank)](write)
             except NoSpaceError:
-                if not await self._directories.make_room(size_bytes, retired=retired):
+                if not await self.directories.make_room(size_bytes, retired=retired):
                     raise
 
     def _count(self, written: Written) -> None:

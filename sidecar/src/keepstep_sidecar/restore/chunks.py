@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from keepstep.errors import ImageError, NoMemoryError, StorageError
@@ -98,57 +99,47 @@ def buffer_path(memory_dir: Path, rank: int, token: str) -> Path:
     return memory_dir / f"{_PREFIX}{rank:05d}-{token}"
 
 
-def sweep(memory_dir: Path) -> None:
-    """Remove the windows that an earlier sidecar left. Of a link, only the name is removed."""
-    for path in memory_dir.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # a directory, which no sidecar made
-            path.unlink()
-
-
 # --- chunks ----------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class ChunkBuffers:
-    """`/v1/window` and `/v1/chunks`. `read_bytes`: bytes read into windows, by the tier that they
-    came from. `shared_bytes`: bytes that were copied from another rank's frame instead."""
+    """`/v1/window` and `/v1/chunks`. `limit_bytes`: for slots and windows together; None for no
+    limit. `read_bytes`: bytes read into windows, by the tier that they came from. `shared_bytes`:
+    bytes that were copied from another rank's frame instead."""
 
-    def __init__(
-        self,
-        pool: SlotPool,
-        leases: Leases,
-        fetcher: Fetcher,
-        *,
-        memory_dir: Path,
-        limit_bytes: int | None,
-    ) -> None:
-        """`limit_bytes`: for slots and windows together; None for no limit."""
-        self.read_bytes: Counter[Tier] = Counter()
-        self.shared_bytes = 0
+    pool: SlotPool
+    leases: Leases
+    fetcher: Fetcher
+    _: KW_ONLY
+    memory_dir: Path
+    limit_bytes: int | None
+    read_bytes: Counter[Tier] = field(default_factory=Counter)
+    shared_bytes: int = 0
+    _buffers: dict[int, ChunkBuffer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._broadcast = Broadcast(self._read)
-        self._pool = pool
-        self._leases = leases
-        self._fetcher = fetcher
-        self._memory_dir = memory_dir
-        self._limit_bytes = limit_bytes
-        self._buffers: dict[int, ChunkBuffer] = {}
 
     def start(self) -> None:
-        """Remove windows that an earlier sidecar left."""
-        sweep(self._memory_dir)
+        """Remove windows that an earlier sidecar left. Of a link, only the name is removed."""
+        for path in self.memory_dir.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):  # a directory, which no sidecar made
+                path.unlink()
 
     # --- windows -----------------------------------------------------------------------------
 
     async def window(self, request: WindowRequest) -> Window:
         """Make a new window for this lease, in place of its former one. It has fewer frames when
         memory is short. Raises NoMemoryError, SidecarError `bad-request`."""
-        lease = self._leases.require(request.lease)
+        lease = self.leases.require(request.lease)
         if not LEAST_FRAMES <= request.frames <= MOST_FRAMES:
             raise refuse(
                 "bad-request",
                 f"a window has {LEAST_FRAMES} to {MOST_FRAMES} frames, not {request.frames}",
             )
         self.release(lease.rank)
-        path = buffer_path(self._memory_dir, lease.rank, secrets.token_hex(4))
+        path = buffer_path(self.memory_dir, lease.rank, secrets.token_hex(4))
         made = await asyncio.to_thread(ChunkBuffer, path, self._affordable(request.frames))
         if lease.ended:
             made.close()
@@ -158,15 +149,15 @@ class ChunkBuffers:
         return Window(path=str(made.path), frames=made.frames, frame_bytes=CHUNK_BYTES)
 
     def _affordable(self, frames: int) -> int:
-        if self._limit_bytes is None:
+        if self.limit_bytes is None:
             return frames
         windows = sum(one.size_bytes for one in self._buffers.values())
-        taken = self._pool.made_bytes + windows
-        fit = min(frames, (self._limit_bytes - taken) // CHUNK_BYTES)
+        taken = self.pool.made_bytes + windows
+        fit = min(frames, (self.limit_bytes - taken) // CHUNK_BYTES)
         if fit < LEAST_FRAMES:
             raise NoMemoryError(
                 f"a window of {LEAST_FRAMES} frames needs {LEAST_FRAMES * CHUNK_BYTES} bytes, but"
-                f" slots and windows take {taken} of {self._limit_bytes}: raise --memory-limit",
+                f" slots and windows take {taken} of {self.limit_bytes}: raise --memory-limit",
                 code="no-memory",
             )
         return fit
@@ -191,7 +182,7 @@ class ChunkBuffers:
         when the time is up; the window is then gone.
         """
         started = time.monotonic()
-        rank = self._leases.require(request.lease).rank
+        rank = self.leases.require(request.lease).rank
         if (window := self._buffers.get(rank)) is None:
             raise refuse("bad-request", "ask for a window first (POST /v1/window)")
         _check_frames(request.chunks, window)
@@ -215,7 +206,7 @@ class ChunkBuffers:
 
     async def _fill(self, rank: int, request: ChunksRequest, window: ChunkBuffer) -> list[Tier]:
         saved = sorted({one.rank for one in request.chunks})
-        found = await all_of([self._fetcher.layout(request.id, one) for one in saved])
+        found = await all_of([self.fetcher.layout(request.id, one) for one in saved])
         layouts = dict(zip(saved, found, strict=True))
         wanted = [
             ((one.rank, one.chunk), _frame(window, one, layouts[one.rank]))
@@ -227,7 +218,7 @@ class ChunkBuffers:
         """Read chunks of one saved rank into the first frame of each, and copy them to the rest."""
         id, saved = chunks[0].id, chunks[0].key[0]
         frames = [one.frames[0][1] for one in chunks]
-        layout = await self._fetcher.layout(id, saved)
+        layout = await self.fetcher.layout(id, saved)
         keys = [one.key[1] for one in chunks]
         tier = await self._bring(id, layout, list(zip(keys, frames, strict=True)))
         self.read_bytes[tier] += sum(map(len, frames))
@@ -255,9 +246,9 @@ class ChunkBuffers:
             transfer.fill(opened, wanted)
 
         async def read(source: ShardSource) -> None:
-            await self._fetcher.read(source, fill)
+            await self.fetcher.read(source, fill)
 
-        return (await self._fetcher.ask(id, layout.rank, read))[0].tier
+        return (await self.fetcher.ask(id, layout.rank, read))[0].tier
 
 
 def _check_frames(chunks: Sequence[Chunk], window: ChunkBuffer) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Executor
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
 from keepstep.core.node import Reading
@@ -15,7 +16,9 @@ from keepstep.image.manifest import Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.log import say
+from keepstep_sidecar.memory.allocator import Sizing
 from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import Cancel, ShardSource
@@ -23,15 +26,17 @@ from keepstep_sidecar.tiers.source import Cancel, ShardSource
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Fetcher:
     """Reads copies beyond memory. Of images in memory, which are mapped, only headers are read."""
 
-    def __init__(self, pool: SlotPool, committer: Committer, threads: Executor) -> None:
-        self._copies, self._remotes = committer.copies, committer.remotes
-        self._threads = threads
-        self._manifests = transfer.Manifests()
-        self._pool = pool
-        self._committer = committer
+    pool: SlotPool
+    committer: Committer
+    threads: Executor
+    _manifests: transfer.Manifests = field(default_factory=transfer.Manifests)
+
+    def __post_init__(self) -> None:
+        self._copies, self._remotes = self.committer.copies, self.committer.remotes
 
     async def ask(
         self, id: StepId, saved: int, question: Callable[[ShardSource], Awaitable[T]]
@@ -48,7 +53,7 @@ class Fetcher:
                 return source, await question(source)
             except (ImageError, StorageError) as error:
                 failure = error
-                await self._committer.reject(source, error)
+                await self.committer.reject(source, error)
         raise failure
 
     async def _next(
@@ -57,7 +62,7 @@ class Fetcher:
         """The next place to ask. Remote tiers are listed only if nothing that is known is left."""
         left = [one for one in self._copies.origins(id, saved) if one not in tried]
         if not left and not self._remotes.looked:
-            await self._committer.look_beyond()
+            await self.committer.look_beyond()
             left = [one for one in self._copies.origins(id, saved) if one not in tried]
         return left[0] if left else None
 
@@ -68,13 +73,13 @@ class Fetcher:
             with transfer.opened(source, cancel, self._manifests) as found:
                 return work(found)
 
-        return await transfer.run(self._threads, opened)
+        return await transfer.run(self.threads, opened)
 
     async def load(self, source: ShardSource, view: memoryview) -> ControlPage:
         """Load the whole image into a slot, verified, seal last. Raises StorageError,
         ImageError."""
         return await transfer.run(
-            self._threads,
+            self.threads,
             lambda cancel: transfer.load(source, view, cancel=cancel, manifests=self._manifests),
         )
 
@@ -86,7 +91,7 @@ class Fetcher:
 
     async def layout(self, id: StepId, saved: int) -> Layout:
         """The layout of the saved rank's image. Raises as `ask` does."""
-        slots = self._pool.ranks.get(saved)
+        slots = self.pool.ranks.get(saved)
         if slots is not None and (at := slots.find(id)) is not None:
             return at.layout
         return (await self.ask(id, saved, self.manifest))[1].layout
@@ -95,31 +100,23 @@ class Fetcher:
 # --- before a trainer asks -------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Prefetcher:
     """Reads each image only once, even if several callers ask for it meanwhile."""
 
-    def __init__(
-        self,
-        pool: SlotPool,
-        committer: Committer,
-        fetcher: Fetcher,
-        *,
-        changes: Changes,
-        grow: Callable[[RankSlots, SlotSet], None],
-        leased: Callable[[int], bool],
-    ) -> None:
-        """`grow`: orders one more slot if memory allows it. `leased`: whether a rank's trainer is
-        here, for which it is worth waiting for memory."""
-        self.agreed: dict[int, StepId] = {}
-        """For each rank, the step that all ranks have agreed to restore."""
-        self._pool = pool
-        self._committer = committer
-        self._restart = committer.restart
-        self._fetcher = fetcher
-        self._changes = changes
-        self._grow = grow
-        self._leased = leased
-        self._loading: dict[tuple[int, StepId], asyncio.Task[None]] = {}
+    pool: SlotPool
+    committer: Committer
+    fetcher: Fetcher
+    _: KW_ONLY
+    changes: Changes
+    sizing: Sizing
+    leases: Leases
+    agreed: dict[int, StepId] = field(default_factory=dict)
+    """For each rank, the step that all ranks have agreed to restore."""
+    _loading: dict[tuple[int, StepId], asyncio.Task[None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._restart = self.committer.restart
 
     async def bring(self, id: StepId, rank: int) -> None:
         """Return when the image is in a slot of its rank. A copy that fails is no candidate any
@@ -135,26 +132,26 @@ class Prefetcher:
         await asyncio.shield(task)
 
     async def _bring(self, id: StepId, rank: int) -> None:
-        if self._pool.rank(rank).find(id) is None:
-            await self._fetcher.ask(id, rank, self._load)
+        if self.pool.rank(rank).find(id) is None:
+            await self.fetcher.ask(id, rank, self._load)
 
     async def _load(self, source: ShardSource) -> None:
-        slots = self._pool.rank(source.shard.rank)
-        id, layout = source.shard.step_id, (await self._fetcher.manifest(source)).layout
+        slots = self.pool.rank(source.shard.rank)
+        id, layout = source.shard.step_id, (await self.fetcher.manifest(source)).layout
         slot = await self._reserve(slots, layout, id)
         while slot.file.lacks():  # removed by others meanwhile
             slot.release()
             slot.slot_set.lose(slot.index)
             slot = await self._reserve(slots, layout, id)
-        self._committer.feed(Reading(id, begins=True))
+        self.committer.feed(Reading(id, begins=True))
         started = time.monotonic()
         try:
-            control = await self._fetcher.load(source, slot.file.view)
+            control = await self.fetcher.load(source, slot.file.view)
         except BaseException:
             slot.release()
             raise
         finally:
-            self._committer.feed(Reading(id, begins=False))
+            self.committer.feed(Reading(id, begins=False))
         slot.seal(control.id, tier=source.tier)
         say(
             "loaded",
@@ -164,7 +161,7 @@ class Prefetcher:
             bytes=layout.size_bytes,
             seconds=round(time.monotonic() - started, 4),
         )
-        self._changes.ring()
+        self.changes.ring()
 
     async def _reserve(self, slots: RankSlots, layout: Layout, id: StepId) -> Slot:
         """A slot of the shard's layout that holds no candidate. Waits while one is being made."""
@@ -176,15 +173,15 @@ class Prefetcher:
             nonlocal index
             index = slot_set.table.reserve(self._expendable(slots))
             if index is None and not slot_set.failure:
-                self._grow(slots, slot_set)
-            hopeless = slot_set.wanted == 0 and not self._leased(slots.rank)
+                self.sizing.grow(slots, slot_set)
+            hopeless = slot_set.wanted == 0 and self.leases.of(slots.rank) is None
             return index is not None or bool(slot_set.failure) or hopeless or overtaken()
 
         def overtaken() -> bool:
             """Whether this is a prefetch and the ranks have agreed on another step meanwhile."""
             return self.agreed.get(slots.rank, id) != id
 
-        await self._changes.until(reserved, timeout_s=600.0)
+        await self.changes.until(reserved, timeout_s=600.0)
         if index is None and overtaken():
             text = f"rank {slots.rank} restores step {self.agreed[slots.rank]}, not {id}"
             raise NoMemoryError(text, code="no-slot")
@@ -205,7 +202,7 @@ class Prefetcher:
         sealed = slots.sealed()
         agreed = self.agreed.get(slots.rank)
         beyond = {id for id in sealed if agreed is not None and id > agreed}
-        ledger = self._committer.look()
+        ledger = self.committer.look()
         if (planned := self._restart.plan()) is None:
             return beyond
         whole = set(ledger.whole())

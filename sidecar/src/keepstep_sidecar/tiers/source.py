@@ -123,7 +123,7 @@ def local_source(volumes: VolumeSet, shard: LocalShard) -> FileSource:
         shard=shard,
         tier=Tier.LOCAL,
         where=str(shard.path),
-        run=volume.run,
+        run=volume.record.run,
         open=lambda: volumes.opened(shard.path),
         streams=volume.io_threads,
         verified_loads=volume.verify is Verify.FULL,

@@ -22,6 +22,7 @@ import errno
 import os
 import re
 import stat
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
@@ -41,6 +42,8 @@ from keepstep_sidecar.volume.files import (
     Filesystem,
     aligned_buffer,
     fault_point,
+    is_alike,
+    is_open_only_as,
 )
 
 # --- names -----------------------------------------------------------------------------------
@@ -325,80 +328,82 @@ _QUARANTINED = 16
 """So many files stay in quarantine at most."""
 
 
+@dataclass(frozen=True)
 class Directories:
-    """The directories that `paths` names, and the moves between them."""
+    """The directories of `tree`, and the moves between them. `lock`: for those who change names
+    there."""
 
-    def __init__(self, tree: Tree, filesystem: Filesystem) -> None:
-        self._tree = tree
-        self._filesystem = filesystem
+    tree: Tree
+    filesystem: Filesystem
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     # --- looking -----------------------------------------------------------------------------
 
     def find(self, id: StepId, shard: str) -> Path | None:
         """The path of a shard, published or pending; None when it is neither."""
-        places = (self._tree.published_step(id), self._tree.pending_step(id))
+        places = (self.tree.published_step(id), self.tree.pending_step(id))
         found = (place / shard for place in places)
-        return next(filter(self._filesystem.is_file, found), None)
+        return next(filter(self.filesystem.is_file, found), None)
 
     def locate(self, path: Path) -> Path:
         """`path`, or the file's current path if its step was published or hidden meanwhile."""
-        if self._filesystem.lstat(path) is not None or not is_step(path.parent.name):
+        if self.filesystem.lstat(path) is not None or not is_step(path.parent.name):
             return path
         return self.find(StepId.parse(path.parent.name), path.name) or path
 
     def published_paths(self, id: StepId) -> tuple[Path, ...]:
         """The paths that this volume's shards of a step have once it is published."""
         names: set[str] = set()
-        for place in (self._tree.published_step(id), self._tree.pending_step(id)):
+        for place in (self.tree.published_step(id), self.tree.pending_step(id)):
             names.update(path.name for path in self.shards_in(place))
-        return tuple(self._tree.published_step(id) / name for name in sorted(names))
+        return tuple(self.tree.published_step(id) / name for name in sorted(names))
 
     def used_bytes(self, *, besides: Collection[Path]) -> int:
         """Blocks of all files below the root except `besides`, in bytes."""
-        found = self._filesystem.walk(self._tree.root)
+        found = self.filesystem.walk(self.tree.root)
         return sum(_bytes(one) for path, one in found if path not in besides)
 
     def disk_bytes(self, path: Path) -> int:
         """Blocks of a file, or of all files in a directory, in bytes; 0 when it is gone."""
-        found = self._filesystem.lstat(path)
+        found = self.filesystem.lstat(path)
         if found is None:
             return 0
         if not stat.S_ISDIR(found.st_mode):
             return _bytes(found)
-        return sum(_bytes(one) for _, one in self._filesystem.walk(path))
+        return sum(_bytes(one) for _, one in self.filesystem.walk(path))
 
     def shards_in(self, directory: Path) -> list[Path]:
         """The shards in `directory` itself, without links to other volumes."""
         named = [path for path in self.entries(directory) if is_shard(path.name)]
-        return [path for path in named if self._filesystem.is_file(path)]
+        return [path for path in named if self.filesystem.is_file(path)]
 
     def entries(self, directory: Path) -> list[Path]:
         """What `directory` holds, sorted; nothing when it is missing, a link or a file."""
-        return [directory / name for name in self._filesystem.names(directory)]
+        return [directory / name for name in self.filesystem.names(directory)]
 
     def quarantined(self) -> int:
         """Number of files in quarantine."""
-        return len(self._filesystem.names(self._tree.quarantine))
+        return len(self.filesystem.names(self.tree.quarantine))
 
     def quarantine_bytes(self) -> int:
         """Space that the files in quarantine take. It counts as free."""
-        return self.disk_bytes(self._tree.quarantine)
+        return self.disk_bytes(self.tree.quarantine)
 
     # --- moving ------------------------------------------------------------------------------
 
     def make_pending(self, id: StepId) -> Path:
         """Make the directory for a step's new shards. Its name survives a power cut."""
-        for path in (self._tree.pending, self._tree.pending_step(id)):
+        for path in (self.tree.pending, self.tree.pending_step(id)):
             self.make(path)
-        return self._tree.pending_step(id)
+        return self.tree.pending_step(id)
 
     def publish(self, id: StepId, elsewhere: Sequence[Path]) -> Path | None:
         """Show a step to readers by one rename of its whole directory. Returns that directory, or
         None if there are no shards. `elsewhere`: shards on other volumes, shown as links."""
-        pending, published = self._tree.pending_step(id), self._tree.published_step(id)
+        pending, published = self.tree.pending_step(id), self.tree.published_step(id)
         if not self.shards_in(pending):
-            return published if self._filesystem.is_directory(published) else None
-        if self._filesystem.is_directory(published):
+            return published if self.filesystem.is_directory(published) else None
+        if self.filesystem.is_directory(published):
             # A shard was written again after the step had been hidden and shown. Join the two
             # first.
             self.unpublish(id)
@@ -407,37 +412,37 @@ class Directories:
         return published
 
     def _link(self, directory: Path, elsewhere: Sequence[Path]) -> None:
-        there = self._filesystem.names(directory)
+        there = self.filesystem.names(directory)
         missing = [path for path in elsewhere if path.name not in there]
         for path in missing:
-            self._filesystem.symlink(path, directory / path.name)
+            self.filesystem.symlink(path, directory / path.name)
         if missing:
-            self._filesystem.sync_directory(directory)
+            self.filesystem.sync_directory(directory)
 
     def unpublish(self, id: StepId) -> None:
         """Hide a step by one rename. Shards that are already pending join it first."""
-        pending, published = self._tree.pending_step(id), self._tree.published_step(id)
-        if not self._filesystem.is_directory(published):
+        pending, published = self.tree.pending_step(id), self.tree.published_step(id)
+        if not self.filesystem.is_directory(published):
             return
-        self.make(self._tree.pending)
-        if self._filesystem.is_directory(pending):
+        self.make(self.tree.pending)
+        if self.filesystem.is_directory(pending):
             self._merge(pending, published)
         self._move(published, pending, "unpublish")
 
     def _merge(self, source: Path, target: Path) -> None:
         """Move the files of `source` into `target`, and remove `source`."""
         for path in self.entries(source):
-            self._filesystem.rename(path, target / path.name)
-        self._filesystem.sync_directory(target)
-        self._filesystem.remove_directory(source)
+            self.filesystem.rename(path, target / path.name)
+        self.filesystem.sync_directory(target)
+        self.filesystem.remove_directory(source)
 
     def retire(self, id: StepId) -> tuple[Path, ...]:
         """Take a step out of sight. Returns the directories that are left of it in `retired/`."""
         doomed = []
-        for place in (self._tree.published_step(id), self._tree.pending_step(id)):
-            if self._filesystem.is_directory(place):
-                self.make(self._tree.retired)
-                target = self._unused(self._tree.retired, place.name)
+        for place in (self.tree.published_step(id), self.tree.pending_step(id)):
+            if self.filesystem.is_directory(place):
+                self.make(self.tree.retired)
+                target = self._unused(self.tree.retired, place.name)
                 # Make the move durable before the first unlink: after a power cut, a directory that
                 # lost some of its shards must not come back.
                 self._move(place, target, "retire")
@@ -446,18 +451,18 @@ class Directories:
 
     def delete(self, directory: Path) -> int:
         """Delete a retired directory; of a link, only the name. Returns the bytes freed."""
-        found = self._filesystem.lstat(directory)
+        found = self.filesystem.lstat(directory)
         if found is not None and stat.S_ISLNK(found.st_mode):
-            self._filesystem.unlink(directory)
+            self.filesystem.unlink(directory)
             return 0
         freed = self.disk_bytes(directory)
         for path in self.entries(directory):
             fault_point("retire.unlink")
-            if self._filesystem.is_directory(path):
-                self._filesystem.remove_tree(path)
+            if self.filesystem.is_directory(path):
+                self.filesystem.directory(directory).remove(path.name)
             else:
-                self._filesystem.unlink(path)
-        self._filesystem.remove_directory(directory)
+                self.filesystem.unlink(path)
+        self.filesystem.remove_directory(directory)
         fault_point("retire.done")
         return freed
 
@@ -465,39 +470,39 @@ class Directories:
         """Delete these files. One that cannot be deleted stays and is logged."""
         for path in paths:
             with _said(path), contextlib.suppress(FileNotFoundError):
-                self._filesystem.unlink(path)
+                self.filesystem.unlink(path)
 
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move one file to quarantine; hides its step if published. Returns the new path."""
-        if self._tree.is_published(path):
+        if self.tree.is_published(path):
             id = StepId.parse(path.parent.name)
             self.unpublish(id)
-            path = self._tree.pending_step(id) / path.name
-        self.make(self._tree.quarantine)
+            path = self.tree.pending_step(id) / path.name
+        self.make(self.tree.quarantine)
         names = (quarantine_name(path, reason, number) for number in count(1))
-        targets = (self._tree.quarantine / name for name in names)
-        target = next(one for one in targets if self._filesystem.lstat(one) is None)
+        targets = (self.tree.quarantine / name for name in names)
+        target = next(one for one in targets if self.filesystem.lstat(one) is None)
         fault_point("quarantine.rename")
-        self._filesystem.rename(path, target)
-        self._filesystem.sync_directory(target.parent)
-        self._filesystem.sync_directory(path.parent)
+        self.filesystem.rename(path, target)
+        self.filesystem.sync_directory(target.parent)
+        self.filesystem.sync_directory(path.parent)
         self._bound_quarantine(newest=target)
         return target
 
     def drop_quarantine(self) -> bool:
         """Delete the files in quarantine: others need the space. Returns whether there were any."""
-        doomed = self.entries(self._tree.quarantine)
+        doomed = self.entries(self.tree.quarantine)
         if doomed:
-            warn("quarantine emptied", path=str(self._tree.quarantine), files=len(doomed))
+            warn("quarantine emptied", path=str(self.tree.quarantine), files=len(doomed))
         self.discard(doomed)
         return bool(doomed)
 
     def _bound_quarantine(self, *, newest: Path) -> None:
         """Delete the oldest files if there are many, or if they take a tenth of the drive. The
         newest one is kept: it holds bad blocks, or tells what went wrong."""
-        found = self._filesystem.walk(self._tree.quarantine)
+        found = self.filesystem.walk(self.tree.quarantine)
         there = {path: one for path, one in found if path != newest}
-        left_bytes = self._filesystem.size_bytes(self._tree.root) // 10 - self.disk_bytes(newest)
+        left_bytes = self.filesystem.size_bytes(self.tree.root) // 10 - self.disk_bytes(newest)
         order = sorted(there, key=lambda path: there[path].st_ctime, reverse=True)
         for number, path in enumerate(order, start=2):
             left_bytes -= _bytes(there[path])
@@ -511,10 +516,10 @@ class Directories:
         be removed (a file where a directory belongs, a file system that is read-only by now) stays
         and is logged. It must not hide the shards that a scan would find.
         """
-        for directory in self.entries(self._tree.retired):
+        for directory in self.entries(self.tree.retired):
             with _said(directory):
                 self.delete(directory)
-        for directory in list(step_directories(self._tree, self._filesystem)):
+        for directory in list(step_directories(self.tree, self.filesystem)):
             with _said(directory):
                 self._sweep_step(directory, keep)
 
@@ -522,34 +527,34 @@ class Directories:
         for path in self.entries(directory):
             if is_temporary(path.name) and path not in keep:
                 with _said(path):
-                    self._filesystem.unlink(path)
+                    self.filesystem.unlink(path)
         if not any(path.parent == directory for path in keep):
             with contextlib.suppress(OSError):  # not empty is the usual case
-                self._filesystem.remove_directory(directory)
+                self.filesystem.remove_directory(directory)
 
     # --- parts -------------------------------------------------------------------------------
 
     def make(self, path: Path) -> None:
         """Make one of the directories; a file or a link in its place is set aside."""
-        found = self._filesystem.lstat(path)
+        found = self.filesystem.lstat(path)
         if found is not None and not stat.S_ISDIR(found.st_mode):
             aside = self._unused(path.parent, f"{path.name}.set-aside")
             warn("set aside", path=str(path), reason="no directory", moved_to=str(aside))
-            self._filesystem.rename(path, aside)
-        if self._filesystem.make_directory(path):
-            self._filesystem.sync_directory(path.parent)
+            self.filesystem.rename(path, aside)
+        if self.filesystem.make_directory(path):
+            self.filesystem.sync_directory(path.parent)
 
     def _unused(self, directory: Path, name: str) -> Path:
         paths = (directory / f"{name}.{number}" for number in count(1))
-        return next(path for path in paths if self._filesystem.lstat(path) is None)
+        return next(path for path in paths if self.filesystem.lstat(path) is None)
 
     def _move(self, source: Path, target: Path, what: str) -> None:
         """Rename a directory. On return, no power cut can undo it."""
         fault_point(f"{what}.rename")
-        self._filesystem.rename(source, target)
+        self.filesystem.rename(source, target)
         fault_point(f"{what}.sync")
-        self._filesystem.sync_directory(target.parent)
-        self._filesystem.sync_directory(source.parent)
+        self.filesystem.sync_directory(target.parent)
+        self.filesystem.sync_directory(source.parent)
 
 
 @contextlib.contextmanager
@@ -577,10 +582,9 @@ class SpareFiles:
     lies in `spare/`, where no reader looks. Where anything is in doubt, a new file is written.
     """
 
-    def __init__(self, tree: Tree, directories: Directories, filesystem: Filesystem) -> None:
-        self._tree = tree
+    def __init__(self, directories: Directories) -> None:
         self._directories = directories
-        self._filesystem = filesystem
+        self._tree, self._filesystem = directories.tree, directories.filesystem
 
     def disk_bytes(self) -> int:
         """Space that spare files take. It counts as free."""
@@ -625,7 +629,7 @@ class SpareFiles:
             found = os.fstat(fd)
             if found.st_size != size_bytes or found.st_nlink > 1:
                 return False
-            if not (self._filesystem.is_alike(fd, new) and self._filesystem.is_open_only_as(fd)):
+            if not (is_alike(fd, new) and is_open_only_as(fd)):
                 return False
             fault_point("spare.unseal")
             with aligned_buffer(PAGE_BYTES) as zeros, memoryview(zeros) as page:

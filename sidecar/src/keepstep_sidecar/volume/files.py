@@ -295,30 +295,6 @@ class Filesystem:
         """Return when the names in `path` are on the medium."""
         self.directory(path).sync()
 
-    def is_alike(self, fd: int, other: int) -> bool:
-        """Whether two open files are of the same kind, owner, permissions and extended attributes
-        (access lists are some of these)."""
-        found, wanted = os.fstat(fd), os.fstat(other)
-        if (found.st_mode, found.st_uid) != (wanted.st_mode, wanted.st_uid):
-            return False
-        return found.st_gid == wanted.st_gid and _attributes(fd) == _attributes(other)
-
-    def is_open_only_as(self, fd: int) -> bool:
-        """Whether nobody has this file open or mapped but by `fd`. False if the kernel cannot
-        tell."""
-        try:  # it grants this lease only while there is no other descriptor (fcntl(2), F_SETLEASE)
-            fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # for one who opens it now; else SIGIO
-            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        except OSError:
-            return False
-        return True
-
-    def forget_cache(self, fd: int) -> None:
-        """Drop the file's clean pages from the page cache: they only displace useful ones."""
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
     def make_directory(self, path: Path) -> bool:
         """Make a directory below an existing one. False if it already existed."""
         directory, name = self._at(path)
@@ -327,11 +303,6 @@ class Filesystem:
     def remove_directory(self, path: Path) -> None:
         directory, name = self._at(path)
         directory.rmdir(name)
-
-    def remove_tree(self, path: Path) -> None:
-        """Remove a directory with all that is in it."""
-        directory, name = self._at(path)
-        directory.remove(name)
 
     def rename(self, source: Path, target: Path) -> None:
         (old, name), (new, called) = self._at(source), self._at(target)
@@ -359,6 +330,33 @@ class Filesystem:
         """Space that this process may still use on the file system of `path`."""
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
+
+
+def is_alike(fd: int, other: int) -> bool:
+    """Whether two open files are of the same kind, owner, permissions and extended attributes
+    (access lists are some of these)."""
+    found, wanted = os.fstat(fd), os.fstat(other)
+    if (found.st_mode, found.st_uid) != (wanted.st_mode, wanted.st_uid):
+        return False
+    return found.st_gid == wanted.st_gid and _attributes(fd) == _attributes(other)
+
+
+def is_open_only_as(fd: int) -> bool:
+    """Whether nobody has this file open or mapped but by `fd`. False if the kernel cannot
+    tell."""
+    try:  # it grants this lease only while there is no other descriptor (fcntl(2), F_SETLEASE)
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # for one who opens it now; else SIGIO
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    return True
+
+
+def forget_cache(fd: int) -> None:
+    """Drop the file's clean pages from the page cache: they only displace useful ones."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 # --- the name of a drive ---------------------------------------------------------------------
@@ -546,7 +544,7 @@ def open_shard(
     try:
         yield ShardFile(filesystem=filesystem, fd=fd, threads=threads)
         if engine is Engine.BUFFERED:
-            filesystem.forget_cache(fd)
+            forget_cache(fd)
     finally:
         filesystem.close(fd)
 
@@ -654,7 +652,7 @@ class DurableFile:
         self._point("data-sync")
         self.filesystem.sync_data(self.fd)
         if self._engine is Engine.BUFFERED:
-            self.filesystem.forget_cache(self.fd)
+            forget_cache(self.fd)
 
     def give_name(self) -> None:
         """Give it its path, durably, in place of what was there. Call it after `seal` or `flush`.

@@ -117,17 +117,12 @@ class Volume:
         run.
         """
         self.root = root.absolute()
-        self.run = run
-        self.capacity_bytes = capacity_bytes
         self.failed = self.read_only = read_only
         self._unscanned = ""
         """`failed` as the last scan set it, while there is no worse error."""
         self.verify = verify
         self.filesystem = filesystem or Filesystem()
-        self._tree = Tree(self.root)
-        self._directories = Directories(self._tree, self.filesystem)
-        self._spares = SpareFiles(self._tree, self._directories, self.filesystem)
-        self._lock = threading.RLock()
+        self._directories = Directories(Tree(self.root), self.filesystem)
         self._ownership: Ownership | None = None
         self.drive_id = ""
         """As `drive_id` names it."""
@@ -137,41 +132,33 @@ class Volume:
             with contextlib.suppress(OSError, ImageError):
                 self.filesystem.hold(self.root)
                 self.drive_id = drive_id(self.filesystem.directory(self.root).fd)
-                self.record = run_record.load(self._tree.record, run=run)
+                self.record = run_record.load(Tree(self.root).record, run=run)
         else:
-            self._take(engine)
+            self._take(run, engine)
         self.io_threads = self.engine.threads(io_threads)
         self._writer = Writer(
-            tree=self._tree,
             directories=self._directories,
-            spares=self._spares,
-            filesystem=self.filesystem,
-            lock=self._lock,
+            spares=SpareFiles(self._directories),
             run=run,
             engine=self.engine,
             threads=self.io_threads,
             capacity_bytes=capacity_bytes,
         )
 
-    def _take(self, engine: Engine | None) -> None:
+    def _take(self, run: str, engine: Engine | None) -> None:
         with self._translated(f"cannot use the volume {self.root}"):
             self.filesystem.hold(self.root, make=True)
-            self._ownership = Ownership(self._tree.lock)
+            self._ownership = Ownership(Tree(self.root).lock)
             self._device = self.root.stat().st_dev
             self.drive_id = drive_id(self.filesystem.directory(self.root).fd)
             try:
-                self.record = run_record.load(self._tree.record, run=self.run)
+                self.record = run_record.load(Tree(self.root).record, run=run)
                 self.engine, self.engine_reason = (
                     (engine, "as configured") if engine else probe(self.filesystem, self.root)
                 )
             except BaseException:
                 self._ownership.release()
                 raise
-
-    def _require_writable(self) -> Ownership:
-        if self._ownership is None:
-            raise StorageError(self.read_only)
-        return self._ownership
 
     # --- writing -----------------------------------------------------------------------------
 
@@ -191,7 +178,8 @@ class Volume:
         `view`, `layout` and `control` do not belong together, NoSpaceError (the file is removed) or
         StorageError (the file is quarantined). Failed writes are never retried here.
         """
-        self._require_writable()
+        if self._ownership is None:
+            raise StorageError(self.read_only)
         try:
             written = self._writer.write(view, layout, control, pace or RateLimit(None))
         except NoSpaceError:
@@ -229,7 +217,7 @@ class Volume:
             if error.errno in _OURS:
                 why = CUT_OFF if error.errno == errno.EFAULT else error.strerror
                 raise Unread(f"{path}: cannot read it: {why}") from error
-            self._fail(error)
+            self.failed = self.read_only or str(error)
             with contextlib.suppress(KeepstepError):
                 self.quarantine(path, _reason(error))
             raise StorageError(f"{path}: cannot read: {error}; use another copy") from error
@@ -250,19 +238,20 @@ class Volume:
         return found
 
     def _scan(self) -> Scan:
-        with self._lock, self._translated(f"cannot scan {self.root}"):
+        with self._directories.lock, self._translated(f"cannot scan {self.root}"):
             if self.read_only:
-                return survey(self.root, run=self.run, filesystem=self.filesystem)
-            self._spares.drop()
+                return survey(self.root, run=self.record.run, filesystem=self.filesystem)
+            self._writer.spares.drop()
             self._directories.sweep(keep=self._writer.in_progress)
-            seen = survey(self.root, run=self.run, filesystem=self.filesystem)
-            for path in strangers(self._tree, self.filesystem):
+            seen = survey(self.root, run=self.record.run, filesystem=self.filesystem)
+            for path in strangers(Tree(self.root), self.filesystem):
                 warn("foreign file in a step's directory: take it out", path=str(path))
             moved = [self._settle(problem) for problem in seen.problems]
             if all(problem.moved_to is None for problem in moved):
                 return replace(seen, problems=tuple(moved))
             return replace(
-                survey(self.root, run=self.run, filesystem=self.filesystem), problems=tuple(moved)
+                survey(self.root, run=self.record.run, filesystem=self.filesystem),
+                problems=tuple(moved),
             )
 
     def _settle(self, problem: Refused) -> Refused:
@@ -279,15 +268,13 @@ class Volume:
         volumes, which the directory then shows as links. Call it only when the step is committed.
         Raises UsageError while a shard of the step is being written.
         """
-        self._require_writable()
-        with self._lock, self._translated(f"cannot publish step {id} below {self.root}"):
+        with self._changing(f"cannot publish step {id} below {self.root}"):
             self._refuse_while_writing(id)
             return self._directories.publish(id, elsewhere)
 
     def unpublish(self, id: StepId) -> None:
         """Hide a step again because one of its shards is lost. Idempotent."""
-        self._require_writable()
-        with self._lock, self._translated(f"cannot hide step {id} below {self.root}"):
+        with self._changing(f"cannot hide step {id} below {self.root}"):
             self._directories.unpublish(id)
 
     def retire(self, id: StepId, *, reuse: bool = True) -> int:
@@ -296,12 +283,11 @@ class Volume:
         `reuse`: its shards may stay until the next images are written over them; they count as
         free. Raises UsageError while a shard of the step is being written.
         """
-        self._require_writable()
-        with self._lock, self._translated(f"cannot retire step {id} below {self.root}"):
+        with self._changing(f"cannot retire step {id} below {self.root}"):
             self._refuse_while_writing(id)
             doomed = self._directories.retire(id)
         with self._translated(f"cannot delete step {id} below {self.root}"):
-            spared = self._spares.keep(doomed) if reuse else 0
+            spared = self._writer.spares.keep(doomed) if reuse else 0
             return spared + sum(map(self._directories.delete, doomed))
 
     def with_room(self, make: Callable[[], T]) -> T:
@@ -323,7 +309,7 @@ class Volume:
         """
         if self.read_only:
             return path
-        with self._lock, self._translated(f"cannot quarantine {path}"):
+        with self._changing(f"cannot quarantine {path}"):
             return self._directories.quarantine(self._directories.locate(path), reason)
 
     def shards(self, id: StepId) -> tuple[Path, ...]:
@@ -333,37 +319,41 @@ class Volume:
 
     def save_record(self, record: RunRecord) -> None:
         """Durably replace `run.json` by `record`, which becomes `self.record`."""
-        self._require_writable()
-        with self._lock, self._translated(f"cannot write {self._tree.record}"):
+        path = Tree(self.root).record
+        with self._changing(f"cannot write {path}"):
             self._writer.with_room(
-                lambda: run_record.save(self._tree.record, record, filesystem=self.filesystem)
+                lambda: run_record.save(path, record, filesystem=self.filesystem)
             )
             self.record = record
 
     def is_removed(self) -> bool:
-        """Whether somebody removed the run's directory. False if its file system is away."""
-        with self._lock, self._translated(f"cannot look for {self.root}"):
-            above = (self.root, *self.root.parents)
-            nearest = next(path for path in above if path.exists())
-            there = nearest.is_dir() and nearest.stat().st_dev == self._device
-            return there and not self._require_writable().held
+        """Whether somebody removed the run's directory. False if its file system is away, and for a
+        volume that is read-only."""
+        with self._translated(f"cannot look for {self.root}"):
+            if self._ownership is None or self._ownership.held:
+                return False
+            nearest = self._nearest()
+            return nearest.is_dir() and nearest.stat().st_dev == self._device
 
     def mend(self) -> bool:
         """Make the run's directory again if somebody removed it. Returns True in that case: the
         known shards are then out of date, and `scan` must look again."""
-        with self._lock, self._translated(f"cannot make {self.root} again"):
-            if (ownership := self._require_writable()).held:
+        with self._changing(f"cannot make {self.root} again"):
+            former = self._ownership
+            if former is None or former.held:
                 return False
-            above = (self.root, *self.root.parents)
-            device = next(path.stat().st_dev for path in above if path.exists())
-            if device != self._device:  # the drive was unmounted: do not use what lies below
+            if self._nearest().stat().st_dev != self._device:  # do not use what lies below a mount
                 raise OSError(errno.ENODEV, "its file system is not mounted any more")
             self.filesystem.hold(self.root, make=True)
-            self._ownership = Ownership(self._tree.lock)
-            ownership.release()
-            run_record.save(self._tree.record, self.record, filesystem=self.filesystem)
+            self._ownership = Ownership(Tree(self.root).lock)
+            former.release()
+            run_record.save(Tree(self.root).record, self.record, filesystem=self.filesystem)
             self.failed = ""
             return True
+
+    def _nearest(self) -> Path:
+        """The root, or the directory above it that is there."""
+        return next(path for path in (self.root, *self.root.parents) if path.exists())
 
     # --- space -------------------------------------------------------------------------------
 
@@ -380,10 +370,7 @@ class Volume:
         if self.read_only:
             return 0
         with self._translated(f"cannot measure {self.root}"):
-            free = self.filesystem.free_bytes(self.root) + self._writer.dispensable_bytes()
-            if self.capacity_bytes is None:
-                return free
-            return max(0, min(free, self.capacity_bytes - self.used_bytes()))
+            return self._writer.free_bytes()
 
     def drive(self) -> tuple[int, int]:
         """The device number of its file system, and the size of that in bytes."""
@@ -394,7 +381,7 @@ class Volume:
         """Number of files in quarantine; 0 if read-only: this process has then put none there."""
         if self.read_only:
             return 0
-        with self._translated(f"cannot list {self._tree.quarantine}"):
+        with self._translated(f"cannot list {Tree(self.root).quarantine}"):
             return self._directories.quarantined()
 
     def close(self) -> None:
@@ -403,11 +390,19 @@ class Volume:
         if self._ownership is not None:
             with contextlib.suppress(OSError):
                 if self._ownership.held:
-                    self._spares.drop()
+                    self._writer.spares.drop()
             self._ownership.release()
         self.filesystem.release(self.root)
 
     # --- errors ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _changing(self, what: str) -> Iterator[None]:
+        """The right to change names here. Raises StorageError if the volume is read-only."""
+        if self._ownership is None:
+            raise StorageError(self.read_only)
+        with self._directories.lock, self._translated(what):
+            yield
 
     @contextlib.contextmanager
     def _translated(self, what: str) -> Iterator[None]:
@@ -417,11 +412,8 @@ class Volume:
         except OSError as error:
             if error.errno in FULL:
                 raise NoSpaceError(f"{what}: {error.strerror}; free space") from error
-            self._fail(error)
+            self.failed = self.read_only or str(error)
             raise StorageError(f"{what}: {error}") from error
-
-    def _fail(self, error: OSError) -> None:
-        self.failed = self.read_only or str(error)
 
 
 def _reason(error: Exception) -> str:
@@ -441,20 +433,19 @@ class Writer:
     A file that failed once is never written to again: after a failed fdatasync, the kernel may mark
     as clean what never reached the medium. Such a file goes to quarantine, where it also keeps its
     bad blocks from being used again. A full volume does not count as such a failure: the file is
-    removed. `lock` guards names; data is written without it.
+    removed. The directories' lock guards names; data is written without it.
     """
 
-    tree: Tree
     directories: Directories
     spares: SpareFiles
-    filesystem: Filesystem
-    lock: threading.RLock
     run: str
     engine: Engine
     threads: int
     capacity_bytes: int | None
 
     def __post_init__(self) -> None:
+        self._tree, self._lock = self.directories.tree, self.directories.lock
+        self._filesystem = self.directories.filesystem
         self._in_progress: dict[Path, int] = {}
         self._files_made = 0
 
@@ -465,7 +456,7 @@ class Writer:
 
     def used_bytes(self) -> int:
         """Bytes that all files take but for what counts as free."""
-        with self.lock:
+        with self._lock:
             return self._all_bytes() - self.dispensable_bytes()
 
     def _all_bytes(self) -> int:
@@ -477,11 +468,19 @@ class Writer:
         """Space that counts as free: spare files, and files in quarantine."""
         return self.spares.disk_bytes() + self.directories.quarantine_bytes()
 
+    def free_bytes(self) -> int:
+        """Bytes free on the file system, or below the capacity limit if that is less."""
+        root = self._tree.root
+        free = self._filesystem.free_bytes(root) + self.dispensable_bytes()
+        if self.capacity_bytes is None:
+            return free
+        return max(0, min(free, self.capacity_bytes - self.used_bytes()))
+
     def keep_to_capacity(self) -> None:
         """Delete what counts as free if with it all files take more than they may. Raises
         OSError."""
         if self.capacity_bytes is not None:
-            with self.lock:
+            with self._lock:
                 for drop in (self.spares.drop, self.directories.drop_quarantine):
                     if self._all_bytes() > self.capacity_bytes:
                         drop()
@@ -519,13 +518,13 @@ class Writer:
                     manifest = file.write_image(
                         view, layout, control, pace=pace, threads=self.threads
                     )
-                    with self.lock:
+                    with self._lock:
                         file.give_name()
             except OSError as error:
                 raise self._give_up(temporary, control, error) from error
             except BaseException:
                 with contextlib.suppress(OSError):
-                    self.filesystem.unlink(temporary)
+                    self._filesystem.unlink(temporary)
                 raise
         fault_point("write.done")
         seconds = time.perf_counter() - started
@@ -540,12 +539,12 @@ class Writer:
         if path is None:
             return None
         try:
-            with opened(path, self.filesystem) as fd:
+            with opened(path, self._filesystem) as fd:
                 manifest = read_manifest(fd, path, run=self.run)
         except VersionError as error:
             raise StorageError(f"a newer keepstep has written this step: {error}") from error
         except ImageError:
-            with self.lock:
+            with self._lock:
                 self.directories.quarantine(path, "rewritten")
             return None
         return Written(shard=LocalShard.of(path, manifest))
@@ -553,7 +552,7 @@ class Writer:
     @contextlib.contextmanager
     def _reserved(self, control: ControlPage, size_bytes: int) -> Iterator[Path]:
         """The name of a new temporary file, whose space is reserved while it is written."""
-        with self.lock:
+        with self._lock:
             if self.capacity_bytes is not None:
                 free = self.capacity_bytes - self.used_bytes()
                 if size_bytes > free:
@@ -563,25 +562,25 @@ class Writer:
         try:
             yield temporary
         finally:
-            with self.lock:
+            with self._lock:
                 del self._in_progress[temporary]
 
     def _new_name(self, control: ControlPage) -> Path:
-        with self.lock:
+        with self._lock:
             self._files_made += 1
             shard = shard_name(control.rank, control.world)
             name = temporary_name(shard, pid=os.getpid(), number=self._files_made)
-            return self.tree.pending_step(control.id) / name
+            return self._tree.pending_step(control.id) / name
 
     def _create(self, temporary: Path, control: ControlPage, layout: Layout) -> DurableFile:
         """The file to write: a new one, or a spare file of this size."""
-        with self.lock:
+        with self._lock:
             self.directories.make_pending(control.id)
-        path = self.tree.pending_shard(control.id, control.rank, control.world)
+        path = self._tree.pending_shard(control.id, control.rank, control.world)
         file = DurableFile(
             path,
             temporary=temporary,
-            filesystem=self.filesystem,
+            filesystem=self._filesystem,
             engine=self.engine,
             phase="write",
         )
@@ -600,23 +599,23 @@ class Writer:
         """Leave no half-written shard behind. Returns the error to raise."""
         if error.errno in (*FULL, errno.EFAULT):
             with contextlib.suppress(OSError):
-                self.filesystem.unlink(temporary)
+                self._filesystem.unlink(temporary)
             if error.errno == errno.EFAULT:  # the memory failed, not the drive
                 return UsageError(f"step {control.id}, rank {control.rank}: {CUT_OFF}")
             return self._no_space(control, error.strerror or str(error))
         kept = ""
-        with contextlib.suppress(OSError), self.lock:
+        with contextlib.suppress(OSError), self._lock:
             kept = f"; what was written is kept as {self.directories.quarantine(temporary, 'io')}"
-            self.filesystem.remove_directory(temporary.parent)  # fails if other ranks' lie there
+            self._filesystem.remove_directory(temporary.parent)  # fails if other ranks' lie there
         return StorageError(
-            f"step {control.id}, rank {control.rank}: cannot write below {self.tree.root}: {error}"
+            f"step {control.id}, rank {control.rank}: cannot write below {self._tree.root}: {error}"
             f"{kept}. Check the drive (dmesg); later steps go to another volume if there is one"
         )
 
     def _no_space(self, control: ControlPage, why: str) -> NoSpaceError:
         limit = "" if self.capacity_bytes is None else f" (limit {self.capacity_bytes} bytes)"
         return NoSpaceError(
-            f"step {control.id}, rank {control.rank}: no space on {self.tree.root}{limit}: {why}. "
+            f"step {control.id}, rank {control.rank}: no space on {self._tree.root}{limit}: {why}. "
             "Free space, raise the capacity, or keep fewer steps"
         )
 

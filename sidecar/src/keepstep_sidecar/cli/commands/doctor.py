@@ -307,7 +307,7 @@ def measure(
             )
             filesystem.sync_data(fd)
             written = clock() - began
-            filesystem.forget_cache(fd)
+            files.forget_cache(fd)
             began = clock()
             for_each_chunk(
                 # all threads read into one buffer: the bytes are not used
