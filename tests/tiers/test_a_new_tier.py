@@ -22,7 +22,7 @@ OF_ONE_TIER = {
     "lib/src/keepstep/core/ledger.py": "archived steps of ranks whose pods are gone",
     "sidecar/src/keepstep_sidecar/api/service.py": "a pod that ends archives its newest step",
     "sidecar/src/keepstep_sidecar/api/status.py": "an archive that does not answer is a warning",
-    "sidecar/src/keepstep_sidecar/api/step_waits.py": "a wait until a step is archived",
+    "sidecar/src/keepstep_sidecar/api/saving.py": "a wait until a step is archived",
     "sidecar/src/keepstep_sidecar/commit/epochs.py": "epochs that peers tell",
     "sidecar/src/keepstep_sidecar/commit/inventory.py": "a peer that gave wrong bytes",
     "sidecar/src/keepstep_sidecar/report/changes.py": "archived steps of ranks of other pods",

@@ -22,9 +22,9 @@ from keepstep.wire.status import (
     TierStatus,
     VolumeStatus,
 )
-from keepstep_sidecar.ui import board
+from keepstep_sidecar.ui import server as board
 from keepstep_sidecar.ui.pages import STATIC, TEMPLATES
-from keepstep_sidecar.ui.view import RunPage
+from keepstep_sidecar.ui.timeline import RunPage
 from tests.harness import until
 from tests.ui.conftest import Site, site_of
 

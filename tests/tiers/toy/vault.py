@@ -14,9 +14,8 @@ from keepstep.steps import Answer, StepId, Tier, shard_name
 from keepstep_sidecar.tiers.replicator import LOOK_AGAIN_S, Due, Key
 from keepstep_sidecar.tiers.source import FileSource, ShardSource
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier
-from keepstep_sidecar.volume.direct_io import Engine, ShardFile, open_shard
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.scan import LocalShard, read_manifest
+from keepstep_sidecar.volume.directories import LocalShard, read_manifest
+from keepstep_sidecar.volume.files import Engine, Filesystem, ShardFile, open_shard
 
 
 class VaultTier(RemoteTier):

@@ -12,7 +12,7 @@ Each step is a plain directory of `.safetensors` files, readable without keepste
 
 from __future__ import annotations
 
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive.store import Store
 
 __all__ = ["ArchiveConfig", "open_store"]

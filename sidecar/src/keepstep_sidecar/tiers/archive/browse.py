@@ -13,7 +13,7 @@ from pathlib import Path
 from keepstep.directory import Directory
 from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
 from keepstep.steps import shard_name
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.archive import open_store
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes, source
@@ -22,8 +22,7 @@ from keepstep_sidecar.tiers.archive.store import Store
 from keepstep_sidecar.tiers.receive import IncomingCopy, part_name
 from keepstep_sidecar.tiers.source import Cancel
 from keepstep_sidecar.tiers.tier import RemoteShard
-from keepstep_sidecar.volume.direct_io import Engine
-from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.files import Engine, Filesystem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from keepstep_sidecar.tiers.archive.read import IN_FLIGHT, ArchiveSource, Twin
 from keepstep_sidecar.tiers.archive.step_record import StepRecord, is_twin
 from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
-from keepstep_sidecar.volume.paths import is_shard, is_step
+from keepstep_sidecar.volume.directories import is_shard, is_step
 
 RECORDS_BYTES = 48 << 20
 """The records of one run that are read, from the newest step on. The newest one always is."""

@@ -18,9 +18,7 @@ from keepstep.core.retention import Retention
 from keepstep.core.schedule import stands_in
 from keepstep.errors import ImageError, KeepstepError, StorageError
 from keepstep.steps import Answer, Epoch, StepId, Tier
-from keepstep_sidecar.config.archive import ArchiveConfig
-from keepstep_sidecar.config.restore_from import Fork
-from keepstep_sidecar.config.sidecar import Config
+from keepstep_sidecar.config.sidecar import ArchiveConfig, Config, Fork
 from keepstep_sidecar.log import say
 from keepstep_sidecar.tiers.archive import open_store
 from keepstep_sidecar.tiers.archive.index import (
@@ -45,7 +43,7 @@ from keepstep_sidecar.tiers.tier import (
     RemoteTier,
     TierStatus,
 )
-from keepstep_sidecar.volume.scan import LocalShard
+from keepstep_sidecar.volume.directories import LocalShard
 
 _THREADS = 3
 _SLOW_BYTES_S = 50e6

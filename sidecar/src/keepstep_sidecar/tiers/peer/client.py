@@ -29,7 +29,7 @@ from keepstep.errors import DigestError, FormatError, KeepstepError, NoSpaceErro
 from keepstep.steps import Tier, shard_name
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.concurrency import blocking
-from keepstep_sidecar.config.peers import PeerSettings, split
+from keepstep_sidecar.config.sidecar import PeerSettings, split
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.protocol import Listing, receive
