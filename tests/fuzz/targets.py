@@ -317,12 +317,12 @@ _RUNS = {"runs": [[0, 1, 1]]}
 LISTING = {
     "run": "demo", "ready": True, "epochs": [{"id": _EPOCH, "parent": None}],
     "shards": [
-        {"id": _ID, "rank": 0, "world": 2, "bytes": 5, "root": "0" * 32},
-        {"id": _ID, "rank": 1, "world": 2, "bytes": 5, "root": "0" * 32, "alike": _RUNS},
+        {"step_id": _ID, "rank": 0, "world": 2, "size_bytes": 5, "root": "0" * 32},
+        {"step_id": _ID, "rank": 1, "world": 2, "size_bytes": 5, "root": "0" * 32, "alike": _RUNS},
     ],
 }  # fmt: skip
 WANTED = {"committed": _ID, "ranks": {"0": [_ID]}}
-_HELD = {"id": _ID, "world": 2, "alike": _RUNS}
+_HELD = {"step_id": _ID, "rank": 0, "world": 2, "alike": _RUNS}
 REPORT = {
     "sidecar": "0.1", "started_at": 1.0, "sequence": 1, "sent_at": 2.0, "ready": True,
     "epochs": [{"id": _EPOCH, "parent": None}],

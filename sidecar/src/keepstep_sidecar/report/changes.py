@@ -47,8 +47,8 @@ def _changed(before: ReportedRank | None, now: ReportedRank) -> ReportedRank | N
     tiers = {tier: told for tier, told in moved.items() if told is not None}
     if (archived := tiers.get(Tier.ARCHIVE)) is not None and _lists_the_newest(now):
         oldest, replaced = (
-            min(one.id for one in now.shards(Tier.ARCHIVE)),
-            {one.id for one in archived.shards},
+            min(one.step_id for one in now.shards(Tier.ARCHIVE)),
+            {one.step_id for one in archived.shards},
         )
         gone = tuple(id for id in archived.gone or () if id > oldest or id in replaced)
         tiers[Tier.ARCHIVE] = replace(archived, gone=gone)
@@ -67,12 +67,12 @@ def _moved(before: ReportedTier | None, now: ReportedTier) -> ReportedTier | Non
     """What came and what went; None if nothing did. If any image of a step changed, the step counts
     as gone and comes whole."""
     listed = before.shards if before is not None else ()
-    was, is_now = ({(one, one.bytes) for one in each} for each in (listed, now.shards))
-    touched = {one.id for one, _ in was ^ is_now}
+    was, is_now = ({(one, one.size_bytes) for one in each} for each in (listed, now.shards))
+    touched = {one.step_id for one, _ in was ^ is_now}
     if before is not None and not touched and before.answer is now.answer:
         return None
     return replace(
         now,
-        shards=tuple(one for one in now.shards if one.id in touched),
-        gone=tuple(sorted({one.id for one in listed} & touched)),
+        shards=tuple(one for one in now.shards if one.step_id in touched),
+        gone=tuple(sorted({one.step_id for one in listed} & touched)),
     )

@@ -11,13 +11,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from keepstep.core.commit_rule import RankReport
-from keepstep.core.shard import Shard, ShardFacts
+from keepstep.core.shard import Shard
 from keepstep.steps import IN_POD, Answer, Epoch, StepId, Tier
 from keepstep.wire.reports import (
     Report,
     ReportedGoodput,
     ReportedRank,
-    ReportedShard,
     ReportedTier,
     ReportedVolume,
 )
@@ -157,12 +156,12 @@ def _tiers(held: RankReport, kept: Collection[Shard]) -> dict[Tier, ReportedTier
     return told | _found({Tier.PEER: sorted(kept, key=lambda one: one.step_id)})
 
 
-def _found(shards: Mapping[Tier, Sequence[ShardFacts]]) -> dict[Tier, ReportedTier]:
+def _found(shards: Mapping[Tier, Sequence[Shard]]) -> dict[Tier, ReportedTier]:
     return {tier: _listed(Answer.STEPS, found) for tier, found in shards.items() if found}
 
 
-def _listed(answer: Answer, shards: Iterable[ShardFacts]) -> ReportedTier:
-    return ReportedTier(answer=answer, shards=tuple(map(ReportedShard.of, shards)))
+def _listed(answer: Answer, shards: Iterable[Shard]) -> ReportedTier:
+    return ReportedTier(answer=answer, shards=tuple(one.to_send() for one in shards))
 
 
 def _own(service: Service, rank: int) -> RankReport:

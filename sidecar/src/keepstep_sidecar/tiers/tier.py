@@ -13,7 +13,7 @@ trainer.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.core.shard import Shard
@@ -36,8 +36,7 @@ class RemoteShard(Shard):
     @classmethod
     def of(cls, shard: Shard, *, tier: Tier, where: str, key: Any = None) -> RemoteShard:
         """The same shard, as held at `where`."""
-        told = {one.name: getattr(shard, one.name) for one in fields(Shard)}
-        return cls(**told, tier=tier, where=where, key=key)
+        return cls(**shard.facts, tier=tier, where=where, key=key)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -343,7 +343,7 @@ def epochs_needed(report: Report, *, most: int) -> tuple[Epoch, ...]:
     if len(report.epochs) <= _NEWEST_EPOCHS:
         return report.epochs
     recorded = {epoch.id: epoch for epoch in report.epochs}
-    named = {held.id.epoch for one in report.ranks for held in one.shards()}
+    named = {held.step_id.epoch for one in report.ranks for held in one.shards()}
     named |= {one.epoch.id for one in report.restores}
     newest = sorted(recorded, reverse=True)
     pending = [*newest[:_NEWEST_EPOCHS], *(named & recorded.keys())]

@@ -199,7 +199,7 @@ class RunLedger:
             return replace(
                 told, sealed=_but_archive(told.sealed), answers=_but_archive(told.answers)
             )
-        named = {held.id for held in one.shards(Tier.ARCHIVE)}
+        named = {held.step_id for held in one.shards(Tier.ARCHIVE)}
         if Tier.ARCHIVE in told.gone or not named:
             return told
         there = self.core.archived_of(one.rank)
