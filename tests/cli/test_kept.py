@@ -82,9 +82,9 @@ def test_status_and_steps_show_what_lies_beyond_the_machine(keepstep: Keepstep) 
     assert "ARCHIVE" in shown
     assert "PEER" not in shown, "there is none"
 
-    (depot,) = keepstep.json("status")["sidecar"]["depots"]
-    assert (depot["tier"], depot["backlog"]) == ("archive", 0)
-    assert depot["sent"] == len(archived())
+    tiers = keepstep.json("status")["sidecar"]["tiers"]
+    assert [(tier, one["backlog"]) for tier, one in tiers.items()] == [("archive", 0)]
+    assert tiers["archive"]["sent"] == len(archived())
     (row,) = _rows(keepstep("status").stdout, "archive")
     assert str(archive) in row
     assert row.endswith("none")
@@ -100,7 +100,7 @@ def test_status_and_steps_show_what_lies_beyond_the_machine(keepstep: Keepstep) 
 
 
 def _rows(shown: str, tier: str) -> list[str]:
-    """Of the table of depots."""
+    """Of the table of tiers."""
     return [line.rstrip() for line in shown.splitlines() if line.lstrip().startswith(tier)]
 
 

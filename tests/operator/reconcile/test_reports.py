@@ -233,7 +233,7 @@ def doubting(*after: StepId) -> bytes:
 def with_images(**more: Any) -> bytes:
     """A report of one image of a world of two that says more."""
     report = msgspec.to_builtins(Sidecar(rank=0).durable(1).report())
-    for image in report["ranks"][0]["local"]:
+    for image in report["ranks"][0]["tiers"]["local"]["shards"]:
         image |= more
     return msgspec.json.encode(report)
 

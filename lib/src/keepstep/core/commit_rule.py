@@ -512,7 +512,7 @@ class Completeness:
             }
             if not told:
                 continue
-            at = NO_NODE if tier is Tier.ARCHIVE else node_rank
+            at = NO_NODE if tier.shared else node_rank
             images = _by_step((rank, one.sealed.get(tier, ())) for rank, one in told.items())
             gone = {rank: one.gone[tier] for rank, one in told.items() if tier in one.gone}
             self._remove(at, tier, gone)
@@ -714,7 +714,7 @@ class Completeness:
         Without any answer it is UNKNOWN.
         """
         said = self._said(tier)
-        if tier is Tier.ARCHIVE:
+        if tier.shared:
             held = bool(said.steps) or bool(self._at(NO_NODE, tier))
             return _one_of(bool(said.unknown), bool(said.none), held)
         return _one_of(said.unknown >> rank & 1, said.none >> rank & 1, said.steps >> rank & 1)
@@ -722,7 +722,7 @@ class Completeness:
     def silent(self, tier: Tier) -> int:
         """Bitmap of the ranks whose answer is UNKNOWN, including all ranks of which nobody ever
         reported. So it may have infinitely many bits (a negative number)."""
-        if tier is Tier.ARCHIVE:
+        if tier.shared:
             return _ALL_RANKS if self.answer(0, tier) is Answer.UNKNOWN else 0
         said = self._said(tier)
         return said.unknown | ~(said.none | said.steps)

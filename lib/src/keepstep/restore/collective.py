@@ -446,5 +446,5 @@ def _waits_for(path: str, doing: str, rank: int) -> str:
     why = next((one.waits for one in status.ranks if one.rank == rank), "")
     if why:
         return f"rank {rank} waits: {why}"
-    fetched = sum(one.received_bytes for one in status.depots)
+    fetched = sum(one.received_bytes for one in status.tiers.values())
     return f"{doing} ({fetched / 1e6:.0f} MB fetched so far)" if doing and fetched else doing

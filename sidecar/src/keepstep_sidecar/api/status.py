@@ -65,7 +65,7 @@ async def status(service: Service) -> Status:
         goodput=service.history.goodput(),
         ranks=tuple(_rank(service, one) for _, one in sorted(service.slots.ranks.items())),
         volumes=volumes,
-        depots=service.remote_tiers.statuses(),
+        tiers=service.remote_tiers.statuses(),
         steps=tuple(_steps(service)),
         scanned=committer.local_shards.scanned,
         survives=survives(marks),
@@ -118,8 +118,7 @@ def survives(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
 
     One machine without another tier never survives its own loss.
     """
-    here = (Tier.MEMORY, Tier.LOCAL)
-    beyond = newest_of(*(id for tier, id in marks.items() if tier not in here))
+    beyond = newest_of(*(id for tier, id in marks.items() if not tier.in_pod))
     local = marks.get(Tier.LOCAL) or beyond
     outlived = {
         "ContainerRestart": marks.get(Tier.MEMORY) or local,
@@ -280,7 +279,9 @@ def warnings(service: Service) -> tuple[str, ...]:
     found += service.saving.unkept()
     found += service.leases.warnings
     found += [
-        f"{one.where}: {one.trouble}" for one in service.remote_tiers.statuses() if one.trouble
+        f"{one.where}: {one.trouble}"
+        for one in service.remote_tiers.statuses().values()
+        if one.trouble
     ]
     found += [one.warning for one in service.remote_tiers.remote_tiers]
     found.append(service.no_metrics)
