@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.core.candidates import Candidate, Candidates
-from keepstep.core.vote import choose, limit_of, nothing_is_kept
+from keepstep.core.vote import Candidate, Candidates, choose, limit_of, nothing_is_kept
 from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep_sidecar.commit.epochs import Rollback

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.ranks import MOST_RANKS
+from keepstep.core.shard import MOST_RANKS
 from keepstep.steps import EpochId, StepId, shard_name
 from keepstep_sidecar.volume.directories import (
     ShardName,

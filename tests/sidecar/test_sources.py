@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import shutil
-import zlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +12,7 @@ from typing import Any
 import pytest
 from trainer import FakeTrainer, content, read_image
 
-from keepstep.core.ranks import NOBODY, Ranks
-from keepstep.core.shard import Shard
+from keepstep.core.shard import NOBODY, Ranks, Shard
 from keepstep.errors import SidecarError, StorageError
 from keepstep.image import Layout
 from keepstep.steps import Epoch, EpochId, StepId, Tier
@@ -23,7 +20,6 @@ from keepstep.wire.trainer import (
     Chunk,
     Chunks,
     ChunksRequest,
-    Headers,
     HeadersRequest,
     Sources,
     SourcesRequest,
@@ -72,21 +68,10 @@ def bring(trainer: FakeTrainer, id: StepId, *chunks: Chunk) -> Chunks:
     return trainer.call("/v1/chunks", request, Chunks)
 
 
-def layouts(trainer: FakeTrainer, id: StepId, *ranks: int) -> list[Layout]:
-    request = HeadersRequest(lease=trainer.lease, id=id, ranks=ranks)
-    texts = trainer.call("/v1/headers", request, Headers).headers
-    return [Layout.parse(zlib.decompress(base64.b64decode(text))) for text in texts]
-
-
 def frame(seen: Window, number: int, size: int) -> bytes:
     with open(seen.path, "rb") as file:
         file.seek(number * seen.frame_bytes)
         return file.read(size)
-
-
-def image_bytes(layout: Layout, step: int) -> bytes:
-    """Everything up to the extras."""
-    return layout.header + content(layout, step)
 
 
 def pinned(sidecar: SidecarProcess) -> list[str]:

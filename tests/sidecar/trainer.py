@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, TypeVar
 
-from keepstep.core.candidates import Candidates
+from keepstep.core.vote import Candidates
 from keepstep.errors import SidecarError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from keepstep.steps import Epoch, EpochId, StepId
@@ -48,9 +48,6 @@ from keepstep.wire.trainer import (
 from tests.harness import eventually
 
 T = TypeVar("T")
-
-LARGE = 72 << 20
-"""Size of an image that is written while it is copied."""
 
 
 class Connection(http.client.HTTPConnection):

@@ -21,8 +21,8 @@ from keepstep.steps import Epoch, EpochId
 from keepstep_sidecar.volume import run_record
 from keepstep_sidecar.volume.files import Filesystem
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
+from tests.harness import flip
 from tests.volume.images import EPOCH, RUN, Slot, empty_slot, load, make_layout, staged, step_id
-from tests.volume.test_broken_bytes import flip
 
 WORLD = 3
 

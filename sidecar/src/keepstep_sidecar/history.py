@@ -15,8 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from keepstep.core.goodput import Goodput, Tally
-from keepstep.core.history import RELEASED, Event, Kind, Restart
+from keepstep.core.history import RELEASED, Event, Goodput, Kind, Restart, Tally
 from keepstep.steps import Epoch, StepId, Tier
 from keepstep.wire.status import History as Told
 from keepstep_sidecar import __version__

@@ -8,9 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
 
-from keepstep.core.candidates import Candidates
 from keepstep.core.history import Kind
-from keepstep.core.readiness import Ready, View, Wait, readiness
+from keepstep.core.vote import Candidates, Ready, View, Wait, readiness
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import ReportedRestore
 from keepstep.wire.trainer import (

@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 
 from keepstep.core.history import Kind
 from keepstep.core.node import Died, Flush, Overwritten, Sealed, Serves, Settled
-from keepstep.core.unequal_steps import UnequalSteps
+from keepstep.core.schedule import UnequalSteps
 from keepstep.errors import NoMemoryError, SidecarError
 from keepstep.steps import State, StepId, Tier
 from keepstep.wire.status import Uncaught

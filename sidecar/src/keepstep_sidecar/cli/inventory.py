@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepstep.core.goodput import Goodput
+from keepstep.core.history import Goodput
 from keepstep.errors import KeepstepError, SidecarAbsent, StorageError, UsageError
 from keepstep.steps import Epoch, StepId, Tier, merged
 from keepstep.wire.status import Status, StepStatus
@@ -152,7 +152,7 @@ def of_shards(
 ) -> tuple[StepStatus, ...]:
     """The status of each step that has a shard in `shards`, ascending. `failures`: the steps at
     which the script failed by itself."""
-    from keepstep.core.lineage import Standing, trace
+    from keepstep.core.commit_rule import Standing, trace
     from keepstep.core.suspicion import Doubt, Failure
 
     by_step: defaultdict[StepId, list[LocalShard]] = defaultdict(list)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 
-from keepstep.core.goodput import Goodput
+from keepstep.core.history import Goodput
 from keepstep.core.retention import Retention
 from keepstep.steps import StepId, Tier
 from keepstep.wire.status import TierStatus

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from keepstep.core.goodput import Goodput
-from keepstep.core.history import Event
+from keepstep.core.history import Event, Goodput
 from keepstep.wire.status import Status
 from keepstep_sidecar.cli import calls, inventory, run_dir
 from keepstep_sidecar.history import KEPT

@@ -20,10 +20,18 @@ from typing import Any, TypeVar
 
 from keepstep.core.history import Kind
 from keepstep.core.ledger import Alarm, Committed, EpochStarted, Ledger, Reported, Retire
-from keepstep.core.node import Event, Flush, Full, Heard, Node, Publish, Scanned, Wrote
-from keepstep.core.persist_planner import Write
+from keepstep.core.node import (
+    Event,
+    Flush,
+    Full,
+    Heard,
+    Node,
+    Publish,
+    Scanned,
+    Wrote,
+)
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import Grid, Interval, Pacing
+from keepstep.core.schedule import Grid, Interval, Pacing, Write
 from keepstep.errors import KeepstepError, NoSpaceError, UsageError
 from keepstep.image import ControlPage
 from keepstep.steps import Epoch, EpochId, StepId, Tier

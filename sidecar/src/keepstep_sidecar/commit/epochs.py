@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from keepstep.core.ledger import RestorePlan, Standing
+from keepstep.core.commit_rule import Standing
+from keepstep.core.ledger import RestorePlan
 from keepstep.core.node import Node
 from keepstep.core.shard import ShardFacts
 from keepstep.core.suspicion import KEPT, WITHIN, Doubt, Failure, newest

@@ -13,13 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepstep.core.candidates import Offer, Part
-from keepstep.core.holding import bits, is_full
-from keepstep.core.ledger import RankReport, Reported
+from keepstep.core.commit_rule import RankReport, bits, is_full
+from keepstep.core.ledger import Reported
 from keepstep.core.node import Listed
-from keepstep.core.ranks import NOBODY, Ranks
-from keepstep.core.readiness import NEVER
-from keepstep.core.shard import Shard
+from keepstep.core.shard import NOBODY, Ranks, Shard
+from keepstep.core.vote import NEVER, Offer, Part
 from keepstep.errors import ImageError, VersionError
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, StepId, Tier, merged
 from keepstep_sidecar.concurrency import OnThread

@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 from keepstep.core.node import Heard, OperatorView
-from keepstep.core.readiness import NEVER
+from keepstep.core.vote import NEVER
 from keepstep.errors import StorageError
 from keepstep.steps import StepId
 from keepstep_sidecar.commit.inventory import LocalShards

@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.core.readiness import NEVER, View
 from keepstep.core.shard import Shard
+from keepstep.core.vote import NEVER, View
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.commit.committer import Committer

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from keepstep.core.candidates import MOST_EPOCHS, Candidate, Candidates, Part
+from keepstep.core.vote import MOST_EPOCHS, Candidate, Candidates, Part
 from keepstep.errors import ImageError, NoMemoryError, StorageError, few
 from keepstep.steps import Answer, StepId, Tier
 from keepstep.wire.trainer import RESTORE_TIMEOUT_ENV, Opened

@@ -14,8 +14,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Final, TypeVar
 
-from keepstep.core.goodput import Goodput
-from keepstep.core.history import Event, Kind, Restart
+from keepstep.core.history import Event, Goodput, Kind, Restart
 from keepstep.steps import NEAREST_FIRST, StepId
 from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, VolumeStatus
 

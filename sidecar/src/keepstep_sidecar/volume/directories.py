@@ -28,8 +28,7 @@ from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
 
-from keepstep.core.ranks import MOST_RANKS
-from keepstep.core.shard import Shard
+from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.directory import NoFileError
 from keepstep.errors import FormatError, ImageError, TornError
 from keepstep.image import Layout

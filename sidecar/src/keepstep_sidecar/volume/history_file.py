@@ -22,11 +22,10 @@ from typing import Final
 
 import msgspec
 
-from keepstep.core.goodput import Tally
-from keepstep.core.history import Event
+from keepstep.core.history import Event, Tally
 from keepstep.directory import Directory
 from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
-from keepstep.image import fields
+from keepstep.image import strictjson
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.volume.directories import opened
 from keepstep_sidecar.volume.files import Filesystem, fault_point
@@ -124,7 +123,7 @@ class HistoryFile:
         if head.format_version > FORMAT_VERSION:
             raise VersionError(f"a history of format {head.format_version}, by a newer keepstep")
         if not _ID.fullmatch(head.id):
-            raise FormatError(f"not a history: its id is {fields.quoted(head.id)}")
+            raise FormatError(f"not a history: its id is {strictjson.quoted(head.id)}")
         if head.run != self._run:
             raise ForeignError(f"belongs to run {head.run[:80]!r}, not {self._run!r}")
         return head

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.errors import ForeignError, FormatError, VersionError
-from keepstep.image import fields, strictjson
+from keepstep.image import strictjson
 from keepstep.steps import Epoch, EpochId, StepId, merged
 from keepstep_sidecar.volume.directories import opened
 from keepstep_sidecar.volume.files import Filesystem, replacing
@@ -97,7 +97,7 @@ def _read(reader: strictjson.Reader) -> RunRecord:
         else:
             value = reader.value()
             if key == "format_version":
-                fields.version(value, FORMAT_VERSION)
+                strictjson.version(value, FORMAT_VERSION)
             if key in ("format_version", "run", "committed", "asked"):
                 told[key] = value
     reader.end()
@@ -105,7 +105,7 @@ def _read(reader: strictjson.Reader) -> RunRecord:
         raise FormatError(f"without {' and '.join(sorted(missing))}")
     committed, asked = told.get("committed"), told.get("asked")
     return RunRecord(
-        run=fields.text(told["run"], "run"),
+        run=strictjson.text(told["run"], "run"),
         epochs=told["epochs"],
         committed=None if committed is None else read_step(committed),
         pinned=told.get("pinned", frozenset()),
@@ -122,22 +122,22 @@ def epoch_json(one: Epoch) -> dict[str, str | None]:
 
 def read_epoch(value: object) -> Epoch:
     """Inverse of `epoch_json`. Raises FormatError."""
-    epoch = fields.mapping(value, "epoch")
+    epoch = strictjson.mapping(value, "epoch")
     parent = epoch.get("parent")
     try:
-        id = EpochId.parse(fields.text(epoch.get("id"), "the id of an epoch"))
+        id = EpochId.parse(strictjson.text(epoch.get("id"), "the id of an epoch"))
     except ValueError as error:
-        raise FormatError(fields.reason(error)) from None
-    origin = fields.text(epoch.get("origin", ""), "the origin of an epoch")
+        raise FormatError(strictjson.reason(error)) from None
+    origin = strictjson.text(epoch.get("origin", ""), "the origin of an epoch")
     return Epoch(id, None if parent is None else read_step(parent), origin)
 
 
 def read_step(value: object) -> StepId:
     """A step from parsed JSON. Raises FormatError."""
     try:
-        return StepId.parse(fields.text(value, "a step"))
+        return StepId.parse(strictjson.text(value, "a step"))
     except ValueError as error:
-        raise FormatError(fields.reason(error)) from None
+        raise FormatError(strictjson.reason(error)) from None
 
 
 def load(path: Path, *, run: str) -> RunRecord:

@@ -310,7 +310,7 @@ async def _archived(holding: Holding, word: str) -> ArchivedStep:
 
 
 def _dead(id: StepId, epochs: Sequence[Epoch]) -> bool:
-    from keepstep.core.lineage import Standing, trace
+    from keepstep.core.commit_rule import Standing, trace
 
     lineage = trace({one.id: one for one in epochs}, seen={id.epoch})
     return lineage.standing(id) is Standing.DEAD

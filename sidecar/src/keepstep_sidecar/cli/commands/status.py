@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from keepstep.core.goodput import Goodput
+from keepstep.core.history import Goodput
 from keepstep.errors import KeepstepError
 from keepstep.wire.status import RankStatus, Status, TierStatus
 from keepstep_sidecar.cli import inventory, output, run_dir

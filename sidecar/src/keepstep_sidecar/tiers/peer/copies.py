@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from keepstep.core.ranks import MOST_RANKS
 from keepstep.core.retention import crowded_out, superseded
-from keepstep.core.shard import Shard
+from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.errors import (
     FormatError,
     ImageError,
