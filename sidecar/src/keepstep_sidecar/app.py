@@ -191,6 +191,8 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         slots=slots,
         allocator=allocator,
         committer=committer,
+        local_shards=committer.local_shards,
+        node=committer.node,
         remote_tiers=remote_tiers,
         image_sources=image_sources,
         chunk_buffers=chunk_buffers,

@@ -78,6 +78,8 @@ class Service:
     slots: SlotPool
     allocator: Allocator
     committer: Committer
+    local_shards: LocalShards
+    node: Node
     remote_tiers: RemoteTiers
     image_sources: ImageSources
     chunk_buffers: ChunkBuffers
@@ -286,14 +288,6 @@ class Service:
             self.slots.forget_all()
         else:
             warn("memory kept", step=str(id), reason=self.committer.images.trouble)
-
-    @property
-    def local_shards(self) -> LocalShards:
-        return self.committer.local_shards
-
-    @property
-    def node(self) -> Node:
-        return self.committer.node
 
     @property
     def ending(self) -> bool:
