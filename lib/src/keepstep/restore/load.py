@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from keepstep.errors import KeepstepError, MismatchError
 from keepstep.image import base_of
-from keepstep.image.arrays import ArrayForm
+from keepstep.image.codecs import ArrayForm
 from keepstep.restore.images import Images, chunk_runs, fill
 from keepstep.restore.modules import ModuleLoader
 from keepstep.restore.optimizers import OptimizerLoader, group_numbers

@@ -19,7 +19,7 @@ from torch import Tensor
 from keepstep.client import copying
 from keepstep.errors import MismatchError, few
 from keepstep.image import Section, base_of, extras, local_name
-from keepstep.image.forms import ViewForm
+from keepstep.image.codecs import ViewForm
 from keepstep.restore.images import Images
 from keepstep.restore.plan import Box, Index, Saved, Want
 from keepstep.state import sharding

@@ -19,13 +19,20 @@ from keepstep.image import (
     Parameters,
     Section,
     TensorSpec,
+    codecs,
     extras,
-    objects,
     strictjson,
     strides_with_gaps,
 )
-from keepstep.image.arrays import ArrayForm, dtype_of
-from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
+from keepstep.image.codecs import (
+    ArrayForm,
+    ClassForm,
+    GradForm,
+    SharedAgain,
+    SharedForm,
+    ViewForm,
+    dtype_of,
+)
 from keepstep.state import sharding
 from keepstep.state.accelerator import device_name
 from keepstep.state.sharding import Claim, Sharing
@@ -470,7 +477,7 @@ def _formed(form: Any, plain: Any) -> Any:
         return _with_gradient(plain, form)
     if type(form) is ClassForm:
         try:
-            return objects.of_fields(form.kind, plain)
+            return codecs.of_fields(form.kind, plain)
         except (ValueError, TypeError, AttributeError) as error:
             raise FormatError(f"the tree of this image: {error}") from None
     if type(form) is deque and type(plain) is list:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from keepstep.errors import FormatError, UsageError
 from keepstep.image import Layout, extras
-from keepstep.image.forms import GradForm
+from keepstep.image.codecs import GradForm
 from keepstep.state.leaves import Taken, TensorLeaf, leaves_of
 from keepstep.state.rng import is_generator
 from keepstep.state.sharding import ALONE, Bulk, Topology, cut

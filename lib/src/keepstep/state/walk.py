@@ -25,10 +25,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from keepstep.errors import FormatError, KeepstepError, UsageError
-from keepstep.image import Parameters, Section, base_of, extras, local_name, objects
-from keepstep.image.arrays import LARGE_BYTES, ArrayForm
+from keepstep.image import Parameters, Section, base_of, codecs, extras, local_name
+from keepstep.image.codecs import (
+    LARGE_BYTES,
+    ArrayForm,
+    ClassForm,
+    GradForm,
+    SharedAgain,
+    SharedForm,
+    ViewForm,
+)
 from keepstep.image.extras import MAX_DEPTH
-from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
 from keepstep.state import sharding
 from keepstep.state.accelerator import check_device, check_memory
 from keepstep.state.leaves import (
@@ -400,11 +407,11 @@ class Walker:
         kind = type(tree)
         if kind is deque and self._is_node(tree):
             return self._with_form(self._container("l", tree, path), tree, path)
-        if objects.is_named_tuple(kind) and not getattr(tree, "__dict__", None):
+        if codecs.is_named_tuple(kind) and not getattr(tree, "__dict__", None):
             node = self._container("u", tree, path)
             return node and self._in_form(ClassForm(kind), node)
-        if objects.is_namespace(kind) or dataclasses.is_dataclass(kind):
-            node = self._container("d", objects.attributes_of(tree), path)
+        if codecs.is_namespace(kind) or dataclasses.is_dataclass(kind):
+            node = self._container("d", codecs.attributes_of(tree), path)
             return node and self._in_form(ClassForm(kind), node)
         form = ArrayForm.of(tree)
         if form is None:
