@@ -75,9 +75,10 @@ test-frameworks: $(FRAMEWORKS)/.ready ## keepstep.integrations with the framewor
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks tests/conformance/packages -n 2 --dist worksteal \
 		--junitxml build/junit-frameworks.xml $(PYTEST_ARGS)
 
-check: $(READY) ## ruff, mypy --strict, import-linter, and the limits of scripts/house.toml
+check: $(READY) ## ruff, imports of tests, mypy --strict, import-linter, and the limits of scripts/house.toml
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.imports
 	$(BIN)/mypy
 	PYTHONPATH=lib/src:sidecar/src:operator/src $(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/house.py
@@ -117,7 +118,6 @@ bench-gpu: $(READY) ## the GPU benchmark: one script, one GPU
 
 soak: $(READY) ## kills on this machine: KILLS=500, at most MINUTES=60; results add up, Ctrl-C keeps them
 	$(BIN)/python -m tests.faults.kills --kills $(KILLS) --minutes $(MINUTES) $(SOAK_ARGS)
-	$(BIN)/python -m tests.faults.kills --page
 
 soak-tiers: $(READY) ## on a kind cluster: 200 random faults over all tiers, and what is long and rare
 	$(BIN)/python -m pytest -m soak tests/soak -s $(PYTEST_ARGS)

@@ -89,6 +89,13 @@ def files_below(directory: Path, *endings: str) -> list[Path]:
     ]
 
 
+def flip(path: Path, at: int) -> None:
+    """Change one bit of this byte, as a drive might."""
+    with path.open("r+b") as file:
+        byte = os.pread(file.fileno(), 1, at)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+
+
 def digests(layout: Layout, view: memoryview) -> list[bytes]:
     """The digests of all chunks of an image, in order."""
     bounds = (chunk_bounds(layout, chunk) for chunk in range(layout.chunk_count))

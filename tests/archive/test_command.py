@@ -12,12 +12,12 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.volume.volume import Volume
 from tests import warm
 from tests.archive.conftest import Bucket, commit, running, write_step
-from tests.archive.test_directory import flip
 from tests.cli.conftest import TRAIN, Keepstep
+from tests.harness import flip
 from tests.volume.images import RUN, step_id
 
 
@@ -60,7 +60,7 @@ def test_verify_reads_every_byte_and_names_the_damaged_chunk(
 ) -> None:
     where = ("--archive", str(archived))
     assert "every digest is right" in keepstep("archive", "verify", *where).stdout
-    flip(archived / RUN / str(step_id(20)) / "rank-00000-of-00002.safetensors", at=3 * 4096)
+    flip(archived / RUN / str(step_id(20)) / "rank-00000-of-00002.safetensors", 3 * 4096)
     said = keepstep("archive", "verify", "20", *where, code=1).stderr
     assert "rank-00000-of-00002.safetensors" in said
     assert "chunk 0" in said
@@ -81,7 +81,7 @@ def test_pull_goes_on_after_an_interruption_and_keeps_no_wrong_byte(
     growing = target / f".{step_id(20)}.pulling"
     assert not (target / str(step_id(20))).exists()
     shutil.copy(shard(local, 20, 0), growing / "rank-00000-of-00002.safetensors")
-    flip(growing / "rank-00000-of-00002.safetensors", at=20 << 20)
+    flip(growing / "rank-00000-of-00002.safetensors", 20 << 20)
     bucket.proxy.faults.flip, bucket.proxy.faults.seen = None, []
     keepstep("archive", "pull", "20", str(target), *where)
     for rank in range(2):

@@ -18,15 +18,15 @@ from keepstep.directory import Directory
 from keepstep.errors import StorageError
 from keepstep.image import PAGE_BYTES
 from keepstep.steps import Answer, StepId
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive import upload
 from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.tiers.tier import RunFacts
-from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.files import Filesystem
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
-from tests.harness import files_below, until
+from tests.harness import files_below, flip, until
 from tests.tiers import reading
 from tests.tiers.local import committed, durable, gone
 from tests.volume.images import EPOCH, RUN, empty_slot, step_id
@@ -76,12 +76,6 @@ async def test_a_step_before_the_runs_newest_commit_is_sent_though_nobody_told_t
         assert remote_tier.replicator.in_use(step_id(10)), "and is not deleted before"
         assert await remote_tier.drain(timeout_s=10)
         assert (await remote_tier.look()).complete == {step_id(10)}
-
-
-def flip(path: Path, *, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("managed", [False, True])
@@ -179,7 +173,7 @@ async def test_a_rotten_local_shard_does_not_become_an_archived_one(
     local: Volume, archive_dir: Path
 ) -> None:
     shards = write_step(local, 10)
-    flip(shards[1].path, at=PAGE_BYTES * 3)
+    flip(shards[1].path, PAGE_BYTES * 3)
     async with running(config(archive_dir)) as remote_tier:
         commit(remote_tier, shards)
         assert await remote_tier.drain(timeout_s=10)

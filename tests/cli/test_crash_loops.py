@@ -67,16 +67,6 @@ def test_a_poisoned_step_costs_two_lives(keepstep: Keepstep, how: str) -> None:
     assert ("ValueError" in err) is (how == "error"), "the script's own words stay"
 
 
-def test_a_signal_is_held_against_no_step(keepstep: Keepstep) -> None:
-    script = keepstep.script("loop.py", LOOP)
-    with keepstep.start(
-        "run", "--restarts", "3", "--", warm.python(), script, "signal", "120"
-    ) as process:
-        out, _ = process.communicate(timeout=120)
-    assert process.returncode == 137
-    assert lives(out) == [None, BAD, BAD, BAD]
-
-
 def test_what_is_suspect_outlives_the_sidecar_is_shown_and_a_person_may_say_otherwise(
     keepstep: Keepstep,
 ) -> None:

@@ -16,9 +16,8 @@ import torch
 
 from keepstep.export import _bands
 from tests import warm
-from tests.archive.test_directory import flip
 from tests.cli.conftest import Keepstep
-from tests.harness import ROOT, eventually
+from tests.harness import ROOT, eventually, flip
 
 SCRIPT = Path(__file__).with_name("export_script.py")
 

@@ -15,20 +15,12 @@ from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import shard_name
 from tests import warm
 from tests.cli.conftest import TRAIN, Keepstep
-from tests.harness import control_of, eventually, layout_of
+from tests.harness import control_of, eventually, flip, layout_of
 
 
 def shard_of(keepstep: Keepstep, step: int) -> Path:
     (path,) = (keepstep.directory / "train").glob(f"*-{step:09d}/{shard_name(0, 1)}")
     return path
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
 
 
 # --- steps and status ------------------------------------------------------------------------
@@ -225,14 +217,6 @@ def backup(trained: Keepstep, tmp_path: Path) -> Keepstep:
     """A copy of `trained` as `cp -r` makes it."""
     shutil.copytree(trained.home, tmp_path / "backup", symlinks=True)
     return Keepstep(tmp_path / "backup")
-
-
-def test_rm_in_a_copy_removes_the_copys_step_and_none_of_the_original(
-    trained: Keepstep, backup: Keepstep
-) -> None:
-    assert str(backup.directory / "train") in backup("rm", "--yes", "4").stdout
-    assert [step["step"] for step in backup.json("steps")["steps"]] == [5]
-    assert [step["step"] for step in trained.json("steps")["steps"]] == [4, 5]
 
 
 def test_no_command_over_a_copy_reaches_the_originals_sidecar(keepstep: Keepstep) -> None:

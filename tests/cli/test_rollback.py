@@ -101,15 +101,3 @@ def test_a_script_goes_back_by_itself_and_what_came_later_is_never_restored(
     live = {one["id"] for one in keepstep.json("steps")["steps"] if not one["dead"]}
     assert {first[step] for step in (0, 1, 2)} <= live
     assert live.isdisjoint({first[step] for step in (3, 4, 5)})
-
-
-def test_a_script_that_asks_for_what_is_not_there_is_refused_with_what_there_is(
-    keepstep: Keepstep,
-) -> None:
-    keepstep.script("train.py", TRAIN)
-    keepstep.script("back.py", f"ASKED = 77\n{TRAIN.replace('restore()', 'restore(step=ASKED)')}")
-    keepstep("run", "--run", "train", "--", warm.python(), "train.py", "3", "-1")
-    shown = keepstep("run", "--run", "train", "--", warm.python(), "back.py", "4", "-1", code=1)
-    assert "going back to step 77 was asked for" in shown.stderr
-    assert "000000002" in shown.stderr
-    assert max(one["step"] for one in keepstep.json("steps")["steps"]) == 2

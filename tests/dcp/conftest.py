@@ -5,15 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+import keepstep.dcp
 from tests import warm
 
 WORKER = Path(__file__).parent / "worker.py"
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def session() -> Iterator[None]:
+    """What a test began in this process ends with it."""
+    yield
+    keepstep.dcp.close()
 
 
 @pytest.fixture

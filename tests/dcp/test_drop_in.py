@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,6 @@ from keepstep.errors import UsageError
 from tests.harness import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def session() -> Iterator[None]:
-    yield
-    keepstep.dcp.close()
 
 
 def save(state: dict[str, Any], path: object) -> None:

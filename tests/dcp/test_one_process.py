@@ -10,7 +10,6 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,6 @@ from tests.harness import layout_of
 
 # torch warns that there is no process group; to do without one is the point here.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def session() -> Iterator[None]:
-    yield
-    keepstep.dcp.close()
 
 
 def save(state: dict[str, Any], step: int) -> None:

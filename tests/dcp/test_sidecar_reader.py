@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import keepstep.dcp
 from keepstep.image.xxh3 import CHUNK_BYTES
-from tests.harness import SidecarProcess, eventually
+from tests.harness import SidecarProcess, eventually, flip
 from tests.peer.authority import Authority
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
     pytest.mark.timeout(300),
 ]
-
-
-@pytest.fixture(autouse=True)
-def session() -> Iterator[None]:
-    yield
-    keepstep.dcp.close()
 
 
 @pytest.fixture
@@ -154,20 +148,12 @@ def archived(sidecar: SidecarProcess, archive: tuple[str, ...], monkeypatch: Any
     return sorted(Path(archive[1]).rglob("*.safetensors"))
 
 
-def damage(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ 1]))
-
-
 def test_a_step_that_is_damaged_everywhere_is_an_error_and_the_next_load_takes_another(
     sidecars, archive, monkeypatch
 ) -> None:
     sidecar = sidecars()
     _, newest = archived(sidecar, archive, monkeypatch)
-    damage(newest, CHUNK_BYTES + 77)
+    flip(newest, CHUNK_BYTES + 77)
     sidecar.start(*archive, "1")
     until_archived(sidecar, 2)  # it has looked, and fetches nothing ahead
     state = {"w": torch.zeros(4 << 20), "step": 0}
@@ -183,7 +169,7 @@ def test_a_step_that_is_damaged_everywhere_is_an_error_and_the_next_load_takes_a
 def test_a_step_whose_header_is_damaged_gets_no_vote(sidecars, archive, monkeypatch) -> None:
     sidecar = sidecars()
     _, newest = archived(sidecar, archive, monkeypatch)
-    damage(newest, 8)
+    flip(newest, 8)
     sidecar.start(*archive, "1")
     until_archived(sidecar, 2)  # it has looked, and fetches nothing ahead
     state = {"w": torch.zeros(4 << 20), "step": 0}

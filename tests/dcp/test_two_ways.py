@@ -4,7 +4,6 @@ allow, or the error says who saved it and what to use."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,12 +16,6 @@ import keepstep.dcp
 from keepstep.errors import MismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def session() -> Iterator[None]:
-    yield
-    keepstep.dcp.close()
 
 
 def load(state: dict[str, object]) -> None:

@@ -31,8 +31,6 @@ from tests.harness import SidecarProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "soak.json"
-PAGE = ROOT / "docs" / "measured.md"
-BEGIN, END = "<!-- kills:begin -->", "<!-- kills:end -->"
 _WRITE_EVERY = 25
 _HUGE_PAGES, _HUGE_WIDTH = 320, 12_000  # eight slots of 74 MB
 _LIVES_KEPT = 4
@@ -207,9 +205,6 @@ def _forget_old_lives(soak: Soak) -> None:
 
 def main() -> int:
     options = _options()
-    if options.page:
-        PAGE.write_text(place(PAGE.read_text(), render(json.loads(RESULTS.read_text()))))
-        return 0
     seed = options.seed if options.seed is not None else random.randrange(1 << 30)
     options.dir.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="soak-", dir=options.dir))
@@ -340,28 +335,6 @@ def totals(slices: list[dict[str, Any]]) -> dict[str, Any]:
     return summed
 
 
-def render(results: dict[str, Any]) -> str:
-    """The paragraph of docs/measured.md."""
-    whole, slices = results["all"], results["slices"]
-    commits = ", ".join(dict.fromkeys(one["commit"] for one in slices))
-    broken, most = whole["broken_invariants"], whole["finished_steps_lost_max"]
-    return (
-        "`make soak KILLS=500` kills trainers and sidecars of a two-rank run with SIGKILL at random"
-        " moments,\nempties memory under them, ends them with SIGTERM, and checks every promise"
-        f" after each.\n{whole['kills']:,} kills in {whole['lives']:,} lives and"
-        f" {whole['steps_trained']:,} steps so far ([results](soak.json), at {commits}):"
-        f"\n{broken or 'no'} invariant{'s' if broken > 1 else ''} broken; where sidecar and memory"
-        f" lived on, a restart cost {most} finished step{'s' if most != 1 else ''} at most, in"
-        f" the median {whole['finished_steps_lost_median']}."
-    )
-
-
-def place(page: str, text: str) -> str:
-    """The page with this text between its marks."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.kills", description=__doc__)
     parser.add_argument("--kills", type=int, default=500)
@@ -371,9 +344,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=ROOT / "build", help="on the drive to use")
     parser.add_argument("--huge-pages", action="store_true", help="slots on them (root)")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--page", action="store_true", help="only write the paragraph of docs/measured.md"
-    )
     return parser.parse_args()
 
 

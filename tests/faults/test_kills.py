@@ -55,20 +55,3 @@ def test_training_goes_on_and_steps_are_committed_again_after(soak: Soak, what: 
         soak.learn(life)
     soak.check_memory()
     soak.check_promised()
-
-
-def slice_(seed: int, **changes: object) -> dict[str, object]:
-    return {
-        "command": "make soak KILLS=2",
-        "commit": "abc",
-        "seed": seed,
-        "seconds": 3,
-        "kills": 2,
-        "struck": {"a trainer": 2},
-        "lives": 3,
-        "steps_trained": 10,
-        "restored_from": {"memory": 2, "nothing": 1},
-        "finished_steps_lost": {"0": 1, "1": 1},
-        "broken_invariants": [],
-        **changes,
-    }

@@ -52,8 +52,8 @@ from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer import protocol as wire
 from keepstep_sidecar.tiers.peer.members import Directory, Known
 from keepstep_sidecar.tiers.peer.tls import Identity
+from keepstep_sidecar.volume.directories import ShardName, is_temporary, quarantine_name
 from keepstep_sidecar.volume.history_file import HistoryFile
-from keepstep_sidecar.volume.paths import ShardName, is_temporary, quarantine_name
 from keepstep_sidecar.volume.run_record import RunRecord
 from tests.fuzz import mutate
 from tests.harness import digests, verify_image

@@ -219,16 +219,6 @@ def test_components_whose_names_run_into_each_other_are_told_apart(again):
 # --- optimizers ----------------------------------------------------------------------------------
 
 
-class Keeping(torch.optim.Optimizer):
-    """Its state is what a test puts there."""
-
-    def __init__(self, parameters, lr=1e-3):
-        super().__init__(parameters, {"lr": lr})
-
-    def step(self, closure=None):
-        """Nothing."""
-
-
 def assert_tree(one, other):
     assert type(one) is type(other)
     if isinstance(one, torch.Tensor):

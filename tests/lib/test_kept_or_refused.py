@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -69,8 +69,6 @@ def itself():
 class Odd:
     pass
 
-
-Pair = namedtuple("Pair", "a b")
 
 REFUSED = {
     "a wrapper around what cannot be kept": (

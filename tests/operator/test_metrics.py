@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from prometheus_client import generate_latest
+import asyncio
+import http.client
+import threading
+import time
 
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from keepstep_operator import observing as module
 from keepstep_operator.api.run import RunStatus
+from keepstep_operator.observing import observing
 from keepstep_operator.reconcile.metrics import Metrics as ReconcileMetrics
+from tests.harness import until
 from tests.operator.reconcile.samples import FIRST, KEY, Play, Sidecar, later, pod, run_object
 
 RUN = {"namespace": KEY.namespace, "run": KEY.name}
@@ -53,3 +62,37 @@ def test_a_condition_that_is_unknown_is_told_like_any_other() -> None:
     play.hear(pod(0), Sidecar(rank=0, world=1).report())
     assert play.status
     assert status("Protected") == {"False"}
+
+
+# The metrics port answers while the event loop of the process works, and says if it is stuck.
+
+
+def asked(port: int, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    found = answer.status, answer.read()
+    connection.close()
+    return found
+
+
+async def test_health_is_answered_while_the_loop_works() -> None:
+    answers: list[tuple[int, bytes]] = []
+    async with observing(CollectorRegistry(), lambda: "", port=0) as port:
+        asking = threading.Thread(target=lambda: answers.append(asked(port, "/healthz")))
+        asking.start()
+        asking.join()  # holds this loop
+    assert answers == [(200, b"ok\n")]
+
+
+async def test_a_loop_that_does_not_turn_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STUCK_S", 0.5)
+    answers: list[tuple[int, bytes]] = []
+    async with observing(CollectorRegistry(), lambda: "", port=0) as port:
+        time.sleep(0.6)  # noqa: ASYNC251 - it is stuck
+        asking = threading.Thread(target=lambda: answers.append(asked(port, "/healthz")))
+        asking.start()
+        asking.join()
+        ((status, reason),) = answers
+        assert (status, b"not turned" in reason) == (503, True)
+        await until(lambda: asyncio.to_thread(lambda: asked(port, "/healthz")[0] == 200))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.tiers.peer.tls import Identity, IssuedCredentials
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, bound_to
-from tests.operator.reconcile.pod_bodies import pod_body, pod_path
+from tests.operator.reconcile.samples import pod_body, pod_path
 from tests.operator.reconcile.serving import Served, serving
 
 GOOD = "good-token"
@@ -38,7 +39,8 @@ def request_of(
     return signed.public_bytes(serialization.Encoding.PEM)
 
 
-def play(tmp_path: Path, scene: Callable[[Served], Awaitable[None]], *, ca: bool = True) -> None:
+@asynccontextmanager
+async def playing(tmp_path: Path, *, ca: bool = True) -> AsyncIterator[Served]:
     cluster = ApiServer(tokens={GOOD: bound_to("team", "gpt-worker-0", "pod-0")})
     cluster.objects[pod_path("gpt-worker-0")] = pod_body(0)
     authority = tmp_path / "peer-ca"
@@ -49,14 +51,10 @@ def play(tmp_path: Path, scene: Callable[[Served], Awaitable[None]], *, ca: bool
         (authority / "tls.key").write_bytes(made.key)
         old = make_authority("peers", now=datetime.now(UTC), life=timedelta(days=3))
         (authority / "previous.crt").write_bytes(old.certificate)
-
-    async def run() -> None:
-        async with serving(cluster, tmp_path) as served:
-            served.parts.reports._signing = PeerCertificates(authority)
-            await until(lambda: not served.parts.ready(), what="policies and runs are listed")
-            await scene(served)
-
-    asyncio.run(run())
+    async with serving(cluster, tmp_path) as served:
+        served.parts.reports._signing = PeerCertificates(authority)
+        await until(lambda: not served.parts.ready(), what="policies and runs are listed")
+        yield served
 
 
 async def ask(served: Served, request: bytes, *, token: str = GOOD) -> tuple[int, bytes]:
@@ -67,12 +65,12 @@ async def ask(served: Served, request: bytes, *, token: str = GOOD) -> tuple[int
         return response.status, await response.read()
 
 
-def test_the_certificate_names_the_pods_own_place_and_not_what_was_asked_for(
+async def test_the_certificate_names_the_pods_own_place_and_not_what_was_asked_for(
     tmp_path: Path,
 ) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
 
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path) as served:
         status, body = await ask(served, request_of(key))
         assert status == 200
         issued = msgspec.json.decode(body, type=IssuedCertificate)
@@ -86,13 +84,11 @@ def test_the_certificate_names_the_pods_own_place_and_not_what_was_asked_for(
         read.verify_directly_issued_by(current)
         assert previous != current
 
-    play(tmp_path, scene)
 
-
-def test_a_sidecar_keeps_itself_a_certificate_that_works_in_both_directions(
+async def test_a_sidecar_keeps_itself_a_certificate_that_works_in_both_directions(
     tmp_path: Path,
 ) -> None:
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path) as served:
         (tmp_path / "token").write_text(GOOD)
         reporting = Reporting(
             url=f"https://127.0.0.1:{served.port}",
@@ -110,20 +106,16 @@ def test_a_sidecar_keeps_itself_a_certificate_that_works_in_both_directions(
         identity = issued.current().identity
         assert identity == Identity(namespace="team", run="gpt-1a2b3c4d", node_rank=0)
 
-    play(tmp_path, scene)
-
 
 @pytest.mark.parametrize("token", ["", "wrong"])
-def test_without_a_good_token_nothing_is_signed(tmp_path: Path, token: str) -> None:
-    async def scene(served: Served) -> None:
+async def test_without_a_good_token_nothing_is_signed(tmp_path: Path, token: str) -> None:
+    async with playing(tmp_path) as served:
         request = request_of(ec.generate_private_key(ec.SECP256R1()))
         assert (await ask(served, request, token=token))[0] == 401
 
-    play(tmp_path, scene)
-
 
 @pytest.mark.parametrize("kind", ["nonsense", "rsa", "foreign key", "another curve"])
-def test_a_request_that_is_none_is_refused(tmp_path: Path, kind: str) -> None:
+async def test_a_request_that_is_none_is_refused(tmp_path: Path, kind: str) -> None:
     one, other = (request_of(ec.generate_private_key(ec.SECP256R1())) for _ in range(2))
     requests = {
         "nonsense": b"-----BEGIN nothing",
@@ -132,21 +124,17 @@ def test_a_request_that_is_none_is_refused(tmp_path: Path, kind: str) -> None:
         "foreign key": _with_signature_of(one, other),
     }
 
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path) as served:
         status, body = await ask(served, requests[kind])
         assert (status, b"bad-request" in body) == (400, True)
 
-    play(tmp_path, scene)
 
-
-def test_a_request_larger_than_any_certificate_needs_is_not_read(tmp_path: Path) -> None:
+async def test_a_request_larger_than_any_certificate_needs_is_not_read(tmp_path: Path) -> None:
     """Many of them at once would fill the reconciler."""
 
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path) as served:
         status, body = await ask(served, b"x" * (512 << 10))
         assert (status, b"bad-request" in body) == (413, True)
-
-    play(tmp_path, scene)
 
 
 def _with_signature_of(one: bytes, other: bytes) -> bytes:
@@ -163,13 +151,11 @@ def _with_signature_of(one: bytes, other: bytes) -> bytes:
         return b"-----BEGIN CERTIFICATE REQUEST-----\nAAAA\n-----END CERTIFICATE REQUEST-----\n"
 
 
-def test_without_an_authority_the_answer_says_so(tmp_path: Path) -> None:
-    async def scene(served: Served) -> None:
+async def test_without_an_authority_the_answer_says_so(tmp_path: Path) -> None:
+    async with playing(tmp_path, ca=False) as served:
         request = request_of(ec.generate_private_key(ec.SECP256R1()))
         status, body = await ask(served, request)
         assert (status, b"no-authority" in body) == (503, True)
-
-    play(tmp_path, scene, ca=False)
 
 
 def test_a_certificate_does_not_outlive_its_authority() -> None:

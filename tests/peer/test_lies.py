@@ -17,7 +17,7 @@ from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import Wanted
 from keepstep_sidecar.tiers.peer.serve import Reading
-from tests.harness import until
+from tests.harness import flip, until
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading
 from tests.tiers.local import durable, gone
@@ -37,19 +37,11 @@ async def two_copies(here: Node, *buddies: Node, parameters: int = BIG):
     return slot, found
 
 
-def flip(node: Node, found, offset: int) -> None:
-    with node.copy_path(found.step_id).open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 1]))
-
-
 async def test_a_peer_that_gives_other_bytes_is_named_and_another_one_is_asked(node: Make) -> None:
     here, liar, honest = node(0), node(1), node(2)
     async with running(here, liar, honest):
         slot, found = await two_copies(here, liar, honest)
-        flip(liar, found, 2 * CHUNK_BYTES + 5)
+        flip(liar.copy_path(found.step_id), 2 * CHUNK_BYTES + 5)
         (remote,) = (await here.remote_tier.look()).shards
         assert remote.where == "node rank 1, node rank 2"
         view = empty_slot(slot.layout)
@@ -67,7 +59,7 @@ async def test_when_only_a_liar_is_left_the_error_names_it_and_the_slot_has_no_s
     here, liar = node(0), node(1)
     async with running(here, liar):
         slot, found = await two_copies(here, liar)
-        flip(liar, found, 2 * CHUNK_BYTES + 5)
+        flip(liar.copy_path(found.step_id), 2 * CHUNK_BYTES + 5)
         (remote,) = (await here.remote_tier.look()).shards
         view = empty_slot(slot.layout)
         with pytest.raises(DigestError, match=r"node rank 1 .*chunk 2 .*damaged"):
@@ -84,7 +76,8 @@ async def test_a_damaged_table_or_seal_is_found_before_any_chunk_is_used(
     async with running(here, liar):
         slot, found = await two_copies(here, liar, parameters=6000)
         layout = slot.layout
-        flip(liar, found, layout.digests_begin if what == "table" else layout.control_begin)
+        at = layout.digests_begin if what == "table" else layout.control_begin
+        flip(liar.copy_path(found.step_id), at)
         (remote,) = (await here.remote_tier.look()).shards
         with pytest.raises(ImageError, match="node rank 1"):
             await reading.load(here.remote_tier, remote, empty_slot(layout))

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,9 @@ from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep_sidecar.tiers.peer import buddy as sending
 from keepstep_sidecar.tiers.peer import receive
 from keepstep_sidecar.tiers.peer.receive import IncomingCopy
-from keepstep_sidecar.volume.direct_io import WRITER_NICENESS, RateLimit
-from keepstep_sidecar.volume.scan import LocalShard
-from tests.harness import until, verify_image
+from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.files import WRITER_NICENESS, RateLimit
+from tests.harness import flip, until, verify_image
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading
 from tests.tiers.local import durable
@@ -48,14 +47,6 @@ def write(node: Node, slot: Slot) -> LocalShard:
     node.volume.write(slot.view, slot.layout, slot.control)
     found = [one for one in node.volume.scan().shards if one.rank == slot.layout.rank]
     return max(found, key=lambda one: one.step_id)
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 async def is_whole(here: Node, buddy: Node, slot: Slot, found: LocalShard) -> None:

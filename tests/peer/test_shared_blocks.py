@@ -14,15 +14,13 @@ from keepstep.steps import shard_name
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.receive import IncomingCopy
 from keepstep_sidecar.tiers.peer.serve import Shards
-from keepstep_sidecar.volume.direct_io import aligned_buffer
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.paths import ShardName
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
-from tests.harness import until
+from keepstep_sidecar.volume.directories import ShardName
+from keepstep_sidecar.volume.files import Filesystem, aligned_buffer
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
+from tests.harness import flip, until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running
-from tests.peer.test_replicas import alike, flip, write
+from tests.peer.test_replicas import alike, write
 from tests.tiers.local import durable
 from tests.volume.drives import command, die, fill, small_drive
 from tests.volume.images import RUN, step_id

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -214,22 +213,3 @@ def test_values_that_cannot_work_together_are_refused(change: dict[str, Any], sa
     with pytest.raises(UsageError) as caught:
         Config.of({**EXPECTED, **change})
     assert said in str(caught.value)
-
-
-def test_docs_list_each_key_with_its_variable_and_default() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
-    table = text.partition("## Settings")[2].partition("\n## ")[0]
-    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `--")]
-    shown = [key for key in SETTINGS if not key.hidden]
-    assert len(rows) == len(shown)
-    for key, (flag, variable, default, *_) in zip(shown, rows, strict=True):
-        assert flag.removeprefix("| `").rstrip("`").split()[0].strip("`,") == key.flag
-        assert variable == f"`{key.variable}`"
-        if isinstance(key.default, int | str):
-            assert default == str(key.default).lower()
-
-
-def test_each_key_has_an_example_here() -> None:
-    assert [key.name for key in SETTINGS] == list(EXAMPLES)
-    for field in dataclasses.fields(Config):
-        assert EXPECTED[field.name] != field.default

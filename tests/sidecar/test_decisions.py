@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.steps import EpochId, StepId
 from keepstep.wire.reports import ReportReply
 from keepstep.wire.trainer import LeaseRequest
 from keepstep_sidecar.leases import local_world, sees_all
@@ -13,10 +12,6 @@ from keepstep_sidecar.report.reporter import Rhythm
 
 chances = st.floats(0.0, 1.0)
 seconds = st.floats(-1e6, 1e6)
-
-
-def step(number: int, epoch: int = 1) -> StepId:
-    return StepId(EpochId(epoch, "0" * 8), number)
 
 
 # --- rhythm --------------------------------------------------------------------------------------

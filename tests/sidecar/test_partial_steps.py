@@ -6,25 +6,10 @@ from collections.abc import Callable
 
 from trainer import FakeTrainer
 
-from keepstep.image import Layout, Section, TensorSpec
 from keepstep.steps import Answer, StepId
 from tests.harness import SidecarProcess
 
 Trainers = Callable[..., FakeTrainer]
-
-
-def twin_layout(rank: int) -> Layout:
-    """Two ranks whose images have the very same boxes."""
-    specs = [TensorSpec(name="model.w", dtype="F32", shape=(2048,), section=Section.PARAMS)]
-    return Layout.build(specs, rank=rank, world=2, twins=(1 - rank,))
-
-
-def replicas(sidecar: SidecarProcess, trainers: Trainers) -> list[FakeTrainer]:
-    ranks = [trainers(sidecar.socket, rank, 2) for rank in range(2)]
-    for one in ranks:
-        one.layout = twin_layout(one.rank)
-        one.begin_run()
-    return ranks
 
 
 def come(sidecar: SidecarProcess, trainers: Trainers, rank: int, world: int) -> FakeTrainer:

@@ -19,7 +19,6 @@ from trainer import FakeTrainer, content, make_layout, read_image
 
 from keepstep.core.vote import choose
 from keepstep.steps import Answer, Epoch, EpochId, StepId
-from keepstep.wire.reports import Report
 from keepstep.wire.trainer import Flushed, FlushRequest
 from keepstep_sidecar.cli import calls
 from tests.harness import eventually
@@ -240,17 +239,6 @@ def test_after_both_pods_were_lost_the_common_step_is_fetched_ahead_and_restored
     assert [one.id.step for one in found.candidates] == [7, 8]
     assert found.plan == id
     assert team.restore() == id
-
-
-def known(operator: OperatorHost, node: int, *, since: float) -> Report:
-    """The last report of a pod that has scanned its volume, of a sidecar that started later."""
-
-    def found() -> Report | None:
-        one = operator.newest(node)
-        return one if one is not None and one.ready and one.started_at >= since else None
-
-    report: Report = eventually(found, what=f"a report of pod {node}")
-    return report
 
 
 def test_a_restore_is_reported_with_step_tier_and_what_was_lost(

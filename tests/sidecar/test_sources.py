@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import shutil
-import zlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +20,6 @@ from keepstep.wire.trainer import (
     Chunk,
     Chunks,
     ChunksRequest,
-    Headers,
     HeadersRequest,
     Sources,
     SourcesRequest,
@@ -71,21 +68,10 @@ def bring(trainer: FakeTrainer, id: StepId, *chunks: Chunk) -> Chunks:
     return trainer.call("/v1/chunks", request, Chunks)
 
 
-def layouts(trainer: FakeTrainer, id: StepId, *ranks: int) -> list[Layout]:
-    request = HeadersRequest(lease=trainer.lease, id=id, ranks=ranks)
-    texts = trainer.call("/v1/headers", request, Headers).headers
-    return [Layout.parse(zlib.decompress(base64.b64decode(text))) for text in texts]
-
-
 def frame(seen: Window, number: int, size: int) -> bytes:
     with open(seen.path, "rb") as file:
         file.seek(number * seen.frame_bytes)
         return file.read(size)
-
-
-def image_bytes(layout: Layout, step: int) -> bytes:
-    """Everything up to the extras."""
-    return layout.header + content(layout, step)
 
 
 def pinned(sidecar: SidecarProcess) -> list[str]:

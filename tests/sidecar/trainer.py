@@ -49,9 +49,6 @@ from tests.harness import eventually
 
 T = TypeVar("T")
 
-LARGE = 72 << 20
-"""Size of an image that is written while it is copied."""
-
 
 class Connection(http.client.HTTPConnection):
     def __init__(self, path: Path) -> None:

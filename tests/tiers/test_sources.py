@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -13,14 +12,14 @@ import pytest
 
 from keepstep.errors import ImageError, StorageError
 from keepstep.image import PAGE_BYTES, ControlPage
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import Cancel, ShardSource, local_source
 from keepstep_sidecar.tiers.tier import RemoteTier
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.volume import VolumeSet
 from tests.archive.conftest import commit, write_step
 from tests.archive.conftest import running as archiving
-from tests.harness import until, verify_image
+from tests.harness import flip, until, verify_image
 from tests.peer.nodes import BIG, running, same
 from tests.tiers.local import durable
 from tests.volume.images import CHUNK, RUN, Slot, empty_slot, make_layout, staged
@@ -199,10 +198,3 @@ async def test_what_is_gone_is_an_error_that_leaves_no_seal(
         with pytest.raises((ImageError, StorageError)):
             await load(lying.source, view)
         assert bytes(view[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
-
-
-def flip(path: Path, at: int) -> None:
-    """One bit, on the medium."""
-    with path.open("r+b") as file:
-        byte = os.pread(file.fileno(), 1, at)[0]
-        os.pwrite(file.fileno(), bytes([byte ^ 1]), at)

@@ -73,20 +73,6 @@ def test_what_a_run_left_on_its_volumes_is_shown_and_what_is_removed_is_not(
     eventually(lambda: 'id="committed">step 4 of epoch 1' in read("/runs/train"), within_s=10)
 
 
-def test_a_run_that_cannot_be_read_is_an_error_beside_the_others(
-    keepstep: Keepstep, opened: Started
-) -> None:
-    for name, text in (("a", "run = "), ("b", "")):
-        home = keepstep.directory / name
-        home.mkdir(parents=True)
-        (home / "sidecar.toml").write_text(text)
-    read, _ = _browser(opened()[1])
-    index = read("/")
-    assert "/runs/a" in index
-    assert "/runs/b" in index
-    assert "cannot be read" in read("/runs/a")
-
-
 def test_a_port_that_is_taken_is_said_with_what_to_do(keepstep: Keepstep, opened: Started) -> None:
     port = str(urlsplit(opened()[1]).port)
     err = keepstep("ui", "--no-open", "--port", port, code=2).stderr

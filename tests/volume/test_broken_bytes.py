@@ -14,6 +14,7 @@ from keepstep.image import PAGE_BYTES
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume.volume import Volume
+from tests.harness import flip
 from tests.volume.images import CHUNK, Slot, empty_slot, load, make_layout, staged, step_id
 
 REGIONS: dict[str, Callable[[Slot], int]] = {
@@ -35,14 +36,6 @@ REGIONS: dict[str, Callable[[Slot], int]] = {
 @pytest.fixture(scope="module")
 def slot() -> Slot:
     return staged(make_layout(), 1)
-
-
-def flip(path: Path, offset: int) -> None:
-    """Change one bit, as a drive might."""
-    with path.open("r+b") as file:
-        byte = os.pread(file.fileno(), 1, offset)
-        os.pwrite(file.fileno(), bytes([byte[0] ^ 4]), offset)
-        os.fsync(file.fileno())
 
 
 @pytest.mark.parametrize("region", REGIONS)

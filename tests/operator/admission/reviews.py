@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import ssl
@@ -90,15 +89,6 @@ class ApiServersWebhook:
         assert self._session is not None
         async with self._session.post(self._url + path, data=data, server_hostname=NAME) as answer:
             return answer.status, await answer.text()
-
-    async def half_sent(self, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection that has sent the head of a request, and nothing of its body."""
-        _, _, port = self._url.rpartition(":")
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1", int(port), ssl=self._trust, server_hostname=NAME
-        )
-        writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n".encode())
-        return reader, writer
 
     async def get(self, path: str) -> tuple[int, str]:
         assert self._session is not None

@@ -26,8 +26,7 @@ from keepstep_operator.reconcile.ratelimit import Pacer, Throttle
 from keepstep_operator.reconcile.state.actions import EmitEvent, WriteStatus
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.writers.status_writer import status_of
-from tests.operator.reconcile.pod_bodies import pod_body
-from tests.operator.reconcile.samples import FIRST, T0
+from tests.operator.reconcile.samples import FIRST, T0, pod_body
 
 SECONDS = 60
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from keepstep.core.shard import Ranks
-from keepstep.wire.reports import Report
+from keepstep.wire.reports import Report, ReportedVolume
 from keepstep_operator.api.model import PodRecord
 from keepstep_operator.api.policy import OnLoss, VolumeKind
+from keepstep_operator.api.run import RunStatus
 from keepstep_operator.reconcile.state.actions import NameFreshStart
 from keepstep_operator.reconcile.status.conditions import (
     COMMITTING,
@@ -197,3 +199,229 @@ def test_of_a_single_pod_all_is_gone_and_so_it_begins_at_step_0_whatever_the_pol
     play = Play(only, known_policy=policy(**WAITS))
     play.hear(only, Sidecar(rank=0, world=1).staged(100).durable(90).report())
     assert "the run then begins at step 0" in play.condition(PROTECTED)[2]
+
+
+# A drive of a node is another one: the run begins again where that is certain, and else waits.
+
+
+HERE, ELSEWHERE = "@" + "1" * 16, "@" + "2" * 16
+
+
+def drive(number: int, at: str = HERE) -> str:
+    return f"{number:08x}-0000-4000-8000-000000000000{at}"
+
+
+def on(**volumes: str) -> dict[str, Any]:
+    """The volumes of a sidecar's report, by name."""
+    return {
+        "volumes": tuple(
+            ReportedVolume(name=name, drive_id=one, engine="direct", used_bytes=0, free_bytes=1)
+            for name, one in volumes.items()
+        )
+    }
+
+
+def on_drives(
+    *volumes: dict[str, Any], status: RunStatus | None = None, **of_policy: Any
+) -> tuple[Play, list[PodRecord], list[Sidecar]]:
+    """Two pods on hostPaths that trained up to step 100, committed at 90."""
+    given = volumes or (on(nvme=drive(1)), on(nvme=drive(2)))
+    pods = [pod(rank) for rank in range(2)]
+    play = Play(*pods, known_policy=policy(**of_policy))
+    play.find(run_object(status))
+    sidecars = [
+        Sidecar(rank=rank, more=given[rank]).staged(98, 99, 100).durable(90) for rank in range(2)
+    ]
+    for one, sidecar in zip(pods, sidecars, strict=True):
+        play.hear(one, sidecar.report())
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    return play, pods, sidecars
+
+
+def come_with(
+    play: Play, one: PodRecord, volumes: dict[str, Any], **changes: Any
+) -> tuple[PodRecord, Sidecar]:
+    """The pod is deleted, and its successor has nothing of the run."""
+    play.see(replace(one, deleting=True))
+    play.lose(one)
+    new = replace(one, uid=f"{one.uid}-new", created_at="2026-11-21T08:00:00Z", **changes)
+    play.see(new)
+    sidecar = Sidecar(rank=one.node_rank, started_at=play.now, epochs=[], more=volumes)
+    play.hear(new, replace(sidecar, ready=False).report())  # before its scan
+    sidecar.sequence = 1
+    play.hear(new, sidecar.report())
+    return new, sidecar
+
+
+def test_another_drive_on_the_same_node_has_the_run_begin_again() -> None:
+    play, pods, sidecars = on_drives()
+    assert not play.told(pods[1]).gone_for_good
+    new, mine = come_with(play, pods[0], on(nvme=drive(7)))
+    assert play.told(pods[1]).gone_for_good
+    assert play.told(new).gone_for_good
+    (said,) = play.events("OtherDrive")
+    assert "volume nvme of pod gpt-worker-0" in said
+    assert f"({drive(7)[:36]}, formerly {drive(1)[:36]})" in said
+    assert "the next start begins again at step 0" in said
+    status, reason, message = play.condition(PROTECTED)
+    assert (status, reason) == ("False", "PartGone")
+    assert "volume nvme of pod gpt-worker-0 lies on another file system" in message
+    assert "next start begins again at step 0" in message
+    assert play.condition(COMMITTING)[:2] == ("False", "PartGone")
+
+    fresh = later(2, None)
+    play.hear(pods[1], sidecars[1].restored(fresh, tier=None, lost=100).report())
+    play.hear(new, mine.restored(fresh, tier=None).report())
+    play.wait(10)
+    (said,) = play.events("FreshStart")
+    assert "began at step 0 although older steps exist (100 steps lost): volume nvme" in said
+    assert "kubectl annotate checkpointrun" in said
+    play.hear(pods[1], sidecars[1].staged(3, epoch=fresh).durable(3, epoch=fresh).report())
+    play.hear(new, mine.staged(3, epoch=fresh).durable(3, epoch=fresh).report())
+    assert not play.told(pods[1]).gone_for_good
+    assert play.condition(PROTECTED)[0] == "True"
+    assert step(90) not in play.told(pods[1]).retire, "the former drive may yet be found"
+
+
+def test_a_crash_before_the_first_commit_after_that_begins_again_too() -> None:
+    play, pods, sidecars = on_drives()
+    new, mine = come_with(play, pods[0], on(nvme=drive(7)))
+    fresh = later(2, None)
+    play.hear(pods[1], sidecars[1].restored(fresh, tier=None, lost=100).report())
+    play.hear(new, mine.restored(fresh, tier=None).report())
+    play.wait(10)
+    play.hear(pods[1], sidecars[1].staged(1, epoch=fresh).report())
+    mine.alive = False
+    play.hear(new, mine.report())
+    assert play.told(new).gone_for_good
+
+
+def test_a_drive_that_comes_back_after_all_is_gone_on_from() -> None:
+    play, pods, _ = on_drives()
+    new, _ = come_with(play, pods[0], on(nvme=drive(7)))
+    assert play.told(pods[1]).gone_for_good
+    again, mine = come_with(play, new, on(nvme=drive(1)))
+    assert not play.told(pods[1]).gone_for_good, "it is the drive that held the steps"
+    mine.epochs = [FIRST]
+    play.hear(again, mine.durable(90).report())
+    assert "goes on from step 90" in play.condition(PROTECTED)[2]
+
+
+def test_the_record_outlives_the_reconciler() -> None:
+    first, second = on(a=drive(1), b=drive(3)), on(nvme=drive(2))
+    before, pods, _ = on_drives(first, second)
+    status = before.status
+    assert [(one.node_rank, one.node, one.volume, one.id) for one in status.drives] == [
+        (0, "node-0", "a", drive(1)),
+        (0, "node-0", "b", drive(3)),
+        (1, "node-1", "nvme", drive(2)),
+    ]
+    play = Play(pods[1], known_policy=policy())
+    play.find(run_object(status))
+    new = replace(pods[0], uid="new", created_at="2026-11-21T08:00:00Z")
+    play.see(new)
+    play.hear(new, Sidecar(rank=0, epochs=[], more=on(a=drive(7), b=drive(3))).report())
+    assert not play.told(new).gone_for_good, "the other pod has not reported yet"
+    play.hear(pods[1], Sidecar(rank=1, more=second).durable(90).report())
+    assert play.told(new).gone_for_good
+    assert play.status.drives == status.drives
+
+
+def test_with_on_loss_wait_the_run_waits_and_says_what_lies_there() -> None:
+    play, pods, _ = on_drives(on_loss=OnLoss.WAIT)
+    new, _ = come_with(play, pods[0], on(nvme=drive(7)))
+    assert not play.told(new).gone_for_good
+    (said,) = play.events("OtherDrive")
+    assert "starts wait (onLoss: Wait)" in said
+    message = play.condition(PROTECTED)[2]
+    assert "(volume nvme of pod gpt-worker-0 lies on another file system" in message
+    assert "starts wait until it is back. To begin again at step 0: kubectl" in message
+
+
+@pytest.mark.parametrize(
+    "volumes",
+    [
+        pytest.param(on(nvme=drive(7, ELSEWHERE)), id="the drive is not mounted"),
+        pytest.param(on(nvme=drive(1)), id="the same drive, and the directory is away"),
+        pytest.param(on(nvme=drive(1, ELSEWHERE)), id="another directory of the same drive"),
+        pytest.param(on(nvme=""), id="not known"),
+        pytest.param(on(nvme="made up"), id="not a name"),
+        pytest.param(on(other=drive(7)), id="another volume of the policy"),
+        pytest.param(on(), id="no volume"),
+        pytest.param(on(nvme=drive(7), **{"\x1b[31m": drive(8)}), id="a name that no volume has"),
+        pytest.param(on(**{f"v{n}": drive(n) for n in range(100)}), id="more than a pod may have"),
+        pytest.param(on(nvme=drive(7), other=drive(8)), id="one volume more"),
+    ],
+)
+def test_where_the_drive_may_come_back_the_run_waits(volumes: dict[str, Any]) -> None:
+    play, pods, _ = on_drives()
+    new, _ = come_with(play, pods[0], volumes)
+    assert not play.told(new).gone_for_good
+    assert play.events("OtherDrive") == []
+    assert "starts wait until it is back" in play.condition(PROTECTED)[2]
+    assert play.status.drives[0].id == drive(1)
+
+
+def test_a_pod_on_another_node_may_go_back_to_its_drive() -> None:
+    play, pods, _ = on_drives()
+    new, _ = come_with(play, pods[0], on(nvme=drive(7)), node="node-9")
+    assert not play.told(new).gone_for_good
+
+
+def test_a_drive_of_which_nothing_was_known_may_have_been_any() -> None:
+    play, pods, _ = on_drives(on(nvme=""), on(nvme=drive(2)))
+    new, _ = come_with(play, pods[0], on(nvme=drive(7)))
+    assert not play.told(new).gone_for_good
+
+
+def test_a_pod_whose_own_drive_is_not_known_may_lack_what_is_missing() -> None:
+    play, pods, _ = on_drives(on(nvme=drive(1)), on(nvme=""))
+    new, _ = come_with(play, pods[0], on(nvme=drive(7)))
+    assert not play.told(new).gone_for_good
+
+
+def test_of_two_drives_one_that_is_only_away_keeps_the_run_waiting() -> None:
+    two = on(a=drive(1), b=drive(3))
+    play, pods, _ = on_drives(two, on(a=drive(2), b=drive(4)))
+    new, _ = come_with(play, pods[0], on(a=drive(7), b=drive(8, ELSEWHERE)))
+    assert not play.told(new).gone_for_good
+    new, _ = come_with(play, new, on(a=drive(7), b=drive(3)))
+    assert play.told(new).gone_for_good, "b is the same one, and has been looked through"
+
+
+def test_another_pod_that_is_away_keeps_the_run_waiting() -> None:
+    play, pods, _ = on_drives()
+    new, _ = come_with(play, pods[0], on(nvme=drive(7)))
+    play.see(replace(pods[1], deleting=True))
+    play.lose(pods[1])
+    assert not play.told(new).gone_for_good
+    assert play.condition(PROTECTED)[1] == "PodsMissing"
+
+
+def test_both_drives_that_are_other_ones_are_named() -> None:
+    play, pods, _ = on_drives()
+    come_with(play, pods[0], on(nvme=drive(7)))
+    play.hear(pods[1], Sidecar(rank=1, started_at=play.now + 1, more=on(nvme=drive(8))).report())
+    assert "gpt-worker-0 lies on" in play.events("OtherDrive")[-1]
+    assert "gpt-worker-1 lies on" in play.events("OtherDrive")[-1]
+
+
+def test_where_all_is_there_another_drive_is_just_the_new_one() -> None:
+    play, pods, sidecars = on_drives()
+    sidecars[1].kept = {0: [step(90)]}
+    play.hear(pods[1], sidecars[1].report())
+    new, mine = come_with(play, pods[0], on(nvme=drive(7)))
+    assert play.events("OtherDrive") == []
+    assert "goes on from step 90" in play.condition(PROTECTED)[2]
+    play.hear(new, mine.report())
+    assert play.status.drives[0].id == drive(7)
+
+
+def test_a_run_without_a_host_path_has_no_record_of_drives() -> None:
+    pods = [pod(rank, volumes=(VolumeKind.EMPTY_DIR,)) for rank in range(2)]
+    play = Play(*pods)
+    for one in pods:
+        sidecar = Sidecar(rank=one.node_rank, more=on(nvme=drive(1))).staged(100).durable(90)
+        play.hear(one, sidecar.report())
+        play.hear(one, sidecar.report())
+    assert play.status.drives == []

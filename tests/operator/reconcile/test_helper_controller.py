@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -69,28 +69,14 @@ class Stage:
         return str(self.helper_controller.pods_by_name[name].get("status", {}).get("phase"))
 
 
-def play(
-    story: Callable[[Stage], Coroutine[Any, Any, None]],
-    registry: Registry,
-    *,
-    before: RunDirectories | Sequence[RunDirectories] = (),
-    grace_s: float | None = GRACE_S,
-) -> None:
-    async def whole() -> None:
-        async with _stage(registry, before, grace_s) as stage:
-            await story(stage)
-
-    asyncio.run(whole())
-
-
 @asynccontextmanager
-async def _stage(
-    registry: Registry, before: RunDirectories | Sequence[RunDirectories], grace_s: float | None
+async def staged(
+    registry: Registry, *, before: RunDirectories | None = None, grace_s: float | None = GRACE_S
 ) -> AsyncIterator[Stage]:
     server = ApiServer()
     async with server.running(), Client(server.access) as client, asyncio.TaskGroup() as group:
-        for grave in (before,) if isinstance(before, RunDirectories) else before:
-            body = cleanup.render(grave, namespace=SYSTEM)
+        if before is not None:
+            body = cleanup.render(before, namespace=SYSTEM)
             body["metadata"]["uid"] = "uid-of-the-record"
             server.put(CONFIG_MAPS, body)
         stage = Stage(registry, server, client, grace_s=grace_s)
@@ -102,10 +88,10 @@ async def _stage(
         following.cancel()
 
 
-def test_a_run_that_is_gone_is_cleaned_after_its_time_of_grace_and_then_forgotten() -> None:
+async def test_a_run_that_is_gone_is_cleaned_after_its_time_of_grace_and_then_forgotten() -> None:
     move = Move()
 
-    async def story(stage: Stage) -> None:
+    async with staged(move.registry) as stage:
         await stage.sync()
         (noted,) = stage.notes()
         assert noted == RunDirectories(run=KEY, nodes={"node-0": (PATH,), "node-1": (PATH,)})
@@ -135,14 +121,12 @@ def test_a_run_that_is_gone_is_cleaned_after_its_time_of_grace_and_then_forgotte
         await stage.sync()
         assert (stage.notes(), stage.pods()) == ([], [])
 
-    play(story, move.registry)
-
 
 GONE = RunDirectories(run=KEY, nodes={"node-0": (PATH,)}, gone_since=T0 - 2 * GRACE_S)
 
 
-def test_a_record_is_deleted_by_its_uid() -> None:
-    async def story(stage: Stage) -> None:
+async def test_a_record_is_deleted_by_its_uid() -> None:
+    async with staged(Registry(), before=GONE) as stage:
         await stage.sync()
         (made,) = stage.pods()
         await stage.becomes(made["metadata"]["name"], "Succeeded")
@@ -151,13 +135,11 @@ def test_a_record_is_deleted_by_its_uid() -> None:
         (asked,) = stage.server.asked("DELETE", "/configmaps/")
         assert asked.body["preconditions"]["uid"] == "uid-of-the-record"
 
-    play(story, Registry(), before=GONE)
 
-
-def test_a_run_that_came_back_under_its_name_is_not_cleaned_any_more() -> None:
+async def test_a_run_that_came_back_under_its_name_is_not_cleaned_any_more() -> None:
     registry = Registry()
 
-    async def story(stage: Stage) -> None:
+    async with staged(registry, before=GONE) as stage:
         await stage.sync()
         assert len(stage.pods()) == 1
         registry.object_seen(run_object(), at=stage.now)
@@ -165,11 +147,9 @@ def test_a_run_that_came_back_under_its_name_is_not_cleaned_any_more() -> None:
         assert stage.pods() == []
         assert stage.notes() == [replace(GONE, gone_since=None)]
 
-    play(story, registry, before=GONE)
 
-
-def test_a_run_that_lived_while_the_operator_was_away_has_its_time_of_grace_anew() -> None:
-    async def story(stage: Stage) -> None:
+async def test_a_run_that_lived_while_the_operator_was_away_has_its_time_of_grace_anew() -> None:
+    async with staged(Registry(), before=GONE) as stage:
         await stage.sync()
         (pod,) = stage.pods()
         await stage.becomes(pod["metadata"]["name"], "Failed", exits=STILL_USED_EXIT)
@@ -180,13 +160,11 @@ def test_a_run_that_lived_while_the_operator_was_away_has_its_time_of_grace_anew
         await stage.sync()
         assert len(stage.pods()) == 1
 
-    play(story, Registry(), before=GONE)
 
-
-def test_what_a_person_took_from_the_list_is_left_where_it_lies() -> None:
+async def test_what_a_person_took_from_the_list_is_left_where_it_lies() -> None:
     before = RunDirectories(run=KEY, nodes={"node-0": (PATH,)}, gone_since=T0)
 
-    async def story(stage: Stage) -> None:
+    async with staged(Registry(), before=before) as stage:
         await stage.sync()
         stage.server.delete(CONFIG_MAPS, before.name, namespace=SYSTEM)
         await until(lambda: not stage.helper_controller.records.known)
@@ -195,14 +173,11 @@ def test_what_a_person_took_from_the_list_is_left_where_it_lies() -> None:
         assert stage.pods() == []
         assert stage.notes() == []
 
-    play(story, Registry(), before=before)
 
-
-def test_cleaning_can_be_switched_off_and_keeps_to_what_is_allowed() -> None:
-    async def nothing(stage: Stage) -> None:
-        await stage.sync()
-        assert stage.pods() == []
-        assert len(stage.notes()) == 1
-
-    play(nothing, Registry(), before=GONE, grace_s=None)
-    play(nothing, Registry(), before=replace(GONE, nodes={"node-0": ("/etc",)}))
+async def test_cleaning_can_be_switched_off_and_keeps_to_what_is_allowed() -> None:
+    elsewhere = replace(GONE, nodes={"node-0": ("/etc",)})
+    for before, grace_s in ((GONE, None), (elsewhere, GRACE_S)):
+        async with staged(Registry(), before=before, grace_s=grace_s) as stage:
+            await stage.sync()
+            assert stage.pods() == []
+            assert len(stage.notes()) == 1

@@ -2,24 +2,115 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import itertools
 import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.operator.promises.surface import (
-    NAMESPACE,
-    SAID_OF_A_POD,
-    SAID_OF_A_RUN,
-    Body,
-    Shown,
-    pod,
-    policy,
-    shown,
-)
+from keepstep_operator.api.pod import Injected
+from keepstep_operator.api.run import RunStatus
+from keepstep_operator.kube import Client
+from keepstep_operator.reconcile.main import Reconciler
+from tests.harness import until
+from tests.operator.reconcile.samples import pod_body
+
+Body = dict[str, Any]
+NAMESPACE, PREFIX = "team", "/mnt/nvme0"
+GROUP = "/apis/keepstep.dev/v1alpha1"
+SAID_OF_A_POD = tuple(Injected.__dataclass_fields__)
+"""Fields of the annotation keepstep.dev/status."""
+SAID_OF_A_RUN = RunStatus.__struct_encode_fields__
+"""Fields of CheckpointRun.status."""
+
+
+class _Taking(Client):
+    """Of an API server that takes whatever is JSON, and has nothing."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, Any]] = []
+
+    async def _call(self, method: str, path: str, **options: Any) -> Body:
+        body = json.loads(msgspec.json.encode(options.get("body")))
+        self.written.append((path, body))
+        return body if isinstance(body, dict) else {}
+
+
+class _Crashes(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(self.format(record))
+
+
+@dataclass
+class Shown:
+    """What became of objects that a reconciler was shown. `written`: path and body. `crashes`: with
+    a traceback, where it failed at something, and left that out."""
+
+    written: list[tuple[str, Any]]
+    crashes: list[str]
+
+    def status(self, run: str) -> Body:
+        """As it was written last; empty when it was not."""
+        path = f"{GROUP}/namespaces/{NAMESPACE}/checkpointruns/{run}/status"
+        found = [body[0]["value"] for at, body in self.written if at == path]
+        return found[-1] if found else {}
+
+    def events(self, run: str) -> list[Body]:
+        """On the CheckpointRun, or on its job, which has the same name."""
+        found = [body for at, body in self.written if at.endswith("/events")]
+        return [one for one in found if one["regarding"]["name"] == run]
+
+
+def shown(*objects: tuple[str, Body], tells: Callable[[Shown], bool]) -> Shown:
+    """A reconciler is shown objects, each by the feed of this name, until it `tells` what it must.
+    AssertionError when it does not, or when an object ends it, as it would end the process."""
+    handler, log = _Crashes(), logging.getLogger("keepstep.operator")
+    log.addHandler(handler)
+    try:
+        return asyncio.run(_shown(objects, tells, handler.told))
+    except Exception as error:
+        raise AssertionError(f"the process ended: {getattr(error, 'exceptions', error)}") from error
+    finally:
+        log.removeHandler(handler)
+
+
+async def _shown(
+    objects: tuple[tuple[str, Body], ...], tells: Callable[[Shown], bool], crashes: list[str]
+) -> Shown:
+    """Its time passes as often as it asks for it, so nothing is waited for."""
+    client, seconds = _Taking(), itertools.count(1_790_000_000.0)
+    found = Shown(client.written, crashes)
+    async with asyncio.TaskGroup() as group:
+        options: Any = {"host_paths": (PREFIX,), "clock": lambda: next(seconds)}
+        parts = Reconciler(client, group=group, **options)
+        writers = [parts.writer.run(), parts.event_writer.run()]
+        tasks = [group.create_task(one) for one in writers]
+        feeds = {one.name: one for one in (*parts.objects, parts.pods)}
+        for name, body in objects:
+            feeds[name].take("ADDED", body)
+
+        def ticked() -> bool:
+            parts.errands.carry_out(parts.registry.tick(at=next(seconds)))
+            return tells(found)
+
+        await until(ticked, within_s=20.0, what="what is to be told")
+        for task in tasks:
+            task.cancel()
+        parts.stop()
+    return found
+
 
 ODD = (
     "../../x", "a..b", "x?watch=true", "x/log", "x\n", "\0", "\u00b2", "\u0663", "x" * 64,
@@ -107,6 +198,27 @@ def _with(body: Body, **metadata: Body) -> tuple[Body, Body]:
     return body, bare
 
 
+def pod(*, run: str) -> Body:
+    """An injected pod of this run, whose job has its name."""
+    body = pod_body()
+    metadata = body["metadata"]
+    metadata |= {"name": f"{run}-worker-0", "uid": f"pod-of-{run}"}
+    metadata["labels"]["keepstep.dev/run-key"] = run
+    told = json.loads(metadata["annotations"]["keepstep.dev/status"])
+    told["job"] |= {"name": run, "uid": f"job-{run}"}
+    metadata["annotations"]["keepstep.dev/status"] = json.dumps(told)
+    return body
+
+
+POLICY: Body = {
+    "metadata": {"name": "default", "namespace": NAMESPACE, "uid": "p", "generation": 1},
+    "spec": {
+        "memory": {"limit": "1Gi", "slots": 4},
+        "volumes": [{"name": "nvme0", "hostPath": {"path": PREFIX}}],
+    },
+}
+
+
 def _run(name: str, **parts: Any) -> Body:
     annotations = parts.pop("annotations", {})
     metadata = {"name": name, "namespace": NAMESPACE, "uid": f"uid-of-{name}", "generation": 1}
@@ -121,7 +233,7 @@ def _ends_no_other(*evil: tuple[str, Body]) -> None:
     def told(found: Shown) -> bool:
         return bool(found.status("good").get("policy") and found.events("good"))
 
-    found = shown(*evil, *good, ("policies", policy()[1]), tells=told)
+    found = shown(*evil, *good, ("policies", POLICY), tells=told)
     assert found.crashes == []
 
 

@@ -16,7 +16,7 @@ from keepstep_operator.reconcile.parsing import (
     parse_policy_record,
     parse_run_object,
 )
-from tests.operator.reconcile.pod_bodies import pod_body
+from tests.operator.reconcile.samples import pod_body
 
 
 def test_an_injected_pod_is_what_admission_wrote_about_it() -> None:

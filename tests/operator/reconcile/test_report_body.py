@@ -20,8 +20,16 @@ from keepstep_operator.reconcile.report_body import read
 from keepstep_operator.reconcile.state.actions import EmitEvent
 from keepstep_operator.reconcile.token_auth import Refused
 from keepstep_operator.reconcile.writers.events import event_bodies
-from tests.operator.promises.surface import Body, epoch, held, rank, report
-from tests.operator.reconcile.samples import Play, Sidecar, later, pod, policy
+from tests.operator.apiserver import Body
+from tests.operator.reconcile.samples import FIRST, Play, Sidecar, later, pod, policy, step
+
+EPOCH: Body = msgspec.to_builtins(FIRST.id)
+
+
+def report(*sidecars: Sidecar, **more: Any) -> Body:
+    """One report of the ranks of these sidecars, as JSON."""
+    found: list[Body] = [msgspec.to_builtins(one.report()) for one in sidecars]
+    return found[0] | {"ranks": [rank for one in found for rank in one["ranks"]]} | more
 
 
 def _whole(body: Body) -> Report:
@@ -32,47 +40,47 @@ def _whole(body: Body) -> Report:
 
 
 def test_a_long_rank_says_what_a_short_one_says() -> None:
-    steps = tuple(range(1000))
-    told = rank(3, 8, memory=steps[:4], local=steps, archive=steps)
-    told["local"][5]["alike"] = {"runs": [(3, 7, 2)]}
-    restore = {"rank": 3, "epoch": {"id": epoch()}, "tier": "local", "seconds": 1.0, "at": 2.0}
+    steps = [step(number) for number in range(1000)]
+    restore = {"rank": 3, "epoch": {"id": EPOCH}, "tier": "local", "seconds": 1.0, "at": 2.0}
     volume = {"name": "nvme0", "engine": "direct", "used_bytes": 1, "free_bytes": 1}
-    gone = {"peer": [{"epoch": epoch(), "step": 7}]}
     body = report(
-        told | {"gone": gone},
-        rank(4, 8, local=(1,)),
+        Sidecar(rank=3, world=8, memory=steps[:4], local=steps, archive=steps),
+        Sidecar(rank=4, world=8).durable(1),
         restores=[restore],
         volumes=[volume],
         warnings=["a volume is slow"],
-        pinned="mlock",
     )
+    told = body["ranks"][0]
+    told["local"][5]["alike"] = {"runs": [(3, 7, 2)]}
+    told["gone"] = {"peer": [{"epoch": EPOCH, "step": 7}]}
     read_in_parts = _whole(body)
     assert read_in_parts == msgspec.convert(body, Report)
     assert read_in_parts.ranks[0].gone[Tier.PEER][0].step == 7
 
 
 def test_what_is_no_report_is_refused_wherever_it_stands() -> None:
-    told = rank(0, 1, local=tuple(range(1000)))
-    told["local"][999]["world"] = "many"
-    for spoilt in (report(told), report(rank(0, 1) | {"alive": 3}), report(epochs=[{"id": 1}])):
+    long, short = report(Sidecar(rank=0).durable(*range(1000))), report(Sidecar(rank=0))
+    long["ranks"][0]["local"][999]["world"] = "many"
+    short["ranks"][0]["alive"] = 3
+    for spoilt in (long, short, report(Sidecar(rank=0), epochs=[{"id": 1}])):
         with pytest.raises(msgspec.ValidationError):
             _whole(spoilt)
 
 
 def test_more_ranks_of_others_than_a_sidecar_tells_of_are_refused() -> None:
+    held = {"id": {"epoch": EPOCH, "step": 1}, "world": 65_536}
     ranks = [
-        {"rank": one, "world": 65_536, "alive": False, "archive": [held(1, 65_536)]}
-        for one in range(8193)
+        {"rank": one, "world": 65_536, "alive": False, "archive": [held]} for one in range(8193)
     ]
     with pytest.raises(Refused, match="more ranks"):
-        _whole(report(*ranks))
+        _whole(report(Sidecar(rank=0), ranks=ranks))
 
 
 @pytest.mark.parametrize("number", [-1, 65_536])
 def test_a_restore_of_a_rank_that_cannot_be_is_refused(number: int) -> None:
-    restore = {"rank": number, "epoch": {"id": epoch()}, "tier": None, "seconds": 1.0, "at": 2.0}
+    restore = {"rank": number, "epoch": {"id": EPOCH}, "tier": None, "seconds": 1.0, "at": 2.0}
     with pytest.raises(Refused, match="restore of a rank"):
-        _whole(report(rank(0, 1), restores=[restore]))
+        _whole(report(Sidecar(rank=0), restores=[restore]))
 
 
 _HOSTILE = "\x1b]0;pwned\x07\x9b2J\u202e"

@@ -6,28 +6,32 @@ import asyncio
 import base64
 import json
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from aiohttp import web
 
 from keepstep.core.suspicion import Failure
-from keepstep.steps import StepId
+from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.reports import ReportReply
 from keepstep_operator.api.model import Job, JobState, RunKey
-from keepstep_operator.kube import Client
+from keepstep_operator.injection import inject
+from keepstep_operator.kube import Client, KubeError
 from keepstep_operator.reconcile.errands import asked
 from keepstep_operator.reconcile.reports_api import LARGEST_REPORT_BYTES
 from keepstep_operator.reconcile.state.actions import AskJob
 from keepstep_operator.reconcile.state.run import Run
+from keepstep_operator.reconcile.token_auth import Refused, TokenAuth
 from keepstep_operator.reconcile.writers import checkpoint_writer, events, mends
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, bound_to
-from tests.operator.reconcile.pod_bodies import pod_body, pod_path
-from tests.operator.reconcile.samples import Sidecar, later, step
+from tests.operator.injection import pods
+from tests.operator.reconcile.samples import Sidecar, later, pod_body, pod_path, step
 from tests.operator.reconcile.serving import Served, serving
 
 GOOD = "good-token"
@@ -56,25 +60,21 @@ def cluster() -> ApiServer:
     return made
 
 
-def play(
-    tmp_path: Path, scene: Callable[[Served], Awaitable[None]], at: ApiServer | None = None
-) -> None:
-    async def run() -> None:
-        async with serving(at or cluster(), tmp_path) as served:
-            await until(lambda: not served.parts.ready(), what="policies and runs are listed")
-            await scene(served)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def playing(tmp_path: Path, at: ApiServer | None = None) -> AsyncIterator[Served]:
+    async with serving(at or cluster(), tmp_path) as served:
+        await until(lambda: not served.parts.ready(), what="policies and runs are listed")
+        yield served
 
 
 def whole(rank: int = 0, world: int = 1) -> bytes:
     return msgspec.json.encode(Sidecar(rank=rank, world=world).staged(5).durable(5).report())
 
 
-def test_a_report_is_answered_and_seen_in_the_status_of_a_run_that_is_made_for_it(
+async def test_a_report_is_answered_and_seen_in_the_status_of_a_run_that_is_made_for_it(
     tmp_path: Path,
 ) -> None:
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path) as served:
         status, body = await served.post(whole(), token=GOOD)
         assert status == 200
         reply = msgspec.convert(body, ReportReply)
@@ -93,31 +93,136 @@ def test_a_report_is_answered_and_seen_in_the_status_of_a_run_that_is_made_for_i
         assert event.body["reason"] == "Committed"
         assert event.body["regarding"]["kind"] == "PyTorchJob"
 
-    play(tmp_path, scene)
 
-
-def test_a_token_is_reviewed_once_and_a_pod_is_looked_up_once(tmp_path: Path) -> None:
-    async def scene(served: Served) -> None:
+async def test_a_token_is_reviewed_once_and_a_pod_is_looked_up_once(tmp_path: Path) -> None:
+    async with playing(tmp_path) as served:
         for _ in range(5):
             status, _ = await served.post(whole(), token=GOOD)
             assert status == 200
         assert len(served.cluster.asked("POST", "/tokenreviews")) == 1
         assert len(served.cluster.asked("GET", "/pods/gpt-worker-0")) <= 1
 
-    play(tmp_path, scene)
 
-
-def test_a_token_is_reviewed_again_when_it_has_expired(tmp_path: Path) -> None:
+async def test_a_token_is_reviewed_again_when_it_has_expired(tmp_path: Path) -> None:
     claims = base64.urlsafe_b64encode(json.dumps({"exp": 1}).encode()).decode().rstrip("=")
     token = f"x.{claims}.y"
 
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path) as served:
         served.cluster.tokens[token] = served.cluster.tokens[GOOD]
         for _ in range(2):
             assert (await served.post(whole(), token=token))[0] == 200
         assert len(served.cluster.asked("POST", "/tokenreviews")) == 2
 
-    play(tmp_path, scene)
+
+class Tokens:
+    """What the operator asks about tokens: those that begin with `good` are. `away`: no answer.
+    `asked`: about which. `now`: its clock."""
+
+    def __init__(self) -> None:
+        self.away, self.asked, self.now = False, list[str](), 1_790_000_000.0
+        self._auth = TokenAuth(cast(Client, self), clock=lambda: self.now)
+
+    async def create(self, resource: object, body: dict[str, Any], **options: Any) -> Any:
+        if self.away:
+            raise KubeError("the API server is away")
+        token = body["spec"]["token"]
+        self.asked.append(token)
+        good = bound_to("team", "p", token) if token.startswith("good") else {}
+        return {"status": good or {"authenticated": False}}
+
+    async def known(self, token: str) -> bool:
+        """Whether a report with this token would be taken."""
+        try:
+            await self._auth.identify(token)
+        except Refused:
+            return False
+        return True
+
+
+def expiring(at: float) -> str:
+    claims = base64.urlsafe_b64encode(json.dumps({"exp": at}).encode()).decode()
+    return f"good.{claims}.signature"
+
+
+async def test_good_tokens_stay_known_while_wrong_ones_come() -> None:
+    tokens = Tokens()
+    good = [f"good-{number}" for number in range(10)]
+    for number in range(20_100):
+        await tokens.known(f"wrong-{number}")
+        if number % 1000 == 0:  # they report all the time
+            for one in good:
+                await tokens.known(one)
+    asked = [one for one in tokens.asked if one in good]
+    assert len(asked) == len(good), "the API server is asked about good tokens again"
+
+
+async def test_an_hour_without_the_api_server_ends_no_injected_pods_identity() -> None:
+    """The kubelet, which renews a token after four fifths of its life, is cut off, too."""
+    tokens = Tokens()
+    injected = inject(pods.pytorch_job(rank=0), pods.policy(), pods.DEFAULTS)
+    (volume,) = [one for one in injected["spec"]["volumes"] if one["name"] == "keepstep-token"]
+    life_s = volume["projected"]["sources"][0]["serviceAccountToken"]["expirationSeconds"]
+    token = expiring(tokens.now + life_s / 5)
+    assert await tokens.known(token)
+    tokens.away = True
+    for _ in range(120):
+        tokens.now += 30.0
+        assert await tokens.known(token)
+
+
+async def test_known_sidecars_report_through_an_outage_of_the_api_server() -> None:
+    tokens = Tokens()
+    token = expiring(tokens.now + 3600.0)
+    known = [await tokens.known(token)]
+    tokens.away = True
+    for _ in range(5):
+        tokens.now += 600.0
+        known.append(await tokens.known(token))
+    tokens.now += 660.0
+    known.append(await tokens.known(token))
+    assert known == [True] * 6 + [False]
+
+
+async def test_a_run_reports_after_its_five_thousandth_restart(tmp_path: Path) -> None:
+    epochs = [Epoch(EpochId(number + 1, f"{number:08x}")) for number in range(5000)]
+    report = msgspec.json.encode(Sidecar(rank=0, world=1, epochs=epochs).report())
+
+    async with playing(tmp_path) as served:
+        status, answer = await served.post(report, token=GOOD)
+        assert status == 200, answer
+
+
+async def test_a_run_that_is_over_is_deleted_by_its_uid_and_not_if_somebody_wrote_it_meanwhile(
+    tmp_path: Path,
+) -> None:
+    ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 30 * 24 * 3600.0))
+    recent = [{"time": ended, "type": "Finished", "message": "the job is finished"}]
+    path, at, pinned = RUN.replace("gpt-1a2b3c4d", "old"), cluster(), []
+    at.add(
+        path,
+        {
+            "metadata": {"name": "old", "namespace": "team", "uid": "u-old", "generation": 1},
+            "spec": {},
+            "status": {"phase": "Finished", "recent": recent},
+        },
+    )
+
+    def pin(method: str, where: str) -> None:
+        """Just before its end comes, unseen by the watches."""
+        if method == "DELETE" and where == path and not pinned:
+            pins = {"spec": {"pins": ["0001.aaaaaaaa-000000005"]}}
+            with at.unseen():
+                pinned.append(at.add(path, at.objects[path] | pins))
+
+    at.before = pin
+
+    async with playing(tmp_path, at):
+        deletions = await until(
+            lambda: len(found := at.asked("DELETE", "/checkpointruns/old")) > 1 and found,
+            what="its end",
+        )
+        assert deletions[0].body["preconditions"]["uid"] == "u-old"
+        assert path in at.objects, "it is looked at again"
 
 
 def doubting(*after: StepId) -> bytes:
@@ -168,12 +273,12 @@ def forgeries() -> ApiServer:
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_a_forged_report_is_refused_with_a_reason_and_logged_once(
+async def test_a_forged_report_is_refused_with_a_reason_and_logged_once(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     token, expected, code = FORGED[name]
-
-    async def scene(served: Served) -> None:
+    caplog.set_level(logging.WARNING, "keepstep.operator")
+    async with playing(tmp_path, forgeries()) as served:
         await until(served.parts.pods.loaded.is_set)
         for _ in range(3):
             status, problem = await served.post(whole(), token=token)
@@ -185,25 +290,20 @@ def test_a_forged_report_is_refused_with_a_reason_and_logged_once(
             "keepstep_reports_refused_total", {"code": code}
         )
         assert refused == 3
-
-    with caplog.at_level(logging.WARNING, "keepstep.operator"):
-        play(tmp_path, scene, forgeries())
     logged = [one for one in caplog.records if one.message == "report refused"]
     assert len(logged) == 1
     assert "good-token" not in str(vars(logged[0]))
 
 
-def test_a_token_of_another_pod_speaks_for_that_pod_only(tmp_path: Path) -> None:
+async def test_a_token_of_another_pod_speaks_for_that_pod_only(tmp_path: Path) -> None:
     at = cluster()
     at.objects[pod_path("gpt-worker-1")] = pod_body(1)
     at.tokens["other"] = bound_to("team", "gpt-worker-1", "pod-1")
 
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path, at) as served:
         await served.post(whole(rank=0), token="other")
         (run,) = served.parts.registry.runs.values()
         assert list(run.ledger.places) == [1]
-
-    play(tmp_path, scene, at)
 
 
 @pytest.mark.parametrize(
@@ -234,23 +334,19 @@ def test_a_token_of_another_pod_speaks_for_that_pod_only(tmp_path: Path) -> None
         (doubting(*map(step, range(1025))), 400),
     ],
 )
-def test_a_report_that_cannot_be_is_refused(tmp_path: Path, body: bytes, status: int) -> None:
-    async def scene(served: Served) -> None:
+async def test_a_report_that_cannot_be_is_refused(tmp_path: Path, body: bytes, status: int) -> None:
+    async with playing(tmp_path) as served:
         answered, problem = await served.post(body, token=GOOD)
         assert answered == status
         assert set(problem) == {"code", "message"}
 
-    play(tmp_path, scene)
 
-
-def test_an_api_server_that_does_not_answer_is_no_refusal(tmp_path: Path) -> None:
-    async def scene(served: Served) -> None:
+async def test_an_api_server_that_does_not_answer_is_no_refusal(tmp_path: Path) -> None:
+    async with playing(tmp_path) as served:
         served.cluster.broken, served.cluster.broken_part = 1, "/tokenreviews"
         status, problem = await served.post(whole(), token=GOOD)
         assert (status, problem["code"]) == (503, "unavailable")
         assert (await served.post(whole(), token=GOOD))[0] == 200
-
-    play(tmp_path, scene)
 
 
 def test_reports_wait_until_what_was_counted_before_is_known(tmp_path: Path) -> None:
@@ -295,20 +391,18 @@ def _overwritten(at: ApiServer, path: str, **more: Any) -> None:
 
 
 @pytest.mark.parametrize("part", ["checkpointruns", "checkpointpolicies"])
-def test_a_status_that_somebody_else_wrote_is_mended(
+async def test_a_status_that_somebody_else_wrote_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     monkeypatch.setattr(mends, "MEND_S", 0.2)
     at, path = _kept(part)
 
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path, at) as served:
         await _first_statuses(served, at, part)
         ours = _said(at.objects[path])
         _overwritten(at, path, conditions=[], phase="Mine")
         await until(lambda: _said(at.objects[path]) == ours)
         await _at_rest(at, part)
-
-    play(tmp_path, scene, at)
 
 
 def _said(body: dict[str, Any]) -> Any:
@@ -327,9 +421,6 @@ async def _at_rest(at: ApiServer, part: str) -> None:
     while before != writes():
         before = writes()
         await asyncio.sleep(4 * mends.MEND_S)
-
-
-JOB = "/apis/kubeflow.org/v1/namespaces/team/pytorchjobs/gpt"
 
 
 def test_a_job_that_may_not_be_read_is_not_over() -> None:
@@ -364,7 +455,7 @@ def test_a_job_whose_version_is_not_served_is_not_gone(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("owner", "name"), [(Run, "tick"), (checkpoint_writer, "kept_steps"), (events, "event_bodies")]
 )
-def test_a_run_that_raises_ends_neither_the_process_nor_another_run(
+async def test_a_run_that_raises_ends_neither_the_process_nor_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
     at, works = cluster(), getattr(owner, name)
@@ -379,7 +470,8 @@ def test_a_run_that_raises_ends_neither_the_process_nor_another_run(
             raise ValueError(key)
         return works(about, *arguments, **options)
 
-    async def scene(served: Served) -> None:
+    async with playing(tmp_path, at) as served:
+
         def failures() -> float:
             found = served.parts.metrics.registry.collect()
             samples = [one for family in found for one in family.samples]
@@ -391,5 +483,3 @@ def test_a_run_that_raises_ends_neither_the_process_nor_another_run(
         await until(failures, what="the run that raises is left out")
         await until(lambda: at.objects.get(RUN, {}).get("status"))
         assert (await served.post(whole(), token=GOOD))[0] == 200
-
-    play(tmp_path, scene, at)

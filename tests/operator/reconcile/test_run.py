@@ -818,6 +818,19 @@ def test_a_run_whose_pods_are_gone_is_finished_when_its_job_is() -> None:
     assert play.status.phase != "Finished", "a job of the same run goes on"
 
 
+def test_a_run_whose_kind_of_job_may_not_be_read_ends() -> None:
+    play, pods, _ = running()
+    play.find(run_object())
+    for one in pods:
+        play.lose(one)
+    for _ in range(60):
+        play.wait(24 * 3600.0)
+        if any(isinstance(one, AskJob) for one in play.actions):
+            play.actions = [one for one in play.actions if not isinstance(one, AskJob)]
+            play.note(play.registry.job_answered(KEY, JobState.UNKNOWN, at=play.now))
+    assert play.status.phase == "Finished" or DeleteRun(KEY) in play.actions
+
+
 def test_a_finished_run_is_deleted_after_its_ttl_also_by_a_later_reconciler() -> None:
     play, pods, _ = running()
     play.find(run_object())

@@ -9,16 +9,22 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from keepstep.steps import StepId, Tier
+from keepstep.core.retention import Retention
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.wire.reports import Report, ReportedRank, ReportedShard
 from keepstep.wire.status import TierProgress
 from keepstep_operator.api.model import NodeRecord
 from keepstep_operator.api.policy import OnLoss, VolumeKind
 from keepstep_operator.api.run import as_json
 from keepstep_operator.api.tiers import Archive, Bucket, Peers
 from keepstep_operator.reconcile.state.actions import WriteStatus
-from keepstep_operator.reconcile.state.durability import sole_nodes
+from keepstep_operator.reconcile.state.durability import refuges, sole_nodes
+from keepstep_operator.reconcile.state.node_rank import Sender
 from keepstep_operator.reconcile.state.run import Run
+from keepstep_operator.reconcile.state.run_ledger import RunLedger
 from keepstep_operator.reconcile.state.run_view import MOST_ARCHIVED, is_certain, kept_steps
 from keepstep_operator.reconcile.status.conditions import PROTECTED
 from keepstep_operator.reconcile.status.tier_conditions import ARCHIVED, REPLICATED, RESTORE_FROM
@@ -33,6 +39,7 @@ from keepstep_operator.reconcile.writers.checkpoint_objects import (
 from tests.chart.charts import crds, schema_of
 from tests.chart.schemas import closed, json_schema
 from tests.operator.reconcile.samples import (
+    IMAGE_BYTES,
     KEY,
     T0,
     Play,
@@ -583,3 +590,249 @@ def test_an_object_fits_the_schema_of_its_kind() -> None:
     schema = json_schema(schema_of(crds()["Checkpoint"]))
     jsonschema.validate({**body, "status": status_of(one, since="", at=T0)}, closed(schema))
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", body["metadata"]["name"])
+
+
+# The archive as many pods tell of it: each of its own ranks all, two of the others the newest.
+
+
+NUMBERS = list(range(1000, 11000, 1000))
+NEWEST = NUMBERS[-3:]
+
+
+def told_of(rank: int, *numbers: int) -> ReportedRank:
+    """What a pod says of another one's rank: only what it saw archived."""
+    held = tuple(
+        ReportedShard(id=step(one), world=2, root=f"{step(one)}/{rank}", bytes=IMAGE_BYTES)
+        for one in numbers
+    )
+    return ReportedRank(
+        rank=rank,
+        world=2,
+        alive=False,
+        memory_answer=Answer.NONE,
+        local_answer=Answer.NONE,
+        archive=held,
+        archive_answer=Answer.STEPS,
+    )
+
+
+class ToldByBoth:
+    """Two pods, both of which also tell of the other's rank."""
+
+    def __init__(self) -> None:
+        archive = Archive(store=Bucket(kind="s3", name="ckpt"), every=100)
+        self.pods = [pod(rank) for rank in (0, 1)]
+        self.play = Play(*self.pods, known_policy=policy(archive=archive))
+        self.sidecars = [Sidecar(rank=rank).staged(10001).durable(10000) for rank in (0, 1)]
+        for one in self.sidecars:
+            one.archive = [step(number) for number in NUMBERS]
+
+    def report(self, rank: int, *elsewhere: int) -> Report:
+        mine = self.sidecars[rank].report()
+        return replace(mine, ranks=(*mine.ranks, told_of(1 - rank, *elsewhere)))
+
+    def hear(self, *elsewhere: int, who: tuple[int, ...] = (0, 1)) -> None:
+        for rank in who:
+            self.play.hear(self.pods[rank], self.report(rank, *elsewhere))
+
+    def archived(self) -> list[int]:
+        return [id.step for id in self.play.registry.runs[KEY].ledger.archived()]
+
+
+def test_who_names_the_newest_steps_of_another_rank_hides_none_of_the_older_ones() -> None:
+    run = ToldByBoth()
+    for _ in range(3):
+        for rank in (0, 1):
+            run.hear(*NEWEST, who=(rank,))
+            run.hear(*NEWEST, who=(1 - rank,))
+            assert run.archived() == NUMBERS
+
+
+def test_an_older_archived_step_can_be_gone_back_to_by_its_number() -> None:
+    run = ToldByBoth()
+    run.hear(*NEWEST)
+    run.hear(*NEWEST)
+    run.play.find(run_object(restore_from="2000", generation=2))
+    assert run.play.registry.reply(run.pods[0].uid, at=run.play.now).restore_from == step(2000)
+    assert run.play.condition(RESTORE_FROM)[1] != "Unresolved"
+
+
+def test_older_steps_are_still_known_while_the_pod_that_told_of_them_is_gone() -> None:
+    run = ToldByBoth()
+    run.hear(*NEWEST)
+    run.play.lose(run.pods[1])
+    run.hear(*NEWEST, who=(0,))
+    assert run.archived() == NUMBERS
+
+
+def test_what_a_rank_s_own_pod_no_longer_finds_is_gone_whatever_another_one_says() -> None:
+    run = ToldByBoth()
+    run.hear(*NUMBERS)
+    for one in run.sidecars:
+        one.archive = [step(number) for number in NUMBERS[2:]]
+    run.hear(*NUMBERS)
+    assert run.archived() == NUMBERS[2:]
+
+
+def test_a_step_among_the_newest_that_went_is_gone_though_only_another_pod_looks() -> None:
+    run = ToldByBoth()
+    run.hear(*NEWEST)
+    run.play.lose(run.pods[1])
+    run.hear(NEWEST[0], NEWEST[2], who=(0,))
+    assert run.archived() == [number for number in NUMBERS if number != NEWEST[1]]
+
+
+def test_the_first_pod_of_a_restarted_operator_tells_for_a_pod_that_is_gone() -> None:
+    run = ToldByBoth()
+    run.hear(*NEWEST, who=(0,))
+    assert run.archived() == NEWEST
+
+
+# A run that began from a step of another one: what its status and events say of it.
+
+
+PARENT = StepId(EpochId(3, "abcdef01"), 1200)
+BEGAN = Epoch(EpochId(4, "10fedcba"), PARENT, "gpt-1a2b3c4d")
+ORIGIN = f"gpt-1a2b3c4d/{PARENT}"
+
+
+def forked() -> tuple[Play, list[Sidecar]]:
+    """Two pods that have just begun from the other run's step."""
+    pods = [pod(rank) for rank in (0, 1)]
+    sidecars = [Sidecar(rank=rank, epochs=[]) for rank in (0, 1)]
+    play = Play(*pods, known_policy=policy())
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    for one in sidecars:
+        one.restored(BEGAN, tier=Tier.ARCHIVE).staged(1201, epoch=BEGAN)
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    return play, sidecars
+
+
+def test_a_fork_is_told_with_its_origin_and_is_no_restart() -> None:
+    play, _ = forked()
+    assert play.events("Forked") == [
+        "began from step 1200 of run gpt-1a2b3c4d from archive in 1.5 s"
+    ]
+    assert play.events("Restored") == play.events("FreshStart") == []
+    assert (play.status.origin, play.status.restarts, play.status.lost_steps) == (ORIGIN, 0, 0)
+    allowed = schema_of(crds()["CheckpointRun"])["properties"]["status"]["properties"]
+    assert allowed["origin"]["maxLength"] >= len(as_json(play.status)["origin"])
+
+
+def test_a_restart_of_a_fork_is_a_restart_and_its_origin_stays() -> None:
+    play, sidecars = forked()
+    again = Epoch(EpochId(5, "00000005"), step(1201, BEGAN))
+    for one in sidecars:
+        one.restored(again, tier=Tier.MEMORY)
+    play.hear_all(*zip([pod(0), pod(1)], sidecars, strict=True))
+    assert (play.status.origin, play.status.restarts) == (ORIGIN, 1)
+    assert len(play.events("Forked")) == len(play.events("Restored")) == 1
+
+
+def test_a_new_reconciler_does_not_tell_of_it_again() -> None:
+    play, sidecars = forked()
+    heir = Play(known_policy=policy())
+    heir.find(run_object(play.status))
+    pods = [pod(0), pod(1)]
+    for one in pods:
+        heir.see(one)
+    heir.hear_all(*zip(pods, [replace(one) for one in sidecars], strict=True))
+    assert heir.events("Forked") == []
+    assert heir.status.origin == ORIGIN
+
+
+# What the loss of a node would leave stays, however old it is.
+
+
+EPOCH = EpochId(1, "00000001")
+
+
+def _id(step: int) -> StepId:
+    return StepId(EPOCH, step)
+
+
+def _held(step: int, rank: int) -> ReportedShard:
+    return ReportedShard(id=_id(step), world=2, root=f"{step}-{rank}")
+
+
+def _rank(rank: int, *, local: list[int], peer: list[int], alive: bool) -> ReportedRank:
+    return ReportedRank(
+        rank=rank,
+        world=2,
+        alive=alive,
+        memory=(),
+        local=tuple(_held(one, rank) for one in local),
+        peer=tuple(_held(one, rank) for one in peer),
+        memory_answer=Answer.NONE,
+        local_answer=Answer.STEPS if local else Answer.NONE,
+        peer_answer=Answer.STEPS,
+    )
+
+
+class Pair:
+    """Two pods on two nodes, each the other's buddy."""
+
+    def __init__(self) -> None:
+        self.ledger = RunLedger()
+        self.ledger.configure(keep=Retention(), pins=())
+        self.sequence = 0
+
+    def hear(self, *, local: list[int], peer: list[int]) -> None:
+        """Both hold these steps themselves, and these of each other."""
+        self.sequence += 1
+        for own in (0, 1):
+            sender = Sender(
+                pod=f"p{own}",
+                node_rank=own,
+                node=f"n{own}",
+                created_at="2026",
+                local_stays=True,
+            )
+            report = Report(
+                sidecar="x",
+                started_at=1.0,
+                sequence=self.sequence,
+                sent_at=0.0,
+                ready=True,
+                ranks=(
+                    _rank(own, local=local, peer=[], alive=True),
+                    _rank(1 - own, local=[], peer=peer, alive=False),
+                ),
+                epochs=(Epoch(EPOCH, None),),
+                peer_address="a:1",
+            )
+            self.ledger.take(sender, report, at=float(self.sequence))
+
+    def expendable(self) -> list[int]:
+        return [one.step for one in self.ledger.expendable()]
+
+
+def test_with_a_link_slower_than_the_steps_the_last_copied_step_stays_on_local_too() -> None:
+    pair = Pair()
+    pair.hear(local=[3, 4, 5], peer=[4])
+    assert pair.expendable() == [3]
+    pair.hear(local=[4, 5, 6], peer=[4])
+    assert pair.expendable() == []
+    pair.ledger.pod_gone("p1", local_stays=False)
+    assert pair.ledger.restorable() == _id(4), "one node is lost, the run is not"
+
+
+def test_it_goes_when_a_newer_step_is_copied() -> None:
+    pair = Pair()
+    pair.hear(local=[4, 5, 6, 7, 8], peer=[4, 8])
+    assert pair.expendable() == [4, 5, 6]
+
+
+_NODES = st.frozensets(st.sampled_from("abcd"))
+
+
+@given(sole=st.dictionaries(st.integers(0, 20).map(_id), st.none() | _NODES))
+def test_for_every_node_the_newest_step_that_its_loss_leaves_is_kept(
+    sole: dict[StepId, frozenset[str] | None],
+) -> None:
+    kept = refuges(sole)
+    needed = set()
+    for node in {one for nodes in sole.values() for one in nodes or ()}:
+        left = [id for id, nodes in sole.items() if nodes is not None and node not in nodes]
+        needed |= {max(left)} if left else set()
+    assert kept == needed

@@ -27,9 +27,8 @@ from keepstep.directory import Directory
 from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
 from keepstep.image import strictjson
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.volume import faults
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.scan import opened
+from keepstep_sidecar.volume.directories import opened
+from keepstep_sidecar.volume.files import Filesystem, fault_point
 
 FORMAT_VERSION: Final = 1
 _LARGEST_BYTES: Final = 4 << 20
@@ -145,7 +144,7 @@ class HistoryFile:
                 self._trouble, self._written = "", events[-1].sequence
 
     def _append(self, path: Path, events: Sequence[Event], before: Tally) -> None:
-        faults.point("history.write")
+        fault_point("history.write")
         forgotten = events[0].sequence - 1 - self._written
         directory = Directory.opened(path.parent)
         if self._written >= 0 and forgotten > 0:  # the head of a new file must sum them up

@@ -11,6 +11,7 @@ new file.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ from typing import Any
 from keepstep.errors import ForeignError, FormatError, VersionError
 from keepstep.image import strictjson
 from keepstep.steps import Epoch, EpochId, StepId, merged
-from keepstep_sidecar.volume.durable_file import replacing
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.scan import opened
+from keepstep_sidecar.volume.directories import opened
+from keepstep_sidecar.volume.files import Filesystem, replacing
 
 FORMAT_VERSION = 1
 _SIZE_LIMIT_BYTES = 16 << 20
@@ -41,6 +41,21 @@ class RunRecord:
     pinned: frozenset[StepId] = frozenset()
     failures: frozenset[StepId] = frozenset()
     asked: StepId | None = None
+
+    @classmethod
+    def union(cls, records: Sequence[RunRecord]) -> RunRecord:
+        """What several volumes of a run have on record, taken together. What the script asked for
+        is told by the one that knows the newest epoch."""
+        began = [one for one in records if one.epochs]
+        newest = max(began, key=lambda one: one.epochs[-1].id, default=None)
+        return cls(
+            run=records[0].run,
+            epochs=merged(epoch for one in records for epoch in one.epochs),
+            committed=max((one.committed for one in records if one.committed), default=None),
+            pinned=frozenset().union(*(one.pinned for one in records)),
+            failures=frozenset().union(*(one.failures for one in records)),
+            asked=None if newest is None else newest.asked,
+        )
 
     def with_epochs(self, *epochs: Epoch) -> RunRecord:
         """This record with `epochs` added; the same object when all of them are already known."""

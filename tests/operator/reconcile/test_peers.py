@@ -1,6 +1,8 @@
-"""What a reply says of the other pods: when, to whom, and what that costs in a large run."""
+"""Who keeps whose copies, and what a reply says of the other pods."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,106 @@ from keepstep.wire.reports import ReportReply
 from keepstep_operator.api.model import PodRecord
 from keepstep_operator.api.tiers import Peers
 from keepstep_operator.reconcile.state.node_rank import Places
+from keepstep_operator.reconcile.state.peer_assignment import Spot, buddies
 from tests.operator.reconcile.samples import KEY, Play, Sidecar, pod, policy
+
+_SPOTS = st.dictionaries(
+    st.integers(0, 40),
+    st.tuples(st.integers(0, 6), st.integers(0, 3)).map(
+        lambda both: Spot(f"node-{both[0]}", f"zone-{both[0] % (both[1] + 1)}")
+    ),
+    max_size=24,
+)
+
+
+def _by_node(*nodes: str) -> dict[int, Spot]:
+    return {rank: Spot(node, node) for rank, node in enumerate(nodes)}
+
+
+def test_with_a_pod_on_each_node_the_ring_goes_by_node_rank() -> None:
+    assert buddies(_by_node("c", "a", "b"), replicas=1) == {0: (1,), 1: (2,), 2: (0,)}
+    assert buddies(_by_node("c", "a", "b"), replicas=2) == {0: (1, 2), 1: (2, 0), 2: (0, 1)}
+
+
+def test_with_two_pods_on_each_node_each_keeps_one_copy_of_the_other_nodes() -> None:
+    found = buddies(_by_node("a", "a", "b", "b"), replicas=1)
+    assert Counter(buddy for (buddy,) in found.values()) == {0: 1, 1: 1, 2: 1, 3: 1}
+    assert all(
+        {"a": (2, 3), "b": (0, 1)}["aabb"[rank]].count(one) for rank, (one,) in found.items()
+    )
+
+
+def test_on_one_node_there_is_no_buddy() -> None:
+    assert buddies(_by_node("a", "a", "a"), replicas=2) == {0: (), 1: (), 2: ()}
+    assert buddies({}, replicas=1) == {}
+
+
+def test_the_first_copy_goes_to_another_zone_and_the_next_to_another_node_where_zones_are_out() -> (
+    None
+):
+    spots = {rank: Spot(f"node-{rank}", f"zone-{rank // 2}") for rank in range(4)}
+    found = buddies(spots, replicas=3)
+    for rank, chosen in found.items():
+        assert spots[chosen[0]].domain != spots[rank].domain
+        assert sorted((rank, *chosen)) == [0, 1, 2, 3]
+
+
+@given(spots=_SPOTS, replicas=st.integers(1, 4))
+def test_every_copy_is_on_a_node_of_its_own_and_there_are_as_many_as_nodes_allow(
+    spots: dict[int, Spot], replicas: int
+) -> None:
+    found = buddies(spots, replicas=replicas)
+    nodes = len({spot.node for spot in spots.values()})
+    assert set(found) == set(spots)
+    for rank, chosen in found.items():
+        there = [spots[one].node for one in (rank, *chosen)]
+        assert len(set(there)) == len(there)
+        assert len(chosen) == min(replicas, nodes - 1)
+
+
+@given(spots=_SPOTS)
+def test_the_first_copy_leaves_the_domain_whenever_another_node_of_another_domain_is_there(
+    spots: dict[int, Spot],
+) -> None:
+    for rank, chosen in buddies(spots, replicas=1).items():
+        own = spots[rank]
+        others = any(one.domain != own.domain and one.node != own.node for one in spots.values())
+        assert not others or spots[chosen[0]].domain != own.domain
+
+
+@given(nodes=st.integers(2, 12), pods=st.integers(1, 4), replicas=st.integers(1, 3))
+def test_where_nodes_have_as_many_pods_each_pod_keeps_as_much_as_it_sends(
+    nodes: int, pods: int, replicas: int
+) -> None:
+    spots = _by_node(*(f"node-{at % nodes:02d}" for at in range(nodes * pods)))
+    found = buddies(spots, replicas=replicas)
+    kept = Counter(one for chosen in found.values() for one in chosen)
+    assert {kept[rank] for rank in spots} == {min(replicas, nodes - 1)}
+
+
+@given(spots=_SPOTS, replicas=st.integers(1, 3), seed=st.randoms())
+def test_the_order_in_which_pods_were_seen_changes_nothing(
+    spots: dict[int, Spot], replicas: int, seed: object
+) -> None:
+    ranks = list(spots)
+    seed.shuffle(ranks)  # type: ignore[attr-defined]
+    shuffled = {rank: spots[rank] for rank in ranks}
+    assert buddies(shuffled, replicas=replicas) == buddies(spots, replicas=replicas)
+
+
+@given(nodes=st.integers(2, 12), replicas=st.integers(1, 3), lost=st.integers(0, 11))
+def test_with_a_pod_on_each_node_the_loss_of_one_moves_only_the_copies_that_it_kept(
+    nodes: int, replicas: int, lost: int
+) -> None:
+    spots = _by_node(*(f"node-{at:02d}" for at in range(nodes)))
+    before = buddies(spots, replicas=replicas)
+    after = buddies({rank: spots[rank] for rank in spots if rank != lost}, replicas=replicas)
+    for rank, chosen in after.items():
+        stay = [one for one in before[rank] if one != lost]
+        assert list(chosen[: len(stay)]) == stay
+
+
+# What a reply says of the other pods: when, to whom, and what that costs in a large run.
 
 
 class Crowd(Play):

@@ -1,0 +1,67 @@
+"""Checks, without importing anything, that each name exists that tests import from this repository.
+Part of `make check`: otherwise a broken import shows when the test is collected, which for a test
+that needs a cluster, a GPU or a framework is long after.
+
+    python -m tests.imports
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [ROOT, *(ROOT / part / "src" for part in ("lib", "sidecar", "operator"))]
+OURS = {"tests", "bench", "scripts", "examples"} | {
+    f"keepstep{part}" for part in ("", "_sidecar", "_operator")
+}
+
+
+@cache
+def names(module: str) -> set[str] | None:
+    """The names of a module of this repository, its submodules among them. None: no such module."""
+    places = [source.joinpath(*module.split(".")) for source in SOURCES]
+    files = [place / "__init__.py" for place in places] + [
+        place.with_suffix(".py") for place in places
+    ]
+    bound = {path.stem for place in places for path in place.glob("*")}
+    todo: list[ast.AST] = [ast.parse(path.read_text()) for path in files if path.exists()]
+    if not todo and not bound:
+        return None
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+            continue  # what is bound inside is no name of the module
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+        elif isinstance(node, ast.alias):
+            bound.add(node.asname or node.name.split(".")[0])
+        todo.extend(ast.iter_child_nodes(node))
+    return bound
+
+
+def missing(path: Path) -> Iterator[str]:
+    """What this file imports from this repository that is not there, inside functions, too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        imported: list[tuple[str, list[str]]] = []
+        if isinstance(node, ast.Import):
+            imported = [(alias.name, []) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported = [(node.module, [alias.name for alias in node.names])]
+        for module, wanted in imported:
+            if module.split(".")[0] not in OURS:
+                continue
+            has = names(module)
+            lost = [name for name in wanted if has is not None and not has & {name, "__getattr__"}]
+            if has is None or lost:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: {module} has no {lost or 'file'}"
+
+
+if __name__ == "__main__":
+    folders = ("tests", "bench", "scripts", "examples")
+    files = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    sys.exit("\n".join(text for path in files for text in missing(path)) or None)

@@ -1,0 +1,391 @@
+"""`keepstep-operator reconcile` and `admission` as the chart starts them: they are ready, take over
+from each other, end well, and go on for all whatever one pod or a stranger sends, or opens."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import psutil
+import pytest
+
+from keepstep.wire.reports import AUDIENCE
+from keepstep_operator.api.pod import parse_pod
+from keepstep_operator.certificates.pki import make_authority, sign_leaf
+from keepstep_operator.kube import CONFIG_MAPS, PODS, RUNS, TOKEN_REVIEWS, KubeError
+from keepstep_operator.reconcile.leadership import FencedClient
+from tests.certificates import make_certificate
+from tests.harness import until
+from tests.operator.admission.reviews import NAME, ApiServersWebhook, write_pair
+from tests.operator.apiserver import ApiServer, Body, bound_to, put_policy
+from tests.operator.injection.pods import DEFAULTS, policy_body, pytorch_job
+from tests.operator.reconcile.samples import Sidecar, pod_body, pod_path
+from tests.operator.reconcile.serving import trusting
+
+SYSTEM = "keepstep-system"
+
+
+class Started:
+    """A component, and what it has logged."""
+
+    def __init__(self, child: asyncio.subprocess.Process) -> None:
+        self.child, self.log = child, list[str]()
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        assert self.child.stderr is not None
+        async for line in self.child.stderr:
+            self.log.append(line.decode(errors="replace"))
+
+    async def says(self, event: str) -> Body:
+        """The line of its log with this event."""
+
+        def line() -> Body | None:
+            lines = [json.loads(one) for one in self.log if one.startswith("{")]
+            found = next((one for one in lines if one["event"] == event), None)
+            assert found or not self._reading.done(), f"it ended: {''.join(self.log)[-2000:]}"
+            return found
+
+        found: Body = await until(line, what=f"{event} in its log")
+        return found
+
+    async def readyz(self, port: int, path: str = "/readyz") -> int:
+        url = f"http://127.0.0.1:{port}{path}"
+        async with aiohttp.ClientSession() as session, session.get(url) as answer:
+            return answer.status
+
+    def memory_mib(self) -> float:
+        return float(psutil.Process(self.child.pid).memory_info().rss) / (1 << 20)
+
+    async def end(self) -> None:
+        """SIGTERM, after which it ends without an error."""
+        self.child.send_signal(signal.SIGTERM)
+        await self.ended()
+
+    async def ended(self) -> None:
+        async with asyncio.timeout(10):
+            assert await self.child.wait() == 0
+            await self._reading
+        assert '"event": "ended"' in self.log[-1], self.log[-20:]
+        assert "Traceback" not in "".join(self.log)
+
+    async def close(self) -> None:
+        if self.child.returncode is None:
+            self.child.kill()
+        await self.child.wait()
+        await self._reading
+
+
+@asynccontextmanager
+async def started(
+    server: ApiServer, tls: Path, component: str, *options: str, **environment: str
+) -> AsyncIterator[Started]:
+    """`server` runs already; `tls` has the certificate."""
+    settings = {
+        "KUBECONFIG": str(server.kubeconfig(tls)),
+        "KEEPSTEP_NAMESPACE": SYSTEM,
+        "KEEPSTEP_TLS_DIR": str(tls),
+        "KEEPSTEP_PORT": "0",
+        "KEEPSTEP_METRICS_PORT": "0",
+    }
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "keepstep_operator.cli", component, *options,
+        stderr=asyncio.subprocess.PIPE, env={**os.environ, **settings, **environment},
+    )  # fmt: skip
+    component_ = Started(child)
+    try:
+        yield component_
+    finally:
+        await component_.close()
+
+
+class Reconciler:
+    """A reconciler, one pod with its token, and what its reports are answered."""
+
+    def __init__(self, server: ApiServer, process: Started, port: int, trust: ssl.SSLContext):
+        self.server, self.process, self.port = server, process, port
+        self._trust = trust
+
+    async def report(self, body: bytes, *, token: str = "good") -> tuple[int, Body]:
+        """Status and answer."""
+        url = f"https://127.0.0.1:{self.port}/v1/reports"
+        headers = {"Authorization": f"Bearer {token}"}
+        connector = aiohttp.TCPConnector(ssl=self._trust)
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.post(url, data=body, headers=headers) as answer,
+        ):
+            return answer.status, await answer.json()
+
+
+@asynccontextmanager
+async def reconciler(directory: Path) -> AsyncIterator[Reconciler]:
+    server = ApiServer(tokens={"good": bound_to("team", "gpt-worker-0", "pod-0")})
+    server.objects[pod_path("gpt-worker-0")] = pod_body(0)
+    trust = trusting(make_certificate(directory))
+    async with server.running(), started(server, directory, "reconcile") as process:
+        ports = await process.says("listening")
+
+        async def is_ready() -> bool:
+            return await process.readyz(ports["metrics_port"]) == 200
+
+        await until(is_ready, what="reconcile's readiness")
+        yield Reconciler(server, process, ports["port"], trust)
+
+
+class Admission:
+    """Admission, and an API server's client of its webhook."""
+
+    def __init__(
+        self, server: ApiServer, process: Started, ports: Body, webhook: ApiServersWebhook
+    ) -> None:
+        self.server, self.process, self.port, self.webhook = server, process, ports["port"], webhook
+        self._metrics_port = ports["metrics_port"]
+
+    async def says_ready(self, status: int) -> None:
+        async def does() -> bool:
+            return await self.process.readyz(self._metrics_port) == status
+
+        await until(does)
+
+
+@asynccontextmanager
+async def admission(directory: Path, *options: str) -> AsyncIterator[Admission]:
+    day, now = timedelta(days=1), datetime.now(UTC)
+    authority = make_authority("test", now=now, life=10 * day)
+    tls = write_pair(directory / "tls", sign_leaf(authority, names=(NAME,), now=now, life=day))
+    server = ApiServer()
+    server.put(
+        CONFIG_MAPS,
+        {
+            "metadata": {"name": "keepstep-reports-ca", "namespace": SYSTEM},
+            "data": {"ca.crt": DEFAULTS.reports_ca},
+        },
+    )
+    settings = {
+        "KEEPSTEP_SIDECAR_IMAGE": DEFAULTS.sidecar_image,
+        "KEEPSTEP_HOST_PATHS": "/mnt/nvme0 /var/lib/keepstep",
+    }
+    async with (
+        server.running(),
+        started(server, tls, "admission", *options, **settings) as process,
+    ):
+        ports = await process.says("listening")
+        async with ApiServersWebhook(ports["port"], bundle=authority.certificate) as webhook:
+            made = Admission(server, process, ports, webhook)
+            await made.says_ready(200)
+            yield made
+
+
+# --- their readiness and their end ---------------------------------------------------------------
+
+
+async def test_a_reconciler_without_an_api_server_waits_for_it_and_ends_on_sigterm(
+    tmp_path: Path,
+) -> None:
+    server = ApiServer(broken=1_000_000)
+    make_certificate(tmp_path)
+    async with server.running(), started(server, tmp_path, "reconcile") as process:
+        port = (await process.says("listening"))["metrics_port"]
+        assert await process.readyz(port, "/healthz") == 200
+        assert await process.readyz(port) == 503
+        await process.end()
+
+
+async def test_at_its_end_admission_answers_what_is_under_way_and_what_still_comes(
+    tmp_path: Path,
+) -> None:
+    policy = ("GET", "/apis/keepstep.dev/v1alpha1/namespaces/team-a/checkpointpolicies/default")
+    async with admission(tmp_path, "--drain", "0.5") as running:
+        waiting = asyncio.create_task(running.webhook.create(pytorch_job()))
+        await until(lambda: policy in running.server.calls())
+        running.process.child.send_signal(signal.SIGTERM)
+        await running.says_ready(503)
+        late = asyncio.create_task(running.webhook.create(pytorch_job("master", rank=0)))
+        await until(lambda: running.server.calls().count(policy) == 2)
+        put_policy(running.server, policy_body())
+        for created, _ in (await waiting, await late):
+            assert parse_pod(created).has_sidecar
+        await running.process.ended()
+
+
+async def test_of_two_reconcilers_one_works_and_the_other_is_ready_to_and_does_when_it_ends(
+    tmp_path: Path,
+) -> None:
+    server = ApiServer()
+    for name in ("a", "b"):
+        server.put(PODS, {"metadata": {"name": name, "namespace": SYSTEM, "labels": {}}})
+    make_certificate(tmp_path)
+    words = ("reconcile", "--lease", "reconcile", "--pod-name")
+    async with server.running(), started(server, tmp_path, *words, "a") as first:
+        await first.says("listening")
+        async with started(server, tmp_path, *words, "b") as second:
+            port = (await second.says("standing by"))["metrics_port"]
+            assert await second.readyz(port) == 200
+            await first.end()
+            await second.says("listening")
+            pod = pod_path("b", SYSTEM)
+            await until(
+                lambda: (
+                    server.objects[pod]["metadata"]["labels"].get("keepstep.dev/leader") == "true"
+                )
+            )
+
+
+async def test_a_reply_carries_the_authority_that_reports_are_to_trust(tmp_path: Path) -> None:
+    (tmp_path / "ca.crt").write_text(DEFAULTS.reports_ca)  # of the Secret of the certificate
+    async with reconciler(tmp_path) as running:
+        status, reply = await running.report(msgspec.json.encode(Sidecar(rank=0, world=1).report()))
+        assert (status, reply["authorities"]) == (200, DEFAULTS.reports_ca)
+
+
+async def test_writes_of_a_replica_that_may_not_lead_any_more_never_leave_it() -> None:
+    server, leads = ApiServer(), True
+    async with server.running(), FencedClient(server.access, may_write=lambda: leads) as client:
+        body = {"metadata": {"name": "gpt", "namespace": "team"}}
+        await client.create(RUNS, body, namespace="team")
+        leads = False
+        await client.get(RUNS, "gpt", namespace="team")
+        review = {"spec": {"audiences": [AUDIENCE], "token": "any"}}
+        await client.create(TOKEN_REVIEWS, review)
+        before = len(server.requests)
+        for write in (
+            client.create(RUNS, body, namespace="team"),
+            client.patch(RUNS, "gpt", {}, namespace="team"),
+            client.delete(RUNS, "gpt", namespace="team"),
+        ):
+            with pytest.raises(KubeError, match="another replica"):
+                await write
+        assert len(server.requests) == before
+
+
+# --- what one pod or a stranger cannot do ---------------------------------------------------------
+
+
+async def test_the_pace_that_a_reply_asks_for_is_enforced(tmp_path: Path) -> None:
+    sidecar = Sidecar(rank=0, world=1)
+    async with reconciler(tmp_path) as running:
+        bodies = [msgspec.json.encode(sidecar.report()) for _ in range(20)]
+        statuses = [(await running.report(body))[0] for body in bodies]
+        assert statuses[0] == 200
+        assert statuses.count(429) >= 10, statuses
+
+
+def _forged(number: int) -> str:
+    """As a kubelet's token looks, but signed by nobody."""
+    claims = {
+        "aud": ["reports.keepstep.dev"],
+        "exp": int(time.time()) + 3600,
+        "kubernetes.io": {"namespace": "evil", "pod": {"name": "p", "uid": f"u-{number}"}},
+    }
+    parts = [{"alg": "RS256"}, claims, {"signature": number}]
+    encoded = [base64.urlsafe_b64encode(json.dumps(one).encode()) for one in parts]
+    return b".".join(one.rstrip(b"=") for one in encoded).decode()
+
+
+async def test_wrong_tokens_do_not_flood_the_api_server(tmp_path: Path) -> None:
+    async with reconciler(tmp_path) as running:
+        wrong = [running.report(b"{}", token=_forged(number)) for number in range(250)]
+        assert {status for status, _ in await asyncio.gather(*wrong)} <= {401, 429}
+        reviews = len(running.server.asked("POST", "/tokenreviews"))
+        assert reviews <= 60, f"{reviews} TokenReviews for 250 wrong tokens"
+
+
+_UNCHECKED = ssl.create_default_context()
+_UNCHECKED.check_hostname, _UNCHECKED.verify_mode = False, ssl.CERT_NONE
+
+
+def _idle(port: int, count: int) -> list[ssl.SSLSocket]:
+    """TLS connections that never send a whole request, until the server has refused some."""
+    held: list[ssl.SSLSocket] = []
+    refused = 0
+    while len(held) < count and refused < 12:
+        try:
+            raw = socket.create_connection(("127.0.0.1", port), timeout=2)
+        except OSError:
+            refused += 1
+            continue
+        try:
+            held.append(_UNCHECKED.wrap_socket(raw))
+            held[-1].sendall(b"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bea")
+            held[-1].setblocking(False)
+        except OSError:
+            raw.close()
+            refused += 1
+    return held
+
+
+def _is_open(one: ssl.SSLSocket) -> bool:
+    """Whether the server has not ended it."""
+    try:
+        return one.recv(4096) != b""
+    except ssl.SSLWantReadError:
+        return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("component", [reconciler, admission])
+async def test_idle_connections_fill_no_component(
+    component: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    async with component(tmp_path) as running:
+        memory_mib = running.process.memory_mib()
+        connections = await asyncio.to_thread(_idle, running.port, 300)
+        try:
+            grown_mib = running.process.memory_mib() - memory_mib
+            assert grown_mib <= 32, f"{grown_mib:.0f} MiB for {len(connections)} connections"
+            await until(lambda: sum(map(_is_open, connections)) <= 16, within_s=6.0)
+        finally:
+            for one in connections:
+                one.close()
+
+
+async def _unfinished_reviews(
+    port: int, count: int, *, sent_bytes: int
+) -> list[asyncio.StreamWriter]:
+    """Bodies of four sources that are longer than what comes of them."""
+    head = f"POST /inject HTTP/1.1\r\nHost: x\r\nContent-Length: {sent_bytes + 1}\r\n\r\n".encode()
+    found = []
+    for number in range(count):
+        source = f"127.0.2.{1 + number % 4}", 0
+        _, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=_UNCHECKED, local_addr=source
+        )
+        writer.write(head + b" " * sent_bytes)
+        found.append(writer)
+    return found
+
+
+async def test_what_strangers_send_as_reviews_does_not_fill_admission(tmp_path: Path) -> None:
+    """Whoever reaches the port is read: the API server shows no certificate."""
+    async with admission(tmp_path) as running:
+        put_policy(running.server, policy_body())
+        before_mib = most_mib = running.process.memory_mib()
+        senders = await _unfinished_reviews(running.port, 60, sent_bytes=3 << 20)
+
+        def all_are_taken_or_ended() -> bool:
+            nonlocal most_mib
+            most_mib = max(most_mib, running.process.memory_mib())
+            return not any(one.transport.get_write_buffer_size() for one in senders)
+
+        await until(all_are_taken_or_ended, what="the bodies")
+        created, warnings = await running.webhook.create(pytorch_job())
+        assert "keepstep-sidecar" in json.dumps(created), warnings
+        for one in senders:
+            one.transport.abort()
+        assert most_mib - before_mib <= 96, f"{most_mib - before_mib:.0f} MiB"
