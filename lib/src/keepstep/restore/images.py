@@ -351,10 +351,8 @@ class WindowReader:
     reader.
     """
 
-    def __init__(
-        self, link: Session, id: StepId, frames: int = FRAMES, *, timeout_s: float = CHUNKS_S
-    ) -> None:
-        request = WindowRequest(lease=link.lease, frames=frames)
+    def __init__(self, link: Session, id: StepId, *, timeout_s: float = CHUNKS_S) -> None:
+        request = WindowRequest(lease=link.lease, frames=FRAMES)
         window = link.call("/v1/window", request, Window, timeout_s=_CALL_S)
         self._link, self._id, self._timeout_s = link, id, timeout_s
         self._half = max(1, window.frames // 2)

@@ -338,9 +338,7 @@ class Tensors:
             return self.fresh(name)
         return self.made(saved, here.tensor.device, like=here.live, own=here.own)
 
-    def fresh(
-        self, name: str, device: torch.device | None = None, *, like: Tensor | None = None
-    ) -> Tensor | None:
+    def fresh(self, name: str) -> Tensor | None:
         """A new tensor for the saved tensor of that name, see `made`; None if there is no such
         saved tensor.
         """
@@ -348,7 +346,7 @@ class Tensors:
         if saved is None:
             self.differ(f"{name}: named by the checkpoint's tree, but in none of its images")
             return None
-        return self.made(saved, device, like=like)
+        return self.made(saved, None)
 
     def made(
         self,

@@ -340,7 +340,7 @@ class Agent:
             self.put_back()
         self._ensure_thread()
 
-    def settle(self, *, timeout_s: float = _COPY_S, decided: bool) -> None:
+    def settle(self, *, decided: bool) -> None:
         """The fence: return when the pending image no longer reads the live tensors.
 
         `decided=False`: an accelerator may come to the comparison of the fingerprints later. What
@@ -355,11 +355,11 @@ class Agent:
             pending.fence()
             if decided:
                 self._ensure_thread()
-                pending.judged.wait(timeout_s)
+                pending.judged.wait(_COPY_S)
             return
-        if not self._await_copy(pending, timeout_s):
-            self.warn("slow-copy", f"step {pending.step}: the copy takes over {timeout_s:.0f} s")
-            pending.finish(Verdict.LOST, f"the copy took over {timeout_s:.0f} s")
+        if not self._await_copy(pending, _COPY_S):
+            self.warn("slow-copy", f"step {pending.step}: the copy takes over {_COPY_S:.0f} s")
+            pending.finish(Verdict.LOST, f"the copy took over {_COPY_S:.0f} s")
             return
         pending.judge()
 

@@ -390,9 +390,9 @@ def empty(
     return torch.empty_permuted(shape, order, dtype=dtype, device=device)
 
 
-def leaves_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Node]]:
+def leaves_of(node: Any) -> Iterator[tuple[tuple[Any, ...], Node]]:
     """Every tensor and value node with the keys that lead to it."""
-    left = [(path, node)]
+    left: list[tuple[tuple[Any, ...], Any]] = [((), node)]
     while left:
         path, node = left.pop()
         kind = node[0]
