@@ -189,10 +189,9 @@ class Collective:
         while True:
             decision = self._choose(votes, excluded, failures)
             epoch = decision.epoch(ballots[0].nonce)
-            self._say_suspects(decision)
-            self._say_lent(decision)
+            for text in _news(decision, votes) if self._rank == 0 and not self._quiet else ():
+                log.warning("keepstep: %s", text)
             if decision.id is None:
-                self._say_incomplete(decision, votes)
                 begin_anew(self._gather)
                 return Agreed(epoch, self._stage_every)
             restoring = begin(decision)
@@ -217,49 +216,6 @@ class Collective:
             if not failures:
                 raise
             raise type(error)(text) from error
-
-    def _say_incomplete(self, decision: Decision, votes: list[Candidates]) -> None:
-        if self._rank != 0 or self._quiet:
-            return
-        if left := "; ".join(dict.fromkeys(vote.never_whole for vote in votes if vote.never_whole)):
-            log.warning(
-                "keepstep: the run begins at step 0: there are %s, which were never whole, because"
-                " not every rank saved them",
-                left,
-            )
-        if decision.incomplete:
-            log.warning(
-                "keepstep: beginning anew without %s: only some ranks hold it",
-                ", ".join(map(str, decision.incomplete)),
-            )
-        if decision.lost is not None:
-            gone = any(vote.fleeting for vote in votes)
-            log.warning(
-                "keepstep: the run begins again at step 0: of step %s, a part %s",
-                decision.lost,
-                "went for good with the pod or the drive that held it"
-                if gone
-                else "is out of reach, and a person asked to begin again",
-            )
-
-    def _say_lent(self, decision: Decision) -> None:
-        if self._rank == 0 and not self._quiet and decision.id is not None and any(decision.lent):
-            lacking = [str(rank) for rank, lent in enumerate(decision.lent) if lent]
-            log.warning(
-                "keepstep: step %s is out of reach of rank %s: rank %s sends it, of what is left",
-                decision.id,
-                few(lacking, _RANKS_NAMED),
-                few([str(rank) for rank in decision.lenders], _RANKS_NAMED),
-            )
-
-    def _say_suspects(self, decision: Decision) -> None:
-        if decision.suspects and decision.id is not None and self._rank == 0 and not self._quiet:
-            log.warning(
-                "keepstep: going back to step %d: the script failed twice within %d steps after"
-                " step %s was restored, or one before it. To go on from there nonetheless, name it"
-                " (--restore-from, spec.restoreFrom) or pin it",
-                *(decision.id.step, WITHIN, max(decision.suspects)),
-            )
 
     def _together(self, restoring: Restore) -> list[str]:
         """Go through all stages; each begins once all ranks have finished the one before.
@@ -333,6 +289,40 @@ class Collective:
         everyone: list[Any] = [None] * self._world
         torch.distributed.all_gather_object(everyone, mine)
         return everyone
+
+
+def _news(decision: Decision, votes: list[Candidates]) -> Iterator[str]:
+    """What the user should know of a decision."""
+    if decision.id is None:
+        if left := "; ".join(dict.fromkeys(vote.never_whole for vote in votes if vote.never_whole)):
+            yield (
+                f"the run begins at step 0: there are {left}, which were never whole, because not"
+                " every rank saved them"
+            )
+        if decision.incomplete:
+            named = ", ".join(map(str, decision.incomplete))
+            yield f"beginning anew without {named}: only some ranks hold it"
+        if decision.lost is not None:
+            gone = any(vote.fleeting for vote in votes)
+            yield f"the run begins again at step 0: of step {decision.lost}, a part " + (
+                "went for good with the pod or the drive that held it"
+                if gone
+                else "is out of reach, and a person asked to begin again"
+            )
+        return
+    if decision.suspects:
+        yield (
+            f"going back to step {decision.id.step}: the script failed twice within {WITHIN} steps"
+            f" after step {max(decision.suspects)} was restored, or one before it. To go on from"
+            " there nonetheless, name it (--restore-from, spec.restoreFrom) or pin it"
+        )
+    if any(decision.lent):
+        lacking = few([str(at) for at, lent in enumerate(decision.lent) if lent], _RANKS_NAMED)
+        lenders = few([str(rank) for rank in decision.lenders], _RANKS_NAMED)
+        yield (
+            f"step {decision.id} is out of reach of rank {lacking}: rank {lenders} sends it, of"
+            " what is left"
+        )
 
 
 def _votes(ballots: list[_Ballot]) -> list[Candidates]:
