@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Shard
 from keepstep.errors import MismatchError, UsageError, WithinStepError
 from keepstep.integrations import require, require_torch
 from keepstep.state import sharding
-from keepstep.state.wrappers import Flat, Replicated
+from keepstep.state.wrappers import Flat, Replicated, copy_options
 
 require("deepspeed", importlib.metadata.version("deepspeed"), at_least="0.19", below="0.20")
 
@@ -221,7 +221,7 @@ class _Partitions(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        _copy_options(self._inner, self)
+        copy_options(self._inner, self)
         self.state.clear()
         for part in self._parts:
             for key, value in self._inner.state.get(part.flat, {}).items():
@@ -231,7 +231,7 @@ class _Partitions(torch.optim.Optimizer):
 
     def settle(self) -> None:
         """Hand the optimizer inside what a restore gave to this one."""
-        _copy_options(self, self._inner)
+        copy_options(self, self._inner)
         for part in self._parts:
             state = self._inner.state[part.flat]
             for key, value in self.state.get(part.vector, {}).items():
@@ -252,11 +252,6 @@ def _flat_sizes(zero: Any) -> list[int]:
         return [sum(one.numel() for one in group) for group in zero.bf16_groups]
     ends = zip(zero.round_robin_bit16_offsets, zero.round_robin_bit16_meta, strict=True)
     return [offsets[-1] + metas[-1].numel() for offsets, metas in ends]
-
-
-def _copy_options(source: Any, target: Any) -> None:
-    for one, other in zip(source.param_groups, target.param_groups, strict=True):
-        other.update({key: value for key, value in one.items() if key != "params"})
 
 
 class _Counters:

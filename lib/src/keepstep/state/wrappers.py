@@ -79,7 +79,7 @@ def after_loading(components: Mapping[str, Any]) -> None:
     """Update the wrappers after what they wrap was loaded."""
     for component in components.values():
         if is_zero(component):
-            _copy_groups(component.optim, component)
+            copy_options(component.optim, component)
 
 
 def is_deepspeed(component: Any) -> bool:
@@ -114,11 +114,11 @@ def _own_part(optimizer: Any) -> Any:
             "a ZeroRedundancyOptimizer with overlap_with_ddp=True cannot be kept: its state does"
             " not exist before the third step; make it without"
         )
-    _copy_groups(optimizer, part)
+    copy_options(optimizer, part)
     return part
 
 
-def _copy_groups(source: Any, target: Any) -> None:
+def copy_options(source: Any, target: Any) -> None:
     """Copy options such as learning rates, as `ZeroRedundancyOptimizer.step` itself does."""
     for one, other in zip(source.param_groups, target.param_groups, strict=True):
         other.update({key: value for key, value in one.items() if key != "params"})
