@@ -11,11 +11,6 @@ These rules must hold:
 - A step is kept once Trainer is done with it, including log, evaluation and its own checkpoint. The
   last step of an epoch is kept once the epoch is over.
 - Random states are set where Trainer would set them: after the batches that are left out.
-
-A subclass of Trainer and its callbacks know more than Trainer's own state. Trainer has no place for
-it, so no checkpoint of Trainer's holds it either. For TRL's trainers, a table names the attributes
-to keep. For all others, `Watch` compares attributes between steps, so that what changes and is not
-kept is named while the first life still trains.
 """
 
 from __future__ import annotations
@@ -53,6 +48,14 @@ from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
 
+# --- what a trainer knows beside Trainer's own state ----------------------------------------------
+#
+# A subclass of Trainer and its callbacks know more. Trainer has no place for it, so no checkpoint
+# of Trainer's holds it either. For TRL's trainers, a table names the attributes to keep. For all
+# others, `_Watch` compares attributes between steps, so that what changes and is not kept is named
+# while the first life still trains.
+
+
 _SUMS = ("_metrics", "_total_train_tokens")
 _ROLLOUTS = ("_step", "_buffered_inputs", "_metrics", "_current_train_step_time")
 _ENTROPY = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
@@ -79,13 +82,13 @@ _LIBRARIES = frozenset(
         *("tqdm", "rich", "logging", "threading", "_thread", "_io", "builtins", "wandb", "vllm"),
     }
 )
-"""Packages into whose objects `Watch` does not look."""
+"""Packages into whose objects `_Watch` does not look."""
 
 _DEPTH, _ITEMS, _PARAMETERS, _ELEMENTS = 4, 32, 4, 16
 _SHOWN = 8
 
 
-class OwnState:
+class _OwnState:
     """The attributes of one of TRL's trainers that its next step depends on."""
 
     def __init__(self, trainer: Any) -> None:
@@ -100,7 +103,7 @@ class OwnState:
             setattr(self._trainer, name, value)
 
 
-def reference_model(trainer: Any) -> nn.Module | None:
+def _reference_model(trainer: Any) -> nn.Module | None:
     """The reference model that TRL's `sync_ref_model` trains along; None if it stays as it is."""
     for one in trainer.callback_handler.callbacks:
         if _is_sync(one):
@@ -109,7 +112,7 @@ def reference_model(trainer: Any) -> nn.Module | None:
     return None
 
 
-def is_trls(trainer: Any) -> bool:
+def _is_trls(trainer: Any) -> bool:
     """Whether it is a trainer of TRL, or derives from one."""
     return any(one.__module__.partition(".")[0] == "trl" for one in type(trainer).__mro__)
 
@@ -124,7 +127,7 @@ def _names_of(kind: type) -> Iterator[str]:
             yield from TRL.get(one.__name__, ())
 
 
-class Watch:
+class _Watch:
     """Names once what changes between two steps and is in none of them.
 
     It compares after 1, 2, 4, 8 ... steps of a life, and the state of a model by a few of its
@@ -329,7 +332,7 @@ class _Training(Training):
         )
         self.loader: Any = None
         self.prepared: Any = None
-        self.watch: Watch | None = None
+        self.watch: _Watch | None = None
         self.taken_up = self.epoch_over = False
         self.updates_per_epoch = self.logged = self.logged_bytes = 0
         self.seconds_before, self.started = 0.0, time.monotonic()
@@ -363,8 +366,8 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         others = {
             "scheduler": self.lr_scheduler,
             "scaler": self.accelerator.scaler,
-            "reference": reference_model(self),
-            "own": own if (own := OwnState(self)).names else None,
+            "reference": _reference_model(self),
+            "own": own if (own := _OwnState(self)).names else None,
         }
         return components | {name: one for name, one in others.items() if one is not None}
 
@@ -412,7 +415,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         if self.checkpointer is not None and self.checkpointer.epoch is not None:
             if training.speaks:
                 mine = type(self).keepstep_components is KeepstepTrainerMixin.keepstep_components
-                training.watch = Watch(self, components.values(), own=mine)
+                training.watch = _Watch(self, components.values(), own=mine)
             loaders.tell_of_draws(_torchs(training.loader))
         if at is None:
             kept.update(epoch=begin[0], begun_at=begin[0] * num_update_steps_per_epoch)
@@ -670,7 +673,7 @@ def _refuse(trainer: Any) -> None:
             raise UsageError(
                 f"{kind.__name__} has a {name} of its own, which keepstep cannot follow"
             )
-    if is_trls(trainer):
+    if _is_trls(trainer):
         require("trl", importlib.metadata.version("trl"), at_least="1.16", below="1.17")
     if trainer.is_deepspeed_enabled:
         raise UsageError(
