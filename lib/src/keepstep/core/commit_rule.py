@@ -436,8 +436,7 @@ class Tally:
 
 class Answers:
     """What one node answered for its ranks on one tier. `of`: by answer, a bitmap. `gone`: ranks
-    for which the node had answered before it, or the rank, was gone.
-    """
+    for which the node had answered before it, or the rank, was gone."""
 
     __slots__ = ("gone", "of")
 

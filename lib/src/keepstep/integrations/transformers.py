@@ -267,8 +267,7 @@ _PROGRESS = (
     "best_model_checkpoint",
 )
 """The progress in TrainerState. Everything else in it follows from the arguments, or belongs to
-this process.
-"""
+this process."""
 
 _FREE = (
     *("output_dir", "logging_", "eval_", "save_", "hub_", "push_to_hub", "report_to", "run_name"),
@@ -375,8 +374,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """Like Trainer's, but goes on from the run's newest step. `resume_from_checkpoint` counts
-        only if the run holds no step.
-        """
+        only if the run holds no step."""
         _refuse(self)
         self._keepstep = training = _Training(self)
         if training.leaves_alone("resume_from_checkpoint", resume_from_checkpoint):
@@ -400,8 +398,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         trial: Any,
     ) -> tuple[int, int]:
         """Where to begin. Everything that is restored must exist by then, so it is prepared and
-        restored first.
-        """
+        restored first."""
         if trial is not None:
             raise UsageError("keepstep keeps one training, and no search of hyperparameters")
         begin: tuple[int, int] = super()._init_training_state(
@@ -518,8 +515,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         """Make the last step durable before `load_best_model_at_end` changes the weights. If that
-        fails, the error is raised once Trainer is done.
-        """
+        fails, the error is raised once Trainer is done."""
         self._take_up_sums()
         self._load_rng_state(_RESUMED if self._now.at is not None else None)
         self._note()
@@ -582,8 +578,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
 
     def _stateful_callbacks(self) -> list[Any]:
         """The callbacks that have a state. Trainer restores them only on request, and makes new
-        objects. Here the same objects stay, with the script's arguments.
-        """
+        objects. Here the same objects stay, with the script's arguments."""
         return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
 
     def _take_up_state(self) -> None:
@@ -622,8 +617,7 @@ def _torchs(loader: Any) -> Any:
 
 def _appended(log: torch.Tensor, size_bytes: int, text: str) -> torch.Tensor:
     """Append `text` to `log`, whose first `size_bytes` are lines of ASCII text, followed by
-    zeros.
-    """
+    zeros."""
     end = size_bytes + len(text)
     if end > log.numel():
         # a tensor of another shape costs a new layout, so there is room for many lines

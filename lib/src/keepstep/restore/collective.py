@@ -67,8 +67,7 @@ Gather = Callable[[Any], list[Any]]
 
 class Agreed(NamedTuple):
     """The epoch that begins. `restoring` restored its parent step; None if there was nothing to
-    restore.
-    """
+    restore."""
 
     epoch: Epoch
     stage_every: int
@@ -82,16 +81,14 @@ class Agreed(NamedTuple):
 
 class Unkept(NamedTuple):
     """There was nothing to restore, and nothing can be kept. `reason`: which ranks have no sidecar;
-    '' if no rank has one.
-    """
+    '' if no rank has one."""
 
     reason: str = ""
 
 
 class _Failure(NamedTuple):
     """Why a stage failed on a rank. `again`: whether another step may succeed. `mismatch`: model
-    and checkpoint disagree, and will at the next start.
-    """
+    and checkpoint disagree, and will at the next start."""
 
     text: str
     again: bool
@@ -126,8 +123,7 @@ class Collective:
         quiet: bool = False,
     ) -> None:
         """`step`: the step to go back to; None for the newest. `quiet`: log nothing of a decision,
-        which another collective logs. `doing`: what takes time at the moment.
-        """
+        which another collective logs. `doing`: what takes time at the moment."""
         self._quiet = quiet
         self.doing = "waiting until all ranks have called it"
         self._session = session
@@ -336,8 +332,7 @@ def _votes(ballots: list[_Ballot]) -> list[Candidates]:
 
 def _without(ballots: list[_Ballot]) -> str:
     """Which ranks have no sidecar, and what to do; '' if every rank has one. The same on
-    all ranks.
-    """
+    all ranks."""
     named = [f"rank {rank} ({one.without})" for rank, one in enumerate(ballots) if one.without]
     if not named:
         return ""
@@ -370,8 +365,7 @@ def begin_epoch(
     asked: int | None = None,
 ) -> None:
     """Tell the sidecar which epoch begins, from which tier its parent step came, and the step that
-    the script `asked` for. Raises SidecarError.
-    """
+    the script `asked` for. Raises SidecarError."""
     request = RestoredRequest(
         lease=link.lease, epoch=epoch, tier=tier, seconds=seconds, asked=asked
     )
@@ -380,8 +374,7 @@ def begin_epoch(
 
 def _beside(future: Future[T], work: Callable[[], T]) -> threading.Thread:
     """A daemon thread that runs `work`. It does not keep the process from ending (at Ctrl-C, for
-    example).
-    """
+    example)."""
 
     def run() -> None:
         try:

@@ -64,8 +64,7 @@ class Refill:
 
     def placed(self, saved: Any) -> Any:
         """What belongs in the place of `saved`: its live object, refilled, or itself, if there is
-        none. What is inside is placed, too.
-        """
+        none. What is inside is placed, too."""
         kind = type(saved)
         if kind in _ATOMS:
             return saved

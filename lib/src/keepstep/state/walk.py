@@ -301,8 +301,7 @@ class Walker:
 
     def _owners_of(self, name: str) -> dict[str, _Owner]:
         """The owner of each parameter's state, by the path of that state in the optimizer's
-        tree.
-        """
+        tree."""
         owners = {}
         named: list[tuple[str, tuple[int, ...]]] = []
         for index, parameter in enumerate(self.held[name]):
@@ -420,8 +419,7 @@ class Walker:
 
     def _parts(self, tree: Any, path: str) -> Node:
         """The tensors in which a wrapper keeps its values. They are copied at once, because torch
-        does not move their version counters.
-        """
+        does not move their version counters."""
         was, self._wrapped = self._wrapped, True
         if not was:
             self._check_parts(tree, path)
@@ -432,8 +430,7 @@ class Walker:
 
     def _check_parts(self, tree: Any, path: str) -> None:
         """Check that the parts are those of the module itself, because a restore fills the
-        parts.
-        """
+        parts."""
         if self._there is None:  # once per component: there may be many
             tensors = (*self._inner.parameters(), *self._inner.buffers())
             plains = (plain for one in tensors for _, plain in plain_tensors(one, path))
@@ -466,8 +463,7 @@ class Walker:
 
     def _is_node(self, tree: deque[Any]) -> bool:
         """Whether it does not belong in the extras. A growing deque may hold any number of small
-        tensors there, which change no layout; but not if their memory is that of other tensors.
-        """
+        tensors there, which change no layout; but not if their memory is that of other tensors."""
         if self.follows_all or any(map(_is_large, tree)):
             return True
         self._small |= {_storage_of(one) for one in tree if isinstance(one, Tensor)}
@@ -610,8 +606,7 @@ class Walker:
         self, live: Tensor, local: Tensor, path: str, told: str
     ) -> tuple[Sharing | None, Claim]:
         """How this tensor is shared with other ranks, and the claim on which its name rests.
-        `told`: its path before it was made a name of its own.
-        """
+        `told`: its path before it was made a name of its own."""
         owner = self._owner
         if live is not local:
             sharing = sharding.sharing_of(live, path)
@@ -627,8 +622,7 @@ class Walker:
 
     def _beside(self, owner: _Owner, local: Tensor) -> tuple[Sharing | None, Claim]:
         """State of a parameter that is not sharded. If several ranks have such state, it is the
-        same on all of them. A sharded optimizer has it on one rank only.
-        """
+        same on all of them. A sharded optimizer has it on one rank only."""
         holders = self._topology.holders.get((owner.path, owner.members))
         if owner.members is None or holders is None:
             return None, (owner.path, None)
@@ -640,8 +634,7 @@ class Walker:
 class Again(Walker):
     """A walk beside an earlier one, which collects new values as long as every tensor is the one
     that was there, unchanged but for its elements. It costs a fraction of a walk, and the training
-    thread pays for one at each save.
-    """
+    thread pays for one at each save."""
 
     def __init__(self, before: Taken, *, loose: Loose = NOWHERE) -> None:
         super().__init__({}, ALONE, loose=loose)
@@ -710,8 +703,7 @@ class Again(Walker):
 
     def _is_small(self, tree: Any) -> bool:
         """Whether small tensors alone make this no value. The places of values have no names here:
-        where there are loose ones, each may hold small tensors.
-        """
+        where there are loose ones, each may hold small tensors."""
         return self._formed and type(tree) is Tensor and not _is_large(tree)
 
     def _is_loose(self, child: Any, path: str, key: object) -> bool:
@@ -823,8 +815,7 @@ def _tree_of(name: str, component: Any) -> Any:
 
 def _same_on(ranks: Members, local: Tensor) -> Sharing | None:
     """The sharing of a tensor that each of `ranks` has whole. None if `ranks` is None or a single
-    rank.
-    """
+    rank."""
     if ranks is None or len(ranks) == 1:
         return None
     shape = tuple(local.shape)
