@@ -32,7 +32,7 @@ from keepstep.core.shard import Shard
 from keepstep.dcp.metadata import Tree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras
-from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
+from keepstep.image.codecs import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
 from keepstep.image.manifest import PAGE_BYTES, Manifest, seal_for_disk
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
 from keepstep.state.leaves import build, check_values, leaves_of

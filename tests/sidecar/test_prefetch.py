@@ -74,7 +74,7 @@ async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_al
         feed=lambda event: None,
     )
     waits = asyncio.Event()
-    sizing: Any = SimpleNamespace(grow=lambda slots, slot_set: waits.set())
+    allocator: Any = SimpleNamespace(grow=lambda slots, slot_set: waits.set())
     leases: Any = SimpleNamespace(of=lambda rank: "a lease")
     threads = ThreadPoolExecutor(4)
     prefetcher = Prefetcher(
@@ -82,7 +82,7 @@ async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_al
         committer,
         Fetcher(pool, committer, threads),
         changes=Changes(),
-        sizing=sizing,
+        allocator=allocator,
         leases=leases,
     )
     opened = asyncio.create_task(prefetcher.bring(AGREED, 0))

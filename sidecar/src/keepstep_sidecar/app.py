@@ -29,7 +29,7 @@ from keepstep_sidecar.config.sidecar import Config, OnLoss, Reporting
 from keepstep_sidecar.history import History
 from keepstep_sidecar.leases import Leases, Owner
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.allocator import Allocator, Sizing
+from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.directories import DirectoryLock, SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.report import report
@@ -124,8 +124,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         config.memory_dir, huge=config.huge_pages_dir, only_small=config.small_pages
     )
     slots = SlotPool(slot_directories, run=config.run)
-    allocator = Allocator(slot_directories, changes)
-    sizing = Sizing(config, slots, allocator=allocator, leases=leases)
+    allocator = Allocator(config=config, pool=slots, leases=leases, changes=changes)
     committer = Committer(
         volumes,
         slots,
@@ -156,7 +155,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         committer,
         fetcher,
         changes=changes,
-        sizing=sizing,
+        allocator=allocator,
         leases=leases,
     )
     restorer = Restorer(
@@ -175,7 +174,6 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         slots=slots,
         committer=committer,
         allocator=allocator,
-        sizing=sizing,
         leases=leases,
         restorer=restorer,
         changes=changes,
@@ -193,6 +191,8 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         slots=slots,
         allocator=allocator,
         committer=committer,
+        local_shards=committer.local_shards,
+        node=committer.node,
         remote_tiers=remote_tiers,
         image_sources=image_sources,
         chunk_buffers=chunk_buffers,

@@ -38,30 +38,22 @@ class Changes:
 
     async def until(self, reached: Callable[[], bool], *, timeout_s: float) -> bool:
         """Wait until `reached()`. Returns False if `timeout_s` pass first."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        while not reached():
-            left_s = deadline - loop.time()
-            if left_s <= 0:
-                return False
-            waiter = loop.create_future()
-            self._waiters.add(waiter)
-            timer = loop.call_later(left_s, _wake, waiter)
-            try:
-                await waiter
-            finally:
-                timer.cancel()
-                self._waiters.discard(waiter)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not reached():
+                    waiter = asyncio.get_running_loop().create_future()
+                    self._waiters.add(waiter)
+                    try:
+                        await waiter
+                    finally:
+                        self._waiters.discard(waiter)
+        except TimeoutError:
+            return reached()
         return True
 
     async def after(self, count: int, *, timeout_s: float) -> bool:
         """Wait until something has changed since `count`. Returns False if nothing did."""
         return await self.until(lambda: self.count != count, timeout_s=timeout_s)
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 # --- background tasks ------------------------------------------------------------------------
@@ -237,9 +229,26 @@ def for_each_chunk(
     are awaited first, so no thread touches any memory of theirs once this returns. Where there may
     be no more threads, those that could be started do all the work.
     """
-    crew, members = _Crew(work, count, niceness), list[threading.Thread]()
+    left, lock = iter(range(count)), threading.Lock()
+    errors, done = list[BaseException](), list[int]()
+
+    def take() -> int | None:
+        with lock:
+            return None if errors else next(left, None)
+
+    def run() -> None:
+        try:
+            if niceness:
+                yield_to_others(niceness)
+            while (index := take()) is not None:
+                work(index)
+                done.append(index)
+        except BaseException as error:
+            errors.append(error)
+
+    members: list[threading.Thread] = []
     for index in range(min(threads, count)):
-        member = threading.Thread(target=crew.run, name=f"keepstep-io-{index}")
+        member = threading.Thread(target=run, name=f"keepstep-io-{index}")
         try:
             member.start()
         except RuntimeError:  # a limit of this process, or of its container
@@ -249,35 +258,7 @@ def for_each_chunk(
         members.append(member)
     for member in members:
         member.join()
-    if crew.errors:
-        raise crew.errors[0]
-    if crew.done != count:  # a thread that ended in another way must not count as one that worked
-        raise RuntimeError(f"{crew.done} of {count} chunks were done")
-
-
-class _Crew:
-    """What the threads of one `for_each_chunk` share."""
-
-    def __init__(self, work: Callable[[int], object], count: int, niceness: int) -> None:
-        self._work = work
-        self._niceness = niceness
-        self._left = iter(range(count))
-        self._lock = threading.Lock()
-        self.errors: list[BaseException] = []
-        self.done = 0
-
-    def run(self) -> None:
-        try:
-            if self._niceness:
-                yield_to_others(self._niceness)
-            while (index := self._take()) is not None:
-                self._work(index)
-                with self._lock:
-                    self.done += 1
-        except BaseException as error:
-            with self._lock:
-                self.errors.append(error)
-
-    def _take(self) -> int | None:
-        with self._lock:
-            return None if self.errors else next(self._left, None)
+    if errors:
+        raise errors[0]
+    if len(done) != count:  # a thread that ended in another way must not count as one that worked
+        raise RuntimeError(f"{len(done)} of {count} chunks were done")

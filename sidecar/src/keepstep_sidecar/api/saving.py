@@ -54,7 +54,7 @@ from keepstep_sidecar.leases import (
     parse_layout,
 )
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.memory.allocator import Allocator, Sizing
+from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
 from keepstep_sidecar.restore.restorer import Restorer
 
@@ -71,7 +71,6 @@ class Saving:
     slots: SlotPool
     committer: Committer
     allocator: Allocator
-    sizing: Sizing
     leases: Leases
     restorer: Restorer
     changes: Changes
@@ -228,7 +227,7 @@ class Saving:
         if filling is not None and filling.slot_set is not slot_set and not request.filling:
             self._take_back(lease.rank)
         try:
-            slots.warning = self.sizing.fit(slots, slot_set, lease)
+            slots.warning = self.allocator.fit(slots, slot_set, lease)
         except NoMemoryError as error:
             slots.warning = str(error)
             self.changes.ring()
@@ -338,7 +337,7 @@ class Saving:
         for rank, slots in self.slots.ranks.items():
             lease, current = self.leases.of(rank), slots.current
             if lease is not None and current is not None and current.wanted < self.config.slots:
-                slots.warning = self.sizing.fit(slots, current, lease)
+                slots.warning = self.allocator.fit(slots, current, lease)
                 self.allocator.fill(current)
         self.plan_persists()
 

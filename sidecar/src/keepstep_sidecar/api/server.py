@@ -19,39 +19,13 @@ import struct
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 from aiohttp import web
 
 from keepstep.errors import KeepstepError
-from keepstep.wire.trainer import (
-    CandidatesRequest,
-    ChunksRequest,
-    DiscardRequest,
-    FailedRequest,
-    FlushRequest,
-    HeadersRequest,
-    LayoutRequest,
-    LeaseNews,
-    LeaseRequest,
-    OpenRequest,
-    OwnerRequest,
-    Problem,
-    RefusedRequest,
-    ReleaseRequest,
-    RestoredRequest,
-    SkippedRequest,
-    SlotRequest,
-    SourcesRequest,
-    StagedRequest,
-    StopRequest,
-    UncaughtRequest,
-    UnseenRequest,
-    WaitRequest,
-    WarningRequest,
-    WindowRequest,
-)
+from keepstep.wire.trainer import LeaseNews, LeaseRequest, Problem
 from keepstep_sidecar import connections
 from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.api.status import status, troubles
@@ -82,28 +56,28 @@ def application(service: Service, tasks: Tasks) -> web.Application:
     app.add_routes(
         [
             web.post("/v1/lease", routes.lease),
-            _post("/v1/unseen", UnseenRequest, service.unseen),
-            _post("/v1/layout", LayoutRequest, service.saving.layout),
-            _post("/v1/slot", SlotRequest, service.saving.slot),
-            _post("/v1/staged", StagedRequest, service.saving.staged),
-            _post("/v1/discard", DiscardRequest, service.saving.discard),
-            _post("/v1/release", ReleaseRequest, service.saving.release),
-            _post("/v1/skipped", SkippedRequest, service.saving.skipped),
-            _post("/v1/failed", FailedRequest, service.restoring.failed),
-            _post("/v1/warning", WarningRequest, service.saving.warning),
-            _post("/v1/uncaught", UncaughtRequest, service.saving.uncaught_error),
-            _post("/v1/refused", RefusedRequest, service.restoring.vote_refused),
-            _post("/v1/candidates", CandidatesRequest, service.restoring.candidates),
-            _post("/v1/restore", OpenRequest, service.restoring.open),
-            _post("/v1/restored", RestoredRequest, service.restoring.restored),
-            _post("/v1/sources", SourcesRequest, service.image_sources.sources),
-            _post("/v1/headers", HeadersRequest, service.image_sources.headers),
-            _post("/v1/window", WindowRequest, service.chunk_buffers.window),
-            _post("/v1/chunks", ChunksRequest, service.chunk_buffers.chunks),
-            _post("/v1/wait", WaitRequest, service.step_waits.wait),
-            _post("/v1/flush", FlushRequest, service.flush),
-            _post("/v1/owner", OwnerRequest, service.own),
-            _post("/v1/stop", StopRequest, service.stop),
+            _post("/v1/unseen", service.unseen),
+            _post("/v1/layout", service.saving.layout),
+            _post("/v1/slot", service.saving.slot),
+            _post("/v1/staged", service.saving.staged),
+            _post("/v1/discard", service.saving.discard),
+            _post("/v1/release", service.saving.release),
+            _post("/v1/skipped", service.saving.skipped),
+            _post("/v1/failed", service.restoring.failed),
+            _post("/v1/warning", service.saving.warning),
+            _post("/v1/uncaught", service.saving.uncaught_error),
+            _post("/v1/refused", service.restoring.vote_refused),
+            _post("/v1/candidates", service.restoring.candidates),
+            _post("/v1/restore", service.restoring.open),
+            _post("/v1/restored", service.restoring.restored),
+            _post("/v1/sources", service.image_sources.sources),
+            _post("/v1/headers", service.image_sources.headers),
+            _post("/v1/window", service.chunk_buffers.window),
+            _post("/v1/chunks", service.chunk_buffers.chunks),
+            _post("/v1/wait", service.step_waits.wait),
+            _post("/v1/flush", service.flush),
+            _post("/v1/owner", service.own),
+            _post("/v1/stop", service.stop),
             web.get("/v1/status", routes.status),
             web.get("/v1/history", routes.history),
             *metric_routes(service),
@@ -136,9 +110,9 @@ def metric_routes(service: Service) -> list[web.RouteDef]:
     return [web.get("/metrics", metrics), web.get("/healthz", healthz)]
 
 
-def _post(path: str, kind: type[Any], call: Callable[[Any], Any]) -> web.RouteDef:
-    """A route that decodes a `kind`, passes it to `call`, and encodes the result."""
-    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
+def _post(path: str, call: Callable[[Any], Any]) -> web.RouteDef:
+    """A route that decodes the `request` of `call`, passes it on, and encodes the result."""
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(get_type_hints(call)["request"])
 
     async def handle(request: web.Request) -> web.Response:
         result = call(await _read(request, decoder))
@@ -192,7 +166,7 @@ class _Routes:
         return response
 
     def _over(self, lease: Lease) -> bool:
-        return lease.ended or lease.died or self._service.ending
+        return lease.ended or lease.died or self._service.ended.is_set()
 
     async def status(self, request: web.Request) -> web.Response:
         return _json(await status(self._service))

@@ -78,6 +78,8 @@ class Service:
     slots: SlotPool
     allocator: Allocator
     committer: Committer
+    local_shards: LocalShards
+    node: Node
     remote_tiers: RemoteTiers
     image_sources: ImageSources
     chunk_buffers: ChunkBuffers
@@ -170,9 +172,9 @@ class Service:
         """Whether somebody removed the run's directory while the run neither trains nor is
         supervised: a new start is then to begin at step 0, and not from this memory. The sidecar of
         a pod waits for its trainer."""
-        if self.config.linger_s is None or not self._is_alone:
+        if self.config.linger_s is None or not self._is_alone():
             return False
-        return await self._is_removed() and self._is_alone
+        return await self._is_removed() and self._is_alone()
 
     async def _is_removed(self) -> bool:
         if not self.local_shards.scanned:
@@ -182,7 +184,6 @@ class Service:
         except StorageError:
             return False
 
-    @property
     def _is_alone(self) -> bool:
         return len(self.leases) == 0 and not self.owner.present
 
@@ -219,13 +220,10 @@ class Service:
         return {}
 
     async def _linger(self, linger_s: float) -> None:
-        def alone() -> bool:
-            return self._is_alone
-
         while not self.ending:
-            while await self.changes.until(lambda: not alone(), timeout_s=linger_s):
-                while not alone():
-                    await self.changes.until(alone, timeout_s=linger_s)
+            while await self.changes.until(lambda: not self._is_alone(), timeout_s=linger_s):
+                while not self._is_alone():
+                    await self.changes.until(self._is_alone, timeout_s=linger_s)
             say("nobody came back", linger_s=linger_s)
             await self._leave()
 
@@ -290,14 +288,6 @@ class Service:
             self.slots.forget_all()
         else:
             warn("memory kept", step=str(id), reason=self.committer.images.trouble)
-
-    @property
-    def local_shards(self) -> LocalShards:
-        return self.committer.local_shards
-
-    @property
-    def node(self) -> Node:
-        return self.committer.node
 
     @property
     def ending(self) -> bool:

@@ -32,7 +32,7 @@ async def status(service: Service) -> Status:
     volumes = await volume_status(service)
     committer = service.committer
     node, ledger, totals = committer.node, committer.look(), committer.images.totals
-    pacing = node.pacing
+    pacing, doubt = node.pacing, committer.restart.doubt()
     marks = {
         Tier.MEMORY: newest_of(ledger.watermark(Tier.MEMORY), node.heard.memory),
         Tier.LOCAL: node.last_commit(),
@@ -66,7 +66,9 @@ async def status(service: Service) -> Status:
         ranks=tuple(_rank(service, one) for _, one in sorted(service.slots.ranks.items())),
         volumes=volumes,
         tiers=service.remote_tiers.statuses(),
-        steps=tuple(_steps(service)),
+        steps=tuple(
+            _step(service, id, doubt) for id in sorted(committer.copies.ids(), reverse=True)
+        ),
         scanned=committer.local_shards.scanned,
         survives=survives(marks),
         warnings=warnings(service),
@@ -197,13 +199,6 @@ def _slots(slot_set: SlotSet) -> list[SlotStatus]:
         )
         for index, file in slot_set.present()
     ]
-
-
-def _steps(service: Service) -> list[StepStatus]:
-    """All steps within reach, newest first."""
-    doubt = service.committer.restart.doubt()
-    ids = sorted(service.committer.copies.ids(), reverse=True)
-    return [_step(service, id, doubt) for id in ids]
 
 
 def _step(service: Service, id: StepId, doubt: Doubt) -> StepStatus:

@@ -44,12 +44,11 @@ def _of_volumes(keep: Retention) -> str:
 
 def every(steps: int) -> str:
     """`every step`, `every 4th step`."""
-    return "every step" if steps == 1 else f"every {steps}{_suffix(steps)} step"
-
-
-def _suffix(number: int) -> str:
-    of_teens = number // 10 % 10 == 1
-    return "th" if of_teens else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    if steps == 1:
+        return "every step"
+    of_teens = steps // 10 % 10 == 1
+    suffix = "th" if of_teens else {1: "st", 2: "nd", 3: "rd"}.get(steps % 10, "th")
+    return f"every {steps}{suffix} step"
 
 
 def _goes_on(held: Holdings) -> str:

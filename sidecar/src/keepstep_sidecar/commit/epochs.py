@@ -183,13 +183,13 @@ class Rollback:
         """The wish that is not yet fulfilled. None: restore the newest step."""
         if self._told is not None:
             return Wish(id=self._told) if self._told != self._began else None
-        return self._wish if self._wish is not None and not self._is_done(self._wish) else None
-
-    def _is_done(self, wish: Wish) -> bool:
-        return any(
+        if (wish := self._wish) is None:
+            return None
+        done = any(
             one.id.number > wish.since and one.parent is not None and wish.names(one.parent)
             for one in self._recorded()
         )
+        return None if done else wish
 
     def asked_for(self, parent: StepId | None, asked: int | None) -> StepId | None:
         """The step to keep once an epoch goes on from `parent`, where the script asked for the step

@@ -19,7 +19,6 @@ from keepstep.core.node import Listed
 from keepstep.core.shard import NOBODY, Ranks, Shard
 from keepstep.core.vote import NEVER, Offer, Part
 from keepstep.errors import ImageError, VersionError
-from keepstep.image import Layout
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, StepId, Tier, merged
 from keepstep_sidecar.concurrency import OnThread
 from keepstep_sidecar.log import warn
@@ -501,8 +500,17 @@ class Copies:
     def _memory(self, rank: int) -> tuple[Shard, ...]:
         if (slots := self._pool.ranks.get(rank)) is None:
             return ()
-        found = ((id, slots.find(id)) for id in slots.sealed())
-        return tuple(_in_slot(id, slot.layout) for id, slot in found if slot is not None)
+        layouts = ((id, slot.layout) for id in slots.sealed() if (slot := slots.find(id)))
+        return tuple(
+            Shard(
+                step_id=id,
+                rank=layout.rank,
+                world=layout.world,
+                size_bytes=layout.size_bytes,
+                alike=layout.alike,
+            )
+            for id, layout in layouts
+        )
 
     # --- where copies are --------------------------------------------------------------------
 
@@ -608,13 +616,3 @@ class Copies:
             yield Tier.LOCAL, rank, found.alike
         for rank, places in self._remotes.of(id).items():
             yield places[0].tier, rank, places[0].shard.alike
-
-
-def _in_slot(id: StepId, layout: Layout) -> Shard:
-    return Shard(
-        step_id=id,
-        rank=layout.rank,
-        world=layout.world,
-        size_bytes=layout.size_bytes,
-        alike=layout.alike,
-    )

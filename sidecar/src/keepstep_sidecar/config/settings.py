@@ -44,14 +44,9 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise ValueError(f"{text!r} is not a size; write it like 512Mi, 32Gi or 10G")
-    return round(float(match[1]) * _unit_bytes(match[2] or ""))
-
-
-def _unit_bytes(unit: str) -> int:
-    if not unit:
-        return 1
-    base = 1024 if unit[1:] else 1000
-    return int(base ** (_PREFIXES.index(unit[0].upper()) + 1))
+    unit = match[2] or ""
+    power = _PREFIXES.index(unit[0].upper()) + 1 if unit else 0
+    return round(float(match[1]) * float(1024 if unit[1:] else 1000) ** power)
 
 
 def parse_duration(text: str) -> float:

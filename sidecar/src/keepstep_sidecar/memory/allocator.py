@@ -12,8 +12,10 @@ import itertools
 import logging
 import os
 import threading
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from keepstep.errors import NoMemoryError
@@ -22,7 +24,7 @@ from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Lease, Leases
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.memory.directories import SlotDirectories, entered
+from keepstep_sidecar.memory.directories import entered
 from keepstep_sidecar.memory.slot_file import (
     SlotFile,
     lower_priority,
@@ -43,44 +45,38 @@ one is common to all ranks."""
 _log = logging.getLogger("keepstep.sidecar")
 
 
-def _why(error: Exception, size_bytes: int) -> str:
-    """Why a slot cannot be made, and what to do about it."""
-    if isinstance(error, OSError) and error.errno == errno.EFBIG:
-        return f"{error}: a slot has {size_bytes} bytes; raise the limit on files (ulimit -f)"
-    return str(error)
-
-
+@dataclass(eq=False, kw_only=True)
 class Allocator:
-    """Fills slot sets up to their `wanted` slots. `run` is its worker, one task per thread."""
+    """Decides how many slots there are (`SlotSet.wanted`), and makes them. Memory limit and tmpfs
+    space are divided among this machine's ranks. `run` is its worker, one task per thread."""
 
-    def __init__(self, directories: SlotDirectories, changes: Changes) -> None:
-        self.threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
-        self._directories = directories
-        self._changes = changes
-        self._stop = threading.Event()
-        self._numbers = itertools.count(1)
-        self._queue: asyncio.PriorityQueue[tuple[int, int, SlotSet | SlotFile]] = (
-            asyncio.PriorityQueue()
-        )
-        self._making: dict[int, int] = {}
-        self._names: set[Path] = set()
-        """Paths of the slots that are being made."""
+    config: Config
+    pool: SlotPool
+    leases: Leases
+    changes: Changes
+    threads: int = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _queue: asyncio.PriorityQueue[tuple[int, int, SlotSet | SlotFile]] = field(
+        default_factory=asyncio.PriorityQueue
+    )
+    _making: Counter[int] = field(default_factory=Counter)
+    """How many slots are ordered, by the id of their set."""
+    _names: set[Path] = field(default_factory=set)
+    """Paths of the slots that are being made."""
+
+    def __post_init__(self) -> None:
         self._executor = ThreadPoolExecutor(
             self.threads, thread_name_prefix="slots", initializer=lower_priority
         )
 
+    # --- making ------------------------------------------------------------------------------
+
     def fill(self, slot_set: SlotSet) -> None:
         """Order the slots that this slot set lacks."""
-        ordered = self._making.get(id(slot_set), 0)
-        for position in range(slot_set.count + ordered, slot_set.wanted):
-            self._making[id(slot_set)] = self._making.get(id(slot_set), 0) + 1
+        for position in range(slot_set.count + self._making[id(slot_set)], slot_set.wanted):
+            self._making[id(slot_set)] += 1
             self._queue.put_nowait((position, next(self._numbers), slot_set))
-
-    def grow(self, slot_set: SlotSet, *, most: int) -> None:
-        """Order one more slot, unless one is on its way or there are `most`."""
-        if slot_set.count >= slot_set.wanted and slot_set.wanted < most:
-            slot_set.wanted += 1
-            self.fill(slot_set)
 
     def settle(self, file: SlotFile) -> None:
         """Map and lock an adopted slot, after all other orders."""
@@ -91,16 +87,13 @@ class Allocator:
         while not self._stop.is_set():
             _, _, order = await self._queue.get()
             try:
-                await self._carry_out(order)
+                if isinstance(order, SlotFile):
+                    loop = asyncio.get_running_loop()
+                    await loop.run_in_executor(self._executor, order.settle)
+                else:
+                    await self._make(order)
             except Exception:
                 _log.exception("slot order failed")
-
-    async def _carry_out(self, order: SlotSet | SlotFile) -> None:
-        if isinstance(order, SlotFile):
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._executor, order.settle)
-        else:
-            await self._make(order)
 
     async def _make(self, slot_set: SlotSet) -> None:
         layout = slot_set.layout
@@ -112,16 +105,20 @@ class Allocator:
             warn("slot not made", rank=layout.rank, reason=str(error))
             return
         except (NoMemoryError, OSError) as error:
-            slot_set.failure = _why(error, layout.size_bytes)
+            slot_set.failure = str(error)
+            if isinstance(error, OSError) and error.errno == errno.EFBIG:
+                limit = (
+                    f"a slot has {layout.size_bytes} bytes; raise the limit on files (ulimit -f)"
+                )
+                slot_set.failure = f"{error}: {limit}"
             slot_set.wanted = slot_set.count
             warn("slot not made", rank=layout.rank, reason=str(error))
             return
         finally:
             self._making[id(slot_set)] -= 1
-            if not self._making[id(slot_set)]:
-                del self._making[id(slot_set)]
-            self._changes.ring()
-        given_up = file.huge and self._directories.huge is None
+            self._making += Counter()  # without those of which none is ordered
+            self.changes.ring()
+        given_up = file.huge and self.pool.directories.huge is None
         if slot_set.count >= slot_set.wanted or given_up:
             file.unlink()  # the layout was dropped meanwhile, or trainers do not see huge pages
             self.fill(slot_set)
@@ -135,18 +132,18 @@ class Allocator:
             locked=not file.locked,
             huge=file.huge,
         )
-        self._changes.ring()
+        self.changes.ring()
 
     async def _create(self, slot_set: SlotSet) -> SlotFile:
         """Make a slot: of huge pages while there are enough, else of small pages."""
         rank, size_bytes = slot_set.layout.rank, slot_set.layout.size_bytes
-        small, huge = self._directories.for_slot(rank, size_bytes)
+        small, huge = self.pool.directories.for_slot(rank, size_bytes)
         if huge is not None:
             try:
                 return await self._create_in(huge, slot_set, first=_FIRST_HUGE)
             except (NoMemoryError, OSError) as error:  # others were faster, or a limit is lower
                 say("not on huge pages", rank=rank, reason=str(error))
-                self._directories.require_small(size_bytes)
+                self.pool.directories.require_small(size_bytes)
         return await self._create_in(small, slot_set, first=0)
 
     async def _create_in(self, directory: Path, slot_set: SlotSet, *, first: int) -> SlotFile:
@@ -174,67 +171,12 @@ class Allocator:
         self._stop.set()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-
-# --- how many slots --------------------------------------------------------------------------
-#
-# Memory limit and tmpfs space are divided among this machine's ranks.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Memory for slots. `total_bytes`: for all `ranks` ranks of this machine together."""
-
-    total_bytes: int
-    ranks: int
-
-    @property
-    def share_bytes(self) -> int:
-        """A rank's share. It is fixed, so that the first rank leaves room for the last."""
-        return self.total_bytes // max(1, self.ranks)
-
-    def affordable(self, slot_bytes: int, *, wanted: int, taken_bytes: int = 0) -> int:
-        """How many slots of this size, up to `wanted`, fit beside the rank's `taken_bytes`."""
-        return max(0, min(wanted, (self.share_bytes - taken_bytes) // slot_bytes))
-
-
-def shortage(budget: Budget, slot_bytes: int, *, wanted: int, count: int) -> str:
-    """The warning about fewer slots than wanted; "" when there are enough.
-
-    Raises NoMemoryError when even two do not fit.
-    """
-    asked = (
-        f"{wanted} slots of {slot_bytes} bytes for each of {budget.ranks} ranks need"
-        f" {wanted * slot_bytes * budget.ranks} bytes, but there are {budget.total_bytes}"
-    )
-    if count < LEAST_SLOTS:
-        raise NoMemoryError(
-            f"{asked}: not even {LEAST_SLOTS} fit; raise --memory-limit or give the machine more"
-            " shared memory",
-            code="no-memory",
-        )
-    if count >= wanted:
-        return ""
-    risk = (
-        "every staged step waits to be persisted"
-        if count == LEAST_SLOTS
-        else ("after a crash, ranks may have no step in common in memory")
-    )
-    return f"{asked}: {count} slots instead, so {risk}; raise --memory-limit"
-
-
-@dataclass(eq=False)
-class Sizing:
-    """Decides `SlotSet.wanted`. If need be, slots of older layouts are given up for it."""
-
-    config: Config
-    pool: SlotPool
-    _: KW_ONLY
-    allocator: Allocator
-    leases: Leases
+    # --- how many ----------------------------------------------------------------------------
 
     def fit(self, slots: RankSlots, slot_set: SlotSet, lease: Lease) -> str:
         """Set the number of slots; fewer than configured as long as images of ranks that are gone
-        take the memory. Returns a warning when there are fewer than configured, else "".
+        take the memory. If need be, slots of older layouts are given up. Returns a warning when
+        there are fewer than configured, else "".
 
         Raises NoMemoryError when not even two fit; SidecarError `memory-busy` when they will, once
         images of former layouts are on the drive.
@@ -245,9 +187,8 @@ class Sizing:
         total_bytes = self._total_bytes(size_bytes)
 
         def affordable(beside: list[SlotSet]) -> int:
-            taken = sum(other.size_bytes for other in beside)
-            budget = self._budget(lease, total_bytes)
-            return budget.affordable(size_bytes, wanted=wanted, taken_bytes=taken)
+            left = self._share_bytes(lease, total_bytes) - sum(one.size_bytes for one in beside)
+            return max(0, min(wanted, left // size_bytes))
 
         count = affordable(others)
         newest = max(slots.sealed(), default=None)
@@ -262,53 +203,75 @@ class Sizing:
             count = affordable(others)
         if count < LEAST_SLOTS <= affordable([]):
             raise refuse("memory-busy", "images of a former layout are on their way to the drive")
-        budget = self._budget(lease, total_bytes)
-        warning = shortage(budget, size_bytes, wanted=wanted, count=count)
+        warning = self._shortage(lease, total_bytes, size_bytes, count)
         slot_set.failure = ""
         slot_set.wanted = max(count, slot_set.count)
         if warning:
             warn("fewer slots", rank=slots.rank, slots=count, reason=warning)
         return warning
 
+    def _shortage(self, lease: Lease, total_bytes: int, slot_bytes: int, count: int) -> str:
+        """The warning about fewer slots than configured; "" when there are enough. Raises
+        NoMemoryError when even two do not fit."""
+        wanted, ranks = self.config.slots, _ranks(lease)
+        if count >= wanted:
+            return ""
+        there = self._share_bytes(lease, total_bytes) * ranks
+        asked = (
+            f"{wanted} slots of {slot_bytes} bytes for each of {ranks} ranks need"
+            f" {wanted * slot_bytes * ranks} bytes, but there are {there}"
+        )
+        if count < LEAST_SLOTS:
+            raise NoMemoryError(
+                f"{asked}: not even {LEAST_SLOTS} fit; raise --memory-limit or give the machine"
+                " more shared memory",
+                code="no-memory",
+            )
+        risk = "after a crash, ranks may have no step in common in memory"
+        if count == LEAST_SLOTS:
+            risk = "every staged step waits to be persisted"
+        return f"{asked}: {count} slots instead, so {risk}; raise --memory-limit"
+
     def grow(self, slots: RankSlots, slot_set: SlotSet) -> None:
         """Order one more slot to restore into, unless one is already on its way or none fits."""
         most = self._most(slots, slot_set, self.leases.of(slots.rank))
-        self.allocator.grow(slot_set, most=most)
+        if slot_set.count >= slot_set.wanted and slot_set.wanted < most:
+            slot_set.wanted += 1
+            self.fill(slot_set)
 
     def _most(self, slots: RankSlots, slot_set: SlotSet, lease: Lease | None) -> int:
         """How many slots this set may have for a restore: one more than usual, if it fits."""
+        size_bytes = slot_set.layout.size_bytes
+        total_bytes = self._total_bytes(size_bytes)
         if lease is None:  # it is unknown which trainers come, if any: only see whether images fit
             others = self.pool.made_bytes - sum(len(file.view) for _, file in slot_set.present())
-            size_bytes = slot_set.layout.size_bytes
-            return Budget(total_bytes=self._total_bytes(size_bytes), ranks=1).affordable(
-                size_bytes, wanted=self.config.slots, taken_bytes=others
-            )
+            return min(self.config.slots, (total_bytes - others) // size_bytes)
         taken = slots.taken_bytes - slot_set.size_bytes
-        size_bytes, wanted = slot_set.layout.size_bytes, self.config.slots + 1
 
-        total_bytes = self._total_bytes(size_bytes)
+        def affordable(lease: Lease) -> int:
+            left = self._share_bytes(lease, total_bytes) - taken
+            return max(0, min(self.config.slots + 1, left // size_bytes))
 
-        def affordable() -> int:
-            budget = self._budget(lease, total_bytes)
-            return budget.affordable(size_bytes, wanted=wanted, taken_bytes=taken)
-
-        if not affordable():
+        if not affordable(lease):
             self._give_up_gone(lease, keep=_KEPT_OF_GONE)
-        return affordable()
+        return affordable(lease)
 
     def _give_up_gone(self, lease: Lease, *, keep: int) -> None:
         """Free slots of ranks that train here no more, without the newest `keep` images of each."""
         for slot_set in self.pool.gone_sets(lease.world):
             self.pool.unlink(slot_set.give_up(keep=keep))
 
-    def _budget(self, lease: Lease, total_bytes: int) -> Budget:
-        gone = self.pool.gone_bytes(lease.world)
-        return Budget(
-            total_bytes=max(0, total_bytes - gone),
-            ranks=lease.request.local_world or lease.world,
-        )
+    def _share_bytes(self, lease: Lease, total_bytes: int) -> int:
+        """What each rank may take. It is fixed, so that the first rank leaves room for the last."""
+        gone = sum(one.size_bytes for one in self.pool.gone_sets(lease.world))
+        return max(0, total_bytes - gone) // _ranks(lease)
 
     def _total_bytes(self, slot_bytes: int) -> int:
         there = self.pool.directories.free_bytes(slot_bytes) + self.pool.made_bytes
         limit = self.config.memory_limit_bytes
         return there if limit is None else min(limit, there)
+
+
+def _ranks(lease: Lease) -> int:
+    """How many ranks this machine has."""
+    return max(1, lease.request.local_world or lease.world)

@@ -97,7 +97,7 @@ class SlotDirectories:
 
     def lacks(self, rank: int) -> bool:
         """Whether a directory of this rank was removed."""
-        return not all(map(_is_directory, self.of(rank)))
+        return not all(os.path.isdir(one) and not os.path.islink(one) for one in self.of(rank))
 
     def remove(self, rank: int) -> None:
         """Remove the directories of a rank that has no slots."""
@@ -140,7 +140,7 @@ class SlotDirectories:
         status = os.statvfs(self.small)
         free = status.f_bavail * status.f_frsize
         # A tmpfs counts on memory that the pool of huge pages may have taken.
-        return free if self._asked is None else min(free, _available_bytes())
+        return free if self._asked is None else min(free, _meminfo("MemAvailable") or sys.maxsize)
 
     def _huge_for(self, size_bytes: int) -> int:
         """How many slots of this size the free huge pages can hold."""
@@ -189,11 +189,6 @@ def free_huge_bytes() -> int:
     return free * HUGE_PAGE_BYTES
 
 
-def _available_bytes() -> int:
-    """Memory that the kernel can give for small pages without swapping, in bytes."""
-    return _meminfo("MemAvailable") or sys.maxsize
-
-
 def _meminfo(name: str) -> int:
     """A value of /proc/meminfo in bytes; 0 when the kernel does not tell."""
     with contextlib.suppress(OSError):
@@ -240,11 +235,11 @@ def rank_directories(memory_dir: Path) -> dict[int, Path]:
         match = _RANK.fullmatch(entry.name)
         if match and entry.is_dir(follow_symlinks=False):
             found[int(match[1])] = memory_dir / entry.name
-    return {rank: path for rank, path in sorted(found.items()) if _is_of(rank, path)}
-
-
-def _is_of(rank: int, path: Path) -> bool:
-    return rank_directory(path.parent, rank) == path
+    return {
+        rank: path
+        for rank, path in sorted(found.items())
+        if rank_directory(memory_dir, rank) == path
+    }
 
 
 @contextlib.contextmanager
@@ -284,13 +279,6 @@ def make_rank_directory(directory: Path) -> None:
         os.close(parent)
     with entered(directory) as fd, contextlib.suppress(PermissionError):
         os.fchmod(fd, _DIRECTORY_MODE)  # refused if another user's sidecar made it
-
-
-def _is_directory(path: Path) -> bool:
-    try:
-        return stat.S_ISDIR(path.lstat().st_mode)
-    except OSError:
-        return False
 
 
 def make_way(path: Path, *, keep_own: bool = False) -> None:

@@ -214,15 +214,11 @@ class SlotFile:
     def unlink(self) -> None:
         """Remove the file. Its memory is free once no process maps it any more."""
         with contextlib.suppress(OSError), entered(self.path.parent) as directory:
-            if self._is_at(directory):
+            # the name may have been given to another file
+            found = os.stat(self.path.name, dir_fd=directory, follow_symlinks=False)
+            if os.path.samestat(os.fstat(self._fd), found):
                 os.unlink(self.path.name, dir_fd=directory)
         self.close()
-
-    def _is_at(self, directory: int) -> bool:
-        """Whether the name still belongs to this file. It may have been given to another one."""
-        own = os.fstat(self._fd)
-        found = os.stat(self.path.name, dir_fd=directory, follow_symlinks=False)
-        return os.path.samestat(own, found)
 
     def close(self) -> None:
         """Close the file without removing it. Idempotent."""

@@ -94,13 +94,9 @@ class SlotPool:
         """Bytes that all slots take now."""
         return sum(len(file.view) for file in self.files())
 
-    def gone_bytes(self, world: int) -> int:
-        """Bytes taken by ranks that a world of this size does not have, or that moved to another
-        machine. They are not free before the first images of those that train here."""
-        return sum(one.size_bytes for one in self.gone_sets(world))
-
     def gone_sets(self, world: int) -> list[SlotSet]:
-        """The slot sets of those ranks."""
+        """The slot sets of ranks that a world of this size does not have, or that moved to another
+        machine. They are not free before the first images of those that train here."""
         found = self.ranks.items()
         gone = (slots for rank, slots in found if rank >= world or rank in self.moved)
         return [one for slots in gone for one in slots.slot_sets.values()]
@@ -206,13 +202,12 @@ class SlotPool:
     def damaged(self) -> list[RankSlots]:
         """Ranks of which the directory, or the name or bytes of a slot, were removed by others.
         Makes only a few system calls for each slot, because it is called all the time."""
-        return [slots for slots in self.ranks.values() if self._is_damaged(slots)]
-
-    def _is_damaged(self, slots: RankSlots) -> bool:
-        if self.directories.lacks(slots.rank):
-            return True
-        files = (file for slot_set in slots.slot_sets.values() for file in slot_set.all())
-        return any(map(self._lacks, files))
+        return [
+            slots
+            for slots in self.ranks.values()
+            if self.directories.lacks(slots.rank)
+            or any(self._lacks(file) for each in slots.slot_sets.values() for file in each.all())
+        ]
 
     def _lacks(self, file: SlotFile) -> str:
         """What the file lost by others' doing, or "trainers that see it"; '' when nothing."""
@@ -226,8 +221,11 @@ class SlotPool:
         """
 
         def lost(file: SlotFile) -> bool:
-            lacks = file.cut_off if cut_off_only else self._lacks(file)
-            return bool(lacks) and _say_lost(file, self._lacks(file))
+            if not (file.cut_off if cut_off_only else self._lacks(file)):
+                return False
+            what = self._lacks(file)
+            warn("slot lost", rank=file.layout.rank, path=str(file.path), lost=what)
+            return True
 
         for slot_set in slots.slot_sets.values():
             for index in [index for index, file in slot_set.present() if lost(file)]:
@@ -300,11 +298,6 @@ class SlotPool:
                 self.unlink([*slot_set.files, *slot_set.orphans.values()])
             self.directories.remove(slots.rank)
         self.ranks.clear()
-
-
-def _say_lost(file: SlotFile, what: str) -> bool:
-    warn("slot lost", rank=file.layout.rank, path=str(file.path), lost=what)
-    return True
 
 
 def _remove(name: str, directory: int) -> None:

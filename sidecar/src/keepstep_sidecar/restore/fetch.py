@@ -18,7 +18,7 @@ from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.log import say
-from keepstep_sidecar.memory.allocator import Sizing
+from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import Cancel, ShardSource
@@ -109,7 +109,7 @@ class Prefetcher:
     fetcher: Fetcher
     _: KW_ONLY
     changes: Changes
-    sizing: Sizing
+    allocator: Allocator
     leases: Leases
     agreed: dict[int, StepId] = field(default_factory=dict)
     """For each rank, the step that all ranks have agreed to restore."""
@@ -173,7 +173,7 @@ class Prefetcher:
             nonlocal index
             index = slot_set.table.reserve(self._expendable(slots))
             if index is None and not slot_set.failure:
-                self.sizing.grow(slots, slot_set)
+                self.allocator.grow(slots, slot_set)
             hopeless = slot_set.wanted == 0 and self.leases.of(slots.rank) is None
             return index is not None or bool(slot_set.failure) or hopeless or overtaken()
 

@@ -71,7 +71,10 @@ class ImageSources:
             raise refuse(
                 "starting", "the volumes are still being scanned; ask for candidates first"
             )
-        found = self._mapped(self._turn_to(rank, id), id, bad=request.bad)
+        self.release(rank)  # from now on the rank reads this step, and no other
+        self.committer.feed(Reading(id, begins=True))
+        reading = self._readings[rank] = _Reading(id)
+        found = self._mapped(reading, id, bad=request.bad)
         async with self._asking:
             left = await self._find_beyond(found, id, own=rank, every=request.every)
         world = self._copies.world_of(id)
@@ -158,15 +161,6 @@ class ImageSources:
             text = await _packed(await self.fetcher.layout(id, saved))
             self._headers[id, saved] = text
         return text
-
-    # --- the end -----------------------------------------------------------------------------
-
-    def _turn_to(self, rank: int, id: StepId) -> _Reading:
-        """From now on `rank` reads `id`, and no other step."""
-        self.release(rank)
-        self.committer.feed(Reading(id, begins=True))
-        reading = self._readings[rank] = _Reading(id)
-        return reading
 
     def release(self, rank: int) -> None:
         """The rank has restored, or has given up."""

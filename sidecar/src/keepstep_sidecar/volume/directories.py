@@ -213,12 +213,16 @@ def survey(root: Path, *, run: str, filesystem: Filesystem | None = None) -> Sca
         filesystem.directory(tree.root)  # raises if it is a file
     shards: list[LocalShard] = []
     problems: list[Refused] = []
-    for path in _files(tree, filesystem):
-        seen = _look(path, filesystem, run=run, published=tree.is_published(path))
-        if isinstance(seen, LocalShard):
-            shards.append(seen)
-        elif seen is not None:
-            problems.append(seen)
+    for directory in step_directories(tree, filesystem):
+        for path in (directory / name for name in filter(is_shard, filesystem.names(directory))):
+            found = filesystem.lstat(path)
+            if found is None or stat.S_ISLNK(found.st_mode):  # a link: a shard on another volume
+                continue
+            seen = _look(path, filesystem, run=run, published=tree.is_published(path))
+            if isinstance(seen, LocalShard):
+                shards.append(seen)
+            elif seen is not None:
+                problems.append(seen)
     shards.sort(key=lambda shard: (shard.step_id, shard.rank))
     return Scan(shards=tuple(shards), problems=tuple(problems))
 
@@ -241,15 +245,6 @@ def step_directories(tree: Tree, filesystem: Filesystem) -> Iterator[Path]:
             filesystem.directory(parent)  # raises
         named = (parent / name for name in filesystem.names(parent) if is_step(name))
         yield from filter(filesystem.is_directory, named)
-
-
-def _files(tree: Tree, filesystem: Filesystem) -> Iterator[Path]:
-    """All that is named like a shard, without links: those stand for shards on other volumes."""
-    for directory in step_directories(tree, filesystem):
-        for name in filter(is_shard, filesystem.names(directory)):
-            found = filesystem.lstat(directory / name)
-            if found is not None and not stat.S_ISLNK(found.st_mode):
-                yield directory / name
 
 
 def strangers(tree: Tree, filesystem: Filesystem) -> list[Path]:
@@ -424,15 +419,11 @@ class Directories:
             return
         self.make(self.tree.pending)
         if self.filesystem.is_directory(pending):
-            self._merge(pending, published)
+            for path in self.entries(pending):
+                self.filesystem.rename(path, published / path.name)
+            self.filesystem.sync_directory(published)
+            self.filesystem.remove_directory(pending)
         self._move(published, pending, "unpublish")
-
-    def _merge(self, source: Path, target: Path) -> None:
-        """Move the files of `source` into `target`, and remove `source`."""
-        for path in self.entries(source):
-            self.filesystem.rename(path, target / path.name)
-        self.filesystem.sync_directory(target)
-        self.filesystem.remove_directory(source)
 
     def retire(self, id: StepId) -> tuple[Path, ...]:
         """Take a step out of sight. Returns the directories that are left of it in `retired/`."""

@@ -18,11 +18,11 @@ import stat
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from keepstep.core.history import Event, Restart, Tally
+from keepstep.core.history import Event, Tally
 from keepstep.directory import Directory
 from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
 from keepstep.image import strictjson
@@ -191,21 +191,13 @@ def _is_sane(event: Event) -> bool:
     counts = [
         one for one in (event.count, event.first, event.number, event.rank) if one is not None
     ]
-    seconds = [event.seconds, *(_seconds_of(event.restart) if event.restart else ())]
+    seconds = [event.seconds, *(dataclasses.astuple(event.restart) if event.restart else ())]
     return (
         0 < event.sequence < _LARGEST_NUMBER
         and 0.0 <= event.at <= event.until
         and all(0 <= one < _LARGEST_NUMBER for one in counts)
         and all(0.0 <= one < _LARGEST_S for one in seconds)
     )
-
-
-def _seconds_of(restart: Restart) -> tuple[float, ...]:
-    return tuple(getattr(restart, one.name) for one in dataclasses.fields(restart))
-
-
-def _lines(events: Iterable[Event]) -> bytes:
-    return b"".join(msgspec.json.encode(_told(one)) + b"\n" for one in events)
 
 
 _DEFAULTS: Final = {
@@ -215,7 +207,11 @@ _DEFAULTS: Final = {
 }
 
 
-def _told(event: Event) -> dict[str, Any]:
-    """The fields that differ from their defaults."""
-    told = {one.name: getattr(event, one.name) for one in dataclasses.fields(Event)}
-    return {key: value for key, value in told.items() if _DEFAULTS.get(key, told) != value}
+def _lines(events: Iterable[Event]) -> bytes:
+    """A line for each event, with the fields that differ from their defaults."""
+    lines = []
+    for event in events:
+        values = {one.name: getattr(event, one.name) for one in dataclasses.fields(Event)}
+        told = {key: value for key, value in values.items() if _DEFAULTS.get(key, values) != value}
+        lines.append(msgspec.json.encode(told) + b"\n")
+    return b"".join(lines)

@@ -697,6 +697,8 @@ class VolumeSet:
         self._homes: dict[int, int] = {}
         self._lock = threading.Lock()
         self.pace = RateLimit(bytes_per_second)
+        self.record = RunRecord.union([volume.record for volume in volumes])
+        """What the volumes have on record, taken together."""
 
     @property
     def history(self) -> Path | None:
@@ -846,11 +848,6 @@ class VolumeSet:
         self._hide(path)
         return moved_to
 
-    @property
-    def record(self) -> RunRecord:
-        """What the volumes have on record, taken together."""
-        return RunRecord.union([volume.record for volume in self.volumes])
-
     def change_record(self, change: Callable[[RunRecord], RunRecord]) -> None:
         """Change the record durably on every writable volume. Without any, nothing durable will
         need it. Raises StorageError when all fail."""
@@ -858,6 +855,7 @@ class VolumeSet:
             _tried(lambda volume: volume.save_record(change(volume.record)), one)
             for one in self._writable
         ]
+        self.record = RunRecord.union([volume.record for volume in self.volumes])
         failures = [one for one in told if one is not None]
         if failures and len(failures) == len(told):
             raise failures[0]

@@ -113,21 +113,16 @@ def ls(as_json: bool, **where: Any) -> None:
     output.print_lines(f"warning: {text}" for text in (survey.conflict, *survey.faults) if text)
 
 
-def _state(step: ArchivedStep) -> str:
-    return "yes" if step.complete else "damaged" if step.fault else "in part"
-
-
 def _row(step: ArchivedStep) -> tuple[str, ...]:
-    written = "" if step.record is None else _utc(step.record.written_at)
+    written = ""
+    if step.record is not None:
+        written = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(step.record.written_at))
+    state = "yes" if step.complete else "damaged" if step.fault else "in part"
     world = (
         f"all {step.record.world}" if step.complete and step.record else f"{len(step.shard_files)}"
     )
     size = format_size(step.stored_bytes)
-    return str(step.id.epoch), str(step.id.step), world, size, written, _state(step)
-
-
-def _utc(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
+    return str(step.id.epoch), str(step.id.step), world, size, written, state
 
 
 def _document(step: ArchivedStep) -> dict[str, object]:

@@ -366,17 +366,13 @@ def doctor(
     for one in _findings(need, places, probe_size):
         found.append(one)
         if not as_json:
-            output.print_lines([_line(one)])
+            change = f"\n{'':9}change: {one.change}" if one.change else ""
+            output.print_lines([f"{one.outcome!s:<9}{one.name}: {one.found}{change}"])
     failed = any(one.outcome is Outcome.MISSING for one in found)
     if as_json:
         output.print_json({"ok": not failed, "checks": found})
     if failed:
         raise SystemExit(1)
-
-
-def _line(one: Finding) -> str:
-    change = f"\n{'':9}change: {one.change}" if one.change else ""
-    return f"{one.outcome!s:<9}{one.name}: {one.found}{change}"
 
 
 def _findings(need: Need, volumes: tuple[Path, ...], probe_bytes: int) -> Iterator[Finding]:
@@ -422,12 +418,9 @@ def _need(kept: RunDir | None, state: int | None, ranks: int | None) -> Need:
 
 
 def _slots_bytes(kept: RunDir) -> int:
-    places = filter(None, (kept.memory, kept.config.huge_pages_dir))
-    sizes = [_size_bytes(file) for place in places for file in place.glob("rank-*/*")]
-    return sum(sizes)
-
-
-def _size_bytes(file: Path) -> int:
-    with contextlib.suppress(OSError):  # the run may go on, and remove slots
-        return file.stat().st_blocks * 512
-    return 0
+    total = 0
+    for place in filter(None, (kept.memory, kept.config.huge_pages_dir)):
+        for file in place.glob("rank-*/*"):
+            with contextlib.suppress(OSError):  # the run may go on, and remove slots
+                total += file.stat().st_blocks * 512
+    return total
