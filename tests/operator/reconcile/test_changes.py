@@ -15,7 +15,7 @@ from keepstep.wire.reports import Report, ReportedRank, ReportReply
 from keepstep_operator.api.run import as_json
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.writers.status_writer import status_of
-from keepstep_sidecar.report.changes import changes
+from keepstep_sidecar.report.report import changes
 from tests.operator.reconcile.samples import FIRST, KEY, T0, elsewhere, listed, pod, policy, step
 
 PODS, EACH = 3, 2

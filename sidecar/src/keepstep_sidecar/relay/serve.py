@@ -157,7 +157,6 @@ def _reporter(serving: Serving, shelf: Shelf, operator: OperatorLink, changes: C
                 started_at=started_at,
                 sequence=sequence,
             ),
-            news=reporting.news,
             urgent=lambda: False,
         ),
         trust=serving.reporting.trust(),
