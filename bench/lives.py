@@ -120,8 +120,7 @@ def _engine(directory: Path) -> Figures:
     """Read and verify the newest shard into touched memory, beside a bare read of its file."""
     from keepstep_sidecar.tiers import transfer
     from keepstep_sidecar.tiers.source import local_source
-    from keepstep_sidecar.volume.volume import Volume
-    from keepstep_sidecar.volume.volume_set import VolumeSet
+    from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
     volume = Volume(directory / "bench", run="bench")
     try:

@@ -38,16 +38,14 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from bench import machine
-from keepstep.core.candidates import Candidate, Candidates, Offer
-from keepstep.core.ledger import Ledger, RankReport, Reported
-from keepstep.core.ranks import NOBODY, Ranks
-from keepstep.core.shard import Shard
+from keepstep.core.commit_rule import RankReport
+from keepstep.core.ledger import Ledger, Reported
+from keepstep.core.shard import NOBODY, Ranks, Shard
+from keepstep.core.vote import Candidate, Candidates, Offer
 from keepstep.image import Layout, Parameters, Section, TensorSpec
-from keepstep.restore.boxes import Box, IndexBuilder
 from keepstep.restore.collective import Agreed, Collective
-from keepstep.restore.plan import Plan, Want, make
-from keepstep.state.sharding import chunk
-from keepstep.state.topology import Bulk, Topology, agree, cut
+from keepstep.restore.plan import Box, IndexBuilder, Plan, Want, make
+from keepstep.state.sharding import Bulk, Topology, agree, chunk, cut
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import LeaseGranted, Source, Sources, from_json, to_json
 from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory

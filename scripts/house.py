@@ -36,7 +36,7 @@ PARTS = {
 }
 TIER = (
     "lib/src/keepstep/steps.py",
-    "lib/src/keepstep/core/ledger/commit_rule.py",
+    "lib/src/keepstep/core/ledger.py",
     "lib/src/keepstep/core/vote.py",
     "lib/src/keepstep/wire/reports.py",
     "sidecar/src/keepstep_sidecar/app.py",

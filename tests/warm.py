@@ -277,8 +277,8 @@ def _become(words: list[str]) -> None:
         setattr(sys, f"__{name}__", stream)
     if "torch" in sys.modules:
         _prepare_torch()
-    if "keepstep_sidecar.volume.faults" in sys.modules:
-        sys.modules["keepstep_sidecar.volume.faults"].arm_from_environment()
+    if "keepstep_sidecar.volume.files" in sys.modules:
+        sys.modules["keepstep_sidecar.volume.files"].arm_from_environment()
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [one for one in paths if one and one not in sys.path]
     words = words[words[0] == "-u" :]

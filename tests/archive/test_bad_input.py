@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.steps import Answer, Epoch, EpochId, StepId
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive import index
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.volume.volume import Volume
 from tests import warm
 from tests.archive.conftest import Bucket, commit, running, write_step

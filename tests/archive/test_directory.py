@@ -17,12 +17,12 @@ from keepstep.directory import Directory
 from keepstep.errors import StorageError
 from keepstep.image import PAGE_BYTES
 from keepstep.steps import Answer, StepId
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive import upload
 from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.tiers.tier import RunFacts
-from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.files import Filesystem
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
 from tests.harness import files_below, until

@@ -9,8 +9,7 @@ import pytest
 
 from keepstep.image import check_control
 from keepstep.steps import Answer, Tier
-from keepstep_sidecar.config.archive import ArchiveConfig
-from keepstep_sidecar.config.restore_from import parse
+from keepstep_sidecar.config.sidecar import ArchiveConfig, parse_restore_from
 from keepstep_sidecar.tiers.archive.fork import AncestorTier
 from keepstep_sidecar.tiers.archive.store import open_store
 from keepstep_sidecar.tiers.tier import RunFacts
@@ -37,7 +36,7 @@ async def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_wri
         assert await remote_tier.drain(timeout_s=30)
     store = open_store(config)
     before = await store.list_below("")
-    ancestor = AncestorTier(store, parse(f"{RUN}/10"), run="second")
+    ancestor = AncestorTier(store, parse_restore_from(f"{RUN}/10"), run="second")
     found = await ancestor.look()
     assert (found.answer, found.epochs) == (Answer.STEPS, ())
     assert {one.step_id for one in found.shards} == ancestor.ids == {step_id(10)}
@@ -60,7 +59,7 @@ async def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_wri
 
 async def test_a_store_that_is_away_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
     store = open_store(ArchiveConfig(url=str(tmp_path / "gone"), every=1))
-    ancestor = AncestorTier(store, parse("first/10"), run="second")
+    ancestor = AncestorTier(store, parse_restore_from("first/10"), run="second")
     found = await ancestor.look()
     assert found.answer is Answer.UNKNOWN
     assert "begin from first/10, but" in found.reason

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from keepstep_sidecar.cli import machine
-from keepstep_sidecar.cli.machine import Finding, Need, Outcome
-from keepstep_sidecar.memory.slot_directories import free_huge_bytes
-from keepstep_sidecar.volume.direct_io import Engine
+from keepstep_sidecar.cli.commands import doctor as machine
+from keepstep_sidecar.cli.commands.doctor import Finding, Need, Outcome
+from keepstep_sidecar.memory.directories import free_huge_bytes
+from keepstep_sidecar.volume.files import Engine
 from tests.cli.conftest import Keepstep
 
 MIB = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_sidecar.config.quantities import (
+from keepstep_sidecar.config.settings import (
     parse_duration,
     parse_size,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from keepstep.core.candidates import Candidate, Candidates, Offer, Part
+from keepstep.core.commit_rule import RankReport
 from keepstep.core.ledger import (
     Action,
     Alarm,
@@ -22,19 +22,16 @@ from keepstep.core.ledger import (
     NodeGone,
     Nothing,
     RankGone,
-    RankReport,
     Reported,
     RestorePlan,
     Retire,
     Unknown,
 )
-from keepstep.core.persist_planner import PersistPlanner, Write
-from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import Grid
-from keepstep.core.shard import Shard
+from keepstep.core.schedule import Grid, PersistPlanner, Write
+from keepstep.core.shard import NOBODY, Ranks, Shard
 from keepstep.core.slot_table import SlotTable
-from keepstep.core.vote import choose
+from keepstep.core.vote import Candidate, Candidates, Offer, Part, choose
 from keepstep.errors import KeepstepError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 

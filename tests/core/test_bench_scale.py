@@ -7,11 +7,7 @@ import pytest
 
 from bench import scale
 from keepstep.core import vote
-from keepstep.core.holding import Holding, Place
-from keepstep.core.ledger import Ledger, RankReport, Reported, commit_rule
-from keepstep.core.shard import Shard
-from keepstep.state.topology import Topology
-from keepstep.steps import Answer, Tier
+from keepstep.state.sharding import Topology
 from keepstep_sidecar.tiers.peer.protocol import Listing
 
 # --- what keeps the figures low ----------------------------------------------------------------
@@ -41,43 +37,6 @@ def test_twins_are_found_in_one_look_at_each_rank() -> None:
     Counted.looks = 0
     assert topology.twins([tuple(range(world))] * 600) == tuple(range(8, world, 8))
     assert Counted.looks <= 4 * world
-
-
-class Looked(Holding):
-    """Counts how often its place is read."""
-
-    __slots__ = ("_at",)
-    looks = 0
-
-    @property
-    def place(self) -> Place:  # type: ignore[override]
-        Looked.looks += 1
-        return self._at
-
-    @place.setter
-    def place(self, at: Place) -> None:
-        self._at = at
-
-
-def test_what_all_other_nodes_hold_is_not_looked_at_again_with_each_report(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(commit_rule, "Holding", Looked)
-    compared: list[int] = []
-    monkeypatch.setattr(commit_rule.Tally, "contest", lambda _, ranks: compared.append(ranks))
-    world, ledger = 128, Ledger()
-    Looked.looks = 0
-    for rank in range(world):
-        held = (Shard(step_id=scale.NEWEST, rank=rank, world=world, root="a"),)
-        staged = (Shard(step_id=scale.NEWEST, rank=rank, world=world),)
-        told = RankReport(
-            sealed={Tier.LOCAL: held, Tier.MEMORY: staged},
-            answers={Tier.LOCAL: Answer.STEPS, Tier.MEMORY: Answer.STEPS},
-        )
-        ledger.apply(Reported(node_rank=rank, ranks={rank: told}, sequence=1))
-        assert bool(ledger.committed(Tier.LOCAL)) == (rank == world - 1)
-    assert Looked.looks <= 10 * world
-    assert not compared, "no rank has two images with digests"
 
 
 def test_what_a_sidecar_hears_of_twins_grows_no_faster_than_the_ranks() -> None:

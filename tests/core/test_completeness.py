@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.holding import RankUnion, bits
-from keepstep.core.ledger import commit_rule
-from keepstep.core.ledger.commit_rule import Completeness
-from keepstep.core.ledger.events import RankReport
+from keepstep.core.commit_rule import Completeness, RankReport, RankUnion, bits
 from keepstep.core.shard import Shard
 from keepstep.steps import NEAREST_FIRST, EpochId, StepId, Tier
 
@@ -46,7 +42,7 @@ def check(copies: Completeness, id: StepId) -> None:
     assert copies.worlds(id) == {held.place[2] for held in there}
     for tier in NEAREST_FIRST:
         ranks = [held.ranks for held in there if held.place[1] is tier]
-        assert copies.ranks(id, (tier,)) == sum({1 << at for one in ranks for at in bits(one)})
+        assert copies.holders(id, tier) == sum({1 << at for one in ranks for at in bits(one)})
     roots = [
         (rank, held.root(rank)) for held in there for rank in bits(held.ranks) if held.root(rank)
     ]
@@ -55,16 +51,8 @@ def check(copies: Completeness, id: StepId) -> None:
     assert copies.contested(id) == sorted(differ | doubled)
 
 
-@pytest.mark.parametrize("few", [commit_rule._FEW_COPIES, 1, 0])
 @given(changes=_CHANGES)
-def test_whatever_comes_and_goes(few: int, changes: list[tuple[int, object]]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit_rule, "_FEW_COPIES", few)
-        patch.setattr(commit_rule, "_BLOCK", 2)
-        follow(changes)
-
-
-def follow(changes: list[tuple[int, object]]) -> None:
+def test_whatever_comes_and_goes(changes: list[tuple[int, object]]) -> None:
     copies = Completeness()
     for node, change in changes:
         if isinstance(change, dict):
@@ -86,42 +74,3 @@ def test_a_union_is_what_adding_all_up_says(changes: list[tuple[int, int]]) -> N
         assert [*bits(union.once)] == [rank for rank in named if named[rank]]
         assert [*bits(union.twice)] == [rank for rank in named if len(named[rank]) > 1]
         assert all(union.having(rank) == named[rank] for rank in named)
-
-
-def compared(nodes: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many copies are looked at while each node's images come and each node's own go."""
-    looked = 0
-    of = commit_rule.Tally._of
-
-    def counted(tally: commit_rule.Tally, ranks: int) -> list[object]:
-        nonlocal looked
-        found = [*of(tally, ranks)]
-        looked += len(found)
-        return found
-
-    monkeypatch.setattr(commit_rule.Tally, "_of", counted)
-    copies = Completeness()
-    for node in range(nodes):
-        for rank, tier in ((node, Tier.LOCAL), ((node + 1) % nodes, Tier.PEER)):
-            copies.replace(node, {rank: told(rank, {tier: [(1, "a", nodes)]})})
-    assert copies.complete(StepId(_EPOCH, 1), Tier.LOCAL)
-    for node in range(nodes):
-        copies.replace(node, {node: told(node, {Tier.LOCAL: []})})
-    monkeypatch.undo()
-    return looked
-
-
-def test_with_an_image_those_of_the_same_ranks_are_compared_and_not_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert compared(2048, monkeypatch) < 2.2 * compared(1024, monkeypatch)
-
-
-def test_steps_that_the_same_ranks_hold_have_one_bitmap() -> None:
-    copies = Completeness()
-    for half in (range(60), range(60, 120)):
-        images = [(step, f"{step}", 120) for step in range(3)]
-        copies.replace(0, {rank: told(rank, {Tier.ARCHIVE: images}) for rank in half})
-    held = [one for id in copies.steps for one in copies.copies(id)]
-    assert len(held) == 3
-    assert len({id(one.ranks) for one in held}) == 1

@@ -7,7 +7,7 @@ import pytest
 from keepstep.core.ledger import EpochStarted, Ledger
 from keepstep.errors import UsageError
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep_sidecar.config.restore_from import Fork, parse
+from keepstep_sidecar.config.sidecar import Fork, parse_restore_from
 from keepstep_sidecar.tiers.archive.index import families
 from keepstep_sidecar.volume.run_record import RunRecord
 
@@ -25,7 +25,7 @@ ARCHIVED, ALIVE = [OLD, DEAD, NEW], [OLD, NEW]
     ],
 )
 def test_a_fork_names_a_run_and_a_step(text: str, fork: Fork) -> None:
-    assert parse(text) == fork
+    assert parse_restore_from(text) == fork
     assert str(fork) == text
 
 
@@ -42,20 +42,20 @@ def test_a_fork_names_a_run_and_a_step(text: str, fork: Fork) -> None:
 )
 def test_anything_else_is_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        parse(text)
+        parse_restore_from(text)
 
 
 def test_a_number_means_the_living_step_and_an_id_that_very_one() -> None:
-    assert parse("a/100").chosen(ARCHIVED, ALIVE, ()) == [NEW]
-    assert parse(f"a/{DEAD}").chosen(ARCHIVED, ALIVE, ()) == [DEAD]
-    assert parse("a/7").chosen(ARCHIVED, ALIVE, ()) == []
-    assert parse("a/latest").chosen(ARCHIVED, ALIVE, ()) == ALIVE
+    assert parse_restore_from("a/100").chosen(ARCHIVED, ALIVE, ()) == [NEW]
+    assert parse_restore_from(f"a/{DEAD}").chosen(ARCHIVED, ALIVE, ()) == [DEAD]
+    assert parse_restore_from("a/7").chosen(ARCHIVED, ALIVE, ()) == []
+    assert parse_restore_from("a/latest").chosen(ARCHIVED, ALIVE, ()) == ALIVE
 
 
 def test_a_run_that_has_begun_from_one_step_begins_from_no_other() -> None:
     began = [Epoch(OWN, OLD, "a")]
-    assert parse("a/latest").chosen(ARCHIVED, ALIVE, began) == [OLD]
-    assert parse("b/latest").chosen(ARCHIVED, ALIVE, began) == ALIVE
+    assert parse_restore_from("a/latest").chosen(ARCHIVED, ALIVE, began) == [OLD]
+    assert parse_restore_from("b/latest").chosen(ARCHIVED, ALIVE, began) == ALIVE
 
 
 def test_forks_of_one_step_are_no_kin_but_restarts_are() -> None:

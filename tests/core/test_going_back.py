@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.core.candidates import Candidate, Candidates
-from keepstep.core.vote import choose, limit_of, nothing_is_kept
+from keepstep.core.vote import Candidate, Candidates, choose, limit_of, nothing_is_kept
 from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep_sidecar.commit.restart_step import Rollback
-from keepstep_sidecar.config.restore_from import Wish, parse
+from keepstep_sidecar.commit.epochs import Rollback
+from keepstep_sidecar.config.sidecar import Wish, parse_restore_from
 
 FIRST, SECOND = EpochId(1, "0000000a"), EpochId(2, "0000000b")
 
@@ -60,7 +59,7 @@ def test_without_a_wish_the_newest_step_wins() -> None:
 
 def test_a_wish_is_done_with_once_an_epoch_began_from_its_step() -> None:
     epochs = [Epoch(FIRST, None)]
-    rollback = Rollback(parse("3", since=1), lambda: epochs)
+    rollback = Rollback(parse_restore_from("3", since=1), lambda: epochs)
     assert rollback.names(step(3))
     assert not rollback.names(step(4))
     epochs.append(Epoch(SECOND, step(3)))
@@ -70,11 +69,12 @@ def test_a_wish_is_done_with_once_an_epoch_began_from_its_step() -> None:
 
 def test_an_earlier_epoch_from_the_same_step_does_not_count() -> None:
     epochs = [Epoch(FIRST, None), Epoch(SECOND, step(3))]
-    assert Rollback(parse("3", since=2), lambda: epochs).wish == Wish(number=3, since=2)
+    rollback = Rollback(parse_restore_from("3", since=2), lambda: epochs)
+    assert rollback.wish == Wish(number=3, since=2)
 
 
 def test_a_number_means_its_newest_whole_step() -> None:
-    rollback = Rollback(parse("3"), tuple)
+    rollback = Rollback(parse_restore_from("3"), tuple)
     held = [step(3), step(3, SECOND), step(4)]
     assert rollback.resolve([step(3)], held) == step(3)
     assert rollback.resolve([], held) == step(3, SECOND)

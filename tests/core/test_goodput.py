@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.core.goodput import INTERRUPTIONS, SEGMENTS, Goodput, Tally
-from keepstep.core.history import Event, Kind
+from keepstep.core.history import INTERRUPTIONS, SEGMENTS, Event, Goodput, Kind, Tally
 from keepstep.steps import Epoch, EpochId, StepId
 
 # --- a simulated run -------------------------------------------------------------------------

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.ranks import MOST_RANKS
+from keepstep.core.shard import MOST_RANKS
 from keepstep.steps import EpochId, StepId, shard_name
-from keepstep_sidecar.volume.paths import ShardName, is_shard, is_step, is_temporary, temporary_name
+from keepstep_sidecar.volume.directories import (
+    ShardName,
+    is_shard,
+    is_step,
+    is_temporary,
+    temporary_name,
+)
 
 STEP = "0003.1f9c2d7a-000001200"
 SHARD = "rank-00000-of-00002.safetensors"

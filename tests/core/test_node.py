@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from keepstep.core.ledger import EpochStarted, RankReport, Retire
+from keepstep.core.commit_rule import RankReport
+from keepstep.core.ledger import EpochStarted, Retire
 from keepstep.core.node import (
     SILENT_AFTER_S,
     Action,
@@ -20,9 +21,8 @@ from keepstep.core.node import (
     Settled,
     Wrote,
 )
-from keepstep.core.persist_planner import Write
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import Grid
+from keepstep.core.schedule import Grid, Write
 from keepstep.core.shard import Shard
 from keepstep.core.slot_table import SlotTable
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier

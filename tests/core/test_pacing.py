@@ -11,13 +11,14 @@ from itertools import islice, pairwise
 import pytest
 
 from keepstep.core.node import Node, Serves
-from keepstep.core.persist_planner import CALM_BEFORE_REFINING, PersistPlanner
 from keepstep.core.schedule import (
+    CALM_BEFORE_REFINING,
     ENOUGH_FAILURES,
     Grid,
     Interval,
     Measured,
     Pacing,
+    PersistPlanner,
     auto_interval,
     failures_seen,
 )

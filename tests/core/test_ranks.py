@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.holding import bitmap
-from keepstep.core.ranks import MOST_RANKS, MOST_RUNS, Ranks
+from keepstep.core.commit_rule import bitmap
+from keepstep.core.shard import MOST_RANKS, MOST_RUNS, Ranks
 
 RANKS = st.sets(st.integers(0, 300), max_size=60)
 

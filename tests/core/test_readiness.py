@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.core.readiness import NEVER, Ready, View, Wait, readiness
+from keepstep.core.vote import NEVER, Ready, View, Wait, readiness
 
 BEGAN = 1000.0
 ALONE = View(scanned_at=0.0, heard_at=-NEVER)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep.core.ledger import Ledger, RankReport, Reported
+from keepstep.core.commit_rule import RankReport
+from keepstep.core.ledger import Ledger, Reported
 from keepstep.core.shard import Shard
 from keepstep.steps import EpochId, StepId, Tier
 

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.core.candidates import Candidate, Candidates
-from keepstep.core.lineage import Standing, trace
+from keepstep.core.commit_rule import Standing, trace
 from keepstep.core.retention import Retention, evicted, retired
 from keepstep.core.suspicion import WITHIN, Doubt, Failure
-from keepstep.core.vote import choose
+from keepstep.core.vote import Candidate, Candidates, choose
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
 LIVES = [EpochId(number, "0" * 8) for number in range(9)]

@@ -14,23 +14,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from keepstep.core.candidates import Candidate, Candidates, Offer, Part
-from keepstep.core.holding import bits
+from keepstep.core.commit_rule import RankReport, bits
 from keepstep.core.ledger import (
     EpochStarted,
     Ledger,
     LedgerConfig,
     NodeGone,
-    RankReport,
+    Outlook,
     Reported,
+    Restart,
     RestorePlan,
     Retire,
+    outlook,
 )
-from keepstep.core.outlook import Outlook, Restart, outlook
-from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.core.retention import Retention
-from keepstep.core.shard import Shard
-from keepstep.core.vote import Decision, choose
+from keepstep.core.shard import NOBODY, Ranks, Shard
+from keepstep.core.vote import Candidate, Candidates, Decision, Offer, Part, choose
 from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.unequal_steps import LEAST, NEVER_SAVED_S, STOPPED_S, Reason, UnequalSteps
+from keepstep.core.schedule import LEAST, NEVER_SAVED_S, STOPPED_S, Reason, UnequalSteps
 from keepstep.steps import EpochId, StepId
 
 EPOCH = EpochId(1, "00000001")

@@ -20,16 +20,8 @@ from hypothesis.stateful import (
 )
 
 import keepstep.core.retention
-from keepstep.core.candidates import Candidate, Candidates
-from keepstep.core.ledger import (
-    EpochStarted,
-    Ledger,
-    LedgerConfig,
-    RankReport,
-    Reported,
-    RestorePlan,
-    Retire,
-)
+from keepstep.core.commit_rule import RankReport
+from keepstep.core.ledger import EpochStarted, Ledger, LedgerConfig, Reported, RestorePlan, Retire
 from keepstep.core.node import (
     Died,
     Event,
@@ -42,12 +34,11 @@ from keepstep.core.node import (
     Serves,
     Wrote,
 )
-from keepstep.core.persist_planner import Write
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import Grid
+from keepstep.core.schedule import Grid, Write
 from keepstep.core.shard import Shard
 from keepstep.core.slot_table import SlotTable
-from keepstep.core.vote import choose
+from keepstep.core.vote import Candidate, Candidates, choose
 from keepstep.errors import NothingCommonError, RestoreError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.core.candidates import Candidate, Candidates, Offer
-from keepstep.dcp.agreement import Ballot, LoadBallot, agree, choose
+from keepstep.core.vote import Candidate, Candidates, Offer
+from keepstep.dcp.session import Ballot, LoadBallot, agree, choose
 from keepstep.errors import NothingCommonError, RestoreError, UsageError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 

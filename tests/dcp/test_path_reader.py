@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import keepstep.dcp
 from keepstep.dcp.metadata import Tree
-from keepstep.dcp.path_reader import Folder
-from keepstep.dcp.step_reader import StepReader
+from keepstep.dcp.reader import Folder, StepReader
 from keepstep.errors import CoverageError, ForeignError, FormatError, ImageError, RestoreError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from keepstep.steps import shard_name

@@ -16,7 +16,7 @@ import json
 import re
 import secrets
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -168,19 +168,35 @@ def _namespace_name(test: str) -> str:
 
 
 @pytest.fixture
-def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Kubectl]:
-    """kubectl in a new namespace of this test. Its pods are gone when the test is over."""
-    name = _namespace_name(request.node.name)
-    kubectl = cluster.kubectl.namespaced(name)
-    cluster.kubectl("create", "namespace", name)
+def new_namespace(
+    cluster: Cluster, request: pytest.FixtureRequest
+) -> Iterator[Callable[[str], Kubectl]]:
+    """kubectl in a new namespace of this test, named after it and the word that is given. Their
+    pods are gone when the test is over."""
+    made: list[Kubectl] = []
+
+    def make(word: str) -> Kubectl:
+        name = _namespace_name(f"{word}-{request.node.name}" if word else request.node.name)
+        cluster.kubectl("create", "namespace", name)
+        made.append(cluster.kubectl.namespaced(name))
+        return made[-1]
+
     try:
-        yield kubectl
+        yield make
     finally:
-        if request.node.stash.get(_FAILED, True):
-            place = _SCRATCH / "failed" / request.node.name
-            dump.stacks(cluster, kubectl, place)
-            dump.namespace(cluster, kubectl, place)
-        _delete(cluster, name)
+        for kubectl in made:
+            if request.node.stash.get(_FAILED, True):
+                place = _SCRATCH / "failed" / request.node.name
+                place = place if len(made) == 1 else place / str(kubectl.namespace)
+                dump.stacks(cluster, kubectl, place)
+                dump.namespace(cluster, kubectl, place)
+            _delete(cluster, str(kubectl.namespace))
+
+
+@pytest.fixture
+def namespace(new_namespace: Callable[[str], Kubectl]) -> Kubectl:
+    """kubectl in the one namespace of this test."""
+    return new_namespace("")
 
 
 def _delete(cluster: Cluster, namespace: str) -> None:

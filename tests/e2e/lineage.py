@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive.browse import opened
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey
 from tests.e2e.cluster import Cluster, run

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.e2e import jobs, runs, tiers
-from tests.e2e.cluster import HOST_PATH, Cluster, run
+from tests.e2e.cluster import HOST_PATH, Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
 
@@ -131,21 +131,6 @@ def test_a_sidecar_and_its_trainer_that_are_killed_cost_what_was_finished_betwee
     life = runs.restarted(namespace, within_s=180)
     record_property("lost_steps", runs.lost(killed, life))
     assert life.first > before.last - 1, "no step is kept while the sidecar is away"
-
-
-def test_a_node_that_restarts_with_all_pods_costs_what_was_not_committed(
-    cluster: Cluster, namespace: Kubectl, record_property: runs.Record, cluster_alone: None
-) -> None:
-    node = cluster.workers()[0]
-    on = {"nodeSelector": {"kubernetes.io/hostname": node}}
-    namespace.apply(jobs.policy(), jobs.pytorch_job(spec=on))
-    runs.committed_beyond(namespace, 20)
-    before = runs.training_beyond(namespace, 20)
-    run("docker", "stop", node)
-    cluster.start_node(node)
-    life = runs.restarted(namespace, within_s=240)
-    record_property("lost_steps", max(0, before.last - (life.first - 1)))
-    assert life.first > 10, "an emptyDir outlives a restart of its node"
 
 
 def _committed_on(namespace: Kubectl, node: str, path: str) -> int:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 
-import pytest
-
-from tests.e2e import jobs, runs
-from tests.e2e.cluster import NAMESPACE, RECONCILE, Cluster, run
+from tests.e2e import runs
+from tests.e2e.cluster import NAMESPACE, RECONCILE, Cluster
 from tests.e2e.kubectl import Kubectl
 
 
@@ -87,79 +84,34 @@ def _kill_reconciler(cluster: Cluster) -> None:
     cluster.kill_container(pod, container)
 
 
-@pytest.fixture
-def leaders_node(cluster: Cluster) -> Iterator[str]:
-    """The worker that the reconciler that leads is on, and no other one; it is started again."""
-    system = cluster.kubectl.namespaced(NAMESPACE)
-    # replicas that met on one node, when another one was lost, stay there until they are made anew
-    system("rollout", "restart", "deployment/keepstep-reconcile")
-    system("rollout", "status", "deployment/keepstep-reconcile", "--timeout=240s", timeout_s=250)
-    system.eventually(lambda: _apart(system), what="two reconcilers on two nodes")
-    node = str(cluster.leader()["spec"]["nodeName"])
-    yield node
-    cluster.start_node(node)
-
-
-def test_a_lost_node_takes_commits_across_pods_away_for_half_a_minute(
-    cluster: Cluster,
-    namespace: Kubectl,
-    cluster_alone: None,
-    leaders_node: str,
-    record_property: runs.Record,
-) -> None:
-    """Another replica takes the Lease, and the sidecars find it."""
-    safe = next(one for one in cluster.workers() if one != leaders_node)
-    job = jobs.pytorch_job()
-    for replica in job["spec"]["pytorchReplicaSpecs"].values():
-        replica["template"]["spec"]["nodeSelector"] = {"kubernetes.io/hostname": safe}
-    namespace.apply(jobs.policy(), job)
-    runs.committed_beyond(namespace, 5)
-    lost_at = time.monotonic()
-    run("docker", "kill", leaders_node)
-    last = runs.training_beyond(namespace, 0).last
-    runs.committed_beyond(namespace, last)
-    away_s = time.monotonic() - lost_at
-    record_property("seconds", round(away_s, 1))
-    assert away_s <= 30
-    assert runs.training_beyond(namespace, last).first == 0, "the trainers never ended"
-
-
-def _apart(system: Kubectl) -> bool:
-    pods = system.list("pods", RECONCILE)
-    return len(pods) == 2 == len({pod["spec"].get("nodeName") for pod in pods})
-
-
-def test_etcd_and_the_api_server_are_killed_and_nothing_stops(
+def test_an_api_server_that_is_killed_and_then_stands_still_for_a_minute_stops_nothing(
     cluster: Cluster, training: Kubectl, turn_alone: None
 ) -> None:
     namespace = training
     committed = runs.committed_beyond(namespace, 5)
     before = runs.training_beyond(namespace, 0).last
-    (control_plane,) = [node for node in cluster.nodes() if "control-plane" in node]
-    pids = cluster.on_node(control_plane, "pgrep", "-x", "kube-apiserver|etcd").split()
-    cluster.on_node(control_plane, "kill", "-9", *pids)
+    _signal(cluster, "-KILL")  # etcd, too
     namespace.eventually(lambda: namespace.list("pods"), what="it answers again")
-    assert runs.committed_beyond(namespace, committed) > committed
+    committed = runs.committed_beyond(namespace, committed)
     assert runs.training_beyond(namespace, before + 20).first == 0, "the trainers never ended"
 
-
-def test_an_api_server_that_stands_still_for_a_minute_stops_nothing(
-    cluster: Cluster, training: Kubectl, turn_alone: None
-) -> None:
-    namespace = training
-    committed = runs.committed_beyond(namespace, 5)
-    (control_plane,) = [node for node in cluster.nodes() if "control-plane" in node]
-    first = runs.training_beyond(namespace, 0).last
-    pids = cluster.on_node(control_plane, "pgrep", "-x", "kube-apiserver|etcd").split()
-    cluster.on_node(control_plane, "kill", "-STOP", *pids)
+    before = runs.training_beyond(namespace, 0).last
+    _signal(cluster, "-STOP")
     try:
         assert not _answers(cluster), "the API server stands still"
-        cluster.on_node(control_plane, "sleep", "60")
+        time.sleep(60)
     finally:
-        cluster.on_node(control_plane, "kill", "-CONT", *pids)
+        _signal(cluster, "-CONT")
     namespace.eventually(lambda: namespace.list("pods"), what="it answers again")
     assert runs.committed_beyond(namespace, committed) > committed
-    assert runs.training_beyond(namespace, first + 100).first == 0, "the trainers never ended"
+    assert runs.training_beyond(namespace, before + 100).first == 0, "the trainers never ended"
+
+
+def _signal(cluster: Cluster, signal: str) -> None:
+    """To the API server and etcd."""
+    (control_plane,) = [node for node in cluster.nodes() if "control-plane" in node]
+    pids = cluster.on_node(control_plane, "pgrep", "-x", "kube-apiserver|etcd").split()
+    cluster.on_node(control_plane, "kill", signal, *pids)
 
 
 def _answers(cluster: Cluster) -> bool:

@@ -9,12 +9,11 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl
 
 
-@pytest.mark.parametrize("level", ["restricted", "baseline"])
-def test_an_empty_dir_policy_satisfies_pod_security(
-    cluster: Cluster, namespace: Kubectl, level: str
+def test_an_empty_dir_policy_satisfies_the_strictest_pod_security(
+    cluster: Cluster, namespace: Kubectl
 ) -> None:
     cluster.kubectl(
-        "label", "namespace", namespace.namespace, f"pod-security.kubernetes.io/enforce={level}"
+        "label", "namespace", namespace.namespace, "pod-security.kubernetes.io/enforce=restricted"
     )
     namespace.apply(jobs.policy())
     (made,) = jobs.admitted(namespace, jobs.owned_pod("alone", jobs.owner(namespace)))

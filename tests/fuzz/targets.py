@@ -26,16 +26,14 @@ import numpy
 import safetensors
 import torch
 
-from keepstep.core import candidates
-from keepstep.core.goodput import Tally
-from keepstep.core.history import RELEASED, Event, Kind
+from keepstep.core import vote
+from keepstep.core.history import RELEASED, Event, Kind, Tally
 from keepstep.core.shard import Shard
 from keepstep.dcp.metadata import Tree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras
-from keepstep.image.control import PAGE_BYTES
 from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
-from keepstep.image.manifest import Manifest, seal_for_disk
+from keepstep.image.manifest import PAGE_BYTES, Manifest, seal_for_disk
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
 from keepstep.state.leaves import build, check_values, leaves_of
 from keepstep.state.leaves import parse as parse_tree
@@ -54,8 +52,8 @@ from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer import protocol as wire
 from keepstep_sidecar.tiers.peer.members import Directory, Known
 from keepstep_sidecar.tiers.peer.tls import Identity
+from keepstep_sidecar.volume.directories import ShardName, is_temporary, quarantine_name
 from keepstep_sidecar.volume.history_file import HistoryFile
-from keepstep_sidecar.volume.paths import ShardName, is_temporary, quarantine_name
 from keepstep_sidecar.volume.run_record import RunRecord
 from tests.fuzz import mutate
 from tests.harness import digests, verify_image
@@ -308,7 +306,7 @@ REQUESTS: dict[type[Any], dict[str, Any]] = {
 }  # fmt: skip
 _CANDIDATE = {"id": _ID, "tier": "local", "world": 2, "bytes": 5}
 ANSWERS: dict[type[Any], dict[str, Any]] = {
-    candidates.Candidates: {"answer": "steps", "candidates": [_CANDIDATE], "plan": _ID},
+    vote.Candidates: {"answer": "steps", "candidates": [_CANDIDATE], "plan": _ID},
     trainer.Opened: {"slot": "s", "path": "/x", "tier": "memory", "bytes": 5, "seconds": 1.0},
     trainer.Sources: {
         "id": _ID, "world": 2,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from keepstep.image import Layout, Section, TensorSpec, local_name
 from keepstep.image.tensors import NATIVE_BYTES, OPAQUE_BYTES
-from keepstep.state.dtypes import DTYPE_OF
+from keepstep.state.leaves import DTYPE_OF
 from keepstep.steps import shard_name
 from tests.image.images import noise, seal, stage
 from tests.image.strategies import tensor_lists

@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.state import topology
+from keepstep.state import sharding
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
-bulks = st.lists(st.builds(topology.Bulk, shapes, st.sampled_from([1, 2, 4, 8])), max_size=20)
+bulks = st.lists(st.builds(sharding.Bulk, shapes, st.sampled_from([1, 2, 4, 8])), max_size=20)
 
 
 @given(bulks.map(tuple), st.integers(1, 9))
 def test_parts_are_disjoint_and_cover_every_row(tensors, sharers):
-    for bulk, rows in zip(tensors, topology.cut(tensors, sharers), strict=True):
+    for bulk, rows in zip(tensors, sharding.cut(tensors, sharers), strict=True):
         assert rows[0] == 0
         assert rows[-1] == bulk.shape[bulk.dim]
         assert list(rows) == sorted(rows)
@@ -22,7 +22,7 @@ def test_parts_are_disjoint_and_cover_every_row(tensors, sharers):
 
 @given(bulks.map(tuple), st.integers(1, 9))
 def test_parts_differ_from_an_equal_share_by_at_most_one_row(tensors, sharers):
-    cuts = topology.cut(tensors, sharers)
+    cuts = sharding.cut(tensors, sharers)
     share = sum(one.bytes for one in tensors) / sharers
     coarsest = max((one.row_bytes for one in tensors), default=0)
     for number in range(sharers):
@@ -35,8 +35,8 @@ def test_parts_differ_from_an_equal_share_by_at_most_one_row(tensors, sharers):
 
 @given(bulks.map(tuple), st.integers(1, 9))
 def test_small_tensors_are_never_cut(tensors, sharers):
-    for bulk, rows in zip(tensors, topology.cut(tensors, sharers), strict=True):
-        if bulk.bytes <= topology.SMALL_BYTES:
+    for bulk, rows in zip(tensors, sharding.cut(tensors, sharers), strict=True):
+        if bulk.bytes <= sharding.SMALL_BYTES:
             assert set(rows) == {0, bulk.shape[bulk.dim]}
 
 
@@ -65,7 +65,7 @@ def play(answers, rounds, mine, rank, nodes, spread):
         return answers[number]
 
     try:
-        return topology.agree(
+        return sharding.agree(
             lambda: mine, gather, rank=rank, world=len(nodes), node=nodes[rank], spread=spread
         )
     except Later:

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from keepstep.errors import UsageError
 from keepstep.state.leaves import mark_of
+from keepstep.state.sharding import ALONE
 from keepstep.state.take import retake, take
-from keepstep.state.topology import ALONE
 
 
 class State:

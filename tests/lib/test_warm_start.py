@@ -15,7 +15,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from keepstep.warm import torchrun
+from keepstep.warm import process
 from keepstep.warm.client import (
     ColdStart,
     ForkServer,
@@ -375,7 +375,7 @@ def test_the_names_of_methods_that_a_rendezvous_looks_up_stay_what_they_are(
     rendezvous: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert _joins(rendezvous) == "_joins"
-    torchrun.hasten_rendezvous(alone=True)
+    process.hasten_rendezvous(alone=True)
     monkeypatch.delattr("inspect.stack")
     assert _joins(rendezvous) == "_joins"
 
@@ -387,7 +387,7 @@ def test_only_one_node_joins_without_a_random_pause(
     found: list[float] = []
     monkeypatch.setattr("time.sleep", found.append)
     monkeypatch.setattr("random.uniform", lambda *_: 0.2)
-    torchrun.hasten_rendezvous(alone=alone)
+    process.hasten_rendezvous(alone=alone)
     rendezvous._delay(seconds=(0, 0.3))
     rendezvous._delay(seconds=1.0)
     assert found == waited

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from keepstep_sidecar.config.peers import Files
+from keepstep_sidecar.config.sidecar import Files
 from keepstep_sidecar.tiers.peer.tls import Identity
 from tests.certificates import pem_of
 

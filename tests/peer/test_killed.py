@@ -12,7 +12,7 @@ import pytest
 
 from keepstep.steps import Answer
 from keepstep.wire.reports import Peer
-from keepstep_sidecar.volume import faults
+from keepstep_sidecar.volume import files
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import BIG, Node, running, same
@@ -20,7 +20,7 @@ from tests.tiers import reading
 from tests.tiers.local import durable, gone
 from tests.volume.images import empty_slot
 
-POINTS = [point for point in faults.POINTS if point.startswith("peer.")]
+POINTS = [point for point in files.FAULT_POINTS if point.startswith("peer.")]
 Make = Callable[..., Node]
 Start = Callable[..., tuple[str, "subprocess.Popen[str]"]]
 
@@ -35,7 +35,7 @@ def receiver(tmp_path: Path, authority: Authority) -> Iterator[Start]:
         paths = [str(path) for path in (files.certificate, files.key, files.authorities)]
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.peer.receiver", str(tmp_path / "drives"), "1", *paths],
-            env={**os.environ, faults.FAULTS_ENV: armed},
+            env={**os.environ, files.FAULTS_ENV: armed},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -6,11 +6,10 @@ import asyncio
 import socket
 from pathlib import Path
 
-from keepstep_sidecar.config.peers import PeerSettings
+from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.tiers.peer.tier import PeerTier
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.volume.images import RUN

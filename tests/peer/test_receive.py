@@ -19,9 +19,8 @@ from keepstep.steps import shard_name
 from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.receive import IncomingCopy
-from keepstep_sidecar.volume.direct_io import aligned_buffer
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.paths import ShardName
+from keepstep_sidecar.volume.directories import ShardName
+from keepstep_sidecar.volume.files import Filesystem, aligned_buffer
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, make_layout, staged, step_id
 

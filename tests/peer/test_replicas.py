@@ -15,8 +15,8 @@ from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep_sidecar.tiers.peer import buddy as sending
 from keepstep_sidecar.tiers.peer import receive
 from keepstep_sidecar.tiers.peer.receive import IncomingCopy
-from keepstep_sidecar.volume.direct_io import WRITER_NICENESS, RateLimit
-from keepstep_sidecar.volume.scan import LocalShard
+from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.files import WRITER_NICENESS, RateLimit
 from tests.harness import flip, until, verify_image
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading

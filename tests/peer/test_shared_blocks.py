@@ -14,11 +14,9 @@ from keepstep.steps import shard_name
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.receive import IncomingCopy
 from keepstep_sidecar.tiers.peer.serve import Shards
-from keepstep_sidecar.volume.direct_io import aligned_buffer
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.paths import ShardName
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.directories import ShardName
+from keepstep_sidecar.volume.files import Filesystem, aligned_buffer
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import flip, until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running

@@ -20,9 +20,8 @@ from keepstep_sidecar.tiers.peer.placement import due, wanted
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
 from keepstep_sidecar.tiers.tier import LocalInventory
-from keepstep_sidecar.volume.paths import ShardName
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.directories import ShardName
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running

@@ -12,9 +12,9 @@ import pytest
 
 from keepstep.errors import UsageError
 from keepstep.steps import Answer
-from keepstep_sidecar.config.peers import Files, PeerSettings
+from keepstep_sidecar.config.sidecar import Files, PeerSettings
 from keepstep_sidecar.tiers.peer.tls import FileCredentials, Identity
-from keepstep_sidecar.volume.scan import survey
+from keepstep_sidecar.volume.directories import survey
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running

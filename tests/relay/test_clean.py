@@ -13,7 +13,7 @@ import pytest
 
 from keepstep.errors import StorageError, UsageError
 from keepstep.wire.reports import STILL_USED_EXIT
-from keepstep_sidecar.relay.clean import StillUsedError, clean
+from keepstep_sidecar.relay.directories import StillUsedError, clean
 from keepstep_sidecar.volume.volume import Ownership
 
 
@@ -128,7 +128,7 @@ def test_a_namespace_is_no_run_and_its_runs_stay_whole_locked_or_not(
     run = _run(volume)
     with pytest.raises(StorageError, match=r"gpt is no node rank's directory.*nothing was removed"):
         clean(run.parent)
-    monkeypatch.setattr("keepstep_sidecar.relay.clean.mount_of", lambda directory: volume)
+    monkeypatch.setattr("keepstep_sidecar.relay.directories.mount_of", lambda directory: volume)
     with pytest.raises(UsageError, match="no directory of a run"):
         clean(Path(f"{run.parent}/"))  # what an empty name of a run comes to, below a hostPath
     assert len(list(run.rglob("*.safetensors"))) == 2

@@ -11,15 +11,14 @@ import pytest
 
 from keepstep.steps import Answer, Tier
 from keepstep.wire.reports import Peer
-from keepstep_sidecar.config.peers import PeerSettings
+from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.relay.serve import Shelf, report
 from keepstep_sidecar.tiers.peer.protocol import Wanted
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tier import PeerTier
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
-from keepstep_sidecar.volume.scan import LocalShard
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import until
 from tests.peer.authority import Authority
 from tests.peer.nodes import Node, running, same

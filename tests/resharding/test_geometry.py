@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from keepstep.errors import CoverageError
-from keepstep.restore import transfer
-from keepstep.restore.boxes import Box, cover
-from keepstep.restore.images import Images
-from keepstep.restore.plan import Piece, Want, blocks, byte_range, make
+from keepstep.restore.images import Images, view_of
+from keepstep.restore.images import fill as fill_from
+from keepstep.restore.plan import Box, Piece, Want, blocks, byte_range, cover, make
 from tests.resharding.worlds import Step, bits, cut, some, take
 from tests.torch_version import NEWER_DTYPES
 
@@ -30,7 +29,7 @@ def fill(step, directory, wants, targets, *, rank=0, **options):
     """Plan and run, from mapped files."""
     images = Images(None, step.write(directory, **options))  # type: ignore[arg-type]
     plan = make(wants, images.index, rank=rank, nearness=images.nearness)
-    return transfer.run(plan, targets, images)
+    return fill_from(plan, targets, images)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -96,7 +95,7 @@ def test_blocks_of_all_ranges_make_up_the_piece_once(seed):
             assert at <= one.begin
             assert one.begin + size <= at + step
             place = tuple(slice(a, a + n) for a, n in zip(one.at, one.extent, strict=True))
-            result[place] = transfer.view_of(flat, torch.int32, one, 0)
+            result[place] = view_of(flat, torch.int32, one, 0)
             times[place] += 1
     assert torch.equal(result, expected)
     assert bool((times == 1).all())

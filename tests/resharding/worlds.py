@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
-from keepstep.restore.boxes import Box
-from keepstep.state.dtypes import CODE_OF
+from keepstep.restore.plan import Box
+from keepstep.state.leaves import CODE_OF
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import Source, Sources
 

@@ -12,7 +12,7 @@ from keepstep_sidecar.commit.committer import Committer, Spawn
 from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.memory.slot_pool import SlotPool
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.volume import VolumeSet
 from tests.volume.images import make_layout, staged
 
 

@@ -10,11 +10,10 @@ from committers import make_committer
 
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep_sidecar.commit.inventory import RemoteInventory
-from keepstep_sidecar.memory.slot_directories import SlotDirectories
+from keepstep_sidecar.memory.directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.tiers.tier import Inventory, RemoteTier
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
 ONE = EpochId(1, "0000000a")
 NEXT = Epoch(EpochId(2, "0000000b"), StepId(ONE, 100))
@@ -44,5 +43,5 @@ def test_an_epoch_that_another_pod_told_of_first_is_still_written_here(tmp_path:
             await committer.start_epoch(NEXT)
 
         asyncio.run(story())
-    assert volumes.epochs() == (NEXT,)
+    assert volumes.record.epochs == (NEXT,)
     volumes.close()

@@ -18,14 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer import FakeTrainer
 
-from keepstep.core.goodput import Tally
-from keepstep.core.history import Event, Kind
+from keepstep.core.history import Event, Kind, Tally
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.status import History as Told
 from keepstep_sidecar.api import status
 from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.history import KEPT, TEXT_CHARS, History
-from keepstep_sidecar.volume.faults import FAULTS_ENV
+from keepstep_sidecar.volume.files import FAULTS_ENV
 from keepstep_sidecar.volume.history_file import HistoryFile
 from tests.harness import SidecarProcess, eventually
 

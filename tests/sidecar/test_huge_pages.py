@@ -15,7 +15,7 @@ from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES
 from keepstep.steps import Tier
 from keepstep.wire.trainer import Flushed, StopRequest, UnseenRequest
 from keepstep_sidecar.memory import slot_file
-from keepstep_sidecar.memory.slot_directories import SlotDirectories
+from keepstep_sidecar.memory.directories import SlotDirectories
 from keepstep_sidecar.memory.slot_file import SlotFile, slot_name
 from tests import hugetlbfs
 from tests.harness import SidecarProcess, eventually

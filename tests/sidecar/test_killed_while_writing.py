@@ -11,11 +11,11 @@ from trainer import FakeTrainer, content, read_image
 
 from keepstep.errors import SidecarError
 from keepstep.steps import StepId
-from keepstep_sidecar.volume.faults import FAULTS_ENV, POINTS
+from keepstep_sidecar.volume.files import FAULT_POINTS, FAULTS_ENV
 from tests.harness import SidecarProcess, verify_image
 
 _KILLED = ("write", "spare", "publish", "retire", "record")
-_KILLABLE = [p for p in POINTS if p.split(".")[0] in _KILLED]
+_KILLABLE = [p for p in FAULT_POINTS if p.split(".")[0] in _KILLED]
 
 
 @pytest.mark.parametrize("point", _KILLABLE)

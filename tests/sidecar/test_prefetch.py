@@ -17,16 +17,14 @@ import pytest
 from keepstep.errors import NoMemoryError
 from keepstep.steps import Tier
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.memory.slot_directories import SlotDirectories, rank_directory
+from keepstep_sidecar.memory.directories import SlotDirectories, rank_directory
 from keepstep_sidecar.memory.slot_file import SlotFile, slot_name
 from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
-from keepstep_sidecar.restore.fetch import Fetcher
-from keepstep_sidecar.restore.prefetch import Prefetcher
+from keepstep_sidecar.restore.fetch import Fetcher, Prefetcher
 from keepstep_sidecar.tiers.source import FileSource, local_source
-from keepstep_sidecar.volume.direct_io import ShardFile
-from keepstep_sidecar.volume.scan import LocalShard
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.files import ShardFile
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import until
 from tests.volume.images import RUN, make_layout, staged, step_id
 
@@ -76,14 +74,16 @@ async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_al
         feed=lambda event: None,
     )
     waits = asyncio.Event()
+    sizing: Any = SimpleNamespace(grow=lambda slots, slot_set: waits.set())
+    leases: Any = SimpleNamespace(of=lambda rank: "a lease")
     threads = ThreadPoolExecutor(4)
     prefetcher = Prefetcher(
         pool,
         committer,
         Fetcher(pool, committer, threads),
         changes=Changes(),
-        grow=lambda slots, slot_set: waits.set(),
-        leased=lambda rank: True,
+        sizing=sizing,
+        leases=leases,
     )
     opened = asyncio.create_task(prefetcher.bring(AGREED, 0))
     await until(copies[AGREED].reading.is_set)

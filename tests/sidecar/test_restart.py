@@ -14,7 +14,7 @@ from trainer import FakeTrainer, lose_memory_and_damage
 from keepstep.errors import SidecarError
 from keepstep.steps import Answer, StepId
 from keepstep.wire.trainer import LeaseRequest, to_json
-from keepstep_sidecar.volume.faults import FAULTS_ENV
+from keepstep_sidecar.volume.files import FAULTS_ENV
 from tests.harness import SidecarProcess, eventually
 from tests.volume.drives import die, small_drive
 

@@ -9,8 +9,7 @@ from trainer import FakeTrainer
 
 from keepstep.core.history import Restart
 from keepstep.steps import EpochId, StepId
-from keepstep_sidecar.api.restarts import Restarts
-from keepstep_sidecar.history import History
+from keepstep_sidecar.history import History, Restarts
 from tests.harness import SidecarProcess
 
 STEP = StepId(EpochId(1, "00000001"), 7)

@@ -19,15 +19,13 @@ from keepstep.errors import DigestError, StorageError
 from keepstep.steps import Answer, EpochId, StepId
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.commit.committer import Committer
-from keepstep_sidecar.memory.slot_directories import SlotDirectories
+from keepstep_sidecar.memory.directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
-from keepstep_sidecar.volume import scan as scan_module
+from keepstep_sidecar.volume import directories as scan_module
 from keepstep_sidecar.volume import volume as volume_module
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.paths import temporary_name
-from keepstep_sidecar.volume.scan import Scan
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.directories import Scan, temporary_name
+from keepstep_sidecar.volume.files import Filesystem
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import SidecarProcess, eventually
 from tests.volume.images import EPOCH, RUN, make_layout, staged
 

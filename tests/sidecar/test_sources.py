@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from trainer import FakeTrainer, content, read_image
 
-from keepstep.core.ranks import NOBODY, Ranks
-from keepstep.core.shard import Shard
+from keepstep.core.shard import NOBODY, Ranks, Shard
 from keepstep.errors import SidecarError, StorageError
 from keepstep.image import Layout
 from keepstep.steps import Epoch, EpochId, StepId, Tier

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from keepstep.core.ranks import Ranks
-from keepstep.core.shard import Shard
+from keepstep.core.shard import Ranks, Shard
 from keepstep.steps import EpochId, StepId
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 

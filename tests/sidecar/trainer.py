@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, TypeVar
 
-from keepstep.core.candidates import Candidates
+from keepstep.core.vote import Candidates
 from keepstep.errors import SidecarError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from keepstep.steps import Epoch, EpochId, StepId

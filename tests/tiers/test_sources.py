@@ -12,11 +12,11 @@ import pytest
 
 from keepstep.errors import ImageError, StorageError
 from keepstep.image import PAGE_BYTES, ControlPage
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import Cancel, ShardSource, local_source
 from keepstep_sidecar.tiers.tier import RemoteTier
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.volume import VolumeSet
 from tests.archive.conftest import commit, write_step
 from tests.archive.conftest import running as archiving
 from tests.harness import flip, until, verify_image

@@ -12,9 +12,8 @@ import aiohttp
 import pytest
 
 from keepstep_sidecar.cli.output import printable
-from keepstep_sidecar.ui.access import Access
-from keepstep_sidecar.ui.server import listen, serving
-from keepstep_sidecar.ui.view import RunPage
+from keepstep_sidecar.ui.server import Access, listen, serving
+from keepstep_sidecar.ui.timeline import RunPage
 from tests.cli.conftest import Keepstep
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from keepstep_sidecar.ui.access import ENTRY_ROUTE
+from keepstep_sidecar.ui.server import ENTRY_ROUTE
 from tests.archive.gateway import free_port
 from tests.harness import SidecarProcess, eventually
 
@@ -103,7 +103,7 @@ def test_a_page_that_is_not_used_ends_by_itself_and_one_that_is_used_does_not(
     pod: Pod, tmp_path: Path
 ) -> None:
     text = (
-        "import sys; from keepstep_sidecar.ui import on_demand; on_demand._UNUSED_S = 2.0;"
+        "import sys; from keepstep_sidecar.ui import server; server._UNUSED_S = 2.0;"
         " sys.argv[0] = 'x'; from keepstep_sidecar.__main__ import main; main()"
     )
     with socket.create_server(("127.0.0.1", 0)) as listening:

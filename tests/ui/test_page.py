@@ -13,8 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from keepstep.core.goodput import Badput, Goodput
-from keepstep.core.history import Event, Kind, Restart
+from keepstep.core.history import Badput, Event, Goodput, Kind, Restart
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.status import (
     RankStatus,
@@ -23,9 +22,9 @@ from keepstep.wire.status import (
     TierStatus,
     VolumeStatus,
 )
-from keepstep_sidecar.ui import board
+from keepstep_sidecar.ui import server as board
 from keepstep_sidecar.ui.pages import STATIC, TEMPLATES
-from keepstep_sidecar.ui.view import RunPage
+from keepstep_sidecar.ui.timeline import RunPage
 from tests.harness import until
 from tests.ui.conftest import Site, site_of
 

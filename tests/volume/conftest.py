@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from keepstep_sidecar.volume import faults
+from keepstep_sidecar.volume import files
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN
 
@@ -36,5 +36,5 @@ def volume(open_volume: Callable[..., Volume]) -> Volume:
 @pytest.fixture
 def armed() -> Iterator[Callable[[str], None]]:
     """Arms faults by their text; disarms them after the test."""
-    yield lambda text: faults.arm(faults.parse(text))
-    faults.arm(())
+    yield lambda text: files.arm_faults(files.parse_faults(text))
+    files.arm_faults(())

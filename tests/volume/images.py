@@ -13,9 +13,8 @@ from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep_sidecar.config.sidecar import Verify
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import FileSource
-from keepstep_sidecar.volume.paths import ShardName
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.directories import ShardName
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
 RUN = "gpt"
 EPOCH = Epoch(EpochId(1, "1f9c2d7a"))
@@ -87,7 +86,7 @@ def load(volumes: Volume | VolumeSet, path: Path, view: memoryview) -> ControlPa
         ),
         tier=Tier.LOCAL,
         where=str(path),
-        run=each.volumes[0].run,
+        run=each.volumes[0].record.run,
         open=lambda: each.opened(path),
         verified_loads=each.volumes[0].verify is Verify.FULL,
     )

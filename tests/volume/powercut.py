@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
 
-from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.files import Filesystem
 
 PAGE = 4096
 SECTOR = 512

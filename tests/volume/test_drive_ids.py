@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_sidecar.volume.drive_id import drive_id
+from keepstep_sidecar.volume.files import drive_id
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.drives import command, made, small_drive
 from tests.volume.images import RUN, make_layout, staged

@@ -13,11 +13,9 @@ import pytest
 
 from keepstep.errors import NoSpaceError, StorageError
 from keepstep_sidecar.concurrency import for_each_chunk
-from keepstep_sidecar.volume.direct_io import Engine, probe
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.prepare import prepare
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.relay.directories import prepare
+from keepstep_sidecar.volume.files import Engine, Filesystem, probe
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.volume.drives import command, die, fill, small_drive
 from tests.volume.images import RUN, empty_slot, load, make_layout, staged, step_id
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_sidecar.volume.durable_file import DurableFile, replacing
-from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.files import DurableFile, Filesystem, replacing
 
 
 def whole(path: Path, *, phase: str) -> DurableFile:

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import NoSpaceError, StorageError
-from keepstep_sidecar.volume import faults
-from keepstep_sidecar.volume.paths import is_step
+from keepstep_sidecar.volume import files
+from keepstep_sidecar.volume.directories import is_step
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, empty_slot, load, make_layout, staged, step_id
 
 REPOSITORY = Path(__file__).parents[2]
-WRITE_POINTS = tuple(name for name in faults.POINTS if name.startswith("write."))
+WRITE_POINTS = tuple(name for name in files.FAULT_POINTS if name.startswith("write."))
 FAILING_POINTS = tuple(name for name in WRITE_POINTS if name != "write.done")
 
 
@@ -28,7 +28,7 @@ def run_victim(root: Path, fault: str) -> tuple[int, list[str]]:
     result = subprocess.run(
         [sys.executable, "-m", "tests.volume.victim", str(root)],
         cwd=REPOSITORY,
-        env={**os.environ, faults.FAULTS_ENV: fault},
+        env={**os.environ, files.FAULTS_ENV: fault},
         capture_output=True,
         text=True,
         timeout=60,
@@ -60,7 +60,9 @@ def check_after_death(volume: Volume, promised: list[str]) -> None:
     assert ("recorded" in promised) <= bool(volume.record.epochs)
 
 
-@pytest.mark.parametrize("point", [one for one in faults.POINTS if not one.startswith("peer.")])
+@pytest.mark.parametrize(
+    "point", [one for one in files.FAULT_POINTS if not one.startswith("peer.")]
+)
 def test_after_sigkill_at_any_point_a_scan_finds_what_was_promised(
     tmp_path: Path, point: str
 ) -> None:
@@ -202,10 +204,10 @@ def test_other_errors_are_storage_errors_that_say_what_could_not_be_done(
 
 
 def test_faults_are_read_strictly() -> None:
-    assert faults.parse("write.data:kill@3, load.read:eio") == (
-        faults.Fault(point="write.data", kind="kill", hit=3),
-        faults.Fault(point="load.read", kind="eio"),
+    assert files.parse_faults("write.data:kill@3, load.read:eio") == (
+        files.Fault(point="write.data", kind="kill", hit=3),
+        files.Fault(point="load.read", kind="eio"),
     )
     for text in ("write.dat:kill", "write.data:explode", "write.data:kill@x", "write.data"):
         with pytest.raises(ValueError, match="not a fault"):
-            faults.parse(text)
+            files.parse_faults(text)

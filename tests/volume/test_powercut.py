@@ -16,11 +16,10 @@ import pytest
 
 from keepstep.errors import ImageError, KeepstepError
 from keepstep.steps import Epoch, EpochId, shard_name
-from keepstep_sidecar.volume import faults
-from keepstep_sidecar.volume.direct_io import Engine
-from keepstep_sidecar.volume.paths import is_step
+from keepstep_sidecar.volume import files
+from keepstep_sidecar.volume.directories import Scan, is_step
+from keepstep_sidecar.volume.files import Engine
 from keepstep_sidecar.volume.run_record import RunRecord
-from keepstep_sidecar.volume.scan import Scan
 from keepstep_sidecar.volume.volume import Volume
 from tests.harness import control_of, layout_of, verify_image
 from tests.volume.images import EPOCH, RUN, Slot, empty_slot, load, make_layout, staged, step_id
@@ -44,7 +43,7 @@ def recorded(root: Path) -> Iterator[tuple[Volume, Recorder]]:
     recorder = Recorder(root)
     volume = Volume(root, run=RUN, filesystem=recorder, engine=Engine.BUFFERED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults, "point", lambda name: recorder.note(f"point {name}"))
+        patch.setattr(files, "_armed", lambda name: recorder.note(f"point {name}"))
         yield volume, recorder
     volume.close()
 

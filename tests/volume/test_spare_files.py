@@ -18,8 +18,8 @@ import pytest
 
 from keepstep.errors import NoSpaceError
 from keepstep.steps import shard_name
-from keepstep_sidecar.volume.direct_io import Engine
-from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume import directories
+from keepstep_sidecar.volume.files import Engine, Filesystem
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, Slot, empty_slot, load, make_layout, staged, step_id
@@ -98,16 +98,16 @@ def test_a_file_with_another_name_keeps_its_bytes(volume: Volume, tmp_path: Path
 
 _ASK_WHILE_OTHERS_OPEN = """
 import os, sys, threading
-from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume import files
 fd, alone = os.open(sys.argv[1], os.O_RDWR), set()
 def others():
     while True:
         os.close(os.open(sys.argv[1], os.O_RDONLY))
 threading.Thread(target=others, daemon=True).start()
 while alone != {True, False}:
-    alone.add(Filesystem().is_open_only_as(fd))
+    alone.add(files.is_open_only_as(fd))
 for _ in range(20_000):
-    Filesystem().is_open_only_as(fd)
+    files.is_open_only_as(fd)
 os._exit(0)
 """
 
@@ -186,7 +186,7 @@ def test_who_stands_in_the_steps_directory_finds_no_file_that_changes(volume: Vo
 def test_where_the_kernel_cannot_tell_who_has_it_open_it_is_deleted(
     volume: Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Filesystem, "is_open_only_as", lambda *_: False)
+    monkeypatch.setattr(directories, "is_open_only_as", lambda *_: False)
     inode = spare_shard(volume)
     with (volume.root / "spare" / shard_name(0, 2)).open() as file:  # so its number is not free
         assert write(volume, staged(make_layout(), 2)).stat().st_ino != inode

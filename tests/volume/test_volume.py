@@ -15,10 +15,9 @@ import pytest
 from keepstep.errors import ForeignError, NoSpaceError, StorageError, UsageError
 from keepstep.image.manifest import Manifest
 from keepstep.steps import shard_name
-from keepstep_sidecar.volume import durable_file
-from keepstep_sidecar.volume.direct_io import Engine, RateLimit
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.scan import survey
+from keepstep_sidecar.volume import files
+from keepstep_sidecar.volume.directories import survey
+from keepstep_sidecar.volume.files import Engine, Filesystem, RateLimit
 from keepstep_sidecar.volume.volume import Volume, Written
 from tests.harness import verify_image
 from tests.volume.images import CHUNK, RUN, Slot, empty_slot, load, make_layout, staged, step_id
@@ -239,7 +238,7 @@ def test_many_chunks_are_under_way_but_few_are_hashed_at_a_time(
     hashing = Concurrency(expected=hash_at_a_time)
     moving = Concurrency(expected=hash_at_a_time + 1)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(durable_file, "xxh3_128", hashing.of(durable_file.xxh3_128))
+    monkeypatch.setattr(files, "xxh3_128", hashing.of(files.xxh3_128))
     monkeypatch.setattr(Manifest, "check", hashing.of(Manifest.check))
     monkeypatch.setattr(Filesystem, "write", moving.of(Filesystem.write))
     monkeypatch.setattr(Filesystem, "read", moving.of(Filesystem.read))

@@ -19,9 +19,8 @@ from keepstep.errors import (
 )
 from keepstep.steps import Epoch, EpochId
 from keepstep_sidecar.volume import run_record
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.files import Filesystem
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import flip
 from tests.volume.images import EPOCH, RUN, Slot, empty_slot, load, make_layout, staged, step_id
 
@@ -111,11 +110,11 @@ def test_epochs_are_recorded_on_every_volume_and_merged(
 ) -> None:
     later = Epoch(EpochId(2, "00000000"), step_id(4))
     armed("record.data:eio@3")
-    volumes.save_epochs(EPOCH)
-    volumes.save_epochs(later)
+    volumes.change_record(lambda record: record.with_epochs(EPOCH))
+    volumes.change_record(lambda record: record.with_epochs(later))
     one, two = volumes.volumes
     assert (one.record.epochs, two.record.epochs) == ((EPOCH,), (EPOCH, later))
-    assert volumes.epochs() == (EPOCH, later)
+    assert volumes.record.epochs == (EPOCH, later)
     assert run_record.load(two.root / "run.json", run=RUN) == two.record
 
 
@@ -124,7 +123,7 @@ def test_an_epoch_that_no_volume_can_record_is_an_error(
 ) -> None:
     armed("record.data:eio@1,record.data:eio@2")
     with pytest.raises(StorageError):
-        volumes.save_epochs(EPOCH)
+        volumes.change_record(lambda record: record.with_epochs(EPOCH))
 
 
 @pytest.mark.parametrize(

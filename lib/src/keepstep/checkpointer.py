@@ -47,14 +47,15 @@ from keepstep.errors import (
 from keepstep.image import Layout, extras
 from keepstep.restore.collective import Agreed, Collective, Gather, Unkept, telling
 from keepstep.restore.modules import check_loads
+from keepstep.restore.rehearsal import COMPONENT, Structure, changes, rehearse, structure_of
 from keepstep.restore.restore import PartialRestore, Restore
-from keepstep.restore.structure import COMPONENT, Structure, changes, structure_of
 from keepstep.save.agent import Agent, Stats
 from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
 from keepstep.save.snapshot import Guard, Snapshots
-from keepstep.state import rng, topology
+from keepstep.state import rng, sharding
 from keepstep.state.accelerator import check_memory
 from keepstep.state.leaves import Taken, text_of
+from keepstep.state.sharding import ALONE, Claim
 from keepstep.state.take import (
     UnsavedBuffers,
     check_components,
@@ -66,7 +67,6 @@ from keepstep.state.take import (
     retake,
     take,
 )
-from keepstep.state.topology import ALONE, Claim
 from keepstep.state.walk import NOWHERE, Loose
 from keepstep.state.wrappers import is_known, unwrap
 from keepstep.steps import Epoch, State, StepId, Tier
@@ -473,8 +473,6 @@ class Checkpointer:
 
     def _check_loads(self, taken: Taken, *, models_only: bool = False) -> None:
         """Raise UsageError for what could be kept, but never restored."""
-        from keepstep.restore.rehearsal import rehearse
-
         check_loads(taken)
         rehearse(taken, trusted=self._trusted, models_only=models_only)
 
@@ -496,12 +494,12 @@ class Checkpointer:
             check(taken)
             return taken.claims
 
-        self._topology = topology.agree(
+        self._topology = sharding.agree(
             claims,
             gather,
             rank=self._rank,
             world=self._world,
-            node=topology.node_name(self._socket),
+            node=sharding.node_name(self._socket),
             spread=self._spread,
         )
 

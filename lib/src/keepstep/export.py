@@ -38,11 +38,10 @@ from keepstep.errors import RestoreError, StorageError, UsageError, few
 from keepstep.image import Layout, Section, local_name
 from keepstep.image.tensors import NATIVE_BYTES
 from keepstep.image.xxh3 import CHUNK_BYTES
-from keepstep.restore import plan, transfer
-from keepstep.restore.boxes import Box, IndexBuilder, Saved
-from keepstep.restore.images import W
-from keepstep.state.dtypes import CODE_OF, DTYPE_OF
-from keepstep.state.leaves import Node, parse
+from keepstep.restore import plan
+from keepstep.restore.images import W, chunk_runs, fill
+from keepstep.restore.plan import Box, IndexBuilder, Saved
+from keepstep.state.leaves import CODE_OF, DTYPE_OF, Node, parse
 from keepstep.steps import StepId
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -148,7 +147,7 @@ class Export:
     def total_bytes(self) -> int:
         """The bytes that will be read, in whole chunks."""
         saved = [torch.empty(0, dtype=one) for one in self._read_dtypes]
-        runs = transfer.chunk_runs(self._plan, saved, _Chunks(lambda *_: None))
+        runs = chunk_runs(self._plan, saved, _Chunks(lambda *_: None))
         return sum(one.end - one.first for one in runs) * CHUNK_BYTES
 
     def write(self, target: Path, read: Read, on_bytes: Callable[[int], None]) -> Exported:
@@ -189,7 +188,7 @@ class Export:
             }
             images = _Chunks(read, on_bytes, mapped)
             targets = [views.pop(name).view(self._saved[name].shape) for name in self._saved]
-            transfer.run(self._plan, targets, images, self._read_dtypes)
+            fill(self._plan, targets, images, self._read_dtypes)
             del targets
         if len(files) > 1:
             _write_text(growing, _INDEX, _index_of(files))
@@ -209,7 +208,7 @@ class Export:
                 torch.empty(want.box.sizes, dtype=dtype)
                 for want, dtype in zip(wants, dtypes, strict=True)
             ]
-            transfer.run(self._made(wants), targets, images, dtypes)
+            fill(self._made(wants), targets, images, dtypes)
             flat = [one.reshape(-1).view(torch.uint8) for one in targets]
             found.update(
                 one.name

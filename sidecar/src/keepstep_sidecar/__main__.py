@@ -168,10 +168,10 @@ def page(values: dict[str, Any], fd: int) -> None:
     The sidecar starts it.
     """
     from keepstep_sidecar.cli import output, run_pages
-    from keepstep_sidecar.ui import on_demand
+    from keepstep_sidecar.ui.server import serve_pod
 
     read = run_pages.sidecar_reader(_socket(values))
-    asyncio.run(on_demand.serve(fd, values["run"], read=read, text=output.printable))
+    asyncio.run(serve_pod(fd, values["run"], read=read, text=output.printable))
 
 
 @main.command()
@@ -183,7 +183,7 @@ def prepare(directories: tuple[Path, ...]) -> None:
     Example:
       keepstep-sidecar prepare /host/nvme0/team-a/gpt/0
     """
-    from keepstep_sidecar.volume.prepare import prepare
+    from keepstep_sidecar.relay.directories import prepare
 
     for directory in directories:
         prepare(directory)
@@ -232,7 +232,7 @@ def clean(directories: tuple[Path, ...], gone_since: float) -> None:
     Example:
       keepstep-sidecar clean --gone-since 1767225600 /host/0/team-a/gpt
     """
-    from keepstep_sidecar.relay.clean import StillUsedError, clean
+    from keepstep_sidecar.relay.directories import StillUsedError, clean
 
     try:
         for directory in directories:

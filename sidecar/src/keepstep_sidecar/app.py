@@ -15,12 +15,11 @@ from keepstep.core.schedule import Grid, Pacing
 from keepstep.errors import ImageError, StorageError, UsageError
 from keepstep.steps import Epoch
 from keepstep_sidecar import connections, log
-from keepstep_sidecar.api.listening import listen
 from keepstep_sidecar.api.restoring import Restoring
-from keepstep_sidecar.api.saving import Saving
+from keepstep_sidecar.api.saving import Saving, StepWaits
+from keepstep_sidecar.api.server import listen
 from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.api.status import keep_history, note_warnings, volume_status
-from keepstep_sidecar.api.step_waits import StepWaits
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.commit.operator_link import OperatorLink
@@ -31,19 +30,16 @@ from keepstep_sidecar.history import History
 from keepstep_sidecar.leases import Leases, Owner
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.allocator import Allocator, Sizing
-from keepstep_sidecar.memory.directory_lock import DirectoryLock
-from keepstep_sidecar.memory.slot_directories import SlotDirectories
+from keepstep_sidecar.memory.directories import DirectoryLock, SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.report import report
 from keepstep_sidecar.report.reporter import Look, Reporter
 from keepstep_sidecar.restore.chunks import ChunkBuffers
-from keepstep_sidecar.restore.fetch import Fetcher
-from keepstep_sidecar.restore.prefetch import Prefetcher
+from keepstep_sidecar.restore.fetch import Fetcher, Prefetcher
 from keepstep_sidecar.restore.restorer import Restorer
 from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.history_file import HistoryFile
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
 _MOST_READS = 32
 """How many images and groups of chunks are read at the same time, from all sources together."""
@@ -160,8 +156,8 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         committer,
         fetcher,
         changes=changes,
-        grow=sizing.grow,
-        leased=lambda rank: leases.of(rank) is not None,
+        sizing=sizing,
+        leases=leases,
     )
     restorer = Restorer(
         slots,
@@ -170,7 +166,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         image_sources,
         chunk_buffers,
         changes=changes,
-        restores=leases.restores,
+        leases=leases,
         fleeting=config.on_loss is OnLoss.RESTART,
         way_out=config.way_out,
     )

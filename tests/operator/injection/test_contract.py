@@ -10,9 +10,14 @@ import pytest
 from keepstep.core.retention import Retention
 from keepstep_operator.injection import inject
 from keepstep_sidecar.__main__ import main
-from keepstep_sidecar.config.archive import ArchiveConfig
-from keepstep_sidecar.config.peers import PeerSettings
-from keepstep_sidecar.config.sidecar import SETTINGS, Config, Verify, values_of
+from keepstep_sidecar.config.sidecar import (
+    SETTINGS,
+    ArchiveConfig,
+    Config,
+    PeerSettings,
+    Verify,
+    values_of,
+)
 from tests.operator.injection.pods import DEFAULTS, EMPTY_DIR, HOST_PATH, policy, pytorch_job
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.core.ranks import Ranks
+from keepstep.core.shard import Ranks
 from keepstep.wire.reports import Report, ReportedVolume
 from keepstep_operator.api.model import PodRecord
 from keepstep_operator.api.policy import OnLoss, VolumeKind

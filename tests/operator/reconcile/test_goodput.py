@@ -13,8 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keepstep.core.goodput import Badput, Tally
-from keepstep.core.history import Event, Kind
+from keepstep.core.history import Badput, Event, Kind, Tally
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.reports import Report, ReportedGoodput
 from keepstep_operator.api.run import GoodputStatus, RunStatus, as_json, read_status

@@ -21,7 +21,7 @@ from keepstep.client import copying
 from keepstep.errors import FormatError
 from keepstep.image import PAGE_BYTES, ControlPage, Entry, Layout
 from keepstep.state import accelerator
-from keepstep.state.dtypes import DTYPE_OF
+from keepstep.state.leaves import DTYPE_OF
 from keepstep.wire.trainer import SlotGranted
 
 _ZERO_PAGE = bytes(PAGE_BYTES)

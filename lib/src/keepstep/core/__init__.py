@@ -3,15 +3,12 @@
     node              one machine of a run: facts in, actions out; combines the parts below
     shard             the value that all parts use
     slot_table        which shared-memory slot is filled next
-    persist_planner   which staged image is written next, and which is skipped
-    schedule          how often steps are written and archived
+    schedule          which steps are written and archived, and when
     retention         which steps may be deleted
-    candidates        what a rank can restore
     suspicion         which steps are suspect because the script failed after them
-    readiness         when a rank may vote, and what it waits for until then
-    vote              the step that all ranks choose
-    outlook           the same decision, from reports, for what people are told
-    ledger            what is committed (`commit_rule`), from reports alone
+    vote              what a rank can restore, when it may vote, and the step that all ranks choose
+    commit_rule       which steps are committed, whole, or at risk
+    ledger            the same from reports alone, and what a restart would do
 
 For an overview see docs/architecture.md.
 """

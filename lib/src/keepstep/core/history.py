@@ -1,14 +1,23 @@
-"""What happened to a run on one machine: the events of its history. Values only.
+"""What happened to a run on one machine, and its goodput. Pure.
 
 There are many steps, so the steps of about one second are one event, with a range and a count.
 Every count of a run (restarts, goodput) is a fold of these events.
+
+Goodput is useful step time over wall time, and where the rest went. Definitions and names of the
+buckets are those of Google's ml-goodput-measurement
+(github.com/AI-Hypercomputer/ml-goodput-measurement). docs/goodput.md has the formula, and says
+which parts of it keepstep cannot see. All time from the first process to the newest event is in
+exactly one bucket. A step counts once a rank has it in memory. Steps that must be done again after
+a restore move to `wasted_progress`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Final
 
-from keepstep.steps import Epoch, StepId, StrEnum, Tier
+from keepstep.steps import Epoch, EpochId, StepId, StrEnum, Tier
 
 
 class Kind(StrEnum):
@@ -95,3 +104,333 @@ class Event:
     tier: Tier | None = None
     restart: Restart | None = None
     text: str = ""
+
+
+INTERRUPTIONS: Final = 16
+"""How many of the newest interruptions are kept with the cost of each."""
+
+SEGMENTS: Final = 256
+_FIRST_LIFE_S: Final = 3600.0
+"""Of the first process at most this time counts as its preparation. A notebook's process may be
+days old."""
+
+_LONGEST_S: Final = 1e10
+_MOST_STEPS: Final = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class Badput:
+    """Seconds that were not spent on useful steps, by bucket.
+
+    `training_prep`: from the start of a process to its restore (TRAINING_PREP with
+    TPU_INITIALIZATION). `program_startup`: how much longer the first steps after a restore took
+    than the next ones. `checkpoint_save`: training waited for saves. `checkpoint_restore`:
+    restores. `wasted_progress`: steps that had to be done again, and steps that were unfinished
+    when a life ended. `infrastructure_recovery`: from the end of a life to the start of the next
+    life's process.
+    """
+
+    training_prep: float = 0.0
+    program_startup: float = 0.0
+    checkpoint_save: float = 0.0
+    checkpoint_restore: float = 0.0
+    wasted_progress: float = 0.0
+    infrastructure_recovery: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return sum(seconds for _, seconds in self.items())
+
+    def items(self) -> list[tuple[str, float]]:
+        """(bucket, seconds)"""
+        return [(one.name, getattr(self, one.name)) for one in fields(self)]
+
+    def plus(self, other: Badput) -> Badput:
+        """The sum of both, bucket by bucket."""
+        return Badput(**{name: one + getattr(other, name) for name, one in self.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interruption:
+    """An interruption that began at `at` (unix seconds). `lost_steps`: how many steps had to be
+    done again. `cost`: the cost of this interruption alone."""
+
+    at: float
+    lost_steps: int = 0
+    cost: Badput = Badput()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """The goodput of a run on this machine from `since` to `until` (unix seconds).
+
+    `productive_s`: seconds of the `steps` steps that no restore went back over. `step`: the newest
+    of them (-1: none), in the epoch `epoch`. `interruptions`: their number. `newest`: the last
+    interruptions, with their cost.
+    """
+
+    since: float
+    until: float = 0.0
+    productive_s: float = 0.0
+    badput: Badput = Badput()
+    epoch: EpochId | None = None
+    step: int = -1
+    steps: int = 0
+    interruptions: int = 0
+    newest: tuple[Interruption, ...] = ()
+
+    @property
+    def wall_s(self) -> float:
+        return self.productive_s + self.badput.total_s
+
+    @property
+    def ratio(self) -> float:
+        """0 to 1."""
+        return self.productive_s / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by bucket, `productive` first."""
+        return {"productive": self.productive_s, **dict(self.badput.items())}
+
+
+Segment = tuple[int, int, float]
+"""(newest step, number of steps, their seconds)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """The state of the fold: the result of the events so far. Times in unix seconds.
+
+    `mark`: all time up to here is in a bucket. `segments`: steps that count, oldest first, so that
+    the cost of going back is known. `ended`: when the life that had these steps ended; None while
+    it lives. `process`: when the process of the next life began. `quiet`: the trainers of the life
+    that ended said goodbye. `starting`: a restore has ended, but no step has since. `first`: the
+    newest segment has the first steps after that restore.
+    """
+
+    since: float | None = None
+    mark: float = 0.0
+    epoch: EpochId | None = None
+    step: int = -1
+    segments: tuple[Segment, ...] = ()
+    starting: bool = False
+    first: bool = False
+    ended: float | None = None
+    quiet: bool = False
+    process: float | None = None
+    badput: Badput = Badput()
+    interruptions: int = 0
+    newest: tuple[Interruption, ...] = ()
+
+    @property
+    def sane(self) -> bool:
+        """Whether a fold can have produced these values. They may have been read from a file."""
+        times = [self.since or 0.0, self.mark, self.ended or 0.0, self.process or 0.0]
+        times += [seconds for _, seconds in self.badput.items()]
+        times += [seconds for _, _, seconds in self.segments]
+        times += [seconds for one in self.newest for _, seconds in one.cost.items()]
+        counts = [self.interruptions, *(one.lost_steps for one in self.newest)]
+        ranges = [0 < count <= step + 1 < _MOST_STEPS for step, count, _ in self.segments]
+        return (
+            all(0.0 <= one < _LONGEST_S for one in times)
+            and all(0 <= one < _MOST_STEPS for one in counts)
+            and all(ranges)
+            and -1 <= self.step < _MOST_STEPS
+            and len(self.segments) <= SEGMENTS
+            and len(self.newest) <= INTERRUPTIONS
+        )
+
+    def goodput(self, now: float) -> Goodput | None:
+        """The goodput so far; None before the first restore. An interruption that has not ended is
+        charged up to `now`. A step that has not ended is not counted."""
+        if self.since is None or self.epoch is None:
+            return None
+        tally = self
+        if self.ended is not None and not self.quiet:
+            tally = self._paid(self.ended, "wasted_progress")._paid(now, "infrastructure_recovery")
+        return Goodput(
+            since=self.since,
+            until=tally.mark,
+            productive_s=sum(seconds for _, _, seconds in self.segments),
+            badput=tally.badput,
+            epoch=self.epoch,
+            step=self.step,
+            steps=sum(count for _, count, _ in self.segments),
+            interruptions=self.interruptions,
+            newest=self.newest,
+        )
+
+    def after(self, events: Iterable[Event]) -> Tally:
+        """The tally with these events added. They must come after the events that are counted."""
+        tally = self
+        for event in events:
+            tally = tally._after(event)
+        return tally
+
+    def _after(self, event: Event) -> Tally:
+        match event.kind:
+            case Kind.CAME:
+                return self._came(event)
+            case Kind.ENDED | Kind.FAILED if self.epoch is not None:
+                quiet = event.text == RELEASED and (self.ended is None or self.quiet)
+                first = event.at if self.ended is None else self.ended
+                return replace(self, ended=first, quiet=quiet)
+            case Kind.RESTORED:
+                return self._restored(event)
+            case Kind.STAGED:
+                return self._staged(event)
+        return self
+
+    def _came(self, event: Event) -> Tally:
+        began = event.at - max(0.0, event.seconds)
+        if self.since is None:
+            began = max(began, event.at - _FIRST_LIFE_S, 0.0)
+            return replace(self, since=began, mark=began, process=began)
+        return replace(self, process=max(began, self.mark, self.process or 0.0))
+
+    # --- restore -----------------------------------------------------------------------------
+
+    def _restored(self, event: Event) -> Tally:
+        epoch = event.epoch
+        if epoch is None or (self.epoch is not None and epoch.id < self.epoch):
+            return self
+        if epoch.id == self.epoch:  # another rank of this epoch: the ranks wait for each other
+            if not self.starting:
+                return self
+            waited = Badput(checkpoint_restore=max(0.0, event.at - self.mark))
+            return replace(self._charged(waited), mark=max(event.at, self.mark))
+        parent = -1 if epoch.parent is None else epoch.parent.step
+        begun = self._gap(event)
+        if self.epoch is not None:
+            begun = begun._interrupted(self, back_to=parent)
+        return replace(
+            begun,
+            epoch=epoch.id,
+            step=parent,
+            starting=True,
+            first=False,
+            ended=None,
+            quiet=False,
+            process=None,
+        )
+
+    def _gap(self, event: Event) -> Tally:
+        """Put all time since the mark, which led to this restore, into buckets."""
+        since = self.since
+        seconds = max(0.0, event.seconds)
+        if since is None:  # the history begins in the middle
+            since = max(0.0, event.at - min(seconds, _FIRST_LIFE_S))
+            return replace(self, since=since, mark=since)._paid(event.at, "checkpoint_restore")
+        lost = self if self.ended is None else self._paid(self.ended, "wasted_progress")
+        begin = max(event.at - seconds, lost.mark)
+        process = min(begin if self.process is None else self.process, begin)
+        if self.epoch is not None:
+            lost = lost._paid(process, "infrastructure_recovery")
+        return lost._paid(begin, "training_prep")._paid(event.at, "checkpoint_restore")
+
+    def _interrupted(self, before: Tally, *, back_to: int) -> Tally:
+        """Count one more interruption, with its cost. Steps beyond `back_to` will be done again."""
+        kept, redone_s, redone = _cut(self.segments, back_to)
+        badput = self.badput.plus(Badput(wasted_progress=redone_s))
+        cost = _minus(badput, before.badput)
+        at = before.mark if before.ended is None else max(before.ended, before.mark)
+        one = Interruption(at=at, lost_steps=redone, cost=cost)
+        return replace(
+            self,
+            segments=kept,
+            badput=badput,
+            interruptions=self.interruptions + 1,
+            newest=(*self.newest, one)[-INTERRUPTIONS:],
+        )
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def _staged(self, event: Event) -> Tally:
+        id = event.step
+        if id is None or (self.epoch is not None and id.epoch < self.epoch):
+            return self
+        alive = replace(self, ended=None, quiet=False, process=None)
+        if id.epoch != self.epoch:  # the epoch's restore is unknown: steps count from here on
+            since = event.until if self.since is None else self.since
+            mark = max(self.mark, event.until)
+            return replace(alive, since=since, mark=mark, epoch=id.epoch, step=id.step)
+        if id.step <= self.step:
+            return self
+        first = id.step if event.first is None else min(max(event.first, self.step + 1), id.step)
+        others = max(0, event.count - 1) if id.step > first else 0
+        blocked_s = max(0.0, event.seconds) / (1 + others)
+        tally = alive._stepped(first, event.at if others else event.until, blocked_s)
+        return tally._stepped(id.step, event.until, blocked_s * others)
+
+    def _stepped(self, step: int, at: float, blocked_s: float) -> Tally:
+        """The steps up to this one were done in the time from the mark to `at`."""
+        if step <= self.step:
+            return self
+        steps, whole_s = step - self.step, max(0.0, at - self.mark)
+        save_s = min(blocked_s, whole_s)
+        before = self._settled((whole_s - save_s) / steps) if self.first else self
+        return replace(
+            before,
+            mark=max(at, self.mark),
+            step=step,
+            segments=_fewer((*before.segments, (step, steps, whole_s - save_s))),
+            starting=False,
+            first=self.starting,
+            badput=before.badput.plus(Badput(checkpoint_save=save_s)),
+        )
+
+    def _settled(self, usual_s: float) -> Tally:
+        """Move the time by which the first steps took longer than usual to `program_startup`."""
+        *others, (step, steps, seconds) = self.segments
+        more = Badput(program_startup=max(0.0, seconds - steps * usual_s))
+        left = (step, steps, seconds - more.program_startup)
+        return replace(self._charged(more), segments=(*others, left))
+
+    def _charged(self, more: Badput) -> Tally:
+        """Add `more`, also to the cost of the newest interruption. Every restore but the very first
+        one ended an interruption."""
+        newest = self.newest
+        if newest:
+            last = newest[-1]
+            newest = (*newest[:-1], replace(last, cost=last.cost.plus(more)))
+        return replace(self, badput=self.badput.plus(more), newest=newest)
+
+    def _paid(self, until: float, bucket: str) -> Tally:
+        """Put the time from the mark to `until` into this bucket."""
+        more = Badput(**{bucket: max(0.0, until - self.mark)})
+        return replace(self, mark=max(until, self.mark), badput=self.badput.plus(more))
+
+
+def _fewer(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """If there are more than `SEGMENTS`, join the older half in pairs. The newest ones stay as they
+    are, because a restore goes back over these."""
+    if len(segments) <= SEGMENTS:
+        return segments
+    half = SEGMENTS // 2
+    old = segments[:half]
+    pairs = [
+        (newer[0], older[1] + newer[1], older[2] + newer[2])
+        for older, newer in zip(old[::2], old[1::2], strict=True)
+    ]
+    return (*pairs, *segments[half:])
+
+
+def _cut(segments: tuple[Segment, ...], back_to: int) -> tuple[tuple[Segment, ...], float, int]:
+    """(segments up to `back_to`, seconds of the steps beyond it, number of these steps).
+
+    Rounding never makes the seconds negative, nor other than 0 if no steps lie beyond.
+    """
+    kept: list[Segment] = []
+    redone_s, redone = 0.0, 0
+    for step, count, seconds in segments:
+        left = min(count, max(0, count - (step - back_to)))
+        share_s = seconds if left == count else min(seconds, seconds * left / count)
+        if left:
+            kept.append((step - (count - left), left, share_s))
+        redone_s, redone = redone_s + seconds - share_s, redone + count - left
+    return tuple(kept), redone_s, redone
+
+
+def _minus(badput: Badput, other: Badput) -> Badput:
+    return Badput(**{name: one - getattr(other, name) for name, one in badput.items()})

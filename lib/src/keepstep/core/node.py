@@ -1,7 +1,7 @@
 """Decides what one machine of a run does: facts in, actions out.
 
 A node combines the slots of its ranks (`slot_table`), the choice of what is written
-(`persist_planner`), of what is committed (`ledger`) and of what may be deleted (`retention`). It
+(`schedule`), of what is committed (`ledger`) and of what may be deleted (`retention`). It
 fulfils the duties of a host (docs/ledger.md), without I/O and without a clock. The sidecar executes
 the actions and feeds back their results. The model check (tests/core/test_whole_run.py) does the
 same with names instead of bytes. Facts are level-triggered: an action that was not carried out is
@@ -15,18 +15,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from keepstep.core.commit_rule import RankReport, Standing
 from keepstep.core.ledger import (
     Alarm,
     Committed,
     EpochStarted,
     Ledger,
     LedgerConfig,
-    RankReport,
     Reported,
     Retire,
-    Standing,
 )
-from keepstep.core.persist_planner import PersistCounts, PersistPlanner, Write
 from keepstep.core.retention import (
     Retention,
     dismissed,
@@ -34,7 +32,7 @@ from keepstep.core.retention import (
     hopeless,
     unwatched,
 )
-from keepstep.core.schedule import Grid, Interval, Pacing
+from keepstep.core.schedule import Grid, Interval, Pacing, PersistCounts, PersistPlanner, Write
 from keepstep.core.slot_table import Memory, SlotTable, newest_common, worth_keeping
 from keepstep.steps import Epoch, StepId, Tier
 

@@ -1,23 +1,51 @@
-"""Which steps are due: a pure function of the step, so that all ranks pick the same ones.
+"""Which steps are written, and when.
 
-A `Grid` contains every multiple of base x 2^k. The grid of a smaller k contains all points of the
+A `Grid` says which steps are due: a pure function of the step, so that all ranks pick the same
+ones. It contains every multiple of base x 2^k. The grid of a smaller k contains all points of the
 grid of a larger k. So ranks that learn of a change of k at different times still have due steps in
-common. A change carries the step from which it holds, which lies ahead of every rank.
+common. A change carries the step from which it holds, which lies ahead of every rank. How long the
+interval should be (`auto_interval`) follows from what was measured of the run (`Pacing`).
 
-This module also says how long the interval should be (`auto_interval`), from what was measured of
-the run (`Pacing`).
+A step is committed only when *every* rank has written it, so the ranks of a node must not choose
+independently. The `PersistPlanner` has one step in flight, the *target*. A rank writes the target
+once it has sealed it. When the target is done, the next target is the newest due step that every
+rank still holds or has not passed yet. The due steps before it are skipped and counted. Then the
+grid is coarsened: ranks of other nodes would skip other steps, and on a coarser grid all write the
+same steps again. The grid is never refined below the interval that `pace` sets. Nothing is queued
+in memory. With two slots per rank (`SlotTable` then waits for the writer) every due image is
+written, in order, each rank at its own pace.
+
+A rank writes one image at a time, so persisting pins at most one slot of a rank. The host pins the
+slot of a `Write` before it does anything else, and reports the end with `written`.
+
+`UnequalSteps` finds ranks that save different steps: no step becomes whole, and only the script can
+end that. Ranks in lock step (each step has a collective) are never far apart: when a rank has
+staged a step, every other rank has returned from the `save` before it, so at most two steps of one
+rank are not yet staged by another. A rank that lacks more is one of three:
+
+- it is past these steps (it staged a newer one, and the other rank is past one of its steps, so it
+  is not just a rank that saves fewer of the same steps), or has called `close()`: it never saves
+  them. This is certain at once;
+- it has never saved a step of this epoch, although it has its lease: the others wait for it, so
+  they would not have gone on for long;
+- it stopped saving. Without collectives, a rank may also be in a long evaluation.
+
+The last two are only found after a while. The message states what was seen, so it is right in any
+case. Discarded and skipped steps were saved, too: a rank that lost steps is not named for them.
+Times are passed in.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
-from keepstep.steps import Epoch, StepId
+from keepstep.steps import Epoch, EpochId, StepId
 
 MAX_EXPONENT = 20
 _CHANGES_KEPT = 8
@@ -336,3 +364,474 @@ def _deviation(samples: list[float]) -> float:
     """Robust estimate of the standard error of the median of these samples."""
     middle = median(samples)
     return _DEVIATION * median(abs(one - middle) for one in samples) / math.sqrt(len(samples))
+
+
+CALM_BEFORE_REFINING = 4
+"""The grid is refined after this many targets in a row that each took less than half an
+interval."""
+
+_DONE_KEPT = 64
+
+
+@dataclass(frozen=True)
+class Write:
+    """Pin the slot of `rank` that holds `id` and persist the image; then call `written`."""
+
+    rank: int
+    id: StepId
+
+
+@dataclass
+class PersistCounts:
+    """Counts since the start. `skipped`: steps that were due, but the writer was busy until it was
+    too late. `abandoned`: targets that some rank did not seal (it passed the step, or died) or
+    could not write. `failed`: images that a rank could not write."""
+
+    persisted: int = 0
+    skipped: int = 0
+    abandoned: int = 0
+    failed: int = 0
+
+
+@dataclass
+class _Rank:
+    """What the planner knows of one rank.
+
+    `failed`: the last step that could not be written. `held`: sealed steps in memory. `done`: steps
+    that were written. `writing`: the step that is being written. `passed`: the newest step that the
+    rank sealed. `gone`: its trainer died.
+    """
+
+    failed: StepId | None = None
+    held: set[StepId] = field(default_factory=set)
+    done: set[StepId] = field(default_factory=set)
+    writing: StepId | None = None
+    passed: StepId | None = None
+    gone: bool = False
+
+    def can_have(self, id: StepId) -> bool:
+        """Whether the rank has sealed this step or may still seal it."""
+        return self.has_sealed(id) or self.may_seal(id)
+
+    def could_write(self, id: StepId) -> bool:
+        """Whether the rank could write this step now and has not written it."""
+        return self.writing is None and id in self.held and id not in self.done
+
+    def has_sealed(self, id: StepId) -> bool:
+        """Whether the rank holds the image, has written it, or is writing it."""
+        return id in self.held or id in self.done or id == self.writing
+
+    def may_seal(self, id: StepId) -> bool:
+        """Whether the rank may still seal this step. A trainer that died comes back in another
+        epoch, so it seals no more steps of this one."""
+        if self.passed is None:
+            return not self.gone
+        return self.passed < id and not (self.gone and self.passed.epoch == id.epoch)
+
+
+class PersistPlanner:
+    """Decides the writes of one node: events in, `Write`s out. `ranks`: the ranks of this node.
+
+    Each event returns the writes to start now. An event may be reported twice. Events of ranks of
+    other nodes change nothing.
+    """
+
+    def __init__(
+        self, ranks: Iterable[int], grid: Grid, *, slots: int = 4, adaptive: bool = True
+    ) -> None:
+        self._ranks = {rank: _Rank() for rank in ranks}
+        self._every = slots <= 2
+        self._adaptive = adaptive
+        self._pending: set[StepId] = set()
+        self._demanded: set[StepId] = set()
+        self._target: StepId | None = None
+        self._calm = 0
+        self._skipped_since_change = 0
+        self.least = 0
+        self.grid = grid
+        self.counts = PersistCounts()
+        self.durable: StepId | None = None
+
+    @property
+    def target(self) -> StepId | None:
+        """The step in flight, or None (always None with two slots)."""
+        return self._target
+
+    @property
+    def idle(self) -> bool:
+        """Whether no sealed image is being written or waits for it."""
+        if self._pending or any(one.writing is not None for one in self._ranks.values()):
+            return False
+        target = self._target
+        return target is None or not any(one.has_sealed(target) for one in self._ranks.values())
+
+    # --- events --------------------------------------------------------------------------
+
+    def sealed(self, rank: int, id: StepId) -> tuple[Write, ...]:
+        """The image of this step is complete in a slot of the rank."""
+        if (one := self._ranks.get(rank)) is None:
+            return ()
+        one.gone = False
+        if one.failed != id:
+            one.held.add(id)
+        one.passed = id if one.passed is None else max(one.passed, id)
+        if (self.grid.due(id.step) or id in self._demanded) and self._is_new(id):
+            self._pending.add(id)
+        return self._advance()
+
+    def overwritten(self, rank: int, id: StepId) -> tuple[Write, ...]:
+        """The slot that held this step was assigned again."""
+        if (one := self._ranks.get(rank)) is None:
+            return ()
+        one.held.discard(id)
+        return self._advance()
+
+    def written(self, rank: int, id: StepId, *, ok: bool = True) -> tuple[Write, ...]:
+        """A `Write` ended, or a shard was found on disk. Not `ok`: the write failed and is not
+        tried again."""
+        if (one := self._ranks.get(rank)) is None:
+            return ()
+        one.writing = None if one.writing == id else one.writing
+        if ok:
+            one.done = set(sorted(one.done | {id})[-_DONE_KEPT:])
+        else:
+            self._fail(rank, id)
+        return self._advance()
+
+    def removed(self, rank: int, id: StepId) -> None:
+        """The rank's shard of this step is no longer on any volume, so it may be written again."""
+        if (one := self._ranks.get(rank)) is not None:
+            one.done.discard(id)
+
+    def gone(self, rank: int) -> tuple[Write, ...]:
+        """The trainer died: it seals no more images of this epoch. Images that it sealed stay."""
+        if (one := self._ranks.get(rank)) is None:
+            return ()
+        one.gone = True
+        return self._advance()
+
+    def forget(self, dead: Callable[[StepId], bool]) -> tuple[Write, ...]:
+        """Forget the steps that are dead because a new epoch began: nobody needs them on disk."""
+        for one in self._ranks.values():
+            one.held = {id for id in one.held if not dead(id)}
+            one.done = {id for id in one.done if not dead(id)}
+        self._pending = {id for id in self._pending if not dead(id)}
+        self._demanded = {id for id in self._demanded if not dead(id)}
+        if self._target is not None and dead(self._target):
+            self._drop_target()
+        return self._advance()
+
+    def retry(self, rank: int, held: Collection[StepId]) -> None:
+        """The images that the rank's slots hold: those that could not be written may be by now."""
+        if (one := self._ranks.get(rank)) is not None:
+            one.held |= set(held) - one.done
+            one.failed = None
+
+    def flush(self, ids: Collection[StepId] | None = None, *, newest: int = 2) -> tuple[Write, ...]:
+        """Persist the steps in `ids`, whatever the grid says. `ids` None: the `newest` ones that
+        all ranks hold or have written.
+
+        The newest step is written first, because it counts most when a deadline is near.
+        """
+        for id in self.common()[-newest:] if ids is None else ids:
+            if self._is_new(id):
+                self._demanded.add(id)
+                if any(id in one.held for one in self._ranks.values()):
+                    self._pending.add(id)
+        return self._advance()
+
+    def pace(self, least: int) -> None:
+        """Due steps must be at least `least` steps apart. The grid gets there by one doubling (or
+        halving) with each finished step, because a change must hold from a step that no rank has
+        reached."""
+        self.least = least
+
+    # --- asking --------------------------------------------------------------------------
+
+    def common(self) -> list[StepId]:
+        """Steps that every rank of this node holds in memory or has written, oldest first."""
+        each = [one.held | one.done for one in self._ranks.values()]
+        return sorted(set.intersection(*each)) if each else []
+
+    def can_have(self, rank: int, id: StepId) -> bool:
+        """Whether the rank has this step, as far as this planner knows, or may still seal it."""
+        return (one := self._ranks.get(rank)) is None or one.can_have(id)
+
+    def is_durable(self, id: StepId) -> bool:
+        """Whether every rank of this node has written this step, as far as this planner knows."""
+        return bool(self._ranks) and all(id in one.done for one in self._ranks.values())
+
+    # --- deciding ------------------------------------------------------------------------
+
+    def _advance(self) -> tuple[Write, ...]:
+        self._drop_impossible()
+        writes = self._each_at_its_pace() if self._every else self._one_in_flight()
+        for write in writes:
+            self._ranks[write.rank].writing = write.id
+        return tuple(writes)
+
+    def _one_in_flight(self) -> list[Write]:
+        if self._target is not None and not self._is_coming(self._target):
+            self.counts.abandoned += 1
+            self._drop_target()
+        if self._target is not None and self.is_durable(self._target):
+            self._finish(self._target)
+        self._yield_to_flush()
+        if self._target is None:
+            self._choose()
+        return [
+            Write(rank, self._target)
+            for rank, one in self._ranks.items()
+            if self._target is not None and one.could_write(self._target)
+        ]
+
+    def _each_at_its_pace(self) -> list[Write]:
+        for id in sorted(self._pending):
+            if self.is_durable(id):
+                self._pending.discard(id)
+                self._finish(id)
+        writes = []
+        for rank, one in self._ranks.items():
+            if waiting := [id for id in self._pending if one.could_write(id)]:
+                writes.append(Write(rank, min(waiting)))
+        return writes
+
+    def _choose(self) -> None:
+        """Choose the next target: the newest demanded step, else the newest due one. Due steps that
+        are older are skipped."""
+        if not self._pending:
+            return
+        demanded = self._pending & self._demanded
+        target = max(
+            {id for id in demanded if self._sealed_by_all(id)} or demanded or self._pending
+        )
+        passed = {id for id in self._pending - self._demanded if id < target}
+        self._pending -= {target, *passed}
+        self._target = target
+        self._skip(len(passed))
+
+    def _yield_to_flush(self) -> None:
+        """Give up a target that some rank has not sealed yet (or never will), if a demanded step
+        that all ranks have sealed waits. So the target does not hold up a flush."""
+        if self._target is None or self._sealed_by_all(self._target):
+            return
+        if any(self._sealed_by_all(id) for id in self._pending & self._demanded):
+            if any(one.has_sealed(self._target) for one in self._ranks.values()):
+                self._pending.add(self._target)
+            self._target = None
+
+    def _finish(self, id: StepId) -> None:
+        self.counts.persisted += 1
+        self.durable = id if self.durable is None else max(self.durable, id)
+        self._demanded.discard(id)
+        self._target = None
+        self._adapt(id)
+
+    def _adapt(self, id: StepId) -> None:
+        """Coarsen the grid if steps were skipped or are too close. Refine it if writing would keep
+        up with half the interval, too."""
+        newest = max((one.passed for one in self._ranks.values() if one.passed), default=id)
+        if not self._adaptive or newest.epoch != id.epoch:
+            return
+        if self._skipped_since_change or self.grid.newest_interval < self.least:
+            self.grid = self.grid.coarsen(newest.step + 1)
+            self._skipped_since_change = self._calm = 0
+            return
+        quick = 2 * (newest.step - id.step) < self.grid.interval(id.step)
+        self._calm = self._calm + 1 if quick else 0
+        if self._calm >= CALM_BEFORE_REFINING and self.grid.newest_interval > self.least:
+            self.grid = self.grid.refine(newest.step + 1)
+            self._calm = 0
+
+    def _skip(self, count: int) -> None:
+        self.counts.skipped += count
+        self._skipped_since_change += count
+
+    def _drop_impossible(self) -> None:
+        lost = {id for id in self._pending if not self._possible(id)}
+        self._pending -= lost
+        self._demanded = {id for id in self._demanded if self._possible(id)}
+        self._skip(len(lost))
+
+    def _drop_target(self) -> None:
+        if self._target is not None:
+            self._demanded.discard(self._target)
+        self._target = None
+
+    def _fail(self, rank: int, id: StepId) -> None:
+        """Stop offering the rank's image for writing. So the step becomes impossible."""
+        one = self._ranks[rank]
+        one.held.discard(id)
+        one.failed = id
+        self.counts.failed += 1
+
+    def _sealed_by_all(self, id: StepId) -> bool:
+        return all(one.has_sealed(id) for one in self._ranks.values())
+
+    def _possible(self, id: StepId) -> bool:
+        return all(one.can_have(id) for one in self._ranks.values())
+
+    def _is_coming(self, id: StepId) -> bool:
+        """Whether every rank has sealed this step or still may, and at least one has sealed it."""
+        return any(one.has_sealed(id) for one in self._ranks.values()) and self._possible(id)
+
+    def _is_new(self, id: StepId) -> bool:
+        return id != self._target and not self.is_durable(id)
+
+
+LEAST = 3
+"""So many steps must be missing: one more than in lock step."""
+
+NEVER_SAVED_S = 5.0
+"""How long a rank that never saved a step of its epoch may lag behind."""
+
+STOPPED_S = 60.0
+"""How long a rank that did save steps may lag behind."""
+
+_REMEMBERED = 32
+
+
+class Reason(enum.Enum):
+    """Why a rank lacks the steps of another one."""
+
+    PASSED = "it saves other steps"
+    CLOSED = "it has called close()"
+    NEVER_SAVED = "it has saved no step yet"
+    STOPPED = "it saves no steps any more"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Rank `lacking` has staged none of the steps that rank `saving` staged since `common`, the
+    newest step of both. None: they have no step in common."""
+
+    saving: int
+    lacking: int
+    reason: Reason
+    common: StepId | None
+
+    def __str__(self) -> str:
+        since = "" if self.common is None else f" since step {self.common.step}"
+        return (
+            f"rank {self.lacking} saves none of the steps that rank {self.saving} saves{since}"
+            f" ({self.reason.value}), so no step is committed, and none can be restored: call"
+            " save(step) on every rank, with the same steps"
+        )
+
+
+@dataclass
+class _Saved:
+    """`staged`: the newest steps of the epoch. `lost`: how many steps were saved and not staged, by
+    the number of the last of them. `at`: when the rank came, or last saved a step."""
+
+    at: float
+    staged: deque[StepId] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    lost: dict[int, int] = field(default_factory=dict)
+    present: bool = True
+    closed: bool = False
+
+    @property
+    def newest(self) -> StepId | None:
+        return self.staged[-1] if self.staged else None
+
+
+class UnequalSteps:
+    """What the ranks of one machine saved in the newest epoch. `difference`: what to tell them."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Saved] = {}
+        self._epoch: EpochId | None = None
+        self._common: StepId | None = None
+        self._found: Difference | None = None
+
+    # --- events --------------------------------------------------------------------------
+
+    def came(self, rank: int, now: float) -> None:
+        """A trainer has the rank's lease now."""
+        known = self._ranks.setdefault(rank, _Saved(now))
+        known.present, known.closed, known.at = True, False, now
+
+    def left(self, rank: int, *, closed: bool) -> None:
+        """The rank's trainer is gone; `closed`: it gave the lease back."""
+        if (known := self._ranks.get(rank)) is not None:
+            known.present, known.closed = False, closed
+
+    def began(self, epoch: EpochId, now: float) -> None:
+        """A trainer works in this epoch."""
+        if self._epoch is None or epoch > self._epoch:
+            self._epoch, self._common, self._found = epoch, None, None
+            self._ranks = {rank: known for rank, known in self._ranks.items() if known.present}
+            for known in self._ranks.values():
+                known.staged.clear()
+                known.lost.clear()
+                known.at = now
+
+    def staged(self, rank: int, step_id: StepId, now: float) -> None:
+        """The rank has staged this step."""
+        self.came(rank, now)
+        self.began(step_id.epoch, now)
+        if step_id.epoch != self._epoch:
+            return
+        self._ranks[rank].staged.append(step_id)
+        if all(step_id in known.staged for known in self._involved()):
+            self._common = step_id
+            for known in self._ranks.values():
+                known.lost = {at: count for at, count in known.lost.items() if at > step_id.step}
+
+    def lost(self, rank: int, step: int, now: float, *, count: int = 1) -> None:
+        """The rank has saved `count` steps that were not staged, the last of them `step`."""
+        self.came(rank, now)
+        lost = self._ranks[rank].lost
+        lost[step] = lost.get(step, 0) + count
+
+    # --- asking --------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> frozenset[int]:
+        """The ranks that gave their lease back in this epoch: they save no more of its steps."""
+        return frozenset(rank for rank, known in self._ranks.items() if known.closed)
+
+    def difference(self, now: float) -> Difference | None:
+        """Which rank lacks the steps of which other rank; None: no rank does. It stays the same
+        while any rank does, because it is a message."""
+        found = next(self._differences(now), None)
+        if found is None or self._found is None:
+            self._found = found
+        return self._found
+
+    def _involved(self) -> list[_Saved]:
+        """Without ranks whose trainer died: a restart decides about them."""
+        return [known for known in self._ranks.values() if known.present or known.closed]
+
+    def _differences(self, now: float) -> Iterator[Difference]:
+        saving = {rank: known for rank, known in self._ranks.items() if known.staged}
+        for lacking, other in sorted(self._ranks.items()):
+            for rank, known in sorted(saving.items()):
+                reason = None if rank == lacking else self._reason(known, other, now)
+                if reason is not None:
+                    yield Difference(rank, lacking, reason, self._common)
+
+    def _reason(self, saving: _Saved, lacking: _Saved, now: float) -> Reason | None:
+        newest = lacking.newest
+        missing = self._missing(saving, lacking)
+        least = LEAST + sum(lacking.lost.values())
+        if lacking.closed:
+            return Reason.CLOSED if len(missing) >= least else None
+        if not lacking.present:
+            return None
+        if len(_before(newest, missing)) >= least and _before(
+            saving.newest, self._missing(lacking, saving)
+        ):
+            return Reason.PASSED
+        silent_s, never = now - lacking.at, newest is None
+        if len(missing) < least or silent_s < (NEVER_SAVED_S if never else STOPPED_S):
+            return None
+        return Reason.NEVER_SAVED if never else Reason.STOPPED
+
+    def _missing(self, saving: _Saved, lacking: _Saved) -> list[StepId]:
+        steps = (step for step in saving.staged if self._common is None or step > self._common)
+        return [step for step in steps if step not in lacking.staged]
+
+
+def _before(newest: StepId | None, steps: list[StepId]) -> list[StepId]:
+    return [step for step in steps if newest is not None and step < newest]

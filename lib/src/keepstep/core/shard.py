@@ -1,12 +1,120 @@
-"""A shard: the value that ledger, inventory, listings and records share."""
+"""A shard, the value that ledger, inventory, listings and records share; and sets of ranks as runs.
+
+Ranks in the same place of each node are one run of equal distance, so a few numbers stand for
+thousands of ranks, in messages and in memory. A set that comes again and again, as twins do with
+each image, is kept once (`shared`). Except for `bits` and iteration, nothing here takes time or
+memory in proportion to a number that came in a message.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
-from keepstep.core.ranks import NOBODY, Ranks
 from keepstep.steps import StepId
+
+Run = tuple[int, int, int]
+"""First rank, last rank, and the distance from one rank to the next: at least 1."""
+
+MOST_RUNS: Final = 64
+"""The most runs of a set that is sent as runs. A set of more runs is not sent."""
+MOST_RANKS: Final = 1 << 16
+"""A set that is sent as runs contains only ranks below this one."""
+_LONGEST_KEPT: Final = 4096
+"""The longest list whose runs are remembered. The images of one rank name the same list."""
+_KEPT: Final = 1024
+"""How many sets are remembered: enough for the different sets of a world in which FSDP spans this
+many ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A set of ranks. `runs`: in ascending order, each after the one before.
+
+    Raises ValueError for other runs. Only the first `MOST_RUNS` are checked, because no message may
+    carry more.
+    """
+
+    runs: tuple[Run, ...] = ()
+
+    def __post_init__(self) -> None:
+        before = -1
+        for first, last, step in self.runs[:MOST_RUNS]:
+            if not before < first <= last or step < 1 or (last - first) % step:
+                raise ValueError("ranks that are no runs in ascending order")
+            before = last
+
+    @classmethod
+    def of(cls, ranks: Iterable[int]) -> Ranks:
+        """The set of these ranks, given in any order."""
+        those = tuple(ranks)
+        return _kept_of(those) if len(those) <= _LONGEST_KEPT else _of(those)
+
+    def __len__(self) -> int:
+        return sum((last - first) // step + 1 for first, last, step in self.runs)
+
+    def __bool__(self) -> bool:
+        return bool(self.runs)
+
+    def __iter__(self) -> Iterator[int]:
+        for first, last, step in self.runs:
+            yield from range(first, last + 1, step)
+
+    def __contains__(self, rank: object) -> bool:
+        return any(rank in range(first, last + 1, step) for first, last, step in self.runs)
+
+    @property
+    def last(self) -> int:
+        """The highest rank; -1 if the set is empty."""
+        return self.runs[-1][1] if self.runs else -1
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the set is sent as runs."""
+        return len(self.runs) <= MOST_RUNS and self.last < MOST_RANKS
+
+    @property
+    def bits(self) -> int:
+        """The set as a bitmap, with a bit for each rank up to the last."""
+        return _kept_bits(self) if self.is_short else _bits(self)
+
+
+NOBODY: Final = Ranks()
+
+
+def _of(ranks: tuple[int, ...]) -> Ranks:
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][2] in (0, rank - runs[-1][1]):
+            runs[-1] = [runs[-1][0], rank, rank - runs[-1][1]]
+        else:
+            runs.append([rank, rank, 0])
+    return shared(Ranks(tuple((first, last, step or 1) for first, last, step in runs)))
+
+
+_kept_of = functools.lru_cache(maxsize=64)(_of)
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _shared(ranks: Ranks) -> Ranks:
+    return ranks
+
+
+def shared(ranks: Ranks) -> Ranks:
+    """An equal set: if it is short, one object for all equal sets."""
+    return _shared(ranks) if ranks.is_short else ranks
+
+
+def _bits(ranks: Ranks) -> int:
+    found = 0
+    for rank in ranks:
+        found |= 1 << rank
+    return found
+
+
+_kept_bits = functools.lru_cache(maxsize=_KEPT)(_bits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

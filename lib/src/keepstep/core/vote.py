@@ -1,8 +1,9 @@
 """The vote that every restart begins with: which step do all ranks restore?
 
-Every rank says what it can restore (`candidates.Candidates`). Every rank evaluates all votes with
-the same pure function (`choose`), so all reach the same decision without a coordinator. A step that
-fails its verification on any rank is added to `excluded`, and all ranks vote again.
+Every rank says what it can restore (`Candidates`), as soon as its sidecar knows enough
+(`readiness`). Every rank evaluates all votes with the same pure function (`choose`), so all reach
+the same decision without a coordinator. A step that fails its verification on any rank is added to
+`excluded`, and all ranks vote again.
 
 A rank can go on from an image of its own, if as many ranks saved the step as run now. Or it can go
 on from an *offer*: a step of any world size of which its sidecar can bring every byte. The newest
@@ -18,19 +19,230 @@ lent it, too, rather than going on from a twin's: machines may come back in anot
 If no step is left, the run begins at step 0 only where nothing was kept, or where what was kept
 cannot come back (`_is_gone`), or where a person asked for it. Otherwise the vote refuses: storage
 that is missing may come back.
+
+If a rank votes too early, the run begins at step 0 or goes on from an old step, although another
+pod or the archive has a newer one. If it waits for ever, the training stops. So every wait has a
+deadline, except the wait for the scan of the volumes. All deadlines are defined here. The caller
+asks again when something has changed, or at `Wait.until`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from keepstep.core.candidates import Candidate, Candidates, Offer, Part
-from keepstep.core.holding import is_full
-from keepstep.core.lineage import trace
-from keepstep.core.suspicion import Doubt
+from keepstep.core.commit_rule import is_full, trace
+from keepstep.core.shard import NOBODY, Ranks
+from keepstep.core.suspicion import Doubt, Failure
 from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError, few
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier
+
+MOST_EPOCHS = 64
+"""The most epochs that a vote carries, the newest: as far back as a step is lent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A sealed image of this rank, on the nearest tier that holds it."""
+
+    id: StepId
+    tier: Tier
+    world: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """A step whose shards, wherever they are, cover all boxes of all ranks of its `world`.
+
+    `tier`: the farthest tier that is needed. `images`: the saved ranks whose own images are among
+    them; of the other ranks, a twin has the boxes.
+    """
+
+    id: StepId
+    tier: Tier
+    world: int
+    images: Ranks = NOBODY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A step of which the sidecar can bring the boxes of some saved ranks, `ranks`, but not of all.
+
+    `tier`: the farthest tier that is needed. `images`: see `Offer`.
+    """
+
+    id: StepId
+    tier: Tier
+    world: int
+    ranks: Ranks
+    images: Ranks = NOBODY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """What one rank can restore: its vote.
+
+    `candidates`: images of this rank. Dead and retired steps are not listed. `highest_epoch`: the
+    highest epoch number ever seen here, 0 for none. `plan`: the step that the ledger would restore;
+    a hint, already being fetched and hashed. `reason` explains `Answer.UNKNOWN`. `offers`: steps of
+    which this sidecar can bring every byte of every rank, for ranks that cannot use an image of
+    their own.
+
+    `wanted`: the step that a person wants to go back to, as text; '' for the newest. `limit`: that
+    step, None if it is not known here. Nothing newer is used and, where `exact`, nothing older.
+
+    `failures`: recorded failures of the script itself, with the steps that they cast doubt on and
+    that are not dead. `trusted`: pinned steps. `never_whole`: with `Answer.NONE`, as text, steps of
+    which only some ranks have images.
+
+    `parts`: what this sidecar can add to a step that it cannot bring alone. `epochs`: the newest
+    epochs on record, from which the ranks together see which steps are dead.
+
+    `fleeting`: what the pods of this run kept and no rank can reach is gone for good, with its pod
+    or its drive, and the policy says to begin again then. `begin_again`: a person asked to begin at
+    step 0 if no step can be restored. `way_out`: the command by which a person begins again, where
+    a vote is refused.
+    """
+
+    answer: Answer
+    candidates: tuple[Candidate, ...] = ()
+    highest_epoch: int = 0
+    plan: StepId | None = None
+    reason: str = ""
+    offers: tuple[Offer, ...] = ()
+    wanted: str = ""
+    limit: StepId | None = None
+    exact: bool = False
+    failures: tuple[Failure, ...] = ()
+    trusted: tuple[StepId, ...] = ()
+    never_whole: str = ""
+    parts: tuple[Part, ...] = ()
+    epochs: tuple[Epoch, ...] = ()
+    fleeting: bool = False
+    begin_again: bool = False
+    way_out: str = ""
+
+
+NEVER = math.inf
+"""The time of an event that has not happened yet."""
+
+FIRST_ANSWER_S = 3.0
+"""How long to wait for the operator's first answer. Without one, the newest step wins."""
+
+HELD_S = 5.0
+"""How long a rank that has an image in its pod waits to hear whether there is a newer one."""
+
+START_S = 300.0
+"""Trainers of one run begin up to this far apart, because some load data or compile first."""
+
+NEWER_S = 60.0
+"""How long a rank waits that has no image in its pod, but knows of images elsewhere: for the
+operator to name the pods that may hold something newer. It waits as long if no operator answers."""
+
+REACHABLE_S = 60.0
+"""How long to wait for shards that the operator is making reachable. After that the vote says
+UNKNOWN, the trainer fails with that reason, and its next start waits again."""
+
+STALE_S = 5.0
+"""A listing that is older than this when a vote begins is made again."""
+
+LISTING_S = 20.0
+"""How long to wait for the new listing. After that the old listing counts."""
+
+ANSWERS_S = 6.0
+"""How long to wait for tiers that do not answer, also counted from the operator's last word. When
+all pods of a run begin at once, a pod may be asked before it serves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What a sidecar knows when one of its ranks wants to vote.
+
+    Times are of the caller's clock, `NEVER` for an event that has not happened.
+
+    `scanned_at`: when the scan of the volumes ended. `held`: the rank has an image in this pod.
+    `heard_at`: when the operator answered, or when it became clear that it does not. `operator`: it
+    does answer. `told_at`: when the operator last named the other pods. `introduced`: it has named
+    all of them. `awaits`: the shards that it is making reachable, as text. `pods_unasked`: some
+    pods were not asked since they were named.
+
+    `tiers`: there are tiers beyond this machine. `listed_at`: when they were last listed. `known`:
+    such a tier holds something. `unknown`: why some of them could not say what they hold.
+    `uncertified`: this pod serves no other pod, and gets its certificate only when other pods are
+    named.
+    """
+
+    scanned_at: float
+    heard_at: float
+    tiers: bool = False
+    listed_at: float = NEVER
+    held: bool = False
+    operator: bool = False
+    told_at: float = -NEVER
+    introduced: bool = True
+    awaits: str = ""
+    pods_unasked: bool = False
+    known: bool = False
+    unknown: str = ""
+    uncertified: bool = False
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The rank may vote."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The rank may not vote before `until`, unless something changes.
+
+    `why`: the reason, for people. `ask`: meanwhile, the caller must ask the tiers beyond this
+    machine again.
+    """
+
+    until: float
+    why: str
+    ask: bool = False
+
+
+def readiness(now: float, view: View, began: float) -> Ready | Wait:
+    """Whether a vote that began at `began` may be cast now."""
+    if view.scanned_at == NEVER:
+        return Wait(NEVER, "the volumes are still being scanned")
+    scanned = max(began, view.scanned_at)
+    heard = max(scanned, min(view.heard_at, scanned + FIRST_ANSWER_S))
+    if view.heard_at == NEVER and now < heard:
+        return Wait(heard, "the operator has not answered yet")
+    if not view.tiers:
+        return Ready()
+    return next((wait for wait in _waits(view, heard) if now < wait.until), Ready())
+
+
+def _waits(view: View, heard: float) -> list[Wait]:
+    """Everything that this vote waits for, each with its own deadline. `heard`: when it was known
+    what this machine has and what the operator says."""
+    told, latest = max(heard, view.told_at), heard + START_S
+    searching = not view.held and not view.known
+    waits: list[Wait] = []
+    if view.listed_at == NEVER or view.pods_unasked:
+        whom = "pods that were just named" if view.pods_unasked else "peers and archive"
+        until = heard + HELD_S if view.held else latest
+        waits.append(Wait(until, f"{whom} have not said yet what they hold"))
+    if view.awaits:
+        waits.append(Wait(min(told + REACHABLE_S, latest), view.awaits))
+    if not view.held and view.listed_at < heard - STALE_S:
+        waits.append(Wait(heard + LISTING_S, "peers and archive are asked again", ask=True))
+    if not view.held and not view.introduced:
+        until = latest if searching and view.operator else heard + NEWER_S
+        why = "the operator has not heard of all pods of the run yet"
+        waits.append(Wait(until, why, ask=searching and bool(view.unknown)))
+    if view.unknown and (searching or view.uncertified):
+        waits.append(Wait(min(told + ANSWERS_S, latest), view.unknown, ask=True))
+    return waits
+
 
 LAST_EARLY_STEP = 2
 """The highest number that the second step of a run can have: loops begin at 0 or at 1."""
@@ -324,7 +536,7 @@ def _preferred(
     that runs, a twin would stand in for that rank. A twin has the rank's boxes, but not its
     buffers, RNG and extras. So the newest step of which all ranks get their own images is taken
     instead, if those ranks have their images of it nearer than the archive.
-    `commit_rule.whole` is the same rule; each sidecar follows it in its offers. Here it is applied
+    `Ledger.whole` is the same rule; each sidecar follows it in its offers. Here it is applied
     to what all sidecars see together.
     """
     newest = max(common)

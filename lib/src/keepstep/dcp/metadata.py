@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.errors import FormatError, UsageError
-from keepstep.image import fields, strictjson
+from keepstep.image import strictjson
 
 _MARK = "dcp"
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Tree:
 
     values: tuple[str, ...] = ()
     boxes: Mapping[str, str] = field(default_factory=dict)
-    paths: Mapping[str, Path] | None = None
+    paths: Mapping[str, KeyPath] | None = None
     foreign: bool = False
 
     def render(self) -> str:
@@ -68,7 +68,7 @@ class Tree:
             raise FormatError(f"the tree of this image makes no sense ({error})") from error
 
 
-def paths_of(planner_data: Any) -> Mapping[str, Path] | None:
+def paths_of(planner_data: Any) -> Mapping[str, KeyPath] | None:
     """The mapping that the stock planner leaves in a plan; None if there is none.
 
     Raises UsageError for the data of another planner, which could only be pickled.
@@ -83,7 +83,7 @@ def paths_of(planner_data: Any) -> Mapping[str, Path] | None:
     return planner_data
 
 
-def _check_paths(paths: Mapping[str, Path]) -> None:
+def _check_paths(paths: Mapping[str, KeyPath]) -> None:
     for name, path in paths.items():
         if type(name) is not str or any(type(one) not in (str, int) for one in path):
             raise UsageError(f"the planner maps {name!r} to {path!r}: only strings and numbers can")
@@ -91,11 +91,11 @@ def _check_paths(paths: Mapping[str, Path]) -> None:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{fields.quoted(value)} is not a string")
+        raise TypeError(f"{strictjson.quoted(value)} is not a string")
     return value
 
 
-def _path(value: object) -> Path:
+def _path(value: object) -> KeyPath:
     if not isinstance(value, list) or any(type(one) not in (str, int) for one in value):
-        raise TypeError(f"{fields.quoted(value)} is not a path")
+        raise TypeError(f"{strictjson.quoted(value)} is not a path")
     return tuple(value)

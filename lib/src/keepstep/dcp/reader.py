@@ -1,36 +1,455 @@
-"""The storage of `dcp.load`: a committed step, verified, for any world size and layout."""
+"""The storage of `dcp.load`: a committed step, verified, for any world size and layout.
+
+The images come from the sidecar (`restore.images`), or from the directory of a committed step,
+which is the way out of keepstep: it needs no sidecar. From the sidecar, an image is mapped if it is
+in memory, and is otherwise read in verified chunks through one window. So at any world size, a rank
+needs only the memory of one window besides its tensors. Bytes are moved as in any other restore.
+
+Stock DCP silently leaves rows untouched when a shard is missing, and joins whatever it finds. So a
+directory that is not exactly one step of one run by one world is refused, and the offending file is
+named. A shard's manifest vouches for each of its chunks. Each chunk is verified once, before
+anything is handed out. Files are mapped, so no memory is needed besides the tensors.
+"""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from keepstep.client.session import restore_timeout_s
+from keepstep.client.session import Session, restore_timeout_s
 from keepstep.dcp import session as sessions
-from keepstep.dcp.agreement import LoadBallot, choose
-from keepstep.dcp.path_reader import Folder, is_directory
-from keepstep.dcp.session import group_place, names_step, step_of
-from keepstep.dcp.step_reader import StepReader
+from keepstep.dcp.metadata import KeyPath, Tree
+from keepstep.dcp.session import LoadBallot, choose, group_place, names_step, step_of
 from keepstep.errors import (
     CoverageError,
+    ForeignError,
+    FormatError,
     ImageError,
+    MismatchError,
     RestoreError,
     SidecarAbsent,
     SidecarError,
+    StorageError,
     UsageError,
+    few,
 )
-from keepstep.steps import StepId
+from keepstep.image import extras
+from keepstep.image.manifest import Manifest
+from keepstep.image.xxh3 import CHUNK_BYTES, HAVE_FAST
+from keepstep.restore.images import Images, W, fill, map_image
+from keepstep.restore.plan import (
+    Box,
+    Index,
+    IndexBuilder,
+    Piece,
+    Plan,
+    Saved,
+    Want,
+    byte_range,
+    make,
+)
+from keepstep.state.leaves import DTYPE_OF
+from keepstep.steps import NEAREST_FIRST, StepId, Tier, shard_name
 
 log = logging.getLogger("keepstep")
+
+_SUFFIX = ".safetensors"
+_STOCK = ".metadata"
+_THREADS = 4
+
+
+class Folder:
+    """One committed step, as `Images` of its shards. Read only what `verify` has
+    verified.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read all headers and seals.
+
+        Raises RestoreError for a directory without a step or with an incomplete one, ImageError for
+        a file that is no shard, and ForeignError for a shard of another step, epoch, run or world.
+        """
+        self.path = path
+        try:
+            files = sorted(one for one in path.iterdir() if one.name.endswith(_SUFFIX))
+        except OSError as error:
+            raise RestoreError(f"{path}: no directory of a step ({error})") from error
+        if not files:
+            if (path / _STOCK).exists():
+                raise RestoreError(
+                    f"{path}: torch's own FileSystemWriter wrote it: load it with FileSystemReader"
+                )
+            raise RestoreError(f"{path}: no shard in it; name the directory of a committed step")
+        shards = sorted(
+            ((_manifest(one), one) for one in files), key=lambda one: one[0].layout.rank
+        )
+        for manifest, file in shards:
+            _check_alike(manifest, file, *shards[0])
+        self._manifests = [manifest for manifest, _ in shards]
+        self._files = [file for _, file in shards]
+        self._verified: set[tuple[int, int]] = set()
+        self._mapped: dict[int, tuple[Tensor, memoryview]] = {}
+        _check_complete(path, self._manifests)
+        self.id: StepId = self._manifests[0].control.id
+        builder = IndexBuilder(len(shards))
+        for layout in (one.layout for one in self._manifests):
+            builder.add(layout, Tree.parse(layout.skeleton).boxes)
+        self.index: Index = builder.build()
+
+    @property
+    def nearness(self) -> list[int]:
+        """All shards are equally near."""
+        return [0] * len(self._files)
+
+    def verify(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """Check the digests of all chunks of these (rank, begin, end) that were not yet verified.
+        Raises DigestError.
+        """
+        if not HAVE_FAST:
+            log.warning("keepstep: without the xxhash package, verifying is very slow")
+        wanted = {
+            (rank, chunk)
+            for rank, begin, end in ranges
+            for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES))
+            if begin < end
+        }
+        threads = min(_THREADS, len(os.sched_getaffinity(0)), max(1, len(wanted)))
+        with ThreadPoolExecutor(threads, thread_name_prefix="keepstep-verify") as pool:
+            for _ in pool.map(self._verify, sorted(wanted - self._verified)):
+                pass
+
+    def _verify(self, place: tuple[int, int]) -> None:
+        rank, chunk = place
+        manifest, (_, view) = self._manifests[rank], self._map(rank)
+        manifest.check(chunk, view[slice(*manifest.bounds(chunk))], path=self._files[rank])
+        self._verified.add(place)
+
+    def _map(self, rank: int) -> tuple[Tensor, memoryview]:
+        """The bytes of a file, mapped when it is first read; do not write to them."""
+        if rank not in self._mapped:
+            try:
+                self._mapped[rank] = map_image(str(self._files[rank]))
+            except OSError as error:
+                gone = f"{self._files[rank]}: it is gone ({error}); load again"
+                raise StorageError(gone) from error
+        return self._mapped[rank]
+
+    def skeleton(self, rank: int) -> str:
+        """The tree of a saved rank's state."""
+        return self._manifests[rank].layout.skeleton
+
+    def extras_range(self, rank: int) -> tuple[int, int, int]:
+        """Where the extras lie in a saved rank's image, as (rank, begin, end) for `verify`."""
+        begin = self._manifests[rank].layout.extras_begin
+        return rank, begin, begin + self._manifests[rank].control.extras_bytes
+
+    def extras(self, rank: int) -> bytes:
+        """The bytes of everything in a saved rank's image that is not a tensor."""
+        _, begin, end = self.extras_range(rank)
+        return bytes(self._map(rank)[1][begin:end])
+
+    def flat(self, rank: int) -> Tensor:
+        """The bytes of an image."""
+        return self._map(rank)[0]
+
+    def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+        """Empty: all images are mapped, so nothing is read in chunks."""
+        return iter(())
+
+    def close(self) -> None:
+        """Nothing to do: each mapping is released with the last view of it."""
+
+
+def is_directory(path: Path) -> bool:
+    """Whether this path means a directory of shards, and not a step of the run by its number.
+
+    It does if the directory holds a checkpoint, or if only keepstep gives such a name, even if the
+    directory does not exist: a mistake in such a path must not load a step of another run. Any
+    other directory may be one that a script made for a writer that would write there, with other
+    files in it.
+    """
+    try:
+        StepId.parse(path.name)
+    except ValueError:
+        there = path.glob("rank-*" + _SUFFIX), path.glob(_STOCK)
+        return any(True for found in there for _ in found)
+    return True
+
+
+def _manifest(path: Path) -> Manifest:
+    """Header, digest table and seal of a file. Raises ImageError and StorageError, which name the
+    file.
+    """
+    try:
+        with path.open("rb") as file:
+            fd = file.fileno()
+            return Manifest.read(
+                lambda begin, end: os.pread(fd, end - begin, begin),
+                os.fstat(fd).st_size,
+                path=path,
+            )
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read ({error}); use another copy") from error
+
+
+def _check_alike(manifest: Manifest, path: Path, first: Manifest, other_path: Path) -> None:
+    one, other = manifest.control, first.control
+    for what, found, wanted in (
+        ("run", one.run, other.run),
+        ("step", one.id, other.id),
+        ("world", one.world, other.world),
+    ):
+        if found != wanted:
+            raise ForeignError(
+                f"the shard of {what} {found} among those of {wanted} ({other_path.name}):"
+                " take it out of this directory",
+                path=path,
+            )
+    if path != other_path and one.rank == other.rank:
+        raise ForeignError(f"rank {one.rank} is there twice, see {other_path}", path=path)
+    name = shard_name(one.rank, one.world)
+    if path.name != name:
+        raise ForeignError(f"it is the shard {name}: give it that name", path=path)
+
+
+def _check_complete(path: Path, shards: list[Manifest]) -> None:
+    world, ranks = shards[0].layout.world, {one.layout.rank for one in shards}
+    missing = [shard_name(rank, world) for rank in range(world) if rank not in ranks]
+    if missing:
+        raise RestoreError(
+            f"{path}: step {shards[0].control.id} is incomplete,"
+            f" {few(missing, 4)} missing: bring it back, or load another step"
+        )
+
+
+class StepReader:
+    """One step, for one load of one rank. `where`: for messages. `foreign`: a `Checkpointer` saved
+    the step, so it has no values that DCP could load.
+    """
+
+    def __init__(self, images: Images | Folder, id: StepId, *, where: str, rank: int) -> None:
+        """Choose the boxes to read.
+
+        Of equal boxes, those of the nearest image are taken. Among equally near ones, each rank
+        begins its search at another rank, so that the load is spread. Raises FormatError, and
+        CoverageError, which names all boxes that are missing, overlap, or contradict each other.
+        """
+        self.id, self.where = id, where
+        self._images = images
+        self._index: Index = images.index
+        self._values: dict[int, dict[str, bytes]] = {}
+        ranks = (one for one in range(self._index.world) if one not in self._index.absent)
+        trees = {one: Tree.parse(images.skeleton(one)) for one in ranks}
+        self.foreign = all(tree.foreign for tree in trees.values())
+        self._paths: dict[str, KeyPath] | None = None
+        self._holders: dict[str, int] = {}
+        for holder, tree in trees.items():  # of two ranks, the first counts, as for DCP's planner
+            if tree.paths is not None:
+                self._paths = {**tree.paths, **(self._paths or {})}
+            for name in tree.values:
+                self._holders.setdefault(name, holder)
+        self._boxes = self._chosen(rank, images.nearness)
+
+    def _chosen(self, rank: int, nearness: list[int]) -> dict[str, dict[KeyPath, Piece]]:
+        """For each tensor, the saved boxes that make it up, by their offsets."""
+        named = {one: self._index.find(one) for one in (*self._index.tensors, *self._index.aliases)}
+        saved = {name: one for name, one in named.items() if one is not None}
+        wants = [Want(name, Box.whole(one.shape)) for name, one in saved.items()]
+        try:
+            made = make(wants, self._index, rank=rank, nearness=nearness)
+        except CoverageError as error:
+            raise CoverageError(
+                f"{self.where}: {error}\nUse another copy of this step, or load another step."
+            ) from error
+        boxes: dict[str, dict[KeyPath, Piece]] = {name: {} for name in saved}
+        for piece in made.pieces():
+            boxes[wants[piece.want].name][piece.at] = piece
+        for name, one in saved.items():
+            if not boxes[name]:  # no elements: any of its boxes is the whole tensor
+                holder, begin = one.rows[0, :2].tolist()
+                at, sizes = (0,) * len(one.shape), one.shape
+                boxes[name][at] = Piece(holder, begin, 0, sizes, at, sizes, at)
+        return boxes
+
+    def metadata(self) -> Metadata:
+        """The `Metadata` for DCP's planners."""
+        held: dict[str, STORAGE_TYPES] = {
+            name: self._tensor_metadata(name, sorted(boxes)) for name, boxes in self._boxes.items()
+        }
+        held |= {name: BytesStorageMetadata() for name in self._holders}
+        return Metadata(
+            state_dict_metadata=held,
+            planner_data=self._paths,
+            storage_meta=StorageMeta(checkpoint_id=self.where),
+        )
+
+    def _tensor_metadata(self, name: str, places: list[KeyPath]) -> TensorStorageMetadata:
+        saved, boxes = self._saved(name), self._boxes[name]
+        dtype: Any = DTYPE_OF.get(saved.dtype, torch.uint8)
+        return TensorStorageMetadata(
+            properties=TensorProperties(dtype=dtype),
+            size=torch.Size(saved.shape),
+            chunks=[
+                ChunkStorageMetadata(torch.Size(one), torch.Size(boxes[one].sizes))  # type: ignore[arg-type]
+                for one in places
+            ],
+        )
+
+    def dtype(self, index: MetadataIndex) -> torch.dtype:
+        """The dtype of a saved tensor. Raises FormatError for a dtype that this torch does not
+        have.
+        """
+        code = self._saved(index.fqn).dtype
+        dtype: torch.dtype | None = DTYPE_OF.get(code)
+        if dtype is None:
+            raise FormatError(f"{self.where}: this torch has no dtype for {code}")
+        return dtype
+
+    def stored(self, index: MetadataIndex) -> Piece:
+        """The saved box that a read item names. Raises FormatError."""
+        box = self._boxes.get(index.fqn, {}).get(tuple(index.offset or ()))
+        if box is None:
+            raise FormatError(f"no box of {index.fqn} at {index.offset}", path=self.where)
+        return box
+
+    def holder(self, item: ReadItem) -> int:
+        """The saved rank whose image holds what a read item names. Raises FormatError."""
+        index = item.storage_index
+        if item.type is not LoadItemType.BYTE_IO:
+            return self.stored(index).rank
+        if index.fqn not in self._holders:
+            raise FormatError(f"no value {index.fqn}", path=self.where)
+        return self._holders[index.fqn]
+
+    def _saved(self, name: str) -> Saved:
+        saved = self._index.find(name)
+        if saved is None:
+            raise FormatError(f"no tensor {name}", path=self.where)
+        return saved
+
+    @classmethod
+    def reach(cls, link: Session, id: StepId, *, timeout_s: float) -> StepReader:
+        """Find the images through the sidecar, and read their headers. `timeout_s`: for one window
+        of chunks. Raises SidecarError, ImageError, CoverageError.
+        """
+        images = Images.find(
+            link, id, timeout_s, lambda skeleton: Tree.parse(skeleton).boxes, every=True
+        )
+        return cls(images, id, where=f"step {id}", rank=link.rank)
+
+    @classmethod
+    def open(cls, folder: Folder) -> StepReader:
+        """Read the step from a directory. Raises CoverageError."""
+        return cls(folder, folder.id, where=str(folder.path), rank=0)
+
+    def check(self, plan: LoadPlan) -> None:
+        """Check that everything in the plan exists, and verify what comes from a directory. What
+        comes from a sidecar is verified as it arrives. Raises FormatError, DigestError.
+        """
+        tensors, values = _split(plan)
+        moves, dtypes = self._moves(tensors)
+        holders = {self.holder(one) for one in values}
+        if isinstance(self._images, Folder):
+            self._images.verify(
+                [(one.rank, *byte_range(one, dtypes[one.want].itemsize)) for one in moves.pieces()]
+                + [self._images.extras_range(rank) for rank in holders]
+            )
+
+    def load(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Fill the planner's tensors, and hand it its values.
+
+        Raises SidecarError if a chunk cannot be had; some tensors have changed by then. Raises
+        MismatchError for a tensor that is not as planned, and ImageError, before any tensor is
+        changed.
+        """
+        self.check(plan)  # a global plan may have added something
+        tensors, values = _split(plan)
+        targets = [planner.resolve_tensor(one).detach() for one in tensors]
+        for item, target in zip(tensors, targets, strict=True):
+            if tuple(target.shape) != tuple(item.lengths):
+                raise MismatchError(
+                    f"{item.storage_index.fqn}: {list(item.lengths)} planned,"
+                    f" {list(target.shape)} here"
+                )
+        read = [self._value(one) for one in values]
+        moves, dtypes = self._moves(tensors)
+        fill(moves, targets, self._images, dtypes)
+        for item, target in zip(tensors, targets, strict=True):
+            planner.commit_tensor(item, target)
+        for item, value in zip(values, read, strict=True):
+            planner.load_bytes(item, io.BytesIO(value))
+
+    def tier(self, plan: LoadPlan) -> Tier:
+        """The farthest tier from which this plan reads."""
+        if isinstance(self._images, Folder):
+            return Tier.LOCAL
+        found = self._images.found
+        tiers = {found[self.holder(one)].tier for one in plan.items}
+        return max(tiers, key=NEAREST_FIRST.index, default=Tier.MEMORY)
+
+    def close(self) -> None:
+        """Release the window and the mapped images."""
+        self._images.close()
+
+    def _moves(self, items: Sequence[ReadItem]) -> tuple[Plan, list[torch.dtype]]:
+        """DCP's plan as a plan of `restore.plan`: one want for each item, filled by one piece."""
+        wants, rows = [], []
+        dims = max((len(one.lengths) for one in items), default=0)
+        for number, item in enumerate(items):
+            box, sizes = self.stored(item.storage_index), tuple(item.lengths)
+            want = Want(item.storage_index.fqn, Box.whole(sizes))
+            wants.append(want)
+            if not want.box.empty:
+                padding = [0] * (dims - len(sizes))
+                parts = (box.sizes, item.storage_offsets, sizes, want.box.offsets)
+                rows.append(
+                    [box.rank, box.begin, number, *(n for part in parts for n in (*padding, *part))]
+                )
+        rows.sort()  # by rank and first byte: the order of the files
+        columns = torch.tensor(rows, dtype=torch.int64).view(-1, 3 + 4 * dims)
+        return Plan(wants, columns, dims), [self.dtype(one.storage_index) for one in items]
+
+    def _value(self, item: ReadItem) -> bytes:
+        name, rank = item.storage_index.fqn, self.holder(item)
+        if rank not in self._values:
+            tree = extras.decode(self._images.extras(rank))
+            values = tree.get("dcp") if isinstance(tree, dict) else None
+            self._values[rank] = values if isinstance(values, dict) else {}
+        value = self._values[rank].get(name)
+        if not isinstance(value, bytes):
+            where = f"{self.where}, rank {rank}"
+            raise FormatError(f"{name}: the header names it, the extras lack it", path=where)
+        return value
+
+
+def _split(plan: LoadPlan) -> tuple[list[ReadItem], list[ReadItem]]:
+    """The items that are tensors, and the items that are not."""
+    values = [one for one in plan.items if one.type is LoadItemType.BYTE_IO]
+    return [one for one in plan.items if one.type is not LoadItemType.BYTE_IO], values
+
 
 _LOST = "rank {}: its plan holds no ballot: it loads by a path, or not at all, or its planner loses"
 _LOST += " LoadPlan.storage_data; all ranks must load alike, and a planner keep what is in a plan"

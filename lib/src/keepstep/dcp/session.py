@@ -1,7 +1,14 @@
-"""This process's connection to its sidecar, shared by all writers and readers of `keepstep.dcp`.
+"""This process's connection to its sidecar, which all writers and readers of `keepstep.dcp` share,
+and what its ranks agree on.
 
 A rank has one lease, and its images have one epoch between two loads, so each process has one
 session. It ends when the process exits, or with `close`.
+
+The ranks agree through DCP's own exchange of plans: each rank puts a `Ballot` into its local plan,
+and the coordinator answers with an `Agreed` in each rank's part of the global plan. So keepstep
+needs no collective of its own, and the group that DCP was given (a process group, or
+`no_dist=True`) is the world of the step. DCP does not tell a storage writer its group, so a
+separate vote would meet the wrong ranks.
 """
 
 from __future__ import annotations
@@ -15,23 +22,383 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from keepstep.client import copying
 from keepstep.client.slot import Slot, SlotMapping
-from keepstep.core.candidates import Candidates
-from keepstep.dcp.agreement import Agreed, Ballot
-from keepstep.dcp.plan_items import LastSave, Staged
-from keepstep.errors import NotDurableError, SlotUnavailable, UsageError
-from keepstep.image import ControlPage, Layout, TensorSpec
+from keepstep.core.vote import Candidates, limit_of
+from keepstep.core.vote import choose as choose_step
+from keepstep.dcp.metadata import Tree, paths_of
+from keepstep.errors import (
+    KeepstepError,
+    NotDurableError,
+    NothingCommonError,
+    RestoreError,
+    SlotUnavailable,
+    UsageError,
+)
+from keepstep.image import ControlPage, Entry, Layout, Section, TensorSpec
 from keepstep.image.extras import capacity_for
 from keepstep.restore.collective import ask_candidates, begin_epoch
 from keepstep.save.agent import Agent
 from keepstep.save.snapshot import Pending, Verdict
 from keepstep.state import accelerator
-from keepstep.steps import Epoch, EpochId, State, StepId, Tier
+from keepstep.state.leaves import DTYPE_OF, code_of
+from keepstep.steps import Answer, Epoch, EpochId, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ballot:
+    """What one rank knows before a save.
+
+    `epoch`: the epoch that the rank is in, if it saved before; `world`: the number of ranks of that
+    epoch. `loaded`: the step that it goes on from. `highest_epoch`: the highest epoch number that
+    its sidecar ever saw.
+    """
+
+    step: int
+    epoch: Epoch | None
+    world: int
+    loaded: StepId | None
+    highest_epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """What one rank must do: as `rank` of `world`, write its image of `step` in `epoch`."""
+
+    step: int
+    epoch: Epoch
+    rank: int
+    world: int
+
+
+def agree(ballots: Sequence[Ballot], *, nonce: str) -> list[Agreed]:
+    """Decide from the ballots of all ranks, in rank order. Pure.
+
+    If all ranks are in one epoch of this world, they stay in it. Otherwise a new epoch begins,
+    whose parent is the step that all of them loaded. An epoch has one world: otherwise a rank that
+    saves alone would by itself commit a step of the other ranks. Raises UsageError if the ranks
+    save different steps, or loaded different steps.
+    """
+    step = _same([one.step for one in ballots], "save steps")
+    loaded = _same([one.loaded for one in ballots], "loaded")
+    epoch = ballots[0].epoch
+    world = len(ballots)
+    if epoch is None or any((one.epoch, one.world) != (epoch, world) for one in ballots):
+        number = max(one.highest_epoch for one in ballots) + 1
+        epoch = Epoch(EpochId(number, nonce), loaded)
+    return [Agreed(step=step, epoch=epoch, rank=rank, world=world) for rank in range(world)]
+
+
+def _same(values: Sequence[T], what: str) -> T:
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise UsageError(
+                f"rank 0 and rank {rank} {what} {values[0]} and {value}:"
+                " all ranks must name the same step"
+            )
+    return values[0]
+
+
+# --- which step is loaded --------------------------------------------------------------------
+#
+# Which step the ranks of a `dcp.load` load: `keepstep.core.vote` decides, through DCP's own
+# exchange.
+#
+# DCP plans before it exchanges anything. So each rank plans for the newest step that its own
+# sidecar can bring, and its ballot travels with that plan. The coordinator answers with the newest
+# step that all ranks can bring, and a rank that planned for another step plans again. As with a
+# save, keepstep needs no collective of its own, and the group that DCP was given is the group that
+# agrees.
+#
+# Only *offers* count: steps of which a sidecar can bring every byte of every rank. The rank's own
+# image is not enough, because DCP's planner keeps replicated tensors in one of the ranks' images.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadBallot:
+    """What one rank knows before a load. `step`: the number that is asked for; None for the newest.
+    `failed`: steps that the rank could not read.
+    """
+
+    vote: Candidates
+    step: int | None
+    failed: frozenset[StepId]
+
+
+def choose(ballots: Sequence[LoadBallot]) -> StepId | None:
+    """The newest step that all ranks can bring, from the ballots in rank order; None if nothing was
+    ever kept. Pure.
+
+    Raises UsageError if the ranks ask for different steps, and RestoreError if there are steps, but
+    none that all ranks can bring.
+    """
+    for rank, one in enumerate(ballots):
+        if one.step != ballots[0].step:
+            raise UsageError(
+                f"rank 0 asks for step {ballots[0].step}, rank {rank} for {one.step}: all ranks"
+                " must name the same step, or none"
+            )
+    limit, exact = limit_of([one.vote for one in ballots])
+    votes = [_offers_of(one) for one in ballots]
+    for rank, (ballot, vote) in enumerate(zip(ballots, votes, strict=True)):
+        if not vote.offers:
+            if limit is None and ballot.step is None and all(map(_is_empty, ballots)):
+                return None
+            raise _nothing(rank, ballot, votes)
+    failed = {id for one in ballots for id in one.failed}
+    return choose_step(votes, failed, limit=limit, exact=exact, lending=False).id
+
+
+def _offers_of(ballot: LoadBallot) -> Candidates:
+    offers = tuple(one for one in ballot.vote.offers if ballot.step in (None, one.id.step))
+    return replace(ballot.vote, candidates=(), offers=offers)
+
+
+def _is_empty(ballot: LoadBallot) -> bool:
+    vote = ballot.vote
+    return vote.answer is Answer.NONE and not vote.candidates and not vote.offers
+
+
+def _nothing(rank: int, ballot: LoadBallot, votes: Sequence[Candidates]) -> RestoreError:
+    """Why this rank has nothing to bring although a step must be loaded."""
+    vote, which = ballot.vote, "" if ballot.step is None else f" {ballot.step}"
+    others = sorted({one.id for each in votes for one in each.offers})
+    said = f"; another rank can bring {others[-1]}" if others else ""
+    if vote.answer is Answer.UNKNOWN:
+        return RestoreError(
+            f"rank {rank}: nobody can tell what there is to load: {vote.reason}; bring that storage"
+            f" back, or load a copy by its path{said}"
+        )
+    own = [one.id for one in vote.candidates if ballot.step in (None, one.id.step)]
+    if own and not vote.offers:
+        return NothingCommonError(
+            f"rank {rank}: its sidecar holds step {max(own)}, but not the images of all ranks of"
+            " it: dcp.load needs them within reach of every sidecar, by peers or by an archive"
+            f" (or keepstep.Checkpointer, which needs a rank's own image only){said}"
+        )
+    return RestoreError(
+        f"rank {rank}: no committed step{which} to load{said}: `keepstep steps` lists what is"
+        " there, and keepstep.dcp.latest_step() is None when a run begins"
+    )
+
+
+Resolve = Callable[[WriteItem], Any]
+"""Gives the tensor of an item, as `resolve_data` of a planner does."""
+
+_BATCH_BYTES = 256 << 20
+"""Resolving an item may allocate memory, so at most about this much is resolved before it is
+copied.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Items:
+    """A save plan, taken apart. `tensors` and `specs` correspond one to one, in the plan's
+    order.
+    """
+
+    tensors: tuple[WriteItem, ...]
+    specs: tuple[TensorSpec, ...]
+    values: tuple[WriteItem, ...]
+    tree: Tree
+
+    @classmethod
+    def of(cls, plan: SavePlan) -> Items:
+        """Take a plan apart. Raises UsageError for an item that an image cannot hold."""
+        tensors = tuple(one for one in plan.items if one.type is not WriteItemType.BYTE_IO)
+        values = tuple(one for one in plan.items if one.type is WriteItemType.BYTE_IO)
+        names = _entry_names(tensors)
+        tree = Tree(
+            values=tuple(one.index.fqn for one in values),
+            boxes={
+                name: one.index.fqn
+                for name, one in zip(names, tensors, strict=True)
+                if name != one.index.fqn
+            },
+            paths=paths_of(plan.planner_data),
+        )
+        specs = tuple(_spec(name, one) for name, one in zip(names, tensors, strict=True))
+        return cls(tensors=tensors, specs=specs, values=values, tree=tree)
+
+    def read_values(self, planner: SavePlanner) -> dict[str, bytes]:
+        """For each value that is not a tensor, the bytes that DCP's planner makes of it."""
+        read = {}
+        for item in self.values:
+            stream: Any = planner.resolve_data(item)
+            read[item.index.fqn] = bytes(stream.getbuffer())
+        return read
+
+    def copy_into(self, slot: SlotMapping, resolve: Resolve) -> None:
+        """Copy every tensor into its place in the slot. Raises UsageError: see `resolved`."""
+        moves: list[copying.Move] = []
+        copies: list[copying.Copy] = []
+        held: list[Tensor] = []
+        batch = 0
+        for spec, tensor in self.resolved(resolve):
+            entry = slot.layout.entries[spec.name]
+            target, size = slot.view(entry), entry.end - entry.begin
+            if size:
+                if type(tensor) in (Tensor, torch.nn.Parameter) and copying.is_plain(tensor):
+                    source = tensor.data_ptr()
+                    moves.append(copying.Move(slot.address + entry.begin, source, size))
+                else:
+                    copies.append(copying.Copy(target, tensor))
+                held.append(tensor)
+                batch += size
+            if batch >= _BATCH_BYTES:
+                copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
+                moves, copies, held, batch = [], [], [], 0
+        copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
+
+    def resolved(self, resolve: Resolve) -> Iterator[tuple[TensorSpec, Tensor]]:
+        """Every tensor as `resolve` gives it. Raises UsageError for a tensor that is not as
+        planned.
+        """
+        for spec, item in zip(self.specs, self.tensors, strict=True):
+            tensor: Any = resolve(item)
+            if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPE_OF[spec.dtype]:
+                raise UsageError(
+                    f"{spec.name}: planned as {spec.dtype}{list(spec.shape)}, but it is"
+                    f" {tensor.dtype} of {list(tensor.shape)} when it is saved"
+                )
+            yield spec, tensor.detach()
+
+
+def _entry_names(items: Sequence[WriteItem]) -> list[str]:
+    """The name of each entry: the tensor's name, or `name@0`, `name@1` for several boxes of one
+    tensor in this rank.
+    """
+    counts = Counter(one.index.fqn for one in items)
+    used: Counter[str] = Counter()
+    names = []
+    for item in items:
+        name = item.index.fqn
+        if counts[name] > 1:
+            used[name] += 1
+            name = f"{name}@{used[name] - 1}"
+        names.append(name)
+    return names
+
+
+def _spec(name: str, item: WriteItem) -> TensorSpec:
+    data = item.tensor_data
+    if data is None:
+        raise UsageError(f"{item.index.fqn}: the planner plans a tensor without its box")
+    return TensorSpec(
+        name=name,
+        dtype=code_of(data.properties.dtype, name=item.index.fqn),
+        shape=tuple(data.chunk.sizes),
+        section=Section.REST,
+        offsets=tuple(data.chunk.offsets),
+        global_shape=tuple(data.size),
+    )
+
+
+# --- staged before it is planned -------------------------------------------------------------
+#
+# `async_save` without a second copy of the state: tensors go straight into the slot.
+#
+# DCP stages before it plans. But if a state dict looks like the last one, its plan is the last
+# plan. So its tensors are copied at once to their places in a slot, and DCP gets a state dict of
+# views of that slot. When DCP's plan comes, `Staged.check` proves that every planned tensor is such
+# a view. Nothing else may get into the image, because the live tensors change in the meantime. A
+# state dict that looks different is staged in the trainer's own memory (`BlockingAsyncStager`).
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastSave:
+    """What the next state dict must look like. `names`: everything that this rank offered to the
+    plan. `items`: the part of it that this rank had to write.
+    """
+
+    names: frozenset[str]
+    items: Items
+    extras_bytes: int
+
+
+@dataclass(kw_only=True, eq=False)
+class Staged:
+    """A slot that holds the tensors of `items` and is not yet sealed.
+
+    `flat`: its bytes. The tensors that DCP got share its storage. The tensors of other saves do
+    not, even if the slot is the same.
+    """
+
+    taken: Slot
+    items: Items
+    flat: Tensor
+
+    def is_for(self, items: Items, planner: SavePlanner) -> bool:
+        """Whether the planned tensors were staged by this very `stage`."""
+        mine = self.flat.untyped_storage()._cdata
+        planned = [tensor for _, tensor in items.resolved(planner.resolve_data) if tensor.numel()]
+        return not planned or any(one.untyped_storage()._cdata == mine for one in planned)
+
+    def check(self, items: Items, planner: SavePlanner, *, extras_bytes: int) -> None:
+        """Check that this plan is the one that was staged. Raises KeepstepError, and the step is
+        lost.
+        """
+        slot = self.taken.mapping
+        fits = (items.specs, items.tree) == (self.items.specs, self.items.tree)
+        if not fits or extras_bytes > slot.layout.extras_capacity_bytes:
+            raise KeepstepError("the plan is not the one of the save before")
+        for spec, tensor in items.resolved(planner.resolve_data):
+            target = slot.view(slot.layout.entries[spec.name])
+            if tensor.numel() and tensor.data_ptr() != target.data_ptr():
+                raise KeepstepError(f"{spec.name} was planned, but not staged")
+
+
+def view_of(memory: Tensor, entry: Entry) -> Tensor:
+    dtype = DTYPE_OF[entry.spec.dtype]
+    if entry.begin == entry.end:
+        return torch.empty(entry.spec.shape, dtype=dtype)
+    return memory[entry.begin : entry.end].view(dtype).view(entry.spec.shape)
+
+
+def local_of(one: Any) -> Any:
+    return one.to_local() if isinstance(one, DTensor) else one
+
+
+def is_box(one: Any, spec: TensorSpec) -> bool:
+    """Whether this is a plain tensor or DTensor of which this rank has the box `spec`."""
+    whole = spec.shape if spec.global_shape is None else spec.global_shape
+    if isinstance(one, DTensor):
+        shape, offsets = compute_local_shape_and_global_offset(
+            one.shape, one.device_mesh, one.placements
+        )
+        fits = (tuple(shape), tuple(offsets)) == (spec.shape, spec.offsets)
+    elif type(one) in (Tensor, torch.nn.Parameter):
+        fits = not any(spec.offsets)
+    else:
+        return False
+    local = local_of(one)
+    same = (tuple(local.shape), local.dtype) == (spec.shape, DTYPE_OF[spec.dtype])
+    return fits and same and tuple(one.shape) == whole
+
+
+def over(one: Tensor, view: Tensor) -> Tensor:
+    # from_local would move the view to the mesh's device
+    return DTensor(view, one._spec, requires_grad=False) if isinstance(one, DTensor) else view
+
 
 log = logging.getLogger("keepstep")
 

@@ -20,9 +20,22 @@ from torch.futures import Future
 
 from keepstep.client.slot import Slot
 from keepstep.dcp import session as sessions
-from keepstep.dcp.agreement import Agreed, Ballot, agree
-from keepstep.dcp.plan_items import Items, LastSave, Staged, is_box, local_of, over, view_of
-from keepstep.dcp.session import group_place, names_step, step_of, warn_of_shared_group
+from keepstep.dcp.session import (
+    Agreed,
+    Ballot,
+    Items,
+    LastSave,
+    Staged,
+    agree,
+    group_place,
+    is_box,
+    local_of,
+    names_step,
+    over,
+    step_of,
+    view_of,
+    warn_of_shared_group,
+)
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.image import extras
 from keepstep.state import accelerator

@@ -5,13 +5,13 @@ Pure: no torch, and no I/O except that `manifest` reads files. `layout` says whe
 tensors. `manifest` proves that bytes did not change.
 """
 
-from keepstep.image.control import ControlPage as ControlPage
 from keepstep.image.layout import FORMAT_VERSION as FORMAT_VERSION
 from keepstep.image.layout import HUGE_PAGE_BYTES as HUGE_PAGE_BYTES
 from keepstep.image.layout import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from keepstep.image.layout import PAGE_BYTES as PAGE_BYTES
 from keepstep.image.layout import Entry as Entry
 from keepstep.image.layout import Layout as Layout
+from keepstep.image.manifest import ControlPage as ControlPage
 from keepstep.image.manifest import check_control as check_control
 from keepstep.image.manifest import chunk_bounds as chunk_bounds
 from keepstep.image.manifest import read_control as read_control

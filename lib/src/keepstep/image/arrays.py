@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep.errors import FormatError
-from keepstep.image import fields
+from keepstep.image import strictjson
 from keepstep.image.objects import NotData
 from keepstep.image.tensors import strides_with_gaps
 
@@ -104,7 +104,7 @@ def parts_of(value: Any) -> tuple[str, Any] | None:
 
 def _to_objects(parts: Any) -> Any:
     shape, items = parts
-    sizes = fields.sizes(shape, "shape")
+    sizes = strictjson.sizes(shape, "shape")
     if type(items) is not list or math.prod(sizes) != len(items):
         raise ValueError(f"{sizes} is no shape of these objects")
     numpy = importlib.import_module("numpy")
@@ -125,7 +125,7 @@ def _to_fields(parts: Any) -> Any:
 def _array_of(dtype: Any, shape: Any, data: bytes) -> Any:
     """An array, or a scalar if `shape` is None."""
     numpy = importlib.import_module("numpy")
-    sizes = () if shape is None else fields.sizes(shape, "shape")
+    sizes = () if shape is None else strictjson.sizes(shape, "shape")
     if not dtype.itemsize or math.prod(sizes) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for {sizes} of {dtype}")
     made = numpy.ndarray(sizes, dtype, buffer=bytearray(data) if data else None)
@@ -231,7 +231,7 @@ def _to_tensor(value: Any) -> Any:
     name, shape, text, *more = value
     torch = importlib.import_module("torch")
     dtype, data = dtype_of(name), base64.b64decode(text, validate=True)
-    sizes = fields.sizes(shape, "shape")
+    sizes = strictjson.sizes(shape, "shape")
     if math.prod(sizes) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for {sizes} of {dtype}")
     if data:
@@ -241,7 +241,7 @@ def _to_tensor(value: Any) -> Any:
         made = torch.empty(sizes, dtype=dtype)
     (told,) = more or [{}]
     if strides := told.get("strides"):
-        if strides_with_gaps(sizes, fields.sizes(strides, "strides")) is None:
+        if strides_with_gaps(sizes, strictjson.sizes(strides, "strides")) is None:
             raise ValueError("no strides of its dimensions")
         made = torch.empty_strided(sizes, strides, dtype=dtype).copy_(made)
     elif order := told.get("order"):
@@ -345,7 +345,9 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!array": _to_form,
     "!torch.Tensor": _to_tensor,
     "!torch.dtype": dtype_of,
-    "!torch.Size": lambda sizes: importlib.import_module("torch").Size(fields.array(sizes, "size")),
+    "!torch.Size": lambda sizes: importlib.import_module("torch").Size(
+        strictjson.array(sizes, "size")
+    ),
     "!torch.device": lambda text: importlib.import_module("torch").device(text),
     "!random.Random": _to_random,
     "!torch.Generator": _to_torch,

@@ -26,8 +26,7 @@ from typing import Any
 
 from keepstep.errors import FormatError
 from keepstep.image import arrays, forms, objects, pickles, strictjson
-from keepstep.image.fields import reason
-from keepstep.image.strictjson import is_text
+from keepstep.image.strictjson import is_text, reason
 
 MAX_DEPTH = 100
 """A tree that is nested deeper than this is assumed to contain itself."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.image import arrays, fields, objects
+from keepstep.image import arrays, objects, strictjson
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def parts_of(value: Any) -> tuple[str, Any] | None:
 def _to_view(parts: Any) -> ViewForm:
     dtype, offset, shape, stride = parts
     arrays.dtype_of(dtype)
-    sizes, steps = fields.sizes(shape, "shape"), fields.sizes(stride, "stride")
+    sizes, steps = strictjson.sizes(shape, "shape"), strictjson.sizes(stride, "stride")
     if type(offset) is not int or offset < 0 or len(sizes) != len(steps):
         raise ValueError("no view")
     return ViewForm(dtype, offset, sizes, steps)

@@ -22,11 +22,10 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from keepstep.core.ranks import NOBODY, Ranks
+from keepstep.core.shard import NOBODY, Ranks
 from keepstep.errors import FormatError, TornError
-from keepstep.image import fields
-from keepstep.image.fields import MAX_BYTES, quoted
-from keepstep.image.strictjson import Reader, is_text
+from keepstep.image import strictjson
+from keepstep.image.strictjson import MAX_BYTES, Reader, is_text, quoted
 from keepstep.image.tensors import (
     NATIVE_BYTES,
     OPAQUE_BYTES,
@@ -209,8 +208,8 @@ def parse_header(header: bytes) -> Header:
     tree, texts = _entries(header)
     ours = _ours(texts.pop("keepstep"), tree)
     check_version(ours.get("format_version"))
-    world = fields.integer(ours.get("world"), "world", 1, _MAX_WORLD)
-    rank = fields.integer(ours.get("rank"), "rank", 0, world - 1)
+    world = strictjson.integer(ours.get("world"), "world", 1, _MAX_WORLD)
+    rank = strictjson.integer(ours.get("rank"), "rank", 0, world - 1)
     names = list(tree)
     if tuple(names[-3:]) != reserved_names(rank):
         raise FormatError(f"the header does not end with the reserved entries of rank {rank}")
@@ -220,7 +219,7 @@ def parse_header(header: bytes) -> Header:
         rank=rank,
         world=world,
         aliases=MappingProxyType(_aliases(ours.get("aliases"), {spec.name for spec in specs})),
-        skeleton=fields.text(ours.get("skeleton"), "skeleton"),
+        skeleton=strictjson.text(ours.get("skeleton"), "skeleton"),
         specs=tuple(specs),
         extras_capacity_bytes=extras.size_bytes,
         digests_bytes=digests.size_bytes,
@@ -275,7 +274,7 @@ def _texts(reader: Reader) -> dict[str, str]:
 
 def _raw(name: str, value: object) -> _Raw:
     try:
-        entry = fields.mapping(value, name)
+        entry = strictjson.mapping(value, name)
         dtype, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
     except KeyError:
         raise FormatError(f"{quoted(name)}: not an entry of safetensors") from None
@@ -283,7 +282,7 @@ def _raw(name: str, value: object) -> _Raw:
         raise FormatError(f"{quoted(name)}: not an entry of safetensors")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise FormatError(f"{quoted(name)}: unknown dtype {quoted(dtype)}")
-    return _DTYPES[dtype], fields.sizes(shape, name), fields.sizes(place, name)
+    return _DTYPES[dtype], strictjson.sizes(shape, name), strictjson.sizes(place, name)
 
 
 def _boxes(text: str, tree: dict[str, _Raw]) -> dict[str, _Sizes]:
@@ -294,8 +293,8 @@ def _boxes(text: str, tree: dict[str, _Raw]) -> dict[str, _Sizes]:
     for name in reader.members(known=boxes):
         if name not in tree:
             raise FormatError("DCP_SHARDING_INFO does not list exactly the tensors of the header")
-        box = fields.mapping(reader.value(), name)
-        offsets = fields.sizes(box.get("saved_offsets"), name)
+        box = strictjson.mapping(reader.value(), name)
+        offsets = strictjson.sizes(box.get("saved_offsets"), name)
         boxes[name] = offsets if any(offsets) else zeros.setdefault(offsets, offsets)
     reader.end()
     if len(boxes) != len(tree):
@@ -333,21 +332,21 @@ def _runs_of(reader: Reader, key: str, most: int) -> list[tuple[str, int]]:
     runs: list[tuple[str, int]] = []
     known: dict[str, str] = {}
     for _ in reader.items():
-        run = fields.array(reader.value(), key)
+        run = strictjson.array(reader.value(), key)
         if len(run) != 2 or not isinstance(run[0], str) or not _RUNS[key].fullmatch(run[0]):
             raise FormatError(f"{key}: {quoted(run)} is not a {key[:-1]} and a count")
         value = known.setdefault(run[0], run[0])
-        runs.append((value, fields.integer(run[1], key, 1, most)))
+        runs.append((value, strictjson.integer(run[1], key, 1, most)))
     return runs
 
 
 def _parameters(reader: Reader) -> Parameters:
     rows = []
     for _ in reader.items():
-        row = fields.array(reader.value(), "parameters")
+        row = strictjson.array(reader.value(), "parameters")
         if len(row) != 2:
             raise FormatError(f"parameters: {quoted(row)} is not a name and a shape")
-        rows.append((fields.text(row[0], "parameters"), fields.sizes(row[1], "parameters")))
+        rows.append((strictjson.text(row[0], "parameters"), strictjson.sizes(row[1], "parameters")))
     return tuple(rows)
 
 
@@ -357,12 +356,12 @@ _RUNS = {"sections": re.compile("|".join(_SECTIONS)), "devices": _DEVICE}
 
 _SINGLE = ("format_version", "rank", "world", "twins")
 _BY_NAME = {
-    "dtypes": fields.text,
-    "global_shapes": fields.sizes,
-    "dim_orders": fields.sizes,
-    "strides": fields.sizes,
-    "unflattened_shapes": fields.sizes,
-    "aliases": fields.text,
+    "dtypes": strictjson.text,
+    "global_shapes": strictjson.sizes,
+    "dim_orders": strictjson.sizes,
+    "strides": strictjson.sizes,
+    "unflattened_shapes": strictjson.sizes,
+    "aliases": strictjson.text,
 }
 
 
@@ -371,7 +370,7 @@ _BY_NAME = {
 
 def _twins(value: object, *, rank: int, world: int) -> tuple[int, ...]:
     twins = tuple(
-        fields.integer(one, "twins", 0, world - 1) for one in fields.array(value, "twins")
+        strictjson.integer(one, "twins", 0, world - 1) for one in strictjson.array(value, "twins")
     )
     if list(twins) != sorted(set(twins) - {rank}):
         raise FormatError(f"twins: {quoted(value)} are not other ranks in ascending order")
@@ -381,7 +380,7 @@ def _twins(value: object, *, rank: int, world: int) -> tuple[int, ...]:
 def check_version(version: object) -> None:
     """Raises VersionError if a newer keepstep wrote this, FormatError if `version` is not a
     possible version."""
-    fields.version(version, FORMAT_VERSION)
+    strictjson.version(version, FORMAT_VERSION)
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -404,7 +403,7 @@ def _specs(
     if "devices" in ours:
         devices[:count] = _spread(ours["devices"], "devices", count)
     for key in ("dtypes", "global_shapes"):
-        fields.mapping(ours.get(key), key)
+        strictjson.mapping(ours.get(key), key)
     at, specs = 0, []
     for name, section, device in zip(list(tree), sections, devices, strict=True):
         raw = tree.pop(name)
@@ -482,7 +481,7 @@ def _check_place(spec: TensorSpec, offsets: _Sizes, at: int) -> int:
 
 
 def _aliases(value: object, names: set[str]) -> dict[str, str]:
-    aliases = fields.mapping(value, "aliases")
+    aliases = strictjson.mapping(value, "aliases")
     for alias, name in aliases.items():
         if not isinstance(name, str) or name not in names:
             raise FormatError(f"the alias {quoted(alias)} means no tensor of this image")

@@ -12,14 +12,7 @@ Algorithm: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, seed 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-
-try:
-    from xxhash import xxh3_128_digest as _fast
-except ImportError:  # the training container may have only torch and the standard library
-    _fast = None  # type: ignore[assignment]
-
-HAVE_FAST = _fast is not None
+from collections.abc import Callable, Sequence
 
 CHUNK_BYTES = 8 << 20
 """Bytes that one entry of an image's digest table covers, and that one write moves."""
@@ -30,12 +23,6 @@ LEAST_BYTES = 241
 """Everything that a trainer digests has at least this many bytes."""
 
 Buffer = bytes | bytearray | memoryview
-
-
-def xxh3_128(data: Buffer) -> bytes:
-    """The digest of `data`: 16 bytes, canonical (big endian). `data`: any contiguous buffer, read
-    as bytes; without `xxhash`, of at least `LEAST_BYTES`."""
-    return _fast(data) if _fast is not None else pure_xxh3_128(data)
 
 
 def pure_xxh3_128(data: Buffer) -> bytes:
@@ -117,3 +104,14 @@ def _merge(accs: list[int], secret: int, start: int) -> int:
         for i in (0, 2, 4, 6)
     )
     return _avalanche(start + sum(folds) & _M64)
+
+
+xxh3_128: Callable[[Buffer], bytes]
+"""The digest of a contiguous buffer, read as bytes: 16 bytes, canonical (big endian). Without
+`xxhash`, the buffer must have at least `LEAST_BYTES`."""
+try:
+    from xxhash import xxh3_128_digest as xxh3_128
+except ImportError:  # the training container may have only torch and the standard library
+    xxh3_128 = pure_xxh3_128
+
+HAVE_FAST = xxh3_128 is not pure_xxh3_128

@@ -33,12 +33,11 @@ from typing import Any
 from keepstep.checkpointer import Checkpointer
 from keepstep.errors import RestoreError, UsageError
 from keepstep.integrations import (
-    _quantized,
     loaders,
     require,
     require_torch,
 )
-from keepstep.integrations._trainings import NOTHING_YET, Training
+from keepstep.integrations._trainings import NOTHING_YET, Training, kept_part
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -112,7 +111,7 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
         Override it to add anything else that the next step depends on. Raises UsageError for an
         optimizer that is not a torch optimizer.
         """
-        components: dict[str, Any] = {"model": _quantized.component(trainer.strategy.model)}
+        components: dict[str, Any] = {"model": kept_part(trainer.strategy.model)}
         for at, optimizer in enumerate(trainer.strategy.optimizers):
             require_torch(optimizer)
             components[f"optimizer{at or ''}"] = optimizer

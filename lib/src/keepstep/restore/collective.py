@@ -22,9 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from keepstep.client.session import Client, Session
-from keepstep.core.candidates import Candidates
 from keepstep.core.suspicion import WITHIN
-from keepstep.core.vote import Decision, choose, limit_of, nothing_is_kept
+from keepstep.core.vote import Candidates, Decision, choose, limit_of, nothing_is_kept
 from keepstep.errors import (
     CoverageError,
     KeepstepError,

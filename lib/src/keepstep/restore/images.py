@@ -1,9 +1,19 @@
-"""The images of a step, on any tier: mapped read-only, or read chunk by chunk through a window.
+"""The images of a step, on any tier, and how their bytes come into the tensors of a plan.
 
-A mapped image is a slot in this machine's shared memory, which the sidecar keeps in place. All
-other images arrive as verified chunks in the frames of one window: one thread requests chunks for
-one half of the frames while the caller copies from the other half. So a rank needs only the memory
-of one window, however large the images are.
+A mapped image is a slot in this machine's shared memory, which the sidecar keeps in place: its
+bytes are copied in one go. All other images arrive as verified chunks in the frames of one window:
+one thread requests chunks for one half of the frames while the caller copies from the other half.
+So a rank needs only the memory of one window, however large the images are. Every needed chunk is
+requested once, in the order of the files. Rows that are contiguous in both tensors move at the
+speed of memory; columns go through torch's strided copy.
+
+Ranks also lend each other images, over torch.distributed. A pod that is new has nothing, and
+without `peers` no sidecar serves another pod. But the ranks of one job can already reach each
+other: their training does. So the ranks whose sidecars together have the whole step (`core.vote`:
+the lenders) show its headers to all, and then send every chunk that a rank without them wants. This
+needs no port, no certificate and no operator, and works on any cluster (ADR 17). Each chunk goes to
+all ranks in one broadcast, because the ranks of a pod that is new usually want the same chunks. A
+lender sends only bytes that its sidecar has verified.
 """
 
 from __future__ import annotations
@@ -12,6 +22,7 @@ import base64
 import contextlib
 import ctypes
 import logging
+import math
 import mmap
 import os
 import warnings
@@ -19,12 +30,14 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain, islice
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field
+from itertools import chain, groupby, islice
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from keepstep.client import copying
 from keepstep.client.session import Session
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import (
@@ -36,7 +49,8 @@ from keepstep.errors import (
 )
 from keepstep.image import ControlPage, Layout, Parameters, check_control
 from keepstep.image.xxh3 import CHUNK_BYTES
-from keepstep.restore.boxes import Index, IndexBuilder
+from keepstep.restore.plan import Block, Index, IndexBuilder, Piece, Plan, blocks, byte_range
+from keepstep.state import accelerator
 from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import (
     Chunk,
@@ -404,3 +418,328 @@ def map_image(path: str) -> tuple[Tensor, memoryview]:
         # torch cannot mark a tensor read-only; nothing here writes to it
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapped, dtype=torch.uint8), memoryview(mapped)
+
+
+_MOVES_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is needed from one chunk: pairs of the number of a wanted tensor and a block."""
+
+    rank: int
+    chunk: int
+    parts: list[tuple[int, Block]] = field(default_factory=list)
+
+
+def fill(
+    plan: Plan,
+    targets: Sequence[Tensor],
+    images: Bytes,
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> int:
+    """Fill `targets` (one per want, with the shape of its box); returns the bytes copied.
+
+    `dtypes`: the saved dtypes, if a target may have another one and gets the values converted.
+    Raises SidecarError if a chunk cannot be had. Some tensors have changed by then, so the caller
+    must restore another step, or stop.
+    """
+    dtypes = [one.dtype for one in targets] if dtypes is None else dtypes
+    total = _wholes(plan, targets, images, dtypes) + _mapped(plan, targets, images, dtypes)
+    distant = (one for one in plan.parts() if images.flat(one.rank) is None)
+    for load, frame in images.stream(loads(distant, dtypes)):
+        for want, block in load.parts:
+            source = view_of(frame, dtypes[want], block, load.chunk * CHUNK_BYTES)
+            total += put(_place(targets[want], block), source)
+    cut = set(plan.columns[:, 2].tolist())
+    _note_moves(targets[number] for number in cut if copying.is_plain(targets[number]))
+    accelerator.here().synchronize()
+    return total
+
+
+def _note_moves(targets: Iterable[Tensor]) -> None:
+    """Increment the version counters, because memmove is no torch operation and leaves them
+    alone.
+    """
+    for target in targets:
+        torch.autograd.graph.increment_version(target)
+
+
+def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Load]:
+    """The chunks that hold `pieces`, each once. `pieces` come in the order of the files."""
+    current: Load | None = None
+    for piece in pieces:
+        size = dtypes[piece.want].itemsize
+        begin, end = byte_range(piece, size)
+        for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+            parts = list(blocks(piece, size, chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES))
+            if not parts:
+                continue
+            if current is None or (current.rank, current.chunk) != (piece.rank, chunk):
+                if current is not None:
+                    yield current
+                current = Load(piece.rank, chunk)
+            current.parts.extend((piece.want, one) for one in parts)
+    if current is not None:
+        yield current
+
+
+def chunk_runs(plan: Plan, targets: Sequence[Tensor], images: Bytes) -> tuple[ChunkRun, ...]:
+    """The chunks that `fill` may ask for, in its order: all of them, and hardly any other."""
+    columns, dims = plan.columns, plan.dims
+    if not len(columns):
+        return ()
+    element = torch.tensor([one.element_size() for one in targets], dtype=torch.int64)
+    stride = element[columns[:, 2]]
+    first, last = columns[:, 1].clone(), columns[:, 1] + stride - 1
+    sizes, low, extent, _ = columns[:, 3:].view(len(columns), 4, dims).unbind(1)
+    for dim in reversed(range(dims)):
+        held = extent[:, dim] > 0  # 0 is padding
+        first += torch.where(held, low[:, dim] * stride, 0)
+        last += torch.where(held, (low[:, dim] + extent[:, dim] - 1) * stride, 0)
+        stride = torch.where(held, stride * sizes[:, dim], stride)
+    spans = torch.stack([columns[:, 0], first // CHUNK_BYTES, last // CHUNK_BYTES + 1], dim=1)
+    runs: list[ChunkRun] = []
+    for rank, begin, end in torch.unique(spans, dim=0).tolist():
+        if images.flat(rank) is not None:
+            continue
+        if runs and runs[-1].rank == rank and begin <= runs[-1].end:
+            begin, end = runs[-1].first, max(end, runs[-1].end)
+            runs.pop()
+        runs.append(ChunkRun(rank=rank, first=begin, end=end))
+    return tuple(runs)
+
+
+def put(target: Tensor, source: Tensor) -> int:
+    """Copy one view into another; returns the bytes."""
+    size = source.numel() * source.element_size()
+    if _is_move(target, source):
+        copying.move(target.data_ptr(), source.data_ptr(), size)
+    else:
+        with torch.no_grad():
+            target.copy_(source)
+    return size
+
+
+def view_of(flat: Tensor, dtype: torch.dtype, block: Block, origin: int) -> Tensor:
+    """The needed part of a block, as a view of bytes that begin at byte `origin` of the image."""
+    begin = block.begin - origin
+    size = math.prod(block.sizes) * dtype.itemsize
+    whole = flat[begin : begin + size].view(dtype).view(block.sizes)
+    return _narrow(whole, block.low, block.extent)
+
+
+def _is_move(target: Tensor, source: Tensor) -> bool:
+    same = target.dtype == source.dtype
+    return same and copying.is_plain(target) and copying.is_plain(source)
+
+
+def _place(target: Tensor, block: Block) -> Tensor:
+    return _narrow(target, block.at, block.extent)
+
+
+def _narrow(tensor: Tensor, at: Sequence[int], extent: Sequence[int]) -> Tensor:
+    for dim, (first, size) in enumerate(zip(at, extent, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, first, size)
+    return tensor
+
+
+def _wholes(
+    plan: Plan, targets: Sequence[Tensor], images: Bytes, dtypes: Sequence[torch.dtype]
+) -> int:
+    """Copy the wholes. Plain memory is copied by address, because making a view often costs more
+    than the copy.
+    """
+    total, moves, copies, moved = 0, [], [], []
+    flats = {rank: images.flat(rank) for rank in {one.rank for one in plan.wholes}}
+    addresses = {rank: 0 if flat is None else flat.data_ptr() for rank, flat in flats.items()}
+    for rank, begin, want in plan.wholes:
+        target, dtype = targets[want], dtypes[want]
+        size = target.numel() * dtype.itemsize
+        total += size
+        if target.dtype == dtype and copying.is_plain(target):
+            moves.append(copying.Move(target.data_ptr(), addresses[rank] + begin, size))
+            moved.append(target)
+        else:
+            flat, shape = flats[rank], tuple(target.shape)
+            assert flat is not None, "wholes are in memory"
+            copies.append(copying.Copy(target, flat[begin : begin + size].view(dtype).view(shape)))
+    copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
+    _note_moves(moved)
+    return total
+
+
+def _mapped(
+    plan: Plan, targets: Sequence[Tensor], images: Bytes, dtypes: Sequence[torch.dtype]
+) -> int:
+    total, moves, copies = 0, [], []
+    for piece in plan.parts():
+        flat = images.flat(piece.rank)
+        if flat is None:
+            continue
+        whole = Block(piece.begin, piece.sizes, piece.low, piece.extent, piece.at)
+        target = _place(targets[piece.want], whole)
+        source = view_of(flat, dtypes[piece.want], whole, 0)
+        size = source.numel() * source.element_size()
+        total += size
+        if _is_move(target, source):
+            moves.append(copying.Move(target.data_ptr(), source.data_ptr(), size))
+        else:
+            copies.append(copying.Copy(target, source))
+        if len(moves) + len(copies) >= _MOVES_AT_ONCE:
+            copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
+            moves, copies = [], []
+    copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
+    return total
+
+
+class Shown(NamedTuple):
+    """What a lender shows of a step. `images`: for each image the source, the compressed header,
+    and the bytes of everything that is not a tensor."""
+
+    world: int = 0
+    left_out: tuple[int, ...] = ()
+    images: tuple[tuple[Source, bytes, bytes], ...] = ()
+
+
+def show(images: Images) -> Shown:
+    """What this rank lends."""
+    found = images.sources
+    return Shown(
+        found.world,
+        found.left_out,
+        tuple(
+            (source, images.header(source.rank), images.extras(source.rank))
+            for source in found.sources
+        ),
+    )
+
+
+class LentImages(Images):
+    """The images that the lenders showed. `wanted`: the chunks that this rank's plan needs."""
+
+    def __init__(self, link: Session, id: StepId, shown: Sequence[Shown | None]) -> None:
+        """`shown`: by running rank. Of several lenders of an image, the first lends it."""
+        self.wanted: tuple[ChunkRun, ...] = ()
+        self._shown = {
+            source.rank: (source, header, extras)
+            for one in reversed([one for one in shown if one is not None])
+            for source, header, extras in one.images
+        }
+        self._lent: Iterator[tuple[ChunkRun, Tensor]] = iter(())
+        left_out = {rank for one in shown if one is not None for rank in one.left_out}
+        sources = Sources(
+            id=id,
+            world=max(one.world for one in shown if one is not None),
+            sources=tuple(self._shown[rank][0] for rank in sorted(self._shown)),
+            left_out=tuple(sorted(left_out - self._shown.keys())),
+        )
+        super().__init__(link, sources)
+
+    def _layouts(self) -> Iterator[Layout]:
+        for rank in sorted(self._shown):
+            layout = Layout.parse(zlib.decompress(self._shown[rank][1]))
+            self._check_rank(layout, rank)
+            yield layout
+
+    @property
+    def nearness(self) -> list[int]:
+        """All are equally far: none is mapped here."""
+        return [1] * self.index.world
+
+    def extras(self, rank: int) -> bytes:
+        """The bytes of everything in a saved rank's image that is not a tensor."""
+        return self._shown[rank][2]
+
+    def announce(self, runs: tuple[ChunkRun, ...]) -> None:
+        """Note what the plan needs; the lenders hear of it with all other ranks."""
+        self.wanted = runs
+
+    def retract(self) -> None:
+        """Nothing to do: all ranks go through all chunks."""
+
+    def comes(self, chunks: Iterator[tuple[ChunkRun, Tensor]]) -> None:
+        """From now on, `stream` reads these chunks: all that any rank wants, in order."""
+        self._lent = chunks
+
+    def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+        """Each wanted chunk with its bytes. Raises SidecarError if the lender could not read it."""
+        for one in wanted:
+            at = (one.rank, one.chunk)
+            frame = next((flat for run, flat in self._lent if (run.rank, run.first) == at), None)
+            if frame is None:
+                raise SidecarError(
+                    f"step {self._id}: chunk {one.chunk} of rank {one.rank} was not lent",
+                    code="not-verified",
+                )
+            yield one, frame
+
+
+class Lending:
+    """One rank's part in the exchange of chunks, which all ranks go through together."""
+
+    def __init__(
+        self,
+        shown: Sequence[Shown | None],
+        *,
+        rank: int,
+        own: Images | None,
+    ) -> None:
+        """`shown`: by running rank. `own`: the images that this rank lends, if it does."""
+        self._lender = {
+            source.rank: lender
+            for lender, one in reversed(list(enumerate(shown)))
+            if one is not None
+            for source, _, _ in one.images
+        }
+        self._rank, self._own = rank, own
+
+    def chunks(self, wanted: Iterable[ChunkRun]) -> Iterator[tuple[ChunkRun, Tensor]]:
+        """Go through all chunks that any rank wants, in the same order on all ranks.
+
+        Yields each with its bytes; the others only take part. Nothing here may raise before the
+        end, because the other ranks would wait: a chunk that cannot be read is not yielded.
+        """
+        every = sorted({(one.rank, at) for one in wanted for at in range(one.first, one.end)})
+        mine = self._read([one for one in every if self._lender.get(one[0]) == self._rank])
+        for rank, chunk in every:
+            lender = self._lender.get(rank)
+            if lender is None:
+                continue
+            sent = [next(mine) if lender == self._rank else b""]
+            torch.distributed.broadcast_object_list(sent, src=lender)
+            if sent[0]:
+                run = ChunkRun(rank=rank, first=chunk, end=chunk + 1)
+                yield run, torch.frombuffer(bytearray(sent[0]), dtype=torch.uint8)
+
+    def _read(self, chunks: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+        """The bytes of these chunks; b"" for each that cannot be read."""
+        left = len(chunks)
+        try:
+            for sent in _bytes_in(self._own, chunks):
+                left -= 1
+                yield sent
+        except Exception as error:  # of any kind: the other ranks are waiting
+            log.warning("keepstep: rank %d cannot lend what it showed: %s", self._rank, error)
+        for _ in range(left):
+            yield b""
+
+
+def _bytes_in(images: Images | None, chunks: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+    if images is None:
+        return
+    for distant, those in groupby(chunks, key=lambda one: images.flat(one[0]) is None):
+        if distant:
+            asked = (Chunk(rank=rank, chunk=chunk, frame=0) for rank, chunk in those)
+            for _, frame in images.stream(asked):
+                yield _bytes_of(frame)
+            continue
+        for rank, chunk in those:
+            flat = images.flat(rank)
+            assert flat is not None, "it is mapped"
+            yield _bytes_of(flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])
+
+
+def _bytes_of(flat: Tensor) -> bytes:
+    return ctypes.string_at(flat.data_ptr(), flat.numel())

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from keepstep.errors import KeepstepError, MismatchError
 from keepstep.image import base_of
 from keepstep.image.arrays import ArrayForm
-from keepstep.restore import transfer
-from keepstep.restore.images import Images
+from keepstep.restore.images import Images, chunk_runs, fill
 from keepstep.restore.modules import ModuleLoader
 from keepstep.restore.optimizers import OptimizerLoader, group_numbers
 from keepstep.restore.plan import make
@@ -102,7 +101,7 @@ class Loader(Tensors):
         )
         # announced before any rank begins to copy, so that the ranks of a node know of each other's
         # chunks
-        self._images.announce(transfer.chunk_runs(self._plan, self._targets, self._images))
+        self._images.announce(chunk_runs(self._plan, self._targets, self._images))
 
     def _unused(self) -> list[str]:
         """Saved names that a module here could hold and does not."""
@@ -126,12 +125,12 @@ class Loader(Tensors):
     def copy(self, lent: Iterator[tuple[ChunkRun, Tensor]]) -> int:
         """Fill all tensors; returns the bytes copied. Images that are lent come in chunks.
 
-        Raises SidecarError; some tensors have changed by then, see `transfer.run`.
+        Raises SidecarError; some tensors have changed by then, see `images.fill`.
         """
         self._images.comes(lent)
         try:
             with torch.no_grad():
-                return transfer.run(self._plan, self._targets, self._images)
+                return fill(self._plan, self._targets, self._images)
         except BaseException:
             self._images.retract()
             raise

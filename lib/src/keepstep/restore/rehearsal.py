@@ -1,9 +1,13 @@
-"""Finds out, before the first step of a run, whether a component takes back what it gives.
+"""What a restart must build before `restore()`, and whether it could load what is kept.
+
+Modules and optimizers are compared with the saved step before anything is filled. So whatever they
+gained or lost since `restore()` would end in an error at each restart, unless the script builds it
+first. It is named while the training still lives (`structure_of`, `changes`).
 
 A component that loads in its own way may refuse its own state. That would show at the first restart
-only, and at every one after it. So a deep copy of the component loads that state once, after it
-went through our encoding. The component itself is never loaded: a layer that notes "initialized"
-when it is loaded would keep its initial weights.
+only, and at every one after it. So, before the first step of a run, a deep copy of the component
+loads that state once, after it went through our encoding (`rehearse`). The component itself is
+never loaded: a layer that notes "initialized" when it is loaded would keep its initial weights.
 
 What cannot be copied without touching what the script holds is not rehearsed: hooks that close over
 other objects, objects that hold a model or an optimizer, loaders, and copies that would take much
@@ -15,7 +19,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -27,8 +31,75 @@ from keepstep.image import extras, pickles
 from keepstep.restore.modules import own_prefixes
 from keepstep.restore.optimizers import loads_in_its_own_way
 from keepstep.state import rng
-from keepstep.state.leaves import PLAIN_METADATA, Node, Taken, build
+from keepstep.state.leaves import PLAIN_METADATA, Node, Taken, build, is_extra, leaves_of
 from keepstep.state.wrappers import is_known, unwrap
+
+COMPONENT = "a component"
+_OWN = ", unless its own loading does"
+
+Structure = Mapping[str, str]
+"""What there is, by name: the shape of a tensor, or the sizes of an optimizer's groups."""
+
+
+def structure_of(taken: Taken) -> Structure:
+    """The structure of a taken state, without whatever dicts and foreign objects hold, and
+    without the foreign objects that were not taken.
+    """
+    lives = {leaf.name: leaf.live for leaf in taken.tensors}
+    lives |= {alias: lives[name] for alias, name in taken.aliases.items()}
+    found: dict[str, str] = {}
+    for name, node in taken.skeleton[1]:
+        component = unwrap(taken.components[name])
+        if isinstance(component, nn.Module):
+            found |= _of_module(name, component, node, lives)
+        elif isinstance(component, torch.optim.Optimizer):
+            found |= _of_optimizer(name, component, taken)
+    return found
+
+
+def changes(before: Structure, now: Structure) -> dict[str, str]:
+    """What is in one structure and not in the other, by name, as text."""
+    found = {name: f"{name} is gone" for name in before.keys() - now.keys()}
+    added = tuple(f"{name}." for name in now.keys() - before.keys() if now[name] == COMPONENT)
+    for name, here in now.items():
+        if name.startswith(added):
+            continue
+        if name not in before:
+            found[name] = f"{name} is new ({here})"
+        elif here != before[name]:
+            found[name] = f"{name} is {here}, was {before[name].removesuffix(_OWN)}"
+    return found
+
+
+def _of_module(
+    name: str, module: nn.Module, node: Node, lives: Mapping[str, Tensor]
+) -> dict[str, str]:
+    prefixes = own_prefixes(module)
+    found = {}
+    for path, leaf in leaves_of(node):
+        if not path or is_extra(path):
+            continue
+        shape = _shape(lives[leaf[1]]) if leaf[0] == "t" else "a value"
+        if not prefixes or not str(path[0]).startswith(prefixes):
+            found[f"{name}.{'.'.join(map(str, path))}"] = shape
+        else:  # only whether a key is there, and its shape
+            found[f"{name}.{path[0]}"] = f"{shape if len(path) == 1 else 'several'}{_OWN}"
+    return found
+
+
+def _shape(live: Tensor) -> str:
+    return f"{live.dtype}{tuple(live.shape)}"
+
+
+def _of_optimizer(name: str, optimizer: torch.optim.Optimizer, taken: Taken) -> dict[str, str]:
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    return {
+        f"{name}'s list of parameter groups": f"of {sizes} parameters",
+        **{
+            f"{name}'s parameter {path}": str(list(shape)) for path, shape in taken.parameters[name]
+        },
+    }
+
 
 _MOST_OF_FREE = 8
 """A copy takes at most this part of the memory that is free."""

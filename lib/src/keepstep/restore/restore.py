@@ -5,7 +5,7 @@ A rank whose own image fits its live tensors goes on from that image alone (*dir
 rank assembles its state from the images of all ranks that saved the step. This is the case after a
 change of world size or of layout, if its own image holds only its part of a replica, or if its own
 image is lost and a twin's is not. If its sidecar cannot bring them all, other ranks lend it the
-images (`keepstep.restore.lending`). Ranks may differ in this; what counts is that all come to the
+images (`keepstep.restore.images`). Ranks may differ in this; what counts is that all come to the
 same step.
 
 Nothing is changed before every rank knows that it can get everything that it needs. No component
@@ -38,8 +38,7 @@ from keepstep.errors import (
     SidecarError,
 )
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
-from keepstep.restore.images import Images
-from keepstep.restore.lending import Lending, LentImages, Shown, show
+from keepstep.restore.images import Images, Lending, LentImages, Shown, show
 from keepstep.restore.load import Loader, check_unused
 from keepstep.state import rng
 from keepstep.state.leaves import Taken, TensorLeaf, values_of

@@ -20,13 +20,12 @@ from keepstep.client import copying
 from keepstep.errors import MismatchError, few
 from keepstep.image import Section, base_of, extras, local_name
 from keepstep.image.forms import ViewForm
-from keepstep.restore.boxes import Box, Index, Saved
 from keepstep.restore.images import Images
-from keepstep.restore.plan import Want
+from keepstep.restore.plan import Box, Index, Saved, Want
 from keepstep.state import sharding
 from keepstep.state.accelerator import device_of
-from keepstep.state.dtypes import DTYPE_OF
 from keepstep.state.leaves import (
+    DTYPE_OF,
     Node,
     TensorLeaf,
     build,

@@ -11,7 +11,7 @@ store's server. It makes only short calls, on a connection of its own: another t
 first one for as long as its `wait` lasts. Keys are deleted.
 
 In a run of several nodes this also finds a rank that does not save the steps that the others save:
-its digest never comes. (On one node its sidecar finds that sooner: `core.unequal_steps`.)
+its digest never comes. (On one node its sidecar finds that sooner: `core.schedule.UnequalSteps`.)
 
 Nothing here may fail a save or hold up the training thread. Where there is no store, or it is gone,
 nothing is compared.

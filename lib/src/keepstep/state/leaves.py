@@ -1,4 +1,6 @@
-"""What a state consists of once it is taken apart; see `keepstep.state.take`."""
+"""What a state consists of once it is taken apart (`keepstep.state.take`), and the names of its
+dtypes in the image (safetensors' spelling, see docs/format.md).
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from keepstep.errors import FormatError
+from keepstep.errors import FormatError, UsageError
 from keepstep.image import (
     Parameters,
     Section,
     TensorSpec,
     extras,
-    fields,
     objects,
     strictjson,
     strides_with_gaps,
@@ -27,9 +28,42 @@ from keepstep.image.arrays import ArrayForm, dtype_of
 from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
 from keepstep.state import sharding
 from keepstep.state.accelerator import device_name
-from keepstep.state.dtypes import code_of
-from keepstep.state.sharding import Sharing
-from keepstep.state.topology import Claim
+from keepstep.state.sharding import Claim, Sharing
+
+_CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "bool": "BOOL",
+    "complex64": "C64",
+    "complex128": "C128",
+}
+
+CODE_OF = {getattr(torch, name): code for name, code in _CODES.items() if hasattr(torch, name)}
+DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
+
+
+def code_of(dtype: torch.dtype, *, name: str) -> str:
+    """The name of a dtype in an image. Raises UsageError, naming the tensor, if there is none."""
+    try:
+        return CODE_OF[dtype]
+    except KeyError:
+        raise UsageError(f"{name}: tensors of {dtype} cannot be kept") from None
+
 
 MAX_DEPTH = 200
 """The maximum depth of a tree. No walk at a save makes a deeper one."""
@@ -272,7 +306,7 @@ def _is_item(item: Any) -> bool:
 
 
 def _senseless(node: Any) -> FormatError:
-    return FormatError(f"the tree of this image makes no sense: {fields.quoted(node)}")
+    return FormatError(f"the tree of this image makes no sense: {strictjson.quoted(node)}")
 
 
 def check_values(node: Node, *, count: int) -> None:

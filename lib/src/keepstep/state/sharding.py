@@ -1,23 +1,38 @@
-"""Reads a DTensor's placements: which box of the global tensor is on this rank, and which ranks
-have the same box.
+"""Which box of a tensor is on this rank, which ranks have the same, and which of them stages it.
 
-It does not use torch's own helpers. They assume that a strided shard (FSDP over tensor parallel) is
-cut from left to right, which gives wrong rows if the sizes do not divide evenly. FSDP cuts what
-tensor parallelism left, and this module does the same. A box that does not have the shape of the
-local tensor is refused.
+A DTensor's placements are read without torch's own helpers. They assume that a strided shard (FSDP
+over tensor parallel) is cut from left to right, which gives wrong rows if the sizes do not divide
+evenly. FSDP cuts what tensor parallelism left, and this module does the same. A box that does not
+have the shape of the local tensor is refused.
+
+Which ranks run on which node, and which tensors they have in common, is agreed once, in
+`restore()`. Every rank claims, by name, the tensors that it has or will have: as its own, or as a
+tensor that several ranks (`members`) hold together. The claims of all ranks determine, without
+further communication, under which name each rank stores a tensor, and which rank stages which part
+of a replicated tensor.
+
+A name belongs to the claim with the lowest rank. A rank that has another tensor of that name stores
+it as `name@rank-00001`. So rank 0's buffers keep their bare names, and so do the buffers of
+pipeline stages. A tensor that was not claimed (made after `restore`) carries its rank, because
+other ranks may have made one of that name too.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import os
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from keepstep.errors import UsageError
+from keepstep.errors import RestoreError, UsageError
+from keepstep.image.xxh3 import LEAST_BYTES, xxh3_128
 
 
 class Sharing(NamedTuple):
@@ -173,3 +188,227 @@ def _order(kinds: Sequence[_Shard | None], dim: int, sizes: Sequence[int]) -> li
     if deferred:
         raise ValueError("a strided shard without the shard that it strides over")
     return order
+
+
+Members = tuple[int, ...] | None
+"""The ranks that hold one tensor together; None: each rank has a tensor of its own."""
+
+Claim = tuple[str, Members]
+
+_Declaration = tuple[tuple[Members, ...], tuple[tuple[str, int], ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """`nodes`: for each rank, the number of its node. `spread`: replicas are divided among all
+    ranks that have them, and not among those of each node. `holders`: the ranks that make each
+    claim.
+    """
+
+    rank: int = 0
+    world: int = 1
+    nodes: tuple[int, ...] = (0,)
+    spread: bool = False
+    holders: dict[Claim, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    lowest: dict[str, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def first_here(self) -> int:
+        """The lowest rank of this node."""
+        return self.nodes.index(self.nodes[self.rank])
+
+    def owner(self, claim: Claim) -> int | None:
+        """The rank that a stored name must carry; None if this rank may use the bare name."""
+        name, members = claim
+        mine = self.rank if members is None else members[0]
+        if self.world == 1 or (members is not None and len(members) == self.world):
+            return None
+        return None if claim in self.holders and self.lowest[name] == mine else mine
+
+    def sharers(self, replicas: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the ranks with the very same box, those that stage it together with this rank."""
+        if self.spread:
+            return replicas
+        return tuple(one for one in replicas if self.nodes[one] == self.nodes[self.rank])
+
+    def twins(self, groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+        """The ranks of other nodes that stage the very same parts. `groups`: the `replicas` of
+        everything that this rank stages.
+        """
+        if self.spread:
+            return ()
+        distinct = set(groups)
+        common = set.intersection(*map(set, distinct)) if distinct else set()
+        for group in distinct:
+            places = self._places(group)
+            common = {one for one in common if places[one] == places[self.rank]}
+        return tuple(one for one in sorted(common) if self.nodes[one] != self.nodes[self.rank])
+
+    def _places(self, group: tuple[int, ...]) -> dict[int, tuple[int, int]]:
+        """For each rank of the group: its place among the ranks of its node in the group, and their
+        number.
+        """
+        together: dict[int, list[int]] = {}
+        for one in group:
+            together.setdefault(self.nodes[one], []).append(one)
+        return {
+            one: (number, len(those))
+            for those in together.values()
+            for number, one in enumerate(those)
+        }
+
+
+ALONE = Topology()
+
+
+def node_name(socket_path: str) -> str:
+    """A name that is equal for ranks of one sidecar, which share one memory."""
+    return f"{socket.gethostname()}:{os.path.realpath(socket_path)}"
+
+
+def agree(
+    claims: Callable[[], Iterable[Claim]],
+    gather: Callable[[Any], list[Any]],
+    *,
+    rank: int,
+    world: int,
+    node: str,
+    spread: bool,
+) -> Topology:
+    """Agree on what all ranks claim; a collective. `gather` gathers one value of every rank on all
+    ranks.
+
+    Ranks with equal claims send them once, so the exchange stays small for thousands of ranks. If
+    `claims` fails on a rank, that rank raises its error. The others raise UsageError if any such
+    error was one, else RestoreError.
+    """
+    declaration, failure = _declare(claims)
+    text = repr(declaration).encode("utf-8", "surrogatepass")
+    digest = xxh3_128(text.ljust(LEAST_BYTES))
+    said = f"rank {rank}: {failure}" if failure else ""
+    told = gather((node, digest, said, isinstance(failure, UsageError)))
+    if failure is not None:
+        raise failure
+    if errors := [text for _, _, text, _ in told if text]:
+        usage = any(usage for _, _, _, usage in told)
+        raise (UsageError if usage else RestoreError)("; ".join(errors))
+    answers = [(node, digest) for node, digest, _, _ in told]
+    ranks: dict[bytes, list[int]] = {}
+    for one, (_, its) in enumerate(answers):
+        ranks.setdefault(its, []).append(one)
+    declared = [declaration]
+    if len(ranks) > 1:
+        declared = [one for one in gather(declaration if ranks[digest][0] == rank else None) if one]
+    holders = _holders(declared, list(ranks.values()))
+    names = {one: at for at, one in enumerate(dict.fromkeys(node for node, _ in answers))}
+    return Topology(
+        rank=rank,
+        world=world,
+        nodes=tuple(names[node] for node, _ in answers),
+        spread=spread,
+        holders=holders,
+        lowest=_lowest(holders),
+    )
+
+
+def _declare(claims: Callable[[], Iterable[Claim]]) -> tuple[_Declaration, Exception | None]:
+    try:
+        return _declaration(claims()), None
+    except Exception as error:  # of any kind: the other ranks are waiting
+        return ((), ()), error
+
+
+def _declaration(claims: Iterable[Claim]) -> _Declaration:
+    numbers: dict[Members, int] = {}
+    names = tuple(
+        (name, numbers.setdefault(members, len(numbers)))
+        for name, members in sorted(set(claims), key=lambda one: (one[0], one[1] or ()))
+    )
+    return tuple(numbers), names
+
+
+def _holders(
+    declared: Sequence[_Declaration], ranks: Sequence[Sequence[int]]
+) -> dict[Claim, tuple[int, ...]]:
+    """The ranks that make each claim.
+
+    `ranks`: the ranks of each declaration. Both sequences are ordered by the first rank that made
+    the declaration.
+    """
+    holders: dict[Claim, list[int]] = {}
+    for (members, names), those in zip(declared, ranks, strict=True):
+        for name, number in names:
+            holders.setdefault((name, members[number]), []).extend(those)
+    return {claim: tuple(sorted(those)) for claim, those in holders.items()}
+
+
+def _lowest(holders: dict[Claim, tuple[int, ...]]) -> dict[str, int]:
+    lowest: dict[str, int] = {}
+    for (name, members), those in holders.items():
+        first = those[0] if members is None else members[0]
+        lowest[name] = min(first, lowest.get(name, first))
+    return lowest
+
+
+# --- parts of replicated tensors -----------------------------------------------------------------
+#
+# Decides which rank stages which rows: pure, and the same answer on every rank. The tensors are
+# laid end to end on one line of bytes, which is cut into equal lengths. Each cut is moved to the
+# nearest row, or, in a tensor too small to be worth two headers, to its nearer end. So the parts
+# are disjoint, cover everything, and differ from an equal share by at most one row (or one such
+# small tensor).
+
+
+SMALL_BYTES = 4096
+"""Tensors up to this size are never cut."""
+
+
+class Bulk(NamedTuple):
+    """Shape and element size of a replicated tensor."""
+
+    shape: tuple[int, ...]
+    element_bytes: int
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is cut: the first with more than one element, so rows are
+        contiguous.
+        """
+        return next((dim for dim, size in enumerate(self.shape) if size > 1), 0)
+
+    @property
+    def bytes(self) -> int:
+        """The size of the whole tensor in bytes."""
+        return math.prod(self.shape) * self.element_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """The unit in bytes to which a cut is rounded."""
+        if self.bytes <= SMALL_BYTES:
+            return max(1, self.bytes)
+        return self.bytes // self.shape[self.dim]
+
+
+@functools.lru_cache(maxsize=64)
+def cut(tensors: tuple[Bulk, ...], sharers: int) -> tuple[tuple[int, ...], ...]:
+    """For each tensor, `sharers + 1` ascending rows along its `dim`: sharer i has rows [i] to [i +
+    1].
+
+    Every tensor needs at least one dimension.
+    """
+    total = sum(one.bytes for one in tensors)
+    at, rows = 0, []
+    for one in tensors:
+        places = (total * number // sharers - at for number in range(1, sharers))
+        rows.append((0, *(_row(one, place) for place in places), one.shape[one.dim]))
+        at += one.bytes
+    return tuple(rows)
+
+
+def _row(bulk: Bulk, place: int) -> int:
+    """The row nearest to a place. The place is in bytes from the beginning of the tensor, and may
+    lie outside the tensor.
+    """
+    place = min(max(place, 0), bulk.bytes)
+    row = (place + bulk.row_bytes // 2) // bulk.row_bytes
+    return row if bulk.bytes > SMALL_BYTES else row * bulk.shape[bulk.dim]

@@ -34,7 +34,7 @@ from keepstep.image import Layout, extras
 from keepstep.image.forms import GradForm
 from keepstep.state.leaves import Taken, TensorLeaf, leaves_of
 from keepstep.state.rng import is_generator
-from keepstep.state.topology import ALONE, Bulk, Topology, cut
+from keepstep.state.sharding import ALONE, Bulk, Topology, cut
 from keepstep.state.walk import NOWHERE, Again, Loose, Walker
 from keepstep.state.wrappers import is_deepspeed, unwrap
 

@@ -6,6 +6,6 @@ line says why.
 
     client.py    which command lines can be started warm; starts a server, asks it for a process
     server.py    the server, which `client` starts
-    process.py   the new process: does what exec and the interpreter would have done
-    torchrun.py  torchrun as such a process: its workers come from a server of its own
+    process.py   the new process: does what exec and the interpreter would have done; torchrun as
+                 such a process, whose workers come from a server of its own
 """

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, Final
 
 from keepstep.processes import become_subreaper
-from keepstep.warm import process, torchrun
+from keepstep.warm import process
 from keepstep.warm.client import GO, LARGEST_BYTES, ForkServer, late_differences, pair, parse
 from keepstep.warm.process import Job
 
@@ -234,7 +234,7 @@ def main() -> None:
             become_subreaper()  # the parent of what that server starts
             server = ForkServer(ours, pid)
             server.ready = True
-            return process.run(job, torchrun=partial(torchrun.run, server))
+            return process.run(job, torchrun=partial(process.run_torchrun, server))
         ours.close()
         os.setsid()  # keeps the agent's signals from the server
         job = serve(theirs, dict(os.environ), stamps())

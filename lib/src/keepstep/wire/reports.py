@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from keepstep.core.goodput import Badput, Goodput
-from keepstep.core.ledger import RankReport, Reported
-from keepstep.core.ranks import NOBODY, Ranks, shared
-from keepstep.core.shard import Shard, ShardFacts
+from keepstep.core.commit_rule import RankReport
+from keepstep.core.history import Badput, Goodput
+from keepstep.core.ledger import Reported
+from keepstep.core.shard import NOBODY, Ranks, Shard, ShardFacts, shared
 from keepstep.core.suspicion import Failure
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.status import RankCounters, TierProgress, VolumeUsage

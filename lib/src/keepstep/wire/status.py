@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from keepstep.core.goodput import Goodput
-from keepstep.core.history import Event, Restart
+from keepstep.core.history import Event, Goodput, Restart
 from keepstep.core.schedule import Interval, Measured
 from keepstep.steps import Epoch, StepId, Tier
 

@@ -64,7 +64,7 @@ class StallStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
 
 
 class BadputStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Seconds by bucket, as `keepstep.core.goodput.Badput`."""
+    """Seconds by bucket, as `keepstep.core.history.Badput`."""
 
     training_prep: int = 0
     program_startup: int = 0

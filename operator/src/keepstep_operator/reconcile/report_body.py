@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from keepstep.core.ranks import Ranks
+from keepstep.core.shard import Ranks
 from keepstep.core.suspicion import KEPT, Failure
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import (

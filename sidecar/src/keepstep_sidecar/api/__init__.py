@@ -1,10 +1,8 @@
 """What trainers ask over the unix socket.
 
-listening, server  the socket and the ports; the routes
-saving             leases, layouts, slots, staged images
+server             the routes; the socket and the ports
+saving             leases, layouts, slots, staged images; `wait(step)`, and the flush at the end
 restoring          a vote (and what it waits for), an image, the epoch that began
-restarts           what each restart cost
-step_waits         `wait(step)`, and the flush at the end
 status, metrics    what people and Prometheus read
 service            ties one run together
 """

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass, field
 
-from keepstep.core.candidates import Candidates
 from keepstep.core.history import Kind
-from keepstep.core.readiness import Ready, View, Wait, readiness
+from keepstep.core.vote import Candidates, Ready, View, Wait, readiness
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import ReportedRestore
 from keepstep.wire.trainer import (
@@ -37,20 +37,15 @@ _ASK_AGAIN_S = 0.5
 """How often to ask peers and archive while a vote waits for what they hold."""
 
 
+@dataclass(eq=False)
 class Votes:
-    """Lets a rank vote when it is time. `waits`: for each waiting rank, why it may not vote yet."""
+    """Lets a rank vote when it is time. `view`: returns what is known now for the vote of a rank.
+    `waits`: for each waiting rank, why it may not vote yet."""
 
-    def __init__(
-        self,
-        view: Callable[[int], View],
-        ask_tiers: Callable[[], Awaitable[None]],
-        changes: Changes,
-    ) -> None:
-        """`view`: returns what is known now for the vote of a rank."""
-        self.waits: dict[int, str] = {}
-        self._view = view
-        self._ask_tiers = ask_tiers
-        self._changes = changes
+    view: Callable[[int], View]
+    ask_tiers: Callable[[], Awaitable[None]]
+    changes: Changes
+    waits: dict[int, str] = field(default_factory=dict)
 
     async def ready(self, rank: int, *, timeout_s: float) -> None:
         """Return when the rank may vote, or after `timeout_s`."""
@@ -58,7 +53,7 @@ class Votes:
         ends = began + timeout_s
 
         def decide() -> Ready | Wait:
-            return readiness(time.monotonic(), self._view(rank), began)
+            return readiness(time.monotonic(), self.view(rank), began)
 
         try:
             while isinstance(wait := decide(), Wait) and time.monotonic() < ends:
@@ -69,80 +64,73 @@ class Votes:
 
     async def _pause(self, wait: Wait, decide: Callable[[], Ready | Wait], left_s: float) -> None:
         if not wait.ask:
-            await self._changes.until(lambda: decide() != wait, timeout_s=left_s)
+            await self.changes.until(lambda: decide() != wait, timeout_s=left_s)
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(left_s):
-                await self._ask_tiers()
-        await self._changes.until(lambda: decide() == Ready(), timeout_s=min(left_s, _ASK_AGAIN_S))
+                await self.ask_tiers()
+        await self.changes.until(lambda: decide() == Ready(), timeout_s=min(left_s, _ASK_AGAIN_S))
 
     def _note(self, rank: int, why: str) -> None:
         if self.waits.get(rank) != why:
             self.waits[rank] = why
-            self._changes.ring()
+            self.changes.ring()
 
 
+@dataclass(eq=False)
 class Restoring:
     """The trainer's side of a restore. `restores`: the last restores, for the reports. `refusals`:
     by rank, how often the vote refused since then; `refused`: why."""
 
-    def __init__(
-        self,
-        saving: Saving,
-        *,
-        slots: SlotPool,
-        committer: Committer,
-        remote_tiers: RemoteTiers,
-        restorer: Restorer,
-        operator: OperatorLink,
-        changes: Changes,
-    ) -> None:
-        self.restores: list[ReportedRestore] = []
-        self.refusals: dict[int, int] = {}
-        self.refused = ""
-        self.votes = Votes(self._vote_view, remote_tiers.look, changes)
-        self._saving = saving
-        self._slots = slots
-        self._committer = committer
-        self._local_shards = committer.local_shards
-        self._remote_tiers = remote_tiers
-        self._restorer = restorer
-        self._operator = operator
-        self._changes = changes
+    saving: Saving
+    _: KW_ONLY
+    slots: SlotPool
+    committer: Committer
+    remote_tiers: RemoteTiers
+    restorer: Restorer
+    operator: OperatorLink
+    changes: Changes
+    restores: list[ReportedRestore] = field(default_factory=list)
+    refusals: dict[int, int] = field(default_factory=dict)
+    refused: str = ""
+
+    def __post_init__(self) -> None:
+        self.votes = Votes(self._vote_view, self.remote_tiers.look, self.changes)
+        self._local_shards = self.committer.local_shards
 
     def _vote_view(self, rank: int) -> View:
-        held = any(one.tier in _IN_THE_POD for one in self._restorer.held(rank).values())
-        return self._remote_tiers.view(held=held, heard_at=self._operator.tried_at)
+        held = any(one.tier in _IN_THE_POD for one in self.restorer.held(rank).values())
+        return self.remote_tiers.view(held=held, heard_at=self.operator.tried_at)
 
     async def candidates(self, request: CandidatesRequest) -> Candidates:
         """What the rank could restore. Raises SidecarError `starting` when the scan is not done."""
-        lease = self._saving.leases.require(request.lease)
+        lease = self.saving.leases.require(request.lease)
         await self.votes.ready(lease.rank, timeout_s=request.timeout_s)
         if not self._local_shards.scanned:
             raise refuse("starting", "the volumes are still being scanned; ask again")
-        return self._restorer.candidates(lease)
+        return self.restorer.candidates(lease)
 
     async def open(self, request: OpenRequest) -> Opened:
         """Bring a step into a slot, verified; see `Restorer.open`."""
-        lease = self._saving.leases.require(request.lease)
-        return await self._restorer.open(
+        lease = self.saving.leases.require(request.lease)
+        return await self.restorer.open(
             lease, request.id, timeout_s=request.timeout_s, bad=request.bad
         )
 
     async def restored(self, request: RestoredRequest) -> None:
         """All ranks agreed on this epoch. It is durably recorded on return."""
-        lease = self._saving.leases.require(request.lease)
+        lease = self.saving.leases.require(request.lease)
         lost = self._lost_steps(lease.rank, request.epoch.parent)
-        self._saving.plan_persists(all_came=True)  # it has voted, and so has every rank here
-        await self._committer.start_epoch(request.epoch, asked=request.asked)
+        self.saving.plan_persists(all_came=True)  # it has voted, and so has every rank here
+        await self.committer.start_epoch(request.epoch, asked=request.asked)
         lease.training = True
-        self._saving.unequal_steps.began(request.epoch.id, time.monotonic())
-        self._saving.compare_steps()
+        self.saving.unequal_steps.began(request.epoch.id, time.monotonic())
+        self.saving.compare_steps()
         self._note(lease.rank, request, lost)
-        self._saving.restarts.restored(
+        self.saving.restarts.restored(
             lease.rank, seconds=request.seconds, epoch=request.epoch, tier=request.tier
         )
-        self._restorer.release(lease.rank)
+        self.restorer.release(lease.rank)
         self.refusals, self.refused = {}, ""
         say(
             "restored",
@@ -152,31 +140,29 @@ class Restoring:
             step=request.epoch.parent and str(request.epoch.parent),
             tier=request.tier and str(request.tier),
         )
-        self._changes.ring()
+        self.changes.ring()
 
     async def vote_refused(self, request: RefusedRequest) -> None:
         """The vote refused, and the trainer ends."""
-        rank = self._saving.leases.require(request.lease).rank
+        rank = self.saving.leases.require(request.lease).rank
         self.refusals[rank] = self.refusals.get(rank, 0) + 1
         self.refused = request.reason
         warn("restore refused", rank=rank, times=self.refusals[rank], reason=request.reason)
-        self._changes.ring()
+        self.changes.ring()
 
     async def failed(self, request: FailedRequest) -> None:
         """The script failed by itself. The failure is durably recorded on return, if any volume can
         be written."""
-        lease = self._saving.leases.require(request.lease)
+        lease = self.saving.leases.require(request.lease)
         warn("the script failed", rank=lease.rank, step=str(request.id), reason=request.reason)
-        self._saving.history.note(
-            Kind.FAILED, rank=lease.rank, step=request.id, text=request.reason
-        )
-        await self._committer.restart.note_failure(request.id)
-        self._changes.ring()
+        self.saving.history.note(Kind.FAILED, rank=lease.rank, step=request.id, text=request.reason)
+        await self.committer.restart.note_failure(request.id)
+        self.changes.ring()
 
     def _note(self, rank: int, request: RestoredRequest, lost: int) -> None:
         noted = ReportedRestore(
             rank=rank,
-            epoch=self._committer.epochs.named(request.epoch),
+            epoch=self.committer.epochs.named(request.epoch),
             tier=request.tier,
             seconds=request.seconds,
             at=time.time(),
@@ -189,7 +175,7 @@ class Restoring:
 
     def _lost_steps(self, rank: int, parent: StepId | None) -> int:
         """How many steps the rank had staged here after the step that it goes on from."""
-        known = {*self._slots.rank(rank).sealed(), self._saving.of(rank).staged}
+        known = {*self.slots.rank(rank).sealed(), self.saving.of(rank).staged}
         known |= {id for id, held in self._local_shards.shards.items() if rank in held}
         if parent is None:
             return 0

@@ -1,23 +1,29 @@
-"""What trainers ask while they train: a lease, slots, and that their images are recorded.
+"""What trainers ask while they train: a lease, slots, that their images are recorded, and to wait
+until steps are kept.
 
-This runs once per training step and rank, so nothing here touches a disk or lists a directory.
+All but the waits runs once per training step and rank, so it touches no disk and lists no
+directory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from keepstep.core.history import Kind
-from keepstep.core.node import Died, Overwritten, Sealed, Serves, Settled
-from keepstep.core.unequal_steps import UnequalSteps
+from keepstep.core.node import Died, Flush, Overwritten, Sealed, Serves, Settled
+from keepstep.core.schedule import UnequalSteps
 from keepstep.errors import NoMemoryError, SidecarError
-from keepstep.steps import StepId
+from keepstep.steps import State, StepId, Tier
 from keepstep.wire.status import Uncaught
 from keepstep.wire.trainer import (
     DiscardRequest,
+    Flushed,
     LayoutAccepted,
     LayoutRequest,
     LeaseGranted,
@@ -28,15 +34,17 @@ from keepstep.wire.trainer import (
     SlotRequest,
     StagedRequest,
     UncaughtRequest,
+    Waited,
+    WaitRequest,
     WarningRequest,
 )
 from keepstep_sidecar import __version__
-from keepstep_sidecar.api.restarts import Restarts
 from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
-from keepstep_sidecar.history import History
+from keepstep_sidecar.history import History, Restarts
 from keepstep_sidecar.leases import (
     Lease,
     Leases,
@@ -54,43 +62,34 @@ _TOGETHER_S = 30.0
 """Errors of several ranks within this time are those of one life."""
 
 
+@dataclass(eq=False)
 class Saving:
     """The trainer's side of the protocol, except restores and waits."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        slots: SlotPool,
-        committer: Committer,
-        allocator: Allocator,
-        sizing: Sizing,
-        leases: Leases,
-        restorer: Restorer,
-        changes: Changes,
-        history: History,
-    ) -> None:
-        self.leases = leases
-        self.counters: dict[int, RankCounters] = {}
-        self.library = ""
-        self.refused: dict[int, str] = {}
-        self.changed_at = time.monotonic()
-        self._config = config
-        self._slots = slots
-        self._committer = committer
-        self._node, self._epochs = committer.node, committer.epochs
-        self._copies, self._local_shards = committer.copies, committer.local_shards
-        self._allocator = allocator
-        self._changes = changes
-        self._last: dict[int, Lease] = {}
-        self._sizing = sizing
-        self._restorer = restorer
-        self.history = history
-        self.restarts = Restarts(history)
-        self.unequal_steps = UnequalSteps()
-        self.unequal = ""
-        self.leased_at: float | None = None
-        self.uncaught: Uncaught | None = None
+    config: Config
+    _: KW_ONLY
+    slots: SlotPool
+    committer: Committer
+    allocator: Allocator
+    sizing: Sizing
+    leases: Leases
+    restorer: Restorer
+    changes: Changes
+    history: History
+    counters: dict[int, RankCounters] = field(default_factory=dict)
+    library: str = ""
+    refused: dict[int, str] = field(default_factory=dict)
+    changed_at: float = field(default_factory=time.monotonic)
+    _last: dict[int, Lease] = field(default_factory=dict)
+    unequal_steps: UnequalSteps = field(default_factory=UnequalSteps)
+    unequal: str = ""
+    leased_at: float | None = None
+    uncaught: Uncaught | None = None
+
+    def __post_init__(self) -> None:
+        self._node, self._epochs = self.committer.node, self.committer.epochs
+        self._copies, self._local_shards = self.committer.copies, self.committer.local_shards
+        self.restarts = Restarts(self.history)
 
     # --- lease -------------------------------------------------------------------------------
 
@@ -101,12 +100,12 @@ class Saving:
             check_protocol(request)
         except SidecarError as error:
             self.refused[request.rank] = str(error)
-            self._changes.ring()
+            self.changes.ring()
             raise
         self.refused.pop(request.rank, None)
         self.library, self.changed_at = request.library, time.monotonic()
         ranks_here = local_world(
-            request, environment=os.environ, alone=self._config.reporting is None
+            request, environment=os.environ, alone=self.config.reporting is None
         )
         request = replace(request, local_world=ranks_here)
         lease = await self.leases.take(request, peer_pid=peer_pid)
@@ -121,19 +120,19 @@ class Saving:
         say("lease", rank=lease.rank, world=lease.world, pid=request.pid, attempt=lease.attempt)
         return lease, LeaseGranted(
             lease=lease.token,
-            run=self._config.run,
+            run=self.config.run,
             sidecar=__version__,
-            memory_dir=str(self._config.memory_dir),
-            huge_pages_dir=str(self._slots.directories.huge or ""),
-            stage_every=self._config.stage_every,
+            memory_dir=str(self.config.memory_dir),
+            huge_pages_dir=str(self.slots.directories.huge or ""),
+            stage_every=self.config.stage_every,
             held=held,
-            archive=self._config.archive is not None,
+            archive=self.config.archive is not None,
         )
 
     async def _settle(self, lease: Lease) -> tuple[str, ...]:
         """Find out which slots this trainer fills, and take back those that its predecessor
         filled."""
-        slots = self._slots.rank(lease.rank)
+        slots = self.slots.rank(lease.rank)
         before = self._last.get(lease.rank)
         self._last[lease.rank] = lease
         same = before is not None and before.attempt == lease.attempt
@@ -144,17 +143,17 @@ class Saving:
             elif same or await self.leases.certain_death(before):
                 self._take_back(lease.rank)
             else:
-                self._slots.unlink([filling.slot_set.abandon(filling.index)])
-                self._allocator.fill(filling.slot_set)
+                self.slots.unlink([filling.slot_set.abandon(filling.index)])
+                self.allocator.fill(filling.slot_set)
         if before is not None:
             self.leases.unwatch(before)
-        slots.world = self._slots.world = lease.world
-        held = self._slots.settle(
+        slots.world = self.slots.world = lease.world
+        held = self.slots.settle(
             lease.rank, holding=lease.request.holding, trusted=same or bool(lease.request.holding)
         )
         self.plan_persists()
-        self._committer.feed(Settled(lease.rank))
-        self._changes.ring()
+        self.committer.feed(Settled(lease.rank))
+        self.changes.ring()
         return held
 
     async def ended(self, lease: Lease, *, released: bool = False) -> None:
@@ -166,34 +165,34 @@ class Saving:
         self.unequal_steps.left(lease.rank, closed=released)
         self.compare_steps()
         say("lease ended", rank=lease.rank, pid=lease.request.pid, attempt=lease.attempt)
-        self._restorer.release(lease.rank)
-        self._committer.feed(Died(lease.rank))
+        self.restorer.release(lease.rank)
+        self.committer.feed(Died(lease.rank))
         if await self.leases.certain_death(lease) and self._last.get(lease.rank) is lease:
             self._take_back(lease.rank)
-            self._committer.feed(Died(lease.rank))  # an image that was found is no sign of life
+            self.committer.feed(Died(lease.rank))  # an image that was found is no sign of life
 
     def _take_back(self, rank: int) -> None:
-        kept = self._slots.take_back(rank)
+        kept = self.slots.take_back(rank)
         if kept is not None and not self._node.is_dead(kept):
-            self._committer.feed(Sealed(rank, kept))
-        self._changes.ring()
+            self.committer.feed(Sealed(rank, kept))
+        self.changes.ring()
 
     def plan_persists(self, *, all_came: bool = False) -> None:
         """Tell the node which ranks are served here: those with a trainer, and those with slots,
         unless they moved to another machine. `all_came`: see `_see_moved`."""
         self._see_moved(all_came=all_came)
-        ranks = {rank for rank, slots in self._slots.ranks.items() if slots.slot_sets}
-        ranks -= self._slots.moved
+        ranks = {rank for rank, slots in self.slots.ranks.items() if slots.slot_sets}
+        ranks -= self.slots.moved
         ranks |= {rank for rank in self._last if self.leases.of(rank)}
         ranks |= self.unequal_steps.closed  # without it no step of this epoch will be whole
         worlds = [lease.world for lease in self._last.values() if not lease.ended]
         fewest = min(
-            (one.current.wanted for one in self._slots.ranks.values() if one.current),
-            default=self._config.slots,
+            (one.current.wanted for one in self.slots.ranks.values() if one.current),
+            default=self.config.slots,
         )
         if self._local_shards.scanned:  # before the scan it is unknown what is already durable
             here = frozenset(rank for rank in ranks if not worlds or rank < max(worlds))
-            self._committer.feed(Serves(here, fewest))
+            self.committer.feed(Serves(here, fewest))
 
     def _see_moved(self, *, all_came: bool) -> None:
         """Find out which ranks that were here train on another machine now. Otherwise no step
@@ -205,8 +204,8 @@ class Saving:
         leased = {rank: self.leases.of(rank) for rank in self.leases.ranks}
         most = max((one.request.local_world for one in leased.values() if one), default=0)
         if all_came or 0 < most <= len(leased):
-            self._slots.moved = frozenset({*self._slots.ranks, *self._copies.ranks()})
-        self._slots.moved -= leased.keys()
+            self.slots.moved = frozenset({*self.slots.ranks, *self._copies.ranks()})
+        self.slots.moved -= leased.keys()
 
     # --- layout ------------------------------------------------------------------------------
 
@@ -223,21 +222,21 @@ class Saving:
                 f"a layout of rank {layout.rank} of {layout.world}, but this lease is for rank"
                 f" {lease.rank} of {lease.world}",
             )
-        slots = self._slots.rank(lease.rank)
+        slots = self.slots.rank(lease.rank)
         slot_set = slots.slot_sets.get(layout.id) or SlotSet(layout)
         filling = slots.filling()
         if filling is not None and filling.slot_set is not slot_set and not request.filling:
             self._take_back(lease.rank)
         try:
-            slots.warning = self._sizing.fit(slots, slot_set, lease)
+            slots.warning = self.sizing.fit(slots, slot_set, lease)
         except NoMemoryError as error:
             slots.warning = str(error)
-            self._changes.ring()
+            self.changes.ring()
             raise
         if slots.current is not None and slots.current is not slot_set:
             slots.current.wanted = slots.current.count  # no trainer fills more of these
         slots.slot_sets[layout.id] = slots.current = slot_set
-        self._allocator.fill(slot_set)
+        self.allocator.fill(slot_set)
         self.plan_persists()
         return LayoutAccepted(
             layout=layout.id,
@@ -251,7 +250,7 @@ class Saving:
     async def slot(self, request: SlotRequest) -> SlotGranted:
         """The next slot to fill; waits for one. A repeated request gets the same slot."""
         lease = self.leases.require(request.lease)
-        slots = self._slots.rank(lease.rank)
+        slots = self.slots.rank(lease.rank)
         if slots.current is None or slots.current.layout.id != request.layout:
             raise refuse("unknown-layout", "register this layout first (POST /v1/layout)")
         granted = SlotGranted(slot=None)
@@ -263,7 +262,7 @@ class Saving:
             granted = self._next(slots)
             return granted.slot is not None
 
-        await self._changes.until(given, timeout_s=request.timeout_s)
+        await self.changes.until(given, timeout_s=request.timeout_s)
         if granted.slot is None and slots.current.failure:
             raise refuse("no-memory", slots.current.failure)
         return granted
@@ -279,7 +278,7 @@ class Saving:
         if assigned is None:
             return SlotGranted(slot=None)
         if assigned.lost is not None and slots.find(assigned.lost) is None:
-            self._committer.feed(Overwritten(slots.rank, assigned.lost))
+            self.committer.feed(Overwritten(slots.rank, assigned.lost))
         file = slot_set.files[assigned.index]
         return SlotGranted(slot=file.name, path=str(file.path), generation=assigned.generation)
 
@@ -292,7 +291,7 @@ class Saving:
         lease = self.leases.require(request.lease)
         lease.training = True
         try:
-            slots, id = self._slots.rank(lease.rank), StepId(request.epoch.id, request.step)
+            slots, id = self.slots.rank(lease.rank), StepId(request.epoch.id, request.step)
         except ValueError as error:
             raise refuse("bad-request", str(error)) from None
         slot = self._filled(slots, request, id)
@@ -307,7 +306,7 @@ class Saving:
         if not (slot.used(request.generation) and (slot.assigned or slot.live == id)):
             raise refuse("stale-slot", f"{request.slot} was given to somebody else since")
         control = slot.file.control()
-        if control is None or control.id != id or control.run != self._config.run:
+        if control is None or control.id != id or control.run != self.config.run:
             raise refuse("bad-image", f"{request.slot} does not seal step {id} of this run")
         return slot
 
@@ -324,29 +323,29 @@ class Saving:
         self.uncaught = None
         self.restarts.staged(slots.rank, id, blocked_s=request.blocked_s)
         say("staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
-        self._committer.feed(Sealed(slots.rank, id))
+        self.committer.feed(Sealed(slots.rank, id))
         self.unequal_steps.staged(slots.rank, id, time.monotonic())
         self.compare_steps()
-        if self._slots.holds_old_layouts(slots):
-            alive = [rank for rank in self._slots.ranks if self.leases.of(rank)]
-            common, moved = self._node.common(), self._slots.moved
-            if self._slots.drop_old_layouts(common, alive=alive) and moved:
+        if self.slots.holds_old_layouts(slots):
+            alive = [rank for rank in self.slots.ranks if self.leases.of(rank)]
+            common, moved = self._node.common(), self.slots.moved
+            if self.slots.drop_old_layouts(common, alive=alive) and moved:
                 self._grow()
-        self._changes.ring()
+        self.changes.ring()
 
     def _grow(self) -> None:
         """Make the slots for which there was no room before."""
-        for rank, slots in self._slots.ranks.items():
+        for rank, slots in self.slots.ranks.items():
             lease, current = self.leases.of(rank), slots.current
-            if lease is not None and current is not None and current.wanted < self._config.slots:
-                slots.warning = self._sizing.fit(slots, current, lease)
-                self._allocator.fill(current)
+            if lease is not None and current is not None and current.wanted < self.config.slots:
+                slots.warning = self.sizing.fit(slots, current, lease)
+                self.allocator.fill(current)
         self.plan_persists()
 
     def discard(self, request: DiscardRequest) -> SlotGranted:
         """The image is not valid, so its slot is free. Returns the next slot, as `staged` does."""
         lease = self.leases.require(request.lease)
-        slots = self._slots.rank(lease.rank)
+        slots = self.slots.rank(lease.rank)
         slot = slots.named(request.slot)
         if slot is not None and slot.assigned and slot.used(request.generation):
             slot.file.erase()
@@ -359,7 +358,7 @@ class Saving:
                 Kind.DISCARDED, rank=lease.rank, step=request.step, reason=request.reason
             )
             warn("discarded", rank=lease.rank, step=request.step, reason=request.reason)
-            self._changes.ring()
+            self.changes.ring()
         return self._next(slots)
 
     async def release(self, request: ReleaseRequest) -> None:
@@ -373,7 +372,7 @@ class Saving:
         lease = self.leases.require(request.lease)
         lease.warning = request.text
         warn("the trainer warns", rank=lease.rank, reason=request.text)
-        self._changes.ring()
+        self.changes.ring()
 
     def uncaught_error(self, request: UncaughtRequest) -> None:
         """An error ends a script. Of ranks that end together, the error that repeats counts."""
@@ -415,7 +414,7 @@ class Saving:
             self.unequal = text
             if text:
                 warn("ranks save different steps", reason=text)
-            self._changes.ring()
+            self.changes.ring()
 
     def of(self, rank: int) -> RankCounters:
         """A rank's counters."""
@@ -463,3 +462,170 @@ class RankCounters:
         """A step was saved, and is not staged."""
         first = self.unkept or Unkept(step, time.monotonic(), reason)
         self.unkept = replace(first, reason=reason, unkeepable=unkeepable)
+
+
+# --- waits -----------------------------------------------------------------------------------
+
+
+_NEWEST = 2
+"""Two: whatever dies between their seals, every rank has sealed one of the two."""
+
+
+@dataclass(eq=False)
+class StepWaits:
+    """Long polls on the state of steps."""
+
+    saving: Saving
+    _: KW_ONLY
+    slots: SlotPool
+    committer: Committer
+    remote_tiers: RemoteTiers
+    changes: Changes
+    awaited: int = 0
+    """How many trainers wait for a commit now."""
+
+    def __post_init__(self) -> None:
+        self._node, self._images = self.committer.node, self.committer.images
+        self._local_shards, self._remotes = self.committer.local_shards, self.committer.remotes
+
+    async def wait(self, request: WaitRequest) -> Waited:
+        """Wait until the step has the state. Raises SidecarError `bad-request` for a wrong
+        state."""
+        lease = self.saving.leases.require(request.lease)
+        reached = self._predicate(lease, request)
+        if request.flush and not reached():
+            self.committer.feed(Flush({request.id}))
+        counters = self.saving.of(lease.rank)
+
+        def settled() -> bool:
+            # A step that could not be written is not tried again. Only a later step can help.
+            failed = self._images.failed == request.id == counters.staged
+            return reached() or failed or self._overtaken(lease.rank, request.id)
+
+        deadline = time.monotonic() + request.timeout_s
+        with self._counted(request.state):
+            await self.changes.until(settled, timeout_s=request.timeout_s)
+        if reached() and request.state == State.ARCHIVED:
+            self.remote_tiers.want(request.id)
+            return await self._archived(request.id, deadline - time.monotonic())
+        if reached():
+            return Waited(reached=True)
+        if self._overtaken(lease.rank, request.id):
+            reason = f"step {request.id} was overwritten by later ones before it was written"
+            return Waited(reached=False, reason=reason, final=True)
+        return Waited(reached=False, reason=self._missing(request.id))
+
+    async def _archived(self, id: StepId, left_s: float) -> Waited:
+        """Wait until the archive has all that it is to have of a committed step, which it was told
+        of. This may not include the step: a step that is damaged here, or was deleted before its
+        turn, is not sent."""
+        deadline, tiers = time.monotonic() + max(0.0, left_s), self.remote_tiers
+        if await tiers.drain(timeout_s=max(0.0, left_s), tier=Tier.ARCHIVE):
+            if not tiers.archived(id):
+                await tiers.look(anew=True)  # an earlier life may have brought it there
+            if unknown := self._remotes.why_unknown(Tier.ARCHIVE):
+                left_s = deadline - time.monotonic()
+                await self.changes.until(lambda: tiers.archived(id), timeout_s=left_s)
+            if tiers.archived(id):
+                return Waited(reached=True)
+            reason = (
+                f"step {id} is not in the archive, and is not sent: a shard of it is damaged here,"
+                " or was deleted before its turn (the sidecar's log tells); wait for a later step"
+            )
+            return Waited(reached=False, reason=unknown or reason, final=not unknown)
+        behind = [one for one in self.remote_tiers.statuses() if one.tier is Tier.ARCHIVE]
+        reasons = [one.trouble or f"{one.backlog} shards are on their way" for one in behind]
+        return Waited(reached=False, reason=f"the archive is behind: {'; '.join(reasons)}")
+
+    @contextmanager
+    def _counted(self, state: str) -> Iterator[None]:
+        """Count a wait for a commit: perhaps only the operator knows of that commit."""
+        commits = int(state in (State.COMMITTED, State.ARCHIVED))
+        self.awaited += commits
+        if commits:
+            self.changes.ring()
+        try:
+            yield
+        finally:
+            self.awaited -= commits
+
+    def _predicate(self, lease: Lease, request: WaitRequest) -> Callable[[], bool]:
+        rank, id = lease.rank, request.id
+        try:
+            state = State(request.state)
+        except ValueError as error:
+            raise refuse("bad-request", str(error)) from error
+        if state is State.STAGED:
+            return lambda: self._staged(rank, id)
+        if state is State.DURABLE:
+            return lambda: self._local_shards.was_durable(rank, id)
+        if state is State.ARCHIVED and not self.remote_tiers.has(Tier.ARCHIVE):
+            raise refuse("bad-request", "this sidecar has no archive; start it with --archive")
+        return lambda: self.committer.was_committed(id)
+
+    def _overtaken(self, rank: int, id: StepId) -> bool:
+        """Whether the step is neither in memory nor on a volume, and never will be."""
+        newest = self.saving.of(rank).staged
+        later = newest is not None and newest.epoch == id.epoch and newest > id
+        gone = later and not self._staged(rank, id) and not self._node.busy(id)
+        return gone and not self._local_shards.was_durable(rank, id)
+
+    def _staged(self, rank: int, id: StepId) -> bool:
+        return (
+            self.saving.of(rank).staged == id
+            or self.slots.rank(rank).find(id) is not None
+            or self._local_shards.holds(rank, id) is not None
+        )
+
+    def _missing(self, id: StepId) -> str:
+        """Why the step has not reached the wanted state."""
+        if self._images.trouble:
+            return self._images.trouble
+        if self.saving.unequal:
+            return self.saving.unequal
+        unstaged: list[int] = []
+        unwritten: list[int] = []
+        for rank in sorted(self.slots.here()):
+            if self._local_shards.holds(rank, id) is None:
+                (unwritten if self._staged(rank, id) else unstaged).append(rank)
+        if unstaged:
+            return f"step {id} was not staged, or not kept, by ranks {unstaged}"
+        if unwritten:
+            return f"step {id} is staged, but not yet durable for ranks {unwritten}"
+        if self.committer.silent:
+            return f"step {id} is durable here; nobody can tell whether it is on the other pods"
+        return f"step {id} is durable here, but not committed: some rank of the run lacks it"
+
+    async def until_committed(
+        self, steps: tuple[StepId, ...], *, timeout_s: float
+    ) -> StepId | None:
+        """Wait until the last of these steps is committed or time is up. Returns the newest
+        committed one of them; None if none is."""
+        with self._counted(State.COMMITTED):
+            await self.changes.until(
+                lambda: self.committer.was_committed(steps[-1]), timeout_s=timeout_s
+            )
+        return max(filter(self.committer.was_committed, steps), default=None)
+
+    async def flush(self, *, timeout_s: float) -> Flushed:
+        """Make the newest two steps that all ranks here hold durable. Best effort, in time."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        if not await self.changes.until(lambda: self._local_shards.scanned, timeout_s=timeout_s):
+            return Flushed(reason="the volumes are still being scanned")
+        for rank, slots in self.slots.ranks.items():
+            if not slots.settled and self.saving.leases.of(rank) is None:
+                slots.settled = True  # its trainer never came back: the images are final
+                self.committer.feed(Settled(rank))
+        self.saving.plan_persists()
+        self.committer.feed(Flush(newest=_NEWEST))
+        wanted = self._node.kept_by_all()[-_NEWEST:]
+        left_s = deadline - asyncio.get_running_loop().time()
+        await self.changes.until(lambda: self.committer.idle, timeout_s=left_s)
+        here, holds = self.slots.here(), self._local_shards.holds
+        durable = tuple(id for id in wanted if all(holds(rank, id) is not None for rank in here))
+        missing = [id for id in wanted if id not in durable]
+        return Flushed(steps=durable, reason=self._missing(missing[-1]) if missing else "")
+
+    async def drain(self, *, timeout_s: float) -> bool:
+        """Wait until nothing is being written. Returns False when the time is up."""
+        return await self.changes.until(lambda: self.committer.idle, timeout_s=timeout_s)

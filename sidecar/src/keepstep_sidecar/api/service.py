@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from keepstep.core.node import Serves
+from keepstep.core.node import Node, Serves
 from keepstep.errors import StorageError
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import ReportReply
@@ -25,9 +25,9 @@ from keepstep.wire.trainer import (
     UnseenRequest,
 )
 from keepstep_sidecar.api.restoring import Restoring
-from keepstep_sidecar.api.saving import Saving
-from keepstep_sidecar.api.step_waits import StepWaits
+from keepstep_sidecar.api.saving import Saving, StepWaits
 from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.inventory import LocalShards
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes, Tasks, detached
@@ -42,7 +42,7 @@ from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.restorer import Restorer
 from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.history_file import HistoryFile
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.volume import VolumeSet
 
 _LAST_WORD_S = 3.0
 """How long the last report may take, and the last write of the history. Both come after the flush,
@@ -88,7 +88,8 @@ class Service:
     history: History
     history_file: HistoryFile
     started_at: float = field(default_factory=time.time)
-    ending: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is time to close the socket."""
     flushing: bool = False
     no_metrics: str = ""
     """Why metrics are not served although they should be; '' when all is well."""
@@ -122,20 +123,15 @@ class Service:
         """Scan the volumes. A scan that fails is repeated with growing pauses; also a later one,
         for example after a shard turned out to be damaged. Runs until cancelled."""
         await self._look()
+        pause_s = _WATCH_S
         while True:
-            await self.changes.until(
-                lambda: bool(self.committer.local_shards.scan_failed), timeout_s=3600.0
-            )
-            pause_s = _WATCH_S
-            while self.committer.local_shards.scan_failed:
-                warn(
-                    "scan failed",
-                    reason=self.committer.local_shards.scan_failed,
-                    again_in_s=pause_s,
-                )
-                await asyncio.sleep(pause_s)
+            await asyncio.sleep(pause_s)
+            if failed := self.local_shards.scan_failed:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                warn("scan failed", reason=failed)
                 await self._look()
+            else:
+                pause_s = _WATCH_S
 
     async def _look(self) -> None:
         await self.committer.scan()
@@ -155,7 +151,7 @@ class Service:
                     await self.stop(StopRequest(drain=False))
                     return
             try:
-                mended = self.committer.local_shards.scanned and await self.committer.blocking(
+                mended = self.local_shards.scanned and await self.local_shards.blocking(
                     self.volumes.mend
                 )
             except StorageError as error:
@@ -166,7 +162,7 @@ class Service:
             trouble = ""
             if mended:
                 warn("volume made anew", reason="somebody removed the run's directory")
-                self.committer.local_shards.removed()  # whether or not the scan succeeds
+                self.local_shards.removed()  # whether or not the scan succeeds
                 self.committer.feed(Serves(frozenset(), self.config.slots))  # and then anew
                 await self._look()
 
@@ -179,10 +175,10 @@ class Service:
         return await self._is_removed() and self._is_alone
 
     async def _is_removed(self) -> bool:
-        if not self.committer.local_shards.scanned:
+        if not self.local_shards.scanned:
             return False
         try:
-            return bool(await self.committer.blocking(self.volumes.is_removed))
+            return bool(await self.local_shards.blocking(self.volumes.is_removed))
         except StorageError:
             return False
 
@@ -290,19 +286,27 @@ class Service:
     def _forget(self, *, even_unwritten: bool) -> None:
         """Free the memory, but not where a step lies there that no volume has taken: it stays for a
         successor, who may find room."""
-        if even_unwritten or (id := self.committer.node.unwritten()) is None:
+        if even_unwritten or (id := self.node.unwritten()) is None:
             self.slots.forget_all()
         else:
             warn("memory kept", step=str(id), reason=self.committer.images.trouble)
 
-    def _end(self) -> None:
-        self.ending = True
-        self.changes.ring()
+    @property
+    def local_shards(self) -> LocalShards:
+        return self.committer.local_shards
 
-    async def ended(self) -> None:
-        """Return when it is time to close the socket."""
-        while not self.ending:
-            await self.changes.until(lambda: self.ending, timeout_s=3600.0)
+    @property
+    def node(self) -> Node:
+        return self.committer.node
+
+    @property
+    def ending(self) -> bool:
+        """Whether nothing new is begun here."""
+        return self.ended.is_set()
+
+    def _end(self) -> None:
+        self.ended.set()
+        self.changes.ring()
 
     async def close(self) -> None:
         """Wait for running writes, then release threads and volumes."""
@@ -332,12 +336,12 @@ class Service:
 
     async def obey(self, reply: ReportReply) -> None:
         """Apply the operator's answer to a report. A new plan is prefetched meanwhile."""
-        before = self.committer.node.heard.plan
+        before = self.node.heard.plan
         await self.committer.hear(reply)
         self.remote_tiers.meet(
             reply.peers, self.tasks.spawn, awaits=reply.awaits, complete=reply.all_peers
         )
-        if reply.plan is not None and reply.plan != before and self.committer.local_shards.scanned:
+        if reply.plan is not None and reply.plan != before and self.local_shards.scanned:
             self.tasks.spawn(self.restorer.prefetch(), "prefetch")
         self._heed(leaving=reply.leaving)
 
@@ -349,7 +353,7 @@ class Service:
         if not leaving:
             self._outlived = None
             return
-        newest = max(self.committer.node.kept_by_all(), default=None)
+        newest = max(self.node.kept_by_all(), default=None)
         again = self._outlived is not None and (newest == self._outlived or len(self.leases) > 0)
         if newest is not None and not again and not self._outliving and not self.ending:
             self._outliving, self._outlived = True, newest

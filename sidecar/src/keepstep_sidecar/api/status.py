@@ -19,9 +19,9 @@ from keepstep.wire.trainer import PROTOCOL
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.concurrency import detached
-from keepstep_sidecar.config.quantities import format_size
+from keepstep_sidecar.config.settings import format_size
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.slot_directories import advice
+from keepstep_sidecar.memory.directories import advice
 from keepstep_sidecar.memory.slot_file import may_swap, pinning
 from keepstep_sidecar.memory.slot_pool import RankSlots, SlotSet
 from keepstep_sidecar.volume.volume import Volume
@@ -137,7 +137,9 @@ def newest_of(*ids: StepId | None) -> StepId | None:
 async def volume_status(service: Service) -> tuple[VolumeStatus, ...]:
     """The status of every volume, with its space measured anew. May wait for a slow drive."""
     volumes = service.volumes.volumes
-    return await service.committer.blocking(lambda: tuple(_volume(one, service) for one in volumes))
+    return await service.local_shards.blocking(
+        lambda: tuple(_volume(one, service) for one in volumes)
+    )
 
 
 def _volume(volume: Volume, service: Service) -> VolumeStatus:
@@ -168,11 +170,7 @@ def _rank(service: Service, slots: RankSlots) -> RankStatus:
         pid=lease.request.pid if lease else 0,
         staged=counters.staged or max(slots.sealed(), default=None),
         durable=max(
-            (
-                id
-                for id, held in service.committer.local_shards.shards.items()
-                if slots.rank in held
-            ),
+            (id for id, held in service.local_shards.shards.items() if slots.rank in held),
             default=None,
         ),
         slot_bytes=slots.current.layout.size_bytes if slots.current else 0,
@@ -211,7 +209,7 @@ def _steps(service: Service) -> list[StepStatus]:
 
 def _step(service: Service, id: StepId, doubt: Doubt) -> StepStatus:
     committer, ranks = service.committer, service.slots.ranks
-    local, published = committer.local_shards.shards.get(id, {}), committer.local_shards.published
+    local, published = service.local_shards.shards.get(id, {}), service.local_shards.published
     memory = {rank: at for rank, slots in ranks.items() if (at := slots.find(id))}
     sizes = {rank: slot.layout.size_bytes for rank, slot in memory.items()}
     sizes |= {rank: found.size_bytes for rank, found in local.items()}
@@ -266,7 +264,7 @@ def hints(service: Service) -> tuple[str, ...]:
 def troubles(service: Service) -> tuple[str, ...]:
     """What keeps this sidecar from its work, each once: a scan or a volume that fails."""
     volumes = service.volumes.volumes
-    found = [service.committer.local_shards.scan_failed]
+    found = [service.local_shards.scan_failed]
     found += [f"{one.root}: {one.failed}" for one in volumes if one.failed]
     return tuple(dict.fromkeys(one for one in found if one))
 
@@ -274,8 +272,8 @@ def troubles(service: Service) -> tuple[str, ...]:
 def warnings(service: Service) -> tuple[str, ...]:
     """What people should look at, each text once."""
     found = [slots.warning for slots in service.slots.ranks.values() if slots.warning]
-    committer, node = service.committer, service.committer.node
-    found += [committer.images.trouble, node.shortage, committer.local_shards.unreadable]
+    committer, node = service.committer, service.node
+    found += [committer.images.trouble, node.shortage, service.local_shards.unreadable]
     found += [committer.restart.suspicion(), *node.alarms, service.saving.unequal]
     found += [one.failed for one in service.volumes.volumes]
     found += service.saving.refused.values()

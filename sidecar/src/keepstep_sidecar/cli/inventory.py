@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepstep.core.goodput import Goodput
+from keepstep.core.history import Goodput
 from keepstep.errors import KeepstepError, SidecarAbsent, StorageError, UsageError
 from keepstep.steps import Epoch, StepId, Tier, merged
 from keepstep.wire.status import Status, StepStatus
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.run_dir import RunDir
-from keepstep_sidecar.volume.paths import Tree
+from keepstep_sidecar.volume.directories import Tree
 
 if TYPE_CHECKING:
     from keepstep_sidecar.tiers.source import FileSource
-    from keepstep_sidecar.volume.direct_io import ShardFile
+    from keepstep_sidecar.volume.directories import LocalShard, Refused, Scan
+    from keepstep_sidecar.volume.files import ShardFile
     from keepstep_sidecar.volume.run_record import RunRecord
-    from keepstep_sidecar.volume.scan import LocalShard, Refused, Scan
 
 
 def named(step: StepStatus) -> str:
@@ -139,10 +139,10 @@ def copies(kept: RunDir) -> tuple[LocalShard, ...]:
 
 
 def _scan(root: Path, run: str) -> Scan:
-    from keepstep_sidecar.volume import scan
+    from keepstep_sidecar.volume import directories
 
     try:
-        return scan.survey(root, run=run)
+        return directories.survey(root, run=run)
     except OSError as error:
         raise StorageError(f"cannot read {root}: {error}") from error
 
@@ -152,7 +152,7 @@ def of_shards(
 ) -> tuple[StepStatus, ...]:
     """The status of each step that has a shard in `shards`, ascending. `failures`: the steps at
     which the script failed by itself."""
-    from keepstep.core.lineage import Standing, trace
+    from keepstep.core.commit_rule import Standing, trace
     from keepstep.core.suspicion import Doubt, Failure
 
     by_step: defaultdict[StepId, list[LocalShard]] = defaultdict(list)
@@ -231,8 +231,7 @@ def source(shard: LocalShard, *, run: str) -> FileSource:
 
 @contextlib.contextmanager
 def _opened(path: Path, published: Path) -> Iterator[ShardFile]:
-    from keepstep_sidecar.volume.direct_io import Engine, open_shard
-    from keepstep_sidecar.volume.filesystem import Filesystem
+    from keepstep_sidecar.volume.files import Engine, Filesystem, open_shard
 
     def file(name: Path) -> contextlib.AbstractContextManager[ShardFile]:
         return open_shard(name, filesystem=Filesystem(), engine=Engine.BUFFERED, threads=1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 import signal
 
-from keepstep.core.goodput import Goodput
+from keepstep.core.history import Goodput
 from keepstep.core.retention import Retention
 from keepstep.steps import StepId, Tier
 from keepstep.wire.status import TierStatus
 from keepstep_sidecar.cli.inventory import Holdings, named
 from keepstep_sidecar.cli.run_dir import RunDir
-from keepstep_sidecar.config.quantities import format_duration
+from keepstep_sidecar.config.settings import format_duration
 from keepstep_sidecar.config.sidecar import Config
 
 

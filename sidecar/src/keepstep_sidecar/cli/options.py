@@ -11,8 +11,7 @@ import click
 from keepstep.errors import KeepstepError, UsageError
 from keepstep_sidecar.cli import output
 from keepstep_sidecar.cli.run_dir import checked_name
-from keepstep_sidecar.config.quantities import parse_duration, parse_size
-from keepstep_sidecar.config.settings import Command
+from keepstep_sidecar.config.settings import Command, parse_duration, parse_size
 
 
 class _Misuse(click.ClickException):

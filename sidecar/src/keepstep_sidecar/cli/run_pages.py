@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from keepstep.core.goodput import Goodput
-from keepstep.core.history import Event
+from keepstep.core.history import Event, Goodput
 from keepstep.wire.status import Status
 from keepstep_sidecar.cli import calls, inventory, run_dir
 from keepstep_sidecar.history import KEPT
-from keepstep_sidecar.ui.view import RunPage
+from keepstep_sidecar.ui.timeline import RunPage
 
 
 class Follower:
@@ -94,8 +93,8 @@ def reader(directory: Path) -> Callable[[str], RunPage]:
 
 def _left(kept: run_dir.RunDir) -> tuple[Event, ...]:
     """The history that the last sidecar left, from the volume with the newest event."""
+    from keepstep_sidecar.volume.directories import Tree
     from keepstep_sidecar.volume.history_file import HistoryFile
-    from keepstep_sidecar.volume.paths import Tree
 
     paths = [Tree(root).history for root in kept.roots]
     found = [HistoryFile(path, run=kept.run).read(now=time.time())[0] for path in paths]

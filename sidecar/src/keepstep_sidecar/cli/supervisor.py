@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 from keepstep import processes
@@ -85,126 +86,46 @@ def _blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class Supervisor:
-    """Runs one command beside the sidecar of `kept`.
+class _Look:
+    """Looks at the sidecar from time to time. `nobody`: no trainer has connected. `complete`: see
+    `messages.saved_nothing`."""
 
-    `path`: the program's file. `command`: its words. `adopted`: a sidecar that already runs.
-    `starter`: makes warm starts.
-    """
-
-    def __init__(
-        self,
-        kept: RunDir,
-        *,
-        path: str,
-        command: Sequence[str],
-        restarts: int,
-        adopted: Process | None = None,
-        starter: Starter | None = None,
-    ) -> None:
+    def __init__(self, kept: RunDir) -> None:
+        self.nobody = False
+        self.complete: StepId | None = None
         self._kept = kept
-        self._path = path
-        self._command = tuple(command)
-        self._state = Supervision(restarts=restarts, warming=starter is not None)
-        self._starter = starter
-        self._environment = {**os.environ, SOCKET_ENV: str(kept.socket)}
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._main = threading.get_ident()
-        self._own_group = not _in_foreground()
-        self._command_pid = 0
-        self._sidecar = adopted
-        self._adopted = adopted is not None
-        self._sidecar_since = time.monotonic()
-        self._sidecar_due: float | None = None
-        self._sidecar_seen = False
-        self._hurry = threading.Event()
-        self._log_checked = time.monotonic()
-        self._look_at = self._log_checked + _FIRST_LOOK_S
-        self._looking = threading.Lock()
+        self._next_at = time.monotonic() + _FIRST_LOOK_S
+        self._running = threading.Lock()
         self._said: dict[str, float] = {}
-        self._nobody = False
-        self._complete: StepId | None = None
-        self._exit: int | None = None
-        self._closed = self._ending = False
-        self._memory: tuple[int, int] | None = None
-        self._gone_since: float | None = None
-        self._life_since = 0.0
 
-    def run(self) -> int:
-        """Run until the end. Returns the exit code for this process."""
-        become_subreaper()
-        with _blocked():
-            self._start_warm()
-            if self._sidecar is None:
-                self._start_sidecar(0.0)
-            else:
-                self._await_sidecar(self._sidecar)
-            while self._exit is None:
-                for event in self._next():
-                    self._state, actions = self._state.step(event)
-                    for action in actions:
-                        self._carry_out(action)
-            if self._starter is not None:
-                self._starter.close()
-            return self._exit
-
-    # --- events ------------------------------------------------------------------------------
-
-    def _next(self) -> Iterator[Event]:
-        """The events since the last call. Waits at most one tick."""
-        due = self._sidecar_due
-        wait_s = _TICK_S if due is None else max(0.0, min(_TICK_S, due - time.monotonic()))
-        information = signal.sigtimedwait(_SIGNALS, wait_s)
-        if information is not None and information.si_signo != signal.SIGCHLD:
-            delivered = information.si_code == _SENT_BY_KERNEL and not self._own_group
-            yield Signalled(signal.Signals(information.si_signo), delivered)
-        yield from self._deaths()
-        while not self._events.empty():
-            event = self._events.get()
-            if event is not News.SIDECAR_UP or self._sidecar is not None:  # else it has died since
-                yield event
-        self._tick()
-
-    def _deaths(self) -> Iterator[Event]:
-        for pid, code in processes.reap().items():
-            if pid == self._command_pid:
-                self._command_pid = 0
-                yield CommandEnded(code)
-        # an adopted sidecar is not a child of this process, so it must be polled
-        if self._sidecar is not None and not self._sidecar.alive():
-            self._sidecar = None
-            yield SidecarEnded(time.monotonic() - self._sidecar_since)
-
-    def _tick(self) -> None:
+    def due(self) -> bool:
+        """Whether it is time for a look. If so, the next one is due later."""
         now = time.monotonic()
-        if self._sidecar_due is not None and now >= self._sidecar_due:
-            self._sidecar_due = None
-            self._launch_sidecar()
-        if now - self._log_checked > _LOG_CHECK_S:
-            self._log_checked = now
-            with contextlib.suppress(OSError):  # it may grow until the next start, which says why
-                launcher.bound_log(self._kept.log)
-        due = now > self._look_at and (self._command_pid or self._ending)
-        if due and not self._looking.locked():
-            self._look_at = now + _LOOK_S
-            self._in_background("look for warnings", self._look)
-        self._watch_memory(now)
+        if now <= self._next_at or self._running.locked():
+            return False
+        self._next_at = now + _LOOK_S
+        return True
 
-    def _look(self) -> None:
+    def __call__(self, *, ending: bool) -> None:
         """Print the sidecar's warnings and, at the end, what it waits for; each kind only once in a
         while. Note whether a trainer has connected."""
         # stderr or a volume may be gone; neither may hold up the end
-        with contextlib.suppress(Exception), self._looking:
-            held = self._held()
-            if held is None or held.live is None:
+        with contextlib.suppress(Exception), self._running:
+            held = inventory.read(self._kept)
+            if held.live is None:
                 return
-            self._nobody = messages.nobody_came(held)
-            self._complete = messages.saved_nothing(held)
+            self.nobody = messages.nobody_came(held)
+            self.complete = messages.saved_nothing(held)
             for warning in held.live.warnings:
                 self._say_again(f"warning: {warning}", after_s=_SAY_AGAIN_S)
-            for depot in held.live.depots if self._ending else ():
+            for depot in held.live.depots if ending else ():
                 if depot.backlog:
                     self._say_again(messages.waits_for(depot), after_s=_STILL_WAITS_S)
+
+    def last(self) -> None:
+        """The last look before the sidecar ends, unless one is under way."""
+        if not self._running.locked():
+            self(ending=True)
 
     def _say_again(self, text: str, *, after_s: float) -> None:
         """Print `text` unless it was printed in the last `after_s`. Texts that differ only in their
@@ -214,23 +135,157 @@ class Supervisor:
             self._said[kind] = now
             say(text)
 
-    def _watch_memory(self, now: float) -> None:
-        """Report if the memory directory was removed. The sidecar makes it again. If its socket
-        does not come back in time, kill the sidecar, so that another one starts."""
-        if self._sidecar is None or not self._sidecar_seen or not self._command_pid:
+
+@dataclass
+class _Sidecar:
+    """The run's sidecar. `process`: None while there is none. `due`: when to start it. `seen`: it,
+    or one before it, has answered."""
+
+    kept: RunDir
+    process: Process | None
+    seen: bool = False
+    due: float | None = None
+    since: float = field(default_factory=time.monotonic)
+    _memory: tuple[int, int] | None = None
+    _gone_since: float | None = None
+
+    def start(self, delay_s: float) -> None:
+        """Have it started after `delay_s`."""
+        if self.seen:
+            say(messages.sidecar_replaced(self.kept))
+        self.due = time.monotonic() + delay_s
+
+    def launch(self) -> Process | None:
+        """Start it now, if that is possible."""
+        self.due, self.since = None, time.monotonic()
+        try:
+            self.process = Process.of(launcher.launch(self.kept))
+        except (OSError, KeepstepError) as error:
+            say(f"the sidecar cannot be started: {error}")
+            self.process = None
+        return self.process
+
+    def died(self) -> bool:
+        """Whether it has died since the last call. One that was adopted is not a child of this
+        process, so it must be polled."""
+        if self.process is None or self.process.alive():
+            return False
+        self.process = None
+        return True
+
+    def answers(self, process: Process) -> bool:
+        """Wait until it answers. If it does not, it is killed: its death becomes the event."""
+        if launcher.wait_up(self.kept, process):
+            self.seen = True
+            return True
+        processes.send(process.pid, signal.SIGKILL)
+        return False
+
+    def watch_memory(self, *, running: bool) -> None:
+        """Report if the memory directory was removed under a `running` command. The sidecar makes
+        it again. If its socket does not come back in time, it is killed: another one starts."""
+        if self.process is None or not self.seen or not running:
             self._memory, self._gone_since = None, None
             return
-        memory = launcher.identity(self._kept.memory)
+        memory, now = launcher.identity(self.kept.memory), time.monotonic()
         if self._memory is not None and memory != self._memory:
-            say(messages.memory_removed(self._kept))
+            say(messages.memory_removed(self.kept))
         self._memory = memory
-        if launcher.identity(self._kept.socket) is not None:
+        if launcher.identity(self.kept.socket) is not None:
             self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = now
         elif now - self._gone_since > launcher.UP_S:
             self._gone_since = None
-            processes.send(self._sidecar.pid, signal.SIGKILL)  # its death becomes the event
+            processes.send(self.process.pid, signal.SIGKILL)  # its death becomes the event
+
+
+@dataclass(eq=False)
+class Supervisor:
+    """Runs one command beside the sidecar of `kept`.
+
+    `path`: the program's file. `command`: its words. `adopted`: a sidecar that already runs.
+    `starter`: makes warm starts.
+    """
+
+    kept: RunDir
+    _: KW_ONLY
+    path: str
+    command: Sequence[str]
+    restarts: int
+    adopted: Process | None = None
+    starter: Starter | None = None
+
+    def __post_init__(self) -> None:
+        self._state = Supervision(restarts=self.restarts, warming=self.starter is not None)
+        self._environment = {**os.environ, SOCKET_ENV: str(self.kept.socket)}
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._main = threading.get_ident()
+        self._own_group = not _in_foreground()
+        self._command_pid = 0
+        self._sidecar = _Sidecar(self.kept, self.adopted)
+        self._look = _Look(self.kept)
+        self._hurry = threading.Event()
+        self._log_checked = self._sidecar.since
+        self._exit: int | None = None
+        self._closed = self._ending = False
+        self._life_since = 0.0
+
+    def run(self) -> int:
+        """Run until the end. Returns the exit code for this process."""
+        become_subreaper()
+        with _blocked():
+            self._start_warm()
+            if self.adopted is None:
+                self._sidecar.start(0.0)
+            else:
+                self._await_sidecar(self.adopted)
+            while self._exit is None:
+                for event in self._next():
+                    self._state, actions = self._state.step(event)
+                    for action in actions:
+                        self._carry_out(action)
+            if self.starter is not None:
+                self.starter.close()
+            return self._exit
+
+    # --- events ------------------------------------------------------------------------------
+
+    def _next(self) -> Iterator[Event]:
+        """The events since the last call. Waits at most one tick."""
+        due, sidecar = self._sidecar.due, self._sidecar
+        wait_s = _TICK_S if due is None else max(0.0, min(_TICK_S, due - time.monotonic()))
+        information = signal.sigtimedwait(_SIGNALS, wait_s)
+        if information is not None and information.si_signo != signal.SIGCHLD:
+            delivered = information.si_code == _SENT_BY_KERNEL and not self._own_group
+            yield Signalled(signal.Signals(information.si_signo), delivered)
+        for pid, code in processes.reap().items():
+            if pid == self._command_pid:
+                self._command_pid = 0
+                yield CommandEnded(code)
+        if sidecar.died():
+            yield SidecarEnded(time.monotonic() - sidecar.since)
+        while not self._events.empty():
+            event = self._events.get()
+            if event is not News.SIDECAR_UP or sidecar.process is not None:  # else it has died
+                yield event
+        self._tick()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if self._sidecar.due is not None and now >= self._sidecar.due:
+            if (process := self._sidecar.launch()) is None:
+                self._events.put(SidecarEnded(0.0))
+            else:
+                self._await_sidecar(process)
+        if now - self._log_checked > _LOG_CHECK_S:
+            self._log_checked = now
+            with contextlib.suppress(OSError):  # it may grow until the next start, which says why
+                launcher.bound_log(self.kept.log)
+        if (self._command_pid or self._ending) and self._look.due():
+            look = functools.partial(self._look, ending=self._ending)
+            self._in_background("look for warnings", look)
+        self._sidecar.watch_memory(running=self._command_pid != 0)
 
     def _in_background(self, name: str, work: Callable[[], Event | None]) -> None:
         """Run `work` on a thread. The main thread takes the event that it returns, if any."""
@@ -242,6 +297,12 @@ class Supervisor:
                 signal.pthread_kill(self._main, signal.SIGCHLD)
 
         threading.Thread(target=body, name=name, daemon=True).start()
+
+    def _await_sidecar(self, process: Process) -> None:
+        def wait() -> Event | None:
+            return News.SIDECAR_UP if self._sidecar.answers(process) else None
+
+        self._in_background("wait for the sidecar", wait)
 
     # --- actions -----------------------------------------------------------------------------
 
@@ -261,12 +322,12 @@ class Supervisor:
                 self._hurry.clear()
                 self._in_background("sweep", self._end_leftovers)
             case StartSidecar(delay_s):
-                self._start_sidecar(delay_s)
+                self._sidecar.start(delay_s)
             case Do.AWAIT_SIDECAR:
-                if self._sidecar is not None:  # else its death becomes the next event
-                    self._await_sidecar(self._sidecar)
+                if self._sidecar.process is not None:  # else its death becomes the next event
+                    self._await_sidecar(self._sidecar.process)
             case AnnounceRestart(attempt, code):
-                restarts, held = self._state.restarts, self._held()
+                restarts, held = self.restarts, self._held()
                 say(messages.restarted(held, code=code, attempt=attempt, restarts=restarts))
             case Do.FLUSH:
                 self._ending = True
@@ -280,25 +341,25 @@ class Supervisor:
     def _start_command(self, attempt: int) -> None:
         self._life_since = time.time()
         if attempt == 0:
-            say(messages.started(self._kept, self._held(), adopted=self._adopted))
+            adopted = self.adopted is not None
+            say(messages.started(self.kept, self._held(), adopted=adopted))
         spawn = (
-            functools.partial(processes.spawn_command, self._path, self._command)
-            if self._starter is None
-            else self._starter.spawn
+            functools.partial(processes.spawn_command, self.path, tuple(self.command))
+            if self.starter is None
+            else self.starter.spawn
         )
         try:
             self._command_pid = spawn(self._environment, own_group=self._own_group)
         except OSError as error:
-            say(f"{self._command[0]}: {error.strerror}")
+            say(f"{self.command[0]}: {error.strerror}")
             self._events.put(CommandEnded(126))
         else:
-            launcher.note_command(self._kept, self._command_pid)
+            launcher.note_command(self.kept, self._command_pid)
 
     def _start_warm(self) -> None:
         """Prepare the fork server. The first start waits for it, because torchrun's workers come
         from one, too."""
-        starter = self._starter
-        if starter is None:
+        if (starter := self.starter) is None:
             return
 
         def wait() -> Event:
@@ -309,16 +370,17 @@ class Supervisor:
         self._in_background("wait for the fork server", wait)
 
     def _descendants(self) -> tuple[Process, ...]:
-        sidecar = () if self._sidecar is None else (self._sidecar.pid,)
-        servers = () if self._starter is None else self._starter.pids
-        return processes.descendants(os.getpid(), spare=(*sidecar, *servers))
+        sidecar = self._sidecar.process
+        spared = () if sidecar is None else (sidecar.pid,)
+        servers = () if self.starter is None else self.starter.pids
+        return processes.descendants(os.getpid(), spare=(*spared, *servers))
 
     def _end_leftovers(self) -> Swept:
         """End what is left of the command, and judge whether its life is worth another one. A
         sidecar that does not say, or was started since, says nothing against it."""
         processes.end_all(self._descendants, grace_s=_GRACE_S, hurry=self._hurry)
         try:
-            live = calls.status(self._kept.socket)
+            live = calls.status(self.kept.socket)
         except KeepstepError:
             return Swept()
         if live is None or live.started_at > self._life_since:
@@ -330,43 +392,43 @@ class Supervisor:
 
     def _flush(self) -> Event:
         try:
-            if launcher.wait_up(self._kept, None, timeout_s=_GRACE_S):
-                calls.flush(self._kept.socket, timeout_s=launcher.DRAIN_S)
+            if launcher.wait_up(self.kept, None, timeout_s=_GRACE_S):
+                calls.flush(self.kept.socket, timeout_s=launcher.DRAIN_S)
         except KeepstepError as error:
             _try_to_say(f"not flushed: {error}")
         return News.FINISHED
 
     def _close(self) -> Event:
         try:
-            launcher.wait_up(self._kept, None, timeout_s=_GRACE_S)
-            if not self._looking.locked():
-                self._look()
-            self._closed = launcher.end(self._kept) and not launcher.slots_left(self._kept)
+            launcher.wait_up(self.kept, None, timeout_s=_GRACE_S)
+            self._look.last()
+            self._closed = launcher.end(self.kept) and not launcher.slots_left(self.kept)
         except KeepstepError as error:
             _try_to_say(f"not closed: {error}")
         return News.FINISHED
 
     def _finish(self, action: Exit) -> None:
         self._exit = action.code
-        if self._state.attempt == 0 and not self._sidecar_seen:
+        if self._state.attempt == 0 and not self._sidecar.seen:
             if not action.interrupted:
-                tail = launcher.log_tail(self._kept.log)
-                say(f"the sidecar does not start; the end of {self._kept.log}:\n{tail}")
+                tail = launcher.log_tail(self.kept.log)
+                say(f"the sidecar does not start; the end of {self.kept.log}:\n{tail}")
             return
         if action.interrupted:
             say("interrupted: the flush was not awaited")
         held = self._held()
+        nobody = self._look.nobody
         if not self._closed:
-            self._nobody = held is not None and messages.nobody_came(held)
+            nobody = held is not None and messages.nobody_came(held)
         say(
             messages.ended(
-                self._kept,
+                self.kept,
                 held,
                 code=action.code,
                 freed=self._closed,
-                goodput=inventory.goodput(self._kept, held),
-                nobody=self._nobody,
-                complete=self._complete,
+                goodput=inventory.goodput(self.kept, held),
+                nobody=nobody,
+                complete=self._look.complete,
             )
         )
         if action.repeats:
@@ -375,39 +437,9 @@ class Supervisor:
     def _held(self) -> Holdings | None:
         """What the run holds; None if that cannot be read. An error must not stop the command."""
         try:
-            return inventory.read(self._kept)
+            return inventory.read(self.kept)
         except KeepstepError:
             return None
-
-    # --- the sidecar -------------------------------------------------------------------------
-
-    def _start_sidecar(self, delay_s: float) -> None:
-        if self._sidecar_seen:
-            say(messages.sidecar_replaced(self._kept))
-        self._sidecar_due = time.monotonic() + delay_s
-
-    def _launch_sidecar(self) -> None:
-        self._sidecar_since = time.monotonic()
-        try:
-            process = Process.of(launcher.launch(self._kept))
-        except (OSError, KeepstepError) as error:
-            say(f"the sidecar cannot be started: {error}")
-            process = None
-        self._sidecar = process
-        if process is None:
-            self._events.put(SidecarEnded(0.0))
-        else:
-            self._await_sidecar(process)
-
-    def _await_sidecar(self, process: Process) -> None:
-        def wait() -> Event | None:
-            if launcher.wait_up(self._kept, process):
-                self._sidecar_seen = True
-                return News.SIDECAR_UP
-            processes.send(process.pid, signal.SIGKILL)  # its death becomes the event
-            return None
-
-        self._in_background("wait for the sidecar", wait)
 
 
 def _in_foreground() -> bool:

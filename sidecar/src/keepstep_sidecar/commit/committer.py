@@ -10,11 +10,13 @@ committed (`Heard`).
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, TypeVar
 
 from keepstep.core.history import Kind
 from keepstep.core.ledger import Alarm, Committed, EpochStarted, Ledger, Reported, Retire
@@ -28,31 +30,202 @@ from keepstep.core.node import (
     Scanned,
     Wrote,
 )
-from keepstep.core.persist_planner import Write
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import Grid, Interval, Pacing
+from keepstep.core.schedule import Grid, Interval, Pacing, Write
+from keepstep.errors import KeepstepError, NoSpaceError, UsageError
+from keepstep.image import ControlPage
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
-from keepstep_sidecar.commit.epochs import Epochs
-from keepstep_sidecar.commit.image_writer import ImageWriter
+from keepstep_sidecar.commit.epochs import Epochs, RestartStep, Rollback
 from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
 from keepstep_sidecar.commit.operator_link import OperatorNotes
-from keepstep_sidecar.commit.restart_step import RestartStep, Rollback
-from keepstep_sidecar.commit.step_directories import StepDirectories
 from keepstep_sidecar.concurrency import Changes, OnThread
-from keepstep_sidecar.config.restore_from import Wish
+from keepstep_sidecar.config.sidecar import Wish
 from keepstep_sidecar.history import History
-from keepstep_sidecar.log import Seldom, say, warn
-from keepstep_sidecar.memory.slot_pool import SlotPool
+from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import LocalInventory, RunFacts
-from keepstep_sidecar.volume.scan import LocalShard
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.volume import CUT_OFF, VolumeSet, Written
+
+# --- steps on the volumes --------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class StepDirectories:
+    """`must_stay`: whether a step is in use now. `choose`: the steps that go to make room. `keep`:
+    what the policy keeps, for people. `retired`: how many steps were deleted since the start.
+    `evicted`: those of them that went because the volumes were full."""
+
+    local: LocalShards
+    remotes: RemoteInventory
+    _: KW_ONLY
+    must_stay: Callable[[StepId], bool]
+    choose: Callable[[Full], Iterable[StepId]]
+    keep: str
+    history: History
+    changes: Changes
+    retired: int = 0
+    evicted: int = 0
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def carry_out(self, actions: Iterable[Publish | Retire]) -> None:
+        """Publish and delete steps that lie here."""
+        async with self._turn:
+            here = [action for action in actions if action.id in self.local.shards]
+            for action in here:
+                if isinstance(action, Publish):
+                    await self._publish(action.id)
+            # Before any deletion: the same reply that tells of a commit may retire the step.
+            self.remotes.wake()
+            for action in here:
+                if isinstance(action, Retire) and not self.must_stay(action.id):
+                    await self._retire(action.id)
+
+    async def make_room(self, size_bytes: int, *, retired: int) -> bool:
+        """Make room for `size_bytes`: delete copies kept for other pods, else the fewest steps that
+        nobody needs. False if there was nothing to delete.
+
+        `retired`: the count of retired steps when the failed write began. If the count is higher
+        now, there may be room again.
+        """
+        if await self.remotes.make_room(size_bytes):
+            return True
+        async with self._turn:
+            if self.retired != retired:
+                return True
+            missing = size_bytes - await self.local.blocking(self.local.volumes.free_bytes)
+            doomed = list(self.choose(Full(missing, self.local.sizes)))
+            for id in doomed:
+                warn("evicted", step=str(id), reason="the volumes are full", keep=self.keep)
+            for id in doomed:
+                await self._retire(id)
+                self.history.evicted(id)
+            self.evicted += len(doomed)
+            return bool(doomed)
+
+    async def _publish(self, id: StepId) -> None:
+        made_of = [shard.path for shard in self.local.shards.get(id, {}).values()]
+        if not made_of:  # a scan in between no longer found it
+            return
+        try:
+            path = await self.local.blocking(
+                lambda: self.local.volumes.publish(id, made_of=made_of)
+            )
+        except KeepstepError as error:
+            warn("not published", step=str(id), reason=str(error))
+            return
+        if path is None:
+            return
+        self.local.show(id, path)
+        self.history.committed(id)
+        self.changes.ring()
+
+    async def _retire(self, id: StepId) -> None:
+        self.local.drop(id)
+        self.remotes.wake()
+        try:
+            freed = await self.local.blocking(lambda: self.local.volumes.retire(id))
+        except KeepstepError as error:
+            warn("not retired", step=str(id), reason=str(error))
+            return
+        self.retired += 1  # not earlier: a write that found no room before this must still make it
+        say("retired", level=logging.DEBUG, step=str(id), bytes=freed)
+
+
+# --- images from slots -----------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class WriteTotals:
+    """Bytes and seconds of all writes since the start, over all ranks."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class ImageWriter:
+    """`writers`: for each volume an executor of one thread. So a drive writes one image at a time,
+    and no drive is idle while another has a queue. `trouble`: why the last write failed, '' after a
+    write that succeeded. `failed`: the step of the last failed write. `running`: the writes that
+    have not ended."""
+
+    slots: SlotPool
+    local: LocalShards
+    directories: StepDirectories
+    _: KW_ONLY
+    writers: Sequence[Executor]
+    totals: WriteTotals = field(default_factory=WriteTotals)
+    trouble: str = ""
+    failed: StepId | None = None
+    running: set[Write] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._writers = [OnThread(one) for one in self.writers]
+
+    @property
+    def idle(self) -> bool:
+        """Whether no sealed image is being written."""
+        return not self.running
+
+    async def write(self, write: Write) -> Written | None:
+        """Write the shard and return it, durable; None if that failed. Never raises an Exception,
+        because the node must hear of the end in any case."""
+        try:
+            slot = self.slots.rank(write.rank).find(write.id)
+            control = None if slot is None else slot.file.control()
+            if slot is not None and slot.file.cut_off:
+                raise UsageError(CUT_OFF)
+            if slot is None or control is None or control.id != write.id:
+                return None
+            written = await self._write_with_room(slot, control)
+            if slot.file.control() == control:
+                self._count(written)
+                return written
+            path = written.shard.path
+            warn("overwritten while it was written", path=str(path))
+            await self.local.blocking(lambda: self.local.volumes.quarantine(path, "overwritten"))
+        except Exception as error:
+            if str(error) != self.trouble:  # an error that hits every step is logged once
+                warn("not persisted", rank=write.rank, step=str(write.id), reason=str(error))
+            self.trouble, self.failed = str(error), write.id
+        return None
+
+    async def _write_with_room(self, slot: Slot, control: ControlPage) -> Written:
+        volumes = self.local.volumes
+        write = functools.partial(volumes.write, slot.file.view, slot.layout, control)
+        size_bytes = slot.layout.size_bytes
+        while True:
+            retired = self.directories.retired
+            try:
+                return await self._writers[volumes.lane(control.rank)](write)
+            except NoSpaceError:
+                if not await self.directories.make_room(size_bytes, retired=retired):
+                    raise
+
+    def _count(self, written: Written) -> None:
+        self.trouble = ""
+        self.totals.bytes += written.shard.size_bytes
+        self.totals.seconds += written.seconds
+        say(
+            "durable",
+            rank=written.shard.rank,
+            step=str(written.shard.step_id),
+            bytes=written.shard.size_bytes,
+            seconds=round(written.seconds, 4),
+            level=logging.DEBUG,
+        )
+
+
+# --- the host of the node --------------------------------------------------------------------
+
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
-
-_COMMITTED_S = 60.0
-"""How often a commit is logged."""
 
 _SWEEP_S = 1.0
 """How often to check whether steps that were kept because they were being read still are."""
@@ -83,11 +256,10 @@ class Committer:
         """`names`: an executor of one thread, which changes names on the volumes. `writers`: see
         `ImageWriter`. `pacing`: None when a person chose which steps are persisted. `managed`: an
         operator sees the whole run and decides what is deleted. `wish`: the step to go back to."""
-        self.blocking = OnThread(names)
         self.remotes = remotes
-        self.local_shards = LocalShards(volumes, self.blocking)
-        self.copies = Copies(self.local_shards, slots, remotes)
-        self.rollback = Rollback(wish, volumes.epochs, asked=volumes.asked())
+        self.local_shards = local = LocalShards(volumes, OnThread(names))
+        self.copies = Copies(local, slots, remotes)
+        self.rollback = Rollback(wish, lambda: local.record.epochs, asked=local.record.asked)
         self.node = Node(
             slots.ranks,
             grid=grid,
@@ -101,30 +273,22 @@ class Committer:
             may_write=lambda id: self.epochs.writes(id),
         )
         self.epochs = Epochs(
-            remotes, volumes, commits=self.node.commits, known=lambda: self.node.ledger.epochs
+            remotes, local, commits=self.node.commits, known=lambda: self.node.ledger.epochs
         )
-        self.restart = RestartStep(self.node, self.copies, self.rollback, volumes, self.blocking)
-        self.notes = OperatorNotes(self.node.operator_view, volumes, self.blocking)
+        self.restart = RestartStep(self.node, self.copies, self.rollback, local)
+        self.notes = OperatorNotes(self.node.operator_view, local)
         self._history = history or History()
         self.directories = StepDirectories(
-            self.local_shards,
+            local,
             remotes,
-            blocking=self.blocking,
             must_stay=self.node.must_stay,
             choose=self._least_wanted,
             keep=str(keep),
             history=self._history,
             changes=changes,
         )
-        self.images = ImageWriter(
-            slots,
-            volumes,
-            self.directories,
-            writers=writers,
-            blocking=self.blocking,
-        )
+        self.images = ImageWriter(slots, local, self.directories, writers=writers)
         self._changes = changes
-        self._seldom = Seldom(_COMMITTED_S)
         self._spawn = spawn
         self._starting: dict[EpochId, asyncio.Future[None]] = {}
         self.feed(Scanned(in_doubt=True))
@@ -158,10 +322,9 @@ class Committer:
                 case Alarm():
                     warn("alarm", kind=str(action.kind), text=action.text)
                 case Committed():
-                    # Seldom: the lines that matter must not scroll out of the log.
-                    due = action.tier is Tier.LOCAL
-                    if due and (left_out := self._seldom.due("committed")) is not None:
-                        say("committed", step=str(action.id), not_logged=left_out)
+                    say(
+                        "committed", level=logging.DEBUG, step=str(action.id), tier=str(action.tier)
+                    )
                 case Interval():
                     say("persist interval", steps=action.steps, limit=action.limit)
                     self._history.note(Kind.INTERVAL, count=action.steps, text=action.limit)
@@ -228,7 +391,7 @@ class Committer:
         """Scan the volumes. Afterwards the ledger knows the result."""
         drive_bytes = await self.local_shards.scan()
         self.feed(Scanned(in_doubt=self.local_shards.in_doubt, drive_bytes=drive_bytes or None))
-        for epoch in self.local_shards.volumes.epochs():
+        for epoch in self.local_shards.record.epochs:
             self.feed(EpochStarted(epoch))
         await self.refresh()
         self._changes.ring()
@@ -292,15 +455,15 @@ class Committer:
         await asyncio.shield(starting)
 
     async def _start_epoch(self, epoch: Epoch, asked: int | None) -> None:
-        epoch, volumes = self.epochs.named(epoch), self.local_shards.volumes
+        epoch, change_record = self.epochs.named(epoch), self.local_shards.change_record
         # First of all, because the epoch makes newer commits, for which this step would go.
         if (kept := self.rollback.asked_for(epoch.parent, asked)) != self.rollback.asked:
-            await self.blocking(lambda: volumes.save_asked(kept))
+            await change_record(lambda record: replace(record, asked=kept))
             self.rollback.asked = kept
         if kept is not None:
             self.feed(Flush({kept}))  # it may be in memory alone
         if unrecorded := self.epochs.unrecorded(epoch):
-            await self.blocking(lambda: volumes.save_epochs(*unrecorded))
+            await change_record(lambda record: record.with_epochs(*unrecorded))
         self.epochs.current = epoch
         self.rollback.began(epoch)
         await self.directories.carry_out(self.feed(EpochStarted(epoch)))

@@ -8,18 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepstep.core.candidates import Offer, Part
-from keepstep.core.holding import bits, is_full
-from keepstep.core.ledger import RankReport, Reported
+from keepstep.core.commit_rule import RankReport, bits, is_full
+from keepstep.core.ledger import Reported
 from keepstep.core.node import Listed
-from keepstep.core.ranks import NOBODY, Ranks
-from keepstep.core.readiness import NEVER
-from keepstep.core.shard import Shard
+from keepstep.core.shard import NOBODY, Ranks, Shard
+from keepstep.core.vote import NEVER, Offer, Part
 from keepstep.errors import ImageError, VersionError
 from keepstep.image import Layout
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, StepId, Tier, merged
@@ -28,8 +26,9 @@ from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.tiers.source import ShardSource, local_source
 from keepstep_sidecar.tiers.tier import Inventory, RemoteTier
-from keepstep_sidecar.volume.scan import LocalShard, Scan
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.directories import LocalShard, Scan
+from keepstep_sidecar.volume.run_record import RunRecord
+from keepstep_sidecar.volume.volume import VolumeSet
 
 if TYPE_CHECKING:  # they are only imported where they are configured
     from keepstep_sidecar.tiers.archive.fork import AncestorTier
@@ -52,15 +51,15 @@ class LocalShards:
     """
 
     def __init__(self, volumes: VolumeSet, blocking: OnThread) -> None:
-        """`blocking`: the one thread that changes names on the volumes."""
+        """`blocking`: runs a call on the one thread that changes names on the volumes."""
         self.volumes = volumes
+        self.blocking = blocking
         self.shards: dict[StepId, dict[int, LocalShard]] = {}
         self.published: dict[StepId, str] = {}
         self.unreadable = self.scan_failed = ""
         self.in_doubt = True
         self.scanned_at = NEVER
         self.committed_at: float | None = None
-        self._blocking = blocking
         self._past: dict[StepId, tuple[frozenset[int], bool]] = {}
 
     # --- changing ----------------------------------------------------------------------------
@@ -73,7 +72,7 @@ class LocalShards:
         """
         before, drive_bytes = self._known(), 0
         try:
-            scan, aside, drive_bytes = await self._blocking(self._survey)
+            scan, aside, drive_bytes = await self.blocking(self._survey)
         except Exception as error:  # any error: silence would look like an empty volume
             _log.exception("scan failed")
             roots = [volume.root for volume in self.volumes.volumes]
@@ -105,6 +104,10 @@ class LocalShards:
         scan = self.volumes.scan()
         read = [volume for volume in self.volumes.volumes if volume.root not in scan.unread]
         return scan, sum(volume.quarantined() for volume in read), self.volumes.drive_bytes()
+
+    async def change_record(self, change: Callable[[RunRecord], RunRecord]) -> None:
+        """See `VolumeSet.change_record`."""
+        await self.blocking(lambda: self.volumes.change_record(change))
 
     def removed(self) -> None:
         """Somebody removed all shards."""
@@ -155,6 +158,11 @@ class LocalShards:
             del self._past[next(iter(self._past))]
 
     # --- asking ------------------------------------------------------------------------------
+
+    @property
+    def record(self) -> RunRecord:
+        """What the volumes have on record."""
+        return self.volumes.record
 
     @property
     def scanned(self) -> bool:

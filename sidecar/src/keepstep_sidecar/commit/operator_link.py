@@ -7,16 +7,15 @@ the record serves a pod that has lost its shards, and it keeps pins, which no sh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from dataclasses import replace
 
 from keepstep.core.node import Heard, OperatorView
-from keepstep.core.readiness import NEVER
+from keepstep.core.vote import NEVER
 from keepstep.errors import StorageError
 from keepstep.steps import StepId
+from keepstep_sidecar.commit.inventory import LocalShards
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.volume.volume_set import VolumeSet
 
 
 class OperatorLink:
@@ -46,19 +45,14 @@ _EVERY_S = 10.0
 
 
 class OperatorNotes:
-    """`blocking`: runs a blocking call on the thread that changes names on the volumes."""
+    """Records on the volumes what the operator said."""
 
-    def __init__(
-        self,
-        operator_view: OperatorView,
-        volumes: VolumeSet,
-        blocking: Callable[[Callable[[], None]], Coroutine[Any, Any, None]],
-    ) -> None:
+    def __init__(self, operator_view: OperatorView, local: LocalShards) -> None:
         """Gives `operator_view` what an earlier sidecar recorded."""
-        operator_view.remember(Heard(commit=volumes.last_commit(), pinned=volumes.pinned()))
+        record = local.record
+        operator_view.remember(Heard(commit=record.committed, pinned=record.pinned))
         self._run_view = operator_view
-        self._volumes = volumes
-        self._blocking = blocking
+        self._local = local
         self._noted = self._word
         self._noted_at = -_EVERY_S
 
@@ -70,7 +64,9 @@ class OperatorNotes:
             return
         self._noted, self._noted_at = (commit, pinned), now
         try:
-            await self._blocking(lambda: self._volumes.save_word(commit, pinned))
+            await self._local.change_record(
+                lambda record: replace(record, committed=commit, pinned=pinned)
+            )
         except StorageError as error:
             warn("commit not noted", step=str(commit), reason=str(error))
 

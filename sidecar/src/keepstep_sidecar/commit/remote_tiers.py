@@ -6,10 +6,11 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
-from keepstep.core.readiness import NEVER, View
 from keepstep.core.shard import Shard
+from keepstep.core.vote import NEVER, View
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.commit.committer import Committer
@@ -24,19 +25,21 @@ _RETRY_S = 5.0
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 
 
+@dataclass(eq=False)
 class RemoteTiers:
     """The remote tiers of one sidecar. Does nothing when none are configured."""
 
-    def __init__(self, committer: Committer, changes: Changes) -> None:
-        self._committer = committer
-        self._remotes = committer.remotes
-        self._local_shards = committer.local_shards
-        self._changes = changes
-        self._looked_at = NEVER
-        self._told: tuple[tuple[Peer, ...], str, bool] | None = None
-        self._told_at = -NEVER
-        self._meeting = 0
-        self.awaits = ""
+    committer: Committer
+    changes: Changes
+    _told: tuple[tuple[Peer, ...], str, bool] | None = None
+    _looked_at: float = NEVER
+    _told_at: float = -NEVER
+    _meeting: int = 0
+    awaits: str = ""
+
+    def __post_init__(self) -> None:
+        self._remotes = self.committer.remotes
+        self._local_shards = self.committer.local_shards
 
     @property
     def remote_tiers(self) -> tuple[RemoteTier, ...]:
@@ -46,7 +49,7 @@ class RemoteTiers:
 
     def start(self, tasks: Tasks, looked: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """`looked`: called once all remote tiers were asked for the first time."""
-        facts = self._committer.facts(lambda: tasks.spawn(self.look(), "look at what is new"))
+        facts = self.committer.facts(lambda: tasks.spawn(self.look(), "look at what is new"))
         for remote_tier in self.remote_tiers:
             remote_tier.begin(facts)
             tasks.keep(remote_tier.run, f"remote tier {remote_tier.tier}")
@@ -62,7 +65,7 @@ class RemoteTiers:
 
     async def look(self, *, anew: bool = False) -> None:
         """Ask all remote tiers what they hold; `anew` as in `RemoteInventory.look`."""
-        await self._committer.look_beyond(anew=anew)
+        await self.committer.look_beyond(anew=anew)
         self._looked_at = time.monotonic()
 
     async def _look_at_peers(self) -> None:
@@ -70,7 +73,7 @@ class RemoteTiers:
             await self.look(anew=True)
         finally:
             self._meeting -= 1
-            self._changes.ring()
+            self.changes.ring()
 
     def view(self, *, held: bool, heard_at: float) -> View:
         """The facts that decide whether a rank may vote; `held`, `heard_at`: as in `View`."""
@@ -81,7 +84,7 @@ class RemoteTiers:
             tiers=bool(self.remote_tiers),
             listed_at=self._looked_at if self._remotes.looked else NEVER,
             held=held,
-            operator=self._committer.operator_answers,
+            operator=self.committer.operator_answers,
             told_at=self._told_at,
             introduced=peers is None or peers.introduced,
             awaits=self.awaits if peers is not None else "",
@@ -99,7 +102,7 @@ class RemoteTiers:
         if self._told == (told := (peers, awaits, complete)):
             return
         self._told, self._told_at, self.awaits = told, time.monotonic(), awaits
-        self._changes.ring()
+        self.changes.ring()
         if self._remotes.peers is not None:
             self._remotes.peers.peers_are(peers, awaits=awaits, complete=complete)
             self._meeting += 1

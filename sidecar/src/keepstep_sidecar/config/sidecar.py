@@ -7,7 +7,7 @@ import functools
 import os
 import re
 import ssl
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,12 +19,8 @@ import click
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import on_grid
 from keepstep.errors import UsageError
-from keepstep.steps import StrEnum
+from keepstep.steps import Epoch, StepId, StrEnum
 from keepstep.wire.reports import PATH as REPORTS_PATH
-from keepstep_sidecar.config.archive import ArchiveConfig
-from keepstep_sidecar.config.peers import Files, PeerSettings
-from keepstep_sidecar.config.quantities import parse_duration
-from keepstep_sidecar.config.restore_from import Fork, Wish, parse
 from keepstep_sidecar.config.settings import (
     ADDRESS,
     DIR,
@@ -45,11 +41,227 @@ from keepstep_sidecar.config.settings import (
     Command,
     Setting,
     one_of,
+    parse_duration,
     read_file,
     setting,
     settings_of,
     whole,
 )
+
+# --- the archive -----------------------------------------------------------------------------
+
+
+SCHEMES = ("s3", "gs", "az", "file")
+_OBJECT_STORES = SCHEMES[:3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchiveConfig:
+    """`url`: `s3://bucket/prefix`, `gs://...`, `az://container/prefix`, `file:///dir` or a path.
+
+    `every`: steps that are multiples of it are sent (see `base`). `endpoint` and `region`: of an S3
+    store that is not Amazon's. Credentials are never configured here. They come from the
+    environment, in the variables of each store (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS,
+    AZURE_STORAGE_ACCOUNT_KEY), or from the machine's own identity.
+    """
+
+    url: str
+    every: int = 1000
+    endpoint: str | None = None
+    region: str | None = None
+    retention: Retention = field(default_factory=lambda: Retention(last=3))
+
+    def __post_init__(self) -> None:
+        """Raises UsageError when the values cannot work together."""
+        if self.every < 1:
+            raise UsageError(f"--archive-every {self.every}: starts at 1")
+        if self.scheme not in SCHEMES:
+            known = ", ".join(f"{one}://" for one in SCHEMES)
+            raise UsageError(f"--archive {self.url}: not one of {known} or a directory")
+        if self.scheme in _OBJECT_STORES and not urlsplit(self.url).netloc:
+            raise UsageError(
+                f"--archive {self.url}: names no bucket, like {self.scheme}://ckpt/gpt"
+            )
+        if self.scheme == "file" and not self.directory.is_absolute():
+            raise UsageError(f"--archive {self.url}: write it like file:///mnt/archive")
+        if self.endpoint is not None and self.scheme != "s3":
+            raise UsageError("--archive-endpoint goes with an s3:// archive only")
+
+    @property
+    def scheme(self) -> str:
+        """The kind of store. A path without a scheme is a directory (`file`)."""
+        return self.url.partition("://")[0] if "://" in self.url else "file"
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the archive. For `file` only."""
+        if "://" not in self.url:
+            return Path(self.url).absolute()
+        parts = urlsplit(self.url)
+        return Path(parts.netloc + parts.path)
+
+    @property
+    def bucket(self) -> str:
+        """The bucket or container. For object stores only."""
+        return urlsplit(self.url).netloc
+
+    @property
+    def prefix(self) -> str:
+        """What all names in the bucket begin with, without leading and trailing slashes."""
+        return urlsplit(self.url).path.strip("/")
+
+    def base(self, persist_base: int) -> int:
+        """Multiples of this many steps are sent: `every`, rounded up to the grid of durable
+        steps."""
+        return on_grid(self.every, persist_base)
+
+
+# --- peers -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Certificate chain, key and authorities, PEM; read again when they change."""
+
+    certificate: Path
+    key: Path
+    authorities: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerSettings:
+    """`listen`, `advertise`, `peers`: `host:port`. `replicas`: copies of each shard on other pods.
+
+    `listen` '': serve no other pod, and fetch only from pods that the operator names.
+
+    `files` None: the operator issues certificates and names the other pods. `peers`: all other
+    pods, if no operator names them. `bytes_per_second`: limit of all copies that are sent; a
+    restore is never held back.
+    """
+
+    listen: str
+    advertise: str = ""
+    peers: tuple[str, ...] = ()
+    replicas: int = 1
+    files: Files | None = None
+    bytes_per_second: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UsageError when the values cannot work together."""
+        for address in filter(None, (self.listen, self.advertise, *self.peers)):
+            split(address)
+        if self.peers and self.files is None:
+            raise UsageError(
+                "--peer needs certificates: give --peer-cert, --peer-key and --peer-ca"
+            )
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[v6]:port`. Raises UsageError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"{address!r} is no address: expected like 10.0.0.7:9465")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+# --- the step to go on from ------------------------------------------------------------------
+
+
+NEWEST = "latest"
+
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """A step's `number` or its full `id`. `since`: the newest epoch when the wish was made."""
+
+    number: int | None = None
+    id: StepId | None = None
+    since: int = 0
+
+    def names(self, id: StepId) -> bool:
+        return id == self.id if self.id is not None else id.step == self.number
+
+    def __str__(self) -> str:
+        return str(self.number if self.id is None else self.id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """`run`: the other run. The step is given by `number` or by full `id`; without both it is the
+    newest step there."""
+
+    run: str
+    number: int | None = None
+    id: StepId | None = None
+
+    def chosen(
+        self, archived: Iterable[StepId], alive: Collection[StepId], epochs: Iterable[Epoch]
+    ) -> list[StepId]:
+        """Which of the other run's archived steps may be the chosen one. `alive`: steps that no
+        later life of that run left behind; any other step must be named by its full id. `epochs`:
+        of this run. An epoch that began from the other run says which step it was.
+        """
+        began = {one.parent for one in epochs if one.origin == self.run}
+        meant = [id for id in archived if self._means(id, alive)]
+        if self.number is not None:
+            meant = [max(meant)] if meant else []
+        return [id for id in meant if id in began] if began else meant
+
+    def _means(self, id: StepId, alive: Collection[StepId]) -> bool:
+        if self.id is not None:
+            return id == self.id
+        return id in alive and self.number in (None, id.step)
+
+    def __str__(self) -> str:
+        named = self.id if self.id is not None else self.number
+        return f"{self.run}/{NEWEST if named is None else named}"
+
+
+def parse_restore_from(text: str, *, since: int = 0) -> Wish | Fork:
+    """`STEP`: a number or an id. `RUN/STEP`: also `latest`. Raises UsageError for all else."""
+    if "/" in text:
+        return _fork(text)
+    try:
+        number, id = _step(text)
+    except ValueError as error:
+        raise UsageError(
+            f"--restore-from {text}: give a step's number or its id, as `keepstep steps` shows them"
+        ) from error
+    return Wish(number=number, id=id, since=since)
+
+
+def _step(text: str) -> tuple[int | None, StepId | None]:
+    return (int(text), None) if _NUMBER.fullmatch(text) else (None, StepId.parse(text))
+
+
+def _fork(text: str) -> Fork:
+    run, _, step = text.partition("/")
+    if "/" in step:
+        raise UsageError(
+            f"--restore-from {text}: a run of another namespace is out of reach, as each has an"
+            " archive of its own; give RUN/STEP"
+        )
+    if run == ".":
+        raise UsageError(
+            f"--restore-from {step}: RUN/STEP of another run is what a new run begins from; to go"
+            " back to a step of this one, set spec.restoreFrom of its CheckpointRun"
+        )
+    if not _RUN.fullmatch(run):
+        raise UsageError(f"--restore-from {text}: {run!r} cannot name a run")
+    try:
+        number, id = (None, None) if step == NEWEST else _step(step)
+    except ValueError as error:
+        raise UsageError(
+            f"--restore-from {text}: give RUN/STEP, where STEP is a number, an id as `keepstep"
+            f" archive ls` shows them, or {NEWEST}"
+        ) from error
+    return Fork(run=run, number=number, id=id)
+
+
+# --- all settings ----------------------------------------------------------------------------
+
 
 IO_THREADS: Final = 16
 """On huge pages, so many chunks at a time are written as fast as the drive can; 4 take a tenth
@@ -433,7 +645,7 @@ class Config:
     @cached_property
     def _start(self) -> Wish | Fork | None:
         text = (self.restore_from or "").removeprefix(f"{self.run}/")
-        return parse(text, since=self.restore_since) if text else None
+        return parse_restore_from(text, since=self.restore_since) if text else None
 
 
 SETTINGS: Final = settings_of(Config)

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from keepstep.errors import NoMemoryError
@@ -22,7 +22,7 @@ from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Lease, Leases
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.memory.slot_directories import SlotDirectories, entered
+from keepstep_sidecar.memory.directories import SlotDirectories, entered
 from keepstep_sidecar.memory.slot_file import (
     SlotFile,
     lower_priority,
@@ -222,16 +222,15 @@ def shortage(budget: Budget, slot_bytes: int, *, wanted: int, count: int) -> str
     return f"{asked}: {count} slots instead, so {risk}; raise --memory-limit"
 
 
+@dataclass(eq=False)
 class Sizing:
     """Decides `SlotSet.wanted`. If need be, slots of older layouts are given up for it."""
 
-    def __init__(
-        self, config: Config, pool: SlotPool, *, allocator: Allocator, leases: Leases
-    ) -> None:
-        self._config = config
-        self._pool = pool
-        self._allocator = allocator
-        self._leases = leases
+    config: Config
+    pool: SlotPool
+    _: KW_ONLY
+    allocator: Allocator
+    leases: Leases
 
     def fit(self, slots: RankSlots, slot_set: SlotSet, lease: Lease) -> str:
         """Set the number of slots; fewer than configured as long as images of ranks that are gone
@@ -240,7 +239,7 @@ class Sizing:
         Raises NoMemoryError when not even two fit; SidecarError `memory-busy` when they will, once
         images of former layouts are on the drive.
         """
-        size_bytes, wanted = slot_set.layout.size_bytes, self._config.slots
+        size_bytes, wanted = slot_set.layout.size_bytes, self.config.slots
         others = [one for one in slots.slot_sets.values() if one is not slot_set]
         # once: slots that are given up below have no names any more, but still take their memory
         total_bytes = self._total_bytes(size_bytes)
@@ -257,7 +256,7 @@ class Sizing:
                 continue
             for other in others:
                 if keep or newest not in other.table.sealed():
-                    self._pool.unlink(other.give_up(keep=keep))
+                    self.pool.unlink(other.give_up(keep=keep))
             if lease.training or keep == _KEPT_OF_GONE:
                 self._give_up_gone(lease, keep=keep)
             count = affordable(others)
@@ -273,19 +272,19 @@ class Sizing:
 
     def grow(self, slots: RankSlots, slot_set: SlotSet) -> None:
         """Order one more slot to restore into, unless one is already on its way or none fits."""
-        most = self._most(slots, slot_set, self._leases.of(slots.rank))
-        self._allocator.grow(slot_set, most=most)
+        most = self._most(slots, slot_set, self.leases.of(slots.rank))
+        self.allocator.grow(slot_set, most=most)
 
     def _most(self, slots: RankSlots, slot_set: SlotSet, lease: Lease | None) -> int:
         """How many slots this set may have for a restore: one more than usual, if it fits."""
         if lease is None:  # it is unknown which trainers come, if any: only see whether images fit
-            others = self._pool.made_bytes - sum(len(file.view) for _, file in slot_set.present())
+            others = self.pool.made_bytes - sum(len(file.view) for _, file in slot_set.present())
             size_bytes = slot_set.layout.size_bytes
             return Budget(total_bytes=self._total_bytes(size_bytes), ranks=1).affordable(
-                size_bytes, wanted=self._config.slots, taken_bytes=others
+                size_bytes, wanted=self.config.slots, taken_bytes=others
             )
         taken = slots.taken_bytes - slot_set.size_bytes
-        size_bytes, wanted = slot_set.layout.size_bytes, self._config.slots + 1
+        size_bytes, wanted = slot_set.layout.size_bytes, self.config.slots + 1
 
         total_bytes = self._total_bytes(size_bytes)
 
@@ -299,17 +298,17 @@ class Sizing:
 
     def _give_up_gone(self, lease: Lease, *, keep: int) -> None:
         """Free slots of ranks that train here no more, without the newest `keep` images of each."""
-        for slot_set in self._pool.gone_sets(lease.world):
-            self._pool.unlink(slot_set.give_up(keep=keep))
+        for slot_set in self.pool.gone_sets(lease.world):
+            self.pool.unlink(slot_set.give_up(keep=keep))
 
     def _budget(self, lease: Lease, total_bytes: int) -> Budget:
-        gone = self._pool.gone_bytes(lease.world)
+        gone = self.pool.gone_bytes(lease.world)
         return Budget(
             total_bytes=max(0, total_bytes - gone),
             ranks=lease.request.local_world or lease.world,
         )
 
     def _total_bytes(self, slot_bytes: int) -> int:
-        there = self._pool.directories.free_bytes(slot_bytes) + self._pool.made_bytes
-        limit = self._config.memory_limit_bytes
+        there = self.pool.directories.free_bytes(slot_bytes) + self.pool.made_bytes
+        limit = self.config.memory_limit_bytes
         return there if limit is None else min(limit, there)

@@ -21,8 +21,6 @@ import functools
 import mmap
 import os
 import re
-import secrets
-import stat
 import threading
 from collections.abc import Collection
 from pathlib import Path
@@ -32,7 +30,7 @@ from keepstep.image import HUGE_PAGE_BYTES, PAGE_BYTES, ControlPage, Layout, rea
 from keepstep.steps import StepId
 from keepstep_sidecar.concurrency import for_each_chunk, yield_to_others
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.slot_directories import entered
+from keepstep_sidecar.memory.directories import entered, foreign
 
 _MADV_POPULATE_WRITE = 23
 _PIECE_BYTES = 8 << 20
@@ -267,40 +265,12 @@ def is_unfinished(name: str) -> bool:
     return name.endswith(_UNFINISHED) and slot_number(name.removesuffix(_UNFINISHED)) is not None
 
 
-def make_way(path: Path, *, keep_own: bool = False) -> None:
-    """Free a name in the memory directory. `keep_own`: leave a file that we made ourselves.
-
-    Of a link, only the name is removed. A directory is renamed. Raises OSError.
-    """
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return
-    if stat.S_ISDIR(found.st_mode):
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        warn("a directory in the way of a file: moved aside", path=str(path), to=str(aside))
-        path.rename(aside)
-    elif not keep_own or _foreign(found):
-        path.unlink()
-
-
 def _check_slot(found: os.stat_result, directory: int) -> None:
     """Raises FormatError for a file that a sidecar has not made."""
     if found.st_dev != os.fstat(directory).st_dev:
         raise FormatError("on another file system")
-    if why := _foreign(found):
+    if why := foreign(found):
         raise FormatError(why)
-
-
-def _foreign(found: os.stat_result) -> str:
-    """Why this cannot be a file that a sidecar of this user made; '' when it can."""
-    if not stat.S_ISREG(found.st_mode):
-        return "not a regular file"
-    if found.st_nlink != 1:
-        return f"it has {found.st_nlink} names"
-    if found.st_uid != os.geteuid():
-        return f"it belongs to user {found.st_uid}"
-    return ""
 
 
 def may_swap() -> bool:

@@ -23,8 +23,7 @@ from keepstep.wire.status import VolumeStatus
 from keepstep_sidecar import __version__, connections, log
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.config.peers import PeerSettings
-from keepstep_sidecar.config.sidecar import Reporting, Verify, check_run
+from keepstep_sidecar.config.sidecar import PeerSettings, Reporting, Verify, check_run
 from keepstep_sidecar.log import say
 from keepstep_sidecar.report import report as reporting
 from keepstep_sidecar.report.reporter import Look, Reporter
@@ -34,8 +33,7 @@ from keepstep_sidecar.tiers.peer.protocol import Listing, Wanted
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tls import IssuedCredentials
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
 _LAST_WORD_S = 2.0
 _WHY = "served for a pod that left; nothing is written here"

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from keepstep.core.ledger import RankReport
+from keepstep.core.commit_rule import RankReport
 from keepstep.core.shard import Shard, ShardFacts
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep.wire.reports import (

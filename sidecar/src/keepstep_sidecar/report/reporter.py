@@ -21,7 +21,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from keepstep.core.readiness import NEVER
+from keepstep.core.vote import NEVER
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.wire.reports import Peer, Report, ReportReply
 from keepstep.wire.status import VolumeStatus

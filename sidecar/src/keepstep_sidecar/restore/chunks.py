@@ -8,10 +8,15 @@ have announced are read once for all of them (`broadcast`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import mmap
+import os
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from keepstep.errors import ImageError, NoMemoryError, StorageError
@@ -29,62 +34,112 @@ from keepstep.wire.trainer import (
 from keepstep_sidecar.concurrency import all_of
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Leases
-from keepstep_sidecar.memory.chunk_buffer import (
-    LEAST_FRAMES,
-    MOST_FRAMES,
-    ChunkBuffer,
-    buffer_path,
-    sweep,
-)
-from keepstep_sidecar.memory.slot_file import copy
+from keepstep_sidecar.memory.slot_file import copy, populate
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.restore.broadcast import Broadcast, Shared
 from keepstep_sidecar.restore.fetch import Fetcher
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import ShardSource
 
+# --- windows ---------------------------------------------------------------------------------
 
+
+_PREFIX = "window-"
+LEAST_FRAMES = 2
+"""One frame is filled while the other is read."""
+MOST_FRAMES = 64
+
+
+class ChunkBuffer:
+    """A window: `frames` frames of `CHUNK_BYTES` each, mapped. Make and close it on a thread or on
+    the event loop."""
+
+    def __init__(self, path: Path, frames: int) -> None:
+        """Blocks while memory is allocated. Raises NoMemoryError when there is too little."""
+        self.path = path
+        self.frames = frames
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o660)
+        try:
+            os.posix_fallocate(fd, 0, self.size_bytes)
+            self._mapping = mmap.mmap(fd, self.size_bytes)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise NoMemoryError(
+                f"{path.parent}: no room for a window of {self.size_bytes} bytes"
+                f" ({error.strerror}); raise --memory-limit or give the tmpfs more memory",
+                code="no-memory",
+            ) from error
+        finally:
+            os.close(fd)
+        self._view = memoryview(self._mapping)
+        populate(self._view, threading.Event())
+
+    @property
+    def size_bytes(self) -> int:
+        return self.frames * CHUNK_BYTES
+
+    def frame(self, number: int, size_bytes: int) -> memoryview:
+        """The first `size_bytes` of a frame. Raises IndexError when there is no such frame."""
+        if not 0 <= number < self.frames:
+            raise IndexError(f"frame {number} of a window of {self.frames}")
+        begin = number * CHUNK_BYTES
+        return self._view[begin : begin + size_bytes]
+
+    def close(self) -> None:
+        """Remove the file. Its memory is free once no process maps it any more. Idempotent."""
+        self.path.unlink(missing_ok=True)
+        self._view.release()
+        with contextlib.suppress(BufferError):  # a read still fills a frame and keeps the mapping
+            self._mapping.close()
+
+
+def buffer_path(memory_dir: Path, rank: int, token: str) -> Path:
+    """The path of the window of one restore of one lease."""
+    return memory_dir / f"{_PREFIX}{rank:05d}-{token}"
+
+
+# --- chunks ----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
 class ChunkBuffers:
-    """`/v1/window` and `/v1/chunks`. `read_bytes`: bytes read into windows, by the tier that they
-    came from. `shared_bytes`: bytes that were copied from another rank's frame instead."""
+    """`/v1/window` and `/v1/chunks`. `limit_bytes`: for slots and windows together; None for no
+    limit. `read_bytes`: bytes read into windows, by the tier that they came from. `shared_bytes`:
+    bytes that were copied from another rank's frame instead."""
 
-    def __init__(
-        self,
-        pool: SlotPool,
-        leases: Leases,
-        fetcher: Fetcher,
-        *,
-        memory_dir: Path,
-        limit_bytes: int | None,
-    ) -> None:
-        """`limit_bytes`: for slots and windows together; None for no limit."""
-        self.read_bytes: Counter[Tier] = Counter()
-        self.shared_bytes = 0
+    pool: SlotPool
+    leases: Leases
+    fetcher: Fetcher
+    _: KW_ONLY
+    memory_dir: Path
+    limit_bytes: int | None
+    read_bytes: Counter[Tier] = field(default_factory=Counter)
+    shared_bytes: int = 0
+    _buffers: dict[int, ChunkBuffer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._broadcast = Broadcast(self._read)
-        self._pool = pool
-        self._leases = leases
-        self._fetcher = fetcher
-        self._memory_dir = memory_dir
-        self._limit_bytes = limit_bytes
-        self._buffers: dict[int, ChunkBuffer] = {}
 
     def start(self) -> None:
-        """Remove windows that an earlier sidecar left."""
-        sweep(self._memory_dir)
+        """Remove windows that an earlier sidecar left. Of a link, only the name is removed."""
+        for path in self.memory_dir.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):  # a directory, which no sidecar made
+                path.unlink()
 
     # --- windows -----------------------------------------------------------------------------
 
     async def window(self, request: WindowRequest) -> Window:
         """Make a new window for this lease, in place of its former one. It has fewer frames when
         memory is short. Raises NoMemoryError, SidecarError `bad-request`."""
-        lease = self._leases.require(request.lease)
+        lease = self.leases.require(request.lease)
         if not LEAST_FRAMES <= request.frames <= MOST_FRAMES:
             raise refuse(
                 "bad-request",
                 f"a window has {LEAST_FRAMES} to {MOST_FRAMES} frames, not {request.frames}",
             )
         self.release(lease.rank)
-        path = buffer_path(self._memory_dir, lease.rank, secrets.token_hex(4))
+        path = buffer_path(self.memory_dir, lease.rank, secrets.token_hex(4))
         made = await asyncio.to_thread(ChunkBuffer, path, self._affordable(request.frames))
         if lease.ended:
             made.close()
@@ -94,15 +149,15 @@ class ChunkBuffers:
         return Window(path=str(made.path), frames=made.frames, frame_bytes=CHUNK_BYTES)
 
     def _affordable(self, frames: int) -> int:
-        if self._limit_bytes is None:
+        if self.limit_bytes is None:
             return frames
         windows = sum(one.size_bytes for one in self._buffers.values())
-        taken = self._pool.made_bytes + windows
-        fit = min(frames, (self._limit_bytes - taken) // CHUNK_BYTES)
+        taken = self.pool.made_bytes + windows
+        fit = min(frames, (self.limit_bytes - taken) // CHUNK_BYTES)
         if fit < LEAST_FRAMES:
             raise NoMemoryError(
                 f"a window of {LEAST_FRAMES} frames needs {LEAST_FRAMES * CHUNK_BYTES} bytes, but"
-                f" slots and windows take {taken} of {self._limit_bytes}: raise --memory-limit",
+                f" slots and windows take {taken} of {self.limit_bytes}: raise --memory-limit",
                 code="no-memory",
             )
         return fit
@@ -127,7 +182,7 @@ class ChunkBuffers:
         when the time is up; the window is then gone.
         """
         started = time.monotonic()
-        rank = self._leases.require(request.lease).rank
+        rank = self.leases.require(request.lease).rank
         if (window := self._buffers.get(rank)) is None:
             raise refuse("bad-request", "ask for a window first (POST /v1/window)")
         _check_frames(request.chunks, window)
@@ -151,7 +206,7 @@ class ChunkBuffers:
 
     async def _fill(self, rank: int, request: ChunksRequest, window: ChunkBuffer) -> list[Tier]:
         saved = sorted({one.rank for one in request.chunks})
-        found = await all_of([self._fetcher.layout(request.id, one) for one in saved])
+        found = await all_of([self.fetcher.layout(request.id, one) for one in saved])
         layouts = dict(zip(saved, found, strict=True))
         wanted = [
             ((one.rank, one.chunk), _frame(window, one, layouts[one.rank]))
@@ -163,7 +218,7 @@ class ChunkBuffers:
         """Read chunks of one saved rank into the first frame of each, and copy them to the rest."""
         id, saved = chunks[0].id, chunks[0].key[0]
         frames = [one.frames[0][1] for one in chunks]
-        layout = await self._fetcher.layout(id, saved)
+        layout = await self.fetcher.layout(id, saved)
         keys = [one.key[1] for one in chunks]
         tier = await self._bring(id, layout, list(zip(keys, frames, strict=True)))
         self.read_bytes[tier] += sum(map(len, frames))
@@ -191,9 +246,9 @@ class ChunkBuffers:
             transfer.fill(opened, wanted)
 
         async def read(source: ShardSource) -> None:
-            await self._fetcher.read(source, fill)
+            await self.fetcher.read(source, fill)
 
-        return (await self._fetcher.ask(id, layout.rank, read))[0].tier
+        return (await self.fetcher.ask(id, layout.rank, read))[0].tier
 
 
 def _check_frames(chunks: Sequence[Chunk], window: ChunkBuffer) -> None:

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Executor
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
-from keepstep.errors import ImageError, KeepstepError, StorageError
+from keepstep.core.node import Reading
+from keepstep.errors import ImageError, KeepstepError, NoMemoryError, StorageError
 from keepstep.image import ControlPage, Layout
 from keepstep.image.manifest import Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.commit.committer import Committer
-from keepstep_sidecar.memory.slot_pool import SlotPool
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.leases import Leases
+from keepstep_sidecar.log import say
+from keepstep_sidecar.memory.allocator import Sizing
+from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import Cancel, ShardSource
 
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Fetcher:
     """Reads copies beyond memory. Of images in memory, which are mapped, only headers are read."""
 
-    def __init__(self, pool: SlotPool, committer: Committer, threads: Executor) -> None:
-        self._copies, self._remotes = committer.copies, committer.remotes
-        self._threads = threads
-        self._manifests = transfer.Manifests()
-        self._pool = pool
-        self._committer = committer
+    pool: SlotPool
+    committer: Committer
+    threads: Executor
+    _manifests: transfer.Manifests = field(default_factory=transfer.Manifests)
+
+    def __post_init__(self) -> None:
+        self._copies, self._remotes = self.committer.copies, self.committer.remotes
 
     async def ask(
         self, id: StepId, saved: int, question: Callable[[ShardSource], Awaitable[T]]
@@ -43,7 +53,7 @@ class Fetcher:
                 return source, await question(source)
             except (ImageError, StorageError) as error:
                 failure = error
-                await self._committer.reject(source, error)
+                await self.committer.reject(source, error)
         raise failure
 
     async def _next(
@@ -52,7 +62,7 @@ class Fetcher:
         """The next place to ask. Remote tiers are listed only if nothing that is known is left."""
         left = [one for one in self._copies.origins(id, saved) if one not in tried]
         if not left and not self._remotes.looked:
-            await self._committer.look_beyond()
+            await self.committer.look_beyond()
             left = [one for one in self._copies.origins(id, saved) if one not in tried]
         return left[0] if left else None
 
@@ -63,13 +73,13 @@ class Fetcher:
             with transfer.opened(source, cancel, self._manifests) as found:
                 return work(found)
 
-        return await transfer.run(self._threads, opened)
+        return await transfer.run(self.threads, opened)
 
     async def load(self, source: ShardSource, view: memoryview) -> ControlPage:
         """Load the whole image into a slot, verified, seal last. Raises StorageError,
         ImageError."""
         return await transfer.run(
-            self._threads,
+            self.threads,
             lambda cancel: transfer.load(source, view, cancel=cancel, manifests=self._manifests),
         )
 
@@ -81,7 +91,121 @@ class Fetcher:
 
     async def layout(self, id: StepId, saved: int) -> Layout:
         """The layout of the saved rank's image. Raises as `ask` does."""
-        slots = self._pool.ranks.get(saved)
+        slots = self.pool.ranks.get(saved)
         if slots is not None and (at := slots.find(id)) is not None:
             return at.layout
         return (await self.ask(id, saved, self.manifest))[1].layout
+
+
+# --- before a trainer asks -------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Prefetcher:
+    """Reads each image only once, even if several callers ask for it meanwhile."""
+
+    pool: SlotPool
+    committer: Committer
+    fetcher: Fetcher
+    _: KW_ONLY
+    changes: Changes
+    sizing: Sizing
+    leases: Leases
+    agreed: dict[int, StepId] = field(default_factory=dict)
+    """For each rank, the step that all ranks have agreed to restore."""
+    _loading: dict[tuple[int, StepId], asyncio.Task[None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._restart = self.committer.restart
+
+    async def bring(self, id: StepId, rank: int) -> None:
+        """Return when the image is in a slot of its rank. A copy that fails is no candidate any
+        more.
+
+        Raises ImageError or StorageError (from the last place), NoMemoryError.
+        """
+        key = (rank, id)
+        if (task := self._loading.get(key)) is None:
+            task = asyncio.create_task(self._bring(id, rank), name=f"load {id} {rank}")
+            self._loading[key] = task
+            task.add_done_callback(lambda _: self._loading.pop(key, None))
+        await asyncio.shield(task)
+
+    async def _bring(self, id: StepId, rank: int) -> None:
+        if self.pool.rank(rank).find(id) is None:
+            await self.fetcher.ask(id, rank, self._load)
+
+    async def _load(self, source: ShardSource) -> None:
+        slots = self.pool.rank(source.shard.rank)
+        id, layout = source.shard.step_id, (await self.fetcher.manifest(source)).layout
+        slot = await self._reserve(slots, layout, id)
+        while slot.file.lacks():  # removed by others meanwhile
+            slot.release()
+            slot.slot_set.lose(slot.index)
+            slot = await self._reserve(slots, layout, id)
+        self.committer.feed(Reading(id, begins=True))
+        started = time.monotonic()
+        try:
+            control = await self.fetcher.load(source, slot.file.view)
+        except BaseException:
+            slot.release()
+            raise
+        finally:
+            self.committer.feed(Reading(id, begins=False))
+        slot.seal(control.id, tier=source.tier)
+        say(
+            "loaded",
+            rank=source.shard.rank,
+            step=str(id),
+            tier=str(source.tier),
+            bytes=layout.size_bytes,
+            seconds=round(time.monotonic() - started, 4),
+        )
+        self.changes.ring()
+
+    async def _reserve(self, slots: RankSlots, layout: Layout, id: StepId) -> Slot:
+        """A slot of the shard's layout that holds no candidate. Waits while one is being made."""
+        slot_set = slots.slot_sets.setdefault(layout.id, SlotSet(layout))
+        slots.world = slots.world or layout.world
+        index: int | None = None
+
+        def reserved() -> bool:
+            nonlocal index
+            index = slot_set.table.reserve(self._expendable(slots))
+            if index is None and not slot_set.failure:
+                self.sizing.grow(slots, slot_set)
+            hopeless = slot_set.wanted == 0 and self.leases.of(slots.rank) is None
+            return index is not None or bool(slot_set.failure) or hopeless or overtaken()
+
+        def overtaken() -> bool:
+            """Whether this is a prefetch and the ranks have agreed on another step meanwhile."""
+            return self.agreed.get(slots.rank, id) != id
+
+        await self.changes.until(reserved, timeout_s=600.0)
+        if index is None and overtaken():
+            text = f"rank {slots.rank} restores step {self.agreed[slots.rank]}, not {id}"
+            raise NoMemoryError(text, code="no-slot")
+        if index is None:
+            why = slot_set.failure or f"{layout.size_bytes} bytes do not fit beside what is there"
+            raise NoMemoryError(
+                f"rank {slots.rank}: no slot to read step {id} into: {why}; raise --memory-limit",
+                code="no-slot",
+            )
+        return Slot(slot_set, index)
+
+    def _expendable(self, slots: RankSlots) -> set[StepId]:
+        """Images for which no rank will vote: older than the planned step, or not whole.
+
+        If other ranks are on other machines, it is not known here what is whole. But once all ranks
+        have agreed on a step, a newer step is not held by all.
+        """
+        sealed = slots.sealed()
+        agreed = self.agreed.get(slots.rank)
+        beyond = {id for id in sealed if agreed is not None and id > agreed}
+        ledger = self.committer.look()
+        if (planned := self._restart.plan()) is None:
+            return beyond
+        whole = set(ledger.whole())
+        unlike = {id for id in sealed if id not in whole and planned.id in whole}
+        # The agreed step counts, not the plan: a prefetch may still wait for a slot.
+        return ({id for id in sealed if id < planned.id} | unlike | beyond) - {agreed}

@@ -8,56 +8,48 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from keepstep.core.candidates import MOST_EPOCHS, Candidate, Candidates, Part
+from keepstep.core.vote import MOST_EPOCHS, Candidate, Candidates, Part
 from keepstep.errors import ImageError, NoMemoryError, StorageError, few
 from keepstep.steps import Answer, StepId, Tier
 from keepstep.wire.trainer import RESTORE_TIMEOUT_ENV, Opened
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.errors import refuse
-from keepstep_sidecar.leases import Lease, sees_all
+from keepstep_sidecar.leases import Lease, Leases, sees_all
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool
 from keepstep_sidecar.restore.chunks import ChunkBuffers
-from keepstep_sidecar.restore.prefetch import Prefetcher
+from keepstep_sidecar.restore.fetch import Prefetcher
 from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.volume import Volume
 
 
+@dataclass(eq=False)
 class Restorer:
-    """Candidates, prefetch and the opening of images, for every rank of this machine."""
+    """Candidates, prefetch and the opening of images, for every rank of this machine.
+    `fleeting`, `way_out`: see `Candidates`."""
 
-    def __init__(
-        self,
-        pool: SlotPool,
-        committer: Committer,
-        prefetcher: Prefetcher,
-        image_sources: ImageSources,
-        chunk_buffers: ChunkBuffers,
-        *,
-        changes: Changes,
-        restores: Callable[[int], bool],
-        fleeting: bool = False,
-        way_out: str = "",
-    ) -> None:
-        """`restores`: whether a rank is about to restore. A rank that trains needs its slots.
-        `fleeting`, `way_out`: see `Candidates`."""
-        self._fleeting, self._way_out = fleeting, way_out
-        self._pool = pool
-        self._committer = committer
-        self._ledger = committer.node.ledger
-        self._copies, self._local_shards = committer.copies, committer.local_shards
-        self._remotes, self._epochs = committer.remotes, committer.epochs
-        self._restart, self._rollback = committer.restart, committer.rollback
-        self._prefetcher = prefetcher
-        self._image_sources = image_sources
-        self._chunk_buffers = chunk_buffers
-        self._changes = changes
-        self._restores = restores
-        self._pins: dict[int, Slot] = {}
+    pool: SlotPool
+    committer: Committer
+    prefetcher: Prefetcher
+    image_sources: ImageSources
+    chunk_buffers: ChunkBuffers
+    _: KW_ONLY
+    changes: Changes
+    leases: Leases
+    fleeting: bool = False
+    way_out: str = ""
+    _pins: dict[int, Slot] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._ledger = self.committer.node.ledger
+        self._copies, self._local_shards = self.committer.copies, self.committer.local_shards
+        self._remotes, self._epochs = self.committer.remotes, self.committer.epochs
+        self._restart, self._rollback = self.committer.restart, self.committer.rollback
 
     # --- candidates --------------------------------------------------------------------------
 
@@ -69,9 +61,9 @@ class Restorer:
         steps, the answer is NONE. But if a step *was* committed and is no longer whole, the answer
         is UNKNOWN, so that the run does not silently start over.
         """
-        for id in self._pool.rank(lease.rank).sealed():
-            self._pool.sound(lease.rank, id)
-        ledger = self._committer.look()
+        for id in self.pool.rank(lease.rank).sealed():
+            self.pool.sound(lease.rank, id)
+        ledger = self.committer.look()
         hidden = self._hidden()
         offers = self._copies.offers(set(ledger.whole()) - hidden)
         held = {id: one for id, one in self.held(lease.rank).items() if id not in hidden}
@@ -100,9 +92,9 @@ class Restorer:
             never_whole=self._never_whole() if answer is Answer.NONE else "",
             parts=parts,
             epochs=ledger.epochs[-MOST_EPOCHS:],
-            fleeting=self._fleeting or self._rollback.gone_for_good,
+            fleeting=self.fleeting or self._rollback.gone_for_good,
             begin_again=self._rollback.begin_again,
-            way_out=self._way_out,
+            way_out=self.way_out,
             **self._wanted(),
         )
 
@@ -136,7 +128,7 @@ class Restorer:
 
     def held(self, rank: int) -> dict[StepId, Candidate]:
         """The rank's own images, each on its nearest tier, without dead steps."""
-        slots = self._pool.rank(rank)
+        slots = self.pool.rank(rank)
         dead, found = self._ledger.is_dead, {}
         for id in self._copies.ids():
             if not dead(id) and (one := self._candidate(slots, id)) is not None:
@@ -191,19 +183,19 @@ class Restorer:
 
     async def prefetch(self) -> None:
         """Bring the planned step into memory for every rank here that will restore it."""
-        self._committer.look()
+        self.committer.look()
         if (planned := self._restart.plan()) is None:
             return
-        here = set(self._copies.ranks()) - self._pool.moved
+        here = set(self._copies.ranks()) - self.pool.moved
         async with asyncio.TaskGroup() as group:
             for rank, tier in planned.tiers.items():
                 own = rank in here and rank not in planned.by_twins
-                if own and tier is not Tier.MEMORY and self._restores(rank):
+                if own and tier is not Tier.MEMORY and self.leases.restores(rank):
                     group.create_task(self._prefetch(planned.id, rank), name=f"prefetch {rank}")
 
     async def _prefetch(self, id: StepId, rank: int) -> None:
         try:
-            await self._prefetcher.bring(id, rank)
+            await self.prefetcher.bring(id, rank)
         except (ImageError, StorageError, NoMemoryError) as error:
             warn("prefetch failed", rank=rank, step=str(id), reason=str(error))
 
@@ -218,10 +210,10 @@ class Restorer:
         """
         started = time.monotonic()
         self.release(lease.rank)
-        slots = self._pool.rank(lease.rank)
-        if self._pool.sound(lease.rank, id, bad={bad}) is None:
-            self._prefetcher.agreed[lease.rank] = id
-            self._changes.ring()
+        slots = self.pool.rank(lease.rank)
+        if self.pool.sound(lease.rank, id, bad={bad}) is None:
+            self.prefetcher.agreed[lease.rank] = id
+            self.changes.ring()
             await self._fetch(lease, id, timeout_s=timeout_s)
         slot = slots.find(id)
         assert slot is not None, f"step {id} of rank {slots.rank} is gone"
@@ -241,7 +233,7 @@ class Restorer:
             raise refuse("unknown-step", f"rank {lease.rank} does not hold step {id} here")
         try:
             async with asyncio.timeout(timeout_s):
-                await self._prefetcher.bring(id, lease.rank)
+                await self.prefetcher.bring(id, lease.rank)
         except (ImageError, StorageError) as error:
             raise refuse("not-verified", f"step {id}: {error}") from error
         except NoMemoryError as error:
@@ -252,12 +244,12 @@ class Restorer:
 
     def release(self, rank: int) -> None:
         """The rank has copied the image that it opened, or has given up."""
-        self._prefetcher.agreed.pop(rank, None)
-        self._image_sources.release(rank)
-        self._chunk_buffers.release(rank)
+        self.prefetcher.agreed.pop(rank, None)
+        self.image_sources.release(rank)
+        self.chunk_buffers.release(rank)
         if pinned := self._pins.pop(rank, None):
             pinned.unpin()
-            self._changes.ring()
+            self.changes.ring()
 
 
 def _span(steps: list[int]) -> str:

@@ -39,22 +39,22 @@ class _Reading:
     pins: list[Slot] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class ImageSources:
     """`/v1/sources` and `/v1/headers`."""
 
-    def __init__(
-        self, pool: SlotPool, committer: Committer, leases: Leases, fetcher: Fetcher
-    ) -> None:
-        self._pool = pool
-        self._committer = committer
-        self._copies, self._local_shards = committer.copies, committer.local_shards
-        self._leases = leases
-        self._fetcher = fetcher
-        self._readings: dict[int, _Reading] = {}
-        self._beyond_memory: dict[tuple[StepId, int], Source] = {}
-        self._headers: dict[tuple[StepId, int], str] = {}
-        """Headers, kept while a rank reads: all ranks of the node ask for the same ones."""
-        self._asking = asyncio.Lock()
+    pool: SlotPool
+    committer: Committer
+    leases: Leases
+    fetcher: Fetcher
+    _readings: dict[int, _Reading] = field(default_factory=dict)
+    _beyond_memory: dict[tuple[StepId, int], Source] = field(default_factory=dict)
+    _headers: dict[tuple[StepId, int], str] = field(default_factory=dict)
+    """Headers, kept while a rank reads: all ranks of the node ask for the same ones."""
+    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self._copies, self._local_shards = self.committer.copies, self.committer.local_shards
 
     # --- sources -----------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class ImageSources:
         Raises SidecarError `unknown-step` when there is no source at all, `starting` before the
         scan.
         """
-        rank, id = self._leases.require(request.lease).rank, request.id
+        rank, id = self.leases.require(request.lease).rank, request.id
         if not self._local_shards.scanned:
             raise refuse(
                 "starting", "the volumes are still being scanned; ask for candidates first"
@@ -84,8 +84,8 @@ class ImageSources:
     def _mapped(self, reading: _Reading, id: StepId, *, bad: Collection[str]) -> dict[int, Source]:
         """Images in slots. They are pinned before anything else can run."""
         found = {}
-        for saved in list(self._pool.ranks):
-            slot = self._pool.sound(saved, id, bad=bad)
+        for saved in list(self.pool.ranks):
+            slot = self.pool.sound(saved, id, bad=bad)
             if slot is None or (control := slot.file.control()) is None:
                 continue  # no image, or a straggler has begun to fill the slot
             slot.pin()
@@ -109,7 +109,7 @@ class ImageSources:
         world = copies.world_of(id) or 1
         # Each node begins its search at its first rank. So different nodes do not all read the same
         # copies, but all ranks of one node do.
-        here = min(self._leases.ranks)
+        here = min(self.leases.ranks)
         left = [one for one in copies.ranks_with(id) if one not in found]
         left.sort(key=lambda one: (_far(copies.nearest(id, one)), (one - here) % world))
         while left:
@@ -129,7 +129,7 @@ class ImageSources:
         if (known := self._beyond_memory.get((id, saved))) is not None:
             return known
         with suppress(ImageError, StorageError):
-            source, manifest = await self._fetcher.ask(id, saved, self._fetcher.manifest)
+            source, manifest = await self.fetcher.ask(id, saved, self.fetcher.manifest)
             self._headers[id, saved] = await _packed(manifest.layout)
             told = self._beyond_memory[id, saved] = Source(
                 rank=saved,
@@ -145,7 +145,7 @@ class ImageSources:
 
     async def headers(self, request: HeadersRequest) -> Headers:
         """Headers in the order of the request. Raises SidecarError `not-verified`."""
-        self._leases.require(request.lease)
+        self.leases.require(request.lease)
         asked = [partial(self._header, request.id, saved) for saved in request.ranks]
         try:
             texts = await few_at_once(asked, most=_AT_ONCE)
@@ -155,7 +155,7 @@ class ImageSources:
 
     async def _header(self, id: StepId, saved: int) -> str:
         if (text := self._headers.get((id, saved))) is None:
-            text = await _packed(await self._fetcher.layout(id, saved))
+            text = await _packed(await self.fetcher.layout(id, saved))
             self._headers[id, saved] = text
         return text
 
@@ -164,7 +164,7 @@ class ImageSources:
     def _turn_to(self, rank: int, id: StepId) -> _Reading:
         """From now on `rank` reads `id`, and no other step."""
         self.release(rank)
-        self._committer.feed(Reading(id, begins=True))
+        self.committer.feed(Reading(id, begins=True))
         reading = self._readings[rank] = _Reading(id)
         return reading
 
@@ -174,7 +174,7 @@ class ImageSources:
             return
         for slot in reading.pins:
             slot.unpin()
-        self._committer.feed(Reading(reading.id, begins=False))
+        self.committer.feed(Reading(reading.id, begins=False))
         if not self._readings:
             self._beyond_memory.clear()
             self._headers.clear()

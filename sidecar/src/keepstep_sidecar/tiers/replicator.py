@@ -22,7 +22,7 @@ from keepstep.steps import StepId, Tier
 from keepstep.wire.status import TierStatus
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.volume.scan import LocalShard
+from keepstep_sidecar.volume.directories import LocalShard
 
 LOOK_AGAIN_S = 60.0
 """How often a place lists again what it holds: it may have lost its drive."""

@@ -16,9 +16,9 @@ from keepstep.core.shard import Shard
 from keepstep.errors import TornError
 from keepstep.steps import Tier
 from keepstep_sidecar.config.sidecar import Verify
-from keepstep_sidecar.volume.direct_io import ShardFile
-from keepstep_sidecar.volume.scan import LocalShard
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.files import ShardFile
+from keepstep_sidecar.volume.volume import VolumeSet
 
 Read = Callable[[int, Sequence[memoryview]], Iterator[memoryview]]
 """Reads from byte `begin` on: fills page-aligned buffers in order, and yields each once full."""
@@ -123,7 +123,7 @@ def local_source(volumes: VolumeSet, shard: LocalShard) -> FileSource:
         shard=shard,
         tier=Tier.LOCAL,
         where=str(shard.path),
-        run=volume.run,
+        run=volume.record.run,
         open=lambda: volumes.opened(shard.path),
         streams=volume.io_threads,
         verified_loads=volume.verify is Verify.FULL,

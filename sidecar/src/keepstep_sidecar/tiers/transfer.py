@@ -20,8 +20,7 @@ from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep_sidecar.concurrency import for_each_chunk
 from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
-from keepstep_sidecar.volume import faults
-from keepstep_sidecar.volume.direct_io import aligned_buffer, hashing
+from keepstep_sidecar.volume.files import aligned_buffer, fault_point, hashing
 
 T = TypeVar("T")
 
@@ -163,7 +162,7 @@ def _load(open_source: Opened, view: memoryview) -> ControlPage:
     if source.adopted_by:
         control = replace(control, run=source.adopted_by)
     view[layout.digests_begin : layout.control_begin] = manifest.table
-    faults.point("load.control")
+    fault_point("load.control")
     view[layout.control_begin :] = control.to_bytes() if source.adopted_by else manifest.page
     return control
 

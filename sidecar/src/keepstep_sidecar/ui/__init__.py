@@ -3,9 +3,7 @@
 It reads what any command reads, in a process of its own. It asks a sidecar once a second, however
 many viewers there are, and only while there is one. It changes nothing: there are only GET routes.
 
-- `view`: what is known of a run; `timeline`: what follows from its history. Both pure
+- `timeline`: what is known of a run, and what follows from its history. Pure
 - `pages`: HTML of the sections, from the templates
-- `access`: what a browser must show before it may read
-- `board`: reads the runs while a viewer is connected
-- `server`: routes, and the stream of changes
+- `server`: who may read, the runs as they were read last, routes, and the stream of changes
 """

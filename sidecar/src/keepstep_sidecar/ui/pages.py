@@ -18,9 +18,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from keepstep.steps import NEAREST_FIRST
 from keepstep.version import __version__
-from keepstep_sidecar.config.quantities import format_duration, format_size
+from keepstep_sidecar.config.settings import format_duration, format_size
 from keepstep_sidecar.ui import timeline
-from keepstep_sidecar.ui.view import RunPage
+from keepstep_sidecar.ui.timeline import RunPage
 
 T = TypeVar("T")
 

@@ -1,4 +1,5 @@
-"""The routes of the page, and the stream by which a browser learns of changes.
+"""The page's server: who may read, what all viewers see, the routes, and the stream by which a
+browser learns of changes.
 
 A viewer keeps one response open (server-sent events), on which the changed sections are sent.
 Connections that have not shown the cookie are few, and are ended soon.
@@ -8,20 +9,269 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import json
+import logging
+import os
+import resource
+import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
-from keepstep.errors import UsageError
+from keepstep.errors import KeepstepError, UsageError
 from keepstep_sidecar import connections
-from keepstep_sidecar.ui.access import ENTRY_ROUTE, HOST, Access, sign
-from keepstep_sidecar.ui.board import Board
+from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.ui.pages import STATIC, Pages, Shown
-from keepstep_sidecar.ui.view import RunPage
+from keepstep_sidecar.ui.timeline import RunPage
+
+# --- access ----------------------------------------------------------------------------------
+
+
+HOST: Final = "127.0.0.1"
+ENTRY_ROUTE: Final = "/entry"
+_NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+"""The host names under which the page answers. `ssh -L` may change the port, but never the name."""
+_UNUSED: Final = 16
+"""The most tokens that wait for their browser; the oldest one is dropped."""
+
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
+    " img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+_WELCOME: Final = (
+    '<!doctype html><html lang="en"><meta charset="utf-8"><title>keepstep</title>'
+    '<link rel="icon" href="/static/icon.svg">'
+    '<meta http-equiv="refresh" content="0; url={0}"><p><a href="{0}">keepstep</a></p></html>'
+)
+"""This page is not a redirect, because a redirect after a link on another site would not carry the
+cookie.
+"""
+
+
+class Access:
+    """The access to the page of one process. `command`: the command that prints its URL.
+
+    `secret`: what a request for `ENTRY_ROUTE` must show; '': no request may have that route.
+    """
+
+    def __init__(self, command: str, *, secret: str = "") -> None:
+        self._command, self._secret = command, secret
+        self._cookie = secrets.token_urlsafe(32)
+        self._tokens: deque[str] = deque(maxlen=_UNUSED)
+
+    def url(self, port: int) -> str:
+        """A URL that lets in one browser, once."""
+        return f"http://{HOST}:{port}/?token={self.token()}"
+
+    def token(self) -> str:
+        """A token that lets in one browser, once."""
+        self._tokens.append(token := secrets.token_urlsafe(32))
+        return token
+
+    def middleware(self, admitted: Callable[[web.Request], None]) -> Middleware:
+        """Checks every request before its route runs. `admitted`: called with those that may
+        read."""
+
+        @web.middleware
+        async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if (answer := _refusal(request) or self._entry(request)) is not None:
+                return answer
+            admitted(request)
+            return await handler(request)
+
+        return guarded
+
+    def _entry(self, request: web.Request) -> web.Response | None:
+        """None for a request that may have its route; a page that sets the cookie for a request
+        with a token; else a refusal.
+        """
+        if request.path == ENTRY_ROUTE:
+            shown = request.headers.get("Authorization", "")
+            if self._secret and _same(shown, f"Bearer {self._secret}"):
+                return None
+            return _refused(403, "this is the page of another pod, or not for you")
+        cookie = f"keepstep-ui-{_host(request)[1]}"
+        if _same(request.cookies.get(cookie, ""), self._cookie):
+            return None
+        token = request.query.get("token", "")
+        if (known := next((one for one in self._tokens if _same(token, one)), None)) is None:
+            why = (
+                f"open the URL that `{self._command}` printed: its token lets in one browser, once"
+            )
+            return _refused(403, f"{why}; for another one, start the command again")
+        self._tokens.remove(known)
+        onward = html.escape("/" + request.rel_url.raw_path.lstrip("/"))
+        response = web.Response(text=_WELCOME.format(onward), content_type="text/html")
+        response.set_cookie(cookie, self._cookie, httponly=True, samesite="Strict", path="/")
+        return response
+
+
+def _refusal(request: web.Request) -> web.Response | None:
+    if request.method != "GET":
+        text = "this page is read, nothing else: only GET is answered\n"
+        return web.Response(status=405, text=text, headers={"Allow": "GET"})
+    if _host(request)[0] not in _NAMES:
+        return _refused(421, f"ask for {HOST} or localhost: this page has no other name")
+    origin = request.headers.get("Origin")
+    if origin is not None and origin != f"http://{request.headers['Host']}":
+        return _refused(403, "this page is not for pages of other origins")
+    return None
+
+
+async def sign(_: web.Request, response: web.StreamResponse) -> None:
+    """Put the headers on every answer, including errors of the routes; see
+    `on_response_prepare`.
+    """
+    response.headers.update(_HEADERS)
+    response.headers.pop("Server", None)
+
+
+def _host(request: web.Request) -> tuple[str, str]:
+    """The name in the Host header and its port, as the browser knows them."""
+    host = request.headers.get("Host", "")
+    name, colon, port = host.rpartition(":")
+    if colon and port.isascii() and port.isdigit():
+        return name.lower(), port
+    return host.lower(), "80"
+
+
+def _same(text: str, secret: str) -> bool:
+    return secrets.compare_digest(text.encode(errors="surrogateescape"), secret.encode())
+
+
+def _refused(status: int, why: str) -> web.Response:
+    return web.Response(status=status, text=f"{why}\n")
+
+
+# --- what all viewers see --------------------------------------------------------------------
+
+
+EVERY_S: Final = 1.0
+"""The pause between two reads of a run. With the time of the read and of the page, a change is seen
+within 2 s.
+"""
+
+_log = logging.getLogger("keepstep.ui")
+
+
+class Board:
+    """The runs as they were read last.
+
+    `names`: lists the runs. `read`: reads one run. Both may block: runs are read on threads of
+    `readers`, and listed on another one, so that a read that hangs does not stop the list.
+    """
+
+    def __init__(
+        self,
+        names: Callable[[], Sequence[str]],
+        read: Callable[[str], RunPage],
+        readers: Executor,
+    ) -> None:
+        self.views: dict[str, RunPage] = {}
+        self.changes = Changes()
+        self.reads = 0
+        self._names, self._read, self._readers = names, read, readers
+        self._listed: tuple[str, ...] = ()
+        self._reading: dict[str, asyncio.Task[None]] = {}
+        self._read_at: dict[str, float] = {}
+        self._viewers = 0
+        self._keeping: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def viewer(self) -> Iterator[None]:
+        """A viewer, for as long as this context is open."""
+        self._viewers += 1
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep(), name="read runs")
+        try:
+            yield
+        finally:
+            self._viewers -= 1
+            if not self._viewers:
+                self._keeping.cancel()
+                self._keeping = None
+
+    async def _keep(self) -> None:
+        """Read the runs until cancelled, when there is no viewer any more."""
+        while True:
+            try:
+                await self._list()
+            except (OSError, KeepstepError) as error:  # may be away for only a moment
+                _log.warning("the runs cannot be listed: %s", error)
+            for name in self._listed:
+                self._begin(name)
+            await asyncio.sleep(EVERY_S)
+
+    async def fresh(self, *, timeout_s: float = 3.0) -> tuple[RunPage, ...]:
+        """All runs, each as recent as a viewer would see it. Runs that do not answer within
+        `timeout_s` are returned as they were read last. Raises what listing the runs raises.
+        """
+        await self._list()
+        before = time.monotonic() - EVERY_S
+        stale = [name for name in self._listed if self._read_at.get(name, 0.0) < before]
+        if begun := [self._begin(name) for name in stale]:
+            await asyncio.wait(begun, timeout=timeout_s)
+        return self.all()
+
+    def all(self) -> tuple[RunPage, ...]:
+        """All runs as they were read last, in the order of their list."""
+        return tuple(self.view(name) for name in self._listed)
+
+    def view(self, name: str) -> RunPage:
+        """One run as it was read last. Raises KeyError if there is no such run."""
+        if name not in self._listed:
+            raise KeyError(name)
+        return self.views.get(name) or RunPage(name=name, error="it has not answered yet")
+
+    async def _list(self) -> None:
+        listed = tuple(await asyncio.get_running_loop().run_in_executor(None, self._names))
+        if listed != self._listed:
+            self._listed = listed
+            self.views = {name: view for name, view in self.views.items() if name in listed}
+            self._read_at = {name: at for name, at in self._read_at.items() if name in listed}
+            self.changes.ring()
+
+    def _begin(self, name: str) -> asyncio.Task[None]:
+        """Begin to read the run, or return the read that is under way."""
+        if (reading := self._reading.get(name)) is None:
+            reading = asyncio.create_task(self._refresh(name), name=f"read {name}")
+            self._reading[name] = reading
+        return reading
+
+    async def _refresh(self, name: str) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            view = await loop.run_in_executor(self._readers, self._read, name)
+        except KeepstepError as error:
+            view = RunPage(name=name, error=str(error))
+        except Exception as error:
+            _log.exception("cannot read run %s", name)
+            view = RunPage(name=name, error=f"{type(error).__name__}: {error}")
+        finally:
+            self._reading.pop(name, None)
+        self.reads += 1
+        self._read_at[name] = time.monotonic()
+        if view != self.views.get(name) and name in self._listed:
+            self.views[name] = view
+            self.changes.ring()
+
+
+# --- routes ----------------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 
@@ -187,3 +437,35 @@ def _html(text: str, *, status: int = 200) -> web.Response:
 
 def _differing(now: dict[str, T], sent: dict[str, T]) -> dict[str, T]:
     return {id: value for id, value in now.items() if sent.get(id) != value}
+
+
+# --- the page of a pod -----------------------------------------------------------------------
+
+
+SECRET: Final = "KEEPSTEP_UI_SECRET"
+_UNUSED_S: Final = 30.0
+_LEAST_NICE: Final = 19
+_MEMORY_BYTES: Final = 160 << 20
+"""The sidecar's memory limit counts for the page, too: rather the page fails than the sidecar."""
+
+
+async def serve_pod(
+    fd: int, run: str, *, read: Callable[[str], RunPage], text: Callable[[str], str]
+) -> None:
+    """Serve the page of `run` on the listening socket `fd`. Returns when it had no connection for
+    half a minute. `read`, `text`: see `serving`."""
+    os.nice(_LEAST_NICE)
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+    access = Access("kubectl keepstep ui", secret=os.environ.get(SECRET, ""))
+    place = f"pod {socket.gethostname()}"
+    async with serving(
+        socket.socket(fileno=fd), access, place=place, names=lambda: (run,), read=read, text=text
+    ) as server:
+        await _unused(server)
+
+
+async def _unused(server: web.Server) -> None:
+    unused_s = 0.0
+    while unused_s < _UNUSED_S:
+        await asyncio.sleep(1.0)
+        unused_s = 0.0 if server.connections else unused_s + 1.0

@@ -1,4 +1,5 @@
-"""What the page shows of a run's history: restores, lost steps, step time, and points of charts.
+"""What the page knows of a run, and what it shows of the run's history: restores, lost steps, step
+time, and points of charts.
 
 Pure: events in, figures out. A chart has a few hundred points at most, however long the run is.
 Points are left out by the events' numbers, so that the remaining ones stay where they are.
@@ -13,9 +14,67 @@ from itertools import pairwise
 from statistics import median
 from typing import Final, TypeVar
 
-from keepstep.core.history import Event, Kind, Restart
+from keepstep.core.history import Event, Goodput, Kind, Restart
 from keepstep.steps import NEAREST_FIRST, StepId
-from keepstep_sidecar.ui.view import RunPage
+from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, VolumeStatus
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPage:
+    """`live`: what the sidecar says, None without a sidecar. In that case `steps`, which ascend,
+    are those of the `volumes`. `events`: the run's history on this machine, oldest first.
+    `problems`: what people should look at. `error`: why nothing of the run could be read.
+    """
+
+    name: str
+    live: Status | None = None
+    steps: tuple[StepStatus, ...] = ()
+    committed: StepStatus | None = None
+    newest: StepStatus | None = None
+    events: tuple[Event, ...] = ()
+    goodput: Goodput | None = None
+    volumes: tuple[str, ...] = ()
+    log: str = ""
+    problems: tuple[str, ...] = ()
+    error: str = ""
+
+    @property
+    def ranks(self) -> tuple[RankStatus, ...]:
+        return () if self.live is None else self.live.ranks
+
+    @property
+    def drives(self) -> tuple[VolumeStatus, ...]:
+        return () if self.live is None else self.live.volumes
+
+    @property
+    def depots(self) -> tuple[TierStatus, ...]:
+        return () if self.live is None else self.live.depots
+
+    @property
+    def state(self) -> str:
+        """The state in a word: training | waiting | stopped | unreadable."""
+        if self.error:
+            return "unreadable"
+        if self.live is None:
+            return "stopped"
+        return "training" if any(one.alive for one in self.ranks) else "waiting"
+
+    @property
+    def state_text(self) -> str:
+        """The state in a sentence. Nothing in it changes at every step: it is read out loud."""
+        if self.live is None or self.error:
+            return {
+                "unreadable": "This run cannot be read.",
+                "stopped": "No sidecar runs: this is what lies on the volumes.",
+            }[self.state]
+        world = max((one.world for one in self.ranks), default=0)
+        if not world:
+            return "A sidecar runs; no trainer has connected yet."
+        alive = sum(one.alive for one in self.ranks)
+        if alive:
+            return f"Training: {alive} of {world} ranks are connected."
+        return "A sidecar runs; no trainer is connected."
+
 
 POINTS: Final = 400
 """The most points in a line of a chart."""

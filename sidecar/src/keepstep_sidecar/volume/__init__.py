@@ -1,11 +1,10 @@
 """Local drives.
 
-    volume, volume_set   a directory that holds runs; all such directories of a run
-    paths, directories   where a shard is: pending, published, retired, in quarantine
-    durable_file         writes a shard, or another file, so that it is whole or not there
-    direct_io            O_DIRECT by threads, within a rate; filesystem   system calls
-    scan, run_record     what lies on a volume at the start; the run's epochs
-    prepare              makes a directory that a sidecar can use; faults   fault points for tests
+    volume                     a run's directory on a drive; all such directories of a run
+    directories                where a shard is (pending, published, retired, in quarantine), and
+                               what lies there at the start
+    files                      system calls, O_DIRECT by threads, files that are whole or not there
+    run_record, history_file   the run's epochs; what happened
 
 The picture: docs/architecture.md.
 """

@@ -1,107 +1,408 @@
-"""The directories of a step's shards (pending, published, retired, quarantine, spare), and the
-moves between them.
+"""The directory of a run on one volume: what names mean, what lies there, and the moves between its
+places.
 
-The directory of a step appears to readers, and disappears, by one rename, so readers never see a
-part of its shards. When a method returns, its moves are on the medium. The caller (`Volume`) holds
-its lock and handles OSError, which every method may raise.
+    <root>/                                     <dir>/<run>
+        .lock                                   held by the sidecar that owns the volume
+        run.json                                the run's epochs
+        history.jsonl                           what happened, shown to people
+        <step>/rank-00000-of-00002.safetensors  a committed step: whole, visible to stock readers
+        pending/<step>/rank-...                 durable shards of steps not known to be committed
+        pending/<step>/.rank-....tmp-<pid>-<n>  a shard being written
+        quarantine/<step>.<shard>.<reason>.<n>  files that failed; kept, never read again
+        retired/<step>.<n>/                     a step that is being deleted
+        spare/rank-...                          retired shards that will be written over
+
+A shard moves between these places by rename only, so it is always in exactly one of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
 
-from keepstep.steps import StepId
+from keepstep.core.shard import MOST_RANKS, Shard
+from keepstep.directory import NoFileError
+from keepstep.errors import FormatError, ImageError, TornError
+from keepstep.image import Layout
+from keepstep.image.manifest import Manifest
+from keepstep.steps import StepId, shard_name
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.volume import faults
-from keepstep_sidecar.volume.direct_io import aligned_buffer
-from keepstep_sidecar.volume.durable_file import DurableFile
-from keepstep_sidecar.volume.filesystem import PAGE_BYTES, Filesystem
-from keepstep_sidecar.volume.paths import Tree, is_shard, is_step, is_temporary, quarantine_name
-from keepstep_sidecar.volume.scan import step_directories
+from keepstep_sidecar.volume.files import (
+    PAGE_BYTES,
+    DurableFile,
+    Filesystem,
+    aligned_buffer,
+    fault_point,
+    is_alike,
+    is_open_only_as,
+)
+
+# --- names -----------------------------------------------------------------------------------
+
+
+LOCK = ".lock"
+RECORD = "run.json"
+HISTORY = "history.jsonl"
+
+_NUMBER = r"([0-9]{5}|[1-9][0-9]{5,9})"
+_SHARD = re.compile(rf"rank-{_NUMBER}-of-{_NUMBER}\.safetensors")
+_TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9]+-[0-9]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardName:
+    """What a shard's path says; the control page inside must say the same. Raises ValueError for
+    ranks that no world has: what is held of a step is one bit for each."""
+
+    id: StepId
+    rank: int
+    world: int
+
+    def __post_init__(self) -> None:
+        if not self.rank < self.world <= MOST_RANKS:
+            raise ValueError(f"rank {self.rank} of {self.world}: a world has {MOST_RANKS} at most")
+
+    @classmethod
+    def parse(cls, path: Path) -> ShardName:
+        """Read `.../<step>/rank-00000-of-00002.safetensors`. Raises ValueError."""
+        if not (match := _SHARD.fullmatch(path.name)):
+            raise ValueError(f"not a shard's name: {path.name}")
+        return cls(id=StepId.parse(path.parent.name), rank=int(match[1]), world=int(match[2]))
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Paths below `root`, which is absolute."""
+
+    root: Path
+
+    @property
+    def lock(self) -> Path:
+        return self.root / LOCK
+
+    @property
+    def record(self) -> Path:
+        return self.root / RECORD
+
+    @property
+    def history(self) -> Path:
+        return self.root / HISTORY
+
+    @property
+    def pending(self) -> Path:
+        return self.root / "pending"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / "quarantine"
+
+    @property
+    def retired(self) -> Path:
+        return self.root / "retired"
+
+    @property
+    def spare(self) -> Path:
+        return self.root / "spare"
+
+    def pending_step(self, id: StepId) -> Path:
+        return self.pending / str(id)
+
+    def published_step(self, id: StepId) -> Path:
+        return self.root / str(id)
+
+    def pending_shard(self, id: StepId, rank: int, world: int) -> Path:
+        return self.pending_step(id) / shard_name(rank, world)
+
+    def is_published(self, path: Path) -> bool:
+        """Does `path` lie in a directory that readers see?"""
+        return path.parent.parent == self.root and is_step(path.parent.name)
+
+
+def temporary_name(shard: str, *, pid: int, number: int) -> str:
+    """A name that readers of `*.safetensors` do not see, and that a scan tells from a shard."""
+    return f".{shard}.tmp-{pid}-{number}"
+
+
+def is_temporary(name: str) -> bool:
+    """Is this a name that `temporary_name` makes?"""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_shard(name: str) -> bool:
+    """Is this the name of a shard? Other files in a step's directory are not ours."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def is_step(name: str) -> bool:
+    """Is this the name of a step's directory?"""
+    try:
+        StepId.parse(name)
+    except ValueError:
+        return False
+    return True
+
+
+def quarantine_name(path: Path, reason: str, number: int) -> str:
+    """`<step>.<shard>.<reason>.<n>`. Unlike a shard's name, it does not end in .safetensors."""
+    match = _TEMPORARY.fullmatch(path.name)
+    shard = (match[1] if match else path.name).removesuffix(".safetensors")
+    slug = re.sub(r"[^a-z0-9]+", "-", reason.lower()).strip("-")[:40] or "unknown"
+    return f"{path.parent.name}.{shard}.{slug}.{number}"
+
+
+# --- what lies there -------------------------------------------------------------------------
+
+
+BAD_BLOCKS = (errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN)
+"""Errors for lost blocks, from a drive or from a file system with its own checksums."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalShard(Shard):
+    """A shard on a volume. `published`: readers can see the step's directory, because the step was
+    committed."""
+
+    path: Path = field(compare=False)
+    layout: Layout = field(compare=False)
+    published: bool = field(default=False, compare=False)
+
+    @classmethod
+    def of(cls, path: Path, manifest: Manifest, *, published: bool = False) -> LocalShard:
+        """A shard as the file itself describes it."""
+        told = {one.name: getattr(manifest.shard, one.name) for one in fields(Shard)}
+        return cls(**told, path=path, layout=manifest.layout, published=published)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A file that is not a shard of this run, and why. `moved_to`: its path in quarantine.
+
+    After a `VersionError` the file stays where it is: a newer keepstep can read it.
+    """
+
+    path: Path
+    error: ImageError
+    moved_to: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan:
+    """Everything on a volume, sorted by step and rank. `unread`: the volumes of a set that could
+    not be scanned, by their roots, and why. What they hold is unknown."""
+
+    shards: tuple[LocalShard, ...] = ()
+    problems: tuple[Refused, ...] = ()
+    unread: Mapping[Path, str] = field(default_factory=dict)
+
+
+def survey(root: Path, *, run: str, filesystem: Filesystem | None = None) -> Scan:
+    """Look at every shard below `root` (`<dir>/<run>`). A missing root gives an empty scan.
+
+    Raises OSError when the content cannot be determined: unknown is not the same as absent.
+    """
+    tree = Tree(root.absolute())
+    filesystem = filesystem or holding(tree.root)
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.directory(tree.root)  # raises if it is a file
+    shards: list[LocalShard] = []
+    problems: list[Refused] = []
+    for path in _files(tree, filesystem):
+        seen = _look(path, filesystem, run=run, published=tree.is_published(path))
+        if isinstance(seen, LocalShard):
+            shards.append(seen)
+        elif seen is not None:
+            problems.append(seen)
+    shards.sort(key=lambda shard: (shard.step_id, shard.rank))
+    return Scan(shards=tuple(shards), problems=tuple(problems))
+
+
+def holding(root: Path) -> Filesystem:
+    """A file system that holds `root`, if that exists. Raises OSError if it is a link or a file."""
+    filesystem = Filesystem()
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.hold(root)
+    return filesystem
+
+
+def step_directories(tree: Tree, filesystem: Filesystem) -> Iterator[Path]:
+    """Directories of steps, published ones first. Empty if there are none or no volume. A file or a
+    link where one belongs is none. But of a link in the place of `pending` it is unknown what lies
+    behind it: OSError."""
+    for parent in (tree.root, tree.pending):
+        found = filesystem.lstat(parent)
+        if found is not None and stat.S_ISLNK(found.st_mode):
+            filesystem.directory(parent)  # raises
+        named = (parent / name for name in filesystem.names(parent) if is_step(name))
+        yield from filter(filesystem.is_directory, named)
+
+
+def _files(tree: Tree, filesystem: Filesystem) -> Iterator[Path]:
+    """All that is named like a shard, without links: those stand for shards on other volumes."""
+    for directory in step_directories(tree, filesystem):
+        for name in filter(is_shard, filesystem.names(directory)):
+            found = filesystem.lstat(directory / name)
+            if found is not None and not stat.S_ISLNK(found.st_mode):
+                yield directory / name
+
+
+def strangers(tree: Tree, filesystem: Filesystem) -> list[Path]:
+    """`.safetensors` files in steps' directories that are not shards. The sidecar neither reads nor
+    moves them. But a stock reader of the directory would take them for a part of the step."""
+    found: list[Path] = []
+    for directory in step_directories(tree, filesystem):
+        found += [directory / name for name in filesystem.names(directory)]
+    return [path for path in found if path.suffix == ".safetensors" and not is_shard(path.name)]
+
+
+def _look(
+    path: Path, filesystem: Filesystem, *, run: str, published: bool
+) -> LocalShard | Refused | None:
+    """What a file is; None when the volume's owner moved or retired it meanwhile.
+
+    Whatever error a reader meets, the file counts as refused, so that one bad file never hides the
+    good ones.
+    """
+    try:
+        with opened(path, filesystem) as fd:
+            return LocalShard.of(path, read_manifest(fd, path, run=run), published=published)
+    except ImageError as error:
+        return Refused(path=path, error=error)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno not in BAD_BLOCKS:
+            raise
+        return Refused(path=path, error=FormatError(f"unreadable: {error.strerror}", path=path))
+    except MemoryError:
+        raise
+    except Exception as error:
+        return Refused(path=path, error=FormatError(f"unreadable: {error!r}", path=path))
+
+
+@contextlib.contextmanager
+def opened(path: Path, filesystem: Filesystem) -> Iterator[int]:
+    """Open a shard for reading; yields the descriptor. Raises FormatError for anything that is no
+    regular file, OSError."""
+    try:
+        fd = filesystem.open(path, os.O_RDONLY)
+    except NoFileError:
+        raise FormatError("not a regular file", path=path) from None
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_manifest(fd: int, path: Path, *, run: str) -> Manifest:
+    """The manifest of an open shard, checked against `run` and the shard's name.
+
+    Raises FormatError, TornError, ForeignError or VersionError, which all name `path`; OSError.
+    """
+    try:
+        name = ShardName.parse(path)
+    except ValueError as error:
+        raise FormatError(str(error), path=path) from None
+    shard = Shard(step_id=name.id, rank=name.rank, world=name.world)
+
+    def read(begin: int, end: int) -> bytes:
+        if len(data := os.pread(fd, end - begin, begin)) < end - begin:
+            raise TornError(f"truncated: it ends before byte {end}")
+        return data
+
+    return Manifest.read(read, os.fstat(fd).st_size, run=run, shard=shard, path=path)
+
+
+# --- moves -----------------------------------------------------------------------------------
+
 
 _QUARANTINED = 16
 """So many files stay in quarantine at most."""
 
 
+@dataclass(frozen=True)
 class Directories:
-    """The directories that `paths` names, and the moves between them."""
+    """The directories of `tree`, and the moves between them. `lock`: for those who change names
+    there."""
 
-    def __init__(self, tree: Tree, filesystem: Filesystem) -> None:
-        self._tree = tree
-        self._filesystem = filesystem
+    tree: Tree
+    filesystem: Filesystem
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     # --- looking -----------------------------------------------------------------------------
 
     def find(self, id: StepId, shard: str) -> Path | None:
         """The path of a shard, published or pending; None when it is neither."""
-        places = (self._tree.published_step(id), self._tree.pending_step(id))
+        places = (self.tree.published_step(id), self.tree.pending_step(id))
         found = (place / shard for place in places)
-        return next(filter(self._filesystem.is_file, found), None)
+        return next(filter(self.filesystem.is_file, found), None)
 
     def locate(self, path: Path) -> Path:
         """`path`, or the file's current path if its step was published or hidden meanwhile."""
-        if self._filesystem.lstat(path) is not None or not is_step(path.parent.name):
+        if self.filesystem.lstat(path) is not None or not is_step(path.parent.name):
             return path
         return self.find(StepId.parse(path.parent.name), path.name) or path
 
     def published_paths(self, id: StepId) -> tuple[Path, ...]:
         """The paths that this volume's shards of a step have once it is published."""
         names: set[str] = set()
-        for place in (self._tree.published_step(id), self._tree.pending_step(id)):
+        for place in (self.tree.published_step(id), self.tree.pending_step(id)):
             names.update(path.name for path in self.shards_in(place))
-        return tuple(self._tree.published_step(id) / name for name in sorted(names))
+        return tuple(self.tree.published_step(id) / name for name in sorted(names))
 
     def used_bytes(self, *, besides: Collection[Path]) -> int:
         """Blocks of all files below the root except `besides`, in bytes."""
-        found = self._filesystem.walk(self._tree.root)
+        found = self.filesystem.walk(self.tree.root)
         return sum(_bytes(one) for path, one in found if path not in besides)
 
     def disk_bytes(self, path: Path) -> int:
         """Blocks of a file, or of all files in a directory, in bytes; 0 when it is gone."""
-        found = self._filesystem.lstat(path)
+        found = self.filesystem.lstat(path)
         if found is None:
             return 0
         if not stat.S_ISDIR(found.st_mode):
             return _bytes(found)
-        return sum(_bytes(one) for _, one in self._filesystem.walk(path))
+        return sum(_bytes(one) for _, one in self.filesystem.walk(path))
 
     def shards_in(self, directory: Path) -> list[Path]:
         """The shards in `directory` itself, without links to other volumes."""
         named = [path for path in self.entries(directory) if is_shard(path.name)]
-        return [path for path in named if self._filesystem.is_file(path)]
+        return [path for path in named if self.filesystem.is_file(path)]
 
     def entries(self, directory: Path) -> list[Path]:
         """What `directory` holds, sorted; nothing when it is missing, a link or a file."""
-        return [directory / name for name in self._filesystem.names(directory)]
+        return [directory / name for name in self.filesystem.names(directory)]
 
     def quarantined(self) -> int:
         """Number of files in quarantine."""
-        return len(self._filesystem.names(self._tree.quarantine))
+        return len(self.filesystem.names(self.tree.quarantine))
 
     def quarantine_bytes(self) -> int:
         """Space that the files in quarantine take. It counts as free."""
-        return self.disk_bytes(self._tree.quarantine)
+        return self.disk_bytes(self.tree.quarantine)
 
     # --- moving ------------------------------------------------------------------------------
 
     def make_pending(self, id: StepId) -> Path:
         """Make the directory for a step's new shards. Its name survives a power cut."""
-        for path in (self._tree.pending, self._tree.pending_step(id)):
+        for path in (self.tree.pending, self.tree.pending_step(id)):
             self.make(path)
-        return self._tree.pending_step(id)
+        return self.tree.pending_step(id)
 
     def publish(self, id: StepId, elsewhere: Sequence[Path]) -> Path | None:
         """Show a step to readers by one rename of its whole directory. Returns that directory, or
         None if there are no shards. `elsewhere`: shards on other volumes, shown as links."""
-        pending, published = self._tree.pending_step(id), self._tree.published_step(id)
+        pending, published = self.tree.pending_step(id), self.tree.published_step(id)
         if not self.shards_in(pending):
-            return published if self._filesystem.is_directory(published) else None
-        if self._filesystem.is_directory(published):
+            return published if self.filesystem.is_directory(published) else None
+        if self.filesystem.is_directory(published):
             # A shard was written again after the step had been hidden and shown. Join the two
             # first.
             self.unpublish(id)
@@ -110,37 +411,37 @@ class Directories:
         return published
 
     def _link(self, directory: Path, elsewhere: Sequence[Path]) -> None:
-        there = self._filesystem.names(directory)
+        there = self.filesystem.names(directory)
         missing = [path for path in elsewhere if path.name not in there]
         for path in missing:
-            self._filesystem.symlink(path, directory / path.name)
+            self.filesystem.symlink(path, directory / path.name)
         if missing:
-            self._filesystem.sync_directory(directory)
+            self.filesystem.sync_directory(directory)
 
     def unpublish(self, id: StepId) -> None:
         """Hide a step by one rename. Shards that are already pending join it first."""
-        pending, published = self._tree.pending_step(id), self._tree.published_step(id)
-        if not self._filesystem.is_directory(published):
+        pending, published = self.tree.pending_step(id), self.tree.published_step(id)
+        if not self.filesystem.is_directory(published):
             return
-        self.make(self._tree.pending)
-        if self._filesystem.is_directory(pending):
+        self.make(self.tree.pending)
+        if self.filesystem.is_directory(pending):
             self._merge(pending, published)
         self._move(published, pending, "unpublish")
 
     def _merge(self, source: Path, target: Path) -> None:
         """Move the files of `source` into `target`, and remove `source`."""
         for path in self.entries(source):
-            self._filesystem.rename(path, target / path.name)
-        self._filesystem.sync_directory(target)
-        self._filesystem.remove_directory(source)
+            self.filesystem.rename(path, target / path.name)
+        self.filesystem.sync_directory(target)
+        self.filesystem.remove_directory(source)
 
     def retire(self, id: StepId) -> tuple[Path, ...]:
         """Take a step out of sight. Returns the directories that are left of it in `retired/`."""
         doomed = []
-        for place in (self._tree.published_step(id), self._tree.pending_step(id)):
-            if self._filesystem.is_directory(place):
-                self.make(self._tree.retired)
-                target = self._unused(self._tree.retired, place.name)
+        for place in (self.tree.published_step(id), self.tree.pending_step(id)):
+            if self.filesystem.is_directory(place):
+                self.make(self.tree.retired)
+                target = self._unused(self.tree.retired, place.name)
                 # Make the move durable before the first unlink: after a power cut, a directory that
                 # lost some of its shards must not come back.
                 self._move(place, target, "retire")
@@ -149,58 +450,58 @@ class Directories:
 
     def delete(self, directory: Path) -> int:
         """Delete a retired directory; of a link, only the name. Returns the bytes freed."""
-        found = self._filesystem.lstat(directory)
+        found = self.filesystem.lstat(directory)
         if found is not None and stat.S_ISLNK(found.st_mode):
-            self._filesystem.unlink(directory)
+            self.filesystem.unlink(directory)
             return 0
         freed = self.disk_bytes(directory)
         for path in self.entries(directory):
-            faults.point("retire.unlink")
-            if self._filesystem.is_directory(path):
-                self._filesystem.remove_tree(path)
+            fault_point("retire.unlink")
+            if self.filesystem.is_directory(path):
+                self.filesystem.directory(directory).remove(path.name)
             else:
-                self._filesystem.unlink(path)
-        self._filesystem.remove_directory(directory)
-        faults.point("retire.done")
+                self.filesystem.unlink(path)
+        self.filesystem.remove_directory(directory)
+        fault_point("retire.done")
         return freed
 
     def discard(self, paths: Iterable[Path]) -> None:
         """Delete these files. One that cannot be deleted stays and is logged."""
         for path in paths:
             with _said(path), contextlib.suppress(FileNotFoundError):
-                self._filesystem.unlink(path)
+                self.filesystem.unlink(path)
 
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move one file to quarantine; hides its step if published. Returns the new path."""
-        if self._tree.is_published(path):
+        if self.tree.is_published(path):
             id = StepId.parse(path.parent.name)
             self.unpublish(id)
-            path = self._tree.pending_step(id) / path.name
-        self.make(self._tree.quarantine)
+            path = self.tree.pending_step(id) / path.name
+        self.make(self.tree.quarantine)
         names = (quarantine_name(path, reason, number) for number in count(1))
-        targets = (self._tree.quarantine / name for name in names)
-        target = next(one for one in targets if self._filesystem.lstat(one) is None)
-        faults.point("quarantine.rename")
-        self._filesystem.rename(path, target)
-        self._filesystem.sync_directory(target.parent)
-        self._filesystem.sync_directory(path.parent)
+        targets = (self.tree.quarantine / name for name in names)
+        target = next(one for one in targets if self.filesystem.lstat(one) is None)
+        fault_point("quarantine.rename")
+        self.filesystem.rename(path, target)
+        self.filesystem.sync_directory(target.parent)
+        self.filesystem.sync_directory(path.parent)
         self._bound_quarantine(newest=target)
         return target
 
     def drop_quarantine(self) -> bool:
         """Delete the files in quarantine: others need the space. Returns whether there were any."""
-        doomed = self.entries(self._tree.quarantine)
+        doomed = self.entries(self.tree.quarantine)
         if doomed:
-            warn("quarantine emptied", path=str(self._tree.quarantine), files=len(doomed))
+            warn("quarantine emptied", path=str(self.tree.quarantine), files=len(doomed))
         self.discard(doomed)
         return bool(doomed)
 
     def _bound_quarantine(self, *, newest: Path) -> None:
         """Delete the oldest files if there are many, or if they take a tenth of the drive. The
         newest one is kept: it holds bad blocks, or tells what went wrong."""
-        found = self._filesystem.walk(self._tree.quarantine)
+        found = self.filesystem.walk(self.tree.quarantine)
         there = {path: one for path, one in found if path != newest}
-        left_bytes = self._filesystem.size_bytes(self._tree.root) // 10 - self.disk_bytes(newest)
+        left_bytes = self.filesystem.size_bytes(self.tree.root) // 10 - self.disk_bytes(newest)
         order = sorted(there, key=lambda path: there[path].st_ctime, reverse=True)
         for number, path in enumerate(order, start=2):
             left_bytes -= _bytes(there[path])
@@ -214,10 +515,10 @@ class Directories:
         be removed (a file where a directory belongs, a file system that is read-only by now) stays
         and is logged. It must not hide the shards that a scan would find.
         """
-        for directory in self.entries(self._tree.retired):
+        for directory in self.entries(self.tree.retired):
             with _said(directory):
                 self.delete(directory)
-        for directory in list(step_directories(self._tree, self._filesystem)):
+        for directory in list(step_directories(self.tree, self.filesystem)):
             with _said(directory):
                 self._sweep_step(directory, keep)
 
@@ -225,34 +526,34 @@ class Directories:
         for path in self.entries(directory):
             if is_temporary(path.name) and path not in keep:
                 with _said(path):
-                    self._filesystem.unlink(path)
+                    self.filesystem.unlink(path)
         if not any(path.parent == directory for path in keep):
             with contextlib.suppress(OSError):  # not empty is the usual case
-                self._filesystem.remove_directory(directory)
+                self.filesystem.remove_directory(directory)
 
     # --- parts -------------------------------------------------------------------------------
 
     def make(self, path: Path) -> None:
         """Make one of the directories; a file or a link in its place is set aside."""
-        found = self._filesystem.lstat(path)
+        found = self.filesystem.lstat(path)
         if found is not None and not stat.S_ISDIR(found.st_mode):
             aside = self._unused(path.parent, f"{path.name}.set-aside")
             warn("set aside", path=str(path), reason="no directory", moved_to=str(aside))
-            self._filesystem.rename(path, aside)
-        if self._filesystem.make_directory(path):
-            self._filesystem.sync_directory(path.parent)
+            self.filesystem.rename(path, aside)
+        if self.filesystem.make_directory(path):
+            self.filesystem.sync_directory(path.parent)
 
     def _unused(self, directory: Path, name: str) -> Path:
         paths = (directory / f"{name}.{number}" for number in count(1))
-        return next(path for path in paths if self._filesystem.lstat(path) is None)
+        return next(path for path in paths if self.filesystem.lstat(path) is None)
 
     def _move(self, source: Path, target: Path, what: str) -> None:
         """Rename a directory. On return, no power cut can undo it."""
-        faults.point(f"{what}.rename")
-        self._filesystem.rename(source, target)
-        faults.point(f"{what}.sync")
-        self._filesystem.sync_directory(target.parent)
-        self._filesystem.sync_directory(source.parent)
+        fault_point(f"{what}.rename")
+        self.filesystem.rename(source, target)
+        fault_point(f"{what}.sync")
+        self.filesystem.sync_directory(target.parent)
+        self.filesystem.sync_directory(source.parent)
 
 
 @contextlib.contextmanager
@@ -280,10 +581,9 @@ class SpareFiles:
     lies in `spare/`, where no reader looks. Where anything is in doubt, a new file is written.
     """
 
-    def __init__(self, tree: Tree, directories: Directories, filesystem: Filesystem) -> None:
-        self._tree = tree
+    def __init__(self, directories: Directories) -> None:
         self._directories = directories
-        self._filesystem = filesystem
+        self._tree, self._filesystem = directories.tree, directories.filesystem
 
     def disk_bytes(self) -> int:
         """Space that spare files take. It counts as free."""
@@ -328,12 +628,12 @@ class SpareFiles:
             found = os.fstat(fd)
             if found.st_size != size_bytes or found.st_nlink > 1:
                 return False
-            if not (self._filesystem.is_alike(fd, new) and self._filesystem.is_open_only_as(fd)):
+            if not (is_alike(fd, new) and is_open_only_as(fd)):
                 return False
-            faults.point("spare.unseal")
+            fault_point("spare.unseal")
             with aligned_buffer(PAGE_BYTES) as zeros, memoryview(zeros) as page:
                 self._filesystem.write(fd, page, size_bytes - PAGE_BYTES)
-            faults.point("spare.sync")
+            fault_point("spare.sync")
             self._filesystem.sync_data(fd)
             return True
         finally:

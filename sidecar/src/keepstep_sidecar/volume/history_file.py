@@ -22,15 +22,13 @@ from typing import Any, Final
 
 import msgspec
 
-from keepstep.core.goodput import Tally
-from keepstep.core.history import Event, Restart
+from keepstep.core.history import Event, Restart, Tally
 from keepstep.directory import Directory
 from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
-from keepstep.image import fields
+from keepstep.image import strictjson
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.volume import faults
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.scan import opened
+from keepstep_sidecar.volume.directories import opened
+from keepstep_sidecar.volume.files import Filesystem, fault_point
 
 FORMAT_VERSION: Final = 1
 _LARGEST_BYTES: Final = 4 << 20
@@ -125,7 +123,7 @@ class HistoryFile:
         if head.format_version > FORMAT_VERSION:
             raise VersionError(f"a history of format {head.format_version}, by a newer keepstep")
         if not _ID.fullmatch(head.id):
-            raise FormatError(f"not a history: its id is {fields.quoted(head.id)}")
+            raise FormatError(f"not a history: its id is {strictjson.quoted(head.id)}")
         if head.run != self._run:
             raise ForeignError(f"belongs to run {head.run[:80]!r}, not {self._run!r}")
         return head
@@ -146,7 +144,7 @@ class HistoryFile:
                 self._trouble, self._written = "", events[-1].sequence
 
     def _append(self, path: Path, events: Sequence[Event], before: Tally) -> None:
-        faults.point("history.write")
+        fault_point("history.write")
         forgotten = events[0].sequence - 1 - self._written
         directory = Directory.opened(path.parent)
         if self._written >= 0 and forgotten > 0:  # the head of a new file must sum them up

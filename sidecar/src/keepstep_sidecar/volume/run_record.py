@@ -11,16 +11,16 @@ new file.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from keepstep.errors import ForeignError, FormatError, VersionError
-from keepstep.image import fields, strictjson
+from keepstep.image import strictjson
 from keepstep.steps import Epoch, EpochId, StepId, merged
-from keepstep_sidecar.volume.durable_file import replacing
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.scan import opened
+from keepstep_sidecar.volume.directories import opened
+from keepstep_sidecar.volume.files import Filesystem, replacing
 
 FORMAT_VERSION = 1
 _SIZE_LIMIT_BYTES = 16 << 20
@@ -41,6 +41,21 @@ class RunRecord:
     pinned: frozenset[StepId] = frozenset()
     failures: frozenset[StepId] = frozenset()
     asked: StepId | None = None
+
+    @classmethod
+    def union(cls, records: Sequence[RunRecord]) -> RunRecord:
+        """What several volumes of a run have on record, taken together. What the script asked for
+        is told by the one that knows the newest epoch."""
+        began = [one for one in records if one.epochs]
+        newest = max(began, key=lambda one: one.epochs[-1].id, default=None)
+        return cls(
+            run=records[0].run,
+            epochs=merged(epoch for one in records for epoch in one.epochs),
+            committed=max((one.committed for one in records if one.committed), default=None),
+            pinned=frozenset().union(*(one.pinned for one in records)),
+            failures=frozenset().union(*(one.failures for one in records)),
+            asked=None if newest is None else newest.asked,
+        )
 
     def with_epochs(self, *epochs: Epoch) -> RunRecord:
         """This record with `epochs` added; the same object when all of them are already known."""
@@ -82,7 +97,7 @@ def _read(reader: strictjson.Reader) -> RunRecord:
         else:
             value = reader.value()
             if key == "format_version":
-                fields.version(value, FORMAT_VERSION)
+                strictjson.version(value, FORMAT_VERSION)
             if key in ("format_version", "run", "committed", "asked"):
                 told[key] = value
     reader.end()
@@ -90,7 +105,7 @@ def _read(reader: strictjson.Reader) -> RunRecord:
         raise FormatError(f"without {' and '.join(sorted(missing))}")
     committed, asked = told.get("committed"), told.get("asked")
     return RunRecord(
-        run=fields.text(told["run"], "run"),
+        run=strictjson.text(told["run"], "run"),
         epochs=told["epochs"],
         committed=None if committed is None else read_step(committed),
         pinned=told.get("pinned", frozenset()),
@@ -107,22 +122,22 @@ def epoch_json(one: Epoch) -> dict[str, str | None]:
 
 def read_epoch(value: object) -> Epoch:
     """Inverse of `epoch_json`. Raises FormatError."""
-    epoch = fields.mapping(value, "epoch")
+    epoch = strictjson.mapping(value, "epoch")
     parent = epoch.get("parent")
     try:
-        id = EpochId.parse(fields.text(epoch.get("id"), "the id of an epoch"))
+        id = EpochId.parse(strictjson.text(epoch.get("id"), "the id of an epoch"))
     except ValueError as error:
-        raise FormatError(fields.reason(error)) from None
-    origin = fields.text(epoch.get("origin", ""), "the origin of an epoch")
+        raise FormatError(strictjson.reason(error)) from None
+    origin = strictjson.text(epoch.get("origin", ""), "the origin of an epoch")
     return Epoch(id, None if parent is None else read_step(parent), origin)
 
 
 def read_step(value: object) -> StepId:
     """A step from parsed JSON. Raises FormatError."""
     try:
-        return StepId.parse(fields.text(value, "a step"))
+        return StepId.parse(strictjson.text(value, "a step"))
     except ValueError as error:
-        raise FormatError(fields.reason(error)) from None
+        raise FormatError(strictjson.reason(error)) from None
 
 
 def load(path: Path, *, run: str) -> RunRecord:

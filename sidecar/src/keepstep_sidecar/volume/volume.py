@@ -14,6 +14,7 @@ import fcntl
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,23 +33,34 @@ from keepstep.image import ControlPage, Layout, check_control
 from keepstep.steps import StepId, shard_name
 from keepstep_sidecar.config.sidecar import IO_THREADS, Verify
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.volume import faults, run_record
-from keepstep_sidecar.volume.direct_io import Engine, RateLimit, ShardFile, open_shard, probe
-from keepstep_sidecar.volume.directories import Directories, SpareFiles
-from keepstep_sidecar.volume.drive_id import drive_id
-from keepstep_sidecar.volume.durable_file import DurableFile
-from keepstep_sidecar.volume.filesystem import FULL, Filesystem
-from keepstep_sidecar.volume.paths import Tree, temporary_name
-from keepstep_sidecar.volume.run_record import RunRecord
-from keepstep_sidecar.volume.scan import (
+from keepstep_sidecar.volume import run_record
+from keepstep_sidecar.volume.directories import (
+    Directories,
     LocalShard,
     Refused,
     Scan,
+    SpareFiles,
+    Tree,
+    is_step,
     opened,
     read_manifest,
     strangers,
     survey,
+    temporary_name,
 )
+from keepstep_sidecar.volume.files import (
+    FULL,
+    DurableFile,
+    Engine,
+    Filesystem,
+    RateLimit,
+    ShardFile,
+    drive_id,
+    fault_point,
+    open_shard,
+    probe,
+)
+from keepstep_sidecar.volume.run_record import RunRecord
 
 __all__ = ["Unread", "Volume", "Written"]
 
@@ -105,17 +117,12 @@ class Volume:
         run.
         """
         self.root = root.absolute()
-        self.run = run
-        self.capacity_bytes = capacity_bytes
         self.failed = self.read_only = read_only
         self._unscanned = ""
         """`failed` as the last scan set it, while there is no worse error."""
         self.verify = verify
         self.filesystem = filesystem or Filesystem()
-        self._tree = Tree(self.root)
-        self._directories = Directories(self._tree, self.filesystem)
-        self._spares = SpareFiles(self._tree, self._directories, self.filesystem)
-        self._lock = threading.RLock()
+        self._directories = Directories(Tree(self.root), self.filesystem)
         self._ownership: Ownership | None = None
         self.drive_id = ""
         """As `drive_id` names it."""
@@ -125,41 +132,33 @@ class Volume:
             with contextlib.suppress(OSError, ImageError):
                 self.filesystem.hold(self.root)
                 self.drive_id = drive_id(self.filesystem.directory(self.root).fd)
-                self.record = run_record.load(self._tree.record, run=run)
+                self.record = run_record.load(Tree(self.root).record, run=run)
         else:
-            self._take(engine)
+            self._take(run, engine)
         self.io_threads = self.engine.threads(io_threads)
         self._writer = Writer(
-            tree=self._tree,
             directories=self._directories,
-            spares=self._spares,
-            filesystem=self.filesystem,
-            lock=self._lock,
+            spares=SpareFiles(self._directories),
             run=run,
             engine=self.engine,
             threads=self.io_threads,
             capacity_bytes=capacity_bytes,
         )
 
-    def _take(self, engine: Engine | None) -> None:
+    def _take(self, run: str, engine: Engine | None) -> None:
         with self._translated(f"cannot use the volume {self.root}"):
             self.filesystem.hold(self.root, make=True)
-            self._ownership = Ownership(self._tree.lock)
+            self._ownership = Ownership(Tree(self.root).lock)
             self._device = self.root.stat().st_dev
             self.drive_id = drive_id(self.filesystem.directory(self.root).fd)
             try:
-                self.record = run_record.load(self._tree.record, run=self.run)
+                self.record = run_record.load(Tree(self.root).record, run=run)
                 self.engine, self.engine_reason = (
                     (engine, "as configured") if engine else probe(self.filesystem, self.root)
                 )
             except BaseException:
                 self._ownership.release()
                 raise
-
-    def _require_writable(self) -> Ownership:
-        if self._ownership is None:
-            raise StorageError(self.read_only)
-        return self._ownership
 
     # --- writing -----------------------------------------------------------------------------
 
@@ -179,7 +178,8 @@ class Volume:
         `view`, `layout` and `control` do not belong together, NoSpaceError (the file is removed) or
         StorageError (the file is quarantined). Failed writes are never retried here.
         """
-        self._require_writable()
+        if self._ownership is None:
+            raise StorageError(self.read_only)
         try:
             written = self._writer.write(view, layout, control, pace or RateLimit(None))
         except NoSpaceError:
@@ -217,7 +217,7 @@ class Volume:
             if error.errno in _OURS:
                 why = CUT_OFF if error.errno == errno.EFAULT else error.strerror
                 raise Unread(f"{path}: cannot read it: {why}") from error
-            self._fail(error)
+            self.failed = self.read_only or str(error)
             with contextlib.suppress(KeepstepError):
                 self.quarantine(path, _reason(error))
             raise StorageError(f"{path}: cannot read: {error}; use another copy") from error
@@ -238,19 +238,20 @@ class Volume:
         return found
 
     def _scan(self) -> Scan:
-        with self._lock, self._translated(f"cannot scan {self.root}"):
+        with self._directories.lock, self._translated(f"cannot scan {self.root}"):
             if self.read_only:
-                return survey(self.root, run=self.run, filesystem=self.filesystem)
-            self._spares.drop()
+                return survey(self.root, run=self.record.run, filesystem=self.filesystem)
+            self._writer.spares.drop()
             self._directories.sweep(keep=self._writer.in_progress)
-            seen = survey(self.root, run=self.run, filesystem=self.filesystem)
-            for path in strangers(self._tree, self.filesystem):
+            seen = survey(self.root, run=self.record.run, filesystem=self.filesystem)
+            for path in strangers(Tree(self.root), self.filesystem):
                 warn("foreign file in a step's directory: take it out", path=str(path))
             moved = [self._settle(problem) for problem in seen.problems]
             if all(problem.moved_to is None for problem in moved):
                 return replace(seen, problems=tuple(moved))
             return replace(
-                survey(self.root, run=self.run, filesystem=self.filesystem), problems=tuple(moved)
+                survey(self.root, run=self.record.run, filesystem=self.filesystem),
+                problems=tuple(moved),
             )
 
     def _settle(self, problem: Refused) -> Refused:
@@ -267,15 +268,13 @@ class Volume:
         volumes, which the directory then shows as links. Call it only when the step is committed.
         Raises UsageError while a shard of the step is being written.
         """
-        self._require_writable()
-        with self._lock, self._translated(f"cannot publish step {id} below {self.root}"):
+        with self._changing(f"cannot publish step {id} below {self.root}"):
             self._refuse_while_writing(id)
             return self._directories.publish(id, elsewhere)
 
     def unpublish(self, id: StepId) -> None:
         """Hide a step again because one of its shards is lost. Idempotent."""
-        self._require_writable()
-        with self._lock, self._translated(f"cannot hide step {id} below {self.root}"):
+        with self._changing(f"cannot hide step {id} below {self.root}"):
             self._directories.unpublish(id)
 
     def retire(self, id: StepId, *, reuse: bool = True) -> int:
@@ -284,12 +283,11 @@ class Volume:
         `reuse`: its shards may stay until the next images are written over them; they count as
         free. Raises UsageError while a shard of the step is being written.
         """
-        self._require_writable()
-        with self._lock, self._translated(f"cannot retire step {id} below {self.root}"):
+        with self._changing(f"cannot retire step {id} below {self.root}"):
             self._refuse_while_writing(id)
             doomed = self._directories.retire(id)
         with self._translated(f"cannot delete step {id} below {self.root}"):
-            spared = self._spares.keep(doomed) if reuse else 0
+            spared = self._writer.spares.keep(doomed) if reuse else 0
             return spared + sum(map(self._directories.delete, doomed))
 
     def with_room(self, make: Callable[[], T]) -> T:
@@ -311,7 +309,7 @@ class Volume:
         """
         if self.read_only:
             return path
-        with self._lock, self._translated(f"cannot quarantine {path}"):
+        with self._changing(f"cannot quarantine {path}"):
             return self._directories.quarantine(self._directories.locate(path), reason)
 
     def shards(self, id: StepId) -> tuple[Path, ...]:
@@ -321,37 +319,41 @@ class Volume:
 
     def save_record(self, record: RunRecord) -> None:
         """Durably replace `run.json` by `record`, which becomes `self.record`."""
-        self._require_writable()
-        with self._lock, self._translated(f"cannot write {self._tree.record}"):
+        path = Tree(self.root).record
+        with self._changing(f"cannot write {path}"):
             self._writer.with_room(
-                lambda: run_record.save(self._tree.record, record, filesystem=self.filesystem)
+                lambda: run_record.save(path, record, filesystem=self.filesystem)
             )
             self.record = record
 
     def is_removed(self) -> bool:
-        """Whether somebody removed the run's directory. False if its file system is away."""
-        with self._lock, self._translated(f"cannot look for {self.root}"):
-            above = (self.root, *self.root.parents)
-            nearest = next(path for path in above if path.exists())
-            there = nearest.is_dir() and nearest.stat().st_dev == self._device
-            return there and not self._require_writable().held
+        """Whether somebody removed the run's directory. False if its file system is away, and for a
+        volume that is read-only."""
+        with self._translated(f"cannot look for {self.root}"):
+            if self._ownership is None or self._ownership.held:
+                return False
+            nearest = self._nearest()
+            return nearest.is_dir() and nearest.stat().st_dev == self._device
 
     def mend(self) -> bool:
         """Make the run's directory again if somebody removed it. Returns True in that case: the
         known shards are then out of date, and `scan` must look again."""
-        with self._lock, self._translated(f"cannot make {self.root} again"):
-            if (ownership := self._require_writable()).held:
+        with self._changing(f"cannot make {self.root} again"):
+            former = self._ownership
+            if former is None or former.held:
                 return False
-            above = (self.root, *self.root.parents)
-            device = next(path.stat().st_dev for path in above if path.exists())
-            if device != self._device:  # the drive was unmounted: do not use what lies below
+            if self._nearest().stat().st_dev != self._device:  # do not use what lies below a mount
                 raise OSError(errno.ENODEV, "its file system is not mounted any more")
             self.filesystem.hold(self.root, make=True)
-            self._ownership = Ownership(self._tree.lock)
-            ownership.release()
-            run_record.save(self._tree.record, self.record, filesystem=self.filesystem)
+            self._ownership = Ownership(Tree(self.root).lock)
+            former.release()
+            run_record.save(Tree(self.root).record, self.record, filesystem=self.filesystem)
             self.failed = ""
             return True
+
+    def _nearest(self) -> Path:
+        """The root, or the directory above it that is there."""
+        return next(path for path in (self.root, *self.root.parents) if path.exists())
 
     # --- space -------------------------------------------------------------------------------
 
@@ -368,10 +370,7 @@ class Volume:
         if self.read_only:
             return 0
         with self._translated(f"cannot measure {self.root}"):
-            free = self.filesystem.free_bytes(self.root) + self._writer.dispensable_bytes()
-            if self.capacity_bytes is None:
-                return free
-            return max(0, min(free, self.capacity_bytes - self.used_bytes()))
+            return self._writer.free_bytes()
 
     def drive(self) -> tuple[int, int]:
         """The device number of its file system, and the size of that in bytes."""
@@ -382,7 +381,7 @@ class Volume:
         """Number of files in quarantine; 0 if read-only: this process has then put none there."""
         if self.read_only:
             return 0
-        with self._translated(f"cannot list {self._tree.quarantine}"):
+        with self._translated(f"cannot list {Tree(self.root).quarantine}"):
             return self._directories.quarantined()
 
     def close(self) -> None:
@@ -391,11 +390,19 @@ class Volume:
         if self._ownership is not None:
             with contextlib.suppress(OSError):
                 if self._ownership.held:
-                    self._spares.drop()
+                    self._writer.spares.drop()
             self._ownership.release()
         self.filesystem.release(self.root)
 
     # --- errors ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _changing(self, what: str) -> Iterator[None]:
+        """The right to change names here. Raises StorageError if the volume is read-only."""
+        if self._ownership is None:
+            raise StorageError(self.read_only)
+        with self._directories.lock, self._translated(what):
+            yield
 
     @contextlib.contextmanager
     def _translated(self, what: str) -> Iterator[None]:
@@ -405,11 +412,8 @@ class Volume:
         except OSError as error:
             if error.errno in FULL:
                 raise NoSpaceError(f"{what}: {error.strerror}; free space") from error
-            self._fail(error)
+            self.failed = self.read_only or str(error)
             raise StorageError(f"{what}: {error}") from error
-
-    def _fail(self, error: OSError) -> None:
-        self.failed = self.read_only or str(error)
 
 
 def _reason(error: Exception) -> str:
@@ -429,20 +433,19 @@ class Writer:
     A file that failed once is never written to again: after a failed fdatasync, the kernel may mark
     as clean what never reached the medium. Such a file goes to quarantine, where it also keeps its
     bad blocks from being used again. A full volume does not count as such a failure: the file is
-    removed. `lock` guards names; data is written without it.
+    removed. The directories' lock guards names; data is written without it.
     """
 
-    tree: Tree
     directories: Directories
     spares: SpareFiles
-    filesystem: Filesystem
-    lock: threading.RLock
     run: str
     engine: Engine
     threads: int
     capacity_bytes: int | None
 
     def __post_init__(self) -> None:
+        self._tree, self._lock = self.directories.tree, self.directories.lock
+        self._filesystem = self.directories.filesystem
         self._in_progress: dict[Path, int] = {}
         self._files_made = 0
 
@@ -453,7 +456,7 @@ class Writer:
 
     def used_bytes(self) -> int:
         """Bytes that all files take but for what counts as free."""
-        with self.lock:
+        with self._lock:
             return self._all_bytes() - self.dispensable_bytes()
 
     def _all_bytes(self) -> int:
@@ -465,11 +468,19 @@ class Writer:
         """Space that counts as free: spare files, and files in quarantine."""
         return self.spares.disk_bytes() + self.directories.quarantine_bytes()
 
+    def free_bytes(self) -> int:
+        """Bytes free on the file system, or below the capacity limit if that is less."""
+        root = self._tree.root
+        free = self._filesystem.free_bytes(root) + self.dispensable_bytes()
+        if self.capacity_bytes is None:
+            return free
+        return max(0, min(free, self.capacity_bytes - self.used_bytes()))
+
     def keep_to_capacity(self) -> None:
         """Delete what counts as free if with it all files take more than they may. Raises
         OSError."""
         if self.capacity_bytes is not None:
-            with self.lock:
+            with self._lock:
                 for drop in (self.spares.drop, self.directories.drop_quarantine):
                     if self._all_bytes() > self.capacity_bytes:
                         drop()
@@ -507,15 +518,15 @@ class Writer:
                     manifest = file.write_image(
                         view, layout, control, pace=pace, threads=self.threads
                     )
-                    with self.lock:
+                    with self._lock:
                         file.give_name()
             except OSError as error:
                 raise self._give_up(temporary, control, error) from error
             except BaseException:
                 with contextlib.suppress(OSError):
-                    self.filesystem.unlink(temporary)
+                    self._filesystem.unlink(temporary)
                 raise
-        faults.point("write.done")
+        fault_point("write.done")
         seconds = time.perf_counter() - started
         return Written(shard=LocalShard.of(file.path, manifest), seconds=seconds)
 
@@ -528,12 +539,12 @@ class Writer:
         if path is None:
             return None
         try:
-            with opened(path, self.filesystem) as fd:
+            with opened(path, self._filesystem) as fd:
                 manifest = read_manifest(fd, path, run=self.run)
         except VersionError as error:
             raise StorageError(f"a newer keepstep has written this step: {error}") from error
         except ImageError:
-            with self.lock:
+            with self._lock:
                 self.directories.quarantine(path, "rewritten")
             return None
         return Written(shard=LocalShard.of(path, manifest))
@@ -541,7 +552,7 @@ class Writer:
     @contextlib.contextmanager
     def _reserved(self, control: ControlPage, size_bytes: int) -> Iterator[Path]:
         """The name of a new temporary file, whose space is reserved while it is written."""
-        with self.lock:
+        with self._lock:
             if self.capacity_bytes is not None:
                 free = self.capacity_bytes - self.used_bytes()
                 if size_bytes > free:
@@ -551,25 +562,25 @@ class Writer:
         try:
             yield temporary
         finally:
-            with self.lock:
+            with self._lock:
                 del self._in_progress[temporary]
 
     def _new_name(self, control: ControlPage) -> Path:
-        with self.lock:
+        with self._lock:
             self._files_made += 1
             shard = shard_name(control.rank, control.world)
             name = temporary_name(shard, pid=os.getpid(), number=self._files_made)
-            return self.tree.pending_step(control.id) / name
+            return self._tree.pending_step(control.id) / name
 
     def _create(self, temporary: Path, control: ControlPage, layout: Layout) -> DurableFile:
         """The file to write: a new one, or a spare file of this size."""
-        with self.lock:
+        with self._lock:
             self.directories.make_pending(control.id)
-        path = self.tree.pending_shard(control.id, control.rank, control.world)
+        path = self._tree.pending_shard(control.id, control.rank, control.world)
         file = DurableFile(
             path,
             temporary=temporary,
-            filesystem=self.filesystem,
+            filesystem=self._filesystem,
             engine=self.engine,
             phase="write",
         )
@@ -588,23 +599,23 @@ class Writer:
         """Leave no half-written shard behind. Returns the error to raise."""
         if error.errno in (*FULL, errno.EFAULT):
             with contextlib.suppress(OSError):
-                self.filesystem.unlink(temporary)
+                self._filesystem.unlink(temporary)
             if error.errno == errno.EFAULT:  # the memory failed, not the drive
                 return UsageError(f"step {control.id}, rank {control.rank}: {CUT_OFF}")
             return self._no_space(control, error.strerror or str(error))
         kept = ""
-        with contextlib.suppress(OSError), self.lock:
+        with contextlib.suppress(OSError), self._lock:
             kept = f"; what was written is kept as {self.directories.quarantine(temporary, 'io')}"
-            self.filesystem.remove_directory(temporary.parent)  # fails if other ranks' lie there
+            self._filesystem.remove_directory(temporary.parent)  # fails if other ranks' lie there
         return StorageError(
-            f"step {control.id}, rank {control.rank}: cannot write below {self.tree.root}: {error}"
+            f"step {control.id}, rank {control.rank}: cannot write below {self._tree.root}: {error}"
             f"{kept}. Check the drive (dmesg); later steps go to another volume if there is one"
         )
 
     def _no_space(self, control: ControlPage, why: str) -> NoSpaceError:
         limit = "" if self.capacity_bytes is None else f" (limit {self.capacity_bytes} bytes)"
         return NoSpaceError(
-            f"step {control.id}, rank {control.rank}: no space on {self.tree.root}{limit}: {why}. "
+            f"step {control.id}, rank {control.rank}: no space on {self._tree.root}{limit}: {why}. "
             "Free space, raise the capacity, or keep fewer steps"
         )
 
@@ -666,3 +677,214 @@ class Ownership:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+# --- all volumes of a run --------------------------------------------------------------------
+
+
+_T = TypeVar("_T")
+
+
+class VolumeSet:
+    """The volumes of one run on this machine, at least one. Methods block, as those of `Volume`."""
+
+    def __init__(self, volumes: Sequence[Volume], *, bytes_per_second: int | None = None) -> None:
+        """`bytes_per_second`: the limit for all writes together."""
+        if not volumes:
+            raise UsageError("a run needs at least one volume")
+        self.volumes: tuple[Volume, ...] = tuple(volumes)
+        self._writable = [one for one in volumes if not one.read_only]
+        self._homes: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self.pace = RateLimit(bytes_per_second)
+
+    @property
+    def history(self) -> Path | None:
+        """The path of the run's history, on the first writable volume; None without one."""
+        return next((Tree(one.root).history for one in self._writable), None)
+
+    def volume_for(self, rank: int) -> Volume:
+        """The volume that `rank` writes to: its own, or a healthy one if its own has failed.
+
+        If no volume is healthy, it is the rank's own: every step is a new file, and so a new try.
+        """
+        home = self.volumes[self.lane(rank)]
+        healthy = [volume for volume in self.volumes if not volume.failed]
+        if home in healthy or not healthy:
+            return home
+        return healthy[rank % len(healthy)]
+
+    def lane(self, rank: int) -> int:
+        """The number of the rank's own volume. Ranks are spread evenly, whatever their numbers."""
+        with self._lock:
+            if rank not in self._homes:
+                taken = Counter(self._homes.values())
+                turn = [(rank + n) % len(self.volumes) for n in range(len(self.volumes))]
+                self._homes[rank] = min(turn, key=lambda number: taken[number])
+            return self._homes[rank]
+
+    def write(self, view: memoryview, layout: Layout, control: ControlPage) -> Written:
+        """`Volume.write` on the volume of `control.rank`; if that is full, on one that is not.
+
+        Raises the NoSpaceError of the rank's own volume when all are full.
+        """
+        home = self.volume_for(control.rank)
+        try:
+            return home.write(view, layout, control, pace=self.pace)
+        except NoSpaceError as error:
+            for other in self.volumes:
+                if other is not home and not other.failed:
+                    with contextlib.suppress(NoSpaceError):
+                        written = other.write(view, layout, control, pace=self.pace)
+                        warn("volume full", reason=str(error), instead=str(other.root))
+                        return written
+            raise
+
+    @contextlib.contextmanager
+    def opened(self, path: Path) -> Iterator[ShardFile]:
+        """`Volume.opened` on the volume that holds `path`. If the shard or the drive fails, the
+        step is hidden on all volumes; not after VersionError or Unread."""
+        try:
+            with self.holder(path).opened(path) as file:
+                yield file
+        except (VersionError, Unread):
+            raise
+        except (ImageError, StorageError):
+            self._hide(path)
+            raise
+
+    def scan(self) -> Scan:
+        """The scans of all volumes as one. A volume that cannot be read hides no other one:
+        `unread` names it."""
+        scans, unread = self._scan()
+        problems = tuple(problem for scan in scans for problem in scan.problems)
+        lost = [problem.path for problem in problems if problem.moved_to is not None]
+        if lost and len(self.volumes) > 1:
+            for path in lost:
+                self._hide(path)
+            scans, unread = self._scan()
+        shards = sorted(
+            (shard for scan in scans for shard in scan.shards),
+            key=lambda shard: (shard.step_id, shard.rank),
+        )
+        return Scan(shards=tuple(shards), problems=problems, unread=unread)
+
+    def _scan(self) -> tuple[list[Scan], dict[Path, str]]:
+        told = {volume.root: _tried(Volume.scan, volume) for volume in self.volumes}
+        return (
+            [one for one in told.values() if not isinstance(one, StorageError)],
+            {root: str(one) for root, one in told.items() if isinstance(one, StorageError)},
+        )
+
+    def is_removed(self) -> bool:
+        """Whether somebody removed the run's directory on every volume. Raises StorageError."""
+        return all(volume.is_removed() for volume in self.volumes)
+
+    def mend(self) -> bool:
+        """`Volume.mend` on each volume. True if any was mended. Raises StorageError when one failed
+        and none was mended."""
+        return bool(self._of_each(Volume.mend))
+
+    def publish(self, id: StepId, *, made_of: Collection[Path] = ()) -> Path | None:
+        """Make a committed step visible. Returns the directory that shows all its shards.
+
+        `made_of`: the step's shards on this machine. A volume that cannot be listed is left out,
+        unless one of `made_of` lies on it: a step is never shown in part.
+        """
+        parts = [(volume, self._part(volume, id, made_of)) for volume in self._writable]
+        shown = [
+            volume.publish(id, elsewhere=[path for _, paths in parts for path in paths])
+            for volume, own in parts
+            if own
+        ]
+        return shown[0] if shown else None
+
+    def _part(self, volume: Volume, id: StepId, made_of: Collection[Path]) -> tuple[Path, ...]:
+        try:
+            return volume.shards(id)
+        except StorageError:
+            if any(path.is_relative_to(volume.root) for path in made_of):
+                raise
+            return ()
+
+    def retire(self, id: StepId) -> int:
+        """Delete a step, except on volumes that fail. Returns the bytes freed. Raises StorageError
+        when a volume fails and nothing was freed on the others."""
+        return self._of_each(lambda volume: volume.retire(id))
+
+    def _of_each(self, work: Callable[[Volume], int]) -> int:
+        """The sum of `work` over all volumes. A volume that fails does not stop the others. Raises
+        its StorageError when the sum is 0."""
+        told = [_tried(work, volume) for volume in self._writable]
+        total = sum(one for one in told if not isinstance(one, StorageError))
+        failure = next((one for one in told if isinstance(one, StorageError)), None)
+        if failure is not None and not total:
+            raise failure
+        return total
+
+    def free_bytes(self) -> int:
+        """Free bytes of the working volume that has most; 0 if none can tell."""
+        free = [0]
+        for volume in self.volumes:
+            if not volume.failed:
+                with contextlib.suppress(StorageError):
+                    free.append(volume.free_bytes())
+        return max(free)
+
+    def drive_bytes(self) -> int:
+        """Total size in bytes of the file systems that are written to, each counted once; 0 if none
+        can tell."""
+        sizes: dict[int, int] = {}
+        for volume in self._writable:
+            with contextlib.suppress(StorageError):
+                sizes.update([volume.drive()])
+        return sum(sizes.values())
+
+    def quarantine(self, path: Path, reason: str) -> Path:
+        """Move one shard to quarantine and hide its step on every volume. Returns the new path."""
+        moved_to = self.holder(path).quarantine(path, reason)
+        self._hide(path)
+        return moved_to
+
+    @property
+    def record(self) -> RunRecord:
+        """What the volumes have on record, taken together."""
+        return RunRecord.union([volume.record for volume in self.volumes])
+
+    def change_record(self, change: Callable[[RunRecord], RunRecord]) -> None:
+        """Change the record durably on every writable volume. Without any, nothing durable will
+        need it. Raises StorageError when all fail."""
+        told = [
+            _tried(lambda volume: volume.save_record(change(volume.record)), one)
+            for one in self._writable
+        ]
+        failures = [one for one in told if one is not None]
+        if failures and len(failures) == len(told):
+            raise failures[0]
+
+    def close(self) -> None:
+        """Close all volumes."""
+        for volume in self.volumes:
+            volume.close()
+
+    def holder(self, path: Path) -> Volume:
+        """The volume on which `path` lies."""
+        for volume in self.volumes:
+            if path.is_relative_to(volume.root):
+                return volume
+        raise UsageError(f"{path}: on none of the volumes of this run")
+
+    def _hide(self, path: Path) -> None:
+        """Hide the step of `path` on every volume. A volume that fails keeps showing it."""
+        if not is_step(path.parent.name):
+            return
+        for volume in self._writable:
+            with contextlib.suppress(StorageError):
+                volume.unpublish(StepId.parse(path.parent.name))
+
+
+def _tried(work: Callable[[Volume], _T], volume: Volume) -> _T | StorageError:
+    try:
+        return work(volume)
+    except StorageError as error:
+        return error

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Mapping
 
-from keepstep.core.holding import is_full
+from keepstep.core.commit_rule import is_full
 from keepstep.steps import StepId
 from keepstep_operator.api.policy import VolumeKind
 

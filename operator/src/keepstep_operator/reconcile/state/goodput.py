@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from math import floor, isfinite
 from typing import Final
 
-from keepstep.core.goodput import Goodput
+from keepstep.core.history import Goodput
 from keepstep.wire.reports import ReportedGoodput
 from keepstep_operator.api.run import BadputStatus, GoodputStatus, TallyStatus, seconds_of, utc
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from keepstep.core.outlook import Outlook
-from keepstep.core.outlook import Restart as Goes
+from keepstep.core.ledger import Outlook
+from keepstep.core.ledger import Restart as Goes
 from keepstep.errors import few
 from keepstep.steps import StepId
 from keepstep_operator import names

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import msgspec
 
-from keepstep.core.holding import RankUnion
+from keepstep.core.commit_rule import RankUnion
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 from keepstep.wire.status import TierProgress

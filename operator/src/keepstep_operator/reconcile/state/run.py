@@ -13,8 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from keepstep.core import ledger
-from keepstep.core.ledger import AlarmKind, is_among
-from keepstep.core.outlook import Outlook, Restart, outlook
+from keepstep.core.ledger import AlarmKind, Outlook, Restart, is_among, outlook
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import on_grid, stands_in
 from keepstep.core.suspicion import Failure, newest

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from keepstep.core.holding import Holding, bitmap, bits
+from keepstep.core.commit_rule import Holding, RankReport, bitmap, bits
 from keepstep.core.ledger import (
     Action,
     FreshStartAcknowledged,
@@ -24,7 +24,6 @@ from keepstep.core.ledger import (
     NodeGone,
     Nothing,
     RankGone,
-    RankReport,
     Reported,
     Unknown,
     is_among,
@@ -235,8 +234,7 @@ class RunLedger:
             there[Tier.ARCHIVE] = answer is Answer.STEPS
         else:
             there = {tier: bool(told) for tier, (told, _) in one.by_tier().items()}
-        staged = None if one.staged is None else self.core.interned(one.staged)
-        return rank_state(one, tiers=there, staged=staged, archive_answer=answer)
+        return rank_state(one, tiers=there, staged=one.staged, archive_answer=answer)
 
     def pod_gone(self, pod: str, *, local_stays: bool) -> tuple[Action, ...]:
         """The pod is gone, and its memory with it. `local_stays`: its volumes outlive it."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from keepstep.core.outlook import Outlook, Restart
+from keepstep.core.ledger import Outlook, Restart
 from keepstep.steps import NEAREST_FIRST, Answer, EpochId, StepId, Tier
 from keepstep_operator.api.model import Job, PodRecord, PolicyRecord, RunKey
 from keepstep_operator.api.policy import Policy, VolumeKind

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep.core.outlook import Restart
+from keepstep.core.ledger import Restart
 from keepstep_operator import names
 from keepstep_operator.api.quantities import format_bytes
 from keepstep_operator.api.run import utc

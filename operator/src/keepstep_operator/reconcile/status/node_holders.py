@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from keepstep.core.holding import bits
+from keepstep.core.commit_rule import bits
 from keepstep_operator.api.run import MOST_HOLDERS, HolderStatus
 from keepstep_operator.reconcile.state.node_rank import Place
 from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard

@@ -7,7 +7,7 @@ from itertools import islice
 
 import msgspec
 
-from keepstep.core.holding import bits
+from keepstep.core.commit_rule import bits
 from keepstep.steps import Tier
 from keepstep_operator import names
 from keepstep_operator.api.model import PolicyRecord

@@ -15,10 +15,8 @@ from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
 from keepstep_sidecar.cli import output, run_dir
 from keepstep_sidecar.cli.options import directory_option, json_option, run_option
 from keepstep_sidecar.cli.run_dir import checked_name
-from keepstep_sidecar.config.archive import ArchiveConfig
-from keepstep_sidecar.config.quantities import format_duration, format_size
-from keepstep_sidecar.config.settings import Command
-from keepstep_sidecar.config.sidecar import SETTINGS, options
+from keepstep_sidecar.config.settings import Command, format_duration, format_size
+from keepstep_sidecar.config.sidecar import SETTINGS, ArchiveConfig, options
 
 if TYPE_CHECKING:
     from keepstep_sidecar.tiers.archive.browse import Holding

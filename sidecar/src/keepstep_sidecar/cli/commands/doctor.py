@@ -1,20 +1,325 @@
-"""`keepstep doctor`: whether this machine has what a run needs."""
+"""`keepstep doctor`: whether this machine has what a run needs, without asking a sidecar.
+
+Each check yields findings that say what to change. The checks change nothing: they write only the
+file that measures a drive, and remove it. There is no check of the clock, because nothing on one
+machine depends on it.
+"""
 
 from __future__ import annotations
 
+import configparser
 import contextlib
+import importlib.metadata
 import os
+import platform
+import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import click
 
+import keepstep.version
 from keepstep.errors import KeepstepError
-from keepstep_sidecar.cli import inventory, machine, output, run_dir
-from keepstep_sidecar.cli.machine import Finding, Need, Outcome
+from keepstep.image import HUGE_PAGE_BYTES
+from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES
+from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.steps import StrEnum
+from keepstep_sidecar import __version__
+from keepstep_sidecar.cli import inventory, output, run_dir
 from keepstep_sidecar.cli.options import directory_option, json_option, size_option
 from keepstep_sidecar.cli.run_dir import RunDir
+from keepstep_sidecar.concurrency import for_each_chunk
+from keepstep_sidecar.config.settings import format_duration, format_size
+from keepstep_sidecar.config.sidecar import IO_THREADS
+from keepstep_sidecar.memory.directories import advice, free_huge_bytes
+from keepstep_sidecar.memory.slot_file import may_swap
+from keepstep_sidecar.volume import files
+from keepstep_sidecar.volume.files import Engine, Filesystem, aligned_buffer
+
+SLOW_BYTES_PER_SECOND: Final = 200_000_000
+"""A single SATA SSD is twice as fast. Anything slower is a hard disk, or behind a network."""
+
+LEAST_SHARED_BYTES: Final = 256 << 20
+"""The least free shared memory when the need is not known. Containers have 64 MiB by default."""
+
+_LEAST_SLOTS = 2
+_IMAGES_ON_A_VOLUME = 3
+"""The two newest committed steps, and the step that is being written."""
+
+_LEAST_TORCH = (2, 6)
+_SYSTEM_USERS = 1000
+"""logind treats users with a smaller id as system users (login.defs), and keeps their memory."""
+
+
+class Outcome(StrEnum):
+    """`SLOW`: a run works, but slower or less safe than it could. `MISSING`: it would fail."""
+
+    OK = "ok"
+    SLOW = "slow"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The result of a check. `change`: what to do; '' if there is nothing to do."""
+
+    name: str
+    outcome: Outcome
+    found: str
+    change: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What a run needs of this machine. `image_bytes`: the size of one rank's image, None if
+    unknown. `slots_made_bytes`, `kept_bytes` (by volume): what the run has already."""
+
+    image_bytes: int | None
+    ranks: int
+    slots: int
+    slots_made_bytes: int = 0
+    kept_bytes: Mapping[Path, int] = field(default_factory=dict)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Bytes for the slots of all ranks; None if the size of an image is unknown."""
+        return None if self.image_bytes is None else self.image_bytes * self.ranks * self.slots
+
+    def volume_bytes(self, volume: Path, volumes: int) -> int | None:
+        """How many more bytes the run needs on `volume`, one of `volumes`; None if the size of an
+        image is unknown."""
+        if self.image_bytes is None:
+            return None
+        of_one = -(-self.ranks // volumes) * self.image_bytes
+        return max(of_one, of_one * _IMAGES_ON_A_VOLUME - self.kept_bytes.get(volume, 0))
+
+
+def _finding(name: str, outcome: Outcome, found: str, change: str = "") -> Finding:
+    return Finding(name=name, outcome=outcome, found=found, change=change)
+
+
+# --- versions --------------------------------------------------------------------------------
+
+
+def versions() -> Iterator[Finding]:
+    """The versions of Python, torch and both halves of keepstep. torch is not imported."""
+    yield _finding("python", Outcome.OK, platform.python_version())
+    yield _torch()
+    yield both_halves(keepstep.version.__version__, __version__)
+
+
+def both_halves(library: str, sidecar: str) -> Finding:
+    """Library and sidecar must be of one version."""
+    found = f"library {library}, sidecar {sidecar}"
+    if library == sidecar:
+        return _finding("keepstep", Outcome.OK, found)
+    return _finding("keepstep", Outcome.MISSING, found, "install both of one version")
+
+
+def _torch() -> Finding:
+    least = ".".join(map(str, _LEAST_TORCH))
+    try:
+        found = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        change = f"pip install 'torch>={least}' where the training runs (a sidecar needs none)"
+        return _finding("torch", Outcome.MISSING, "not installed for this Python", change)
+    major, minor, *_ = (*found.split("."), "0")
+    if (int(major), int(minor)) < _LEAST_TORCH:
+        return _finding("torch", Outcome.MISSING, found, f"pip install 'torch>={least}'")
+    return _finding("torch", Outcome.OK, found)
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+def shared_memory(directory: Path, need: Need) -> Finding:
+    """Whether shared memory has room for the slots. Free huge pages count, too."""
+    try:
+        status = os.statvfs(directory)
+    except OSError as error:
+        change = f"mount it: mount --mkdir -t tmpfs none {directory}"
+        return _finding("shared memory", Outcome.MISSING, f"{directory}: {error.strerror}", change)
+    total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    found = f"{directory}: {format_size(free)} free of {format_size(total)}"
+    if not os.access(directory, os.W_OK):
+        return _finding("shared memory", Outcome.MISSING, f"{found}, not writable", "chmod 1777 it")
+    larger = f"mount -o remount,size=SIZE {directory}, in a container --shm-size"
+    wanted = need.memory_bytes
+    if wanted is None:
+        outcome = Outcome.OK if free >= LEAST_SHARED_BYTES else Outcome.SLOW
+        return _finding("shared memory", outcome, found, "" if outcome is Outcome.OK else larger)
+    free += free_huge_bytes() + need.slots_made_bytes
+    if free >= wanted:
+        return _finding("shared memory", Outcome.OK, f"{found}, {format_size(wanted)} needed")
+    least = wanted * _LEAST_SLOTS // need.slots
+    outcome = Outcome.SLOW if free >= least else Outcome.MISSING
+    found += f", {format_size(wanted)} needed for {need.slots} slots, {format_size(least)} at least"
+    return _finding("shared memory", outcome, found, f"{larger}, or fewer --slots")
+
+
+def huge_pages(need: Need) -> Finding:
+    """Whether enough huge pages are free. Slots are on small pages otherwise."""
+    free, wanted = free_huge_bytes(), need.memory_bytes or HUGE_PAGE_BYTES
+    found = f"{format_size(free)} free"
+    if need.image_bytes is not None and need.image_bytes < LEAST_ON_HUGE_PAGES_BYTES:
+        return _finding("huge pages", Outcome.OK, f"{found}, images are too small for them")
+    if need.memory_bytes is not None:
+        found += f", {format_size(wanted)} could be used"
+    if free + need.slots_made_bytes >= wanted:
+        return _finding("huge pages", Outcome.OK, found)
+    change = (
+        advice(wanted) if need.memory_bytes is not None else "tell --state SIZE to hear how many"
+    )
+    return _finding("huge pages", Outcome.SLOW, found, change)
+
+
+def memory_lock(need: Need) -> Finding:
+    """Whether slots can be kept out of swap."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = limit == resource.RLIM_INFINITY
+    found = "no limit" if unlimited else f"{format_size(limit)} may be locked"
+    if not may_swap():
+        return _finding("memlock", Outcome.OK, f"{found}; this machine does not swap")
+    enough = unlimited or os.geteuid() == 0 or 0 < (need.memory_bytes or limit + 1) <= limit
+    if enough:
+        return _finding("memlock", Outcome.OK, found)
+    change = "ulimit -l unlimited (memlock in /etc/security/limits.conf), swapoff -a, or huge pages"
+    return _finding("memlock", Outcome.SLOW, f"{found}, and this machine swaps", change)
+
+
+def remove_ipc(root: Path, uid: int) -> Finding:
+    """Whether systemd removes the run's shared memory when user `uid` logs out (logind.conf(5),
+    loginctl(1)). `root`: the root of the machine's file system."""
+    name = "RemoveIPC"
+    if not (root / "run/systemd/system").is_dir():
+        return _finding(name, Outcome.OK, "no systemd here")
+    if uid < _SYSTEM_USERS:
+        return _finding(name, Outcome.OK, "logind leaves users of the system alone")
+    if not _logind_removes(root):
+        return _finding(name, Outcome.OK, "no")
+    with contextlib.suppress(KeyError, ImportError):
+        import pwd
+
+        user = pwd.getpwuid(uid).pw_name
+        if (root / "var/lib/systemd/linger" / user).exists():
+            return _finding(name, Outcome.OK, f"yes, but {user} lingers")
+    change = "loginctl enable-linger, or RemoveIPC=no in /etc/systemd/logind.conf"
+    return _finding(name, Outcome.SLOW, "yes: a logout empties /dev/shm under a run", change)
+
+
+def _logind_removes(root: Path) -> bool:
+    """Whether RemoveIPC is on: read the main files, then the drop-ins of all directories in the
+    order of their names. The last value counts."""
+    main = [root / "usr/lib/systemd/logind.conf", root / "etc/systemd/logind.conf"]
+    drop_ins = {
+        path.name: path
+        for place in ("usr/lib", "run", "etc")
+        for path in sorted((root / place / "systemd/logind.conf.d").glob("*.conf"))
+    }
+    removes = True
+    for path in [*main, *(drop_ins[name] for name in sorted(drop_ins))]:
+        parsed = configparser.ConfigParser(strict=False, interpolation=None)
+        with contextlib.suppress(OSError, configparser.Error, ValueError, KeyError):
+            parsed.read_string(path.read_text())
+            removes = parsed.getboolean("Login", "RemoveIPC", fallback=removes)
+    return removes
+
+
+# --- drives ----------------------------------------------------------------------------------
+
+
+def drive(
+    directory: Path, need: Need, *, volumes: int, probe_bytes: int, clock: Callable[[], float]
+) -> Iterator[Finding]:
+    """Check space, O_DIRECT and speed of one volume. A file of at most `probe_bytes` is written,
+    read and removed. If `directory` does not exist, its nearest existing parent is checked."""
+    place = next(one for one in (directory, *directory.parents) if one.exists())
+    filesystem = Filesystem()
+    try:
+        free, total = filesystem.free_bytes(place), filesystem.size_bytes(place)
+        engine, why = files.probe(filesystem, place)
+    except OSError as error:
+        change = "choose another directory, or make it writable for this user"
+        yield _finding(f"drive {directory}", Outcome.MISSING, error.strerror or str(error), change)
+        return
+    yield _space(directory, free, total, need.volume_bytes(directory, volumes))
+    outcome = Outcome.OK if engine is Engine.DIRECT else Outcome.SLOW
+    change = (
+        "" if engine is Engine.DIRECT else "a local drive with ext4 or xfs: pages are copied here"
+    )
+    yield _finding(f"O_DIRECT {directory}", outcome, why, change)
+    probe_bytes = min(probe_bytes, free // 4) // CHUNK_BYTES * CHUNK_BYTES
+    if probe_bytes:
+        yield _speed(directory, place, engine, probe_bytes, need, clock)
+
+
+def _space(directory: Path, free: int, total: int, wanted: int | None) -> Finding:
+    name, found = f"space {directory}", f"{format_size(free)} free of {format_size(total)}"
+    if free < max(wanted or 0, CHUNK_BYTES):
+        lacking = f", {format_size(wanted or CHUNK_BYTES)} needed"
+        return _finding(name, Outcome.MISSING, found + lacking, "free some, or another --volume")
+    return _finding(name, Outcome.OK, found + (f", {format_size(wanted)} needed" if wanted else ""))
+
+
+def _speed(
+    directory: Path,
+    place: Path,
+    engine: Engine,
+    probe_bytes: int,
+    need: Need,
+    clock: Callable[[], float],
+) -> Finding:
+    name = f"speed {directory}"
+    try:
+        written, read = measure(place, engine, probe_bytes, clock)
+    except OSError as error:
+        change = "look at the drive (dmesg), or choose another one"
+        return _finding(name, Outcome.MISSING, error.strerror or str(error), change)
+    found = f"{written / 1e6:.0f} MB/s written, {read / 1e6:.0f} MB/s read"
+    if need.image_bytes is not None:
+        seconds = need.image_bytes * need.ranks / written
+        found += f"; a step of all ranks here takes {format_duration(max(0.1, seconds))}"
+    if min(written, read) < SLOW_BYTES_PER_SECOND:
+        change = "a local NVMe drive; several --volume are used side by side by several ranks"
+        return _finding(name, Outcome.SLOW, found, change)
+    return _finding(name, Outcome.OK, found)
+
+
+def measure(
+    place: Path, engine: Engine, size_bytes: int, clock: Callable[[], float] = time.monotonic
+) -> tuple[float, float]:
+    """Bytes per second written (and flushed), and read. Like a volume, it moves whole chunks, on
+    as many threads. `size_bytes` is a multiple of a chunk. Raises OSError."""
+    filesystem, path = Filesystem(), place / f".keepstep-doctor-{os.getpid()}"
+    fd = filesystem.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | engine.open_flags)
+    try:
+        filesystem.unlink(path)  # nothing is left behind, whatever happens now
+        filesystem.allocate(fd, size_bytes)
+        count = size_bytes // CHUNK_BYTES
+        with aligned_buffer(CHUNK_BYTES) as buffer, memoryview(buffer) as chunk:
+            chunk[:] = os.urandom(1 << 20) * (CHUNK_BYTES >> 20)  # drives compress zeros
+            began = clock()
+            for_each_chunk(
+                lambda at: filesystem.write(fd, chunk, at * CHUNK_BYTES), count, threads=IO_THREADS
+            )
+            filesystem.sync_data(fd)
+            written = clock() - began
+            files.forget_cache(fd)
+            began = clock()
+            for_each_chunk(
+                # all threads read into one buffer: the bytes are not used
+                lambda at: filesystem.read(fd, chunk, at * CHUNK_BYTES),
+                count,
+                threads=IO_THREADS,
+            )
+            read = clock() - began
+    finally:
+        filesystem.close(fd)
+    return size_bytes / max(written, 1e-9), size_bytes / max(read, 1e-9)
+
 
 _SLOTS = 4
 
@@ -30,9 +335,7 @@ _SLOTS = 4
     help="A drive that a run would have; several times.  [default: --dir]",
 )
 @size_option("--state", help="Of one rank: weights and optimizer.  [default: the run in DIR says]")
-@click.option(
-    "--ranks", type=click.IntRange(1), help="On this machine.  [default: as the run, or 1]"
-)
+@click.option("--ranks", type=click.IntRange(1), help="On this   [default: as the run, or 1]")
 @size_option("--probe-size", default="256Mi", help="Written to measure.  [default: 256Mi]")
 @json_option
 def doctor(
@@ -77,13 +380,13 @@ def _line(one: Finding) -> str:
 
 
 def _findings(need: Need, volumes: tuple[Path, ...], probe_bytes: int) -> Iterator[Finding]:
-    yield from machine.versions()
-    yield machine.shared_memory(run_dir.SHARED_MEMORY, need)
-    yield machine.huge_pages(need)
-    yield machine.memory_lock(need)
-    yield machine.remove_ipc(Path("/"), os.getuid())
+    yield from versions()
+    yield shared_memory(run_dir.SHARED_MEMORY, need)
+    yield huge_pages(need)
+    yield memory_lock(need)
+    yield remove_ipc(Path("/"), os.getuid())
     for volume in volumes:
-        yield from machine.drive(
+        yield from drive(
             volume,
             need,
             volumes=len(volumes),

@@ -26,10 +26,8 @@ from keepstep_sidecar.cli.options import (
     size_option,
 )
 from keepstep_sidecar.cli.run_dir import RunDir
-from keepstep_sidecar.config.archive import ArchiveConfig
-from keepstep_sidecar.config.peers import PeerSettings
-from keepstep_sidecar.config.quantities import format_size
-from keepstep_sidecar.config.sidecar import SETTINGS, options
+from keepstep_sidecar.config.settings import format_size
+from keepstep_sidecar.config.sidecar import SETTINGS, ArchiveConfig, PeerSettings, options
 
 if TYPE_CHECKING:
     from keepstep.export import Exported
@@ -312,7 +310,7 @@ async def _archived(holding: Holding, word: str) -> ArchivedStep:
 
 
 def _dead(id: StepId, epochs: Sequence[Epoch]) -> bool:
-    from keepstep.core.lineage import Standing, trace
+    from keepstep.core.commit_rule import Standing, trace
 
     lineage = trace({one.id: one for one in epochs}, seen={id.epoch})
     return lineage.standing(id) is Standing.DEAD

@@ -12,7 +12,7 @@ from keepstep.errors import ImageError
 from keepstep.image import ControlPage, Layout, read_control, read_layout
 from keepstep_sidecar.cli import output
 from keepstep_sidecar.cli.options import json_option
-from keepstep_sidecar.config.quantities import format_size
+from keepstep_sidecar.config.settings import format_size
 
 
 @click.command("inspect")

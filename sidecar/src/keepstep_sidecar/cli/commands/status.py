@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from keepstep.core.goodput import Goodput
+from keepstep.core.history import Goodput
 from keepstep.errors import KeepstepError
 from keepstep.wire.status import RankStatus, Status, TierStatus
 from keepstep_sidecar.cli import inventory, output, run_dir
@@ -20,7 +20,7 @@ from keepstep_sidecar.cli.inventory import Holdings
 from keepstep_sidecar.cli.messages import badput, every, share
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
-from keepstep_sidecar.config.quantities import format_duration, format_size
+from keepstep_sidecar.config.settings import format_duration, format_size
 
 _WATCH_S: Final = 2.0
 

@@ -16,10 +16,10 @@ from keepstep.steps import NEAREST_FIRST, Tier
 from keepstep_sidecar.cli import inventory, launcher, output, run_dir
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
-from keepstep_sidecar.config.quantities import format_duration, format_size
+from keepstep_sidecar.config.settings import format_duration, format_size
 
 if TYPE_CHECKING:
-    from keepstep_sidecar.volume.scan import LocalShard, Refused
+    from keepstep_sidecar.volume.directories import LocalShard, Refused
 
 
 @click.command()

@@ -42,8 +42,7 @@ def ui(directory: Path, port: int, no_open: bool) -> None:
 
 async def _serve(directory: Path, *, port: int, browser: bool) -> None:
     from keepstep_sidecar.cli import run_pages
-    from keepstep_sidecar.ui.access import Access
-    from keepstep_sidecar.ui.server import listen, serving
+    from keepstep_sidecar.ui.server import Access, listen, serving
 
     access, listening = Access("keepstep ui"), listen(port)
     port = listening.getsockname()[1]

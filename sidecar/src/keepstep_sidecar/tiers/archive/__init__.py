@@ -12,6 +12,6 @@ Each step is a plain directory of `.safetensors` files, readable without keepste
     tier          all of it as one tier
 """
 
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.sidecar import ArchiveConfig
 
 __all__ = ["ArchiveConfig"]

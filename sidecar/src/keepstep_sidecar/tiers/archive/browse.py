@@ -14,14 +14,14 @@ from pathlib import Path
 from keepstep.directory import Directory
 from keepstep.errors import DigestError, ImageError, RestoreError, StorageError, UsageError
 from keepstep.steps import shard_name
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes, source
 from keepstep_sidecar.tiers.archive.read import ArchiveSource
 from keepstep_sidecar.tiers.archive.store import Store, open_store
 from keepstep_sidecar.tiers.source import Cancel
 from keepstep_sidecar.tiers.tier import RemoteShard
-from keepstep_sidecar.volume.filesystem import Filesystem
+from keepstep_sidecar.volume.files import Filesystem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,7 @@ from keepstep.directory import Directory, NoFileError
 from keepstep.errors import FormatError, NoSpaceError, StorageError
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.tiers.archive.store import Stored
-from keepstep_sidecar.volume.durable_file import DurableFile
-from keepstep_sidecar.volume.filesystem import FULL, Filesystem
+from keepstep_sidecar.volume.files import FULL, DurableFile, Filesystem, forget_cache
 
 T = TypeVar("T")
 
@@ -131,7 +130,7 @@ class DirectoryStore:
     def _put(self, new: DurableFile, data: memoryview, begin: int) -> None:
         new.write(data, begin)
         # Drop clean pages from the page cache, which the training needs.
-        self._filesystem.forget_cache(new.fd)
+        forget_cache(new.fd)
 
     def _finish(self, new: DurableFile) -> None:
         new.flush()

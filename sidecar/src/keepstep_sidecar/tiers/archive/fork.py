@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from keepstep.core.lineage import Standing, trace
+from keepstep.core.commit_rule import Standing, trace
 from keepstep.errors import KeepstepError
 from keepstep.steps import Answer, Epoch, StepId, Tier
-from keepstep_sidecar.config.restore_from import Fork
+from keepstep_sidecar.config.sidecar import Fork
 from keepstep_sidecar.tiers.archive.index import (
     ArchivedStep,
     Survey,

@@ -27,7 +27,7 @@ from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.tiers.archive.twin import is_twin
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
-from keepstep_sidecar.volume.paths import is_shard, is_step
+from keepstep_sidecar.volume.directories import is_shard, is_step
 
 RECORDS_BYTES = 48 << 20
 """The records of one run that are read, from the newest step on. The newest one always is."""

@@ -20,7 +20,7 @@ from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
 from keepstep.errors import StorageError, UsageError
 from keepstep_sidecar.concurrency import blocking
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive.store import Stored
 
 _LIST_PAGE = 1000

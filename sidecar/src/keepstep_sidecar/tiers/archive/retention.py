@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from keepstep.core.lineage import Standing, trace
+from keepstep.core.commit_rule import Standing, trace
 from keepstep.core.retention import Retention, left_behind, retired
 from keepstep.steps import Epoch, StepId
 from keepstep_sidecar.tiers.archive import step_record as records

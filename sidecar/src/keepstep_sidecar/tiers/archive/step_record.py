@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepstep.core.ranks import MOST_RANKS
-from keepstep.core.shard import Shard
+from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.errors import FormatError, ImageError, TornError
-from keepstep.image import fields, strictjson
+from keepstep.image import strictjson
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import Epoch, StepId, shard_name
 from keepstep_sidecar import __version__
@@ -120,7 +119,7 @@ def _check_seal(reader: strictjson.Reader) -> None:
             continue
         value = reader.value()
         if key == "format_version":
-            fields.version(value, FORMAT_VERSION)
+            strictjson.version(value, FORMAT_VERSION)
         if key == "seal":
             seal = value
         else:
@@ -146,20 +145,20 @@ def _read(reader: strictjson.Reader) -> StepRecord:
             reader.value()
     if missing := {*_SINGLE, "epochs", "shards"} - told.keys():
         raise FormatError(f"without {' and '.join(sorted(missing))}")
-    id, world = read_step(told["step"]), fields.integer(told["world"], "world", 1, _MAX_WORLD)
+    id, world = read_step(told["step"]), strictjson.integer(told["world"], "world", 1, _MAX_WORLD)
     shards = tuple(
         Shard(step_id=id, rank=rank, world=world, size_bytes=size, root=root, params_digest=params)
         for rank, _, size, root, params, _ in told["shards"]
     )
     record = StepRecord(
-        run=fields.text(told["run"], "run"),
+        run=strictjson.text(told["run"], "run"),
         id=id,
         world=world,
         epochs=told["epochs"],
         shards=shards,
-        written_at=fields.time(told["written_at"], "written_at"),
+        written_at=strictjson.time(told["written_at"], "written_at"),
         twins={rank: twin for rank, *_, twin in told["shards"] if twin is not None},
-        keepstep=fields.text(told["keepstep"], "keepstep"),
+        keepstep=strictjson.text(told["keepstep"], "keepstep"),
     )
     _check_names(record, [row[:2] for row in told["shards"]])
     return record
@@ -177,22 +176,24 @@ def _check_names(record: StepRecord, told: list[tuple[int, str]]) -> None:
 
 def _row(value: object) -> tuple[int, str, int, str, str | None, TwinOf | None]:
     """Rank, name, bytes, root, the parameters' digest, and of which rank it is a twin."""
-    shard = fields.mapping(value, "shard")
+    shard = strictjson.mapping(value, "shard")
     params = shard.get("params")
     return (
-        fields.integer(shard.get("rank"), "rank", 0, _MAX_WORLD),
-        fields.text(shard.get("name"), "name"),
-        fields.integer(shard.get("bytes"), "bytes", 0, fields.MAX_BYTES),
-        fields.text(shard.get("root"), "root"),
-        None if params is None else fields.text(params, "params"),
+        strictjson.integer(shard.get("rank"), "rank", 0, _MAX_WORLD),
+        strictjson.text(shard.get("name"), "name"),
+        strictjson.integer(shard.get("bytes"), "bytes", 0, strictjson.MAX_BYTES),
+        strictjson.text(shard.get("root"), "root"),
+        None if params is None else strictjson.text(params, "params"),
         _twin(shard) if "twin_of" in shard else None,
     )
 
 
 def _twin(shard: Mapping[str, object]) -> TwinOf:
     return TwinOf(
-        rank=fields.integer(shard["twin_of"], "twin_of", 0, _MAX_WORLD),
-        stored_bytes=fields.integer(shard.get("stored_bytes"), "stored_bytes", 0, fields.MAX_BYTES),
+        rank=strictjson.integer(shard["twin_of"], "twin_of", 0, _MAX_WORLD),
+        stored_bytes=strictjson.integer(
+            shard.get("stored_bytes"), "stored_bytes", 0, strictjson.MAX_BYTES
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from keepstep_sidecar.config.archive import ArchiveConfig
+from keepstep_sidecar.config.sidecar import ArchiveConfig
 
 
 @dataclass(frozen=True, kw_only=True)

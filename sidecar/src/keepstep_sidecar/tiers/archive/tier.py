@@ -17,8 +17,7 @@ from keepstep.core.retention import Retention
 from keepstep.core.schedule import stands_in
 from keepstep.errors import ImageError, KeepstepError, StorageError
 from keepstep.steps import Answer, Epoch, StepId, Tier
-from keepstep_sidecar.config.archive import ArchiveConfig
-from keepstep_sidecar.config.sidecar import Config
+from keepstep_sidecar.config.sidecar import ArchiveConfig, Config
 from keepstep_sidecar.log import say
 from keepstep_sidecar.tiers.archive.fork import AncestorTier
 from keepstep_sidecar.tiers.archive.index import Survey, Surveyor, inventory, source
@@ -29,7 +28,7 @@ from keepstep_sidecar.tiers.archive.upload import Sender
 from keepstep_sidecar.tiers.replicator import Due, Key
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import Inventory, LocalInventory, RemoteShard, RemoteTier
-from keepstep_sidecar.volume.scan import LocalShard
+from keepstep_sidecar.volume.directories import LocalShard
 
 _THREADS = 3
 _SLOW_BYTES_S = 50e6

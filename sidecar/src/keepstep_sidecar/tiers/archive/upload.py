@@ -48,9 +48,8 @@ from keepstep_sidecar.tiers.archive.twin import found as found_in
 from keepstep_sidecar.tiers.replicator import Gone, Unreadable
 from keepstep_sidecar.tiers.source import Cancel
 from keepstep_sidecar.tiers.tier import RemoteShard
-from keepstep_sidecar.volume.direct_io import aligned_buffer
-from keepstep_sidecar.volume.filesystem import Filesystem
-from keepstep_sidecar.volume.scan import BAD_BLOCKS, LocalShard, read_manifest
+from keepstep_sidecar.volume.directories import BAD_BLOCKS, LocalShard, read_manifest
+from keepstep_sidecar.volume.files import Filesystem, aligned_buffer
 
 PARTS = 4
 """How many parts are in flight at once, 8 MiB each."""

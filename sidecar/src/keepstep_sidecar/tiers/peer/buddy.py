@@ -17,8 +17,8 @@ from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.client import Calls, Links
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.replicator import LOOK_AGAIN_S, Key, Rejected
-from keepstep_sidecar.volume.direct_io import WRITER_NICENESS, RateLimit
-from keepstep_sidecar.volume.scan import LocalShard
+from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.files import WRITER_NICENESS, RateLimit
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from keepstep.errors import DigestError, FormatError, NoSpaceError, StorageError
 from keepstep.steps import Tier, shard_name
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.concurrency import blocking
-from keepstep_sidecar.config.peers import split
+from keepstep_sidecar.config.sidecar import split
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.body import receive

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from keepstep.core.ranks import MOST_RANKS
 from keepstep.core.retention import crowded_out, superseded
-from keepstep.core.shard import Shard
+from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.errors import (
     FormatError,
     ImageError,
@@ -33,10 +32,8 @@ from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer.protocol import Wanted
 from keepstep_sidecar.tiers.peer.receive import Broken, IncomingCopy, is_part
 from keepstep_sidecar.tiers.source import FileSource
-from keepstep_sidecar.volume.direct_io import RateLimit
-from keepstep_sidecar.volume.filesystem import FULL
-from keepstep_sidecar.volume.paths import ShardName, is_shard, is_step
-from keepstep_sidecar.volume.scan import opened, read_manifest
+from keepstep_sidecar.volume.directories import ShardName, is_shard, is_step, opened, read_manifest
+from keepstep_sidecar.volume.files import FULL, RateLimit
 from keepstep_sidecar.volume.volume import Volume
 
 DIRECTORY = "peers"

@@ -32,8 +32,8 @@ from keepstep_sidecar.tiers.peer.body import receive
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.serve import Reading, Shards
 from keepstep_sidecar.tiers.peer.tls import Identity
-from keepstep_sidecar.volume.direct_io import aligned_buffer
-from keepstep_sidecar.volume.paths import ShardName
+from keepstep_sidecar.volume.directories import ShardName
+from keepstep_sidecar.volume.files import aligned_buffer
 
 _MOST_BUFFERS = 8
 _BUFFER_WAIT_S = 30.0

@@ -17,9 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from keepstep.core.ranks import MOST_RANKS
-from keepstep.core.shard import Shard
-from keepstep.image.fields import MAX_BYTES, quoted
+from keepstep.core.shard import MOST_RANKS, Shard
+from keepstep.image.strictjson import MAX_BYTES, quoted
 from keepstep.steps import Epoch, StepId
 from keepstep.wire.reports import ReportedShard
 

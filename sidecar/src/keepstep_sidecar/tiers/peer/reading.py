@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from keepstep.errors import KeepstepError
-from keepstep_sidecar.config.peers import PeerSettings
+from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.tiers.peer.client import Calls, Links, PeerSource
 from keepstep_sidecar.tiers.peer.protocol import Listing
 from keepstep_sidecar.tiers.peer.tls import FileCredentials

@@ -22,15 +22,15 @@ from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep_sidecar.concurrency import for_each_chunk
 from keepstep_sidecar.tiers.transfer import Opened
-from keepstep_sidecar.volume import faults
-from keepstep_sidecar.volume.direct_io import (
+from keepstep_sidecar.volume.files import (
     WRITER_NICENESS,
+    DurableFile,
     Engine,
+    Filesystem,
     RateLimit,
     aligned_buffer,
+    fault_point,
 )
-from keepstep_sidecar.volume.durable_file import DurableFile
-from keepstep_sidecar.volume.filesystem import Filesystem
 
 _TAKE_S = 20.0
 
@@ -193,7 +193,7 @@ class IncomingCopy:
             if not self._closed:
                 self._file.seal(self.manifest)
                 self._file.give_name()
-                faults.point("peer.done")
+                fault_point("peer.done")
                 self._close()
         return self.manifest.control.root or ""
 

@@ -19,11 +19,16 @@ from keepstep.steps import StepId, Tier, shard_name
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 from keepstep_sidecar.tiers.source import FileSource
-from keepstep_sidecar.volume.direct_io import ShardFile, open_shard
-from keepstep_sidecar.volume.paths import ShardName, Tree, is_shard
-from keepstep_sidecar.volume.scan import opened, read_manifest, survey
-from keepstep_sidecar.volume.volume import Volume
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.directories import (
+    ShardName,
+    Tree,
+    is_shard,
+    opened,
+    read_manifest,
+    survey,
+)
+from keepstep_sidecar.volume.files import ShardFile, open_shard
+from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Shards:
         copies = [Listed.listed(one, copy=True) for one in self._copies.all()]
         return Listing(
             run=self._run,
-            epochs=self._volumes.epochs(),
+            epochs=self._volumes.record.epochs,
             shards=(*own, *copies),
             ready=not reason,
             reason=reason,

@@ -20,7 +20,7 @@ import msgspec
 
 from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.wire.trainer import Problem
-from keepstep_sidecar.config.peers import split
+from keepstep_sidecar.config.sidecar import split
 from keepstep_sidecar.connections import ACCEPT_PAUSE_S, FAILED_PAUSE_S, Strangers
 from keepstep_sidecar.log import Seldom, say
 from keepstep_sidecar.tiers.peer.handlers import Handler, ServerContext

@@ -12,8 +12,7 @@ from keepstep.core.shard import Shard
 from keepstep.errors import KeepstepError, StorageError
 from keepstep.steps import Tier
 from keepstep.wire.reports import Peer
-from keepstep_sidecar.config.peers import PeerSettings
-from keepstep_sidecar.config.sidecar import Reporting
+from keepstep_sidecar.config.sidecar import PeerSettings, Reporting
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer import placement
 from keepstep_sidecar.tiers.peer.buddy import Buddy
@@ -27,8 +26,8 @@ from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, IssuedCredentials
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus
-from keepstep_sidecar.volume.direct_io import RateLimit
-from keepstep_sidecar.volume.volume_set import VolumeSet
+from keepstep_sidecar.volume.files import RateLimit
+from keepstep_sidecar.volume.volume import VolumeSet
 
 _LOOK_TIMEOUT_S = 10.0
 _LOOK_EVERY_S = 15.0

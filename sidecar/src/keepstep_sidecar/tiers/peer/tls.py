@@ -28,8 +28,7 @@ import msgspec
 
 from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.wire.reports import CERTIFICATES_PATH, CertificateRequest, IssuedCertificate
-from keepstep_sidecar.config.peers import Files
-from keepstep_sidecar.config.sidecar import Reporting
+from keepstep_sidecar.config.sidecar import Files, Reporting
 from keepstep_sidecar.log import say, warn
 
 _URI = re.compile(r"keepstep://([^/]+)/([^/]+)/(\d{1,9})", re.ASCII)

@@ -1,106 +1,402 @@
-"""Who holds which images: the merged reports, and which steps are complete.
+"""Which steps are committed: who holds which images, and which steps are alive.
 
 A step is complete on a tier when images of one world size, on that tier or a stronger one, cover
 all ranks of that world. This is the commit rule: a complete step that no later epoch left behind
-(`lineage`) is committed, and no other step is. It can be recomputed at any time from what lies on
+(`Lineage`) is committed, and no other step is. It can be recomputed at any time from what lies on
 storage.
 
 A step that is not complete may still be covered: each rank whose image is gone has a twin, whose
 image holds the very same boxes. Such a step is not committed, but it can be restored.
 
 A set of ranks is a bitmap in an integer: what a node holds of a step is one number, however many
-ranks it has.
+ranks it has. Of an image only what the ledger asks for is kept: numbers that stand for its digests,
+and its size. A value that is the same for all ranks is kept once.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from array import array
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import repeat
+from typing import NamedTuple, Union
 
-from keepstep.core.holding import Holding, Place, RankUnion, bitmap, bits, is_full
-from keepstep.core.ledger.events import RankReport, at_least
-from keepstep.core.lineage import Lineage
 from keepstep.core.shard import ShardFacts
-from keepstep.steps import NEAREST_FIRST, Answer, EpochId, StepId, Tier
+from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
+
+Place = tuple[int, Tier, int]
+"""(node rank, tier, world). One place holds at most one image of a rank and step. Images in the
+archive belong to no node (`commit_rule.NO_NODE`)."""
+
+Column = Union[int, "array[int]"]
+"""A number for each rank that is held, in the order of ranks. A single number while it is the same
+for all of them."""
+
+_DIGESTS, _SIZES = "i", "q"
+_FEW = 512
+
+
+def bits(ranks: int) -> Iterator[int]:
+    """The ranks in a bitmap, ascending."""
+    digits = bin(ranks)[:1:-1]
+    rank = digits.find("1")
+    while rank >= 0:
+        yield rank
+        rank = digits.find("1", rank + 1)
+
+
+def bitmap(ranks: Iterable[int]) -> int:
+    """The bitmap of these ranks."""
+    found = 0
+    for rank in ranks:
+        found |= 1 << rank
+    return found
+
+
+def is_full(ranks: int, world: int) -> bool:
+    """Whether the bitmap contains all ranks of this world."""
+    everybody = (1 << world) - 1
+    return ranks & everybody == everybody
+
+
+class RankUnion:
+    """The union of many bitmaps, one for each key. Most changes of one bitmap need no look at the
+    others.
+
+    `once`: bits that are in any bitmap. `twice`: bits that are in more than one.
+    """
+
+    __slots__ = ("_of", "once", "twice")
+
+    def __init__(self) -> None:
+        self.once = self.twice = 0
+        self._of: dict[int, int] = {}
+
+    def __getitem__(self, key: int) -> int:
+        return self._of.get(key, 0)
+
+    def put(self, key: int, ranks: int) -> None:
+        """Replace the bitmap of this key."""
+        before = self[key]
+        if before == ranks:
+            return
+        left, came = before & ~ranks, ranks & ~before
+        if ranks:
+            self._of[key] = ranks
+        else:
+            del self._of[key]
+        if left & self.twice:
+            self._add_up()
+        else:
+            self.once &= ~left
+            self._add(came)
+
+    def having(self, rank: int) -> set[int]:
+        """The keys of the bitmaps that contain this rank."""
+        return {key for key, ranks in self._of.items() if ranks >> rank & 1}
+
+    def _add(self, ranks: int) -> None:
+        self.twice |= self.once & ranks
+        self.once |= ranks
+
+    def _add_up(self) -> None:
+        """Compute both sums anew. When a bit of `twice` goes from one bitmap, the sums do not show
+        how many others still have it."""
+        self.once = self.twice = 0
+        for ranks in self._of.values():
+            self._add(ranks)
+
+
+class Holding:
+    """The images of one step at one place.
+
+    `doubled`: ranks of which this one place has two different images. `written_at`: when the last
+    image was written, in unix seconds; 0 if no time was reported.
+    """
+
+    __slots__ = ("_params", "_roots", "_sizes", "_twins", "doubled", "place", "ranks", "written_at")
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.ranks = 0
+        self.doubled = 0
+        self.written_at = 0.0
+        self._roots: Column = 0
+        self._params: Column = 0
+        self._sizes: Column = 0
+        self._twins: dict[int, int] | None = None
+
+    def add(self, images: Mapping[int, ShardFacts]) -> None:
+        """Add images, by rank. None of these ranks may have an image here yet."""
+        ranks = sorted(images)
+        told = [images[rank] for rank in ranks]
+        roots = [number_of(one.root) for one in told]
+        params = [number_of(one.params_digest) for one in told]
+        self._roots = _put(self._roots, self.ranks, ranks, roots, _DIGESTS)
+        self._params = _put(self._params, self.ranks, ranks, params, _DIGESTS)
+        sizes = [one.size_bytes for one in told]
+        self._sizes = _put(self._sizes, self.ranks, ranks, sizes, _SIZES)
+        self.ranks |= bitmap(ranks)
+        self.written_at = max(self.written_at, *(one.written_at or 0.0 for one in told))
+        for rank, one in images.items():
+            if group := one.alike.bits:
+                self._twins = self._twins or {}
+                self._twins[group] = self._twins.get(group, 0) | 1 << rank
+
+    def remove(self, ranks: int) -> None:
+        """Remove the images of these ranks. Each of them must have one here."""
+        for rank in bits(ranks):
+            at = _index(self.ranks, rank)
+            for column in (self._roots, self._params, self._sizes):
+                if not isinstance(column, int):
+                    column.pop(at)
+            self.ranks &= ~(1 << rank)
+        self.doubled &= ~ranks
+        if self._twins:
+            kept = {group: told & ~ranks for group, told in self._twins.items()}
+            self._twins = {group: told for group, told in kept.items() if told} or None
+
+    def is_of(self, rank: int, shard: ShardFacts) -> bool:
+        """Whether the image of this rank that is held here is `shard`."""
+        at = _index(self.ranks, rank)
+        return (
+            _get(self._roots, at) == number_of(shard.root)
+            and _get(self._params, at) == number_of(shard.params_digest)
+            and _get(self._sizes, at) == shard.size_bytes
+            and (shard.written_at or 0.0) <= self.written_at
+            and not self.doubled >> rank & 1
+            and self._group_of(rank) == shard.alike.bits
+        )
+
+    def root(self, rank: int) -> int:
+        """A number that stands for the digest of the rank's image; 0 if there is no image, or if it
+        has no digest."""
+        return _get(self._roots, _index(self.ranks, rank)) if self.ranks >> rank & 1 else 0
+
+    @property
+    def rooted(self) -> int:
+        """All ranks held here if any image may have a digest; 0 if no image has one."""
+        return 0 if self._roots == 0 else self.ranks
+
+    def params(self) -> Iterator[tuple[int, int]]:
+        """By rank, a number that stands for the digest of the parameters; 0 if there is none."""
+        return _by_rank(self.ranks, self._params)
+
+    def sizes(self) -> Iterator[tuple[int, int]]:
+        """Bytes of each image, by rank."""
+        return _by_rank(self.ranks, self._sizes)
+
+    def with_twins(self) -> int:
+        """Bitmap of the ranks held here, and of the ranks that have a twin among them."""
+        found = self.ranks
+        for group in self._twins or ():
+            found |= group
+        return found
+
+    def _group_of(self, rank: int) -> int:
+        for group, told in (self._twins or {}).items():
+            if told >> rank & 1:
+                return group
+        return 0
+
+
+def number_of(digest: str | None) -> int:
+    """A number that stands for a digest; 0 for None.
+
+    The numbers hold within one process only: Python salts `hash` for each process, so nobody can
+    choose two digests with one number. 31 bits, because these numbers are most of what is kept of a
+    step in the archive.
+    """
+    return 0 if digest is None else (hash(digest) & 0x7FFFFFFF) or 1
+
+
+def _index(ranks: int, rank: int) -> int:
+    """How many of these ranks are lower than this one: its index in their order."""
+    return (ranks & ((1 << rank) - 1)).bit_count()
+
+
+def _put(column: Column, there: int, ranks: list[int], values: list[int], kind: str) -> Column:
+    """The column of the ranks `there`, with the values of `ranks` (ascending, none `there`) put
+    in."""
+    if isinstance(column, int):
+        same = values[0] if not there else column
+        if values.count(same) == len(values):
+            return same
+        column = array(kind, [column]) * there.bit_count()
+    at = _index(there, ranks[0])
+    if _index(there, ranks[-1]) == at:
+        if len(column) > _FEW:
+            column[at:at] = array(kind, values)  # thousands of pods each add a value: no copies
+            return column
+        return column[:at] + array(kind, values) + column[at:]  # a copy has no spare capacity
+    for before, (rank, value) in enumerate(zip(ranks, values, strict=True)):
+        column.insert(_index(there, rank) + before, value)
+    return column
+
+
+def _by_rank(ranks: int, column: Column) -> Iterator[tuple[int, int]]:
+    return zip(bits(ranks), repeat(column) if isinstance(column, int) else column, strict=False)
+
+
+def _get(column: Column, at: int) -> int:
+    return column if isinstance(column, int) else column[at]
+
+
+class Standing(StrEnum):
+    """`LIVE` and `ASIDE` may be restored; `LIVE` and `DEAD` may be retired."""
+
+    LIVE = "live"
+    ASIDE = "aside"
+    LOST = "lost"
+    DEAD = "dead"
+
+
+class Segment(NamedTuple):
+    """The steps of `epoch` up to and including `last` (None: all of them)."""
+
+    epoch: EpochId
+    last: int | None
+    standing: Standing
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The chain of epochs behind the newest one.
+
+    `segments`: newest first. `lost_before`: steps of epochs older than this cannot be judged.
+    `fresh`: the newest epoch that began at step 0 beside older ones and was not acknowledged; None
+    if there is none.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    lost_before: EpochId | None = None
+    fresh: EpochId | None = None
+
+    @property
+    def current(self) -> EpochId | None:
+        return self.segments[0].epoch if self.segments else None
+
+    def standing(self, id: StepId) -> Standing:
+        segment = self._of_epoch.get(id.epoch)
+        if segment is not None:
+            within = segment.last is None or id.step <= segment.last
+            return segment.standing if within else Standing.DEAD
+        if self.lost_before is not None and id.epoch < self.lost_before:
+            return Standing.LOST
+        beyond = self.current is None or id.epoch > self.current
+        return Standing.LIVE if beyond else Standing.DEAD
+
+    @cached_property
+    def _of_epoch(self) -> Mapping[EpochId, Segment]:
+        return {segment.epoch: segment for segment in self.segments}
+
+    def restorable(self, id: StepId) -> bool:
+        return self.standing(id) in (Standing.LIVE, Standing.ASIDE)
+
+
+def trace(
+    recorded: Mapping[EpochId, Epoch],
+    *,
+    seen: Iterable[EpochId] = (),
+    acknowledged: Collection[EpochId] = (),
+) -> Lineage:
+    """Walk back from the newest epoch. `seen`: the epochs of all images, recorded or not."""
+    seen = set(seen)
+    known = {*recorded, *seen}
+    if not known:
+        return Lineage()
+    oldest_seen, ordered = min(seen, default=None), list[EpochId]()
+    segments: list[Segment] = []
+    at, last = max(known), None
+    standing, fresh = Standing.LIVE, None
+    while True:
+        segments.append(Segment(at, last, standing))
+        if at not in recorded:
+            return Lineage(tuple(segments), at, fresh)
+        parent = recorded[at].parent
+        if parent is not None and parent.epoch < at:
+            at, last = parent.epoch, parent.step
+        elif at in acknowledged or oldest_seen is None or oldest_seen >= at:
+            return Lineage(tuple(segments), None, fresh)
+        else:
+            standing, fresh = Standing.ASIDE, fresh or at
+            ordered = ordered or sorted(known)
+            at, last = ordered[bisect_left(ordered, at) - 1], None
+
 
 NO_NODE = -1
-_FEW_COPIES = 64
-_BLOCK = 64
-"""Ranks of one block. `Tally` indexes copies by block."""
 
 
-def _blocks(ranks: int) -> Iterator[int]:
-    """The numbers of the blocks that contain these ranks."""
-    last = -1
-    for rank in bits(ranks):
-        if rank // _BLOCK != last:
-            last = rank // _BLOCK
-            yield last
+def at_least(tier: Tier) -> tuple[Tier, ...]:
+    """This tier and the stronger ones."""
+    return NEAREST_FIRST[NEAREST_FIRST.index(tier) :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one node has of one rank.
+
+    A tier that `sealed` or `answers` names is replaced as a whole, unless `gone` names it, too. Of
+    such a tier, the images in `sealed` are added to what is known, and the steps in `gone` are
+    removed.
+    """
+
+    sealed: Mapping[Tier, tuple[ShardFacts, ...]] = field(default_factory=dict)
+    answers: Mapping[Tier, Answer] = field(default_factory=dict)
+    gone: Mapping[Tier, Collection[StepId]] = field(default_factory=dict)
 
 
 class Tally:
     """The copies of one step.
 
-    `contested`: bitmap of the ranks of which two different images exist. `known`: two bits for each
-    tier: whether completeness was judged there, and whether the step is complete there.
+    `contested`: bitmap of the ranks of which two different images exist. `known`: by tier, whether
+    the step is complete there, as far as that was judged.
     """
 
-    __slots__ = ("_near", "_reached", "_rooted", "contested", "copies", "id", "known")
+    __slots__ = ("_reach", "contested", "copies", "id", "known")
 
     def __init__(self, id: StepId) -> None:
         self.id = id
         self.copies: list[Holding] = []
         self.contested = 0
-        self.known = 0
-        self._near: dict[int, list[Holding]] | None = None
-        self._reached: dict[tuple[Tier, int], RankUnion] | None = None
-        self._rooted = 0
-        """Ranks whose images may have digests, as far as `_reached` exists."""
+        self.known: dict[Tier, bool] = {}
+        self._reach: dict[tuple[Tier, int], int] | None = None
 
-    def changed(self, held: Holding, ranks: int) -> None:
-        """`held` has got or lost images of these ranks. With none left it is no longer among the
-        copies."""
-        if self._near is not None:
-            self._find(held, ranks)
-        if self._reached is not None:
-            self._reach_by(self._reached, held)
+    def came(self, held: Holding, ranks: int) -> None:
+        """`held`, one of the copies, has got images of these ranks."""
+        if self._reach is not None:
+            at = held.place[1:]
+            self._reach[at] = self._reach.get(at, 0) | ranks
 
-    def _reach(self) -> dict[tuple[Tier, int], int]:
+    def went(self, ranks: int) -> None:
+        """A copy has lost its images of these ranks."""
+        self._reach = None
+        if self.contested & ranks:
+            self.contest(self.contested & ranks)
+
+    @property
+    def reach(self) -> Mapping[tuple[Tier, int], int]:
         """By (tier, world), the bitmap of all ranks of which there are copies.
 
-        Kept up to date, because thousands of nodes may have one copy each, and after the report of
-        each of them completeness is asked again. But most steps are one copy, in the archive.
+        It is kept, because thousands of nodes may have one copy each, and after the report of each
+        of them completeness is asked again.
         """
-        if self._reached is None and len(self.copies) <= 1:
-            return {held.place[1:]: held.ranks for held in self.copies}
-        if self._reached is None:
-            self._reached = {}
+        if self._reach is None:
+            self._reach = {}
             for held in self.copies:
-                self._reach_by(self._reached, held)
-        return {at: union.once for at, union in self._reached.items() if union.once}
-
-    def _reach_by(self, reached: dict[tuple[Tier, int], RankUnion], held: Holding) -> None:
-        node_rank, *_ = held.place
-        reached.setdefault(held.place[1:], RankUnion()).put(node_rank, held.ranks)
-        self._rooted |= held.rooted
+                at = held.place[1:]
+                self._reach[at] = self._reach.get(at, 0) | held.ranks
+        return self._reach
 
     def worlds(self) -> set[int]:
-        return {world for _, world in self._reach()}
-
-    def may_differ(self, ranks: int, rooted: int) -> bool:
-        """Whether images of `ranks` that are about to be added can change `contested`. If not, the
-        images need not be compared. `rooted`: those of these ranks whose images have digests."""
-        if self._reached is None:
-            self._rooted = 0
-            for held in self.copies:
-                self._rooted |= held.rooted
-        return bool(self.contested & ranks or self._rooted & rooted)
+        return {world for _, world in self.reach}
 
     def contest(self, ranks: int) -> None:
-        """Compare all images of these ranks and update `contested`."""
-        there = [held for held in self._of(ranks) if held.ranks & ranks]
+        """Compare all images of these ranks that have digests, and update `contested`."""
+        there = [held for held in self.copies if held.rooted & ranks]
         once = twice = found = 0
         for held in there:
             twice |= once & held.ranks
@@ -111,34 +407,12 @@ class Tally:
                 found |= 1 << rank
         self.contested = self.contested & ~ranks | found & ranks
 
-    def _of(self, ranks: int) -> Iterable[Holding]:
-        """All copies that may have images of these ranks.
-
-        With thousands of copies, an index by block is built once, because each report compares the
-        images of its own ranks.
-        """
-        if len(self.copies) <= _FEW_COPIES:
-            return self.copies
-        if self._near is None:
-            self._near = {}
-            for held in self.copies:
-                self._find(held, held.ranks)
-        near = (self._near.get(one, ()) for one in _blocks(ranks))
-        return dict.fromkeys(held for block in near for held in block)
-
-    def _find(self, held: Holding, ranks: int) -> None:
-        assert self._near is not None
-        for one in _blocks(ranks):
-            block = self._near.setdefault(one, [])
-            if held not in block:
-                block.append(held)
-
     def ranks(self, tiers: Collection[Tier], *, without: Collection[int] = ()) -> int:
         """Bitmap of the ranks of which a copy lies on one of these tiers, on a node that is not in
         `without`."""
         found = 0
         if not without:
-            for (tier, _), ranks in self._reach().items():
+            for (tier, _), ranks in self.reach.items():
                 found |= ranks if tier in tiers else 0
             return found
         for held in self.copies:
@@ -148,10 +422,9 @@ class Tally:
         return found
 
     def complete(self, tier: Tier) -> bool:
-        known = 2 * NEAREST_FIRST.index(tier)
-        if not self.known >> known & 1:
-            self.known |= (1 | self._complete(tier) << 1) << known
-        return bool(self.known >> known & 2)
+        if tier not in self.known:
+            self.known[tier] = self._complete(tier)
+        return self.known[tier]
 
     def _complete(self, tier: Tier) -> bool:
         # THE COMMIT RULE: the sealed shards of (epoch, step) cover the whole world.
@@ -213,11 +486,10 @@ class Completeness:
     """
 
     def __init__(self) -> None:
-        self._held: dict[Place, dict[StepId, Holding]] = {}
-        self._places: dict[int, dict[Place, Place]] = {}
+        self._held: dict[int, dict[Place, dict[StepId, Holding]]] = {}
         self._of_step: dict[StepId, Tally] = {}
         self._steps: list[StepId] = []
-        self._epochs: Counter[EpochId] = Counter()
+        self._epochs_held: Counter[EpochId] = Counter()
         self._contested: set[StepId] = set()
         self._answers: dict[tuple[int, Tier], Answers] = {}
         self._merged: dict[Tier, Answers] = {}
@@ -260,8 +532,8 @@ class Completeness:
         """Forget what this node reported of this rank (None: of all ranks). Images in the archive
         are not forgotten."""
         ranks = _ALL_RANKS if rank is None else 1 << rank
-        for place in list(self._places.get(node_rank, ())):
-            for id in list(self._held[place]):
+        for place, steps in list(self._held.get(node_rank, {}).items()):
+            for id in list(steps):
                 self._take_out(place, id, ranks)
         for tier in NEAREST_FIRST:
             if (said := self._answers.get((node_rank, tier))) is not None:
@@ -271,16 +543,16 @@ class Completeness:
 
     def keep_newest(self, at: int, most: int) -> None:
         """Forget all but the newest `most` steps that are held at `at`, on each tier."""
-        for place in list(self._places.get(at, ())):
-            for id in sorted(self._held[place])[:-most]:
+        for place, steps in list(self._held.get(at, {}).items()):
+            for id in sorted(steps)[:-most]:
                 self._take_out(place, id, _ALL_RANKS)
 
     def _keep(self, at: int, tier: Tier, ranks: int, images: Mapping[_Key, _Images]) -> None:
         """Forget the images of these ranks here, except `images`."""
-        for place in self._at(at, tier) if ranks else ():
-            for id, held in [*self._held[place].items()]:
+        for place, steps in self._at(at, tier) if ranks else ():
+            for id, held in list(steps.items()):
                 if held.ranks & ranks:
-                    named = images.get(_key(id, place[2]))
+                    named = images.get((id, place[2]))
                     self._take_out(place, id, ranks & ~(named.ranks if named else 0))
 
     def _remove(self, at: int, tier: Tier, gone: Mapping[int, Iterable[StepId]]) -> None:
@@ -288,21 +560,18 @@ class Completeness:
         for rank, ids in gone.items():
             for id in ids:
                 of[id] = of.get(id, 0) | 1 << rank
-        for place in self._at(at, tier) if of else ():
+        for place, steps in self._at(at, tier) if of else ():
             for id, ranks in of.items():
-                if id in self._held.get(place, ()):
+                if id in steps:
                     self._take_out(place, id, ranks)
 
     def _put(self, place: Place, told: _Images) -> None:
         """Take in images of one step at this place."""
-        steps = self._held.get(place)
-        if steps is None:
-            steps = self._held[place] = {}
-            self._places.setdefault(place[0], {})[place] = place
+        steps = self._held.setdefault(place[0], {}).setdefault(place, {})
         held, images = steps.get(told.id), told.of
+        tally = self._tally_of(told.id)
         if held is None:
-            tally, place = self._tally_of(told.id), self._places[place[0]][place]
-            held = steps[tally.id] = Holding(place)
+            held = steps[told.id] = Holding(place)
             tally.copies.append(held)
         else:
             there = held.ranks
@@ -313,54 +582,44 @@ class Completeness:
             }
             if not (images or told.doubled):
                 return
-            tally = self._of_step[told.id]
             held.remove(there & bitmap(images))
         ranks = bitmap(images) | told.doubled
-        rooted = bitmap(rank for rank, one in images.items() if one.root is not None)
-        may_differ = bool(told.doubled) or tally.may_differ(ranks, rooted)
         if images:
             held.add(images)
-            tally.changed(held, bitmap(images))
+            tally.came(held, bitmap(images))
         held.doubled |= told.doubled
-        if may_differ:
+        if tally.contested & ranks or any(one.root is not None for one in told.of.values()):
             tally.contest(ranks)
-        self._note(tally.id, tally)
+        self._note(told.id, tally)
 
     def _tally_of(self, id: StepId) -> Tally:
-        """The step's tally, made if there is none. There may be thousands of steps, so steps of one
-        epoch share one `EpochId` object."""
+        """The step's tally, made if there is none."""
         tally = self._of_step.get(id)
         if tally is None:
-            at = bisect_left(self._steps, id)
-            beside = next((one.epoch for one in self._steps[max(0, at - 1) : at + 1]), id.epoch)
-            id = StepId(beside, id.step) if beside == id.epoch else id
             tally = self._of_step[id] = Tally(id)
-            self._steps.insert(at, id)
-            self._epochs[id.epoch] += 1
+            insort(self._steps, id)
+            self._epochs_held[id.epoch] += 1
         return tally
 
     def _take_out(self, place: Place, id: StepId, ranks: int) -> None:
         """Remove the images of these ranks and this step from this place."""
-        held, tally = self._held[place][id], self._of_step[id]
+        steps, tally = self._held[place[0]][place], self._of_step[id]
+        held = steps[id]
         leaving = held.ranks & ranks
         if not leaving:
             return
         if leaving == held.ranks:
-            del self._held[place][id]
+            del steps[id]
             tally.copies.remove(held)
-            held.ranks = 0
-            if not self._held[place]:
-                del self._held[place]
-                self._places[place[0]].pop(place, None)
+            if not steps:
+                del self._held[place[0]][place]
         else:
             held.remove(leaving)
-        tally.changed(held, leaving)
-        if tally.contested & leaving:
-            tally.contest(tally.contested & leaving)
-        self._note(tally.id, tally)
+        tally.went(leaving)
+        self._note(id, tally)
 
     def _note(self, id: StepId, tally: Tally) -> None:
-        tally.known = 0
+        tally.known.clear()
         self.changed.add(id)
         if tally.contested:
             self._contested.add(id)
@@ -369,12 +628,12 @@ class Completeness:
         if not tally.copies:
             del self._of_step[id]
             del self._steps[bisect_left(self._steps, id)]
-            self._epochs[id.epoch] -= 1
-            if not self._epochs[id.epoch]:
-                del self._epochs[id.epoch]
+            self._epochs_held[id.epoch] -= 1
+            if not self._epochs_held[id.epoch]:
+                del self._epochs_held[id.epoch]
 
-    def _at(self, at: int, tier: Tier) -> list[Place]:
-        return [place for place in self._places.get(at, ()) if place[1] is tier]
+    def _at(self, at: int, tier: Tier) -> list[tuple[Place, dict[StepId, Holding]]]:
+        return [one for one in self._held.get(at, {}).items() if one[0][1] is tier]
 
     # --- asking --------------------------------------------------------------------------
 
@@ -382,11 +641,6 @@ class Completeness:
     def steps(self) -> list[StepId]:
         """Every step of which any node or the archive holds an image, oldest first."""
         return self._steps
-
-    @property
-    def epochs(self) -> Collection[EpochId]:
-        """The epochs of all these steps."""
-        return self._epochs.keys()
 
     @property
     def contested_steps(self) -> list[StepId]:
@@ -399,12 +653,12 @@ class Completeness:
 
     def of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, Holding]]:
         """The steps that this node holds on this tier, each with its copies."""
-        for place in self._at(node_rank, tier):
-            yield from self._held[place].items()
+        for _, steps in self._at(node_rank, tier):
+            yield from steps.items()
 
-    def count(self, at: int) -> int:
+    def steps_at(self, at: int) -> int:
         """How many steps are held at `at`. A step counts once for each tier and world."""
-        return sum(len(self._held[place]) for place in self._places.get(at, ()))
+        return sum(map(len, self._held.get(at, {}).values()))
 
     def held(self, at: int, tier: Tier) -> int:
         """Bitmap of the ranks of which any image is held at `at` on this tier."""
@@ -413,9 +667,9 @@ class Completeness:
             found |= held.ranks
         return found
 
-    def ranks(self, id: StepId, tiers: Iterable[Tier]) -> int:
-        """Bitmap of the ranks of which a copy of this step lies on one of these tiers."""
-        return self._tally(id).ranks(tuple(tiers))
+    def holders(self, id: StepId, tier: Tier) -> int:
+        """Bitmap of the ranks whose image of the step is on exactly this tier."""
+        return self._tally(id).ranks((tier,))
 
     def worlds(self, id: StepId) -> set[int]:
         """The world sizes that copies of this step name. More than one means a serious error."""
@@ -439,11 +693,6 @@ class Completeness:
     def is_there(self, id: StepId) -> bool:
         """Whether any copy of this step is held anywhere."""
         return id in self._of_step
-
-    def interned(self, id: StepId) -> StepId:
-        """An equal `StepId`: the one object that is used for this step here."""
-        tally = self._of_step.get(id)
-        return id if tally is None else tally.id
 
     def coverage(
         self, id: StepId, tier: Tier = Tier.MEMORY, *, without: Collection[int] = ()
@@ -499,13 +748,8 @@ class Completeness:
         return {rank: self._in_memory.having(rank) for rank in bits(self._in_memory.twice)}
 
 
-_Key = tuple[int, int, str, int]
-
-
-def _key(id: StepId, world: int) -> _Key:
-    """A key for a step and a world size. A report names each step once for each of its ranks, and a
-    tuple of numbers and a string is hashed faster than a `StepId`."""
-    return id.step, id.epoch.number, id.epoch.nonce, world
+_Key = tuple[StepId, int]
+"""A step and the world size of its images."""
 
 
 class _Images:
@@ -525,17 +769,15 @@ def _by_step(sealed: Iterable[tuple[int, Iterable[ShardFacts]]]) -> dict[_Key, _
     """Group the reported images, given by rank, by step and world."""
     found: dict[_Key, _Images] = {}
     for rank, shards in sealed:
-        bit = 1 << rank
         for one in shards:
-            id = one.step_id
-            key = _key(id, one.world)
-            images = found.get(key)
+            images = found.get((one.step_id, one.world))
             if images is None:
-                images = found[key] = _Images(id, one.world)
-            images.ranks |= bit
+                images = _Images(one.step_id, one.world)
+                found[one.step_id, one.world] = images
+            images.ranks |= 1 << rank
             first = images.of.setdefault(rank, one)
             if first.root != one.root and None not in (first.root, one.root):
-                images.doubled |= bit
+                images.doubled |= 1 << rank
     return found
 
 
@@ -628,77 +870,3 @@ def _spread(
                 found[tier] |= news
     by_tier = tuple((tier, ranks) for tier, ranks in found.items() if ranks)
     return Coverage(found=by_tier, twins=twins, world=world)
-
-
-# --- restorable ------------------------------------------------------------------------------
-#
-# Which steps could be restored, whole, from what can be reached: pure questions over the copies.
-#
-# These are more steps than the committed ones: a step may be whole by twins alone, after its other
-# replica was lost with a node. Such a step is never a commit, and never causes a deletion.
-
-
-def whole(copies: Completeness, lineage: Lineage) -> tuple[StepId, ...]:
-    """Restorable steps of which every box can be reached somewhere, oldest first.
-
-    A twin has the boxes of a rank, but not its buffers, RNG and extras. So a step in which twins
-    stand in for ranks is left out if these ranks have their own images of the newest complete step
-    before it nearby. After a crash, or after the loss of a node with a buddy, the run then goes on
-    from that complete step: exactly, and at most a few steps back.
-    """
-    return tuple(reversed(list(_whole(copies, lineage))))
-
-
-def newest_whole(
-    copies: Completeness, lineage: Lineage, *, world: int | None = None
-) -> StepId | None:
-    """The newest step of `whole`, found without judging all the older ones. `world`: how many ranks
-    run."""
-    return next(_whole(copies, lineage, world=world), None)
-
-
-def _whole(copies: Completeness, lineage: Lineage, *, world: int | None = None) -> Iterator[StepId]:
-    """The steps of `whole`, newest first. If another number of ranks runs than saved the step, all
-    of them put it together, so no twin stands in for a rank."""
-    for place in reversed(range(len(copies.steps))):
-        id = copies.steps[place]
-        if not lineage.restorable(id):
-            continue
-        if copies.complete(id, Tier.MEMORY):
-            yield id
-            continue
-        coverage = copies.coverage(id)
-        if coverage is not None and coverage.whole:
-            older = reversed(copies.steps[:place])
-            before = (
-                one
-                for one in older
-                if copies.complete(one, Tier.MEMORY) and lineage.restorable(one)
-            )
-            complete = next(before, None)
-            if (
-                complete is None
-                or coverage.world != (world or coverage.world)
-                or not _nearby(coverage, copies.coverage(complete))
-            ):
-                yield id
-
-
-def _nearby(of: Coverage, complete: Coverage | None) -> bool:
-    """Whether the ranks that have only a twin's image in `of` have their own images of the complete
-    step nearby (not only in the archive), and both steps have the same world size."""
-    near = (Tier.MEMORY, Tier.LOCAL, Tier.PEER)
-    return complete is not None and complete.world == of.world and not of.twins & ~complete.on(near)
-
-
-def without(
-    copies: Completeness, lineage: Lineage, node_ranks: Collection[int], tier: Tier
-) -> StepId | None:
-    """The newest step that this tier and stronger ones would still hold, whole, without what these
-    nodes reported."""
-    for id in reversed(copies.steps):
-        if lineage.restorable(id):
-            left = copies.coverage(id, tier, without=node_ranks)
-            if left is not None and left.whole:
-                return id
-    return None

@@ -15,17 +15,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import re
+import secrets
 import stat
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from keepstep.errors import NoMemoryError
+from keepstep.errors import NoMemoryError, StorageError, UsageError
 from keepstep.image import HUGE_PAGE_BYTES
+from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.log import warn
+from keepstep_sidecar.volume.volume import Ownership
 
 USUAL_MOUNT: Final = Path("/dev/hugepages")
 """Where systemd mounts hugetlbfs. `keepstep run` looks there."""
@@ -285,3 +291,111 @@ def _is_directory(path: Path) -> bool:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:
         return False
+
+
+def make_way(path: Path, *, keep_own: bool = False) -> None:
+    """Free a name in the memory directory. `keep_own`: leave a file that we made ourselves.
+
+    Of a link, only the name is removed. A directory is renamed. Raises OSError.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(found.st_mode):
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        warn("a directory in the way of a file: moved aside", path=str(path), to=str(aside))
+        path.rename(aside)
+    elif not keep_own or foreign(found):
+        path.unlink()
+
+
+def foreign(found: os.stat_result) -> str:
+    """Why this cannot be a file that a sidecar of this user made; '' when it can."""
+    if not stat.S_ISREG(found.st_mode):
+        return "not a regular file"
+    if found.st_nlink != 1:
+        return f"it has {found.st_nlink} names"
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}"
+    return ""
+
+
+# --- the right to a memory directory ---------------------------------------------------------
+
+
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class DirectoryLock:
+    """This process's right to the memory directory: one sidecar at a time.
+
+    Trainers can write there too, so a name may be a link to one of the sidecar's files. Therefore
+    no link is followed, and files are replaced, never rewritten.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._directory = config.memory_dir
+        self._lock: Ownership | None = None
+        self._above: int | None = None
+
+    def take(self) -> None:
+        """Own the directory, which is made if need be, and the name of the socket. Raises
+        UsageError if another sidecar owns the directory (the message names it), or if this user
+        cannot use it."""
+        try:
+            self._directory.mkdir(mode=0o770, parents=True, exist_ok=True)
+            self._check_owner()
+            self._own(self._directory / "sidecar.pid")
+            self._describe(self._directory / "sidecar.json")
+            make_way(self._config.socket)
+        except OSError as error:
+            text = f"cannot use the memory directory {self._directory}: {error}"
+            raise UsageError(text) from error
+
+    def _check_owner(self) -> None:
+        """Raises PermissionError if the parent directory has become another user's: that user could
+        have made the directory anew after it was removed."""
+        above = self._directory.parent.stat().st_uid
+        if self._above not in (None, above) and above != os.geteuid():
+            raise PermissionError(errno.EPERM, f"{self._directory.parent} is another user's now")
+        self._above = above
+
+    @property
+    def held(self) -> bool:
+        """Whether this process holds the lock, so that no other sidecar can take it."""
+        return self._lock is not None and self._lock.held
+
+    def _own(self, path: Path) -> None:
+        if self.held:
+            return
+        make_way(path, keep_own=True)
+        try:
+            taken = Ownership(path)
+        except StorageError as error:
+            raise UsageError(f"the memory directory {error}") from error
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = taken
+
+    def _describe(self, path: Path) -> None:
+        about = {"config": asdict(self._config), "pid": os.getpid(), "started_at": time.time()}
+        unfinished = path.with_name(f".{path.name}.new")
+        make_way(unfinished)
+        with os.fdopen(os.open(unfinished, _CREATE, 0o660), "w") as file:
+            json.dump(about, file, default=str, indent=1)
+        make_way(path, keep_own=True)
+        unfinished.replace(path)
+
+    def leave(self) -> None:
+        """Remove our files; also the directory, when no slots are left in it."""
+        left = any(self._directory.glob("rank-*"))
+        for name in ("sidecar.sock", "sidecar.pid", *(() if left else ("sidecar.json",))):
+            with contextlib.suppress(OSError):
+                (self._directory / name).unlink()
+        if self._lock is not None:
+            self._lock.release()
+        if not left and not os.path.ismount(self._directory):
+            with contextlib.suppress(OSError):  # it holds other files
+                self._directory.rmdir()

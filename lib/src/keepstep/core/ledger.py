@@ -1,45 +1,279 @@
-"""The state machine that knows what a run has kept: reports in, watermarks and actions out.
+"""Decides what a run has kept, from reports alone: reports in, watermarks and actions out.
 
-Like etcd's raft, it does no I/O and has no clock. The host has both; its duties are numbered in
-docs/ledger.md. All state can be rebuilt from new reports. So a ledger that is restarted, or moved
-from a sidecar to the operator, gives the same answers.
+Like etcd's raft, the ledger does no I/O and has no clock. The host has both; its duties are
+numbered in docs/ledger.md. All state can be rebuilt from new reports. So a ledger that is
+restarted, or moved from a sidecar to the operator, gives the same answers.
+
+Reports are level-triggered: a report says all that *is* there now, and replaces what the same node
+reported before of the same rank and tier. So a report may be lost, repeated, or merged with the
+next one.
 """
 
 from __future__ import annotations
 
 import operator
+from array import array
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from keepstep.core.holding import Holding, bitmap, bits
-from keepstep.core.ledger import commit_rule
-from keepstep.core.ledger.alarms import (
-    Signatures,
-    epoch_conflicts,
-    few,
-    fresh_start,
-    two_writers,
-    world_changed,
+from keepstep.core.commit_rule import (
+    NO_NODE,
+    Completeness,
+    Coverage,
+    Lineage,
+    RankReport,
+    Standing,
+    bitmap,
+    bits,
+    trace,
 )
-from keepstep.core.ledger.commit_rule import NO_NODE, Completeness, Coverage
-from keepstep.core.ledger.events import (
-    Action,
-    Alarm,
-    Committed,
-    EpochStarted,
-    Event,
-    FreshStartAcknowledged,
-    LedgerConfig,
-    Nothing,
-    RankGone,
-    Reported,
-    RestorePlan,
-    Retire,
-    Unknown,
-)
-from keepstep.core.lineage import Lineage, Standing, trace
 from keepstep.core.retention import Retention, left_behind, retired
-from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier
+from keepstep.core.vote import is_early
+from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerConfig:
+    """What a ledger must know of its run.
+
+    `tiers`: the tiers of the run. Each must answer before the run may begin at step 0. `world`: how
+    many ranks run now, None while unknown. `retention`: the policy of each durable tier. From a
+    tier without a policy nothing is ever deleted. `stale_after`: after so many committed steps in a
+    row with unchanged parameters on every rank, an alarm is raised (gradient accumulation leaves
+    the parameters of some steps unchanged).
+    """
+
+    tiers: tuple[Tier, ...] = (Tier.MEMORY, Tier.LOCAL)
+    world: int | None = None
+    retention: Mapping[Tier, Retention] = field(default_factory=dict)
+    stale_after: int = 6
+
+
+# --- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reported:
+    """A node rank says what it has of some ranks, and every epoch that it ever saw.
+
+    `sequence`: grows with every report of this node rank. A report with a lower number than the
+    last one is ignored. Always 0: reports arrive in order.
+    """
+
+    node_rank: int = 0
+    ranks: Mapping[int, RankReport] = field(default_factory=dict)
+    epochs: tuple[Epoch, ...] = ()
+    sequence: int = 0
+
+
+@dataclass(frozen=True)
+class EpochStarted:
+    """All ranks agreed on this epoch in the collective of a restore."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class FreshStartAcknowledged:
+    """It was acknowledged that this epoch began at step 0 although older steps exist. The older
+    steps may then be deleted.
+
+    `epoch` None: the newest epoch that began at step 0 beside older steps.
+    """
+
+    epoch: EpochId | None = None
+
+
+@dataclass(frozen=True)
+class RankGone:
+    """What this node reported of this rank is out of reach, until it reports again."""
+
+    rank: int
+    node_rank: int = 0
+
+
+@dataclass(frozen=True)
+class NodeGone:
+    """Everything that this node reported is out of reach, until it reports again."""
+
+    node_rank: int
+
+
+Event = Reported | EpochStarted | FreshStartAcknowledged | RankGone | NodeGone
+
+
+# --- actions -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Every rank holds this step on this tier or a stronger one. Said once per tier and step, and
+    again if the step was lost and came back."""
+
+    tier: Tier
+    id: StepId
+
+
+@dataclass(frozen=True)
+class Retire:
+    """Delete these ranks' copies on this tier. Repeated until reports show that they are gone."""
+
+    tier: Tier
+    id: StepId
+    ranks: tuple[int, ...]
+
+
+class AlarmKind(StrEnum):
+    """What a person should look at."""
+
+    STALE_SNAPSHOT = "stale-snapshot"
+    WORLD_CHANGED = "world-changed"
+    TWO_WRITERS = "two-writers"
+    EPOCH_CONFLICT = "epoch-conflict"
+    FRESH_START = "fresh-start"
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A condition that a person should look at. Said once when it arises, and again only if it
+    went away in between."""
+
+    kind: AlarmKind
+    text: str
+
+
+Action = Committed | Retire | Alarm
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """Restore this step.
+
+    `tiers`: for each rank that saved the step, the nearest tier that holds its image. `world`: how
+    many ranks saved it. If another number of ranks runs now, these divide its boxes among
+    themselves. `by_twins`: ranks whose own image is gone. Their boxes are restored from a twin's
+    image, which is on the tier named in `tiers`.
+    """
+
+    id: StepId
+    tiers: Mapping[int, Tier]
+    world: int = 0
+    by_twins: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """Every rank and every tier said that there is nothing: begin at step 0."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """There is no plan yet, or none is possible; `reason` says which. This is never a reason to
+    begin at step 0.
+
+    `waits_for`: the (rank, tier) pairs whose answers are missing. Empty: waiting alone will not
+    help.
+    """
+
+    reason: str
+    waits_for: tuple[tuple[int, Tier], ...] = ()
+
+
+_NAMED = 8
+
+
+def few(numbers: Collection[int]) -> str:
+    """These numbers as text, at most the lowest `_NAMED` of them."""
+    named = [str(number) for number in sorted(numbers)[:_NAMED]]
+    return ", ".join(named) + (", ..." if len(numbers) > _NAMED else "")
+
+
+def epoch_conflicts(
+    parents: Mapping[EpochId, Collection[StepId | None]], epochs: Collection[EpochId]
+) -> Iterator[Alarm]:
+    """Two lives of the run at once: an epoch with two parents, or two epochs with one number."""
+    for id, named in parents.items():
+        if len(named) > 1:
+            names = " and ".join(sorted(str(parent) for parent in named))
+            yield Alarm(AlarmKind.EPOCH_CONFLICT, f"epoch {id} has two parents: {names}")
+    by_number: dict[int, list[EpochId]] = {}
+    for id in epochs:
+        by_number.setdefault(id.number, []).append(id)
+    for ids in by_number.values():
+        if len(ids) > 1:
+            text = f"epochs {' and '.join(map(str, sorted(ids)))} began side by side"
+            yield Alarm(AlarmKind.EPOCH_CONFLICT, text)
+
+
+def two_writers(copies: Completeness) -> Iterator[Alarm]:
+    """One rank was written twice: different images of one step, or memory on two nodes."""
+    for id in copies.contested_steps:
+        text = f"two different images of step {id}, rank {few(copies.contested(id))}"
+        yield Alarm(AlarmKind.TWO_WRITERS, text)
+    for rank, nodes in sorted(copies.twice_in_memory().items()):
+        text = f"rank {rank} is in the memory of node ranks {few(nodes)}"
+        yield Alarm(AlarmKind.TWO_WRITERS, text)
+
+
+def world_changed(
+    copies: Completeness, newest: StepId | None, *, world: int | None
+) -> Iterator[Alarm]:
+    """`newest`, a complete step, was saved by another number of ranks than run now (`world`)."""
+    if newest is not None and world is not None:
+        for saved in copies.worlds(newest) - {world}:
+            text = f"step {newest} was saved by {saved} ranks, but {world} are running"
+            yield Alarm(AlarmKind.WORLD_CHANGED, text)
+
+
+def fresh_start(lineage: Lineage) -> Iterator[Alarm]:
+    """A run began at step 0 beside older steps."""
+    if lineage.fresh is not None:
+        yield Alarm(
+            AlarmKind.FRESH_START,
+            f"epoch {lineage.fresh} began at step 0 although older steps exist; they are kept "
+            "until somebody acknowledges the fresh start",
+        )
+
+
+class Signatures:
+    """The digests of the parameters in the newest `kept` commits. They are remembered here because
+    shards are retired."""
+
+    def __init__(self, *, kept: int) -> None:
+        self._kept = kept
+        self._of_step: dict[StepId, array[int]] = {}
+
+    def add(self, ids: Sequence[StepId], copies: Completeness) -> None:
+        """Take in steps that were committed on a durable tier, oldest first."""
+        for id in ids[-self._kept :]:
+            (world,) = copies.worlds(id)
+            digests = array("i", [0]) * world
+            for held in copies.copies(id):
+                for rank, digest in held.params():
+                    if digest and rank < world:
+                        digests[rank] = digest
+            self._of_step[id] = digests
+        for old in sorted(self._of_step)[: -self._kept]:
+            del self._of_step[old]
+
+    def stale(self) -> Iterator[Alarm]:
+        """The steps advance within one epoch, but no rank's parameters change."""
+        ids = sorted(self._of_step)
+        if len(ids) < self._kept or ids[0].epoch != ids[-1].epoch:
+            return
+        first, *others = (self._of_step[id] for id in ids)
+        if 0 not in first and all(other == first for other in others):
+            # The text names no step, so that a standing alarm is said once, not with each commit.
+            yield Alarm(
+                AlarmKind.STALE_SNAPSHOT,
+                f"the parameters of all ranks were the same in the last {len(ids)} commits of "
+                f"epoch {ids[0].epoch}: is the model that is trained the one that is saved?",
+            )
+
 
 _Kept = tuple[tuple[tuple[StepId, ...], Lineage, Retention], list[StepId], tuple[StepId, ...]]
 _STEPS_NAMED = 3
@@ -52,13 +286,13 @@ def is_among(id: StepId, ids: Sequence[StepId]) -> bool:
     return at < len(ids) and ids[at] == id
 
 
-class Ledger:
+class Ledger(Completeness):
     """The ledger of one run. `apply` events; obey the actions; ask `plan`, `committed`,
     `watermark`."""
 
     def __init__(self, config: LedgerConfig | None = None) -> None:
+        super().__init__()
         self.config = config or LedgerConfig()
-        self._copies = Completeness()
         self._recorded: dict[EpochId, Epoch] = {}
         self._epochs: tuple[Epoch, ...] | None = None
         self._acknowledged: set[EpochId] = set()
@@ -85,9 +319,9 @@ class Ledger:
         elif isinstance(event, FreshStartAcknowledged):
             self._acknowledge(event.epoch)
         elif isinstance(event, RankGone):
-            self._copies.drop(node_rank=event.node_rank, rank=event.rank)
+            self.drop(node_rank=event.node_rank, rank=event.rank)
         else:
-            self._copies.drop(node_rank=event.node_rank)
+            self.drop(node_rank=event.node_rank)
             self._sequences.pop(event.node_rank, None)
         self._look_again()
         return (*self._commits(), *self._retirements(), *self._alarms())
@@ -102,16 +336,16 @@ class Ledger:
 
     def keep_archived(self, most: int) -> None:
         """When more than `most` steps are archived, remember only the newest `most // 2`."""
-        if self._copies.count(NO_NODE) > most:
-            self._copies.keep_newest(NO_NODE, most // 2)
+        if self.steps_at(NO_NODE) > most:
+            self.keep_newest(NO_NODE, most // 2)
             self._look_again()
 
     def _look_again(self) -> None:
         """After a change, recompute what depends on it, without a look at steps that did not
         change."""
-        changed, self._copies.changed = self._copies.changed, set()
-        if self._traced is None or self._traced != self._copies.epochs:
-            self._traced, before = frozenset(self._copies.epochs), self._lineage
+        changed, self.changed = self.changed, set()
+        if self._traced is None or self._traced != self._epochs_held.keys():
+            self._traced, before = frozenset(self._epochs_held.keys()), self._lineage
             self._lineage = trace(
                 self._recorded, seen=self._traced, acknowledged=self._acknowledged
             )
@@ -125,14 +359,14 @@ class Ledger:
                 now = self._is_committed(id, tier)
                 if now != is_among(id, ids):
                     moved.add(id)
-                waits = not now and self._copies.is_there(id)
+                waits = not now and self.is_there(id)
                 others.add(id) if waits else others.discard(id)
             if moved:
                 self._committed[tier] = tuple(sorted(moved.symmetric_difference(ids)))
                 self._unfinished[tier] = set(others)  # a copy takes no more memory than it needs
 
     def _is_committed(self, id: StepId, tier: Tier) -> bool:
-        return self._copies.complete(id, tier) and self._lineage.restorable(id)
+        return self.complete(id, tier) and self._lineage.restorable(id)
 
     # --- asking --------------------------------------------------------------------------
 
@@ -152,22 +386,9 @@ class Ledger:
         recorded = self._recorded.get(epoch)
         return recorded.parent if recorded is not None else None
 
-    @property
-    def steps(self) -> Sequence[StepId]:
-        """Every step of which any node or the archive holds an image, oldest first."""
-        return self._copies.steps
-
-    def steps_at(self, node_rank: int) -> int:
-        """How many steps this node holds. A step counts once for each tier."""
-        return self._copies.count(node_rank)
-
-    def held(self, node_rank: int, tier: Tier) -> int:
-        """Bitmap of the ranks of which this node reported any image on this tier."""
-        return self._copies.held(node_rank, tier)
-
     def highest_epoch(self) -> int:
         """The highest epoch number ever seen, 0 for none. The next epoch's is one more."""
-        return max((id.number for id in {*self._recorded, *self._copies.epochs}), default=0)
+        return max((id.number for id in {*self._recorded, *self._epochs_held.keys()}), default=0)
 
     def is_dead(self, id: StepId) -> bool:
         """Whether a later epoch went on from before this step."""
@@ -179,7 +400,7 @@ class Ledger:
         For `Tier.MEMORY`: the steps that all ranks could restore, each from any tier.
         """
         if tier not in self._committed:
-            judged = [(id, self._is_committed(id, tier)) for id in self._copies.steps]
+            judged = [(id, self._is_committed(id, tier)) for id in self.steps]
             self._committed[tier] = tuple(id for id, is_committed in judged if is_committed)
             self._unfinished[tier] = {id for id, is_committed in judged if not is_committed}
         return self._committed[tier]
@@ -190,62 +411,79 @@ class Ledger:
 
     def whole(self) -> tuple[StepId, ...]:
         """Restorable steps of which every box can be reached somewhere, oldest first.
-        `commit_rule.whole` says when a twin's image stands in for a rank's own."""
-        return commit_rule.whole(self._copies, self._lineage)
+
+        These are more steps than the committed ones: a step may be whole by twins alone, after its
+        other replica was lost with a node. Such a step is never a commit, and never causes a
+        deletion.
+
+        A twin has the boxes of a rank, but not its buffers, RNG and extras. So a step in which
+        twins stand in for ranks is left out if these ranks have their own images of the newest
+        complete step before it nearby. After a crash, or after the loss of a node with a buddy, the
+        run then goes on from that complete step: exactly, and at most a few steps back.
+        """
+        return tuple(reversed(list(self._whole())))
 
     def restart_step(self, *, world: int | None = None) -> StepId | None:
         """The newest step that `world` ranks could go on from now; None if no step is whole."""
-        return commit_rule.newest_whole(self._copies, self._lineage, world=world)
+        return next(self._whole(world=world), None)
+
+    def _whole(self, *, world: int | None = None) -> Iterator[StepId]:
+        """The steps of `whole`, newest first. If another number of ranks runs than saved the step,
+        all of them put it together, so no twin stands in for a rank."""
+        for place in reversed(range(len(self.steps))):
+            id = self.steps[place]
+            if not self._lineage.restorable(id):
+                continue
+            if self.complete(id, Tier.MEMORY):
+                yield id
+                continue
+            coverage = self.coverage(id)
+            if coverage is not None and coverage.whole:
+                complete = next(filter(self._is_complete, reversed(self.steps[:place])), None)
+                if (
+                    complete is None
+                    or coverage.world != (world or coverage.world)
+                    or not _nearby(coverage, self.coverage(complete))
+                ):
+                    yield id
+
+    def _is_complete(self, id: StepId) -> bool:
+        return self._is_committed(id, Tier.MEMORY)
 
     def without(self, *node_ranks: int, tier: Tier = Tier.LOCAL) -> StepId | None:
         """The newest step that could be restored from this tier and stronger ones if everything
         that these nodes reported were gone. Images in the archive would still be there."""
-        return commit_rule.without(self._copies, self._lineage, node_ranks, tier)
-
-    def holders(self, id: StepId, tier: Tier) -> int:
-        """Bitmap of the ranks whose image of the step is on exactly this tier."""
-        return self._copies.ranks(id, (tier,))
+        for id in reversed(self.steps):
+            if self._lineage.restorable(id):
+                left = self.coverage(id, tier, without=node_ranks)
+                if left is not None and left.whole:
+                    return id
+        return None
 
     def has_answered(self, rank: int) -> bool:
         """Whether it is known of every tier what it holds of this rank."""
-        return all(
-            self._copies.answer(rank, tier) is not Answer.UNKNOWN for tier in self.config.tiers
-        )
-
-    def interned(self, id: StepId) -> StepId:
-        """An equal `StepId`: the one object that the ledger uses for this step."""
-        return self._copies.interned(id)
-
-    def copies(self, id: StepId) -> Sequence[Holding]:
-        """Every copy of this step."""
-        return self._copies.copies(id)
+        return all(self.answer(rank, tier) is not Answer.UNKNOWN for tier in self.config.tiers)
 
     def archived_of(self, rank: int) -> list[StepId]:
         """Steps for which the archive holds this rank's image."""
-        there = self._copies.of_node(NO_NODE, Tier.ARCHIVE)
+        there = self.of_node(NO_NODE, Tier.ARCHIVE)
         return [id for id, held in there if held.ranks >> rank & 1]
-
-    def of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, Holding]]:
-        """The steps that this node holds on this tier, each with its copies."""
-        return self._copies.of_node(node_rank, tier)
 
     def size_bytes(self, id: StepId) -> int:
         """Bytes of the step: the sum of one image of each rank, the largest where sizes differ.
         0 if the size is unknown for any rank."""
         largest: dict[int, int] = {}
-        for held in self._copies.copies(id):
+        for held in self.copies(id):
             for rank, size in held.sizes():
                 largest[rank] = max(size, largest.get(rank, 0))
-        world = max(self._copies.worlds(id), default=0)
+        world = max(self.worlds(id), default=0)
         known = len(largest) >= world and all(largest.values())
         return sum(largest.values()) if known else 0
 
     def written_at(self, ids: Iterable[StepId]) -> dict[StepId, float]:
         """When the last image of each step was written, in unix seconds. Steps without any time are
         left out."""
-        times = {
-            id: max((one.written_at for one in self._copies.copies(id)), default=0.0) for id in ids
-        }
+        times = {id: max((one.written_at for one in self.copies(id)), default=0.0) for id in ids}
         return {id: at for id, at in times.items() if at}
 
     def expendable(self, tier: Tier, policy: Retention) -> tuple[StepId, ...]:
@@ -283,15 +521,15 @@ class Ledger:
         found = self.next_step(ranks)
         if not isinstance(found, StepId):
             return found
-        coverage = self._copies.coverage(found)
+        coverage = self.coverage(found)
         assert coverage is not None, "a step that is whole is covered"
         tiers, by_twins = coverage.tiers, tuple(coverage.by_twins)
         return RestorePlan(found, tiers, coverage.world, by_twins)
 
     def next_step(self, ranks: Collection[int]) -> StepId | Nothing | Unknown:
         """Only the step of `plan`. This is cheaper, because it does not look at every rank."""
-        newest = commit_rule.newest_whole(self._copies, self._lineage, world=len(ranks))
-        coverage = None if newest is None else self._copies.coverage(newest)
+        newest = self.restart_step(world=len(ranks))
+        coverage = None if newest is None else self.coverage(newest)
         if newest is None or coverage is None:
             return self._nothing(ranks)
         if waits_for := self._silent_before(coverage, frozenset(ranks)):
@@ -307,7 +545,7 @@ class Ledger:
         which a twin stands in: all tiers.
         """
         wanted = bitmap(ranks) if len(ranks) < chosen.world else -1
-        silent = {tier: self._copies.silent(tier) & wanted for tier in self.config.tiers}
+        silent = {tier: self.silent(tier) & wanted for tier in self.config.tiers}
         if not any(
             silent[tier] & chosen.on(_from(tier)) | silent[tier] & chosen.twins for tier in silent
         ):
@@ -318,29 +556,29 @@ class Ledger:
             for tier in self.config.tiers
             if rank in ranks
             and (chosen.twins >> rank & 1 or NEAREST_FIRST.index(tier) < NEAREST_FIRST.index(used))
-            and self._copies.answer(rank, tier) is Answer.UNKNOWN
-            and not self._copies.out_of_reach(rank, tier)
+            and self.answer(rank, tier) is Answer.UNKNOWN
+            and not self.out_of_reach(rank, tier)
         )
 
     def _nothing(self, ranks: Collection[int]) -> Nothing | Unknown:
         """`Nothing` (begin at step 0) needs NONE from every rank and every tier, and no image held
         anywhere. Otherwise `Unknown`, with the reason."""
         answers = {
-            (rank, tier): self._copies.answer(rank, tier)
+            (rank, tier): self.answer(rank, tier)
             for rank in sorted(ranks)
             for tier in self.config.tiers
         }
         silent = tuple(place for place, said in answers.items() if said is Answer.UNKNOWN)
         if silent:
             return Unknown(self._why_silent(silent), silent)
-        if self._copies.steps:
+        if self.steps:
             return Unknown(f"steps were found, but none is complete: {self._incomplete()}")
         if found := tuple(place for place, said in answers.items() if said is not Answer.NONE):
             return Unknown(f"there is something that cannot be restored on {_places(found)}")
         return Nothing()
 
     def _why_silent(self, silent: Collection[tuple[int, Tier]]) -> str:
-        if self._copies.steps and all(self._copies.out_of_reach(*place) for place in silent):
+        if self.steps and all(self.out_of_reach(*place) for place in silent):
             return (
                 f"what {_places(silent)} had is out of reach, and without it no step is whole: "
                 f"{self._incomplete()}"
@@ -348,7 +586,7 @@ class Ledger:
         return f"no answer yet from {_places(silent)}"
 
     def _incomplete(self) -> str:
-        named = reversed(self._copies.steps[-_STEPS_NAMED:])
+        named = reversed(self.steps[-_STEPS_NAMED:])
         return "; ".join(f"{id} ({self.what_ails(id)})" for id in named)
 
     def what_ails(self, id: StepId) -> str:
@@ -358,11 +596,11 @@ class Ledger:
             return "dead: a later epoch went on from before it"
         if standing is Standing.LOST:
             return "its successors are not known"
-        if contested := self._copies.contested(id):
+        if contested := self.contested(id):
             return f"two different images of rank {few(contested)}"
-        if len(worlds := self._copies.worlds(id)) != 1:
+        if len(worlds := self.worlds(id)) != 1:
             return f"saved by worlds of {few(worlds)}"
-        coverage = self._copies.coverage(id)
+        coverage = self.coverage(id)
         return f"no copy of rank {few(coverage.lost if coverage else ())}"
 
     # --- events --------------------------------------------------------------------------
@@ -373,7 +611,7 @@ class Ledger:
         self._sequences[event.node_rank] = event.sequence
         for epoch in event.epochs:
             self._record(epoch)
-        self._copies.replace(event.node_rank, event.ranks)
+        self.replace(event.node_rank, event.ranks)
 
     def _record(self, epoch: Epoch) -> None:
         known = self._recorded.get(epoch.id)
@@ -404,7 +642,7 @@ class Ledger:
                 continue
             self._announced[tier] = now
             news = sorted({*now} - {*before})
-            self._signatures.add(news, self._copies)
+            self._signatures.add(news, self)
             yield from (Committed(tier, id) for id in news)
 
     def _retirements(self) -> Iterator[Retire]:
@@ -423,13 +661,20 @@ class Ledger:
     def _alarms(self) -> Iterator[Alarm]:
         now = {
             *self._conflicts,
-            *two_writers(self._copies),
-            *world_changed(self._copies, self._newest_of_this_life(), world=self.config.world),
+            *two_writers(self),
+            *world_changed(self, self._newest_of_this_life(), world=self.config.world),
             *self._signatures.stale(),
             *fresh_start(self._lineage),
         }
         fresh, self._alarmed = now - self._alarmed, now
         yield from sorted(fresh, key=lambda one: (one.kind, one.text))
+
+
+def _nearby(of: Coverage, complete: Coverage | None) -> bool:
+    """Whether the ranks that have only a twin's image in `of` have their own images of the complete
+    step nearby (not only in the archive), and both steps have the same world size."""
+    near = (Tier.MEMORY, Tier.LOCAL, Tier.PEER)
+    return complete is not None and complete.world == of.world and not of.twins & ~complete.on(near)
 
 
 def _from(tier: Tier) -> tuple[Tier, ...]:
@@ -440,3 +685,56 @@ def _from(tier: Tier) -> tuple[Tier, ...]:
 def _places(places: Collection[tuple[int, Tier]]) -> str:
     named = [f"rank {rank} {tier}" for rank, tier in list(places)[:_RANKS_NAMED]]
     return ", ".join(named) + (", ..." if len(places) > _RANKS_NAMED else "")
+
+
+# --- what a restart would do ---------------------------------------------------------------------
+#
+# The ranks decide by their own vote (`keepstep.core.vote`). This is the same decision over what
+# their sidecars reported, for whoever tells people about a run before it restarts: the tests
+# compare both.
+
+
+class Restart(StrEnum):
+    """What a restart does: go on from a step, begin because nothing was kept, begin again because
+    what was kept is gone for good, or wait for what may come back."""
+
+    GOES_ON = "goes-on"
+    BEGINS = "begins"
+    BEGINS_AGAIN = "begins-again"
+    WAITS = "waits"
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """`step`: the step that the restart goes on from; for `BEGINS_AGAIN` and `WAITS`, the newest
+    step of which anything is left."""
+
+    restart: Restart
+    step: StepId | None = None
+
+
+def outlook(ledger: Ledger, *, world: int, fleeting: bool) -> Outlook:
+    """What a restart of `world` ranks would do now.
+
+    `fleeting`: what is out of reach went with its pod or its drive, and the run may begin again.
+    """
+    if (step := ledger.restart_step(world=world or None)) is not None:
+        return Outlook(Restart.GOES_ON, step)
+    left = [
+        (id, held)
+        for id in ledger.steps
+        if ledger.lineage.restorable(id)
+        for held in ledger.copies(id)
+    ]
+    if not left:
+        return Outlook(Restart.BEGINS)
+    newest = max(id for id, _ in left)
+    if fleeting:
+        return Outlook(Restart.BEGINS_AGAIN, newest)
+    by_rank: dict[tuple[int, EpochId], set[int]] = {}
+    for id, held in left:
+        for rank in bits(held.ranks):
+            by_rank.setdefault((rank, id.epoch), set()).add(id.step)
+    same_world = all(held.place[2] == world for _, held in left)
+    early = same_world and all(map(is_early, by_rank.values()))
+    return Outlook(Restart.BEGINS if early else Restart.WAITS, newest)
