@@ -84,8 +84,9 @@ class RunFacts:
 
 
 class RemoteTier:
-    """What every remote tier can do; `replicator.Place` says how shards are written there. Methods
-    that only concern a pod's peers, an archive or a fork are in these packages.
+    """What every remote tier can do: list (`look`), open (`sources`), write and delete (`Place` of
+    the replicator), say its `status`. Methods that only concern a pod's peers, an archive or a fork
+    are in these packages.
 
     All errors are KeepstepErrors; StorageError when the tier cannot be reached or answers wrongly.
     """
