@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep.core.commit_rule import RankReport, bits, is_full
@@ -131,13 +130,23 @@ class LocalShards:
     def add(self, one: LocalShard) -> None:
         self.shards.setdefault(one.step_id, {})[one.rank] = one
 
-    def show(self, id: StepId, path: Path) -> None:
-        """The step was published in this directory, and its shards were moved there."""
+    async def publish(self, id: StepId) -> bool:
+        """Show the step to readers. False if nothing of it lies here. Raises KeepstepError."""
+        made_of = [one.path for one in self.of(id).values()]
+        if not made_of:  # a scan in between no longer found it
+            return False
+        path = await self.blocking(lambda: self.volumes.publish(id, made_of=made_of))
+        if path is None:
+            return False
         self.published[id] = str(path)
         self.committed_at = path.stat().st_mtime  # when its last shard got its name
-        self.shards[id] = {
-            rank: _as_published(found) for rank, found in self.shards.get(id, {}).items()
-        }
+        self.shards[id] = {rank: _as_published(found) for rank, found in self.of(id).items()}
+        return True
+
+    async def retire(self, id: StepId) -> int:
+        """Delete the step. Returns the bytes freed. Raises KeepstepError."""
+        self.drop(id)
+        return await self.blocking(lambda: self.volumes.retire(id))
 
     def lose(self, rank: int, id: StepId) -> None:
         """This rank's shard of the step is damaged. Until a scan is through nobody knows what is
@@ -178,9 +187,13 @@ class LocalShards:
     def all(self) -> list[LocalShard]:
         return [one for held in self.shards.values() for one in held.values()]
 
+    def of(self, id: StepId) -> Mapping[int, LocalShard]:
+        """By rank, the durable shards of the step."""
+        return self.shards.get(id, {})
+
     def holds(self, rank: int, id: StepId) -> LocalShard | None:
         """This rank's durable shard of the step."""
-        return self.shards.get(id, {}).get(rank)
+        return self.of(id).get(rank)
 
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
         """The rank's shards for the ledger, oldest step first."""
@@ -193,7 +206,7 @@ class LocalShards:
 
     def was_durable(self, rank: int, id: StepId) -> bool:
         """Whether this step is durable for the rank, or was until it was deleted."""
-        return rank in self.shards.get(id, ()) or rank in self._past.get(id, ((), False))[0]
+        return rank in self.of(id) or rank in self._past.get(id, ((), False))[0]
 
     def was_published(self, id: StepId) -> bool:
         """Whether this step is visible to readers, or was until it was deleted."""
@@ -456,7 +469,9 @@ class Copies:
 
     def of_rank(self, rank: int) -> RankReport:
         """What is held of one rank, on all tiers."""
-        memory, local = self._memory(rank), self._local.of_rank(rank)
+        slots = self._pool.ranks.get(rank)
+        sealed = [slots.find(id) for id in slots.sealed()] if slots is not None else []
+        memory, local = tuple(at.shard for at in sealed if at), self._local.of_rank(rank)
         is_known = self._local.scanned and not self._local.unreadable
         nothing = Answer.NONE if is_known else Answer.UNKNOWN
         beyond = self._remotes.report(rank)
@@ -498,21 +513,6 @@ class Copies:
         slots = self._pool.ranks.get(rank)
         return max(slots.sealed() if slots is not None else (), default=default)
 
-    def _memory(self, rank: int) -> tuple[Shard, ...]:
-        if (slots := self._pool.ranks.get(rank)) is None:
-            return ()
-        layouts = ((id, slot.layout) for id in slots.sealed() if (slot := slots.find(id)))
-        return tuple(
-            Shard(
-                step_id=id,
-                rank=layout.rank,
-                world=layout.world,
-                size_bytes=layout.size_bytes,
-                alike=layout.alike,
-            )
-            for id, layout in layouts
-        )
-
     # --- where copies are --------------------------------------------------------------------
 
     def origins(self, id: StepId, rank: int) -> list[ShardSource]:
@@ -524,35 +524,40 @@ class Copies:
 
     def nearest(self, id: StepId, rank: int) -> Tier | None:
         """The nearest tier that holds the image."""
-        slots = self._pool.ranks.get(rank)
-        if slots is not None and slots.find(id) is not None:
+        if self._pool.find(rank, id) is not None:
             return Tier.MEMORY
         origins = self.origins(id, rank)
         return origins[0].tier if origins else None
 
+    def at_rest(self, id: StepId) -> Iterator[tuple[Tier, Shard]]:
+        """The copies beyond memory; of those beyond this machine each rank's nearest."""
+        yield from ((Tier.LOCAL, found) for found in self._local.of(id).values())
+        for places in self._remotes.of(id).values():
+            yield places[0].tier, places[0].shard
+
+    def _copies(self, id: StepId) -> Iterator[tuple[Tier, Shard]]:
+        """All of these, and those in memory: with the tier that they came from."""
+        yield from ((at.tier, at.shard) for at in self._pool.images(id).values())
+        yield from self.at_rest(id)
+
     def ranks_with(self, id: StepId) -> list[int]:
         """Saved ranks of which some tier beyond memory holds a shard."""
-        return sorted({*self._local.shards.get(id, {}), *self._remotes.of(id)})
+        return sorted({shard.rank for _, shard in self.at_rest(id)})
 
     def ranks_of(self, id: StepId) -> tuple[int, ...]:
         """Saved ranks of which any copy is within reach."""
-        return tuple(sorted({rank for _, rank, _ in self._copies(id)}))
+        return tuple(sorted({shard.rank for _, shard in self._copies(id)}))
 
     def one_of_twins(self, id: StepId, ranks: Iterable[int], *, known: Iterable[int]) -> list[int]:
         """`ranks` in their order, without each rank that has a twin in `known` or earlier in the
         result. Considers images beyond memory only."""
+        alike = {shard.rank: shard.alike for _, shard in reversed(list(self.at_rest(id)))}
         reading, needed = set(known), list[int]()
         for rank in ranks:
-            if reading.isdisjoint(self._alike(id, rank)):
+            if reading.isdisjoint(alike.get(rank, NOBODY)):
                 needed.append(rank)
                 reading.add(rank)
         return needed
-
-    def _alike(self, id: StepId, rank: int) -> Ranks:
-        """The rank and its twins, by its image beyond memory."""
-        if (local := self._local.shards.get(id, {}).get(rank)) is not None:
-            return local.alike
-        return next((one.shard.alike for one in self._remotes.of(id).get(rank, ())), NOBODY)
 
     def ids(self) -> set[StepId]:
         """Every step of which any copy is within reach."""
@@ -561,9 +566,7 @@ class Copies:
 
     def world_of(self, id: StepId) -> int | None:
         """How many ranks saved the step; None when that is unknown or copies disagree."""
-        worlds = {found.world for found in self._local.shards.get(id, {}).values()}
-        worlds |= {each[0].shard.world for each in self._remotes.of(id).values()}
-        worlds |= {at.layout.world for one in self._pool.ranks.values() if (at := one.find(id))}
+        worlds = {shard.world for _, shard in self._copies(id)}
         return worlds.pop() if len(worlds) == 1 else None
 
     def offers(self, whole: Iterable[StepId]) -> tuple[Offer, ...]:
@@ -604,16 +607,6 @@ class Copies:
     def _reached(self, id: StepId) -> dict[Tier, int]:
         """By tier, the ranks whose boxes are within reach there, as a bitmap."""
         reached: dict[Tier, int] = {}
-        for tier, rank, alike in self._copies(id):
-            reached[tier] = reached.get(tier, 0) | 1 << rank | alike.bits
+        for tier, shard in self._copies(id):
+            reached[tier] = reached.get(tier, 0) | 1 << shard.rank | shard.alike.bits
         return reached
-
-    def _copies(self, id: StepId) -> Iterable[tuple[Tier, int, Ranks]]:
-        """(tier, rank, the rank and its twins) of all copies."""
-        for rank, slots in self._pool.ranks.items():
-            if (at := slots.find(id)) is not None:
-                yield at.tier, rank, at.layout.alike
-        for rank, found in self._local.shards.get(id, {}).items():
-            yield Tier.LOCAL, rank, found.alike
-        for rank, places in self._remotes.of(id).items():
-            yield places[0].tier, rank, places[0].shard.alike

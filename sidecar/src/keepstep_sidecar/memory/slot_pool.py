@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from keepstep.core.shard import Shard
 from keepstep.core.slot_table import SlotState, SlotTable
 from keepstep.image import ControlPage, Layout
 from keepstep.steps import StepId, Tier
@@ -88,6 +89,14 @@ class SlotPool:
             self.directories.make(rank)
             self.ranks[rank] = RankSlots(rank)
         return self.ranks[rank]
+
+    def find(self, rank: int, id: StepId) -> Slot | None:
+        """The slot with this image; None if there is none."""
+        return self.ranks[rank].find(id) if rank in self.ranks else None
+
+    def images(self, id: StepId) -> dict[int, Slot]:
+        """By rank, the slots with an image of this step."""
+        return {rank: at for rank, slots in self.ranks.items() if (at := slots.find(id))}
 
     @property
     def made_bytes(self) -> int:
@@ -349,6 +358,18 @@ class Slot:
     @property
     def layout(self) -> Layout:
         return self.slot_set.layout
+
+    @property
+    def shard(self) -> Shard:
+        """The shard that its image is. Only for a slot that holds one."""
+        assert self.live is not None
+        return Shard(
+            step_id=self.live,
+            rank=self.layout.rank,
+            world=self.layout.world,
+            size_bytes=self.layout.size_bytes,
+            alike=self.layout.alike,
+        )
 
     @property
     def tier(self) -> Tier:
