@@ -264,9 +264,7 @@ class Committer:
             in_use=lambda id: self.rollback.names(id) or remotes.in_use(id),
             may_write=lambda id: self.epochs.writes(id),
         )
-        self.epochs = Epochs(
-            remotes, local, commits=self.node.commits, known=lambda: self.node.ledger.epochs
-        )
+        self.epochs = Epochs(self.node, remotes, local)
         self.restart = RestartStep(self.node, self.copies, self.rollback, local)
         self.notes = OperatorNotes(self.node.operator_view, local)
         self._history = history or History()

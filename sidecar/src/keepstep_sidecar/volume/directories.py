@@ -33,7 +33,7 @@ from keepstep.directory import NoFileError
 from keepstep.errors import FormatError, ImageError, TornError
 from keepstep.image import Layout
 from keepstep.image.manifest import Manifest
-from keepstep.steps import StepId, shard_name
+from keepstep.steps import StepId
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume.files import (
     PAGE_BYTES,
@@ -117,9 +117,6 @@ class Tree:
 
     def published_step(self, id: StepId) -> Path:
         return self.root / str(id)
-
-    def pending_shard(self, id: StepId, rank: int, world: int) -> Path:
-        return self.pending_step(id) / shard_name(rank, world)
 
     def is_published(self, path: Path) -> bool:
         """Does `path` lie in a directory that readers see?"""
@@ -378,10 +375,6 @@ class Directories:
     def quarantined(self) -> int:
         """Number of files in quarantine."""
         return len(self.filesystem.names(self.tree.quarantine))
-
-    def quarantine_bytes(self) -> int:
-        """Space that the files in quarantine take. It counts as free."""
-        return self.disk_bytes(self.tree.quarantine)
 
     # --- moving ------------------------------------------------------------------------------
 

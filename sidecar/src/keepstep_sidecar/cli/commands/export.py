@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from keepstep.errors import RestoreError, StorageError, UsageError, few
-from keepstep.steps import Epoch, StepId
+from keepstep.steps import Epoch, StepId, named
 from keepstep_sidecar.cli import inventory, output, run_dir
 from keepstep_sidecar.cli.commands.archive import archive_of
 from keepstep_sidecar.cli.options import (
@@ -366,25 +366,20 @@ def _committed(
     if word == _NEWEST:
         alive = [id for id in whole if not _dead(id, epochs)]
         return max([id for id in alive if id not in suspects] or alive, default=None)
-    meant = [id for id in whole if word in (str(id), str(id.step))]
-    if len(meant) > 1:
-        names = ", ".join(map(str, meant))
-        raise UsageError(f"several epochs have a step {word}; name one of: {names}")
-    return meant[0] if meant else None
+    return inventory.only(word, whole)
 
 
 def _incomplete(kept: RunDir, word: str, held: _Held, silent: Sequence[str]) -> UsageError:
     """The error for a step that is not whole: what is missing of it, and what to do."""
     away = f"; away: {'; '.join(silent)}" if silent else ""
-    for id, ranks in held.items():
-        if word in (str(id), str(id.step)):
-            world = next(iter(ranks.values())).shard.world
-            missing = [str(rank) for rank in range(world) if rank not in ranks]
-            return UsageError(
-                f"step {id}: of {world} shards, those of rank {few(missing, 8)} are not on this"
-                " machine's volumes; name an archive that has them with --archive, or take archive"
-                f" and peers from the run's record with --config {kept.record}{away}"
-            )
+    for id in named(word, held):
+        world = next(iter(held[id].values())).shard.world
+        missing = [str(rank) for rank in range(world) if rank not in held[id]]
+        return UsageError(
+            f"step {id}: of {world} shards, those of rank {few(missing, 8)} are not on this"
+            " machine's volumes; name an archive that has them with --archive, or take archive"
+            f" and peers from the run's record with --config {kept.record}{away}"
+        )
     there = few([str(id) for id in sorted(held)][-5:], 5) or "none"
     what = "committed step" if word == _NEWEST else f"step {word}"
     return UsageError(
