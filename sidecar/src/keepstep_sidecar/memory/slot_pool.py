@@ -392,7 +392,9 @@ class Slot:
 
     def seal(self, id: StepId, *, tier: Tier = Tier.MEMORY) -> None:
         """The image is complete. `tier`: where the image came from."""
-        self.slot_set.seal(self.index, id, tier=tier)
+        uses = self.slot_set.uses
+        uses[self.index] = Use(uses[self.index].generation, tier)
+        self.slot_set.table.seal(self.index, id)
 
     def release(self, *, keep: StepId | None = None) -> None:
         """The slot is no longer filled; see `SlotTable.release`."""
@@ -514,11 +516,6 @@ class SlotSet:
             self.table.hold(index)
             self.uses[index] = Use(None)
         return True
-
-    def seal(self, index: int, id: StepId, *, tier: Tier = Tier.MEMORY) -> None:
-        """See `Slot.seal`."""
-        self.uses[index] = Use(self.uses[index].generation, tier)
-        self.table.seal(index, id)
 
     # --- asking ------------------------------------------------------------------------------
 

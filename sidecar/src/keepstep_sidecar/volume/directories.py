@@ -78,39 +78,14 @@ class ShardName:
         return cls(id=StepId.parse(path.parent.name), rank=int(match[1]), world=int(match[2]))
 
 
-@dataclass(frozen=True)
 class Tree:
     """Paths below `root`, which is absolute."""
 
-    root: Path
-
-    @property
-    def lock(self) -> Path:
-        return self.root / LOCK
-
-    @property
-    def record(self) -> Path:
-        return self.root / RECORD
-
-    @property
-    def history(self) -> Path:
-        return self.root / HISTORY
-
-    @property
-    def pending(self) -> Path:
-        return self.root / "pending"
-
-    @property
-    def quarantine(self) -> Path:
-        return self.root / "quarantine"
-
-    @property
-    def retired(self) -> Path:
-        return self.root / "retired"
-
-    @property
-    def spare(self) -> Path:
-        return self.root / "spare"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.lock, self.record, self.history = root / LOCK, root / RECORD, root / HISTORY
+        self.pending, self.quarantine = root / "pending", root / "quarantine"
+        self.retired, self.spare = root / "retired", root / "spare"
 
     def pending_step(self, id: StepId) -> Path:
         return self.pending / str(id)

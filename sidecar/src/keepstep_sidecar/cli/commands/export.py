@@ -254,7 +254,9 @@ async def _with_step(
     held = await asyncio.to_thread(_on_volumes, kept)
     epochs = await asyncio.to_thread(inventory.epochs, kept)
     silent: tuple[str, ...] = ()
-    suspects = await asyncio.to_thread(_suspects, kept)
+    # A restore passes over them, because the script failed by itself twice after one of them.
+    known = (await asyncio.to_thread(inventory.read, kept)).steps
+    suspects = frozenset(one.id for one in known if one.suspect)
     id = _committed(held, epochs, word, suspects)
     if peers is not None and (id is None or word == _NEWEST):
         silent = await _add_peers(kept, peers, held)
@@ -334,12 +336,6 @@ async def _add_peers(kept: RunDir, settings: PeerSettings, held: _Held) -> tuple
     for source in found:
         held.setdefault(source.shard.step_id, {}).setdefault(source.shard.rank, source)
     return silent
-
-
-def _suspects(kept: RunDir) -> frozenset[StepId]:
-    """The suspect steps: a restore passes over them, because the script failed by itself twice
-    after one of them."""
-    return frozenset(one.id for one in inventory.read(kept).steps if one.suspect)
 
 
 def _doubts(id: StepId, epochs: Sequence[Epoch], suspects: Collection[StepId]) -> Iterator[str]:
