@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -260,7 +260,7 @@ class RemoteInventory:
         self.peers, self.archive, self.ancestor = peers, archive, ancestor
         self.looked = not remote_tiers
         self.index = 0
-        self._inventories = [_NOT_ASKED for _ in self.remote_tiers]
+        self._inventories = dict.fromkeys(self.remote_tiers, _NOT_ASKED)
         self._refused: set[ShardSource] = set()
         self._at: dict[StepId, dict[int, list[ShardSource]]] = {}
         self._of_rank: dict[int, dict[Tier, list[Shard]]] = {}
@@ -289,35 +289,21 @@ class RemoteInventory:
         return await asyncio.shield(self._looking)
 
     async def _look(self) -> bool:
-        found = self._ancestor_last(
-            await asyncio.gather(*(one.look() for one in self.remote_tiers))
-        )
-        before = (self._inventories, self.looked)
-        self._inventories = [
-            _with_last_seen(new, old) for new, old in zip(found, self._inventories, strict=True)
-        ]
+        answers = await asyncio.gather(*(one.look() for one in self.remote_tiers))
+        found, last = dict(zip(self.remote_tiers, answers, strict=True)), self._inventories
+        others = [one.answer for tier, one in found.items() if tier is not self.ancestor]
+        if self.ancestor is not None and Answer.UNKNOWN in others:
+            # ignore the other run's step until it is known what this run has itself
+            found[self.ancestor] = _TOO_EARLY
+        self._inventories = {tier: _with_last_seen(new, last[tier]) for tier, new in found.items()}
+        for tier, new in self._inventories.items():
+            if new.answer is Answer.UNKNOWN and new.reason != last[tier].reason:
+                warn("remote tier does not answer", tier=str(tier.tier), reason=new.reason)
+        changed = not self.looked or self._inventories != last
         self.looked = True
-        for remote_tier, old, new in zip(
-            self.remote_tiers, before[0], self._inventories, strict=True
-        ):
-            if new.answer is Answer.UNKNOWN and new.reason != old.reason:
-                warn("remote tier does not answer", tier=str(remote_tier.tier), reason=new.reason)
-        if changed := before != (self._inventories, True):
+        if changed:
             self._index()
         return changed
-
-    def _ancestor_last(self, found: Sequence[Inventory]) -> list[Inventory]:
-        """Ignore the other run's step until all other tiers have said what this run has itself."""
-        pairs = list(zip(self.remote_tiers, found, strict=True))
-        silent = any(
-            one.answer is Answer.UNKNOWN
-            for remote_tier, one in pairs
-            if remote_tier is not self.ancestor
-        )
-        return [
-            _TOO_EARLY if silent and remote_tier is self.ancestor else one
-            for remote_tier, one in pairs
-        ]
 
     def reject(self, source: ShardSource, error: Exception) -> None:
         """This copy could not be used. A copy that failed verification is not offered any more. A
@@ -340,7 +326,7 @@ class RemoteInventory:
     def _index(self) -> None:
         self.index += 1
         self._at, self._of_rank = {}, {}
-        for remote_tier, inventory in zip(self.remote_tiers, self._inventories, strict=True):
+        for remote_tier, inventory in self._inventories.items():
             for one in inventory.shards:
                 sources = [at for at in remote_tier.sources(one) if at not in self._refused]
                 if sources:
@@ -386,19 +372,19 @@ class RemoteInventory:
     @property
     def epochs(self) -> tuple[Epoch, ...]:
         """Every epoch that any remote tier knows, oldest first."""
-        return merged(epoch for each in self._inventories for epoch in each.epochs)
+        return merged(epoch for each in self._inventories.values() for epoch in each.epochs)
 
     def told_by(self, tier: Tier) -> tuple[Epoch, ...]:
         """The epochs that remote tiers of this kind know."""
-        pairs = zip(self.remote_tiers, self._inventories, strict=True)
-        return tuple(
-            epoch for remote_tier, one in pairs if remote_tier.tier is tier for epoch in one.epochs
-        )
+        return tuple(epoch for _, one in self._of_kind(tier) for epoch in one.epochs)
+
+    def _of_kind(self, tier: Tier) -> list[tuple[RemoteTier, Inventory]]:
+        return [(each, one) for each, one in self._inventories.items() if each.tier is tier]
 
     @property
     def complete(self) -> frozenset[StepId]:
         """Steps of which a remote tier itself says that it holds all shards."""
-        return frozenset().union(*(one.complete for one in self._inventories))
+        return frozenset().union(*(one.complete for one in self._inventories.values()))
 
     @property
     def unknown(self) -> str:
@@ -409,26 +395,18 @@ class RemoteInventory:
         """Why it is not known what one kind of tier holds; '' when it is known."""
         return "; ".join(
             f"{remote_tier.status().where}: {one.reason or 'it does not answer'}"
-            for remote_tier, one in zip(self.remote_tiers, self._inventories, strict=True)
-            if remote_tier.tier is tier and one.answer is Answer.UNKNOWN
+            for remote_tier, one in self._of_kind(tier)
+            if one.answer is Answer.UNKNOWN
         )
 
     def report(self, rank: int) -> RankReport:
         """What remote tiers hold of a rank, as a report for the ledger."""
         sealed = {tier: tuple(self._of_rank.get(rank, {}).get(tier, ())) for tier in self.tiers}
-        return RankReport(
-            sealed=sealed, answers={tier: self._answer(tier, sealed[tier]) for tier in self.tiers}
-        )
-
-    def _answer(self, tier: Tier, found: Sequence[Shard]) -> Answer:
-        said = [
-            one.answer
-            for remote_tier, one in zip(self.remote_tiers, self._inventories, strict=True)
-            if remote_tier.tier is tier
-        ]
-        if Answer.UNKNOWN in said:
-            return Answer.UNKNOWN
-        return Answer.STEPS if found else Answer.NONE
+        answers = {tier: Answer.STEPS if found else Answer.NONE for tier, found in sealed.items()}
+        for tier, one in self._inventories.items():
+            if one.answer is Answer.UNKNOWN:
+                answers[tier.tier] = Answer.UNKNOWN
+        return RankReport(sealed=sealed, answers=answers)
 
 
 def _with_last_seen(new: Inventory, old: Inventory) -> Inventory:
