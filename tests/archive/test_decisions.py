@@ -17,8 +17,14 @@ from keepstep.core.shard import Shard
 from keepstep.errors import FormatError, TornError, UsageError, VersionError
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
-from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, families
-from keepstep_sidecar.tiers.archive.retention import ABANDONED_S, expired, names_of
+from keepstep_sidecar.tiers.archive.index import (
+    ABANDONED_S,
+    ArchivedStep,
+    Survey,
+    expired,
+    families,
+    names_of,
+)
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.store import Stored
 

@@ -19,10 +19,9 @@ from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import Answer, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive import browse
-from keepstep_sidecar.tiers.archive.step_record import NAME, StepRecord, TwinOf
+from keepstep_sidecar.tiers.archive.step_record import NAME, StepRecord, TwinOf, twin_name
 from keepstep_sidecar.tiers.archive.store import Stored
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
-from keepstep_sidecar.tiers.archive.twin import twin_name
 from keepstep_sidecar.volume.directories import LocalShard
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running

@@ -81,7 +81,7 @@ def _bounded(schema: Object, *, most: int) -> bool:
     if schema.get("type") == "string" or "x-kubernetes-int-or-string" in schema:
         limited = "maxLength" in schema or "enum" in schema
         return limited or schema.get("format") == "date-time"
-    return "additionalProperties" not in schema
+    return "additionalProperties" not in schema or bool(schema["maxProperties"] <= most)
 
 
 def _columns(kind: str) -> list[Object]:

@@ -74,7 +74,7 @@ def _auto(measured: Measured) -> Callable[[list[Epoch], int], int]:
         failures, steps = failures_seen(epochs, step)
         known = steps and failures >= ENOUGH_FAILURES
         mtbf_s = steps * measured.step_s / failures if known else None
-        interval = auto_interval(replace(measured, mtbf_s=mtbf_s), duty=1.0, current=interval.steps)
+        interval = auto_interval(replace(measured, mtbf_s=mtbf_s), current=interval.steps)
         return interval.steps
 
     return choose
@@ -109,12 +109,12 @@ def test_a_limit_in_motion_does_not_move_the_interval_to_and_fro() -> None:
     chance, seen, interval = random.Random(1), [], Interval(0, "", {})
     for _ in range(1000):
         measured = replace(_RUN, stall_s=0.16 * chance.uniform(0.9, 1.1))
-        interval = auto_interval(measured, duty=1.0, current=interval.steps)
+        interval = auto_interval(measured, current=interval.steps)
         seen.append(interval.steps)
     assert set(seen[20:]) == {16}
-    assert auto_interval(replace(measured, stall_s=0.12), duty=1.0, current=16).steps == 8
+    assert auto_interval(replace(measured, stall_s=0.12), current=16).steps == 8
     kept_up = replace(measured, stall_s=None, write_s=1.9)
-    assert auto_interval(kept_up, duty=1.0, current=16).steps == 1, "each that the drive takes"
+    assert auto_interval(kept_up, current=16).steps == 1, "each that the drive takes"
 
 
 # --- failures --------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from keepstep.core.shard import Shard
 from keepstep.dcp.metadata import Tree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras
-from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
+from keepstep.image.codecs import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
 from keepstep.image.manifest import PAGE_BYTES, Manifest, seal_for_disk
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
 from keepstep.state.leaves import build, check_values, leaves_of
@@ -46,8 +46,7 @@ from keepstep_sidecar.api import server
 from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.history import History
 from keepstep_sidecar.tiers.archive import step_record as records
-from keepstep_sidecar.tiers.archive.step_record import StepRecord
-from keepstep_sidecar.tiers.archive.twin import twin_name
+from keepstep_sidecar.tiers.archive.step_record import StepRecord, twin_name
 from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer import protocol as wire
 from keepstep_sidecar.tiers.peer.members import Directory, Known
@@ -328,15 +327,18 @@ REPORT = {
     "sidecar": "0.1", "started_at": 1.0, "sequence": 1, "sent_at": 2.0, "ready": True,
     "epochs": [{"id": _EPOCH, "parent": None}],
     "ranks": [{
-        "rank": 0, "world": 2, "alive": True, "memory": [_HELD], "local": [_HELD],
-        "memory_answer": "steps", "staged": _ID, "staged_at": 1.0,
+        "rank": 0, "world": 2, "alive": True, "staged": _ID, "staged_at": 1.0,
+        "tiers": {
+            "memory": {"answer": "steps", "shards": [_HELD]},
+            "local": {"answer": "steps", "shards": [_HELD], "gone": [_ID]},
+        },
     }],
     "restores": [{
         "rank": 0, "epoch": {"id": _EPOCH, "parent": _ID}, "tier": "local",
         "seconds": 1.0, "at": 2.0,
     }],
     "volumes": [{"name": "/v", "engine": "direct", "used_bytes": 1, "free_bytes": 2}],
-    "warnings": ["x"], "depots": [{"tier": "peer", "where": "x"}],
+    "warnings": ["x"], "tiers": {"peer": {"where": "x"}},
 }  # fmt: skip
 REPLY = {
     "committed": {"local": _ID}, "plan": _ID, "retire": [_ID], "pinned": [_ID],

@@ -11,7 +11,7 @@ import torch
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import FormatError
 from keepstep.image import Layout, Section, TensorSpec
-from keepstep.image.arrays import ArrayForm
+from keepstep.image.codecs import ArrayForm
 from keepstep.restore.images import Images
 from keepstep.restore.load import Loader
 from keepstep.state import leaves

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from keepstep.core.retention import crowded_out, superseded
 from keepstep.steps import EpochId, StepId
-from keepstep_sidecar.tiers.peer.placement import buddies
+from keepstep_sidecar.tiers.peer.members import buddies
 from keepstep_sidecar.tiers.peer.protocol import Wanted
 
 _RANKS = st.sets(st.integers(0, 30), max_size=12)

@@ -18,7 +18,7 @@ from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import shard_name
 from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer.copies import Copies
-from keepstep_sidecar.tiers.peer.receive import IncomingCopy
+from keepstep_sidecar.tiers.receive import IncomingCopy
 from keepstep_sidecar.volume.directories import ShardName
 from keepstep_sidecar.volume.files import Filesystem, aligned_buffer
 from keepstep_sidecar.volume.volume import Volume

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep_sidecar.tiers import receive
 from keepstep_sidecar.tiers.peer import buddy as sending
-from keepstep_sidecar.tiers.peer import receive
-from keepstep_sidecar.tiers.peer.receive import IncomingCopy
+from keepstep_sidecar.tiers.receive import IncomingCopy
 from keepstep_sidecar.volume.directories import LocalShard
 from keepstep_sidecar.volume.files import WRITER_NICENESS, RateLimit
 from tests.harness import flip, until, verify_image

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import StorageError
+from keepstep_sidecar.tiers.peer.buddy import due, wanted
 from keepstep_sidecar.tiers.peer.client import Link
 from keepstep_sidecar.tiers.peer.copies import Copies
-from keepstep_sidecar.tiers.peer.placement import due, wanted
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.tls import FileCredentials
 from keepstep_sidecar.tiers.tier import LocalInventory

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.steps import Answer, Tier
-from keepstep.wire.reports import Peer
+from keepstep.wire.reports import Peer, ReportedTier
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.relay.serve import Shelf, report
 from keepstep_sidecar.tiers.peer.protocol import Wanted
@@ -128,10 +128,11 @@ def test_the_report_names_each_shard_as_a_copy_that_is_kept(tmp_path: Path) -> N
     told = report(shelf.look(), address="10.0.0.9:9465", started_at=1.0, sequence=3)
     (one,) = told.ranks
     assert told.ready
-    assert [held.id for held in one.peer] == [first.step_id, second.step_id]
-    assert [held.root for held in one.peer] == [first.root, second.root]
-    assert (one.alive, one.local, one.local_answer) == (False, (), Answer.NONE)
-    assert one.peer_answer is Answer.STEPS
+    copies = one.tiers[Tier.PEER]
+    assert [held.id for held in copies.shards] == [first.step_id, second.step_id]
+    assert [held.root for held in copies.shards] == [first.root, second.root]
+    assert (one.alive, one.tiers[Tier.LOCAL]) == (False, ReportedTier(answer=Answer.NONE))
+    assert copies.answer is Answer.STEPS
 
 
 def test_a_directory_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def counters(sidecar):
 
     def read():
         status = sidecar.get("/v1/status")
-        archive = sum(one["received_bytes"] for one in status["depots"])
+        archive = sum(one["received_bytes"] for one in status["tiers"].values())
         return status["window_bytes"], status["window_shared_bytes"], archive
 
     return read

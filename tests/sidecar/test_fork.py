@@ -123,7 +123,7 @@ def test_a_fork_with_a_commit_of_its_own_never_begins_again(
     assert [[each.id for each in one.offers] for one in found] == [[ids[0]]] * 2
 
     def settled() -> bool:
-        return not any(one["trouble"] for one in again.get("/v1/status")["depots"])
+        return not any(one["trouble"] for one in again.get("/v1/status")["tiers"].values())
 
     eventually(settled, what="nobody misses the other run")
 

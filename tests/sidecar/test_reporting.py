@@ -18,7 +18,7 @@ from pods import Pod
 from trainer import FakeTrainer, content, make_layout, read_image
 
 from keepstep.core.vote import choose
-from keepstep.steps import Answer, Epoch, EpochId, StepId
+from keepstep.steps import Answer, StepId, Tier
 from keepstep.wire.trainer import Flushed, FlushRequest
 from keepstep_sidecar.cli import calls
 from tests.harness import eventually
@@ -202,14 +202,19 @@ def test_a_report_says_what_the_pod_holds(team: Team, operator: OperatorHost) ->
     assert ranks[1].wait(id, "durable", flush=True).reached
     ranks[1].skip(4, "no slot is free yet")
     report = eventually(
-        lambda: (found := operator.newest(1)) and found.ranks and found.ranks[0].local and found,
+        lambda: (
+            (found := operator.newest(1))
+            and found.ranks
+            and found.ranks[0].shards(Tier.LOCAL)
+            and found
+        ),
         what="a report of the durable shard",
     )
     (rank,) = report.ranks
     assert (rank.rank, rank.world, rank.alive) == (1, 2, True)
-    assert [held.id for held in rank.memory] == [id]
-    assert rank.local[0].root is not None
-    assert (rank.memory_answer, rank.local_answer) == (Answer.STEPS, Answer.STEPS)
+    assert [held.id for held in rank.shards(Tier.MEMORY)] == [id]
+    assert rank.shards(Tier.LOCAL)[0].root is not None
+    assert {one.answer for one in rank.tiers.values()} == {Answer.STEPS}
     assert (rank.staged, rank.saves, rank.blocked_s) == (id, 1, 0.125)
     assert report.library == "test"
     assert [epoch.id for epoch in report.epochs] == [id.epoch]
@@ -325,7 +330,7 @@ def test_sigterm_sends_a_last_report_after_the_flush(team: Team, operator: Opera
     for node in range(2):
         last = operator.newest(node)
         assert last is not None
-        assert [held.id.step for held in last.ranks[0].local] == [3, 4]
+        assert [held.id.step for held in last.ranks[0].shards(Tier.LOCAL)] == [3, 4]
 
 
 def archived_below(archive: Path) -> list[int]:
@@ -473,23 +478,6 @@ def test_a_flush_of_one_of_many_pods_makes_its_own_newest_two_durable(lone_team:
     assert [id.step for id in flushed.steps] == [3, 4]
 
 
-def test_a_rollback_agreed_on_by_both_pods_makes_later_steps_dead_on_both(
-    team: Team, operator: OperatorHost
-) -> None:
-    both, ranks = team.start()
-    id = team.reach(3)
-    ranks[0].stage(4)
-    team.disconnect()
-    ranks = team.come_back()
-    assert team.restore() == id
-    again = team.stage(4)
-    assert again.epoch == EpochId(2, "00000002")
-    for one in ranks:
-        assert one.wait(again, "committed", flush=True).reached
-    assert all(4 in pod.published() for pod in both)
-    assert Epoch(again.epoch, id) in operator.newest(0).epochs  # type: ignore[union-attr]
-
-
 # --- bad input -----------------------------------------------------------------------------------
 
 
@@ -515,8 +503,8 @@ def test_training_goes_on_beside_a_volume_that_cannot_be_written(
         )
     )
     assert "cannot use the volume" in report.volumes[0].failed
-    assert report.ranks[0].local_answer is Answer.UNKNOWN
-    assert report.ranks[0].memory[-1].id == id
+    assert report.ranks[0].tiers[Tier.LOCAL].answer is Answer.UNKNOWN
+    assert report.ranks[0].shards(Tier.MEMORY)[-1].id == id
 
 
 def test_a_hostile_record_on_a_volume_keeps_no_pod_from_training(
@@ -532,9 +520,14 @@ def test_a_hostile_record_on_a_volume_keeps_no_pod_from_training(
     trainer.register()
     id = trainer.stage(1)
     report = eventually(
-        lambda: (found := operator.newest(0)) and found.ranks and found.ranks[0].memory and found
+        lambda: (
+            (found := operator.newest(0))
+            and found.ranks
+            and found.ranks[0].shards(Tier.MEMORY)
+            and found
+        )
     )
-    assert report.ranks[0].memory[-1].id == id
+    assert report.ranks[0].shards(Tier.MEMORY)[-1].id == id
     assert "not a run record" in report.volumes[0].failed
     assert calls.health(pod.socket)
 

@@ -90,8 +90,8 @@ async def test_a_run_is_shown_with_its_steps_by_tier_and_what_restarts_cost() ->
         step(8, ranks={Tier.MEMORY: (0, 1), Tier.LOCAL: (1,)}, suspect=True),
     )
     drive = VolumeStatus(path="/v/a", engine="direct", used_bytes=3 << 30, free_bytes=5 << 30)
-    depot = TierStatus(tier=Tier.ARCHIVE, where="s3://ckpt", backlog=4, behind_s=75, trouble="401")
-    live = view(steps=steps, ranks=ranks, volumes=(drive,), depots=(depot,))
+    archive = TierStatus(where="s3://ckpt", backlog=4, behind_s=75, trouble="401")
+    live = view(steps=steps, ranks=ranks, volumes=(drive,), tiers={Tier.ARCHIVE: archive})
     goodput = Goodput(
         since=1e9,
         productive_s=90,
@@ -118,7 +118,7 @@ async def test_a_run_is_shown_with_its_steps_by_tier_and_what_restarts_cost() ->
     assert "90.0 % of 1m40s were steps that count: 180 of them" in page.text("goodput")
     assert ["wasted progress", "6.00 s", "6.0 %"] in page.rows("goodput")
     assert page.rows("drives")[0][:4] == ["/v/a", "direct", "3.00 GiB", "5.00 GiB"]
-    assert page.rows("depots")[0][3:] == ["4", "1m15s", "0 B", "401"]
+    assert page.rows("tiers")[0][3:] == ["4", "1m15s", "0 B", "401"]
 
 
 @pytest.mark.parametrize(

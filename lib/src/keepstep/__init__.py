@@ -48,7 +48,7 @@ __all__ = [
 if os.environ.get("KEEPSTEP_SOCKET"):  # a training process: its errors are of interest from here on
     from keepstep.client import uncaught as _uncaught
 
-    _uncaught.watch()
+    _uncaught.watch(_uncaught.tell)
 
 
 def __getattr__(name: str) -> Any:

@@ -445,8 +445,7 @@ class Checkpointer:
 
     def _begin_anew(self, gather: Gather) -> None:
         """Agree again, on the whole state, as there is nothing to restore. Raises UsageError as
-        `_meet` does.
-        """
+        `_meet` does."""
         if self._world > 1:
             self._agree(gather, lambda: self._components, check=self._check_loads)
             return
@@ -458,8 +457,7 @@ class Checkpointer:
     def _check_loads_once(self, taken: Taken, structure: Structure) -> None:
         """The same where a model has another structure than at `restore`, such as a layer that
         quantises its weights with the first batch. Other objects may take back a state only while
-        they are new.
-        """
+        they are new."""
         known, error = self._refused
         if known != structure:
             error = ""
@@ -478,8 +476,7 @@ class Checkpointer:
 
     def _known(self) -> dict[str, Any]:
         """The components that give their state without running foreign code: modules, optimizers
-        and dicts.
-        """
+        and dicts."""
         return {name: one for name, one in self._components.items() if is_known(one)}
 
     def _agree(
@@ -523,14 +520,12 @@ class Checkpointer:
     def _take(self) -> Taken:
         """What a restore compares with: the taken state without foreign objects. While a single
         rank restores, this is the result of `_probe`: no part of the state is replaced before every
-        tensor is filled.
-        """
+        tensor is filled."""
         return self._probed or take(self._known(), self._topology)
 
     def _retake(self) -> Taken:
         """The taken state, beside how it was taken at the last save. Where it never stays the same,
-        only a walk is tried.
-        """
+        only a walk is tried."""
         before, self._taken = self._taken, None
         if before is None:
             taken = take(self._components, self._topology, loose=self._loose)
@@ -560,8 +555,7 @@ class Checkpointer:
 
     def _order_slots(self) -> None:
         """Have the memory of images made from now on, if the layout is known: as that of what was
-        restored, or without. A new optimizer has no state before its first step.
-        """
+        restored, or without. A new optimizer has no state before its first step."""
         if self._agent is None:
             return
         if self._restored is not None:
@@ -676,8 +670,7 @@ class Checkpointer:
 
     def _tell_failure(self, reason: str) -> None:
         """Tell the sidecar that the script itself failed. A sidecar that is away does not learn of
-        it.
-        """
+        it."""
         step = max(self._last_step, self._off_grid, self._unhealthy)
         if self._agent is not None and self._epoch is not None and step >= 0:
             self._agent.session.failed(StepId(self._epoch.id, step), reason)
@@ -805,8 +798,7 @@ class Checkpointer:
 
     def _snapshots_for(self, agent: Agent, taken: Taken, extras_bytes: int) -> Snapshots:
         """The snapshots for this state's layout. Builds a new layout when tensors were added or
-        removed, or changed their shape.
-        """
+        removed, or changed their shape."""
         snapshots = self._snapshots
         if snapshots is None or not snapshots.fits(taken, extras_bytes):
             self._tell_changes(agent, taken)
@@ -879,8 +871,7 @@ class Checkpointer:
 
     def _fence(self, *, decided: bool) -> None:
         """`decided`: wait also until it is certain whether the image is whole. Who changes tensors
-        from here on where no stream of this thread waits for the comparison could spoil it.
-        """
+        from here on where no stream of this thread waits for the comparison could spoil it."""
         agent = self._agent
         if agent is None:
             return
@@ -1029,8 +1020,7 @@ class Checkpointer:
 
     def _stage_last(self, agent: Agent, deadline: float) -> str:
         """Stage the last step if `--stage-every` left it out, or if there was no slot for it.
-        Returns why that was not possible, or ''.
-        """
+        Returns why that was not possible, or ''."""
         left, step = self._left, self._off_grid
         if off_grid := step > self._last_step:
             if self._moved:
@@ -1180,8 +1170,7 @@ def _hook_optimizers() -> None:
 @functools.cache
 def _hook_storages() -> None:
     """Run the fence before the memory of a storage is freed while a copy reads it. A copy of memory
-    that is gone would end the process.
-    """
+    that is gone would end the process."""
 
     def fenced(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -1267,8 +1256,7 @@ def _adapter() -> str:
 
 def _switch_off_in_child() -> None:
     """Switch off in a forked child, which is no trainer: it has copies of its parent's objects, but
-    neither its agent nor its lease.
-    """
+    neither its agent nor its lease."""
     for checkpointer in list(_LIVE):
         agent = checkpointer._agent
         if agent is not None and agent.closed:

@@ -37,8 +37,7 @@ class NoFileError(OSError):
 class Directory:
     """An open directory. `path` is for messages. Methods raise OSError, which names the path; they
     may be called from any thread. The descriptor `fd` is closed when nothing refers to the
-    directory any more: a caller who uses it holds the directory, too.
-    """
+    directory any more: a caller who uses it holds the directory, too."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self.fd, self.path = fd, path
@@ -55,8 +54,7 @@ class Directory:
     @classmethod
     def opened(cls, path: Path, *, make: bool = False) -> Directory:
         """Open `path`, which must not be a link; the directories above it may be. `make`: make it
-        and these if they are missing.
-        """
+        and these if they are missing."""
         if make:
             path.mkdir(parents=True, exist_ok=True)
         return cls(_entered(str(path), path, None), path)
@@ -88,8 +86,7 @@ class Directory:
 
     def open(self, name: str, flags: int, mode: int = 0o640) -> int:
         """Open a regular file, and make it if the flags say so. A file that is written to must have
-        this name alone. Returns a descriptor that the caller closes.
-        """
+        this name alone. Returns a descriptor that the caller closes."""
         path, cut = self.path / name, bool(flags & os.O_TRUNC)
         flags = (flags & ~os.O_TRUNC) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
@@ -158,8 +155,7 @@ class Directory:
 
     def walk(self) -> Iterator[tuple[Path, os.stat_result]]:
         """All that is below it but directories: where, relative to it, and what it is. Links are
-        not followed, and what is removed meanwhile is left out.
-        """
+        not followed, and what is removed meanwhile is left out."""
         places = [Path()]
         while places:
             place = places.pop()
@@ -177,8 +173,7 @@ class Directory:
 
     def remove(self, name: str) -> int:
         """Remove a file, or a directory with all that is in it. Returns how many files that were, 0
-        if there is nothing. Another file system that is mounted there is left alone: OSError.
-        """
+        if there is nothing. Another file system that is mounted there is left alone: OSError."""
         found = self.lstat(name)
         if found is None:
             return 0
@@ -191,8 +186,7 @@ class Directory:
 
     def _empty(self) -> int:
         """Remove what is in it. Directories further down are first moved up into it, so neither the
-        stack nor the number of descriptors grows with the depth of the tree.
-        """
+        stack nor the number of descriptors grows with the depth of the tree."""
         files, found = 0, self.names()
         names = set(found)
         while found:

@@ -49,8 +49,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 Read = Callable[[int, int, memoryview], None]
 """`read(rank, chunk, into)` fills the beginning of a buffer of CHUNK_BYTES with a verified chunk of
-the image of a saved rank. Called from several threads. Raises StorageError, ImageError.
-"""
+the image of a saved rank. Called from several threads. Raises StorageError, ImageError."""
 
 _BUFFERS = 6
 _COMPARED, _COMPARED_BYTES = 1024, 16 << 20
@@ -240,8 +239,7 @@ class Export:
 
     def _distinct(self) -> tuple[dict[str, Saved], dict[str, str]]:
         """Every tensor once, by its first name; and for each other name of a tensor, the
-        first one.
-        """
+        first one."""
         saved: dict[str, Saved] = {}
         first: dict[str, str] = {}
         tied: dict[str, str] = {}
@@ -293,8 +291,7 @@ class _Pair:
 
 def _batches(pairs: Iterator[_Pair]) -> Iterator[list[_Pair]]:
     """The pairs in batches that are compared at a time: a rank may have thousands of small
-    tensors.
-    """
+    tensors."""
     batch: list[_Pair] = []
     size = 0
     for one in pairs:
@@ -357,8 +354,7 @@ def _bare(name: str) -> str:
 
 def _leaves(layout: Layout) -> Iterator[tuple[str, str, str | None]]:
     """For each leaf: its component, its name in the component, and the stored name of the tensor;
-    None if it is not a tensor.
-    """
+    None if it is not a tensor."""
     tree = Tree.parse(layout.skeleton)
     if not tree.foreign:
         paths = tree.paths or {}
@@ -376,8 +372,7 @@ def _leaves(layout: Layout) -> Iterator[tuple[str, str, str | None]]:
 
 def _of_node(node: Node, path: str) -> Iterator[tuple[str, str | None]]:
     """The leaves below a node: their paths, with the stored name of a tensor, or None for a value.
-    The bytes of an array count as a value.
-    """
+    The bytes of an array count as a value."""
     kind = node[0]
     if kind == "t":
         yield path, node[1]
@@ -452,8 +447,7 @@ class _File:
 
 def _divided(entries: list[_Entry], shard_bytes: int) -> list[list[_Entry]]:
     """The entries, divided among files in the order of names in the user's object, as Hugging
-    Face's own writer does.
-    """
+    Face's own writer does."""
     files: list[list[_Entry]] = [[]]
     for one in entries:
         if files[-1] and sum(e.size_bytes for e in files[-1]) + one.size_bytes > shard_bytes:
@@ -534,8 +528,7 @@ def _is(path: Path, expected: _File) -> bool:
 @contextlib.contextmanager
 def _directory(growing: Path) -> Iterator[Directory]:
     """Create the directory anew, for one process at a time. If the block raises, the directory is
-    removed.
-    """
+    removed."""
     directory = Directory.opened(growing, make=True)
     try:
         fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -556,8 +549,7 @@ def _directory(growing: Path) -> Iterator[Directory]:
 
 def _empty(growing: Directory) -> None:
     """Remove what a killed export has left. Raises UsageError for a directory or files that are not
-    from an export of this user.
-    """
+    from an export of this user."""
     if os.fstat(growing.fd).st_uid != os.geteuid():
         raise UsageError(f"{growing.path} belongs to somebody else: move it away")
     for name in growing.names():

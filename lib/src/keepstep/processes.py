@@ -19,8 +19,7 @@ from typing import Final, NamedTuple
 
 SAFE_PATH: Final = "import sys; sys.path[:1] == [''] and sys.path.pop(0)"
 """First of the code of `python -c`: what it imports comes from no working directory. That is what
-`python -P` does, which Python 3.10 lacks.
-"""
+`python -P` does, which Python 3.10 lacks."""
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _POLL_S: Final = 0.02

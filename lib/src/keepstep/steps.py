@@ -105,17 +105,33 @@ class StrEnum(str, enum.Enum):
 
 
 class Tier(StrEnum):
-    """Where an image is, nearest first. A restore prefers the nearest tier that holds a step."""
+    """Where an image is, nearest first. A restore prefers the nearest tier that holds a step.
 
-    MEMORY = "memory"
-    LOCAL = "local"
+    `in_pod`: every pod has this tier, and a trainer writes there itself or its sidecar does. The
+    others are configured (`tiers.RemoteTier` of the sidecar). `shared`: there is one for all pods
+    of the run, and it is farther than what any pod has.
+    """
+
+    in_pod: bool
+    shared: bool
+
+    def __new__(cls, name: str, in_pod: bool = False, shared: bool = False) -> Tier:
+        tier = str.__new__(cls, name)
+        tier._value_, tier.in_pod, tier.shared = name, in_pod, shared
+        return tier
+
+    #         name, in_pod, shared
+    MEMORY = "memory", True
+    LOCAL = "local", True
     PEER = "peer"
-    ARCHIVE = "archive"
+    ARCHIVE = "archive", False, True
 
 
 NEAREST_FIRST = tuple(Tier)
 """The order in which a restore prefers the tiers, which is also from the weakest to the
 strongest."""
+
+IN_POD = tuple(tier for tier in Tier if tier.in_pod)
 
 
 class State(StrEnum):

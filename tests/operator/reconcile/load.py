@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from keepstep.steps import Answer, StepId
+from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank, ReportedShard
 from keepstep_operator.api.model import RunKey
 from keepstep_operator.api.run import as_json
@@ -26,7 +26,7 @@ from keepstep_operator.reconcile.ratelimit import Pacer, Throttle
 from keepstep_operator.reconcile.state.actions import EmitEvent, WriteStatus
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.writers.status_writer import status_of
-from tests.operator.reconcile.samples import FIRST, T0, pod_body
+from tests.operator.reconcile.samples import FIRST, T0, listed, pod_body
 
 SECONDS = 60
 
@@ -48,16 +48,18 @@ def report_of(index: int, ranks: int, world: int, number: int) -> bytes:
             rank=rank,
             world=world,
             alive=True,
-            memory=tuple(
-                ReportedShard(id=id, world=world, written_at=T0) for id in dict.fromkeys(memory)
-            ),
-            local=tuple(
-                ReportedShard(id=id, world=world, root=f"{rank:032x}", params_digest=f"{rank:032x}")
-                for id in local
-                if id.step > 0
-            ),
-            memory_answer=Answer.STEPS,
-            local_answer=Answer.STEPS,
+            tiers={
+                Tier.MEMORY: listed(
+                    ReportedShard(id=id, world=world, written_at=T0) for id in dict.fromkeys(memory)
+                ),
+                Tier.LOCAL: listed(
+                    ReportedShard(
+                        id=id, world=world, root=f"{rank:032x}", params_digest=f"{rank:032x}"
+                    )
+                    for id in local
+                    if id.step > 0
+                ),
+            },
             staged=memory[0],
         )
         for rank in range(index * ranks, (index + 1) * ranks)

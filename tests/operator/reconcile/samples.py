@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank, ReportedRestore, ReportedShard, ReportReply
+from keepstep.wire.reports import (
+    Report,
+    ReportedRank,
+    ReportedRestore,
+    ReportedShard,
+    ReportedTier,
+    ReportReply,
+)
 from keepstep_operator.api.model import (
     Job,
     PodRecord,
@@ -93,6 +100,34 @@ def run_object(status: RunStatus | None = None, **changes: Any) -> RunObject:
     return replace(RunObject(key=KEY, uid="run-1", status=body), **changes)
 
 
+def listed(shards: Iterable[ReportedShard]) -> ReportedTier:
+    """A tier that holds these."""
+    found = tuple(shards)
+    return ReportedTier(answer=Answer.STEPS if found else Answer.NONE, shards=found)
+
+
+def each_shard(report: Report, **changed: Any) -> Report:
+    """The report with this changed in all shards of all tiers."""
+
+    def of(told: ReportedTier) -> ReportedTier:
+        return replace(told, shards=tuple(replace(one, **changed) for one in told.shards))
+
+    ranks = (
+        replace(one, tiers={tier: of(told) for tier, told in one.tiers.items()})
+        for one in report.ranks
+    )
+    return replace(report, ranks=tuple(ranks))
+
+
+def elsewhere(
+    *, peer: Iterable[ReportedShard] = (), archive: Iterable[ReportedShard] = ()
+) -> dict[Tier, ReportedTier]:
+    """What a pod says of the rank of another pod."""
+    found = {Tier.PEER: listed(peer), Tier.ARCHIVE: listed(archive)}
+    here = {Tier.MEMORY: listed(()), Tier.LOCAL: listed(())}
+    return here | {tier: told for tier, told in found.items() if told.shards}
+
+
 @dataclass(kw_only=True)
 class Sidecar:
     """One sidecar with one rank. Change its fields, then `report()`.
@@ -155,14 +190,19 @@ class Sidecar:
             rank=self.rank,
             world=self.world,
             alive=self.alive,
-            memory=self._held(self.memory, root=False),
-            local=self._held(self.local, root=True),
-            memory_answer=Answer.STEPS if self.memory else Answer.NONE,
-            local_answer=self._local_answer(),
             staged=max(self.memory, default=None),
-            archive=self._held(self.archive or [], root=True),
-            archive_answer=self._archive_answer(),
+            tiers=self._tiers(),
         )
+
+    def _tiers(self) -> dict[Tier, ReportedTier]:
+        local = listed(self._held(self.local, root=True))
+        found = {
+            Tier.MEMORY: listed(self._held(self.memory, root=False)),
+            Tier.LOCAL: local if self.ready else replace(local, answer=Answer.UNKNOWN),
+        }
+        if self.archive is not None:
+            found[Tier.ARCHIVE] = listed(self._held(self.archive, root=True))
+        return found
 
     def _copies(self, rank: int) -> ReportedRank:
         held = tuple(
@@ -172,21 +212,8 @@ class Sidecar:
             rank=rank,
             world=self.world,
             alive=False,
-            memory_answer=Answer.NONE,
-            local_answer=Answer.NONE,
-            peer=held,
-            peer_answer=Answer.STEPS,
+            tiers=elsewhere(peer=held),
         )
-
-    def _archive_answer(self) -> Answer | None:
-        if self.archive is None:
-            return None
-        return Answer.STEPS if self.archive else Answer.NONE
-
-    def _local_answer(self) -> Answer:
-        if not self.ready:
-            return Answer.UNKNOWN
-        return Answer.STEPS if self.local else Answer.NONE
 
     def _held(self, ids: list[StepId], *, root: bool) -> tuple[ReportedShard, ...]:
         return tuple(

@@ -23,6 +23,7 @@ from tests.operator.reconcile.samples import (
     KEY,
     Play,
     Sidecar,
+    each_shard,
     later,
     pod,
     policy,
@@ -37,15 +38,7 @@ REFUSED = "no step is held by all 2 ranks"
 def twins(report: Report) -> Report:
     """The same report of replicas: each rank's image has all boxes."""
     both = Ranks.of((0, 1))
-    ranks = (
-        replace(
-            one,
-            memory=tuple(replace(held, alike=both) for held in one.memory),
-            local=tuple(replace(held, alike=both) for held in one.local),
-        )
-        for one in report.ranks
-    )
-    return replace(report, ranks=tuple(ranks))
+    return each_shard(report, alike=both)
 
 
 def running(

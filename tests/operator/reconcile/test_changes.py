@@ -9,13 +9,13 @@ from random import Random
 import msgspec
 import pytest
 
-from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import NEAREST_FIRST, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank, ReportedShard, ReportReply
 from keepstep_operator.api.run import as_json
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.writers.status_writer import status_of
 from keepstep_sidecar.report.changes import changes
-from tests.operator.reconcile.samples import FIRST, KEY, T0, pod, policy, step
+from tests.operator.reconcile.samples import FIRST, KEY, T0, elsewhere, listed, pod, policy, step
 
 PODS, EACH = 3, 2
 WORLD = PODS * EACH
@@ -70,19 +70,17 @@ class Told:
         )
 
     def _own(self, rank: int, one: Ranked) -> ReportedRank:
-        archived = tuple(shard(id, rank) for id in self.archive)
         return ReportedRank(
             rank=rank,
             world=WORLD,
             alive=one.alive,
             staged=max(one.memory, default=None),
             skipped=one.skipped,
-            memory=tuple(shard(id, rank, rooted=False) for id in one.memory),
-            local=tuple(shard(id, rank) for id in one.local),
-            memory_answer=Answer.STEPS if one.memory else Answer.NONE,
-            local_answer=Answer.STEPS if one.local else Answer.NONE,
-            archive=archived,
-            archive_answer=Answer.STEPS if archived else Answer.NONE,
+            tiers={
+                Tier.MEMORY: listed(shard(id, rank, rooted=False) for id in one.memory),
+                Tier.LOCAL: listed(shard(id, rank) for id in one.local),
+                Tier.ARCHIVE: listed(shard(id, rank) for id in self.archive),
+            },
         )
 
     def _others(self) -> list[ReportedRank]:
@@ -98,12 +96,10 @@ class Told:
                         rank=rank,
                         world=WORLD,
                         alive=False,
-                        memory_answer=Answer.NONE,
-                        local_answer=Answer.NONE,
-                        peer=tuple(shard(id, rank) for id in copies),
-                        peer_answer=Answer.STEPS if copies else None,
-                        archive=tuple(shard(id, rank) for id in archived),
-                        archive_answer=Answer.STEPS if archived else None,
+                        tiers=elsewhere(
+                            peer=(shard(id, rank) for id in copies),
+                            archive=(shard(id, rank) for id in archived),
+                        ),
                     )
                 )
         return found

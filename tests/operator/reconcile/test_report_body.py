@@ -51,16 +51,16 @@ def test_a_long_rank_says_what_a_short_one_says() -> None:
         warnings=["a volume is slow"],
     )
     told = body["ranks"][0]
-    told["local"][5]["alike"] = {"runs": [(3, 7, 2)]}
-    told["gone"] = {"peer": [{"epoch": EPOCH, "step": 7}]}
+    told["tiers"]["local"]["shards"][5]["alike"] = {"runs": [(3, 7, 2)]}
+    told["tiers"]["peer"] = {"answer": "none", "gone": [{"epoch": EPOCH, "step": 7}]}
     read_in_parts = _whole(body)
     assert read_in_parts == msgspec.convert(body, Report)
-    assert read_in_parts.ranks[0].gone[Tier.PEER][0].step == 7
+    assert read_in_parts.ranks[0].tiers[Tier.PEER].gone[0].step == 7
 
 
 def test_what_is_no_report_is_refused_wherever_it_stands() -> None:
     long, short = report(Sidecar(rank=0).durable(*range(1000))), report(Sidecar(rank=0))
-    long["ranks"][0]["local"][999]["world"] = "many"
+    long["ranks"][0]["tiers"]["local"]["shards"][999]["world"] = "many"
     short["ranks"][0]["alive"] = 3
     for spoilt in (long, short, report(Sidecar(rank=0), epochs=[{"id": 1}])):
         with pytest.raises(msgspec.ValidationError):
@@ -69,9 +69,8 @@ def test_what_is_no_report_is_refused_wherever_it_stands() -> None:
 
 def test_more_ranks_of_others_than_a_sidecar_tells_of_are_refused() -> None:
     held = {"id": {"epoch": EPOCH, "step": 1}, "world": 65_536}
-    ranks = [
-        {"rank": one, "world": 65_536, "alive": False, "archive": [held]} for one in range(8193)
-    ]
+    tiers = {"archive": {"answer": "steps", "shards": [held]}}
+    ranks = [{"rank": one, "world": 65_536, "alive": False, "tiers": tiers} for one in range(8193)]
     with pytest.raises(Refused, match="more ranks"):
         _whole(report(Sidecar(rank=0), ranks=ranks))
 
@@ -106,7 +105,7 @@ def test_nothing_that_a_pod_says_reaches_a_status_or_an_event_unprintable() -> N
         "volumes": [
             {"name": "any", "failed": "any", "engine": "any", "used_bytes": 1, "free_bytes": 0}
         ],
-        "depots": [{"tier": "peer", "where": "any", "backlog": 3, "trouble": "any"}],
+        "tiers": {"peer": {"where": "any", "backlog": 3, "trouble": "any"}},
         "refusals": 3,
         **dict.fromkeys(("sidecar", "library", "pinned", "peer_address", "refused"), "any"),
     }

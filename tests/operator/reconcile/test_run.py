@@ -37,7 +37,9 @@ from tests.operator.reconcile.samples import (
     Play,
     Sidecar,
     accepted,
+    each_shard,
     later,
+    listed,
     pod,
     policy,
     run_object,
@@ -764,15 +766,9 @@ def test_clocks_an_hour_off_change_nothing_as_only_the_operators_own_is_read() -
     play, pods, sidecars = running()
     for one, sidecar, off in zip(pods, sidecars, (3600.0, -3600.0), strict=True):
         report = sidecar.durable(100).report()
-        ranks = tuple(
-            replace(
-                rank,
-                staged_at=T0 + off,
-                local=tuple(replace(held, written_at=T0 + off) for held in rank.local),
-            )
-            for rank in report.ranks
-        )
-        play.hear(one, replace(report, sent_at=T0 + off, ranks=ranks))
+        ranks = tuple(replace(rank, staged_at=T0 + off) for rank in report.ranks)
+        report = replace(report, sent_at=T0 + off, ranks=ranks)
+        play.hear(one, each_shard(report, written_at=T0 + off))
     assert play.status.committed == CommittedStatus(step=100, id=str(step(100)), time=utc(T0))
     assert play.condition(PROTECTED)[0] == "True"
     assert play.registry.reply(pods[0].uid, at=play.now).plan == step(100)
@@ -1116,7 +1112,7 @@ def _full_volume() -> ReportedVolume:
     [
         {"more": {"warnings": ("the drive is slow",)}},
         {"more": {"volumes": (_full_volume(),)}},
-        {"more": {"depots": (TierProgress(tier=Tier.PEER, where="a", trouble="no space"),)}},
+        {"more": {"tiers": {Tier.PEER: TierProgress(where="a", trouble="no space")}}},
         {"library": ""},
         {"archive": [step(90)]},
     ],
@@ -1150,7 +1146,7 @@ def test_of_alarms_that_two_pods_cause_without_end_the_newest_few_are_remembered
                 ReportedShard(id=step(number), world=2, root=f"{writer.uid}/{number}")
                 for number in range(first, first + MOST_ALARMS)
             )
-            told = replace(Sidecar(rank=0).report().ranks[0], local=held)
+            told = replace(Sidecar(rank=0).report().ranks[0], tiers={Tier.LOCAL: listed(held)})
             report = replace(Sidecar(rank=0).report(), sequence=first + 1, ranks=(told,))
             play.hear(writer, report)
     alarms = play.registry.runs[KEY].alarms

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.core.retention import Retention
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank, ReportedShard
 from keepstep.wire.status import TierProgress
 from keepstep_operator.api.model import NodeRecord
@@ -44,7 +44,9 @@ from tests.operator.reconcile.samples import (
     T0,
     Play,
     Sidecar,
+    elsewhere,
     later,
+    listed,
     pod,
     policy,
     run_object,
@@ -189,30 +191,28 @@ def test_copies_on_the_same_node_outlive_no_node() -> None:
 
 def test_a_buddy_that_cannot_be_reached_is_told_with_its_own_words() -> None:
     play, pods, sidecars = running()
-    depot = TierProgress(
-        tier=Tier.PEER, where="node rank 1", backlog=2, trouble="node rank 1: connection refused"
-    )
-    sidecars[0].more = {"depots": (depot,)}
+    away = TierProgress(where="node rank 1", backlog=2, trouble="node rank 1: connection refused")
+    sidecars[0].more = {"tiers": {Tier.PEER: away}}
     play.hear(pods[0], sidecars[0].report())
     status, reason, message = play.condition(REPLICATED)
     assert (status, reason) == ("False", "Troubled")
     assert "gpt-worker-0" in message
     assert "connection refused" in message
     assert play.condition(PROTECTED)[:2] == ("False", "Troubled")
-    sidecars[0].more = {"depots": (replace(depot, backlog=0, trouble=""),)}
+    sidecars[0].more = {"tiers": {Tier.PEER: replace(away, backlog=0, trouble="")}}
     play.hear(pods[0], sidecars[0].report())
     assert play.condition(PROTECTED)[0] == "True"
 
 
 def test_a_backlog_that_lasts_is_told_and_costs_no_write_a_report() -> None:
     play, pods, sidecars = running()
-    slow = TierProgress(tier=Tier.PEER, where="node rank 1", backlog=1, behind_s=299)
-    sidecars[0].more = {"depots": (slow,)}
+    slow = TierProgress(where="node rank 1", backlog=1, behind_s=299)
+    sidecars[0].more = {"tiers": {Tier.PEER: slow}}
     play.hear(pods[0], sidecars[0].report())
     assert play.condition(REPLICATED)[0] == "True"
     said = set()
     for waited in (300, 301, 900):
-        sidecars[0].more = {"depots": (replace(slow, behind_s=waited, sent=waited),)}
+        sidecars[0].more = {"tiers": {Tier.PEER: replace(slow, behind_s=waited, sent=waited)}}
         play.hear(pods[0], sidecars[0].report())
         said.add(play.condition(REPLICATED))
     assert {one[:2] for one in said} == {("False", "Behind")}
@@ -231,7 +231,9 @@ def test_a_pod_that_serves_nobody_is_named() -> None:
 def test_what_a_pod_tells_of_the_archive_of_other_ranks_does_not_count_as_their_pod() -> None:
     play, pods, sidecars = archived()
     report = sidecars[0].report()
-    other = replace(sidecars[1].report().ranks[0], alive=False, memory=(), local=(), staged=None)
+    seen = sidecars[1].report().ranks[0]
+    tiers = elsewhere(archive=seen.shards(Tier.ARCHIVE))
+    other = replace(seen, alive=False, staged=None, tiers=tiers)
     play.hear(pods[0], replace(report, ranks=(*report.ranks, other)))
     assert play.status.ranks[0].ranks == "0"
     play.lose(pods[1])
@@ -296,18 +298,16 @@ def test_an_archive_in_which_nothing_is_yet_says_what_will_be() -> None:
 
 def test_an_archive_that_is_away_is_told_of_when_all_that_waited_was_retired() -> None:
     play, pods, sidecars = archived()
-    away = TierProgress(tier=Tier.ARCHIVE, where="s3://ckpt", trouble="connection refused")
-    sidecars[0].more = {"depots": (away,)}
+    away = TierProgress(where="s3://ckpt", trouble="connection refused")
+    sidecars[0].more = {"tiers": {Tier.ARCHIVE: away}}
     play.hear(pods[0], sidecars[0].report())
     assert play.condition(ARCHIVED)[:2] == ("False", "Troubled")
 
 
 def test_an_archive_that_is_down_is_told_with_the_newest_step_there() -> None:
     play, pods, sidecars = archived()
-    depot = TierProgress(
-        tier=Tier.ARCHIVE, where="s3://ckpt", backlog=3, trouble="503 SlowDown", failures=9
-    )
-    sidecars[0].more = {"depots": (depot,)}
+    down = TierProgress(where="s3://ckpt", backlog=3, trouble="503 SlowDown", failures=9)
+    sidecars[0].more = {"tiers": {Tier.ARCHIVE: down}}
     play.hear(pods[0], sidecars[0].report())
     status, reason, message = play.condition(ARCHIVED)
     assert (status, reason) == ("False", "Troubled")
@@ -609,10 +609,7 @@ def told_of(rank: int, *numbers: int) -> ReportedRank:
         rank=rank,
         world=2,
         alive=False,
-        memory_answer=Answer.NONE,
-        local_answer=Answer.NONE,
-        archive=held,
-        archive_answer=Answer.STEPS,
+        tiers=elsewhere(archive=held),
     )
 
 
@@ -760,12 +757,8 @@ def _rank(rank: int, *, local: list[int], peer: list[int], alive: bool) -> Repor
         rank=rank,
         world=2,
         alive=alive,
-        memory=(),
-        local=tuple(_held(one, rank) for one in local),
-        peer=tuple(_held(one, rank) for one in peer),
-        memory_answer=Answer.NONE,
-        local_answer=Answer.STEPS if local else Answer.NONE,
-        peer_answer=Answer.STEPS,
+        tiers=elsewhere(peer=(_held(one, rank) for one in peer))
+        | {Tier.LOCAL: listed(_held(one, rank) for one in local)},
     )
 
 

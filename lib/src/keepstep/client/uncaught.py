@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from keepstep.errors import FormatError, MismatchError, UsageError, VersionError
@@ -20,15 +20,15 @@ _WITHIN_S = 2.0
 _REASON = 4000  # characters
 
 
-def watch() -> None:
-    """From now on, tell the sidecar of an uncaught error. The previous excepthook runs first."""
+def watch(told: Callable[[BaseException], None]) -> None:
+    """From now on, call `told` with an uncaught error. The previous excepthook runs first."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
         try:
             before(kind, error, at)
         finally:
-            tell(error)
+            told(error)
 
     sys.excepthook = hook
 

@@ -435,46 +435,41 @@ class Tally:
 
 
 class Answers:
-    """What one node answered for its ranks on one tier, as bitmaps.
+    """What one node answered for its ranks on one tier. `of`: by answer, a bitmap. `gone`: ranks
+    for which the node had answered before it, or the rank, was gone."""
 
-    `gone`: ranks for which the node had answered before it, or the rank, was gone.
-    """
-
-    __slots__ = ("gone", "none", "steps", "unknown")
+    __slots__ = ("gone", "of")
 
     def __init__(self) -> None:
-        self.unknown = self.none = self.steps = self.gone = 0
+        self.of = dict.fromkeys(Answer, 0)
+        self.gone = 0
+
+    @property
+    def there(self) -> int:
+        """The ranks with any answer."""
+        return self.of[Answer.UNKNOWN] | self.of[Answer.NONE] | self.of[Answer.STEPS]
 
     def say(self, answers: Mapping[int, Answer]) -> bool:
         """Take in an answer for each rank. Returns whether anything changed."""
-        before = (self.unknown, self.none, self.steps, self.gone)
-        said = dict.fromkeys(Answer, 0)
+        before, others = (self.of, self.gone), ~bitmap(answers)
+        self.of = {answer: ranks & others for answer, ranks in self.of.items()}
+        self.gone &= others
         for rank, answer in answers.items():
-            said[answer] |= 1 << rank
-        keep = ~(said[Answer.UNKNOWN] | said[Answer.NONE] | said[Answer.STEPS])
-        self.unknown = self.unknown & keep | said[Answer.UNKNOWN]
-        self.none = self.none & keep | said[Answer.NONE]
-        self.steps = self.steps & keep | said[Answer.STEPS]
-        self.gone &= keep
-        return before != (self.unknown, self.none, self.steps, self.gone)
+            self.of[answer] |= 1 << rank
+        return before != (self.of, self.gone)
 
     def leave(self, ranks: int) -> None:
         """Nobody can answer for these ranks any more."""
-        self.gone |= (self.unknown | self.none | self.steps) & ranks
-        self.unknown, self.none, self.steps = (
-            self.unknown & ~ranks,
-            self.none & ~ranks,
-            self.steps & ~ranks,
-        )
+        self.gone |= self.there & ranks
+        self.of = {answer: of & ~ranks for answer, of in self.of.items()}
 
     def merge(self, other: Answers) -> None:
-        self.unknown |= other.unknown
-        self.none |= other.none
-        self.steps |= other.steps
+        self.of = {answer: ranks | other.of[answer] for answer, ranks in self.of.items()}
         self.gone |= other.gone
 
 
 _ALL_RANKS = -1
+_IN_ORDER = (Answer.UNKNOWN, Answer.NONE, Answer.STEPS)
 
 
 class Completeness:
@@ -512,7 +507,7 @@ class Completeness:
             }
             if not told:
                 continue
-            at = NO_NODE if tier is Tier.ARCHIVE else node_rank
+            at = NO_NODE if tier.shared else node_rank
             images = _by_step((rank, one.sealed.get(tier, ())) for rank, one in told.items())
             gone = {rank: one.gone[tier] for rank, one in told.items() if tier in one.gone}
             self._remove(at, tier, gone)
@@ -713,26 +708,24 @@ class Completeness:
 
         Without any answer it is UNKNOWN.
         """
-        said = self._said(tier)
-        if tier is Tier.ARCHIVE:
-            held = bool(said.steps) or bool(self._at(NO_NODE, tier))
-            return _one_of(bool(said.unknown), bool(said.none), held)
-        return _one_of(said.unknown >> rank & 1, said.none >> rank & 1, said.steps >> rank & 1)
+        unknown, none, steps = (self._said(tier).of[one] for one in _IN_ORDER)
+        if tier.shared:
+            return _one_of(unknown, none, steps or self._at(NO_NODE, tier))
+        return _one_of(unknown >> rank & 1, none >> rank & 1, steps >> rank & 1)
 
     def silent(self, tier: Tier) -> int:
         """Bitmap of the ranks whose answer is UNKNOWN, including all ranks of which nobody ever
         reported. So it may have infinitely many bits (a negative number)."""
-        if tier is Tier.ARCHIVE:
+        if tier.shared:
             return _ALL_RANKS if self.answer(0, tier) is Answer.UNKNOWN else 0
         said = self._said(tier)
-        return said.unknown | ~(said.none | said.steps)
+        return said.of[Answer.UNKNOWN] | ~said.there
 
     def out_of_reach(self, rank: int, tier: Tier) -> bool:
         """Whether only nodes that are gone ever answered for this rank and tier, so that waiting
         for an answer is useless."""
         said = self._said(tier)
-        there = said.unknown | said.none | said.steps
-        return bool(said.gone >> rank & 1) and not there >> rank & 1
+        return bool(said.gone & ~said.there & 1 << rank)
 
     def _said(self, tier: Tier) -> Answers:
         merged = self._merged.get(tier)

@@ -30,7 +30,7 @@ from keepstep.core.commit_rule import (
 )
 from keepstep.core.retention import Retention, left_behind, retired
 from keepstep.core.vote import is_early
-from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
+from keepstep.steps import IN_POD, NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class LedgerConfig:
     the parameters of some steps unchanged).
     """
 
-    tiers: tuple[Tier, ...] = (Tier.MEMORY, Tier.LOCAL)
+    tiers: tuple[Tier, ...] = IN_POD
     world: int | None = None
     retention: Mapping[Tier, Retention] = field(default_factory=dict)
     stale_after: int = 6
@@ -673,7 +673,7 @@ class Ledger(Completeness):
 def _nearby(of: Coverage, complete: Coverage | None) -> bool:
     """Whether the ranks that have only a twin's image in `of` have their own images of the complete
     step nearby (not only in the archive), and both steps have the same world size."""
-    near = (Tier.MEMORY, Tier.LOCAL, Tier.PEER)
+    near = tuple(tier for tier in Tier if not tier.shared)
     return complete is not None and complete.world == of.world and not of.twins & ~complete.on(near)
 
 

@@ -34,7 +34,7 @@ from keepstep.core.retention import (
 )
 from keepstep.core.schedule import Grid, Interval, Pacing, PersistCounts, PersistPlanner, Write
 from keepstep.core.slot_table import Memory, SlotTable, newest_common, worth_keeping
-from keepstep.steps import Epoch, StepId, Tier
+from keepstep.steps import IN_POD, Epoch, StepId, Tier
 
 SILENT_AFTER_S = 60.0
 """After so long without an answer the operator counts as silent: two usual report intervals."""
@@ -248,7 +248,7 @@ class Node:
         slots: Mapping[int, Slots],
         *,
         grid: Grid,
-        tiers: tuple[Tier, ...] = (Tier.MEMORY, Tier.LOCAL),
+        tiers: tuple[Tier, ...] = IN_POD,
         keep: Retention | None = None,
         managed: bool = False,
         began: float = 0.0,

@@ -67,6 +67,7 @@ _NOISE = 3.0
 
 _TRIAL, _TRIAL_EVERY = 32, 1024
 """`_TRIAL` of each `_TRIAL_EVERY` grid points are a trial (see `Pacing`)."""
+_STALL_BUDGET = 0.01
 _LIMITS_TAKEN = 0.8
 """A shorter interval is taken only if the limits ask for at most this fraction of it. This prevents
 flapping."""
@@ -168,7 +169,6 @@ class Measured:
     one step. `stall_s`: training time lost to persisting one image of every rank of the node.
     `failures`: how many restarts were seen; if they are too few, `mtbf_s` is None.
     `drive_writes_per_day`: how often a day the whole drive may be written.
-    `drain_bytes_per_s`: how much may leave the node for a buddy or an archive.
     """
 
     step_s: float
@@ -179,7 +179,6 @@ class Measured:
     failures: int = 0
     drive_bytes: int | None = None
     drive_writes_per_day: float | None = None
-    drain_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -192,36 +191,28 @@ class Interval:
     bounds: dict[str, float]
 
 
-def auto_interval(
-    measured: Measured,
-    *,
-    base: int = 1,
-    duty: float = 0.8,
-    stall_budget: float = 0.01,
-    current: int = 0,
-) -> Interval:
+def auto_interval(measured: Measured, *, base: int = 1, current: int = 0) -> Interval:
     """The shortest interval that the hardware allows and that the failure rate does not make
     wasteful.
 
-    The drive writes for at most `duty` of the time. Without a known failure rate, stalls cost at
-    most `stall_budget` of the time. With one, the bound is the doubling nearest to Daly's optimum
-    for the stall: it wastes at most 1.061 times as much as the optimum.
+    The drive may write all the time: the planner sees steps being skipped and so knows better how
+    much it can take. Without a known failure rate, stalls cost at most `_STALL_BUDGET` of the time.
+    With one, the bound is the doubling nearest to Daly's optimum for the stall: it wastes at most
+    1.061 times as much as the optimum.
 
     `current`: the interval in steps that holds now. It is kept if a shorter one would only just
     satisfy the limits. This does not apply to the time of a step and of a write: the planner, which
     sees steps being skipped, already hesitates to refine.
     """
     stall_s = measured.stall_s or 0.0
-    bounds = {"step": measured.step_s, "write": measured.write_s / duty}
+    bounds = {"step": measured.step_s, "write": measured.write_s}
     if measured.mtbf_s is None:
-        bounds["stall"] = stall_s / stall_budget
+        bounds["stall"] = stall_s / _STALL_BUDGET
     else:
         bounds["failures"] = daly(stall_s, measured.mtbf_s) / math.sqrt(2.0)
     if measured.drive_bytes and measured.drive_writes_per_day:
         daily_bytes = measured.drive_bytes * measured.drive_writes_per_day
         bounds["wear"] = 86400.0 * measured.image_bytes / daily_bytes
-    if measured.drain_bytes_per_s:
-        bounds["drain"] = measured.image_bytes / measured.drain_bytes_per_s
     limit = max(bounds, key=lambda name: bounds[name])
     grid_s = base * max(measured.step_s, 1e-9)
     k = _exponent(bounds[limit] / grid_s)
@@ -341,9 +332,7 @@ class Pacing:
             drive_bytes=self.drive_bytes,
             drive_writes_per_day=self._writes_per_day,
         )
-        # The planner sees steps being skipped and so knows better how much the drive can take.
-        # Hence duty=1.0: no share of the drive's time is held back.
-        self.interval = auto_interval(self.measured, base=self.base, duty=1.0, current=self._asked)
+        self.interval = auto_interval(self.measured, base=self.base, current=self._asked)
         self._asked, at = self.interval.steps, newest // self.base
         if self._asked == self.base and at >= _TRIAL_EVERY and at % _TRIAL_EVERY < _TRIAL:
             self.interval = replace(self.interval, steps=2 * self.base, limit="trial")

@@ -546,7 +546,7 @@ def _preferred(
         return newest
     if any(id > exact and ways[0][id].world != len(ways) for id in common.intersection(complete)):
         return newest  # the run was of another world since: the exact step is far back
-    return exact if all(each[exact].tier is not Tier.ARCHIVE for each in by_twins) else newest
+    return exact if all(not each[exact].tier.shared for each in by_twins) else newest
 
 
 def _check_world(

@@ -83,8 +83,7 @@ _THREADS = 4
 
 class Folder:
     """One committed step, as `Images` of its shards. Read only what `verify` has
-    verified.
-    """
+    verified."""
 
     def __init__(self, path: Path) -> None:
         """Read all headers and seals.
@@ -126,8 +125,7 @@ class Folder:
 
     def verify(self, ranges: Iterable[tuple[int, int, int]]) -> None:
         """Check the digests of all chunks of these (rank, begin, end) that were not yet verified.
-        Raises DigestError.
-        """
+        Raises DigestError."""
         if not HAVE_FAST:
             log.warning("keepstep: without the xxhash package, verifying is very slow")
         wanted = {
@@ -201,8 +199,7 @@ def is_directory(path: Path) -> bool:
 
 def _manifest(path: Path) -> Manifest:
     """Header, digest table and seal of a file. Raises ImageError and StorageError, which name the
-    file.
-    """
+    file."""
     try:
         with path.open("rb") as file:
             fd = file.fileno()
@@ -247,8 +244,7 @@ def _check_complete(path: Path, shards: list[Manifest]) -> None:
 
 class StepReader:
     """One step, for one load of one rank. `where`: for messages. `foreign`: a `Checkpointer` saved
-    the step, so it has no values that DCP could load.
-    """
+    the step, so it has no values that DCP could load."""
 
     def __init__(self, images: Images | Folder, id: StepId, *, where: str, rank: int) -> None:
         """Choose the boxes to read.
@@ -320,8 +316,7 @@ class StepReader:
 
     def dtype(self, index: MetadataIndex) -> torch.dtype:
         """The dtype of a saved tensor. Raises FormatError for a dtype that this torch does not
-        have.
-        """
+        have."""
         code = self._saved(index.fqn).dtype
         dtype: torch.dtype | None = DTYPE_OF.get(code)
         if dtype is None:
@@ -353,8 +348,7 @@ class StepReader:
     @classmethod
     def reach(cls, link: Session, id: StepId, *, timeout_s: float) -> StepReader:
         """Find the images through the sidecar, and read their headers. `timeout_s`: for one window
-        of chunks. Raises SidecarError, ImageError, CoverageError.
-        """
+        of chunks. Raises SidecarError, ImageError, CoverageError."""
         images = Images.find(
             link, id, timeout_s, lambda skeleton: Tree.parse(skeleton).boxes, every=True
         )
@@ -367,8 +361,7 @@ class StepReader:
 
     def check(self, plan: LoadPlan) -> None:
         """Check that everything in the plan exists, and verify what comes from a directory. What
-        comes from a sidecar is verified as it arrives. Raises FormatError, DigestError.
-        """
+        comes from a sidecar is verified as it arrives. Raises FormatError, DigestError."""
         tensors, values = _split(plan)
         moves, dtypes = self._moves(tensors)
         holders = {self.holder(one) for one in values}
@@ -550,8 +543,7 @@ class StorageReader(storage.StorageReader):
 
     def _newest(self, session: sessions.Session) -> StepReader:
         """The newest step whose headers can be read. Steps whose headers cannot be read do not get
-        this rank's vote.
-        """
+        this rank's vote."""
         self._ballot = _ballot(session, self._step)
         why: Exception | None = None
         while True:
@@ -577,8 +569,7 @@ class StorageReader(storage.StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Note whether this rank is the coordinator. `read_metadata` has already read the
-        metadata.
-        """
+        metadata."""
         self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -637,8 +628,7 @@ class StorageReader(storage.StorageReader):
         self, session: sessions.Session, planned: StepReader, plan: LoadPlan, planner: LoadPlanner
     ) -> tuple[StepReader, LoadPlan]:
         """The agreed step, and a plan for it. The existing plan is used again if both steps look
-        alike.
-        """
+        alike."""
         planned.close()
         id = plan.storage_data
         self._opened = opened = _reach(session, id)

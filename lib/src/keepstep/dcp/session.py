@@ -136,8 +136,7 @@ def _same(values: Sequence[T], what: str) -> T:
 @dataclass(frozen=True, kw_only=True)
 class LoadBallot:
     """What one rank knows before a load. `step`: the number that is asked for; None for the newest.
-    `failed`: steps that the rank could not read.
-    """
+    `failed`: steps that the rank could not read."""
 
     vote: Candidates
     step: int | None
@@ -206,15 +205,13 @@ Resolve = Callable[[WriteItem], Any]
 
 _BATCH_BYTES = 256 << 20
 """Resolving an item may allocate memory, so at most about this much is resolved before it is
-copied.
-"""
+copied."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Items:
     """A save plan, taken apart. `tensors` and `specs` correspond one to one, in the plan's
-    order.
-    """
+    order."""
 
     tensors: tuple[WriteItem, ...]
     specs: tuple[TensorSpec, ...]
@@ -271,8 +268,7 @@ class Items:
 
     def resolved(self, resolve: Resolve) -> Iterator[tuple[TensorSpec, Tensor]]:
         """Every tensor as `resolve` gives it. Raises UsageError for a tensor that is not as
-        planned.
-        """
+        planned."""
         for spec, item in zip(self.specs, self.tensors, strict=True):
             tensor: Any = resolve(item)
             if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPE_OF[spec.dtype]:
@@ -285,8 +281,7 @@ class Items:
 
 def _entry_names(items: Sequence[WriteItem]) -> list[str]:
     """The name of each entry: the tensor's name, or `name@0`, `name@1` for several boxes of one
-    tensor in this rank.
-    """
+    tensor in this rank."""
     counts = Counter(one.index.fqn for one in items)
     used: Counter[str] = Counter()
     names = []
@@ -327,8 +322,7 @@ def _spec(name: str, item: WriteItem) -> TensorSpec:
 @dataclass(frozen=True, kw_only=True)
 class LastSave:
     """What the next state dict must look like. `names`: everything that this rank offered to the
-    plan. `items`: the part of it that this rank had to write.
-    """
+    plan. `items`: the part of it that this rank had to write."""
 
     names: frozenset[str]
     items: Items
@@ -355,8 +349,7 @@ class Staged:
 
     def check(self, items: Items, planner: SavePlanner, *, extras_bytes: int) -> None:
         """Check that this plan is the one that was staged. Raises KeepstepError, and the step is
-        lost.
-        """
+        lost."""
         slot = self.taken.mapping
         fits = (items.specs, items.tree) == (self.items.specs, self.items.tree)
         if not fits or extras_bytes > slot.layout.extras_capacity_bytes:
@@ -437,8 +430,7 @@ class Session:
 
     def claim(self) -> Staged | None:
         """Take `staged` away, so that the save's own thread and the next save never both
-        have it.
-        """
+        have it."""
         staged, self.staged = self.staged, None
         return staged
 
@@ -448,8 +440,7 @@ class Session:
 
     def staged_ranges(self) -> list[tuple[int, int]]:
         """Addresses and sizes of all slots that an `async_save` ever filled and that are still
-        mapped. Once a slot is unmapped, other tensors may lie at its addresses.
-        """
+        mapped. Once a slot is unmapped, other tensors may lie at its addresses."""
         mapped = {at: memory for at, memory in self._staged_at.items() if memory() is not None}
         self._staged_at = mapped
         return list(mapped)
@@ -508,8 +499,7 @@ class Session:
 
     def resume(self, id: StepId, tier: Tier) -> None:
         """Note that this step was loaded from `tier` as the run's own step: the next save begins an
-        epoch that follows it.
-        """
+        epoch that follows it."""
         self._loaded = (id, tier)
         self.failed.clear()
         self._end_epoch()
@@ -518,8 +508,7 @@ class Session:
 
     def ballot(self, step: int) -> Ballot:
         """The ballot of this rank before a save. Raises UsageError for a step that does not
-        grow.
-        """
+        grow."""
         if self._epoch is not None and step <= self._last_step:
             raise UsageError(
                 f"step {step} comes after step {self._last_step}: steps only grow; to go back,"
@@ -548,8 +537,7 @@ class Session:
 
     def begin(self, agreed: Agreed) -> None:
         """Become the rank that was agreed on, in the agreed epoch. Raises SidecarError,
-        UsageError.
-        """
+        UsageError."""
         if agreed.epoch.id in self._over:
             raise UsageError(
                 f"epoch {agreed.epoch.id} ended with a load: this plan is an old one that the"
@@ -699,8 +687,7 @@ def names_step(checkpoint_id: object) -> bool:
 def group_place(*, is_coordinator: bool, rank: int | None) -> tuple[int, int]:
     """This process's rank and world, as far as a storage plugin can know them before it sees the
     plans of all ranks. DCP tells the rank in its group (since torch 2.7), but not the size of the
-    group.
-    """
+    group."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0, 1
     own, world = torch.distributed.get_rank(), torch.distributed.get_world_size()

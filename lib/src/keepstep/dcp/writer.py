@@ -46,8 +46,7 @@ _LOST = "the planner loses SavePlan.storage_data: a planner must keep what is in
 
 class _Save(threading.local):
     """The state of one save. DCP runs each save in one thread, and the saves of one writer may
-    overlap.
-    """
+    overlap."""
 
     def __init__(self, step: int | None, path: str | os.PathLike[str] | int | None) -> None:
         self.step = step if path is None else step_of(path)
@@ -173,8 +172,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Called by `dcp.async_save` in the training thread: copy what may change right after the
-        call.
-        """
+        call."""
         session = sessions.session()
         with session.turn:
             self._drop_staged()
@@ -186,8 +184,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
 
     def _staged_early(self, last: LastSave, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Copy the tensors to their places in a slot. Returns the state dict over it; None for a
-        state dict that looks different than the last one.
-        """
+        state dict that looks different than the last one."""
         session = sessions.session()
         flat, paths = flatten_state_dict(state_dict)
         if flat.keys() != last.names or last.items.tree.boxes:
@@ -219,8 +216,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
 
     def _refuse_stale(self, items: Items, planner: SavePlanner) -> None:
         """Raise KeepstepError for views of a slot that was taken back, because its contents may
-        have changed.
-        """
+        have changed."""
         mapped = sessions.session().staged_ranges()
         if not mapped:
             return

@@ -25,7 +25,7 @@ from operator import itemgetter
 from typing import Any
 
 from keepstep.errors import FormatError
-from keepstep.image import arrays, forms, objects, pickles, strictjson
+from keepstep.image import codecs, pickles, strictjson
 from keepstep.image.strictjson import is_text, reason
 
 MAX_DEPTH = 100
@@ -117,7 +117,7 @@ def _is_shared(kind: type) -> bool:
     comparison of two keys, follows a `!ref`: nested ones would take exponential time.
     """
     how: Any = kind.__hash__
-    return how is None or how is object.__hash__ or arrays.is_tensor(kind)
+    return how is None or how is object.__hash__ or codecs.is_tensor(kind)
 
 
 class _Encoder:
@@ -191,16 +191,13 @@ class _Encoder:
             return {"!deque": [value.maxlen, self._items(value, depth)]}
         try:
             return self._made(value, kind, depth)
-        except objects.NotData as error:
+        except codecs.NotData as error:
             return self._pickle(value, kind, str(error))
 
     def _made(self, value: Any, kind: type, depth: int) -> Any:
         if kind is defaultdict:
             return {"!defaultdict": [_factory(value), self._pairs(value, depth)]}
-        if kind in forms.FORMS:
-            parts = forms.parts_of(value)
-        else:
-            parts = objects.parts_of(value) or arrays.parts_of(value)
+        parts = codecs.parts_of(value)
         if parts is None:
             return self._leaf(value, kind)
         tag, simpler = parts
@@ -420,7 +417,7 @@ def _factory(value: defaultdict[Any, Any]) -> str | None:
         return None
     name = getattr(factory, "__name__", "")
     if _FACTORIES.get(name) is not factory:
-        raise objects.NotData(
+        raise codecs.NotData(
             f"a defaultdict of {factory!r} cannot be kept; of {', '.join(_FACTORIES)} it can"
         )
     return str(name)
@@ -499,7 +496,5 @@ _BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!deque": _deque_of,
     "!path": lambda pair: _PATHS[pair[0]](pair[1]),
     "!pickle": lambda text: pickle.loads(_bytes(text)),
-    **arrays.BUILDERS,
-    **objects.BUILDERS,
-    **forms.BUILDERS,
+    **codecs.BUILDERS,
 }

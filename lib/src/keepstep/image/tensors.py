@@ -99,8 +99,7 @@ class TensorSpec(NamedTuple):
 def strides_with_gaps(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
     """The strides of a tensor whose elements lie apart, each in a place of its own, or of one
     without elements that are not the usual ones. None for any other tensor, and if most of its
-    memory would be gaps.
-    """
+    memory would be gaps."""
     count = math.prod(shape)
     if not count:
         return None if tuple(strides) == _usual(shape) else tuple(strides)
@@ -135,8 +134,7 @@ def local_name(name: str, rank: int) -> str:
 
 def base_of(name: str) -> tuple[str, int | None]:
     """A stored name without its rank, and the rank if the name has one: inverse of
-    `local_name`.
-    """
+    `local_name`."""
     match = _LOCAL.match(name) if _MARK in name else None
     return (match[1], int(match[2])) if match else (name, None)
 

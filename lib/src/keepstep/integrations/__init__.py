@@ -56,6 +56,5 @@ def any_rank(mine: bool) -> bool:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Major and minor number of the release. A release candidate counts as its release, because it
-    has the same features.
-    """
+    has the same features."""
     return tuple(int(one) for one in re.findall(r"\d+", version)[:2])

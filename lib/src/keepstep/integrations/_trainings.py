@@ -49,8 +49,7 @@ class Training:
 
     def __init__(self, name: str, options: Mapping[str, Any], *, speaks: bool) -> None:
         """`options`: of `Checkpointer`. Raises UsageError if this process has begun a training in
-        this run before.
-        """
+        this run before."""
         self.name, self.speaks, self._options = name, speaks, options
         self.kept: dict[str, Any] = {"training": name, **NOTHING_YET}
         self.checkpointer: Checkpointer | None = None
@@ -71,8 +70,7 @@ class Training:
 
     def leaves_alone(self, argument: str, path: Any) -> bool:
         """Whether the run holds a step, so that the framework must not load its own checkpoint
-        `path`. A collective if there is a path.
-        """
+        `path`. A collective if there is a path."""
         if not path:
             return False
         socket_path = self._socket_path
@@ -148,8 +146,7 @@ class Training:
 
     def interrupted(self, error: KeyboardInterrupt) -> None:
         """End without making anything durable: the user has interrupted the training (Ctrl-C in a
-        notebook), and may begin it again here.
-        """
+        notebook), and may begin it again here."""
         _BEGUN.pop(self._socket_path, None)
         if self.checkpointer is not None:
             self.checkpointer.__exit__(type(error), error, None)
@@ -280,8 +277,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 def kept_part(model: nn.Module) -> nn.Module:
     """What is kept of a model, which may be wrapped by DistributedDataParallel: `Trained` if it is
-    quantised, else the model. Raises UsageError where a quantised layer trains itself.
-    """
+    quantised, else the model. Raises UsageError where a quantised layer trains itself."""
     inner = unwrap(model)
     if not is_quantized(inner):
         return model

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Shard
 from keepstep.errors import MismatchError, UsageError, WithinStepError
 from keepstep.integrations import require, require_torch
 from keepstep.state import sharding
-from keepstep.state.wrappers import Flat, Replicated
+from keepstep.state.wrappers import Flat, Replicated, copy_options
 
 require("deepspeed", importlib.metadata.version("deepspeed"), at_least="0.19", below="0.20")
 
@@ -47,8 +47,7 @@ _OPTIMIZERS = (
     "FP16_UnfusedOptimizer",
 )
 """DeepSpeed's own optimizers that were examined. Others derive from these and keep state
-elsewhere.
-"""
+elsewhere."""
 
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What a loss scaler changes; everything else in it is configuration."""
@@ -91,8 +90,7 @@ def _nothing() -> None: ...
 
 def stepped(engine: Any) -> bool:
     """Whether the last `engine.step()` was an optimizer step, and not only an accumulation of
-    gradients. Then there are no gradients, so a step can be kept.
-    """
+    gradients. Then there are no gradients, so a step can be kept."""
     set_by_script = engine._is_gradient_accumulation_boundary
     if set_by_script is not None:
         return bool(set_by_script)
@@ -103,8 +101,7 @@ def stepped(engine: Any) -> bool:
 
 class _Tensors(nn.Module):
     """Presents tensors of an optimizer as a module's parameters, without copying them. So they are
-    copied late, filled in place, and their optimizer state is named after them.
-    """
+    copied late, filled in place, and their optimizer state is named after them."""
 
     def __init__(self, named: dict[str, Tensor]) -> None:
         super().__init__()
@@ -131,8 +128,7 @@ class _Part:
 
     def within(self, flat: Tensor) -> Tensor:
         """The same part of a tensor like `flat`, not copied. Padding behind the vector is left out;
-        it is zero in every world.
-        """
+        it is zero in every world."""
         rows, *rest = self._shape
         _, here = sharding.chunk(rows, self._mesh.size(), self._mesh.get_rank())
         size = here * math.prod(rest)
@@ -158,8 +154,7 @@ def _mesh(engine: Any, like: Tensor) -> DeviceMesh:
 def _parts_of_groups(engine: Any) -> list[_Part]:
     """The parts of ZeRO-1 and 2. They make one vector of each group of parameters, pad it to a
     multiple of `2 * world` and cut it into equal parts. torch.chunk cuts it in the same way if it
-    has rows of two elements.
-    """
+    has rows of two elements."""
     flats = [group["params"][0] for group in engine.optimizer.optimizer.param_groups]
     mesh = _mesh(engine, flats[0])
     sizes = _flat_sizes(engine.optimizer)
@@ -169,8 +164,7 @@ def _parts_of_groups(engine: Any) -> list[_Part]:
 def _parts_of_parameters(engine: Any) -> dict[Tensor, _Part]:
     """The parts of ZeRO-3, which pads each parameter to a multiple of `world` and cuts it into
     equal parts. The masters of several parameters lie in one tensor (a setting says how many). A
-    parameter without a master is not trained.
-    """
+    parameter without a master is not trained."""
     zero = engine.optimizer
     flats = zero.fp32_partitioned_groups_flat
     mesh, parts = _mesh(engine, flats[0]), {}
@@ -185,8 +179,7 @@ def _parts_of_parameters(engine: Any) -> dict[Tensor, _Part]:
 class _Model(Flat):
     """The module under ZeRO-3, which has its whole parameters only while it computes with them.
     This module has this rank's part of each parameter, in full precision if it is trained, and the
-    buffers.
-    """
+    buffers."""
 
     def __init__(self, module: nn.Module, parts: dict[Tensor, _Part]) -> None:
         named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
@@ -209,8 +202,7 @@ class _Model(Flat):
 
 class _Partitions(torch.optim.Optimizer):
     """The optimizer inside ZeRO, with its flat tensors presented as this rank's parts of vectors,
-    which another world divides otherwise.
-    """
+    which another world divides otherwise."""
 
     def __init__(self, inner: torch.optim.Optimizer, groups: list[list[_Part]]) -> None:
         self._inner = inner
@@ -221,7 +213,7 @@ class _Partitions(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        _copy_options(self._inner, self)
+        copy_options(self._inner, self)
         self.state.clear()
         for part in self._parts:
             for key, value in self._inner.state.get(part.flat, {}).items():
@@ -231,7 +223,7 @@ class _Partitions(torch.optim.Optimizer):
 
     def settle(self) -> None:
         """Hand the optimizer inside what a restore gave to this one."""
-        _copy_options(self, self._inner)
+        copy_options(self, self._inner)
         for part in self._parts:
             state = self._inner.state[part.flat]
             for key, value in self.state.get(part.vector, {}).items():
@@ -252,11 +244,6 @@ def _flat_sizes(zero: Any) -> list[int]:
         return [sum(one.numel() for one in group) for group in zero.bf16_groups]
     ends = zip(zero.round_robin_bit16_offsets, zero.round_robin_bit16_meta, strict=True)
     return [offsets[-1] + metas[-1].numel() for offsets, metas in ends]
-
-
-def _copy_options(source: Any, target: Any) -> None:
-    for one, other in zip(source.param_groups, target.param_groups, strict=True):
-        other.update({key: value for key, value in one.items() if key != "params"})
 
 
 class _Counters:
@@ -350,8 +337,7 @@ def _groups(engine: Any) -> list[list[Any]]:
 
 def _by_parameter(engine: Any) -> dict[str, Tensor]:
     """The masters of an optimizer that divides nothing. Names begin with numbers, because DeepSpeed
-    goes by numbers, so another order is another model.
-    """
+    goes by numbers, so another order is another model."""
     named = {}
     for number, group in enumerate(engine.optimizer.optimizer.param_groups):
         masters, models = group["params"], _groups(engine)[number]
@@ -365,8 +351,7 @@ def _by_parameter(engine: Any) -> dict[str, Tensor]:
 
 def _digest(engine: Any) -> str:
     """A digest of the parameters. It is equal if flat tensors hold the same parameters in the same
-    places, or, for state kept by name, if each name has the same shape.
-    """
+    places, or, for state kept by name, if each name has the same shape."""
     three = engine.zero_optimization_stage() == 3  # ZeRO-3 keeps everything by name
     groups = [list(engine.module.parameters())] if three else _groups(engine)
     named = [

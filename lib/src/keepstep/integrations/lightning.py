@@ -45,8 +45,7 @@ log = logging.getLogger("keepstep")
 
 def _package() -> Any:
     """`lightning.pytorch` or `pytorch_lightning`, whichever is installed. A callback of one package
-    works in a trainer of the other; the trainer's own modules show which package it is from.
-    """
+    works in a trainer of the other; the trainer's own modules show which package it is from."""
     for name in ("lightning.pytorch", "pytorch_lightning"):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             return importlib.import_module(name)
@@ -147,8 +146,7 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Make the last step durable if nothing was left to train: Lightning then does not call
-        `on_train_end`.
-        """
+        `on_train_end`."""
         if stage == "fit" and self._fit is not None:
             self._fit.end()
 
@@ -372,8 +370,7 @@ class _Fit(Training):
 
     def _own_states(self) -> bool:
         """Whether all loaders keep their own position. A loader of unknown length does not count:
-        Lightning fetches a batch ahead from such loaders.
-        """
+        Lightning fetches a batch ahead from such loaders."""
         return all(
             hasattr(one, "state_dict") and not loaders.by_index(one) and _has_length(one)
             for one in self._loaders
@@ -458,8 +455,7 @@ class _Fit(Training):
 
 def _logged(results: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """What `self.log` accumulates over an epoch. The metrics of torchmetrics keep this
-    themselves.
-    """
+    themselves."""
     for key, one in results.items():
         if one.is_tensor and one.meta.on_epoch:
             yield (
@@ -518,8 +514,7 @@ def _arguments(trainer: Any) -> dict[str, Any]:
 
 def _restarting(loop: Any, value: bool) -> None:
     """Set `_restarting` on a loop and all loops in it. The public setter would do more than
-    that.
-    """
+    that."""
     loop._restarting = value
     for name, one in vars(loop).items():
         if name != "trainer" and hasattr(one, "_restarting"):

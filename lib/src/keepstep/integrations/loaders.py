@@ -131,8 +131,7 @@ class Batches:
 
 def _refuse_plugins() -> None:
     """Raise UsageError for plugins by which accelerate may divide a model and which were never
-    tested.
-    """
+    tested."""
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState()
@@ -192,8 +191,7 @@ def by_index(loader: Any) -> bool:
 
 def capture(loaders: list[Any]) -> dict[str, Any]:
     """How an epoch of these loaders will begin: the states of all generators that may determine its
-    order, and whether the iterators are new.
-    """
+    order, and whether the iterators are new."""
     return {
         "process": rng.capture(),
         "own": own_generators(loaders),
@@ -237,8 +235,7 @@ def _generators(loaders: list[Any]) -> list[torch.Generator]:
 
 def is_fresh(loader: Any) -> bool:
     """Whether the loader's next iterator is a new one. With `persistent_workers`, only the first is
-    new.
-    """
+    new."""
     return not _lasts(loader) or getattr(loader, "_iterator", None) is None
 
 
@@ -248,8 +245,7 @@ def _lasts(loader: Any) -> bool:
 
 def begin_workers(loader: Any) -> None:
     """Start persistent workers if there are none yet, so that the next epoch draws no seed for
-    them: it is not their first epoch. Leaves all generators as they are.
-    """
+    them: it is not their first epoch. Leaves all generators as they are."""
     if _lasts(loader) and is_fresh(loader):
         before = capture([loader])
         iter(loader)
@@ -259,8 +255,7 @@ def begin_workers(loader: Any) -> None:
 @contextlib.contextmanager
 def seeded_aside(loader: Any) -> Iterator[None]:
     """In this context, the seeds of workers of this loader, and of its copies, are drawn from a
-    separate generator.
-    """
+    separate generator."""
     own, loader.generator = loader.generator, torch.Generator()
     try:
         yield
@@ -271,8 +266,7 @@ def seeded_aside(loader: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def behind(loaders: list[Any], batches: int, begun: dict[str, Any]) -> Iterator[list[_Behind]]:
     """In this context, new iterators of these loaders begin as `begun` (from `capture`) says, and
-    leave out the first `batches` once they draw. For loaders that are `by_index`.
-    """
+    leave out the first `batches` once they draw. For loaders that are `by_index`."""
     for loader, anew in zip(loaders, begun["fresh"], strict=True):
         if anew and not is_fresh(loader):
             loader._iterator = None

@@ -42,8 +42,7 @@ require("torchtitan", importlib.metadata.version("torchtitan"), at_least="0.3", 
 
 class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to a checker: Any
     """See the module. `checkpointer`: keepstep's Checkpointer, for `stats`, `wait` and
-    `mutating`.
-    """
+    `mutating`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
@@ -109,16 +108,14 @@ class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to 
 
     def __del__(self) -> None:
         """Like torchtitan's own, which calls `close()`, but without closing keepstep's
-        Checkpointer: an error may be what ends this process.
-        """
+        Checkpointer: an error may be what ends this process."""
         if getattr(self, "enable", False):
             super()._close()
 
 
 def _spread(components: dict[str, Any], name: str, parts: list[Any]) -> None:
     """Make each part of a model or optimizer a component of its own, because keepstep looks into
-    modules and optimizers.
-    """
+    modules and optimizers."""
     del components[name]
     for number, part in enumerate(parts):
         components[name if len(parts) == 1 else f"{name}-{number}"] = part

@@ -11,11 +11,6 @@ These rules must hold:
 - A step is kept once Trainer is done with it, including log, evaluation and its own checkpoint. The
   last step of an epoch is kept once the epoch is over.
 - Random states are set where Trainer would set them: after the batches that are left out.
-
-A subclass of Trainer and its callbacks know more than Trainer's own state. Trainer has no place for
-it, so no checkpoint of Trainer's holds it either. For TRL's trainers, a table names the attributes
-to keep. For all others, `Watch` compares attributes between steps, so that what changes and is not
-kept is named while the first life still trains.
 """
 
 from __future__ import annotations
@@ -53,6 +48,14 @@ from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
 
+# --- what a trainer knows beside Trainer's own state ----------------------------------------------
+#
+# A subclass of Trainer and its callbacks know more. Trainer has no place for it, so no checkpoint
+# of Trainer's holds it either. For TRL's trainers, a table names the attributes to keep. For all
+# others, `_Watch` compares attributes between steps, so that what changes and is not kept is named
+# while the first life still trains.
+
+
 _SUMS = ("_metrics", "_total_train_tokens")
 _ROLLOUTS = ("_step", "_buffered_inputs", "_metrics", "_current_train_step_time")
 _ENTROPY = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
@@ -79,13 +82,13 @@ _LIBRARIES = frozenset(
         *("tqdm", "rich", "logging", "threading", "_thread", "_io", "builtins", "wandb", "vllm"),
     }
 )
-"""Packages into whose objects `Watch` does not look."""
+"""Packages into whose objects `_Watch` does not look."""
 
 _DEPTH, _ITEMS, _PARAMETERS, _ELEMENTS = 4, 32, 4, 16
 _SHOWN = 8
 
 
-class OwnState:
+class _OwnState:
     """The attributes of one of TRL's trainers that its next step depends on."""
 
     def __init__(self, trainer: Any) -> None:
@@ -100,7 +103,7 @@ class OwnState:
             setattr(self._trainer, name, value)
 
 
-def reference_model(trainer: Any) -> nn.Module | None:
+def _reference_model(trainer: Any) -> nn.Module | None:
     """The reference model that TRL's `sync_ref_model` trains along; None if it stays as it is."""
     for one in trainer.callback_handler.callbacks:
         if _is_sync(one):
@@ -109,7 +112,7 @@ def reference_model(trainer: Any) -> nn.Module | None:
     return None
 
 
-def is_trls(trainer: Any) -> bool:
+def _is_trls(trainer: Any) -> bool:
     """Whether it is a trainer of TRL, or derives from one."""
     return any(one.__module__.partition(".")[0] == "trl" for one in type(trainer).__mro__)
 
@@ -124,7 +127,7 @@ def _names_of(kind: type) -> Iterator[str]:
             yield from TRL.get(one.__name__, ())
 
 
-class Watch:
+class _Watch:
     """Names once what changes between two steps and is in none of them.
 
     It compares after 1, 2, 4, 8 ... steps of a life, and the state of a model by a few of its
@@ -264,8 +267,7 @@ _PROGRESS = (
     "best_model_checkpoint",
 )
 """The progress in TrainerState. Everything else in it follows from the arguments, or belongs to
-this process.
-"""
+this process."""
 
 _FREE = (
     *("output_dir", "logging_", "eval_", "save_", "hub_", "push_to_hub", "report_to", "run_name"),
@@ -329,7 +331,7 @@ class _Training(Training):
         )
         self.loader: Any = None
         self.prepared: Any = None
-        self.watch: Watch | None = None
+        self.watch: _Watch | None = None
         self.taken_up = self.epoch_over = False
         self.updates_per_epoch = self.logged = self.logged_bytes = 0
         self.seconds_before, self.started = 0.0, time.monotonic()
@@ -363,8 +365,8 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         others = {
             "scheduler": self.lr_scheduler,
             "scaler": self.accelerator.scaler,
-            "reference": reference_model(self),
-            "own": own if (own := OwnState(self)).names else None,
+            "reference": _reference_model(self),
+            "own": own if (own := _OwnState(self)).names else None,
         }
         return components | {name: one for name, one in others.items() if one is not None}
 
@@ -372,8 +374,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """Like Trainer's, but goes on from the run's newest step. `resume_from_checkpoint` counts
-        only if the run holds no step.
-        """
+        only if the run holds no step."""
         _refuse(self)
         self._keepstep = training = _Training(self)
         if training.leaves_alone("resume_from_checkpoint", resume_from_checkpoint):
@@ -397,8 +398,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         trial: Any,
     ) -> tuple[int, int]:
         """Where to begin. Everything that is restored must exist by then, so it is prepared and
-        restored first.
-        """
+        restored first."""
         if trial is not None:
             raise UsageError("keepstep keeps one training, and no search of hyperparameters")
         begin: tuple[int, int] = super()._init_training_state(
@@ -412,7 +412,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         if self.checkpointer is not None and self.checkpointer.epoch is not None:
             if training.speaks:
                 mine = type(self).keepstep_components is KeepstepTrainerMixin.keepstep_components
-                training.watch = Watch(self, components.values(), own=mine)
+                training.watch = _Watch(self, components.values(), own=mine)
             loaders.tell_of_draws(_torchs(training.loader))
         if at is None:
             kept.update(epoch=begin[0], begun_at=begin[0] * num_update_steps_per_epoch)
@@ -515,8 +515,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         """Make the last step durable before `load_best_model_at_end` changes the weights. If that
-        fails, the error is raised once Trainer is done.
-        """
+        fails, the error is raised once Trainer is done."""
         self._take_up_sums()
         self._load_rng_state(_RESUMED if self._now.at is not None else None)
         self._note()
@@ -579,8 +578,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
 
     def _stateful_callbacks(self) -> list[Any]:
         """The callbacks that have a state. Trainer restores them only on request, and makes new
-        objects. Here the same objects stay, with the script's arguments.
-        """
+        objects. Here the same objects stay, with the script's arguments."""
         return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
 
     def _take_up_state(self) -> None:
@@ -619,8 +617,7 @@ def _torchs(loader: Any) -> Any:
 
 def _appended(log: torch.Tensor, size_bytes: int, text: str) -> torch.Tensor:
     """Append `text` to `log`, whose first `size_bytes` are lines of ASCII text, followed by
-    zeros.
-    """
+    zeros."""
     end = size_bytes + len(text)
     if end > log.numel():
         # a tensor of another shape costs a new layout, so there is room for many lines
@@ -670,7 +667,7 @@ def _refuse(trainer: Any) -> None:
             raise UsageError(
                 f"{kind.__name__} has a {name} of its own, which keepstep cannot follow"
             )
-    if is_trls(trainer):
+    if _is_trls(trainer):
         require("trl", importlib.metadata.version("trl"), at_least="1.16", below="1.17")
     if trainer.is_deepspeed_enabled:
         raise UsageError(

@@ -67,8 +67,7 @@ Gather = Callable[[Any], list[Any]]
 
 class Agreed(NamedTuple):
     """The epoch that begins. `restoring` restored its parent step; None if there was nothing to
-    restore.
-    """
+    restore."""
 
     epoch: Epoch
     stage_every: int
@@ -82,16 +81,14 @@ class Agreed(NamedTuple):
 
 class Unkept(NamedTuple):
     """There was nothing to restore, and nothing can be kept. `reason`: which ranks have no sidecar;
-    '' if no rank has one.
-    """
+    '' if no rank has one."""
 
     reason: str = ""
 
 
 class _Failure(NamedTuple):
     """Why a stage failed on a rank. `again`: whether another step may succeed. `mismatch`: model
-    and checkpoint disagree, and will at the next start.
-    """
+    and checkpoint disagree, and will at the next start."""
 
     text: str
     again: bool
@@ -126,8 +123,7 @@ class Collective:
         quiet: bool = False,
     ) -> None:
         """`step`: the step to go back to; None for the newest. `quiet`: log nothing of a decision,
-        which another collective logs. `doing`: what takes time at the moment.
-        """
+        which another collective logs. `doing`: what takes time at the moment."""
         self._quiet = quiet
         self.doing = "waiting until all ranks have called it"
         self._session = session
@@ -189,10 +185,9 @@ class Collective:
         while True:
             decision = self._choose(votes, excluded, failures)
             epoch = decision.epoch(ballots[0].nonce)
-            self._say_suspects(decision)
-            self._say_lent(decision)
+            for text in _news(decision, votes) if self._rank == 0 and not self._quiet else ():
+                log.warning("keepstep: %s", text)
             if decision.id is None:
-                self._say_incomplete(decision, votes)
                 begin_anew(self._gather)
                 return Agreed(epoch, self._stage_every)
             restoring = begin(decision)
@@ -217,49 +212,6 @@ class Collective:
             if not failures:
                 raise
             raise type(error)(text) from error
-
-    def _say_incomplete(self, decision: Decision, votes: list[Candidates]) -> None:
-        if self._rank != 0 or self._quiet:
-            return
-        if left := "; ".join(dict.fromkeys(vote.never_whole for vote in votes if vote.never_whole)):
-            log.warning(
-                "keepstep: the run begins at step 0: there are %s, which were never whole, because"
-                " not every rank saved them",
-                left,
-            )
-        if decision.incomplete:
-            log.warning(
-                "keepstep: beginning anew without %s: only some ranks hold it",
-                ", ".join(map(str, decision.incomplete)),
-            )
-        if decision.lost is not None:
-            gone = any(vote.fleeting for vote in votes)
-            log.warning(
-                "keepstep: the run begins again at step 0: of step %s, a part %s",
-                decision.lost,
-                "went for good with the pod or the drive that held it"
-                if gone
-                else "is out of reach, and a person asked to begin again",
-            )
-
-    def _say_lent(self, decision: Decision) -> None:
-        if self._rank == 0 and not self._quiet and decision.id is not None and any(decision.lent):
-            lacking = [str(rank) for rank, lent in enumerate(decision.lent) if lent]
-            log.warning(
-                "keepstep: step %s is out of reach of rank %s: rank %s sends it, of what is left",
-                decision.id,
-                few(lacking, _RANKS_NAMED),
-                few([str(rank) for rank in decision.lenders], _RANKS_NAMED),
-            )
-
-    def _say_suspects(self, decision: Decision) -> None:
-        if decision.suspects and decision.id is not None and self._rank == 0 and not self._quiet:
-            log.warning(
-                "keepstep: going back to step %d: the script failed twice within %d steps after"
-                " step %s was restored, or one before it. To go on from there nonetheless, name it"
-                " (--restore-from, spec.restoreFrom) or pin it",
-                *(decision.id.step, WITHIN, max(decision.suspects)),
-            )
 
     def _together(self, restoring: Restore) -> list[str]:
         """Go through all stages; each begins once all ranks have finished the one before.
@@ -335,6 +287,40 @@ class Collective:
         return everyone
 
 
+def _news(decision: Decision, votes: list[Candidates]) -> Iterator[str]:
+    """What the user should know of a decision."""
+    if decision.id is None:
+        if left := "; ".join(dict.fromkeys(vote.never_whole for vote in votes if vote.never_whole)):
+            yield (
+                f"the run begins at step 0: there are {left}, which were never whole, because not"
+                " every rank saved them"
+            )
+        if decision.incomplete:
+            named = ", ".join(map(str, decision.incomplete))
+            yield f"beginning anew without {named}: only some ranks hold it"
+        if decision.lost is not None:
+            gone = any(vote.fleeting for vote in votes)
+            yield f"the run begins again at step 0: of step {decision.lost}, a part " + (
+                "went for good with the pod or the drive that held it"
+                if gone
+                else "is out of reach, and a person asked to begin again"
+            )
+        return
+    if decision.suspects:
+        yield (
+            f"going back to step {decision.id.step}: the script failed twice within {WITHIN} steps"
+            f" after step {max(decision.suspects)} was restored, or one before it. To go on from"
+            " there nonetheless, name it (--restore-from, spec.restoreFrom) or pin it"
+        )
+    if any(decision.lent):
+        lacking = few([str(at) for at, lent in enumerate(decision.lent) if lent], _RANKS_NAMED)
+        lenders = few([str(rank) for rank in decision.lenders], _RANKS_NAMED)
+        yield (
+            f"step {decision.id} is out of reach of rank {lacking}: rank {lenders} sends it, of"
+            " what is left"
+        )
+
+
 def _votes(ballots: list[_Ballot]) -> list[Candidates]:
     """The candidates of the ranks that have a sidecar."""
     texts = [ballot.said for ballot in ballots if ballot.said is not None]
@@ -346,8 +332,7 @@ def _votes(ballots: list[_Ballot]) -> list[Candidates]:
 
 def _without(ballots: list[_Ballot]) -> str:
     """Which ranks have no sidecar, and what to do; '' if every rank has one. The same on
-    all ranks.
-    """
+    all ranks."""
     named = [f"rank {rank} ({one.without})" for rank, one in enumerate(ballots) if one.without]
     if not named:
         return ""
@@ -380,8 +365,7 @@ def begin_epoch(
     asked: int | None = None,
 ) -> None:
     """Tell the sidecar which epoch begins, from which tier its parent step came, and the step that
-    the script `asked` for. Raises SidecarError.
-    """
+    the script `asked` for. Raises SidecarError."""
     request = RestoredRequest(
         lease=link.lease, epoch=epoch, tier=tier, seconds=seconds, asked=asked
     )
@@ -390,8 +374,7 @@ def begin_epoch(
 
 def _beside(future: Future[T], work: Callable[[], T]) -> threading.Thread:
     """A daemon thread that runs `work`. It does not keep the process from ending (at Ctrl-C, for
-    example).
-    """
+    example)."""
 
     def run() -> None:
         try:
@@ -446,5 +429,5 @@ def _waits_for(path: str, doing: str, rank: int) -> str:
     why = next((one.waits for one in status.ranks if one.rank == rank), "")
     if why:
         return f"rank {rank} waits: {why}"
-    fetched = sum(one.received_bytes for one in status.depots)
+    fetched = sum(one.received_bytes for one in status.tiers.values())
     return f"{doing} ({fetched / 1e6:.0f} MB fetched so far)" if doing and fetched else doing

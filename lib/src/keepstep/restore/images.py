@@ -98,8 +98,7 @@ class Bytes(Protocol):
 
     def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """Each wanted chunk with its verified bytes, which stay valid until the next chunk is
-        requested.
-        """
+        requested."""
 
 
 TensorsOf = Callable[[str], Mapping[str, str]]
@@ -222,8 +221,7 @@ class Images:
 
     def stand_in(self, rank: int) -> int:
         """The saved rank whose values a running rank takes: its own number (modulo the saved world)
-        if that image was found, else a twin's, else the lowest rank that was found.
-        """
+        if that image was found, else a twin's, else the lowest rank that was found."""
         rank %= self.index.world
         if rank in self.found:
             return rank
@@ -246,8 +244,7 @@ class Images:
 
     def parameters(self, rank: int, optimizer: str) -> Parameters:
         """The parameters of an optimizer, from a saved rank's image; none if the component was no
-        optimizer there.
-        """
+        optimizer there."""
         return self._parameters[rank].get(optimizer, ())
 
     def all_parameters(self, optimizer: str) -> Parameters:
@@ -348,13 +345,10 @@ class Images:
 
 class WindowReader:
     """Reads verified chunks through shared memory; half of the frames are filled ahead of the
-    reader.
-    """
+    reader."""
 
-    def __init__(
-        self, link: Session, id: StepId, frames: int = FRAMES, *, timeout_s: float = CHUNKS_S
-    ) -> None:
-        request = WindowRequest(lease=link.lease, frames=frames)
+    def __init__(self, link: Session, id: StepId, *, timeout_s: float = CHUNKS_S) -> None:
+        request = WindowRequest(lease=link.lease, frames=FRAMES)
         window = link.call("/v1/window", request, Window, timeout_s=_CALL_S)
         self._link, self._id, self._timeout_s = link, id, timeout_s
         self._half = max(1, window.frames // 2)
@@ -459,8 +453,7 @@ def fill(
 
 def _note_moves(targets: Iterable[Tensor]) -> None:
     """Increment the version counters, because memmove is no torch operation and leaves them
-    alone.
-    """
+    alone."""
     for target in targets:
         torch.autograd.graph.increment_version(target)
 
@@ -549,8 +542,7 @@ def _wholes(
     plan: Plan, targets: Sequence[Tensor], images: Bytes, dtypes: Sequence[torch.dtype]
 ) -> int:
     """Copy the wholes. Plain memory is copied by address, because making a view often costs more
-    than the copy.
-    """
+    than the copy."""
     total, moves, copies, moved = 0, [], [], []
     flats = {rank: images.flat(rank) for rank in {one.rank for one in plan.wholes}}
     addresses = {rank: 0 if flat is None else flat.data_ptr() for rank, flat in flats.items()}

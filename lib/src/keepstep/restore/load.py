@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from keepstep.errors import KeepstepError, MismatchError
 from keepstep.image import base_of
-from keepstep.image.arrays import ArrayForm
+from keepstep.image.codecs import ArrayForm
 from keepstep.restore.images import Images, chunk_runs, fill
 from keepstep.restore.modules import ModuleLoader
 from keepstep.restore.optimizers import OptimizerLoader, group_numbers
@@ -111,8 +111,7 @@ class Loader(Tensors):
     def unused(self) -> bytes:
         """The saved names that a module here could hold and does not, compressed. Some other rank
         must have a place for each of them. Empty if this rank's own image was already compared with
-        its state.
-        """
+        its state."""
         if self.alone:
             return b""
         return zlib.compress("\n".join(self._unused()).encode("utf-8", "surrogatepass"))
@@ -218,8 +217,7 @@ class Loader(Tensors):
 
     def _tree(self, saved: SavedTree, live: Live) -> Any:
         """A saved tree whose tensors are the live ones, filled in place, where possible, and new
-        ones otherwise.
-        """
+        ones otherwise."""
         values = saved.values
         arrays = {
             base_of(name)[0]
@@ -254,8 +252,7 @@ def _missing(name: str) -> str:
 
 def check_unused(everyone: Sequence[bytes]) -> None:
     """Raise MismatchError for names that no rank has a place for. `everyone`: `unused()` of all
-    ranks.
-    """
+    ranks."""
     left: set[str] | None = None
     for one in everyone:
         names = set(zlib.decompress(one).decode("utf-8", "surrogatepass").split("\n")) - {""}

@@ -39,8 +39,7 @@ _FILLED_IF_EQUAL = ("torch.nn.",)
 
 def own_prefixes(module: nn.Module) -> tuple[str, ...]:
     """The prefixes of the keys of the outermost submodules that load in their own way. ('',): the
-    whole module.
-    """
+    whole module."""
     return _outermost(module, _FILLED + _FILLED_IF_EQUAL)
 
 
@@ -89,8 +88,7 @@ def _is_own(function: Any, filled: tuple[str, ...]) -> bool:
 
 def refused_keys(module: nn.Module, keys: Iterable[Any]) -> list[str]:
     """Those of the keys that a strict `load_state_dict` does not expect, and those that it misses,
-    without the parts whose code decides that.
-    """
+    without the parts whose code decides that."""
     prefixes = _outermost(module, ())
     if prefixes == ("",):
         return []
@@ -113,8 +111,7 @@ def _expected(part: nn.Module) -> Iterator[str]:
 
 def check_loads(taken: Taken) -> None:
     """Raise UsageError for a module whose `load_state_dict` refuses what its `state_dict` gives: it
-    could be kept, but never restored.
-    """
+    could be kept, but never restored."""
     for name, node in taken.skeleton[1]:
         module = unwrap(taken.components[name])
         if not isinstance(module, nn.Module) or node[0] != "d":
@@ -187,8 +184,7 @@ class ModuleLoader:
         self, nodes: Mapping[Any, Node], live: Live, keys: frozenset[Any]
     ) -> tuple[str, ...]:
         """What torch's own modules convert (older names, older versions) loads in its own way, too,
-        where keys or shapes differ.
-        """
+        where keys or shapes differ."""
         found = own_prefixes(self._module)
         if found == ("",):
             return found

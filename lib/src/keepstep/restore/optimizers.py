@@ -114,8 +114,7 @@ class OptimizerLoader:
         self, groups: _Groups, saved: Mapping[int, str], numbers: Mapping[int, int]
     ) -> None:
         """Compare the parameters with those that any image lists, because each image may have only
-        a part of them. This rank's own image alone must have all of them, and no others.
-        """
+        a part of them. This rank's own image alone must have all of them, and no others."""
         shapes = dict(self._images.all_parameters(self._name))
         for at, parameter in enumerate(self._parameters):
             names = self._called.get(id(parameter), [str(at)])
@@ -182,8 +181,7 @@ class OptimizerLoader:
 
     def _members(self, group: int, position: Mapping[int, int]) -> list[Tensor]:
         """The parameters of a live group in the order of the checkpoint, if that is known for all
-        of them; else in their live order.
-        """
+        of them; else in their live order."""
         members = self._optimizer.param_groups[group]["params"]
         if not self._is_known(group, position):
             return list(members)
@@ -216,8 +214,7 @@ class OptimizerLoader:
 
     def _owner(self, stored: str) -> int | None:
         """The live parameter whose name is the longest prefix of a stored name; None if there is
-        none.
-        """
+        none."""
         key = stored
         while key:
             parameter = self._names.get(key)
@@ -268,8 +265,7 @@ class OptimizerLoader:
 
     def _is_unplaced(self, name: str, saved: Saved, parameter: Tensor) -> bool:
         """Whether it is unknown which part of this state belongs here. If so, a difference is
-        noted.
-        """
+        noted."""
         if self._tensors.alone or saved.shape in ((), tuple(parameter.shape)):
             return False
         self._tensors.differ(
@@ -281,8 +277,7 @@ class OptimizerLoader:
 
     def _branch(self, saved: SavedTree, node: Node, here: Callable[[Path], Target | None]) -> Any:
         """A part of the saved tree that holds no state of a parameter. `here`: the live tensor at
-        a path in it; an option such as the learning rate may be a tensor.
-        """
+        a path in it; an option such as the learning rate may be a tensor."""
         return self._tensors.built(saved, node, lambda path, name: self._kept(name, here(path)))
 
     def _kept(self, name: str, here: Target | None) -> Tensor | None:
@@ -405,8 +400,7 @@ def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, own
 
 def group_numbers(tree: Any) -> list[list[int]] | None:
     """The numbers of the parameters in each group of an optimizer's tree, counted from 0. None if
-    the tree does not have torch's format.
-    """
+    the tree does not have torch's format."""
     groups = tree.get("param_groups") if isinstance(tree, dict) else None
     if not isinstance(groups, list) or not isinstance(tree.get("state"), dict):
         return None
@@ -462,8 +456,7 @@ def live_numbers(
 
 def _plain(value: Any, *, own: bool) -> Any:
     """A value in a form that torch's load_state_dict can cast. `own`: an optimizer that loads in
-    its own way also gets the text that torch would only spoil.
-    """
+    its own way also gets the text that torch would only spoil."""
     if isinstance(value, dict):
         return {key: _plain(one, own=own) for key, one in value.items()}
     if type(value) in (list, tuple):

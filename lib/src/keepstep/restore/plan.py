@@ -65,8 +65,7 @@ class Saved:
 
     def only(self, box: Box) -> tuple[int, int] | None:
         """The rank whose image holds `box`, and the first byte there, if `box` is the only saved
-        box. Else None.
-        """
+        box. Else None."""
         numbers, dims = self.numbers, len(self.shape)
         if len(numbers) != 2 + 2 * dims or tuple(numbers[2:]) != (*box.offsets, *box.sizes):
             return None
@@ -117,8 +116,7 @@ class Index:
 
 class IndexBuilder:
     """Takes one layout after the other, so that their objects need not all be in memory
-    together.
-    """
+    together."""
 
     def __init__(self, world: int) -> None:
         self._world = world
@@ -193,8 +191,7 @@ class Box(NamedTuple):
 
 def intersect(saved: Saved, box: Box) -> tuple[Tensor, Tensor, Tensor]:
     """The row numbers of saved boxes that share elements with `box`, and the corners of each shared
-    part: `[low, high)` in the global tensor.
-    """
+    part: `[low, high)` in the global tensor."""
     low = torch.tensor(box.offsets, dtype=torch.int64)
     high = low + torch.tensor(box.sizes, dtype=torch.int64)
     lows = torch.maximum(saved.offsets, low)

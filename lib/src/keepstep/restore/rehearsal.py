@@ -43,8 +43,7 @@ Structure = Mapping[str, str]
 
 def structure_of(taken: Taken) -> Structure:
     """The structure of a taken state, without whatever dicts and foreign objects hold, and
-    without the foreign objects that were not taken.
-    """
+    without the foreign objects that were not taken."""
     lives = {leaf.name: leaf.live for leaf in taken.tensors}
     lives |= {alias: lives[name] for alias, name in taken.aliases.items()}
     found: dict[str, str] = {}
@@ -203,8 +202,7 @@ def _is_filled(cell: Any) -> bool:
 
 def _copied(component: Any) -> Any:
     """A deep copy; None if it would take too much memory. Tensors that are loaded as torch loads
-    them are shared, as they get the values that they have. Raises whatever copying raises.
-    """
+    them are shared, as they get the values that they have. Raises whatever copying raises."""
     shared = _shared(component)
     sizes = _sizes(one for one in _tensors_of(component) if id(one) not in shared)
     if any(size > _free_bytes(device) // _MOST_OF_FREE for device, size in sizes.items()):

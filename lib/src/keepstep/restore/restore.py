@@ -50,8 +50,7 @@ log = logging.getLogger("keepstep")
 
 _BAD_SLOTS = 3
 """After more bad slots than this, the step is left out: the sidecar must be handing out the same
-slot again.
-"""
+slot again."""
 
 Stage = Callable[[Sequence[Any]], Any]
 
@@ -59,8 +58,7 @@ Stage = Callable[[Sequence[Any]], Any]
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
     """Turn off garbage collection: a plan is many small objects and no garbage, so a collection
-    only wastes time.
-    """
+    only wastes time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -97,8 +95,7 @@ class Restore:
         """`timeout_s`: for fetching this rank's image, or one window of other images. `partial`:
         what earlier attempts have changed. `reader`: the first rank of this node. `rng_later`: the
         caller sets the random generators, from `rng`. `whole` False: the components are only some
-        of the step's, or even none of them; only their own bytes are read, from any image.
-        """
+        of the step's, or even none of them; only their own bytes are read, from any image."""
         assert decision.id is not None, "there is something to restore"
         self.tier: Tier = decision.tiers[rank]
         self.bytes = 0
@@ -169,8 +166,7 @@ class Restore:
 
     def release(self) -> None:
         """Unmap the image, in a thread of its own: unmapping takes the kernel about a tenth of the
-        time of the copy.
-        """
+        time of the copy."""
         held: list[object] = [self._slot, self._loader, self._shows, self._lending]
         self._slot = self._shows = self._lending = None
         del self._loader
@@ -237,8 +233,7 @@ class Restore:
 
     def _lasting(self, taken: Taken) -> Iterator[Tensor]:
         """The tensors of modules. All other tensors last only if they are filled; otherwise, what
-        the step holds replaces them.
-        """
+        the step holds replaces them."""
         modules = {
             name for name, one in self._components.items() if isinstance(unwrap(one), nn.Module)
         }
@@ -321,8 +316,7 @@ def fits(layout: Layout, taken: Taken) -> bool:
 
 def _may_be_made(saved: TensorSpec, known: Mapping[str, TensorLeaf]) -> bool:
     """Whether a saved tensor that is not live yet can be made. State is made like its parameter, so
-    its box must be the parameter's box.
-    """
+    its box must be the parameter's box."""
     if saved.global_shape is None:
         return True
     parameter = known.get(saved.name.partition(".state.")[2].rpartition(".")[0])
@@ -346,8 +340,7 @@ _Place = tuple[torch.device, int, int]
 
 class PartialRestore:
     """The tensors that one rank has begun to fill in one `restore()`. If the context ends with an
-    error, they are made useless, so that no script trains on them.
-    """
+    error, they are made useless, so that no script trains on them."""
 
     def __init__(self) -> None:
         self._begun: dict[_Place, Tensor] = {}
@@ -370,8 +363,7 @@ class PartialRestore:
 
     def check(self, id: StepId, live: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
         """Raise RestoreError if step `id` would leave a live tensor in the state in which an
-        earlier attempt at another step left it. `targets`: the tensors that the step fills.
-        """
+        earlier attempt at another step left it. `targets`: the tensors that the step fills."""
         if not self._begun:
             return
         stale = self._begun.keys() - {_place(one) for one in targets}

@@ -19,7 +19,7 @@ from torch import Tensor
 from keepstep.client import copying
 from keepstep.errors import MismatchError, few
 from keepstep.image import Section, base_of, extras, local_name
-from keepstep.image.forms import ViewForm
+from keepstep.image.codecs import ViewForm
 from keepstep.restore.images import Images
 from keepstep.restore.plan import Box, Index, Saved, Want
 from keepstep.state import sharding
@@ -82,8 +82,7 @@ def target_of(leaf: TensorLeaf, name: str) -> Target:
 
 class Names:
     """Finds the saved tensor that a live tensor continues. `rank`: the saved rank whose own values
-    this rank takes.
-    """
+    this rank takes."""
 
     def __init__(self, index: Index, rank: int) -> None:
         self._index = index
@@ -156,16 +155,14 @@ class SavedTree:
     @cached_property
     def values(self) -> list[Any]:
         """The values that the tree's value nodes number. Raises FormatError for a number without a
-        value.
-        """
+        value."""
         values = self._load()
         check_values(self.node, count=len(values))
         return values
 
     def branches(self, node: Node) -> Sequence[tuple[Any, Node]]:
         """Keys and nodes of a dict. A dict without any tensor is stored as a single value; its
-        items are then added to the values, and become value nodes.
-        """
+        items are then added to the values, and become value nodes."""
         if node[0] == "v" and isinstance(value := self.values[node[1]], dict):
             first = len(self.values)
             self.values.extend(value.values())
@@ -197,8 +194,7 @@ def raise_differences(differences: Sequence[str]) -> None:
 
 class Tensors:
     """Finds and makes the tensors that a restore fills, and notes what differs. A `Loader` plans
-    by it for whole components.
-    """
+    by it for whole components."""
 
     def __init__(
         self,
@@ -209,8 +205,7 @@ class Tensors:
         kept: Mapping[str, Any] | None,
     ) -> None:
         """`kept`: the decoded non-tensor part of this rank's own image, if it was decoded
-        already.
-        """
+        already."""
         self._images, self._rank, self._trusted = images, rank, trusted
         self.names = Names(images.index, images.stand_in(rank))
         self.refill = Refill()
@@ -229,8 +224,7 @@ class Tensors:
     @property
     def alone(self) -> bool:
         """Whether this rank's own image is the only one. It must then hold exactly what is here,
-        and nothing else.
-        """
+        and nothing else."""
         return self._images.alone
 
     def differ(self, text: str) -> None:
@@ -253,8 +247,7 @@ class Tensors:
 
     def kept(self, name: str, here: Target | None) -> Tensor | None:
         """The live tensor, to be filled in place, if it is like the saved one; else a new tensor to
-        replace it.
-        """
+        replace it."""
         if here is None:
             return self._kept_anywhere(name)
         saved = self.names.find(name, whole=here.whole)
@@ -309,8 +302,7 @@ class Tensors:
 
     def _give(self, saved: Saved | None, here: Target) -> None:
         """Note that this live tensor holds the whole saved one: whatever was tied to it, or was a
-        view of it, is so again.
-        """
+        view of it, is so again."""
         if saved is not None and here.whole and here.live is not None:
             self._given.setdefault(saved.name, here.live)
 
@@ -331,24 +323,20 @@ class Tensors:
 
     def handed(self, name: str, here: Target | None) -> Tensor | None:
         """A new tensor for the saved one of that name, as `torch.load` makes it: with the saved
-        shape and dtype. If there is a live tensor, it is placed like that.
-        """
+        shape and dtype. If there is a live tensor, it is placed like that."""
         saved = None if here is None else self.names.find(name, whole=here.whole)
         if here is None or saved is None:
             return self.fresh(name)
         return self.made(saved, here.tensor.device, like=here.live, own=here.own)
 
-    def fresh(
-        self, name: str, device: torch.device | None = None, *, like: Tensor | None = None
-    ) -> Tensor | None:
+    def fresh(self, name: str) -> Tensor | None:
         """A new tensor for the saved tensor of that name, see `made`; None if there is no such
-        saved tensor.
-        """
+        saved tensor."""
         saved = self.names.find(name)
         if saved is None:
             self.differ(f"{name}: named by the checkpoint's tree, but in none of its images")
             return None
-        return self.made(saved, device, like=like)
+        return self.made(saved, None)
 
     def made(
         self,
@@ -397,8 +385,7 @@ class Tensors:
         self, saved: SavedTree, node: Node, tensor: Callable[[Path, str], Tensor | None]
     ) -> Any:
         """A part of a saved tree over tensors that `copy` fills. `tensor` provides these
-        tensors.
-        """
+        tensors."""
         leaves = list(leaves_of(node))
         names = [leaf[1] for _, leaf in leaves if leaf[0] == "t"]
         values = saved.values if len(names) < len(leaves) else []
@@ -409,8 +396,7 @@ class Tensors:
 
     def _first(self, target: Target, name: str, saved: Saved | None) -> tuple[str, Saved | None]:
         """The name and saved tensor under which this live tensor was first planned. If this is its
-        first use, it is planned under `name` with `saved`.
-        """
+        first use, it is planned under `name` with `saved`."""
         return self._filled.setdefault(target.first, (name, saved))
 
     def _are_two(self, one: Saved, other: Saved | None) -> bool:
@@ -429,8 +415,7 @@ class Tensors:
 
     def _were_two(self, one: Saved, other: Saved | None) -> bool:
         """The same of what is no module's, which may be two again: equal bytes do not make it one,
-        where a rank had both.
-        """
+        where a rank had both."""
         if other is None or one.name == other.name:
             return False
         return not _spans(one).keys().isdisjoint(_spans(other)) or self._are_two(one, other)

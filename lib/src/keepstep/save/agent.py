@@ -92,8 +92,7 @@ class Stats:
 
     def note(self, reason: str) -> str:
         """Count a reason. Returns the name that it is counted under: the number of kinds is
-        limited.
-        """
+        limited."""
         if reason not in self.reasons and len(self.reasons) >= _KINDS:
             reason = _OTHERS
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
@@ -120,8 +119,7 @@ class Held(NamedTuple):
 
 class Skips(NamedTuple):
     """Steps that were skipped for one reason, of which the sidecar does not know yet: the last one,
-    and how many. `unkeepable`: the state itself cannot be kept.
-    """
+    and how many. `unkeepable`: the state itself cannot be kept."""
 
     step: int
     times: int
@@ -300,8 +298,7 @@ class Agent:
     def _patience_s(self) -> float:
         """How long to wait for a slot, in seconds. Without the first slot of a layout no step can
         be kept. Later ones are written to the drive: small ones within milliseconds, which are
-        worth a wait.
-        """
+        worth a wait."""
         if not self._served:
             return _MADE_S
         return 1.0 if self._layout is None or self._layout.size_bytes < _LARGE_BYTES else 0.1
@@ -340,7 +337,7 @@ class Agent:
             self.put_back()
         self._ensure_thread()
 
-    def settle(self, *, timeout_s: float = _COPY_S, decided: bool) -> None:
+    def settle(self, *, decided: bool) -> None:
         """The fence: return when the pending image no longer reads the live tensors.
 
         `decided=False`: an accelerator may come to the comparison of the fingerprints later. What
@@ -355,11 +352,11 @@ class Agent:
             pending.fence()
             if decided:
                 self._ensure_thread()
-                pending.judged.wait(timeout_s)
+                pending.judged.wait(_COPY_S)
             return
-        if not self._await_copy(pending, timeout_s):
-            self.warn("slow-copy", f"step {pending.step}: the copy takes over {timeout_s:.0f} s")
-            pending.finish(Verdict.LOST, f"the copy took over {timeout_s:.0f} s")
+        if not self._await_copy(pending, _COPY_S):
+            self.warn("slow-copy", f"step {pending.step}: the copy takes over {_COPY_S:.0f} s")
+            pending.finish(Verdict.LOST, f"the copy took over {_COPY_S:.0f} s")
             return
         pending.judge()
 
@@ -388,8 +385,7 @@ class Agent:
 
     def skip(self, step: int | None, reason: str, *, unkeepable: bool = False) -> None:
         """Count a step that could not be staged; None for what is no step. The sidecar learns of it
-        with the next call. `unkeepable`: the state itself cannot be kept.
-        """
+        with the next call. `unkeepable`: the state itself cannot be kept."""
         self.stats.skipped += 1
         if step is None:
             self.stats.note(reason)
@@ -406,8 +402,7 @@ class Agent:
 
     def outcome(self, step: int) -> str | None:
         """'' for a step that was staged, the reason for a step that was not staged. None for a step
-        that is on its way, was never saved here, or is older than the last 10,000.
-        """
+        that is on its way, was never saved here, or is older than the last 10,000."""
         return self._outcomes.get(step)
 
     def _note(self, step: int, reason: str, *, tell: bool = True, unkeepable: bool = False) -> None:
@@ -487,8 +482,7 @@ class Agent:
 
     def disown(self) -> None:
         """In a forked child: drop everything. Nothing here belongs to this process, and no lock can
-        be trusted.
-        """
+        be trusted."""
         self.closed = True
         self._lock, self._thread = threading.RLock(), None
         self._held = None
@@ -628,15 +622,13 @@ class Agent:
 
     def _lose(self, pending: Pending, reason: str) -> None:
         """Give up an image of which the sidecar learns only as a skipped step; count and report the
-        step.
-        """
+        step."""
         pending.finish(Verdict.LOST, reason)
         self._count_lost(pending, "is lost", reason, tell=True)
 
     def _count_lost(self, pending: Pending, what: str, reason: str, *, tell: bool) -> bool:
         """Count a lost image once. Returns whether it was not counted yet: after a lost connection,
-        the same image may be reported again.
-        """
+        the same image may be reported again."""
         if pending.counted:
             return False
         pending.counted = True
@@ -647,8 +639,7 @@ class Agent:
 
     def _be_eager(self, pending: Pending) -> None:
         """Copy the next image at once. Copy all images at once if changed tensors are frequent, as
-        with an optimizer that is not one of torch's and so runs no hook.
-        """
+        with an optimizer that is not one of torch's and so runs no hook."""
         self.eager_next = True
         saves, before = self.stats.saves, self._discarded_at
         self._discarded_at = saves
@@ -706,8 +697,7 @@ class Agent:
 
     def _mapped(self, path: str, layout: Layout) -> SlotMapping:
         """The mapping of the slot at `path`. A sidecar that lost its memory makes new files of the
-        same name, so a replaced file is mapped again.
-        """
+        same name, so a replaced file is mapped again."""
         mapping = self._mappings.get(path)
         if mapping is not None and not mapping.is_replaced():
             return mapping
@@ -769,8 +759,7 @@ class Agent:
 
     def _drop_ready(self) -> None:
         """Give up the slot at hand. A slot that is being filled is left to the thread that fills
-        it.
-        """
+        it."""
         if self.at_hand is not None:
             self._held = None
 

@@ -16,13 +16,13 @@ import functools
 import os
 import re
 import signal
-import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import Any
 
 import torch
 
+from keepstep.client.uncaught import watch
 from keepstep.errors import KeepstepError
 
 _DIST_ERRORS: tuple[type[BaseException], ...] = (
@@ -216,19 +216,15 @@ def on_uncaught(tell: Callable[[BaseException], None]) -> None:
     an error about a lost peer, the process ends in time even if Python's own end hangs.
     """
     _ENDING.watch()
-    before = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-        try:
-            before(kind, error, at)
-        finally:
-            with contextlib.suppress(Exception):
-                if is_own(error):
-                    tell(error)
-                elif any(map(_tells_of_a_peer, _chain(error))):
-                    _end_in_time()
+    def note(error: BaseException) -> None:
+        with contextlib.suppress(Exception):
+            if is_own(error):
+                tell(error)
+            elif any(map(_tells_of_a_peer, _chain(error))):
+                _end_in_time()
 
-    sys.excepthook = hook
+    watch(note)
 
 
 def _end_in_time() -> None:

@@ -97,8 +97,7 @@ class Guard(NamedTuple):
 
     def torn(self, mapping: SlotMapping, samples: Sequence[Tensor]) -> str:
         """The name of a tensor whose bytes in an image are not those of `save`, or ''. `samples`:
-        those of `save`, in host memory.
-        """
+        those of `save`, in host memory."""
         return self._first(self.fingerprint.in_image(mapping.memory), samples)
 
     def _first(self, now: Sequence[Tensor], before: Sequence[Tensor]) -> str:
@@ -111,8 +110,7 @@ class Guard(NamedTuple):
 
 def _version(leaf: TensorLeaf) -> int:
     """Grows with each in-place operation on the tensor, or on the DTensor whose part it is: they
-    count apart.
-    """
+    count apart."""
     return leaf.tensor._version + leaf.live._version
 
 
@@ -201,8 +199,7 @@ class Pending:
 
     def fence(self) -> None:
         """Return when the devices have made their copies; begin to compare fingerprints. The later
-        work of this thread's streams waits for that.
-        """
+        work of this thread's streams waits for that."""
         guard = self.guard
         if guard is None:  # the agent thread has given the image up
             return
@@ -224,8 +221,7 @@ class Pending:
 
     def judge(self) -> None:
         """Decide, once, whether the tensors stayed unchanged. See the module for when this is
-        sound.
-        """
+        sound."""
         guard = self.guard
         self._decide(lambda: guard.changed() if guard is not None else "")
 
@@ -319,8 +315,7 @@ def of_bits(tensor: Tensor) -> Tensor:
 
 def sampled(tensor: Tensor) -> tuple[Tensor, int]:
     """A view of a few elements of a dense tensor, as integers, and how far apart they lie in its
-    memory, in elements. `tensor`: see `of_bits`.
-    """
+    memory, in elements. `tensor`: see `of_bits`."""
     flat, size = tensor.as_strided((tensor.numel(),), (1,)), tensor.element_size()
     stride = max(1, min(flat.numel() // _SAMPLES, _STRIDE_BYTES // size))
     stride = (stride - 1) | 1  # odd: samples come from all columns of a matrix
@@ -336,8 +331,7 @@ class Fingerprint:
 
     def __init__(self, tensors: Sequence[Tensor], begins: Sequence[int] = ()) -> None:
         """Prepare the views; copies nothing. Tensors must be dense and non-overlapping. `begins`:
-        where the bytes of each begin in the image, for `in_image`.
-        """
+        where the bytes of each begin in the image, for `in_image`."""
         self.aliases = [tensor.detach() for tensor in tensors]
         device_of = accelerator.here().device_of
         groups: dict[tuple[torch.device | None, int], _Group] = {}
@@ -417,8 +411,7 @@ def _places(tensor: Tensor, stride: int, begin: int) -> Tensor:
 
 class _Divided:
     """The leaves of a state by when they are copied (`now`, or `later` if `lazy`). Those of each
-    accelerator again: `urgent` are copied before the next forward pass, `patient` beside it.
-    """
+    accelerator again: `urgent` are copied before the next forward pass, `patient` beside it."""
 
     def __init__(self, tensors: tuple[TensorLeaf, ...], *, lazy: bool) -> None:
         self.now: list[TensorLeaf] = []
@@ -438,8 +431,7 @@ class _Divided:
 
     def host_values(self) -> dict[str, torch.Tensor]:
         """The values that host memory holds now. Beside those of an accelerator they are small: an
-        optimizer's step counters.
-        """
+        optimizer's step counters."""
         return {leaf.name: leaf.tensor.clone() for leaf in self._in_host_memory}
 
 
@@ -473,8 +465,7 @@ class Snapshots:
         lazy: bool,
     ) -> Pending:
         """Erase the slot and copy what must be copied now. The image that is returned knows what is
-        left to copy.
-        """
+        left to copy."""
         mapping = slot.mapping
         assert mapping.layout.id == self.layout.id, "a slot of another layout"
         divided = taken.cache.get(("divided", lazy))
@@ -609,8 +600,7 @@ class Snapshots:
 
 def may_wait(tensor: torch.Tensor) -> bool:
     """Whether later changes of this tensor can be detected: it must be dense, in any order of
-    dimensions.
-    """
+    dimensions."""
     if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return False
     if tensor.is_contiguous():

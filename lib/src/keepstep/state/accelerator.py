@@ -53,8 +53,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 def check_memory(tensor: Tensor, name: str) -> None:
     """Raise UsageError, naming the tensor, if it has no memory: reading it would end the
-    process.
-    """
+    process."""
     if not has_memory(tensor):
         raise UsageError(
             f"{name}: this tensor has no memory of its own for its {tensor.numel()} elements (a"
@@ -77,8 +76,7 @@ def module(kind: str) -> Any:
 
 def kind_in_use() -> str:
     """Like `kind`, but "" until this process has used the accelerator: the query must not
-    initialize a device.
-    """
+    initialize a device."""
     found = kind()
     return found if found and module(found).is_initialized() else ""
 
@@ -117,8 +115,7 @@ def _why_not(kind_of_tensor: str) -> str:
 
 def device_name(device: torch.device) -> str:
     """The name of a device. The process's current device gets no number, because the number may be
-    another one in the next life.
-    """
+    another one in the next life."""
     own = device.type != "cpu" and device.type == kind()
     return (
         device.type
@@ -129,8 +126,7 @@ def device_name(device: torch.device) -> str:
 
 def device_of(name: str | None) -> torch.device:
     """The inverse of `device_name`, as closely as this machine allows; the CPU if nothing
-    is known.
-    """
+    is known."""
     here = kind()
     if name is None or not here or name.partition(":")[0] != here:
         return torch.device("cpu")
@@ -193,8 +189,7 @@ class Accelerator:
     @contextlib.contextmanager
     def on(self, stream: torch.Stream) -> Iterator[None]:
         """While the context is open, what this thread queues on the stream's device goes to that
-        stream.
-        """
+        stream."""
         mine = torch.accelerator.current_stream()
         computing = torch.accelerator.current_stream(stream.device)
         torch.accelerator.set_stream(stream)  # also makes its device the current one
@@ -216,8 +211,7 @@ class Accelerator:
 
     def tell(self, value: Tensor) -> Tensor:
         """Memory of the host that is zero until the device's current stream has come to this call,
-        and then holds the value, which is not zero. The host waits for nothing.
-        """
+        and then holds the value, which is not zero. The host waits for nothing."""
         told = self.pinned_zeros_like(value)
         told.copy_(value, non_blocking=True)
         return told

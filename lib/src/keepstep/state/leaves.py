@@ -19,13 +19,20 @@ from keepstep.image import (
     Parameters,
     Section,
     TensorSpec,
+    codecs,
     extras,
-    objects,
     strictjson,
     strides_with_gaps,
 )
-from keepstep.image.arrays import ArrayForm, dtype_of
-from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
+from keepstep.image.codecs import (
+    ArrayForm,
+    ClassForm,
+    GradForm,
+    SharedAgain,
+    SharedForm,
+    ViewForm,
+    dtype_of,
+)
 from keepstep.state import sharding
 from keepstep.state.accelerator import device_name
 from keepstep.state.sharding import Claim, Sharing
@@ -138,8 +145,7 @@ class Taken:
     @cached_property
     def specs(self) -> list[TensorSpec]:
         """What the layout needs to know of each tensor. Raises UsageError for dtypes that cannot be
-        kept.
-        """
+        kept."""
         return [
             TensorSpec(
                 name=leaf.name,
@@ -195,8 +201,7 @@ def mark_of(live: Tensor, local: Tensor) -> tuple[Any, ...]:
 
 def is_wrapper(tensor: Tensor) -> bool:
     """Whether it is a subclass that keeps its values in other tensors and names them
-    (`__tensor_flatten__`). A DTensor does not count, because it is kept as boxes.
-    """
+    (`__tensor_flatten__`). A DTensor does not count, because it is kept as boxes."""
     kind = type(tensor)
     if kind is Tensor or kind is nn.Parameter or tensor.layout is not torch.strided:
         return False
@@ -311,8 +316,7 @@ def _senseless(node: Any) -> FormatError:
 
 def check_values(node: Node, *, count: int) -> None:
     """Check that every value that the tree names exists, before anything is copied. Raises
-    FormatError.
-    """
+    FormatError."""
     for path, leaf in leaves_of(node):
         if leaf[0] == "v" and not (type(leaf[1]) is int and 0 <= leaf[1] < count):
             where = "/".join(map(str, path))
@@ -374,8 +378,7 @@ def empty(
     device: torch.device,
 ) -> Tensor:
     """A new tensor: with gaps between its elements if it had `strides`, else dense, its dimensions
-    in memory in the order that `dim_order` gave.
-    """
+    in memory in the order that `dim_order` gave."""
     if strides is not None:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     if order is None:
@@ -383,9 +386,9 @@ def empty(
     return torch.empty_permuted(shape, order, dtype=dtype, device=device)
 
 
-def leaves_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Node]]:
+def leaves_of(node: Any) -> Iterator[tuple[tuple[Any, ...], Node]]:
     """Every tensor and value node with the keys that lead to it."""
-    left = [(path, node)]
+    left: list[tuple[tuple[Any, ...], Any]] = [((), node)]
     while left:
         path, node = left.pop()
         kind = node[0]
@@ -402,8 +405,7 @@ def leaves_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
 
 def formed_tensors(node: Any, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """The names of tensors that are not used as they are, and the form of each: the bytes of an
-    array, the base of a view.
-    """
+    array, the base of a view."""
     left = [node]
     while left:
         node = left.pop()
@@ -417,8 +419,7 @@ def formed_tensors(node: Any, values: Sequence[Any]) -> Iterator[tuple[str, Any]
 
 def is_extra(path: tuple[Any, ...]) -> bool:
     """Whether a module's `get_extra_state` made it. It may be of any kind, and of another kind each
-    time.
-    """
+    time."""
     return str(path[0]).rpartition(".")[2] == "_extra_state"
 
 
@@ -429,8 +430,7 @@ def build(
     shared: dict[int, Any] | None = None,
 ) -> Any:
     """Build a tree again: `tensor(name)` and `value(index)` make the leaves. `shared`: the objects
-    that stand in several places, by number; in all trees of an image.
-    """
+    that stand in several places, by number; in all trees of an image."""
     shared = {} if shared is None else shared
     kind = node[0]
     if kind == "t":
@@ -458,8 +458,7 @@ def _again(form: SharedAgain, shared: dict[int, Any]) -> Any:
 
 def _formed(form: Any, plain: Any) -> Any:
     """`plain` in its original kind. `form` is an empty object of that kind, or says more. None
-    stays None.
-    """
+    stays None."""
     if plain is None or type(form) is SharedForm:
         return plain
     if type(form) is ArrayForm and isinstance(plain, Tensor):
@@ -470,7 +469,7 @@ def _formed(form: Any, plain: Any) -> Any:
         return _with_gradient(plain, form)
     if type(form) is ClassForm:
         try:
-            return objects.of_fields(form.kind, plain)
+            return codecs.of_fields(form.kind, plain)
         except (ValueError, TypeError, AttributeError) as error:
             raise FormatError(f"the tree of this image: {error}") from None
     if type(form) is deque and type(plain) is list:

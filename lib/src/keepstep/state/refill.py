@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from keepstep.errors import few
-from keepstep.image import objects
+from keepstep.image import codecs
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -64,8 +64,7 @@ class Refill:
 
     def placed(self, saved: Any) -> Any:
         """What belongs in the place of `saved`: its live object, refilled, or itself, if there is
-        none. What is inside is placed, too.
-        """
+        none. What is inside is placed, too."""
         kind = type(saved)
         if kind in _ATOMS:
             return saved
@@ -100,8 +99,8 @@ class Refill:
             target.clear()
             target.extend(items)
         else:
-            attributes = objects.attributes_of(saved)
-            objects.set_fields(target, {key: self.placed(one) for key, one in attributes.items()})
+            attributes = codecs.attributes_of(saved)
+            codecs.set_fields(target, {key: self.placed(one) for key, one in attributes.items()})
 
 
 def put_back(name: str, live: Any, saved: Any, refill: Refill) -> None:
@@ -160,14 +159,14 @@ def _children(live: Any, saved: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(saved, tuple):
         return zip(live, saved, strict=False)
     if _has_fields(saved):
-        here = objects.attributes_of(live)
-        return [(here.get(key), one) for key, one in objects.attributes_of(saved).items()]
+        here = codecs.attributes_of(live)
+        return [(here.get(key), one) for key, one in codecs.attributes_of(saved).items()]
     return ()
 
 
 def _has_fields(value: Any) -> bool:
     kind = type(value)
-    return objects.is_namespace(kind) or dataclasses.is_dataclass(kind)
+    return codecs.is_namespace(kind) or dataclasses.is_dataclass(kind)
 
 
 def _is_frozen(value: Any) -> bool:

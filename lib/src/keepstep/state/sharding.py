@@ -51,8 +51,7 @@ class Sharing(NamedTuple):
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a DTensor. Does not import DTensor, so a script without DTensors need not wait
-    for the import.
-    """
+    for the import."""
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
@@ -60,8 +59,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def local_of(tensor: Any) -> Tensor:
     """The local tensor of a DTensor; it shares memory and version counter with the DTensor. The
-    call is many times as fast when gradients are not recorded, so it turns recording off.
-    """
+    call is many times as fast when gradients are not recorded, so it turns recording off."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return local_of(tensor)
@@ -135,8 +133,7 @@ def _sharing(
 
 def chunk(size: int, parts: int, number: int) -> tuple[int, int]:
     """Begin and length of piece `number` of `parts` pieces, cut as torch.chunk cuts them: the last
-    pieces may be short or empty.
-    """
+    pieces may be short or empty."""
     full = -(-size // parts)
     begin = min(number * full, size)
     return begin, min(full, size - begin)
@@ -149,8 +146,7 @@ class _Shard(NamedTuple):
 
 def _kind(placement: Any) -> _Shard | None:
     """The shard of a placement; None for Replicate. Raises ValueError for a placement without a
-    box.
-    """
+    box."""
     if placement.is_replicate():
         return None
     if placement.is_partial():
@@ -202,8 +198,7 @@ _Declaration = tuple[tuple[Members, ...], tuple[tuple[str, int], ...]]
 class Topology:
     """`nodes`: for each rank, the number of its node. `spread`: replicas are divided among all
     ranks that have them, and not among those of each node. `holders`: the ranks that make each
-    claim.
-    """
+    claim."""
 
     rank: int = 0
     world: int = 1
@@ -233,8 +228,7 @@ class Topology:
 
     def twins(self, groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
         """The ranks of other nodes that stage the very same parts. `groups`: the `replicas` of
-        everything that this rank stages.
-        """
+        everything that this rank stages."""
         if self.spread:
             return ()
         distinct = set(groups)
@@ -246,8 +240,7 @@ class Topology:
 
     def _places(self, group: tuple[int, ...]) -> dict[int, tuple[int, int]]:
         """For each rank of the group: its place among the ranks of its node in the group, and their
-        number.
-        """
+        number."""
         together: dict[int, list[int]] = {}
         for one in group:
             together.setdefault(self.nodes[one], []).append(one)
@@ -372,8 +365,7 @@ class Bulk(NamedTuple):
     @property
     def dim(self) -> int:
         """The dimension that is cut: the first with more than one element, so rows are
-        contiguous.
-        """
+        contiguous."""
         return next((dim for dim, size in enumerate(self.shape) if size > 1), 0)
 
     @property
@@ -407,8 +399,7 @@ def cut(tensors: tuple[Bulk, ...], sharers: int) -> tuple[tuple[int, ...], ...]:
 
 def _row(bulk: Bulk, place: int) -> int:
     """The row nearest to a place. The place is in bytes from the beginning of the tensor, and may
-    lie outside the tensor.
-    """
+    lie outside the tensor."""
     place = min(max(place, 0), bulk.bytes)
     row = (place + bulk.row_bytes // 2) // bulk.row_bytes
     return row if bulk.bytes > SMALL_BYTES else row * bulk.shape[bulk.dim]

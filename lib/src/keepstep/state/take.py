@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from keepstep.errors import FormatError, UsageError
 from keepstep.image import Layout, extras
-from keepstep.image.forms import GradForm
+from keepstep.image.codecs import GradForm
 from keepstep.state.leaves import Taken, TensorLeaf, leaves_of
 from keepstep.state.rng import is_generator
 from keepstep.state.sharding import ALONE, Bulk, Topology, cut
@@ -115,8 +115,7 @@ def retake(
     before: Taken, components: Mapping[str, Any], topology: Topology, *, loose: Loose = NOWHERE
 ) -> Taken:
     """The same as `take`, for the same topology. As long as all tensors are those of `before`,
-    which it then shares, it takes a third of the time.
-    """
+    which it then shares, it takes a third of the time."""
     again = Again(before, loose=loose)
     if again.finds(components):
         return replace(before, values=again.values, metadata=again.metadata)
@@ -138,8 +137,7 @@ def layout_changes(layout: Layout, taken: Taken) -> dict[str, str]:
 
 def loose_places(found: Mapping[str, str], taken: Taken) -> Loose:
     """Where tensors come and go, if these `changes` go on: the places of tensors of which the shape
-    changes; of others the innermost container in which a tensor stayed.
-    """
+    changes; of others the innermost container in which a tensor stayed."""
     stayed = {leaf.name for leaf in taken.tensors if leaf.name not in found}
     containers = {path for name in stayed for path in _above(name)}
     places = set[str]()
@@ -255,8 +253,7 @@ class UnsavedBuffers:
 
     def changed(self, taken: Taken) -> list[str]:
         """Called at each save: the names of buffers that have changed since the last one, unless
-        they are in the state under another name.
-        """
+        they are in the state under another name."""
         self._saves += 1
         if not self._buffers or self._saves > _SAVES:
             return []

@@ -25,10 +25,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from keepstep.errors import FormatError, KeepstepError, UsageError
-from keepstep.image import Parameters, Section, base_of, extras, local_name, objects
-from keepstep.image.arrays import LARGE_BYTES, ArrayForm
+from keepstep.image import Parameters, Section, base_of, codecs, extras, local_name
+from keepstep.image.codecs import (
+    LARGE_BYTES,
+    ArrayForm,
+    ClassForm,
+    GradForm,
+    SharedAgain,
+    SharedForm,
+    ViewForm,
+)
 from keepstep.image.extras import MAX_DEPTH
-from keepstep.image.forms import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
 from keepstep.state import sharding
 from keepstep.state.accelerator import check_device, check_memory
 from keepstep.state.leaves import (
@@ -294,8 +301,7 @@ class Walker:
 
     def _owners_of(self, name: str) -> dict[str, _Owner]:
         """The owner of each parameter's state, by the path of that state in the optimizer's
-        tree.
-        """
+        tree."""
         owners = {}
         named: list[tuple[str, tuple[int, ...]]] = []
         for index, parameter in enumerate(self.held[name]):
@@ -400,11 +406,11 @@ class Walker:
         kind = type(tree)
         if kind is deque and self._is_node(tree):
             return self._with_form(self._container("l", tree, path), tree, path)
-        if objects.is_named_tuple(kind) and not getattr(tree, "__dict__", None):
+        if codecs.is_named_tuple(kind) and not getattr(tree, "__dict__", None):
             node = self._container("u", tree, path)
             return node and self._in_form(ClassForm(kind), node)
-        if objects.is_namespace(kind) or dataclasses.is_dataclass(kind):
-            node = self._container("d", objects.attributes_of(tree), path)
+        if codecs.is_namespace(kind) or dataclasses.is_dataclass(kind):
+            node = self._container("d", codecs.attributes_of(tree), path)
             return node and self._in_form(ClassForm(kind), node)
         form = ArrayForm.of(tree)
         if form is None:
@@ -413,8 +419,7 @@ class Walker:
 
     def _parts(self, tree: Any, path: str) -> Node:
         """The tensors in which a wrapper keeps its values. They are copied at once, because torch
-        does not move their version counters.
-        """
+        does not move their version counters."""
         was, self._wrapped = self._wrapped, True
         if not was:
             self._check_parts(tree, path)
@@ -425,8 +430,7 @@ class Walker:
 
     def _check_parts(self, tree: Any, path: str) -> None:
         """Check that the parts are those of the module itself, because a restore fills the
-        parts.
-        """
+        parts."""
         if self._there is None:  # once per component: there may be many
             tensors = (*self._inner.parameters(), *self._inner.buffers())
             plains = (plain for one in tensors for _, plain in plain_tensors(one, path))
@@ -459,8 +463,7 @@ class Walker:
 
     def _is_node(self, tree: deque[Any]) -> bool:
         """Whether it does not belong in the extras. A growing deque may hold any number of small
-        tensors there, which change no layout; but not if their memory is that of other tensors.
-        """
+        tensors there, which change no layout; but not if their memory is that of other tensors."""
         if self.follows_all or any(map(_is_large, tree)):
             return True
         self._small |= {_storage_of(one) for one in tree if isinstance(one, Tensor)}
@@ -603,8 +606,7 @@ class Walker:
         self, live: Tensor, local: Tensor, path: str, told: str
     ) -> tuple[Sharing | None, Claim]:
         """How this tensor is shared with other ranks, and the claim on which its name rests.
-        `told`: its path before it was made a name of its own.
-        """
+        `told`: its path before it was made a name of its own."""
         owner = self._owner
         if live is not local:
             sharing = sharding.sharing_of(live, path)
@@ -620,8 +622,7 @@ class Walker:
 
     def _beside(self, owner: _Owner, local: Tensor) -> tuple[Sharing | None, Claim]:
         """State of a parameter that is not sharded. If several ranks have such state, it is the
-        same on all of them. A sharded optimizer has it on one rank only.
-        """
+        same on all of them. A sharded optimizer has it on one rank only."""
         holders = self._topology.holders.get((owner.path, owner.members))
         if owner.members is None or holders is None:
             return None, (owner.path, None)
@@ -633,8 +634,7 @@ class Walker:
 class Again(Walker):
     """A walk beside an earlier one, which collects new values as long as every tensor is the one
     that was there, unchanged but for its elements. It costs a fraction of a walk, and the training
-    thread pays for one at each save.
-    """
+    thread pays for one at each save."""
 
     def __init__(self, before: Taken, *, loose: Loose = NOWHERE) -> None:
         super().__init__({}, ALONE, loose=loose)
@@ -703,8 +703,7 @@ class Again(Walker):
 
     def _is_small(self, tree: Any) -> bool:
         """Whether small tensors alone make this no value. The places of values have no names here:
-        where there are loose ones, each may hold small tensors.
-        """
+        where there are loose ones, each may hold small tensors."""
         return self._formed and type(tree) is Tensor and not _is_large(tree)
 
     def _is_loose(self, child: Any, path: str, key: object) -> bool:
@@ -816,8 +815,7 @@ def _tree_of(name: str, component: Any) -> Any:
 
 def _same_on(ranks: Members, local: Tensor) -> Sharing | None:
     """The sharing of a tensor that each of `ranks` has whole. None if `ranks` is None or a single
-    rank.
-    """
+    rank."""
     if ranks is None or len(ranks) == 1:
         return None
     shape = tuple(local.shape)

@@ -19,8 +19,7 @@ from keepstep.state.rng import is_generator
 
 class Replication(NamedTuple):
     """The ranks on which a module's parameters are the same, except for those that are
-    `ignored`.
-    """
+    `ignored`."""
 
     ranks: tuple[int, ...]
     ignored: frozenset[str]
@@ -28,8 +27,7 @@ class Replication(NamedTuple):
 
 class Replicated(nn.Module):
     """Wraps a module whose parameters are the same on `ranks`. An adapter that knows this makes it.
-    It takes no part in training.
-    """
+    It takes no part in training."""
 
     def __init__(self, module: nn.Module, ranks: tuple[int, ...]) -> None:
         super().__init__()
@@ -38,8 +36,7 @@ class Replicated(nn.Module):
 
 class Flat(nn.Module):
     """A module whose parameters are vectors of which each rank has a part. An adapter makes it for
-    another module. `shapes`: the shapes that the parameters have in that module, by name.
-    """
+    another module. `shapes`: the shapes that the parameters have in that module, by name."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -62,8 +59,7 @@ def unwrap(component: Any) -> Any:
 
 def replication_of(component: Any) -> Replication | None:
     """The replication of a module inside DistributedDataParallel or `Replicated`; None if there is
-    neither.
-    """
+    neither."""
     while isinstance(component, nn.Module):
         if isinstance(component, Replicated):
             return Replication(component.ranks, frozenset())
@@ -79,13 +75,12 @@ def after_loading(components: Mapping[str, Any]) -> None:
     """Update the wrappers after what they wrap was loaded."""
     for component in components.values():
         if is_zero(component):
-            _copy_groups(component.optim, component)
+            copy_options(component.optim, component)
 
 
 def is_deepspeed(component: Any) -> bool:
     """Whether it is DeepSpeed's engine, or one of its optimizers that are not torch optimizers.
-    Both have partitions or copies that only DeepSpeed knows.
-    """
+    Both have partitions or copies that only DeepSpeed knows."""
     return any(
         kind.__module__.partition(".")[0] == "deepspeed"
         and kind.__name__ in ("DeepSpeedEngine", "DeepSpeedOptimizer")
@@ -95,8 +90,7 @@ def is_deepspeed(component: Any) -> bool:
 
 def is_zero(component: Any) -> bool:
     """Whether it is a ZeroRedundancyOptimizer. Imports nothing: without its module imported, there
-    is none.
-    """
+    is none."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(component, module.ZeroRedundancyOptimizer)
 
@@ -114,11 +108,11 @@ def _own_part(optimizer: Any) -> Any:
             "a ZeroRedundancyOptimizer with overlap_with_ddp=True cannot be kept: its state does"
             " not exist before the third step; make it without"
         )
-    _copy_groups(optimizer, part)
+    copy_options(optimizer, part)
     return part
 
 
-def _copy_groups(source: Any, target: Any) -> None:
+def copy_options(source: Any, target: Any) -> None:
     """Copy options such as learning rates, as `ZeroRedundancyOptimizer.step` itself does."""
     for one, other in zip(source.param_groups, target.param_groups, strict=True):
         other.update({key: value for key, value in one.items() if key != "params"})

@@ -116,8 +116,7 @@ class Lives:
 
     def _end_leftovers(self) -> None:
         """End the workers of a killed torchrun: they would keep their ranks from their
-        successors.
-        """
+        successors."""
         processes.end_all(
             lambda: processes.descendants(os.getpid(), spare=self._starter.pids), grace_s=_GRACE_S
         )
@@ -125,8 +124,7 @@ class Lives:
 
 def _staged() -> frozenset[StepId]:
     """The newest step of each rank of this pod, according to its sidecar; empty without a
-    sidecar.
-    """
+    sidecar."""
     path = os.environ.get(SOCKET_ENV, "")
     try:
         status = Client(path).get("/v1/status", Status)
@@ -137,8 +135,7 @@ def _staged() -> frozenset[StepId]:
 
 def main() -> int:
     """Run the command line. Returns the exit code: the command's, 128 + n if signal n ended it, or
-    126 or 127 as a shell does.
-    """
+    126 or 127 as a shell does."""
     asked = _arguments(sys.argv[1:])
     path = shutil.which(asked.command[0])
     if path is None:

@@ -66,8 +66,7 @@ def parse(argv: Sequence[str]) -> Python | None:
 
 def interpreter(path: str) -> str | None:
     """The Python that runs the program file `path`: the file itself, or the one that its first line
-    names. None if there is none.
-    """
+    names. None if there is none."""
     if _PYTHON.fullmatch(os.path.basename(path)):
         return path
     try:
@@ -91,8 +90,7 @@ def late_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[
 
 READY_S: Final = 120.0
 """Imports from a slow network drive take long. A caller that waits for them gives up after this
-time.
-"""
+time."""
 
 _ANSWER_S: Final = 10.0
 LARGEST_BYTES: Final = 1 << 20
@@ -102,8 +100,7 @@ GO: Final = b"go"
 
 class ColdStart(KeepstepError):
     """A process cannot be started warm; the message says why. `for_good`: later processes cannot
-    either.
-    """
+    either."""
 
     def __init__(self, message: str, *, for_good: bool = False) -> None:
         super().__init__(message)
@@ -154,8 +151,7 @@ class ForkServer:
 
     def wait_ready(self, timeout_s: float = READY_S) -> None:
         """Wait until the server has imported everything. Raises ColdStart with the reason if it has
-        not.
-        """
+        not."""
         if self.ready:
             return
         if self._refused:
@@ -294,8 +290,7 @@ class Starter:
 
     def spawn(self, environment: Mapping[str, str], *, own_group: bool) -> int:
         """Start the command. Returns the pid of a child of this process, which must be a subreaper.
-        Raises OSError if exec would fail.
-        """
+        Raises OSError if exec would fail."""
         if self._server is not None:
             try:
                 return self._server.spawn(self._argv, environment, own_group=own_group)

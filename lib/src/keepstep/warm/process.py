@@ -101,8 +101,7 @@ def become(job: Job) -> None:
 
 def _set_threads() -> None:
     """Set the number of threads again, because OMP_NUM_THREADS was read before torchrun set it.
-    MKL's and OpenBLAS's own variables take precedence.
-    """
+    MKL's and OpenBLAS's own variables take precedence."""
     import torch
 
     asked = os.environ.get(_THREADS, "").partition(",")[0]
@@ -128,8 +127,7 @@ def _set_blas_threads(threads: int) -> None:
 
 def _retitle(argv: Sequence[str], environment: Mapping[str, str]) -> None:
     """Set /proc/PID/cmdline, environ and comm as exec would (prctl(2), PR_SET_MM_MAP; proc(5)
-    numbers the fields of stat). Raises OSError if the kernel does not support this.
-    """
+    numbers the fields of stat). Raises OSError if the kernel does not support this."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_NAME, os.path.basename(argv[0]).encode()[:15], 0, 0, 0)
     words = b"".join(os.fsencode(word) + b"\0" for word in argv)
@@ -281,8 +279,7 @@ def await_new_store(environment: Mapping[str, str] = os.environ) -> None:
 
 def _was_used(address: str, port: int) -> bool:
     """Whether ranks have met in the store there. A store that still waits for them has a single
-    key: the number of ranks that came.
-    """
+    key: the number of ranks that came."""
     try:
         # a plain connection first, because torch retries and logs if nothing listens
         socket.create_connection((address, port), timeout=_ANSWER_S).close()
@@ -331,8 +328,7 @@ def _replace_popen(server: ForkServer) -> None:
 
     class Popen(subprocess.Popen[bytes]):
         """Starts a process warm if it can. Everything else is subprocess's own: the process is a
-        child of this one.
-        """
+        child of this one."""
 
         def __init__(self, args: Sequence[str], **options: Any) -> None:
             self._options = options

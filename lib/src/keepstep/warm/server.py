@@ -71,8 +71,7 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 def _ended(path: str) -> bool:
     """Whether a program wrote this module for itself, and the file is gone. torch 2.6 imports a
-    module from a temporary directory, which is removed when the first forked process ends.
-    """
+    module from a temporary directory, which is removed when the first forked process ends."""
     temporary = os.path.join(os.path.realpath(tempfile.gettempdir()), "")
     return os.path.realpath(path).startswith(temporary) and not os.path.exists(path)
 

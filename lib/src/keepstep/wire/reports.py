@@ -84,37 +84,32 @@ class ReportedShard:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportedTier:
+    """What a tier holds of one rank. `gone`: the removed steps, if `shards` lists only what was
+    added since the last report; None: `shards` lists everything."""
+
+    answer: Answer
+    shards: tuple[ReportedShard, ...] = ()
+    gone: tuple[StepId, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportedRank(RankCounters):
     """What a report says of one rank.
 
-    `staged_at`: unix seconds. `peer`: copies that this pod keeps of images of a rank that another
-    pod has, or had before the pods came back in another order. `archive`: the rank's images that
-    were seen in the archive.
-
-    A tier whose answer is None does not exist on this pod, or this report does not cover it. If
-    `gone` names a tier, the report lists only the images that were added to it, and `gone` the
-    steps that were removed.
+    `staged_at`: unix seconds. `tiers`: a tier that is not named does not exist on this pod, or this
+    report does not cover it. Under `peer` are copies that this pod keeps of images of a rank that
+    another pod has, or had before the pods came back in another order; under `archive`, the rank's
+    images that were seen there.
     """
 
-    memory: tuple[ReportedShard, ...] = ()
-    local: tuple[ReportedShard, ...] = ()
-    memory_answer: Answer | None = Answer.UNKNOWN
-    local_answer: Answer | None = Answer.UNKNOWN
     staged_at: float | None = None
-    peer: tuple[ReportedShard, ...] = ()
-    archive: tuple[ReportedShard, ...] = ()
-    peer_answer: Answer | None = None
-    archive_answer: Answer | None = None
-    gone: dict[Tier, tuple[StepId, ...]] = field(default_factory=dict)
+    tiers: dict[Tier, ReportedTier] = field(default_factory=dict)
 
-    def by_tier(self) -> dict[Tier, tuple[tuple[ReportedShard, ...], Answer | None]]:
-        """By tier, the listed shards and the tier's answer."""
-        return {
-            Tier.MEMORY: (self.memory, self.memory_answer),
-            Tier.LOCAL: (self.local, self.local_answer),
-            Tier.PEER: (self.peer, self.peer_answer),
-            Tier.ARCHIVE: (self.archive, self.archive_answer),
-        }
+    def shards(self, *tiers: Tier) -> tuple[ReportedShard, ...]:
+        """All shards that are listed under these tiers; without arguments, under any."""
+        named = tiers or tuple(self.tiers)
+        return tuple(one for tier in named if tier in self.tiers for one in self.tiers[tier].shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +185,8 @@ class Report:
     `goodput`); 0: this report is whole. `ready`: the volumes were scanned. `library`: version of
     the library in the training container; '' before the first trainer. `pinned`: what keeps slots
     from being swapped ("hugepages", "mlock"), or "no" and the reason. `peer_address`: the address
-    at which other pods of the run reach this one; '' if it serves none. `failures`: all failures of
+    at which other pods of the run reach this one; '' if it serves none. `tiers`: how far those
+    beyond this pod are. `failures`: all failures of
     the script itself that are known here. `goodput`: None before the first restore.
     `peers_version`: the version of the list of peers that this sidecar has; '': it has none.
     `refusals`: how often the ranks' vote refused since the last restore. `refused`: why, in its own
@@ -216,7 +212,7 @@ class Report:
     persist_seconds: float = 0.0
     flushing: bool = False
     peer_address: str = ""
-    depots: tuple[TierProgress, ...] = ()
+    tiers: dict[Tier, TierProgress] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
     goodput: ReportedGoodput | None = None
     peers_version: str = ""
@@ -289,11 +285,10 @@ class ReportReply:
 
 
 def _rank_report(one: ReportedRank) -> RankReport:
-    told = {tier: each for tier, each in one.by_tier().items() if each[1] is not None}
     return RankReport(
-        sealed={tier: held for tier, (held, _) in told.items()},
-        answers={tier: answer for tier, (_, answer) in told.items() if answer is not None},
-        gone=one.gone,
+        sealed={tier: told.shards for tier, told in one.tiers.items()},
+        answers={tier: told.answer for tier, told in one.tiers.items()},
+        gone={tier: told.gone for tier, told in one.tiers.items() if told.gone is not None},
     )
 
 

@@ -77,14 +77,13 @@ class VolumeStatus(VolumeUsage):
 
 @dataclass(frozen=True, kw_only=True)
 class TierProgress:
-    """The progress of a tier beyond this pod. `tier`: peer or archive. `where`: where it is.
-    Counters since the sidecar started, in shards and bytes.
+    """The progress of a tier beyond this pod. `where`: where it is. Counters since the sidecar
+    started, in shards and bytes.
 
     `backlog`: shards that should be there and are not there yet. `behind_s`: for how many seconds
     the oldest of them has waited. `trouble`: the last error; '' if the last attempt succeeded.
     """
 
-    tier: Tier
     where: str
     sent: int = 0
     sent_bytes: int = 0
@@ -182,7 +181,7 @@ class Status:
     goodput: Goodput | None = None
     ranks: tuple[RankStatus, ...] = ()
     volumes: tuple[VolumeStatus, ...] = ()
-    depots: tuple[TierStatus, ...] = ()
+    tiers: dict[Tier, TierStatus] = dataclasses.field(default_factory=dict)
     steps: tuple[StepStatus, ...] = ()
     scanned: bool = True
     survives: tuple[str, ...] = ()

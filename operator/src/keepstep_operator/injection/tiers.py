@@ -28,7 +28,7 @@ def environment_of(policy: Policy, ports: Ports) -> list[Body]:
     return [*_of_archive(policy), *_of_peers(policy, ports)]
 
 
-def archive_volumes(policy: Policy) -> list[Body]:
+def tier_volumes(policy: Policy) -> list[Body]:
     """The pod's volume for an archive that is a directory."""
     directory = _directory(policy)
     if directory is None:
@@ -40,7 +40,7 @@ def archive_volumes(policy: Policy) -> list[Body]:
     return [{"name": ARCHIVE_VOLUME, **source}]
 
 
-def archive_mounts(policy: Policy) -> list[Body]:
+def tier_mounts(policy: Policy) -> list[Body]:
     """The sidecar's mount of it. Namespaces share a directory of the nodes, so each has its own
     subdirectory."""
     directory = _directory(policy)

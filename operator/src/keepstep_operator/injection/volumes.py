@@ -13,9 +13,9 @@ from keepstep_operator.bodies import Body
 from keepstep_operator.injection.tiers import (
     HOST_ARCHIVE,
     HOST_ROOT,
-    archive_mounts,
-    archive_volumes,
     shared_path,
+    tier_mounts,
+    tier_volumes,
 )
 from keepstep_operator.names import (
     ARCHIVE_VOLUME,
@@ -46,7 +46,7 @@ def volumes_of(policy: Policy) -> list[Body]:
     """The volumes to add to `spec.volumes`."""
     local = (_volume(one) for one in policy.volumes)
     trust = {"name": TRUST_VOLUME, "emptyDir": {"sizeLimit": "1Mi"}}
-    return [*_memory(policy), token_volume(TOKEN_VOLUME), trust, *local, *archive_volumes(policy)]
+    return [*_memory(policy), token_volume(TOKEN_VOLUME), trust, *local, *tier_volumes(policy)]
 
 
 def mounts_of(policy: Policy, placement: Placement) -> list[Body]:
@@ -56,7 +56,7 @@ def mounts_of(policy: Policy, placement: Placement) -> list[Body]:
         {"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True},
         {"name": TRUST_VOLUME, "mountPath": TRUST_PATH},
         *(_mount(one, policy, placement) for one in policy.volumes),
-        *archive_mounts(policy),
+        *tier_mounts(policy),
     ]
 
 

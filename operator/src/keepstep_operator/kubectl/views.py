@@ -6,11 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keepstep.errors import UsageError
-from keepstep.steps import StepId
+from keepstep.steps import NEAREST_FIRST, StepId
 
 Body = dict[str, Any]
-
-TIERS = ("memory", "local", "peer", "archive")
 
 
 def summary(run: Body) -> Body:
@@ -45,7 +43,7 @@ def steps(run: Body, checkpoints: Iterable[Body]) -> list[Body]:
             "id": step,
             "step": StepId.parse(step).step,
             "epoch": str(StepId.parse(step).epoch),
-            "tiers": [tier for tier in TIERS if tier in tiers[step]],
+            "tiers": [tier for tier in NEAREST_FIRST if tier in tiers[step]],
             "committed": step == committed,
             "pinned": step in pins,
         }

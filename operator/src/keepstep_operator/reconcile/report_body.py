@@ -21,6 +21,7 @@ from keepstep.wire.reports import (
     ReportedRank,
     ReportedRestore,
     ReportedShard,
+    ReportedTier,
     ReportedVolume,
 )
 from keepstep.wire.status import TierProgress
@@ -52,7 +53,6 @@ MOST_RESTORES: Final = 16 * MOST_RANKS
 MOST_DOUBTED: Final = KEPT * KEPT
 """The most steps that the reported failures of the script name."""
 MOST_VOLUMES: Final = 64
-MOST_DEPOTS: Final = 64
 LONGEST_ADDRESS: Final = 280
 LONGEST_NAME: Final = 256
 LARGEST_STEP: Final = 10**15
@@ -76,19 +76,23 @@ class _Outer(Report):
     restores: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
     volumes: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
     warnings: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
-    depots: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+    tiers: dict[Tier, msgspec.Raw] = field(default_factory=dict)  # type: ignore[assignment]
     failures: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OuterTier(ReportedTier):
+    """A tier in which all fields that may be long are still undecoded."""
+
+    shards: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
+    gone: tuple[msgspec.Raw, ...] | None = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _OuterRank(ReportedRank):
     """A rank in which all fields that may be long are still undecoded."""
 
-    memory: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
-    local: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
-    peer: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
-    archive: tuple[msgspec.Raw, ...] = ()  # type: ignore[assignment]
-    gone: dict[Tier, tuple[msgspec.Raw, ...]] = field(default_factory=dict)  # type: ignore[assignment]
+    tiers: dict[Tier, _OuterTier] = field(default_factory=dict)  # type: ignore[assignment]
 
 
 class _OuterShard(msgspec.Struct, frozen=True):
@@ -107,7 +111,7 @@ _epoch: Final = msgspec.json.Decoder(Epoch).decode
 _restore: Final = msgspec.json.Decoder(ReportedRestore).decode
 _volume: Final = msgspec.json.Decoder(ReportedVolume).decode
 _failure: Final = msgspec.json.Decoder(Failure).decode
-_depot: Final = msgspec.json.Decoder(TierProgress).decode
+_progress: Final = msgspec.json.Decoder(TierProgress).decode
 _text: Final = msgspec.json.Decoder(str).decode
 
 
@@ -119,8 +123,8 @@ def read(body: bytes) -> Parts[Report]:
         raise Refused(400, "bad-report", "more ranks than one pod can have")
     if len(outer.restores) > MOST_RESTORES or len(outer.volumes) > MOST_VOLUMES:
         raise Refused(400, "bad-report", "more restores or volumes than one pod can have")
-    if len(outer.depots) > MOST_DEPOTS or len(outer.peer_address) > LONGEST_ADDRESS:
-        raise Refused(400, "bad-report", "more depots, or a longer address, than one pod can have")
+    if len(outer.peer_address) > LONGEST_ADDRESS:
+        raise Refused(400, "bad-report", "a longer address than one pod can have")
     yield
     told: dict[str, Any] = {one.name: getattr(outer, one.name) for one in fields(Report)}
     told["epochs"] = yield from _each(outer.epochs, _epoch)
@@ -128,7 +132,7 @@ def read(body: bytes) -> Parts[Report]:
     told["ranks"] = yield from _ranks(outer.ranks)
     told["failures"] = _failures(outer.failures)
     told["volumes"] = tuple(_short_volume(_volume(one)) for one in outer.volumes)
-    told["depots"] = tuple(_short_depot(_depot(one)) for one in outer.depots)
+    told["tiers"] = {tier: _short_progress(_progress(one)) for tier, one in outer.tiers.items()}
     told["warnings"] = tuple(cut(_text(one)) for one in outer.warnings[:MOST_WARNINGS])
     for name in ("sidecar", "library"):
         told[name] = cut(told[name], longest=LONGEST_NAME)
@@ -163,11 +167,11 @@ def _ranks(raw: Sequence[msgspec.Raw]) -> Parts[tuple[ReportedRank, ...]]:
     runs: set[Ranks] = set()
     for one in raw:
         told = _rank(one) if len(memoryview(one)) <= _SMALL_BYTES else (yield from _long_rank(one))
-        held += bool(told.peer) or not kept(told)
+        held += bool(told.shards(Tier.PEER)) or not kept(told)
         if held > MOST_RANKS or len(found) >= held + MOST_OTHERS:
             raise Refused(400, "bad-report", "more ranks than one pod can have")
         _check_rank(told)
-        runs.update(image.alike for image in _images(told))
+        runs.update(image.alike for image in told.shards())
         if sum(each.last + 1 for each in runs) > MOST_BITS_OF_ALL:
             raise Refused(400, "bad-report", "more twins than one pod can tell of")
         found.append(_newest(told))
@@ -179,16 +183,15 @@ def _ranks(raw: Sequence[msgspec.Raw]) -> Parts[tuple[ReportedRank, ...]]:
 
 def _long_rank(raw: msgspec.Raw) -> Parts[ReportedRank]:
     outer = _outer_rank(raw)
-    tiers = (outer.memory, outer.local, outer.peer, outer.archive)
-    if sum(map(len, (*tiers, *outer.gone.values()))) > MOST_IMAGES:
+    if sum(len(one.shards) + len(one.gone or ()) for one in outer.tiers.values()) > MOST_IMAGES:
         raise Refused(400, "bad-report", f"rank {outer.rank} tells of too many images")
     yield
     told: dict[str, Any] = {one.name: getattr(outer, one.name) for one in fields(ReportedRank)}
-    for name in ("memory", "local", "peer", "archive"):
-        told[name] = yield from _each(told[name], _checked_shard)
-    told["gone"] = {}
-    for tier, ids in outer.gone.items():
-        told["gone"][tier] = yield from _each(ids, _step)
+    told["tiers"] = {}
+    for tier, one in outer.tiers.items():
+        shards = yield from _each(one.shards, _checked_shard)
+        gone = None if one.gone is None else (yield from _each(one.gone, _step))
+        told["tiers"][tier] = ReportedTier(answer=one.answer, shards=shards, gone=gone)
     return ReportedRank(**told)
 
 
@@ -212,14 +215,14 @@ def _check_epochs(report: Report) -> None:
 def _bits(ranks: Sequence[ReportedRank]) -> Parts[int]:
     """How many bits the steps of a report take as bitmaps of ranks; an upper bound if that is below
     the limit."""
-    named = [(one.rank, len((*one.memory, *one.local, *one.peer, *one.archive))) for one in ranks]
+    named = [(one.rank, len(one.shards())) for one in ranks]
     most = max(named, default=(0, 0))[0] * sum(count for _, count in named)
     if most <= MOST_BITS_OF_ALL:
         return most
-    highest: dict[tuple[str, StepId], int] = {}
+    highest: dict[tuple[Tier, StepId], int] = {}
     for one in ranks:
-        for tier in ("memory", "local", "peer", "archive"):
-            for held in getattr(one, tier):
+        for tier, told in one.tiers.items():
+            for held in told.shards:
                 at = tier, held.id
                 highest[at] = max(one.rank, highest.get(at, 0))
         yield
@@ -232,7 +235,7 @@ def _short_volume(one: ReportedVolume) -> ReportedVolume:
     return replace(one, name=cut(one.name, longest=LONGEST_NAME), failed=cut(one.failed))
 
 
-def _short_depot(one: TierProgress) -> TierProgress:
+def _short_progress(one: TierProgress) -> TierProgress:
     if len(one.where) <= LONGEST_NAME and len(one.trouble) <= LONGEST_NAME:
         return one
     return replace(one, where=cut(one.where, longest=LONGEST_NAME), trouble=cut(one.trouble))
@@ -240,30 +243,24 @@ def _short_depot(one: TierProgress) -> TierProgress:
 
 def _newest(one: ReportedRank) -> ReportedRank:
     most = min(MOST_STEPS, _MOST_BITS // (one.rank + 1))
-    if max(map(len, (one.memory, one.local, one.peer, one.archive))) <= most:
+    if all(len(told.shards) <= most for told in one.tiers.values()):
         return one
-    return replace(
-        one,
-        memory=_last(one.memory, most),
-        local=_last(one.local, most),
-        peer=_last(one.peer, most),
-        archive=_last(one.archive, most),
-    )
-
-
-def _last(held: tuple[ReportedShard, ...], most: int) -> tuple[ReportedShard, ...]:
-    return tuple(sorted(held, key=lambda shard: shard.id)[-most:])
+    tiers = {
+        tier: replace(told, shards=tuple(sorted(told.shards, key=lambda shard: shard.id)[-most:]))
+        for tier, told in one.tiers.items()
+    }
+    return replace(one, tiers=tiers)
 
 
 def _check_rank(one: ReportedRank) -> None:
     """Raises Refused."""
-    held = _images(one)
+    held = one.shards()
     worlds = {one.world, *(image.world for image in held)}
     if any(one.rank not in image.alike for image in held if image.alike):
         raise Refused(400, "bad-report", f"rank {one.rank} tells of twins that cannot be")
     if not 0 <= one.rank < one.world or not all(0 < world <= LARGEST_WORLD for world in worlds):
         raise Refused(400, "bad-report", f"rank {one.rank} of {one.world} cannot be")
-    gone = [id for ids in one.gone.values() for id in ids]
+    gone = [id for told in one.tiers.values() for id in told.gone or ()]
     if len(held) + len(gone) > MOST_IMAGES:
         raise Refused(400, "bad-report", f"rank {one.rank} tells of too many images")
     if not all(0 <= image.bytes < 1 << 62 for image in held):
@@ -271,10 +268,6 @@ def _check_rank(one: ReportedRank) -> None:
     staged = (one.staged,) if one.staged is not None else ()
     if not all(map(_is_step, (*staged, *gone, *(image.id for image in held)))):
         raise Refused(400, "bad-report", f"rank {one.rank} tells of a step that cannot be")
-
-
-def _images(one: ReportedRank) -> tuple[ReportedShard, ...]:
-    return (*one.memory, *one.local, *one.peer, *one.archive)
 
 
 def _is_step(id: StepId) -> bool:

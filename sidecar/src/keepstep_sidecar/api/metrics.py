@@ -33,7 +33,7 @@ persist_seconds                 counter status.persist_seconds        Time that 
 persist_bytes                   counter status.persist_bytes          Bytes made durable, over all ranks
 evicted_steps                   counter status.evicted                Steps deleted because the volumes were full
 persist_interval_steps          gauge   status.persist_every          Steps between two persisted ones
-watermark_step                  gauge   tier.watermarks               Newest step complete on the tier
+watermark_step                  gauge   map.watermarks                Newest step complete on the tier
 epoch                           gauge   status.epoch                  Number of the epoch, 0 before the first
 last_commit_timestamp_seconds   gauge   status.committed_at           When the newest commit was made
 last_report_timestamp_seconds   gauge   status.reported_at            When the operator last answered, 0 without one
@@ -41,17 +41,17 @@ volume_used_bytes               gauge   volume.used_bytes             Bytes that
 volume_free_bytes               gauge   volume.free_bytes             Bytes that are left
 volume_failed                   gauge   volume.failed                 1 after an I/O error
 quarantined_files               gauge   volume.quarantined            Files in quarantine
-depot_sent_shards               counter depot.sent                    Shards sent beyond this machine
-depot_sent_bytes                counter depot.sent_bytes              Bytes sent beyond this machine
-depot_sent_seconds              counter depot.sent_seconds            Time that sending them took
-depot_received_bytes            counter depot.received_bytes          Bytes fetched for restores
-depot_received_seconds          counter depot.received_seconds        Time that fetching them took
-depot_shared_bytes              counter depot.shared_bytes            Bytes of copies kept here that share the blocks of own shards
-depot_failures                  counter depot.failures                Attempts that failed
-depot_backlog_shards            gauge   depot.backlog                 Shards that are not there yet
-depot_behind_seconds            gauge   depot.behind_s                For how long the oldest of them waits
-depot_trouble                   gauge   depot.trouble                 1 when the last attempt failed
-window_read_bytes               counter tier.window_bytes             Bytes read for restores into another layout
+tier_sent_shards                counter tier.sent                    Shards sent beyond this machine
+tier_sent_bytes                 counter tier.sent_bytes              Bytes sent beyond this machine
+tier_sent_seconds               counter tier.sent_seconds            Time that sending them took
+tier_received_bytes             counter tier.received_bytes          Bytes fetched for restores
+tier_received_seconds           counter tier.received_seconds        Time that fetching them took
+tier_shared_bytes               counter tier.shared_bytes            Bytes of copies kept here that share the blocks of own shards
+tier_failures                   counter tier.failures                Attempts that failed
+tier_backlog_shards             gauge   tier.backlog                 Shards that are not there yet
+tier_behind_seconds             gauge   tier.behind_s                For how long the oldest of them waits
+tier_trouble                    gauge   tier.trouble                 1 when the last attempt failed
+window_read_bytes               counter map.window_bytes            Bytes read for restores into another layout
 window_shared_bytes             counter status.window_shared_bytes    Bytes that ranks got from the read of another one, instead
 warnings                        gauge   status.warnings               Warnings that `keepstep status` shows
 goodput_ratio                   gauge   goodput.ratio                 Useful step time over wall time, over all lives of the run here
@@ -60,15 +60,15 @@ interruptions                   gauge   goodput.interruptions         Interrupti
 """  # noqa: E501
 """Name, kind, scope and attribute, help. docs/metrics.md is generated from this table."""
 
-_LABELS = {"rank": ("rank",), "volume": ("volume",), "tier": ("tier",), "status": ()}
-_LABELS |= {"depot": ("tier", "where"), "goodput": (), "bucket": ("bucket",)}
+_LABELS = {"rank": ("rank",), "volume": ("volume",), "map": ("tier",), "status": ()}
+_LABELS |= {"tier": ("tier", "where"), "goodput": (), "bucket": ("bucket",)}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One metric. `scope`: what gives one sample each, namely every `rank`, `volume`, `depot`,
-    `tier` or `bucket`; or there is one sample of the `goodput` (if known) or of the whole `status`.
-    `attribute`: of the scope's object."""
+    """One metric. `scope`: what gives one sample each, namely every `rank`, `volume`, `tier` or
+    `bucket`, or every tier of a `map` of the status; or there is one sample of the `goodput` (if
+    known) or of the whole `status`. `attribute`: of the scope's object."""
 
     name: str
     kind: str
@@ -87,15 +87,16 @@ class Row:
             yield from (((str(one.rank),), _number(get(one))) for one in status.ranks)
         elif self.scope == "volume":
             yield from (((one.path,), _number(get(one))) for one in status.volumes)
-        elif self.scope == "depot":
-            yield from (((str(one.tier), one.where), _number(get(one))) for one in status.depots)
+        elif self.scope == "tier":
+            for tier, one in status.tiers.items():
+                yield (tier, one.where), _number(get(one))
         elif self.scope == "bucket":
             by_bucket = {} if status.goodput is None else status.goodput.seconds
             yield from (((bucket,), seconds) for bucket, seconds in by_bucket.items())
         elif self.scope == "goodput":
             if status.goodput is not None:
                 yield (), _number(get(status.goodput))
-        elif self.scope == "tier":
+        elif self.scope == "map":
             tiers: Mapping[str, Any] = get(status)
             yield from (((tier,), _number(value)) for tier, value in tiers.items())
         else:

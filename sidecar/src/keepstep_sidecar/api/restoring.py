@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from keepstep.core.history import Kind
 from keepstep.core.vote import Candidates, Ready, View, Wait, readiness
-from keepstep.steps import StepId, Tier
+from keepstep.steps import IN_POD, StepId
 from keepstep.wire.reports import ReportedRestore
 from keepstep.wire.trainer import (
     CandidatesRequest,
@@ -32,7 +32,6 @@ from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.restore.restorer import Restorer
 
-_IN_THE_POD = (Tier.MEMORY, Tier.LOCAL)
 _RESTORES_KEPT = 16
 
 _ASK_AGAIN_S = 0.5
@@ -103,7 +102,7 @@ class Restoring:
         self._local_shards = self.committer.local_shards
 
     def _vote_view(self, rank: int) -> View:
-        held = any(one.tier in _IN_THE_POD for one in self.restorer.held(rank).values())
+        held = any(one.tier in IN_POD for one in self.restorer.held(rank).values())
         return self.remote_tiers.view(held=held, heard_at=self.operator.tried_at)
 
     async def candidates(self, request: CandidatesRequest) -> Candidates:

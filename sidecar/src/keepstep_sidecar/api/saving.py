@@ -533,9 +533,9 @@ class StepWaits:
                 " or was deleted before its turn (the sidecar's log tells); wait for a later step"
             )
             return Waited(reached=False, reason=unknown or reason, final=not unknown)
-        behind = [one for one in self.remote_tiers.statuses() if one.tier is Tier.ARCHIVE]
-        reasons = [one.trouble or f"{one.backlog} shards are on their way" for one in behind]
-        return Waited(reached=False, reason=f"the archive is behind: {'; '.join(reasons)}")
+        archive = self.remote_tiers.statuses()[Tier.ARCHIVE]
+        why = archive.trouble or f"{archive.backlog} shards are on their way"
+        return Waited(reached=False, reason=f"the archive is behind: {why}")
 
     @contextmanager
     def _counted(self, state: str) -> Iterator[None]:

@@ -65,7 +65,7 @@ async def status(service: Service) -> Status:
         goodput=service.history.goodput(),
         ranks=tuple(_rank(service, one) for _, one in sorted(service.slots.ranks.items())),
         volumes=volumes,
-        depots=service.remote_tiers.statuses(),
+        tiers=service.remote_tiers.statuses(),
         steps=tuple(
             _step(service, id, doubt) for id in sorted(committer.copies.ids(), reverse=True)
         ),
@@ -120,8 +120,7 @@ def survives(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
 
     One machine without another tier never survives its own loss.
     """
-    here = (Tier.MEMORY, Tier.LOCAL)
-    beyond = newest_of(*(id for tier, id in marks.items() if tier not in here))
+    beyond = newest_of(*(id for tier, id in marks.items() if not tier.in_pod))
     local = marks.get(Tier.LOCAL) or beyond
     outlived = {
         "ContainerRestart": marks.get(Tier.MEMORY) or local,
@@ -270,7 +269,9 @@ def warnings(service: Service) -> tuple[str, ...]:
     found += service.saving.unkept()
     found += service.leases.warnings
     found += [
-        f"{one.where}: {one.trouble}" for one in service.remote_tiers.statuses() if one.trouble
+        f"{one.where}: {one.trouble}"
+        for one in service.remote_tiers.statuses().values()
+        if one.trouble
     ]
     found += [one.warning for one in service.remote_tiers.remote_tiers]
     found.append(service.no_metrics)

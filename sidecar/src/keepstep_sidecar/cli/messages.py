@@ -92,11 +92,11 @@ def memory_removed(kept: RunDir) -> str:
     )
 
 
-def waits_for(depot: TierStatus) -> str:
+def waits_for(tier: Tier, status: TierStatus) -> str:
     """Says which backlog the end of the run waits for."""
-    why = f" ({depot.trouble})" if depot.trouble else ""
+    why = f" ({status.trouble})" if status.trouble else ""
     return (
-        f"waiting until {depot.backlog} shards are in {depot.tier} {depot.where}{why}; Ctrl-C ends"
+        f"waiting until {status.backlog} shards are in {tier} {status.where}{why}; Ctrl-C ends"
         " the wait, what is committed stays on the volumes"
     )
 

@@ -118,9 +118,9 @@ class _Look:
             self.complete = messages.saved_nothing(held)
             for warning in held.live.warnings:
                 self._say_again(f"warning: {warning}", after_s=_SAY_AGAIN_S)
-            for depot in held.live.depots if ending else ():
-                if depot.backlog:
-                    self._say_again(messages.waits_for(depot), after_s=_STILL_WAITS_S)
+            for tier, status in held.live.tiers.items() if ending else ():
+                if status.backlog:
+                    self._say_again(messages.waits_for(tier, status), after_s=_STILL_WAITS_S)
 
     def last(self) -> None:
         """The last look before the sidecar ends, unless one is under way."""

@@ -34,7 +34,7 @@ from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid, Interval, Pacing, Write
 from keepstep.errors import KeepstepError, NoSpaceError, UsageError
 from keepstep.image import ControlPage
-from keepstep.steps import Epoch, EpochId, StepId, Tier
+from keepstep.steps import IN_POD, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
 from keepstep_sidecar.commit.epochs import Epochs, RestartStep, Rollback
 from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
@@ -255,7 +255,7 @@ class Committer:
         self.node = Node(
             slots.ranks,
             grid=grid,
-            tiers=(Tier.MEMORY, Tier.LOCAL, *remotes.tiers),
+            tiers=(*IN_POD, *remotes.tiers),
             keep=keep,
             managed=managed,
             began=time.monotonic(),

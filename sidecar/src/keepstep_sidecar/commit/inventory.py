@@ -29,8 +29,7 @@ from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.volume import VolumeSet
 
 if TYPE_CHECKING:  # they are only imported where they are configured
-    from keepstep_sidecar.tiers.archive.fork import AncestorTier
-    from keepstep_sidecar.tiers.archive.tier import ArchiveTier
+    from keepstep_sidecar.tiers.archive.tier import AncestorTier, ArchiveTier
     from keepstep_sidecar.tiers.peer.tier import PeerTier
 
 _PAST_STEPS = 10_000

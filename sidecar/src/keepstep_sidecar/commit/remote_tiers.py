@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keepstep.core.shard import Shard
@@ -148,8 +148,14 @@ class RemoteTiers:
     def has(self, tier: Tier) -> bool:
         return self._remotes.has(tier)
 
-    def statuses(self) -> tuple[TierStatus, ...]:
-        return tuple(one.status() for one in self.remote_tiers)
+    def statuses(self) -> dict[Tier, TierStatus]:
+        """How far each tier is; with the trouble of another run's archive, if this run begins from
+        there."""
+        found: dict[Tier, TierStatus] = {}
+        for one in self.remote_tiers:
+            status, own = one.status(), found.get(one.tier)
+            found[one.tier] = replace(own, trouble=own.trouble or status.trouble) if own else status
+        return found
 
     def kept(self) -> tuple[Shard, ...]:
         """Copies that this pod keeps for other pods."""

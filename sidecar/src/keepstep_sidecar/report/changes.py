@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep.steps import Answer, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank, ReportedShard
-
-Listed = tuple[tuple[ReportedShard, ...], Answer | None]
+from keepstep.steps import IN_POD, Tier
+from keepstep.wire.reports import Report, ReportedRank, ReportedTier
 
 
 def changes(known: Report | None, now: Report) -> Report:
@@ -26,72 +24,55 @@ def changes(known: Report | None, now: Report) -> Report:
         epochs=now.epochs[len(known.epochs) :],
         restores=now.restores[len(known.restores) :],
         goodput=None if now.goodput == known.goodput else now.goodput,
-        ranks=tuple(
-            _changed(before.get(one.rank), one)
-            for one in now.ranks
-            if not _same(before.get(one.rank), one)
-        ),
+        ranks=tuple(filter(None, (_changed(before.get(one.rank), one) for one in now.ranks))),
     )
 
 
 def _goes_on(known: Report, now: Report) -> bool:
-    after = {one.rank: one.by_tier() for one in now.ranks}
+    """Whether all that `known` named is still named: each epoch, restore, rank and tier."""
+    after = {one.rank: one.tiers.keys() for one in now.ranks}
     return (
         known.started_at == now.started_at
         and known.ready == now.ready
         and now.epochs[: len(known.epochs)] == known.epochs
         and now.restores[: len(known.restores)] == known.restores
-        and all(_still_told(one, after.get(one.rank)) for one in known.ranks)
+        and all(one.rank in after and one.tiers.keys() <= after[one.rank] for one in known.ranks)
     )
 
 
-def _still_told(one: ReportedRank, after: dict[Tier, Listed] | None) -> bool:
-    """Whether the rank is still named, and all of its tiers still give an answer."""
-    if after is None:
-        return False
-    told = one.by_tier().items()
-    return all(answer is None or after[tier][1] is not None for tier, (_, answer) in told)
+def _changed(before: ReportedRank | None, now: ReportedRank) -> ReportedRank | None:
+    """The rank with those of its tiers that changed; None if nothing did."""
+    was = before.tiers if before is not None else {}
+    moved = {tier: _moved(was.get(tier), told) for tier, told in now.tiers.items()}
+    tiers = {tier: told for tier, told in moved.items() if told is not None}
+    if (archived := tiers.get(Tier.ARCHIVE)) is not None and _lists_the_newest(now):
+        oldest, replaced = (
+            min(one.id for one in now.shards(Tier.ARCHIVE)),
+            {one.id for one in archived.shards},
+        )
+        gone = tuple(id for id in archived.gone or () if id > oldest or id in replaced)
+        tiers[Tier.ARCHIVE] = replace(archived, gone=gone)
+    if before is not None and not tiers and replace(before, tiers={}) == replace(now, tiers={}):
+        return None
+    return replace(now, tiers=tiers)
 
 
-def _same(before: ReportedRank | None, now: ReportedRank) -> bool:
-    return before == now and before is not None and _sizes(before) == _sizes(now)
-
-
-def _changed(before: ReportedRank | None, now: ReportedRank) -> ReportedRank:
-    """The rank's counters, and those of its tiers that changed."""
-    was = before.by_tier() if before is not None else {}
-    told: dict[str, object] = {}
-    gone: dict[Tier, tuple[StepId, ...]] = {}
-    for tier, listed in now.by_tier().items():
-        known, known_answer = was.get(tier, ((), None))
-        came, went = _moved(known, listed[0])
-        if tier is Tier.ARCHIVE and _tells_the_newest(now):
-            oldest = min(one.id for one in now.archive)
-            replaced = {one.id for one in came}
-            went = tuple(id for id in went if id > oldest or id in replaced)
-        same = not came and not went and listed[1] is known_answer
-        told |= {str(tier): came, f"{tier}_answer": None if same else listed[1]}
-        gone |= {} if same else {tier: went}
-    return replace(now, gone=gone, **told)  # type: ignore[arg-type]
-
-
-def _tells_the_newest(now: ReportedRank) -> bool:
-    """Whether this is a rank of another pod, of which only the newest archived steps are told.
+def _lists_the_newest(now: ReportedRank) -> bool:
+    """Whether this is a rank of another pod, of which only the newest archived steps are listed.
     Steps that are no longer named need not be gone then."""
-    return bool(now.archive) and not (now.alive or now.memory or now.local)
+    return bool(now.shards(Tier.ARCHIVE)) and not (now.alive or now.shards(*IN_POD))
 
 
-def _moved(
-    before: tuple[ReportedShard, ...], now: tuple[ReportedShard, ...]
-) -> tuple[tuple[ReportedShard, ...], tuple[StepId, ...]]:
-    """(what came, what went). If any image of a step changed, the step counts as gone and comes
-    whole."""
-    was, is_now = {(one, one.bytes) for one in before}, {(one, one.bytes) for one in now}
+def _moved(before: ReportedTier | None, now: ReportedTier) -> ReportedTier | None:
+    """What came and what went; None if nothing did. If any image of a step changed, the step counts
+    as gone and comes whole."""
+    listed = before.shards if before is not None else ()
+    was, is_now = ({(one, one.bytes) for one in each} for each in (listed, now.shards))
     touched = {one.id for one, _ in was ^ is_now}
-    went = sorted({one.id for one in before} & touched)
-    return tuple(one for one in now if one.id in touched), tuple(went)
-
-
-def _sizes(one: ReportedRank) -> list[int]:
-    """The sizes of all its images, which the comparison of images leaves out."""
-    return [image.bytes for held, _ in one.by_tier().values() for image in held]
+    if before is not None and not touched and before.answer is now.answer:
+        return None
+    return replace(
+        now,
+        shards=tuple(one for one in now.shards if one.id in touched),
+        gone=tuple(sorted({one.id for one in listed} & touched)),
+    )

@@ -12,12 +12,13 @@ from typing import Any
 
 from keepstep.core.commit_rule import RankReport
 from keepstep.core.shard import Shard, ShardFacts
-from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep.steps import IN_POD, Answer, Epoch, StepId, Tier
 from keepstep.wire.reports import (
     Report,
     ReportedGoodput,
     ReportedRank,
     ReportedShard,
+    ReportedTier,
     ReportedVolume,
 )
 from keepstep.wire.status import TierProgress, VolumeStatus, VolumeUsage
@@ -27,6 +28,7 @@ from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.history import History
 from keepstep_sidecar.volume.volume import Volume
 
+_NOTHING = RankReport(answers=dict.fromkeys(IN_POD, Answer.NONE))
 _RESTART_S = 120.0
 """A trainer that takes longer to come back will find the operator's plan anyway."""
 _WARNINGS = 10
@@ -67,9 +69,10 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         persist_seconds=totals.seconds,
         flushing=service.flushing,
         peer_address=service.remote_tiers.address,
-        depots=tuple(
-            TierProgress(**_part_of(one, TierProgress)) for one in service.remote_tiers.statuses()
-        ),
+        tiers={
+            tier: TierProgress(**_part_of(one, TierProgress))
+            for tier, one in service.remote_tiers.statuses().items()
+        },
         failures=committer.restart.failures(),
         goodput=_goodput(service.history),
         refusals=max(service.restoring.refusals.values(), default=0),
@@ -81,13 +84,13 @@ def news(report: Report) -> Report:
     """The report without what changes all the time and can wait for the next report. If it equals
     the last one, there is no news."""
     steady = (replace(one, used_bytes=0, free_bytes=0) for one in report.volumes)
-    waiting = (replace(one, behind_s=0.0) for one in report.depots)
+    waiting = {tier: replace(one, behind_s=0.0) for tier, one in report.tiers.items()}
     return replace(
         report,
         sequence=0,
         sent_at=0.0,
         volumes=tuple(steady),
-        depots=tuple(waiting),
+        tiers=waiting,
         goodput=None,
     )
 
@@ -129,38 +132,42 @@ def _left(service: Service, rank: int) -> bool:
 def _rank(service: Service, rank: int, kept: Collection[Shard]) -> ReportedRank:
     """`kept`: the copies of the rank that this pod keeps for another pod, which has it now or had
     it before."""
-    held, counters = (
-        _own(service, service.committer.copies.of_rank(rank)),
-        service.saving.of(rank),
-    )
+    held, counters = _own(service, rank), service.saving.of(rank)
     return ReportedRank(
         rank=rank,
         world=service.committer.copies.world(rank),
         alive=service.leases.of(rank) is not None,
-        memory=_rows(held.sealed[Tier.MEMORY]),
-        local=_rows(held.sealed[Tier.LOCAL]),
-        memory_answer=held.answers[Tier.MEMORY],
-        local_answer=held.answers[Tier.LOCAL],
         staged=counters.staged,
         staged_at=counters.staged_at,
         saves=counters.saves,
         skipped=sum(counters.skipped.values()),
         discarded=counters.discarded,
         blocked_s=counters.blocked_s,
-        archive=_rows(held.sealed.get(Tier.ARCHIVE, ())),
-        archive_answer=held.answers.get(Tier.ARCHIVE),
-        # The pods that keep the copies list them. Others only say whether they know of any.
-        peer=_copies(kept),
-        peer_answer=Answer.STEPS if kept else held.answers.get(Tier.PEER),
+        tiers=_tiers(held, kept),
     )
 
 
-def _rows(shards: Iterable[ShardFacts]) -> tuple[ReportedShard, ...]:
-    return tuple(map(ReportedShard.of, shards))
+def _tiers(held: RankReport, kept: Collection[Shard]) -> dict[Tier, ReportedTier]:
+    """What each tier holds of a rank. Copies are listed by the pods that keep them. Others only say
+    whether they know of any."""
+    told = {
+        tier: _listed(answer, () if tier is Tier.PEER else held.sealed.get(tier, ()))
+        for tier, answer in held.answers.items()
+    }
+    return told | _found({Tier.PEER: sorted(kept, key=lambda one: one.step_id)})
 
 
-def _own(service: Service, held: RankReport) -> RankReport:
-    """`held` without the steps of another run from which this run begins."""
+def _found(shards: Mapping[Tier, Sequence[ShardFacts]]) -> dict[Tier, ReportedTier]:
+    return {tier: _listed(Answer.STEPS, found) for tier, found in shards.items() if found}
+
+
+def _listed(answer: Answer, shards: Iterable[ShardFacts]) -> ReportedTier:
+    return ReportedTier(answer=answer, shards=tuple(map(ReportedShard.of, shards)))
+
+
+def _own(service: Service, rank: int) -> RankReport:
+    """What is held of a rank, without the steps of another run from which this run begins."""
+    held = service.committer.copies.of_rank(rank)
     sealed = {
         tier: service.committer.epochs.without_foreign(found) for tier, found in held.sealed.items()
     }
@@ -206,23 +213,13 @@ def others(
 
 def other(rank: int, kept: Collection[Shard], archived: Sequence[Shard] = ()) -> ReportedRank:
     """A rank of another pod, of which this pod knows some shard."""
-    copies = _copies(kept)
     newest = max([*kept, *archived], key=lambda one: one.step_id)
     return ReportedRank(
         rank=rank,
         world=newest.world,
         alive=False,
-        memory_answer=Answer.NONE,
-        local_answer=Answer.NONE,
-        peer=copies,
-        peer_answer=Answer.STEPS if copies else None,
-        archive=_rows(archived),
-        archive_answer=Answer.STEPS if archived else None,
+        tiers=_tiers(_NOTHING, kept) | _found({Tier.ARCHIVE: archived}),
     )
-
-
-def _copies(kept: Iterable[Shard]) -> tuple[ReportedShard, ...]:
-    return _rows(sorted(kept, key=lambda one: one.step_id))
 
 
 def _archived(service: Service) -> dict[int, list[Shard]]:

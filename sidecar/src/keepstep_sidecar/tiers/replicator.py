@@ -178,7 +178,6 @@ class Replicator:
         """How far it is. `where` and `shared_bytes` as in `TierStatus`."""
         owed, now = self._owed(), time.monotonic()
         return TierStatus(
-            tier=self.tier,
             where=where,
             **vars(self.traffic),
             shared_bytes=shared_bytes,

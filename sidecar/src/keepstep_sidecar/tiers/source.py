@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from keepstep.core.shard import Shard
 from keepstep.errors import TornError
@@ -47,59 +46,38 @@ class Cancel:
             call()
 
 
-class ShardSource(Protocol):
-    """See the module. A source is a value: it costs nothing until it is `opened`."""
-
-    @property
-    def shard(self) -> Shard:
-        """The shard that should be there."""
-
-    @property
-    def tier(self) -> Tier: ...
-
-    @property
-    def where(self) -> str:
-        """The place, as a text for people."""
-
-    @property
-    def run(self) -> str:
-        """The run to which the image must belong."""
-
-    @property
-    def adopted_by(self) -> str:
-        """The run to which the image belongs in memory, if that is another run; else ''."""
-
-    @property
-    def streams(self) -> int:
-        """How many parallel reads keep the connection or drive busy."""
-
-    @property
-    def chunks_per_read(self) -> int:
-        """How many consecutive chunks one read asks for."""
-
-    @property
-    def verified_loads(self) -> bool:
-        """Whether the chunks of a whole image are verified by digest. Single chunks always are."""
-
-    def opened(self, cancel: Cancel) -> AbstractContextManager[Read]:
-        """Open the source for reads from any number of threads. An error inside is this copy's
-        fault: it becomes a StorageError or ImageError, and a file of this machine goes into
-        quarantine."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class FileSource:
-    """A file of this machine. `open` finds it even if it was moved."""
+class ShardSource:
+    """See the module. A source is a value: it costs nothing until it is `opened`.
+
+    `where`: the place, as a text for people. `run`: the run to which the image must belong.
+    `adopted_by`: the run to which it belongs in memory, if that is another one; else ''. `streams`:
+    how many parallel reads keep the connection or drive busy. `chunks_per_read`: how many
+    consecutive chunks one read asks for. `verified_loads`: whether the chunks of a whole image are
+    verified by digest. Single chunks always are.
+    """
 
     shard: Shard
     tier: Tier
     where: str
     run: str
-    open: Callable[[], AbstractContextManager[ShardFile]] = field(compare=False, repr=False)
-    streams: int = 4
-    verified_loads: bool = True
-    chunks_per_read: int = 1
     adopted_by: str = ""
+    streams: int = 4
+    chunks_per_read: int = 1
+    verified_loads: bool = True
+
+    def opened(self, cancel: Cancel) -> AbstractContextManager[Read]:
+        """Open the source for reads from any number of threads. An error inside is this copy's
+        fault: it becomes a StorageError or ImageError, and a file of this machine goes into
+        quarantine."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource(ShardSource):
+    """A file of this machine. `open` finds it even if it was moved."""
+
+    open: Callable[[], AbstractContextManager[ShardFile]] = field(compare=False, repr=False)
 
     @contextmanager
     def opened(self, cancel: Cancel) -> Iterator[Read]:

@@ -41,7 +41,7 @@ _TITLES: Final = {
     "lost": "Skipped and discarded steps",
     "time": "Step time",
     "drives": "Drives",
-    "depots": "Peers and archive",
+    "tiers": "Peers and archive",
 }
 """The sections of a run, in order; each has a template."""
 _LABELS: Final = {

@@ -8,14 +8,14 @@ Points are left out by the events' numbers, so that the remaining ones stay wher
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Final, TypeVar
 
 from keepstep.core.history import Event, Goodput, Kind, Restart
-from keepstep.steps import NEAREST_FIRST, StepId
+from keepstep.steps import IN_POD, NEAREST_FIRST, StepId, Tier
 from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, VolumeStatus
 
 
@@ -47,8 +47,8 @@ class RunPage:
         return () if self.live is None else self.live.volumes
 
     @property
-    def depots(self) -> tuple[TierStatus, ...]:
-        return () if self.live is None else self.live.depots
+    def tiers(self) -> Mapping[Tier, TierStatus]:
+        return {} if self.live is None else self.live.tiers
 
     @property
     def state(self) -> str:
@@ -209,7 +209,7 @@ def _reached(view: RunPage) -> dict[str, Line]:
     staged = [one for one in known if one.kind is Kind.STAGED]
     committed = [one for one in known if one.kind is Kind.COMMITTED]
     lines = {"memory": _broken(_numbers(staged), view.events), "local": _numbers(committed)}
-    for tier in NEAREST_FIRST[2:]:
+    for tier in NEAREST_FIRST[len(IN_POD) :]:
         held = [one.id for one in view.steps if tier in one.ranks]
         found = [(at, id) for id in held if (at := _staged_at(id, staged)) is not None]
         lines[tier.value] = [_s(at) for at, _ in found], [float(id.step) for _, id in found]

@@ -16,7 +16,7 @@ from functools import lru_cache
 import msgspec
 
 from keepstep.core.commit_rule import RankUnion
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 from keepstep.wire.status import TierProgress
 
@@ -37,7 +37,7 @@ class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     peer_address: str
     failed: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
-    depots: tuple[TierProgress, ...]
+    tiers: dict[Tier, TierProgress]
     refusals: int
     refused: str
 
@@ -53,7 +53,7 @@ class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             peer_address=report.peer_address,
             failed=tuple((one.name, one.failed) for one in report.volumes if one.failed),
             warnings=report.warnings,
-            depots=report.depots,
+            tiers=report.tiers,
             refusals=report.refusals,
             refused=report.refused,
         )
@@ -61,7 +61,7 @@ class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def troubles(self) -> tuple[object, ...]:
         """The facts that conditions depend on, without numbers that change with each report."""
-        ways = tuple((one.tier, one.trouble, one.backlog > 0) for one in self.depots)
+        ways = tuple((at, one.trouble, one.backlog > 0) for at, one in self.tiers.items())
         served = bool(self.peer_address)
         refused = self.refusals, self.refused
         return self.ready, self.library, self.failed, self.warnings, served, ways, refused
@@ -301,7 +301,7 @@ def rank_state(
     """The state of a rank after a report. `tiers`: for each tier, whether it holds an image of the
     rank."""
     copied = tiers[Tier.PEER]
-    here = one.alive or tiers[Tier.MEMORY] or tiers[Tier.LOCAL]
+    here = one.alive or any(tiers[tier] for tier in IN_POD)
     return RankState(
         world=one.world,
         alive=one.alive,
@@ -321,7 +321,7 @@ def kept(one: ReportedRank) -> bool:
     A rank of the pod's own that has no image here yet looks the same; it counts as its own once its
     trainer comes.
     """
-    return bool(one.peer or one.archive) and not (one.alive or one.memory or one.local)
+    return bool(one.shards()) and not (one.alive or one.shards(*IN_POD))
 
 
 @lru_cache(maxsize=256)
@@ -343,11 +343,7 @@ def epochs_needed(report: Report, *, most: int) -> tuple[Epoch, ...]:
     if len(report.epochs) <= _NEWEST_EPOCHS:
         return report.epochs
     recorded = {epoch.id: epoch for epoch in report.epochs}
-    named = {
-        held.id.epoch
-        for one in report.ranks
-        for held in (*one.memory, *one.local, *one.peer, *one.archive)
-    }
+    named = {held.id.epoch for one in report.ranks for held in one.shards()}
     named |= {one.epoch.id for one in report.restores}
     newest = sorted(recorded, reverse=True)
     pending = [*newest[:_NEWEST_EPOCHS], *(named & recorded.keys())]

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from keepstep.steps import StepId, Tier
+from keepstep.steps import StepId
 from keepstep.wire.reports import ReportReply
 from keepstep_operator.reconcile.state.run_ledger import RunLedger
 
@@ -61,16 +61,10 @@ class AdviceCache:
         return known
 
     def _work_out(self, at: float) -> Advice:
-        commits = self._ledger.commits()
-        marks = {
-            Tier.MEMORY: self._ledger.restorable(),
-            Tier.LOCAL: self._ledger.committed(),
-            Tier.ARCHIVE: self._ledger.newest_archived(),
-        }
         return Advice(
             at=at,
-            committed={str(tier): id for tier, id in marks.items() if id is not None},
-            commits=commits,
+            committed={str(tier): id for tier, id in self._ledger.watermarks().items()},
+            commits=self._ledger.commits(),
             plan=self._ledger.plan(),
             expendable=self._ledger.expendable(),
         )

@@ -387,9 +387,9 @@ class Run:
 
     def _configure(self) -> None:
         keep = self.policy.keep if self.policy else Retention()
-        archived = self.policy is not None and self.policy.archive is not None
+        beyond = self.policy.tiers if self.policy else ()
         self._adviser.forget()
-        self.ledger.configure(keep=keep, pins=self.pins, archived=archived)
+        self.ledger.configure(keep=keep, pins=self.pins, beyond=beyond)
 
     @property
     def pins(self) -> tuple[StepId, ...]:

@@ -29,7 +29,7 @@ from keepstep.core.ledger import (
     is_among,
 )
 from keepstep.core.retention import Retention
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 from keepstep_operator.reconcile.state.durability import refuges, sole_nodes
 from keepstep_operator.reconcile.state.node_rank import (
@@ -47,7 +47,6 @@ from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShards
 
 T = TypeVar("T")
 
-_TIERS = (Tier.MEMORY, Tier.LOCAL)
 LARGEST_WORLD = 65_536
 MOST_RANKS = 1024
 """The most ranks of one pod."""
@@ -102,19 +101,17 @@ class RunLedger:
 
     # --- changing ------------------------------------------------------------------------
 
-    def configure(self, *, keep: Retention, pins: Iterable[StepId], archived: bool = False) -> None:
+    def configure(
+        self, *, keep: Retention, pins: Iterable[StepId], beyond: Iterable[Tier] = ()
+    ) -> None:
         """Set what the policy and the CheckpointRun ask to keep on local.
 
-        `archived`: the run has an archive, which must also have answered before a start at step 0
-        is right. Peers need not have answered: copies on peers are reported by the pods that keep
-        them, and no pod can say that there are none.
+        `beyond`: the tiers that the policy asks for. The shared ones of these must have answered,
+        too, before a start at step 0 is right. Peers need not have answered: copies on peers are
+        reported by the pods that keep them, and no pod can say that there are none.
         """
-        self._configure(
-            replace(
-                self._config,
-                tiers=_TIERS + ((Tier.ARCHIVE,) if archived else ()),
-            )
-        )
+        shared = (tier for tier in beyond if tier.shared)
+        self._configure(replace(self._config, tiers=(*IN_POD, *shared)))
         self._keep = replace(keep, pinned=frozenset(pins))
 
     def take(
@@ -171,7 +168,7 @@ class RunLedger:
         archived = [
             one
             for one in report.ranks
-            if one.archive_answer is not None and self._only_kept(node_rank, one)
+            if Tier.ARCHIVE in one.tiers and self._only_kept(node_rank, one)
         ]
         if archived:
             heard, ranks = self._heard(node_rank), dict(event.ranks)
@@ -184,11 +181,10 @@ class RunLedger:
 
     def _only_kept(self, node_rank: int, one: ReportedRank) -> bool:
         """As `kept`, but also right for a report of changes only."""
-        told = one.by_tier()
         return kept(one) and not any(
             self.core.held(node_rank, tier) >> one.rank & 1
-            for tier in (Tier.MEMORY, Tier.LOCAL)
-            if tier in one.gone or told[tier][1] is None
+            for tier in IN_POD
+            if tier not in one.tiers or one.tiers[tier].gone is not None
         )
 
     def _believed(self, one: ReportedRank, told: RankReport, heard: int) -> RankReport:
@@ -203,9 +199,9 @@ class RunLedger:
             return replace(
                 told, sealed=_but_archive(told.sealed), answers=_but_archive(told.answers)
             )
-        if Tier.ARCHIVE in told.gone or not one.archive:
+        named = {held.id for held in one.shards(Tier.ARCHIVE)}
+        if Tier.ARCHIVE in told.gone or not named:
             return told
-        named = {held.id for held in one.archive}
         there = self.core.archived_of(one.rank)
         gone = [id for id in there if id > min(named) and id not in named]
         return replace(told, gone={**told.gone, Tier.ARCHIVE: gone})
@@ -227,13 +223,12 @@ class RunLedger:
     def _rank_state(
         self, one: ReportedRank, before: RankState | None, held: Mapping[Tier, int]
     ) -> RankState:
-        answer = one.archive_answer
-        if one.gone or None in (one.memory_answer, one.local_answer):
-            there = {tier: bool(ranks >> one.rank & 1) for tier, ranks in held.items()}
-            answer = answer or (before.archive_answer if before else None)
-            there[Tier.ARCHIVE] = answer is Answer.STEPS
-        else:
-            there = {tier: bool(told) for tier, (told, _) in one.by_tier().items()}
+        there = {tier: bool(ranks >> one.rank & 1) for tier, ranks in held.items()}
+        answer = before.archive_answer if before is not None else None
+        there[Tier.ARCHIVE] = answer is Answer.STEPS
+        if (told := one.tiers.get(Tier.ARCHIVE)) is not None:
+            answer = told.answer
+            there[Tier.ARCHIVE] = bool(told.shards) if told.gone is None else answer is Answer.STEPS
         return rank_state(one, tiers=there, staged=one.staged, archive_answer=answer)
 
     def pod_gone(self, pod: str, *, local_stays: bool) -> tuple[Action, ...]:
@@ -409,6 +404,12 @@ class RunLedger:
     def restorable(self) -> StepId | None:
         """The newest step that all ranks could restore now, each from any tier."""
         return self.core.watermark(Tier.MEMORY)
+
+    def watermarks(self) -> dict[Tier, StepId]:
+        """The newest step that every rank holds, by tier: in memory or on any other tier; on each
+        of the others, there or on a stronger one."""
+        marks = {tier: self.core.watermark(tier) for tier in self._config.tiers}
+        return {tier: id for tier, id in marks.items() if id is not None}
 
     def archived(self) -> tuple[StepId, ...]:
         """Steps of which the archive has all shards, oldest first."""

@@ -84,7 +84,7 @@ class RunView:
     commit: Commit | None
     commits: tuple[StepId, ...]
     archived: tuple[StepId, ...]
-    restorable: StepId | None
+    watermarks: Mapping[Tier, StepId]
     outlook: Outlook
     gone_for_good: bool
     other_drives: str
@@ -127,7 +127,9 @@ class RunView:
 def view_of(run: Run) -> RunView:
     """The view of the run as it is now."""
     ledger, restores = run.ledger, run.restores
-    safety, commits, restorable = ledger.safety(), ledger.commits(), ledger.restorable()
+    safety, commits, watermarks = ledger.safety(), ledger.commits(), ledger.watermarks()
+    if safety.step is not None and run.policy is not None and run.policy.peers is not None:
+        watermarks[Tier.PEER] = safety.step  # what is left whichever node is lost
     outlook, (refusals, refused) = run.outlook(), run.refusals()
     origins = (f"{one.origin}/{one.parent}" for one in ledger.core.epochs if one.origin)
     ranks = [rank for place in ledger.places.there() for rank in place.ranks.values()]
@@ -157,7 +159,7 @@ def view_of(run: Run) -> RunView:
         commit=run.commit,
         commits=commits,
         archived=ledger.archived(),
-        restorable=restorable,
+        watermarks=watermarks,
         outlook=outlook,
         gone_for_good=run.gone_for_good,
         other_drives=run.other_drives(),
@@ -165,7 +167,7 @@ def view_of(run: Run) -> RunView:
         commit_lost=run.commit_lost,
         refusals=refusals,
         refused=refused,
-        doubt=ledger.doubt() if restorable is None else "",
+        doubt=ledger.doubt() if Tier.MEMORY not in watermarks else "",
         safety=safety,
         survives=survives(
             common=outlook.restart is Restart.GOES_ON,

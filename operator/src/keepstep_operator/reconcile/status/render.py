@@ -67,7 +67,7 @@ def render(run: RunView, *, at: float) -> RunStatus:
         step=run.step,
         committed=_committed(run),
         behind=run.behind,
-        watermarks=_watermarks(run),
+        watermarks={str(tier): str(id) for tier, id in run.watermarks.items()},
         tiers=",".join(map(str, run.tiers)),
         nodes_summary=_nodes(run),
         survives=survived,
@@ -147,16 +147,6 @@ def _committed(run: RunView) -> CommittedStatus | None:
         return None
     id = run.commit.id
     return CommittedStatus(step=id.step, id=str(id), time=utc(run.commit.at))
-
-
-def _watermarks(run: RunView) -> dict[str, str]:
-    marks = {
-        Tier.MEMORY: run.restorable,
-        Tier.LOCAL: run.committed,
-        Tier.PEER: run.safety.step if run.policy and run.policy.peers else None,
-        Tier.ARCHIVE: run.safety.archived,
-    }
-    return {str(tier): str(id) for tier, id in marks.items() if id is not None}
 
 
 def _nodes(run: RunView) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from keepstep.steps import Tier
-from keepstep.wire.status import TierProgress
 from keepstep_operator import names
 from keepstep_operator.api.run import RestoreFromStatus, cut
 from keepstep_operator.reconcile.state import helper_plan
@@ -149,28 +148,26 @@ def _troubled(run: RunView, tier: Tier) -> ConditionState | None:
     """The trouble that a sidecar reports with this tier while shards wait to be sent there. Trouble
     with the archive counts even if none wait: those that waited may have been retired."""
     waiting = [
-        (run.pods[place.pod].name, depot)
+        (run.pods[place.pod].name, place.sidecar.tiers[tier])
         for place in run.places.values()
-        if place.pod in run.pods and not place.gone
-        for depot in place.sidecar.depots
-        if depot.tier is tier and (depot.backlog or tier is Tier.ARCHIVE)
+        if place.pod in run.pods and not place.gone and tier in place.sidecar.tiers
     ]
-    for pod, depot in waiting:
-        if depot.trouble:
-            said = f"the sidecar of {pod} says: {cut(depot.trouble, longest=_TEXT)}"
-            return ConditionState("False", "Troubled", f"{said}. {_rest(run, depot)}")
-    for pod, depot in waiting:
-        if depot.behind_s >= BEHIND_S[tier]:
-            said = f"shards of {pod} wait to be sent to {cut(depot.where, longest=_TEXT)} for long"
-            return ConditionState("False", "Behind", f"{said}. {_rest(run, depot)}")
+    for pod, one in waiting:
+        if one.trouble and (one.backlog or tier.shared):
+            said = f"the sidecar of {pod} says: {cut(one.trouble, longest=_TEXT)}"
+            return ConditionState("False", "Troubled", f"{said}. {_rest(run, tier)}")
+    for pod, one in waiting:
+        if one.backlog and one.behind_s >= BEHIND_S[tier]:
+            said = f"shards of {pod} wait to be sent to {cut(one.where, longest=_TEXT)} for long"
+            return ConditionState("False", "Behind", f"{said}. {_rest(run, tier)}")
     return None
 
 
-def _rest(run: RunView, depot: TierProgress) -> str:
+def _rest(run: RunView, tier: Tier) -> str:
     """The end of the message. It has no number that changes with each report, since every change is
     written to the API server."""
     catches_up = "It is tried again until it works; training goes on"
-    if depot.tier is Tier.ARCHIVE:
+    if tier is Tier.ARCHIVE:
         newest = run.safety.archived
         return f"{catches_up}. Newest step there: {newest.step if newest else 'none'}"
     return catches_up

@@ -330,9 +330,9 @@ def _on_volumes(kept: RunDir) -> _Held:
 async def _add_peers(kept: RunDir, settings: PeerSettings, held: _Held) -> tuple[str, ...]:
     """Ask the peers of a static list what they hold, and add it to `held`. Returns which peers do
     not answer, and why."""
-    from keepstep_sidecar.tiers.peer import reading
+    from keepstep_sidecar.tiers.peer import client
 
-    found, silent = await reading.look(settings, run=kept.run)
+    found, silent = await client.look(settings, run=kept.run)
     for source in found:
         held.setdefault(source.shard.step_id, {}).setdefault(source.shard.rank, source)
     return silent

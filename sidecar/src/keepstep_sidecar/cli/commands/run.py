@@ -228,9 +228,9 @@ def _stop(kept: RunDir) -> bool:
     """
     launcher.require_idle(kept)
     live = calls.status(kept.socket)
-    for depot in live.depots if live is not None else ():
-        if depot.backlog:
-            output.echo(messages.waits_for(depot), err=True)
+    for tier, status in live.tiers.items() if live is not None else ():
+        if status.backlog:
+            output.echo(messages.waits_for(tier, status), err=True)
     if launcher.end(kept):
         return True
     if not launcher.slots_left(kept):

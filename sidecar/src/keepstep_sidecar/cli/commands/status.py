@@ -14,6 +14,7 @@ import click
 
 from keepstep.core.history import Goodput
 from keepstep.errors import KeepstepError
+from keepstep.steps import Tier
 from keepstep.wire.status import RankStatus, Status, TierStatus
 from keepstep_sidecar.cli import inventory, output, run_dir
 from keepstep_sidecar.cli.inventory import Holdings
@@ -84,7 +85,7 @@ def _without_times(held: Holdings) -> object:
         (live.pid, live.epoch, live.ranks, live.survives, live.hints, live.persist_every),
         (held.steps, held.problems),
         [(one.path, one.failed, one.quarantined) for one in live.volumes],
-        [(one.tier, one.where, one.sent, one.backlog, one.trouble) for one in live.depots],
+        [(at, one.where, one.sent, one.backlog, one.trouble) for at, one in live.tiers.items()],
     )
 
 
@@ -108,16 +109,17 @@ def _print_json(kept: RunDir, held: Holdings) -> None:
 
 def _print(kept: RunDir, held: Holdings) -> None:
     output.print_facts(_facts(kept, held), width=11)
-    ranks, depots = ((), ()) if held.live is None else (held.live.ranks, held.live.depots)
+    ranks, tiers = ((), {}) if held.live is None else (held.live.ranks, held.live.tiers)
     right = ("RANK", "STAGED", "DURABLE", "SAVES", "LOST", "BLOCKED/SAVE", "SENT", "WAITING")
     output.print_table(_RANK, map(_rank_row, ranks), right=right)
-    output.print_table(_DEPOT, map(_depot_row, depots), right=(*right, "BEHIND"))
+    rows = (_tier_row(tier, one) for tier, one in tiers.items())
+    output.print_table(_TIER, rows, right=(*right, "BEHIND"))
     output.print_lines(f"warning: {problem}" for problem in held.problems)
 
 
 _RANK = ("RANK", "TRAINER", "STAGED", "DURABLE", "SLOTS", "SAVES", "LOST", "BLOCKED/SAVE")
 _APART_S = 60.0  # ranks end within a minute of each other
-_DEPOT = ("TIER", "WHERE", "SENT", "WAITING", "BEHIND", "TROUBLE")
+_TIER = ("TIER", "WHERE", "SENT", "WAITING", "BEHIND", "TROUBLE")
 
 
 def _facts(kept: RunDir, held: Holdings) -> list[tuple[str, str]]:
@@ -244,12 +246,12 @@ def _rank_row(rank: RankStatus) -> tuple[str, ...]:
     )
 
 
-def _depot_row(depot: TierStatus) -> tuple[str, ...]:
+def _tier_row(tier: Tier, status: TierStatus) -> tuple[str, ...]:
     return (
-        str(depot.tier),
-        depot.where,
-        f"{depot.sent} ({format_size(depot.sent_bytes)})",
-        str(depot.backlog),
-        format_duration(depot.behind_s) if depot.backlog else "",
-        depot.trouble or "none",
+        str(tier),
+        status.where,
+        f"{status.sent} ({format_size(status.sent_bytes)})",
+        str(status.backlog),
+        format_duration(status.behind_s) if status.backlog else "",
+        status.trouble or "none",
     )

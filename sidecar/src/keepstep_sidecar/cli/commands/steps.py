@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from keepstep.errors import DigestError, ImageError, UsageError, VersionError
-from keepstep.steps import NEAREST_FIRST, Tier
+from keepstep.steps import IN_POD, NEAREST_FIRST
 from keepstep_sidecar.cli import inventory, launcher, output, run_dir
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
@@ -41,7 +41,7 @@ def steps(directory: Path, run: str | None, as_json: bool) -> None:
         shown = list(map(inventory.document, held.steps))
         output.print_json({"run": kept.run, "steps": shown})
         return
-    there = {tier for step in held.steps for tier in step.ranks} - {Tier.MEMORY, Tier.LOCAL}
+    there = {tier for step in held.steps for tier in step.ranks}.difference(IN_POD)
     beyond = sorted(there, key=NEAREST_FIRST.index)
     names = (str(tier).upper() for tier in beyond)
     rows = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,16 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.directory import Directory
-from keepstep.errors import DigestError, ImageError, RestoreError, StorageError, UsageError
+from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
 from keepstep.steps import named, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers.archive import open_store
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes, source
 from keepstep_sidecar.tiers.archive.read import ArchiveSource
-from keepstep_sidecar.tiers.archive.store import Store, open_store
+from keepstep_sidecar.tiers.archive.store import Store
+from keepstep_sidecar.tiers.receive import IncomingCopy, part_name
 from keepstep_sidecar.tiers.source import Cancel
 from keepstep_sidecar.tiers.tier import RemoteShard
-from keepstep_sidecar.volume.files import Filesystem
+from keepstep_sidecar.volume.files import Engine, Filesystem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +112,9 @@ async def _only_run(store: Store) -> str:
 
 # --- pull ------------------------------------------------------------------------------------
 #
-# Fetches an archived step into a local directory. It can be interrupted and continued.
-#
-# A shard grows under a hidden name. The digests prove, chunk by chunk, what is already in it, so a
-# file is never trusted because of its length. A step's directory gets its name when all its shards
-# are whole, so readers never see a part.
+# Fetches an archived step into a local directory. It can be interrupted and continued: each shard
+# is an `IncomingCopy`. A step's directory gets its name when all its shards are whole, so readers
+# never see a part.
 
 
 async def pull_step(
@@ -142,38 +141,33 @@ async def pull_step(
 async def _pull(
     holding: Holding, shard: RemoteShard, directory: Directory, on_chunk: Callable[[int], None]
 ) -> None:
-    name = shard_name(shard.rank, shard.world)
+    path = directory.path / shard_name(shard.rank, shard.world)
+    filesystem = Filesystem()
+    filesystem.hold(directory)
     at = holding.source(shard)
 
     def work(cancel: Cancel) -> None:
-        with contextlib.ExitStack() as stack:
-            opened = stack.enter_context(transfer.opened(at, cancel))
-            fd = directory.open(name, os.O_RDWR | os.O_CREAT)
-            file = stack.enter_context(open(fd, "r+b", buffering=0))
-            size_bytes = opened.manifest.layout.size_bytes
-            # Allocate every block now: if the disk is full under a mapping, the process ends.
-            Filesystem().allocate(file.fileno(), size_bytes)
-            file.truncate(size_bytes)
-            mapping = mmap.mmap(file.fileno(), size_bytes)
-            _complete(opened, memoryview(mapping), on_chunk)
-            mapping.flush()
-            os.fsync(file.fileno())
+        with transfer.opened(at, cancel) as opened:
+            if filesystem.lstat(path) is not None:  # its bytes are not trusted because of its name
+                filesystem.rename(path, path.with_name(part_name(path.name)))
+            copy = IncomingCopy(
+                path, opened.manifest, filesystem=filesystem, engine=Engine.BUFFERED
+            )
+
+            def write(chunk: int, data: memoryview) -> None:
+                copy.write(chunk, data, whose=at.where)
+                on_chunk(len(data))
+
+            with contextlib.closing(copy):
+                copy.look()
+                missing = copy.missing
+                for chunk in set(opened.manifest.chunks).difference(missing):
+                    begin, end = opened.manifest.bounds(chunk)
+                    on_chunk(end - begin)
+                transfer.each(opened, missing, write, threads=at.streams)
+                copy.seal()
 
     await transfer.run(None, work)
-
-
-def _complete(opened: transfer.Opened, view: memoryview, on_chunk: Callable[[int], None]) -> None:
-    """Fetch the chunks that are missing in `view`."""
-    manifest, missing = opened.manifest, []
-    for chunk in manifest.chunks:
-        begin, end = manifest.bounds(chunk)
-        try:
-            manifest.check(chunk, view[begin:end])
-            on_chunk(end - begin)
-        except DigestError:
-            missing.append((chunk, view[begin:end]))
-    transfer.fill(opened, missing, on_chunk=on_chunk)
-    view[manifest.layout.digests_begin :] = manifest.closing
 
 
 def _finish(place: Directory, directory: Directory, name: str) -> None:

@@ -17,9 +17,9 @@ from keepstep.image import PAGE_BYTES, ControlPage, Layout
 from keepstep.image.layout import read_length
 from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import Tier
+from keepstep_sidecar.tiers.archive.step_record import own_pieces
 from keepstep_sidecar.tiers.archive.store import Store, Stored
-from keepstep_sidecar.tiers.archive.twin import own_pieces
-from keepstep_sidecar.tiers.source import Cancel, Read
+from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
 from keepstep_sidecar.tiers.transfer import Manifests
 
 _FIRST_BYTES = 64 << 10
@@ -30,12 +30,9 @@ IN_FLIGHT = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArchiveSource:
+class ArchiveSource(ShardSource):
     """See `ShardSource`. Stores work on the event loop `loop`; readers are on other threads."""
 
-    shard: Shard
-    where: str
-    run: str
     name: str
     store: Store = field(compare=False, repr=False)
     loop: asyncio.AbstractEventLoop = field(compare=False, repr=False)
@@ -47,9 +44,6 @@ class ArchiveSource:
 
     tier: Tier = Tier.ARCHIVE
     streams: int = IN_FLIGHT
-    chunks_per_read: int = 1
-    verified_loads: bool = True
-    adopted_by: str = ""
 
     @contextmanager
     def opened(self, cancel: Cancel) -> Iterator[Read]:

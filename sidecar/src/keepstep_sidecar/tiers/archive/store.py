@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from keepstep_sidecar.config.sidecar import ArchiveConfig
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
@@ -63,16 +61,3 @@ class Store(Protocol):
 
     async def close(self) -> None:
         """Close sockets and end threads."""
-
-
-def open_store(config: ArchiveConfig) -> Store:
-    """The store that `config` names. Nothing is asked yet. Raises StorageError, UsageError."""
-    if config.scheme == "file":
-        from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
-
-        return DirectoryStore(config.directory)
-    from keepstep_sidecar.tiers.archive.object_store import (
-        open_objects,  # 15 MB: only for who needs it
-    )
-
-    return open_objects(config)

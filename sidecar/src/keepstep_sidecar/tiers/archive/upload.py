@@ -35,16 +35,17 @@ from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.index import source, step_prefix, whole
 from keepstep_sidecar.tiers.archive.read import control_page, image_bytes
-from keepstep_sidecar.tiers.archive.step_record import StepRecord, TwinOf
-from keepstep_sidecar.tiers.archive.store import Store, Stored
-from keepstep_sidecar.tiers.archive.twin import (
+from keepstep_sidecar.tiers.archive.step_record import (
     Found,
+    StepRecord,
+    TwinOf,
     is_worth_it,
     own_pieces,
     piece_count,
     twin_name,
 )
-from keepstep_sidecar.tiers.archive.twin import found as found_in
+from keepstep_sidecar.tiers.archive.step_record import found as found_in
+from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.tiers.replicator import Gone, Unreadable
 from keepstep_sidecar.tiers.source import Cancel
 from keepstep_sidecar.tiers.tier import RemoteShard

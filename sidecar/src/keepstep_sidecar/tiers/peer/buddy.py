@@ -11,12 +11,15 @@ from typing import TypeVar
 
 from keepstep.errors import StorageError
 from keepstep.image.manifest import Manifest
+from keepstep.steps import StepId
 from keepstep_sidecar.log import say
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.client import Calls, Links
+from keepstep_sidecar.tiers.peer.protocol import Wanted
 from keepstep_sidecar.tiers.peer.serve import Shards
-from keepstep_sidecar.tiers.replicator import LOOK_AGAIN_S, Key, Rejected
+from keepstep_sidecar.tiers.replicator import LOOK_AGAIN_S, Due, Key, Rejected
+from keepstep_sidecar.tiers.tier import LocalInventory
 from keepstep_sidecar.volume.directories import LocalShard
 from keepstep_sidecar.volume.files import WRITER_NICENESS, RateLimit
 
@@ -161,3 +164,27 @@ class _Missing:
             finally:
                 self._asking.release()
         return chunk in self._left
+
+
+# --- what buddies should hold ---------------------------------------------------------------------
+
+
+def due(local: LocalInventory) -> Due:
+    """What buddies should hold: the newest commit and all later steps. Before these, of the commits
+    that are still here, those that other pods send as well (`replicator.chosen`)."""
+    commit = max(local.commits, default=None)
+    return Due(
+        shards=local.shards,
+        owed=frozenset(id for id in local.shards if commit is None or id >= commit),
+        settled=frozenset(id for id in local.shards if commit is None or id <= commit),
+        commit=commit,
+    )
+
+
+def wanted(local: LocalInventory) -> Wanted:
+    """What buddies should keep: what they should hold."""
+    ranks: dict[int, tuple[StepId, ...]] = {}
+    for id in sorted(due(local).owed):
+        for rank in local.shards[id]:
+            ranks[rank] = (*ranks.get(rank, ()), id)
+    return Wanted(committed=max(local.commits, default=None), ranks=ranks)

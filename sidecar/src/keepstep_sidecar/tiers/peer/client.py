@@ -7,6 +7,7 @@ StorageError.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import http.client
@@ -24,16 +25,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from keepstep.core.shard import Shard
-from keepstep.errors import DigestError, FormatError, NoSpaceError, StorageError
+from keepstep.errors import DigestError, FormatError, KeepstepError, NoSpaceError, StorageError
 from keepstep.steps import Tier, shard_name
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.concurrency import blocking
-from keepstep_sidecar.config.sidecar import split
+from keepstep_sidecar.config.sidecar import PeerSettings, split
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import protocol
-from keepstep_sidecar.tiers.peer.body import receive
-from keepstep_sidecar.tiers.peer.tls import Credentials, Identity, of_peer
-from keepstep_sidecar.tiers.source import Cancel, Read
+from keepstep_sidecar.tiers.peer.protocol import Listing, receive
+from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, Identity, of_peer
+from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
 
 T = TypeVar("T")
 
@@ -367,29 +368,25 @@ class Calls:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerSource:
-    """See `ShardSource`. `expected`: the node rank that must answer."""
+class PeerSource(ShardSource):
+    """See `ShardSource`. `expected`: the node rank that must answer. `received`: called with the
+    bytes and seconds of a read. A read takes enough chunks that the round trip of a request does
+    not matter."""
 
-    shard: Shard
     address: str
     expected: int | None
-    run: str
     credentials: Credentials = field(compare=False, repr=False)
     received: Callable[[int, float], None] = field(compare=False, repr=False)
-    """Called with the bytes and seconds of a read."""
-
     streams: int = protocol.STREAMS
     tier: Tier = Tier.PEER
     chunks_per_read: int = 4
-    """Enough that the round trip of a request does not matter."""
-    verified_loads: bool = True
-    adopted_by: str = ""
 
-    @property
-    def where(self) -> str:
-        rank = self.expected
-        name = self.address if rank is None else f"node rank {rank} ({self.address})"
-        return f"step {self.shard.step_id}, rank {self.shard.rank} from {name}"
+    @classmethod
+    def at(cls, address: str, shard: Shard, *, expected: int | None, **more: Any) -> PeerSource:
+        """The shard at this pod. `more`: the other fields."""
+        name = address if expected is None else f"node rank {expected} ({address})"
+        where = f"step {shard.step_id}, rank {shard.rank} from {name}"
+        return cls(shard=shard, where=where, address=address, expected=expected, **more)
 
     @contextmanager
     def opened(self, cancel: Cancel) -> Iterator[Read]:
@@ -406,3 +403,50 @@ class PeerSource:
 
             yield read
         self.received(sum(sizes), time.monotonic() - began)
+
+
+# --- for a command --------------------------------------------------------------------------------
+
+
+_LOOK_TIMEOUT_S = 10.0
+
+
+async def look(settings: PeerSettings, *, run: str) -> tuple[list[PeerSource], tuple[str, ...]]:
+    """All that the peers hold, and which peers do not answer and why. If the operator names the
+    peers and signs for them, none of them can be asked from here."""
+    if settings.files is None:
+        return [], ("peers, as only the sidecar has a certificate for them",)
+    credentials = FileCredentials(settings.files)
+    calls = Calls(credentials)
+    found: list[PeerSource] = []
+    silent: list[str] = []
+
+    async def ask(address: str) -> None:
+        try:
+            async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                listing = await calls.run(_listing, address)
+        except (KeepstepError, TimeoutError) as error:
+            silent.append(f"{address} ({error or 'no answer in time'})")
+            return
+        found.extend(
+            PeerSource.at(
+                address,
+                one.shard(one.rank),
+                expected=None,
+                run=run,
+                credentials=credentials,
+                received=lambda size_bytes, seconds: None,
+            )
+            for one in listing.shards
+        )
+
+    try:
+        await asyncio.gather(*map(ask, settings.peers))
+    finally:
+        calls.close()
+    return found, tuple(silent)
+
+
+def _listing(links: Links) -> Listing:
+    with links.taken() as link:
+        return link.listing()

@@ -30,7 +30,7 @@ from keepstep.steps import StepId
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer.protocol import Wanted
-from keepstep_sidecar.tiers.peer.receive import Broken, IncomingCopy, is_part
+from keepstep_sidecar.tiers.receive import Broken, IncomingCopy, is_part
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.directories import ShardName, is_shard, is_step, opened, read_manifest
 from keepstep_sidecar.volume.files import FULL, RateLimit

@@ -28,8 +28,8 @@ from keepstep.steps import StepId, shard_name
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer import protocol
-from keepstep_sidecar.tiers.peer.body import receive
 from keepstep_sidecar.tiers.peer.copies import Copies
+from keepstep_sidecar.tiers.peer.protocol import receive
 from keepstep_sidecar.tiers.peer.serve import Reading, Shards
 from keepstep_sidecar.tiers.peer.tls import Identity
 from keepstep_sidecar.volume.directories import ShardName

@@ -13,7 +13,6 @@ from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, StepId, Tier, merged
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.tiers.peer import placement
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
 
@@ -69,7 +68,7 @@ class Directory:
     def choose(self, own_node_rank: int, replicas: int) -> None:
         """Choose the buddies of a static list: the next known pods in the ring."""
         by_rank = {one.node_rank: one for one in self.known.values() if one.node_rank is not None}
-        chosen = placement.buddies(own_node_rank, by_rank, replicas)
+        chosen = buddies(own_node_rank, by_rank, replicas)
         for one in self.known.values():
             one.buddy = one.node_rank in chosen
 
@@ -140,3 +139,11 @@ def _remote(
         where=", ".join(name for name, _ in holders),
         key=tuple(address for _, address in holders),
     )
+
+
+def buddies(own: int, others: Iterable[int], replicas: int) -> list[int]:
+    """The next `replicas` node ranks after `own`, in a ring. So every pod keeps as many copies as
+    it sends, and the loss of two neighbours costs the copies of one pod, not of several."""
+    known = sorted(set(others) - {own})
+    after = [rank for rank in known if rank > own] + [rank for rank in known if rank < own]
+    return after[:replicas]

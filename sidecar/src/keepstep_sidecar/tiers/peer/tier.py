@@ -14,8 +14,7 @@ from keepstep.steps import Tier
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.config.sidecar import PeerSettings, Reporting
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.tiers.peer import placement
-from keepstep_sidecar.tiers.peer.buddy import Buddy
+from keepstep_sidecar.tiers.peer.buddy import Buddy, due, wanted
 from keepstep_sidecar.tiers.peer.client import Calls, Link, PeerSource
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.handlers import ServerContext
@@ -61,7 +60,7 @@ class PeerTier(RemoteTier):
         self._calls = Calls(credentials)
         self._pace = RateLimit(settings.bytes_per_second)
         self._places: dict[str, Buddy] = {}
-        super().__init__(due=lambda: placement.due(self.facts.local()), places=self._buddies)
+        super().__init__(due=lambda: due(self.facts.local()), places=self._buddies)
         self._changes = self.replicator.changes
         self._directory = Directory(complete=bool(settings.files) or not settings.listen)
         for address in settings.peers:
@@ -178,9 +177,9 @@ class PeerTier(RemoteTier):
                 continue
             known = self._directory.known.get(address)
             found.append(
-                PeerSource(
-                    shard=shard,
-                    address=address,
+                PeerSource.at(
+                    address,
+                    shard,
                     expected=known.node_rank if known is not None else None,
                     run=self._run,
                     credentials=self._credentials,
@@ -220,7 +219,7 @@ class PeerTier(RemoteTier):
             calls=self._calls,
             shards=self._shards,
             pace=self._pace,
-            wanted=lambda: placement.wanted(self.facts.local()),
+            wanted=lambda: wanted(self.facts.local()),
         )
 
     # --- working -----------------------------------------------------------------------------

@@ -49,15 +49,12 @@ function match(place, news) {
 
 // --- charts -----------------------------------------------------------------------------------
 
+// The steps of each tier, nearest first, are rings around those of the tier before. The first is a line.
+const tierLine = (name, at) => ({ name, label: name, color: `--${name}`, ...(at ? { size: 4 * at + 1 } : { width: 2 }) });
+const RESTORED = { name: "restored", label: "restored", color: "--bad", size: 11 };
 const LINES = {
-  steps: [
-    { name: "memory", label: "in memory", color: "--memory", width: 2 },
-    { name: "local", label: "on drives", color: "--local", size: 5 },
-    { name: "peer", label: "with peers", color: "--peer", size: 9 },
-    { name: "archive", label: "in the archive", color: "--archive", size: 13 },
-    { name: "restored", label: "restored", color: "--bad", size: 11 },
-  ],
-  time: [
+  steps: (names) => [...names.filter((name) => name !== RESTORED.name).map(tierLine), RESTORED],
+  time: () => [
     { name: "with", label: "with keepstep (ms)", color: "--local", width: 2 },
     { name: "without", label: "without (ms)", color: "--memory", width: 2, dash: [6, 4] },
   ],
@@ -68,7 +65,7 @@ const drawn = {}; // by chart: what was drawn, and the plot
 function draw(id, lines) {
   const place = document.getElementById(`chart-${id}`);
   if (!place) return;
-  const shown = LINES[id].filter((line) => lines[line.name]?.[0].length > 0);
+  const shown = LINES[id](Object.keys(lines)).filter((line) => lines[line.name]?.[0].length > 0);
   const names = shown.map((line) => line.name).join();
   place.hidden = names === "";
   if (place.hidden) return;
@@ -85,7 +82,7 @@ function draw(id, lines) {
 
 function options(place, shown) {
   const style = getComputedStyle(document.documentElement);
-  const color = (name) => style.getPropertyValue(name).trim();
+  const color = (name) => (style.getPropertyValue(name) || style.getPropertyValue("--text")).trim();
   const axis = { stroke: color("--text"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") } };
   return {
     width: place.clientWidth,

@@ -1,4 +1,4 @@
-"""One incoming copy. Digests show what is already there; there is no journal.
+"""One incoming copy, from another pod or from an archive. Digests show what is already there.
 
 Header, digest table and control page come first and are kept in memory. Then chunks come in any
 order over any number of connections, and each is checked against the table before it is written.

@@ -1,0 +1,87 @@
+"""A tier to try with what a new tier costs: one directory that all pods of a run see. It has each
+committed step that is still on a drive here, and keeps what it has."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from keepstep.image.manifest import Manifest
+from keepstep.steps import Answer, StepId, Tier, shard_name
+from keepstep_sidecar.tiers.replicator import LOOK_AGAIN_S, Due, Key
+from keepstep_sidecar.tiers.source import FileSource, ShardSource
+from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier
+from keepstep_sidecar.volume.directories import LocalShard, read_manifest
+from keepstep_sidecar.volume.files import Engine, Filesystem, ShardFile, open_shard
+
+
+class VaultTier(RemoteTier):
+    """The tier, and its only place."""
+
+    tier = Tier.VAULT
+    fresh_s = LOOK_AGAIN_S
+
+    def __init__(self, directory: Path, *, run: str) -> None:
+        super().__init__(due=self._due, places=lambda: {self.where: self})
+        self.where, self._run, self._root = str(directory), run, directory / run
+
+    # --- list, open --------------------------------------------------------------------------
+
+    async def look(self) -> Inventory:
+        found = await asyncio.to_thread(self._found)
+        return Inventory(
+            answer=Answer.STEPS if found else Answer.NONE,
+            shards=tuple(
+                RemoteShard.of(one.shard, tier=self.tier, where=self.where) for one in found
+            ),
+            epochs=tuple(one.control.epoch for one in found),
+        )
+
+    def _found(self) -> list[Manifest]:
+        found = []
+        for path in sorted(self._root.glob("*/rank-*.safetensors")):
+            with path.open("rb") as file:
+                found.append(read_manifest(file.fileno(), path, run=self._run))
+        return found
+
+    def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
+        path = self._path(shard.step_id, shard.rank, shard.world)
+
+        @contextmanager
+        def opened() -> Iterator[ShardFile]:
+            filesystem, engine = Filesystem(), Engine.BUFFERED
+            with open_shard(path, filesystem=filesystem, engine=engine, threads=1) as file:
+                yield file
+
+        where = str(path)
+        return [FileSource(shard=shard, tier=self.tier, where=where, run=self._run, open=opened)]
+
+    def _path(self, id: StepId, rank: int, world: int) -> Path:
+        return self._root / str(id) / shard_name(rank, world)
+
+    # --- write -------------------------------------------------------------------------------
+
+    def _due(self) -> Due:
+        local = self.facts.local()
+        return Due(shards=local.shards, owed=local.commits, settled=local.commits)
+
+    async def held(self, sent: Collection[Key]) -> set[Key]:
+        found = await asyncio.to_thread(self._found)
+        return {(one.shard.step_id, one.shard.rank) for one in found}
+
+    async def write(self, shard: LocalShard) -> int | None:
+        path = self._path(shard.step_id, shard.rank, shard.world)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(shutil.copyfile, shard.path, path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+        return shard.size_bytes
+
+    async def settle(self, sent: Collection[LocalShard]) -> bool:
+        self.facts.changed()
+        return True
+
+    def finished(self, *, whole: bool) -> bool:
+        return True
