@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import shutil
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,10 +25,9 @@ from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.files import Filesystem
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
-from tests.harness import files_below, flip, until
-from tests.tiers import reading
+from tests.harness import files_below, until
 from tests.tiers.local import committed, durable, gone
-from tests.volume.images import EPOCH, RUN, empty_slot, step_id
+from tests.volume.images import EPOCH, RUN, step_id
 
 
 def config(directory: Path, *, every: int = 1, **more: object) -> ArchiveConfig:
@@ -169,20 +167,6 @@ async def test_an_archive_that_never_has_all_is_no_trouble_once_it_took_somethin
     assert seen == [("it refuses once", 2), *[("", 2)] * 5], "trouble, backlog"
 
 
-async def test_a_rotten_local_shard_does_not_become_an_archived_one(
-    local: Volume, archive_dir: Path
-) -> None:
-    shards = write_step(local, 10)
-    flip(shards[1].path, PAGE_BYTES * 3)
-    async with running(config(archive_dir)) as remote_tier:
-        commit(remote_tier, shards)
-        assert await remote_tier.drain(timeout_s=10)
-        assert (await remote_tier.look()).complete == frozenset()
-        assert remote_tier.status().failures == 1
-    names = [path.name for path in (archive_dir / RUN / str(step_id(10))).iterdir()]
-    assert names == ["rank-00000-of-00002.safetensors"]
-
-
 @pytest.mark.parametrize("where", ["_path", "_open_direct"])
 async def test_a_shard_that_its_drive_cannot_read_keeps_no_later_step_from_the_archive(
     local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -233,19 +217,6 @@ async def test_nothing_is_deleted_until_somebody_has_said_what_is_pinned(
             commit(remote_tier, write_step(local, step))
             assert await remote_tier.drain(timeout_s=10)
             assert {id.step for id in (await remote_tier.look()).complete} == left
-
-
-async def test_a_directory_that_vanishes_under_a_read_is_an_error_with_its_name(
-    local: Volume, archive_dir: Path
-) -> None:
-    async with running(config(archive_dir)) as remote_tier:
-        commit(remote_tier, write_step(local, 10))
-        assert await remote_tier.drain(timeout_s=10)
-        remote = (await remote_tier.look()).shards[0]
-        layout = (await reading.manifest(remote_tier, remote)).layout
-        shutil.rmtree(archive_dir)
-        with pytest.raises(StorageError, match=str(archive_dir)):
-            await reading.load(remote_tier, remote, empty_slot(layout))
 
 
 async def test_a_share_that_turns_read_only_under_an_upload_is_an_error_that_is_tried_again(

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from keepstep.errors import DigestError, StorageError
+from keepstep.errors import StorageError
 from keepstep.image import PAGE_BYTES
 from keepstep.steps import Answer
 from keepstep_sidecar.config.sidecar import ArchiveConfig
@@ -123,23 +123,6 @@ def test_a_store_that_is_away_is_told_of_in_the_same_words_each_time(
     (trouble,) = asyncio.run(scenario())
     assert "error sending request" in trouble
     assert "retries" not in trouble
-
-
-async def test_other_bytes_than_were_sent_are_never_given_out(
-    local: Volume, bucket: Bucket
-) -> None:
-    async with running(bucket.config()) as remote_tier:
-        commit(remote_tier, write_step(local, 10))
-        assert await remote_tier.drain(timeout_s=20)
-        remote = (await remote_tier.look()).shards[0]
-        layout = (await reading.manifest(remote_tier, remote)).layout
-        bucket.proxy.faults.flip = 20_000  # only ranges of a chunk are as long
-        slot = empty_slot(layout)
-        with pytest.raises(DigestError, match=rf"s3://{bucket.name}/runs/.*chunk 0"):
-            await reading.load(remote_tier, remote, slot)
-        assert bytes(slot[-PAGE_BYTES:]) == bytes(PAGE_BYTES)
-        bucket.proxy.faults.flip = None
-        await reading.load(remote_tier, remote, slot)
 
 
 async def test_a_store_that_gives_back_other_digests_after_an_upload_is_not_believed(

@@ -130,16 +130,6 @@ def test_verify_names_file_chunk_and_tensor_of_a_bad_byte(copied: Keepstep) -> N
     copied("verify", "4")
 
 
-@pytest.mark.parametrize("region", ["header", "digests", "control"])
-def test_verify_finds_a_bad_byte_outside_of_the_tensors(copied: Keepstep, region: str) -> None:
-    path = shard_of(copied, 5)
-    layout = layout_of(path)
-    places = {"header": 100, "digests": layout.digests_begin, "control": layout.control_begin + 9}
-    flip(path, places[region])
-    for words in (("verify",), ("verify", path.parent.name)):
-        assert str(path) in copied(*words, code=1).stderr
-
-
 # --- inspect ---------------------------------------------------------------------------------
 
 

@@ -12,25 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
-from tests.cli.conftest import TRAIN, Keepstep
+from tests.cli.conftest import Keepstep
 
 _AS_ANOTHER_USER = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
-
-
-@pytest.mark.parametrize("name", ["pending", "quarantine", "retired", "spare"])
-def test_a_file_where_a_directory_belongs_hides_no_step(copied: Keepstep, name: str) -> None:
-    place = copied.directory / "train" / name
-    if place.is_dir():
-        shutil.rmtree(place)
-    place.write_text("somebody's")
-    assert [one["step"] for one in copied.json("steps")["steps"]] == [4, 5]
-    copied("verify")
-    out = copied("run", "--", warm.python(), copied.script("train.py", TRAIN), "8", "-1").stdout
-    assert "from 5" in out
-    assert copied.json("steps")["steps"][-1]["step"] == 7
-    texts = [one.read_text() for one in place.parent.glob(f"{name}*") if one.is_file()]
-    assert texts == ["somebody's"], "and it is still there"
 
 
 @pytest.fixture

@@ -77,17 +77,6 @@ def test_stop_frees_what_a_removed_run_left(keepstep: Keepstep) -> None:
     assert "no run is kept" in keepstep("stop", "--dir", str(keepstep.directory), code=2).stderr
 
 
-def test_a_run_that_trains_makes_its_directory_again(keepstep: Keepstep) -> None:
-    text = TRAIN.replace(
-        "    checkpointer.save(step)\n",
-        "    checkpointer.save(step)\n    __import__('time').sleep(0.05)\n"
-        "    step == 5 and os.rename('.keepstep', 'gone')\n",
-    )
-    keepstep.script("train.py", text)
-    keepstep("run", "--", warm.python(), "train.py", "60", "-1")
-    assert list((keepstep.directory / "train").glob("0*-000000059"))
-
-
 @pytest.mark.root
 @pytest.mark.parametrize(("memory_stays", "begins"), [(True, "from 3"), (False, "from None")])
 def test_a_drive_of_the_only_machine_that_was_formatted_costs_what_memory_lacks(

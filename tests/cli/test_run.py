@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -179,50 +178,6 @@ def test_every_so_many_steps_are_kept_beside_the_newest(keepstep: Keepstep) -> N
     assert "the newest 1 committed steps and one every 3 steps are kept" in said.stderr
     kept = [one["step"] for one in keepstep.json("steps")["steps"]]
     assert sorted(kept) == [0, 3, 6, 7]
-
-
-def test_shared_memory_that_is_removed_costs_no_run_its_steps(keepstep: Keepstep) -> None:
-    """As systemd does at the logout of whoever left a run behind, unless it was told not to."""
-    keepstep.script("train.py", TRAIN_ON)
-    with keepstep.start("run", "--restarts", "1", "--", warm.python(), "train.py") as running:
-        eventually((keepstep.home / "ready").exists)
-        shutil.rmtree(keepstep.memory("train"))
-        eventually((keepstep.memory("train") / "sidecar.sock").exists)
-        (keepstep.home / "go").touch()
-        out, err = running.communicate(timeout=80)
-    assert running.returncode == 0, err
-    first, second = out.splitlines()
-    assert first == "from None"
-    assert int(second.split()[1]) >= 20, "what came after the loss was kept"
-    assert err.count("was removed by another program") == 1
-    assert "loginctl enable-linger" in err
-
-
-TRAIN_ON = """
-import os, signal, time
-import torch, keepstep
-from pathlib import Path
-model = torch.nn.Linear(4, 4)
-checkpointer = keepstep.Checkpointer({"model": model})
-at = checkpointer.restore()
-print("from", at.step if at else None, flush=True)
-step = at.step if at else -1
-kept = 0
-while at is None:
-    with checkpointer.mutating():
-        model.weight.data.add_(1)
-    step += 1
-    gone = Path("go").exists() and step >= 20
-    kept += bool(checkpointer.save(step)) and gone
-    if step == 3:
-        checkpointer.wait(step, "committed", timeout=20)
-        Path("ready").touch()
-    if kept > 10:
-        checkpointer.wait(step, timeout=20)
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.05)
-checkpointer.close()
-"""
 
 
 def test_a_sidecar_that_is_killed_is_replaced_while_the_command_runs(keepstep: Keepstep) -> None:

@@ -108,18 +108,6 @@ def test_silence_begins_a_minute_after_the_last_answer_and_only_where_there_is_a
     assert not one.silent(now)
 
 
-def test_what_is_in_use_is_deleted_once_it_is_not() -> None:
-    read: set[StepId] = {step(9)}
-    one = Node({}, grid=Grid(1), managed=True, in_use=lambda id: id in read)
-    one.step(EpochStarted(Epoch(EPOCH, None)))
-    one.step(listed(9, 10))
-    assert retired(one.step(heard(10, retire=(9,)))) == []
-    assert one.deferred == (step(9),)
-    read.clear()
-    assert retired(one.step(listed(9, 10))) == [9]
-    assert one.deferred == ()
-
-
 def test_a_full_drive_costs_the_fewest_steps_that_nobody_needs() -> None:
     one = node(managed=False, last=3)
     sizes = {step(number): 100 for number in (1, 2, 3, 4)}
@@ -168,19 +156,6 @@ def test_nobody_to_tell_and_a_new_shard_let_go_what_lies_between_commit_and_newe
     assert one.step(Serves(frozenset({0}), 4)) == (Write(0, step(14)),)
     one.step(Wrote(0, step(14)))
     assert retired(one.step(listed(4, 5, 10, 11, 12, 13, 14), SILENT_AFTER_S + 1)) == [12]
-
-
-def test_a_write_pins_its_slot_and_an_image_that_is_gone_is_not_written() -> None:
-    rank = OneRank()
-    one = Node({0: rank}, grid=Grid(1), managed=True)
-    one.step(listed())
-    one.step(Serves(frozenset({0}), 4))
-    assert one.step(Sealed(0, step(3))) == (), "its slot was given up meanwhile"
-    rank.table.adopt(0, step(4))
-    assert one.step(Sealed(0, step(4))) == (Write(0, step(4)),)
-    assert rank.table.slots[0].pinned
-    one.step(Wrote(0, step(4)))
-    assert not rank.table.slots[0].pinned
 
 
 def test_what_could_not_be_written_is_tried_once_more_by_a_flush_and_by_nothing_else() -> None:

@@ -344,22 +344,6 @@ def test_what_a_restart_must_build_first_is_named_at_the_save_and_once(sidecar, 
     assert "latest_step()" in said[0]
 
 
-def test_a_model_that_changes_is_built_as_its_latest_step_asks(sidecar):
-    components = grown()
-    with begun(components) as checkpointer:
-        checkpointer.save(0)
-        grow(components)
-        checkpointer.save(5)
-        checkpointer.wait(5, "committed")
-    other = grown()
-    checkpointer = keepstep.Checkpointer(other)
-    if (checkpointer.latest_step() or 0) >= 5:
-        grow(other)
-    assert checkpointer.restore().step == 5
-    assert other["m"][1].weight.equal(components["m"][1].weight)
-    checkpointer.close()
-
-
 def test_dicts_that_grow_and_modules_that_load_themselves_raise_no_alarm(sidecar, caplog):
     class Window(nn.Module):
         def __init__(self):

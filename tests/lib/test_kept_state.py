@@ -9,7 +9,6 @@ from torch import nn
 
 import keepstep
 from tests.lib.training import begun, bring_back, keep
-from tests.torch_version import NEWER_DTYPES
 
 
 def bits(tensor):
@@ -67,38 +66,6 @@ def test_a_trained_model_comes_back_bit_equal_in_place_and_trains_on_as_it_would
     losses = list(train_on(other, fresh))
     torch.set_rng_state(again)
     assert list(train_on(model, optimizer)) == losses
-
-
-DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
-    torch.float8_e5m2, *NEWER_DTYPES, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64,
-    torch.complex128,
-]  # fmt: skip
-
-
-def test_every_dtype_and_every_odd_shape(sidecar):
-    torch.manual_seed(3)
-
-    def some(dtype, count=12):
-        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count * dtype.itemsize,))
-        return raw.to(torch.uint8).view(dtype)
-
-    state = {str(dtype): some(dtype).view(3, 4) for dtype in DTYPES}
-    state |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 5), "one": torch.ones(1)}
-    state |= {"transposed": torch.arange(12.0).view(3, 4).t(), "sliced": torch.arange(20.0)[::2]}
-    state |= {"conj": torch.randn(4, dtype=torch.complex64).conj()}
-    expected = {name: tensor.clone() for name, tensor in state.items()}
-    keep({"tensors": state})
-    for tensor in state.values():
-        if tensor.numel() and not tensor.is_conj():
-            tensor.zero_()
-    bring_back({"tensors": state})
-    for name, tensor in expected.items():
-        if name == "conj":
-            assert torch.equal(state[name], tensor)
-        else:
-            assert_bit_equal(state[name], tensor)
 
 
 def test_a_growing_list_of_values_keeps_its_layout(sidecar):

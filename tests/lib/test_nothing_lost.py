@@ -46,35 +46,6 @@ def accounted(checkpointer):
     return stats.saves == stats.staged + stats.skipped + stats.discarded
 
 
-def test_steps_are_kept_again_after_the_sidecar_lost_its_memory(sidecars, monkeypatch, model):
-    sidecar = sidecars().start()
-    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
-    checkpointer = begun({"m": model})
-    step = 0
-    for _ in range(6):
-        step = kept(checkpointer, step) + 1
-    sidecar.kill()
-    sidecar.lose_memory()
-    sidecar.start()
-    again = kept(checkpointer, step)
-    # the slot at hand was of the old memory: at most that step is lost, beside those skipped
-    assert checkpointer.stats.discarded <= 1
-    assert accounted(checkpointer)
-    assert set(range(step, again)) <= set(checkpointer._agent._outcomes)
-    told = eventually(
-        lambda: (rank := sidecar.get("/v1/status")["ranks"][0])["skipped"] >= again - step and rank
-    )
-    assert told["skipped"] == checkpointer.stats.skipped + checkpointer.stats.discarded
-    with torch.no_grad():
-        model.weight.fill_(3.0)
-    last = kept(checkpointer, again + 1)
-    checkpointer.close()
-    other = nn.Linear(8, 8)
-    with begun({"m": other}) as successor:
-        assert successor.epoch.parent.step == last
-    assert torch.equal(other.weight, model.weight)
-
-
 _NO_STEPS = (0.0, 0.5, True, None, "3", 10**18, 2**63, -1, numpy.float64(3))
 
 

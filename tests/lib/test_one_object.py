@@ -176,21 +176,6 @@ def test_a_generator_of_another_kind_is_refused_by_name(again):
         again({"g": random.Random(1)}, {"g": torch.Generator()})
 
 
-def test_a_generator_in_the_groups_of_an_optimizer_is_the_live_one(again):
-    def life(seed):
-        weight = nn.Parameter(torch.zeros(2))
-        generator = torch.Generator().manual_seed(seed)
-        optimizer = torch.optim.SGD([{"params": [weight], "generator": generator}], lr=0.1)
-        return {"o": optimizer, "p": {"g": generator}}, generator
-
-    (saved, theirs), (live, mine) = life(1), life(2)
-    draw(theirs)
-    again(saved, live)
-    assert live["o"].param_groups[0]["generator"] is mine
-    assert live["p"]["g"] is mine
-    assert draw(mine) == draw(theirs)
-
-
 class OwnRandom(random.Random):
     pass
 

@@ -11,7 +11,6 @@ import sys
 import time
 import types
 import urllib.error
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,11 +18,7 @@ from torch import nn
 
 import keepstep
 from keepstep.save.script_failures import is_own
-from tests.harness import torchrun
 from tests.lib.training import begun
-
-SCRIPT = Path(__file__).parent / "bad_replica_script.py"
-BAD = 62
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
@@ -218,15 +213,3 @@ def test_an_error_that_ends_the_with_block_is_told(sidecar):
     with pytest.raises(ValueError, match="wrong"):
         train()
     assert "ValueError: wrong" in sidecar.text()
-
-
-def lives(how: str, log: Path, count: int) -> list[int]:
-    for _ in range(count):
-        torchrun(2, SCRIPT, how, 95, BAD, log)
-    return [int(line) for line in log.read_text().split()]
-
-
-def test_a_bad_replica_costs_two_lives(sidecar, tmp_path):
-    begun = lives("wrong", tmp_path / "lives", 4)
-    assert begun == [-1, BAD, BAD, 40]
-    assert 94 in sidecar.published()

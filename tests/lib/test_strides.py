@@ -2,52 +2,10 @@
 
 from collections import OrderedDict
 
-import pytest
 import torch
 from torch import nn
 
 import keepstep
-
-WIDE = torch.arange(40_000.0)
-LIES = {
-    "a column": lambda: WIDE[:400].reshape(200, 2)[:, 1],
-    "a large column": lambda: WIDE.reshape(20_000, 2)[:, 0],
-    "every third element": lambda: WIDE[:300][::3],
-    "a block": lambda: WIDE[:400].reshape(20, 20)[2:9, 3:17],
-    "a transposed block": lambda: WIDE[:400].reshape(20, 20)[2:9, 3:17].T,
-    "an expanded row": lambda: WIDE[:5].expand(3, 5),
-    "an expanded scalar": lambda: torch.tensor(2.0).expand(4, 2),
-    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "an empty slice": lambda: WIDE[:8].reshape(4, 2)[:0, 1],
-}
-
-
-class Holder:
-    """An object whose state is a tensor."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-    def state_dict(self):
-        return {"tensor": self.tensor}
-
-    def load_state_dict(self, state):
-        self.tensor = state["tensor"]
-
-
-@pytest.mark.parametrize("lies", LIES)
-def test_a_tensor_comes_back_as_it_lay_in_memory(sidecar, lies):
-    tensor = LIES[lies]()
-    with keepstep.Checkpointer({"d": {"x": tensor}, "o": Holder(tensor)}) as checkpointer:
-        checkpointer.restore()
-        assert checkpointer.save(0)
-    back, held = {"x": None}, Holder(None)
-    with keepstep.Checkpointer({"d": back, "o": held}) as checkpointer:
-        assert checkpointer.restore().step == 0
-    for found in (back["x"], held.tensor):
-        assert torch.equal(found, tensor)
-        assert found.stride() == tensor.stride()
-        assert found.dtype == tensor.dtype
 
 
 def test_a_column_of_a_wide_table_does_not_bring_the_table_along(sidecar):
@@ -77,21 +35,3 @@ def test_what_is_noted_on_the_state_of_a_module_stays(sidecar):
     assert type(live["best"]._metadata) is OrderedDict
     assert live["plain"].note == {"of": "the script"}
     assert model.load_state_dict(live["best"])
-
-
-def test_a_parameter_in_a_dict_stays_the_parameter_of_the_model(sidecar):
-    model = nn.Linear(2, 2)
-    components = {"d": {"first": model.weight, "all": list(model.parameters())}, "m": model}
-    with keepstep.Checkpointer(components) as checkpointer:
-        checkpointer.restore()
-        assert checkpointer.save(0)
-    other = nn.Linear(2, 2)
-    live = {"first": other.weight, "all": list(other.parameters())}
-    with keepstep.Checkpointer({"d": live, "m": other}) as checkpointer:
-        checkpointer.restore()
-    assert live["first"] is other.weight
-    assert [one is two for one, two in zip(live["all"], other.parameters(), strict=True)] == [
-        True,
-        True,
-    ]
-    assert torch.equal(other.weight, model.weight)

@@ -139,20 +139,6 @@ async def test_bytes_that_change_on_the_way_are_refused_by_the_buddy(
         await until(lambda: buddy.copies() == [(5, 0)])  # the next try sends what is missing
 
 
-async def test_a_shard_that_rotted_here_is_not_sent(node: Make) -> None:
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
-    async with running(here, buddy):
-        _, found = here.write(5, rank=0, parameters=BIG)
-        with found.path.open("r+b") as file:
-            file.seek(CHUNK_BYTES + 7)
-            file.write(b"rot")
-        durable(here.remote_tier, found)
-        await until(lambda: "is damaged" in here.remote_tier.status().trouble)
-        assert str(found.path) in here.remote_tier.status().trouble
-        assert buddy.copies() == []
-
-
 async def test_a_peer_that_goes_away_in_the_middle_is_gone_around(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,21 +33,6 @@ def test_a_world_whose_shards_are_gone_is_refused_and_named(run_of, sidecar):
         assert answer["changed"] == []
 
 
-def test_a_damaged_chunk_is_never_restored_and_an_older_step_is_taken(run_of, sidecar):
-    run = run_of()
-    run.save("fsdp", 2, step=7)
-    run.save("fsdp", 2, step=8)
-    steps = sorted(sidecar.root.glob("0*/rank-00001-of-00002.safetensors"))
-    assert len(steps) == 2, steps
-    data = bytearray(steps[-1].read_bytes())
-    data[len(data) // 2] ^= 1
-    steps[-1].write_bytes(data)
-    run.lose_memory()
-    for answer in run.restore("plain", 1):
-        assert (answer["step"], answer["wrong"]) == (7, [])
-    assert list(sidecar.root.rglob("*quarantine*")) or "quarantin" in sidecar.text()
-
-
 def shards(sidecar, step):
     [directory] = sidecar.root.glob(f"0*-{step:09d}")
     return directory, sorted(directory.glob("rank-*.safetensors"))

@@ -44,47 +44,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_every_option_may_come_from_the_environment(
-    memory_dir: Path, tmp_path: Path, trainers: Trainers
-) -> None:
-    sidecar = SidecarProcess("gpt", memory_dir, tmp_path / "a", tmp_path / "log")
-    sidecar.program = (sys.executable, "-c", WITHOUT_ARGUMENTS)
-    sidecar.start(
-        KEEPSTEP_RUN="gpt",
-        KEEPSTEP_MEMORY_DIR=str(memory_dir),
-        KEEPSTEP_VOLUMES=f"{tmp_path / 'a'} {tmp_path / 'b'}",
-        KEEPSTEP_SLOTS="3",
-        KEEPSTEP_MEMORY_LIMIT="67108864",
-        KEEPSTEP_STAGE_EVERY="2",
-        KEEPSTEP_PERSIST_EVERY="4",
-        KEEPSTEP_KEEP="5",
-        KEEPSTEP_CAPACITY="1073741824",
-        KEEPSTEP_IO_THREADS="2",
-        KEEPSTEP_BYTES_PER_SECOND="536870912",
-        KEEPSTEP_VERIFY="seal",
-        KEEPSTEP_FLUSH_TIMEOUT="60",
-    )
-    try:
-        status = sidecar.get("/v1/status")
-        trainer = trainers(sidecar.socket)
-        assert trainer.connect().stage_every == 2
-        assert trainer.register().slots == 3
-    finally:
-        sidecar.end()
-    assert (status["run"], status["stage_every"], status["persist_every"]) == ("gpt", 2, 4)
-    roots = [str(tmp_path / name / "gpt") for name in ("a", "b")]
-    assert [one["path"] for one in status["volumes"]] == roots
-    assert status["volumes"][0]["capacity_bytes"] == 1 << 30
-
-
-WITHOUT_ARGUMENTS = """
-import sys
-sys.argv[1:] = []
-from keepstep_sidecar.__main__ import main
-main()
-"""
-
-
 def test_without_a_command_it_serves(tmp_path: Path) -> None:
     told = ["--run", "a", "--slots", "3"]
     context = main.make_context("keepstep-sidecar", list(told))

@@ -68,23 +68,6 @@ def come(sidecar: SidecarProcess, trainers: Trainers, rank: int, world: int = 2)
     return trainer
 
 
-def test_a_rank_that_lost_its_machine_restores_from_the_archive(
-    archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
-) -> None:
-    sidecar, id = archived
-    lose(sidecar, volume=True)
-    sidecar.start("--archive", str(archive), "--archive-every", "1")
-    for rank in range(2):
-        trainer = come(sidecar, trainers, rank)
-        found = trainer.candidates()
-        assert found.answer is Answer.STEPS
-        assert [(one.id, one.world) for one in found.candidates] == [(id, 2)]
-        assert [(one.id, one.world) for one in found.offers] == [(id, 2)]
-        opened = trainer.open(id)
-        assert opened.tier is Tier.ARCHIVE
-        assert read_image(make_layout(rank, 2), opened.path) == content(make_layout(rank, 2), 4)
-
-
 def test_nobody_is_told_of_a_step_in_the_archive_that_never_came_there(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers, archive: Path
 ) -> None:

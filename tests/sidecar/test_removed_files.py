@@ -182,17 +182,6 @@ def test_a_trainer_says_which_slot_it_could_not_use(
 # --- removed under a sidecar that runs --------------------------------------------------------
 
 
-def test_a_socket_that_was_removed_is_made_again(
-    sidecar: SidecarProcess, trainers: Trainers
-) -> None:
-    trainer = trainers(sidecar.socket).begin_run()
-    trainer.stage(1)
-    sidecar.socket.unlink()
-    eventually(sidecar.socket.exists, what="the sidecar's socket")
-    id = trainer.stage(2)
-    assert trainer.wait(id, "committed", flush=True).reached, "the lease is as it was"
-
-
 def test_when_its_memory_is_removed_the_next_step_is_kept_and_none_is_lost(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:

@@ -18,7 +18,7 @@ from pods import Pod
 from trainer import FakeTrainer, content, make_layout, read_image
 
 from keepstep.core.vote import choose
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import Answer, StepId, Tier
 from keepstep.wire.trainer import Flushed, FlushRequest
 from keepstep_sidecar.cli import calls
 from tests.harness import eventually
@@ -476,23 +476,6 @@ def test_a_flush_of_one_of_many_pods_makes_its_own_newest_two_durable(lone_team:
         lone_team.stage(step)
     flushed = ranks[1].call("/v1/flush", FlushRequest(timeout_s=10.0), Flushed)
     assert [id.step for id in flushed.steps] == [3, 4]
-
-
-def test_a_rollback_agreed_on_by_both_pods_makes_later_steps_dead_on_both(
-    team: Team, operator: OperatorHost
-) -> None:
-    both, ranks = team.start()
-    id = team.reach(3)
-    ranks[0].stage(4)
-    team.disconnect()
-    ranks = team.come_back()
-    assert team.restore() == id
-    again = team.stage(4)
-    assert again.epoch == EpochId(2, "00000002")
-    for one in ranks:
-        assert one.wait(again, "committed", flush=True).reached
-    assert all(4 in pod.published() for pod in both)
-    assert Epoch(again.epoch, id) in operator.newest(0).epochs  # type: ignore[union-attr]
 
 
 # --- bad input -----------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.image import PAGE_BYTES
 from keepstep.steps import Answer
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.tier import RemoteTier
 from keepstep_sidecar.volume.directories import LocalShard
 from tests.archive.conftest import commit, write_step
 from tests.archive.conftest import running as archiving
-from tests.harness import files_below, until
+from tests.harness import files_below, flip, until
 from tests.peer.nodes import running
 from tests.tiers.local import committed, durable
 
@@ -150,6 +151,21 @@ async def test_the_same_again_is_no_more(tiers: Tiers, request: pytest.FixtureRe
         committed(scene.tier, found.step_id, [found])
         assert await scene.tier.drain(timeout_s=60)
         assert scene.tier.status().sent_bytes == sent
+
+
+@on_every_tier
+async def test_a_shard_that_rotted_here_is_not_sent(
+    tiers: Tiers, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with tiers(request) as scene:
+        with monkeypatch.context() as deaf:
+            deaf.setattr(type(scene.tier), "wake", lambda self: None)
+            found = scene.send(5)
+            flip(found.path, PAGE_BYTES * 3)
+        scene.tier.wake()
+        await until(lambda: scene.tier.status().trouble or scene.tier.status().failures)
+        name = found.path.name.removesuffix(".safetensors")
+        assert not [path for path in scene.files() if name in path.name]
 
 
 @on_every_tier

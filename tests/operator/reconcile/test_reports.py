@@ -130,10 +130,10 @@ class Tokens:
         good = bound_to("team", "p", token) if token.startswith("good") else {}
         return {"status": good or {"authenticated": False}}
 
-    async def known(self, token: str) -> bool:
+    async def known(self, token: str, *, source: str = "") -> bool:
         """Whether a report with this token would be taken."""
         try:
-            await self._auth.identify(token)
+            await self._auth.identify(token, source=source)
         except Refused:
             return False
         return True
@@ -148,7 +148,7 @@ async def test_good_tokens_stay_known_while_wrong_ones_come() -> None:
     tokens = Tokens()
     good = [f"good-{number}" for number in range(10)]
     for number in range(20_100):
-        await tokens.known(f"wrong-{number}")
+        await tokens.known(f"wrong-{number}", source=str(number))
         if number % 1000 == 0:  # they report all the time
             for one in good:
                 await tokens.known(one)
