@@ -57,6 +57,9 @@ _BOUNDS_INTERVAL_S = (1.0, 600.0)
 _BOUNDS_GAP_S = (0.05, 60.0)
 
 
+_decode = msgspec.json.Decoder(ReportReply).decode
+
+
 class _Failed(Exception):
     """The operator did not accept a report. `kind`: short and stable; each kind is logged once."""
 
@@ -113,6 +116,87 @@ class Rhythm:
         return min(exponential, longest) * (0.5 + 0.5 * chance)
 
 
+class _Channel:
+    """How the operator is reached: what it is trusted by, and what it need not repeat."""
+
+    def __init__(self, config: Reporting, trust: ssl.SSLContext) -> None:
+        self.address = config.address
+        self._config = config
+        self._trust = trust
+        self._authorities = config.authorities()
+        self._peers: tuple[Peer, ...] = ()
+        self._peers_version = ""
+
+    async def exchange(self, session: aiohttp.ClientSession, report: Report) -> ReportReply:
+        """Send a report; the reply, with the list of peers also where it did not change. Raises
+        _Failed."""
+        reply = await self._post(session, replace(report, peers_version=self._peers_version))
+        if reply.peers_version == self._peers_version:
+            return replace(reply, peers=self._peers)
+        self._peers, self._peers_version = reply.peers, reply.peers_version
+        return reply
+
+    async def learn(self, authorities: str) -> None:
+        """Take over the authorities by which the operator is trusted from now on. A new authority
+        signs only a day after it was announced, and the key of an old one may be in other hands."""
+        if not authorities or authorities == self._authorities:
+            return
+        self._authorities = authorities
+        try:
+            self._trust = await asyncio.to_thread(self._config.learn, authorities)
+        except (UsageError, OSError) as error:
+            warn("authorities of the operator not taken over", reason=str(error))
+        else:
+            say("authorities of the operator taken over")
+
+    async def _post(self, session: aiohttp.ClientSession, report: Report) -> ReportReply:
+        headers = {
+            "Authorization": f"Bearer {_token(self._config.token_file)}",
+            "Content-Type": "application/json",
+        }
+        body = msgspec.json.encode(report)
+        try:
+            # No redirects: the token is for this address only.
+            async with session.post(
+                self.address,
+                data=body,
+                headers=headers,
+                allow_redirects=False,
+                ssl=self._trust,
+            ) as response:
+                data = await _read(response)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _Failed(_kind(error), f"{error or type(error).__name__}") from error
+        if response.status != 200:
+            raise _Failed(f"status {response.status}", data[:300].decode(errors="replace"))
+        try:
+            return _decode(data)
+        except (ValueError, RecursionError) as error:
+            raise _Failed("reply", f"the answer is none: {error}") from error
+
+
+class _Volumes:
+    """The volumes as they were measured last: not for every report."""
+
+    def __init__(self, measure: Callable[[], Awaitable[tuple[VolumeStatus, ...]]]) -> None:
+        self._measure = measure
+        self._found: tuple[VolumeStatus, ...] = ()
+        self._measured_at = -_MEASURE_EVERY_S
+
+    async def measured(self) -> tuple[VolumeStatus, ...]:
+        """A drive that hangs does not hold up reports."""
+        now = time.monotonic()
+        if now - self._measured_at < _MEASURE_EVERY_S and self._found:
+            return self._found
+        self._measured_at = now
+        try:
+            async with asyncio.timeout(_MEASURE_TIMEOUT_S):
+                self._found = await self._measure()
+        except (KeepstepError, TimeoutError) as error:
+            warn("volumes not measured", reason=str(error) or "no answer in time")
+        return self._found
+
+
 class Reporter:
     """One task, `run`, does everything. It records in `operator` how reporting goes; `operator`
     also makes it send the last report and end."""
@@ -127,14 +211,12 @@ class Reporter:
         obey: Callable[[ReportReply], Awaitable[None]],
         changes: Changes,
     ) -> None:
-        self._config = config
+        self._channel = _Channel(config, trust)
         self._operator = operator
         self._look = look
+        self._volumes = _Volumes(look.measure)
         self._obey = obey
         self._changes = changes
-        self._trust = trust
-        self._authorities = config.authorities()
-        self._decode = msgspec.json.Decoder(ReportReply).decode
         self._rhythm = Rhythm()
         self._sequence = 0
         self._failures = 0
@@ -145,10 +227,6 @@ class Reporter:
         self._sent: Report | None = None
         self._known: Report | None = None
         """The last report, if the operator said that it can go on from that one."""
-        self._peers: tuple[Peer, ...] = ()
-        self._peers_version = ""
-        self._volumes: tuple[VolumeStatus, ...] = ()
-        self._measured_at = -_MEASURE_EVERY_S
 
     async def run(self) -> None:
         """Report until `OperatorLink.finish`."""
@@ -221,80 +299,20 @@ class Reporter:
 
     async def _exchange(self, session: aiohttp.ClientSession) -> None:
         self._seen = self._changes.count
-        await self._measure()
-        report = self._look.report(self._volumes, self._sequence + 1)
+        report = self._look.report(await self._volumes.measured(), self._sequence + 1)
         if not self._is_due(report):
             return
         self._sequence += 1
         self._tried_at = time.monotonic()
         told, self._known = changes(self._known, report), None
-        told = replace(told, peers_version=self._peers_version)
         try:
-            reply = self._with_peers(await self._post(session, told))
+            reply = await self._channel.exchange(session, told)
         except _Failed as failure:
             self._failed(failure)
             return
         self._succeeded(report, told, reply)
-        await self._learn(reply.authorities)
+        await self._channel.learn(reply.authorities)
         await self._obey(reply)
-
-    async def _learn(self, authorities: str) -> None:
-        """Take over the authorities by which the operator is trusted from now on. A new authority
-        signs only a day after it was announced, and the key of an old one may be in other hands."""
-        if not authorities or authorities == self._authorities:
-            return
-        self._authorities = authorities
-        try:
-            self._trust = await asyncio.to_thread(self._config.learn, authorities)
-        except (UsageError, OSError) as error:
-            warn("authorities of the operator not taken over", reason=str(error))
-        else:
-            say("authorities of the operator taken over")
-
-    async def _measure(self) -> None:
-        """Measure the space on the volumes, but not for every report. A drive that hangs does not
-        hold up reports."""
-        now = time.monotonic()
-        if now - self._measured_at < _MEASURE_EVERY_S and self._volumes:
-            return
-        self._measured_at = now
-        try:
-            async with asyncio.timeout(_MEASURE_TIMEOUT_S):
-                self._volumes = await self._look.measure()
-        except (KeepstepError, TimeoutError) as error:
-            warn("volumes not measured", reason=str(error) or "no answer in time")
-
-    async def _post(self, session: aiohttp.ClientSession, report: Report) -> ReportReply:
-        headers = {
-            "Authorization": f"Bearer {_token(self._config.token_file)}",
-            "Content-Type": "application/json",
-        }
-        body = msgspec.json.encode(report)
-        try:
-            # No redirects: the token is for this address only.
-            async with session.post(
-                self._config.address,
-                data=body,
-                headers=headers,
-                allow_redirects=False,
-                ssl=self._trust,
-            ) as response:
-                data = await _read(response)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _Failed(_kind(error), f"{error or type(error).__name__}") from error
-        if response.status != 200:
-            raise _Failed(f"status {response.status}", data[:300].decode(errors="replace"))
-        try:
-            return self._decode(data)
-        except (ValueError, RecursionError) as error:
-            raise _Failed("reply", f"the answer is none: {error}") from error
-
-    def _with_peers(self, reply: ReportReply) -> ReportReply:
-        """Add the known list of peers: the operator does not repeat an unchanged list."""
-        if reply.peers_version == self._peers_version:
-            return replace(reply, peers=self._peers)
-        self._peers, self._peers_version = reply.peers, reply.peers_version
-        return reply
 
     # --- how it went -------------------------------------------------------------------------
 
@@ -303,13 +321,13 @@ class Reporter:
         self._broken = failure.kind == "connection"
         if failure.kind not in self._logged:
             self._logged.add(failure.kind)
-            warn("report failed", kind=failure.kind, reason=str(failure), url=self._config.address)
+            warn("report failed", kind=failure.kind, reason=str(failure), url=self._channel.address)
 
     def _succeeded(self, report: Report, told: Report, reply: ReportReply) -> None:
         """`told`: what was sent of `report`. If the operator cannot follow changes, the next report
         is sent whole, at once."""
         if self._failures or self._operator.heard_at is None:
-            say("reporting", url=self._config.address, failures=self._failures)
+            say("reporting", url=self._channel.address, failures=self._failures)
         self._failures = 0
         self._logged.clear()
         self._operator.heard_at = time.time()
