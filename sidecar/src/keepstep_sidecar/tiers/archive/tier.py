@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from keepstep.core.commit_rule import Standing, trace
 from keepstep.core.retention import Retention
@@ -45,12 +44,18 @@ from keepstep_sidecar.tiers.tier import (
 )
 from keepstep_sidecar.volume.directories import LocalShard
 
-_THREADS = 3
-_SLOW_BYTES_S = 50e6
-
 
 def _no_epochs() -> tuple[Epoch, ...]:
     return ()
+
+
+@dataclass
+class _Unsettled:
+    """A step without its record. `asked`: whether it was asked, since our shards were sent, if all
+    shards are there."""
+
+    world: int
+    asked: bool = False
 
 
 class ArchiveTier(RemoteTier):
@@ -76,24 +81,17 @@ class ArchiveTier(RemoteTier):
         patience_s: float = 30.0,
     ) -> None:
         super().__init__(due=self._due, places=lambda: {store.where: self}, retry_s=retry_s)
-        self.config, self.store, self.run_name, self.where = config, store, run, store.where
+        self.config, self.store, self.where = config, store, store.where
         self._epochs = epochs
         self._base = config.base(persist_base)
-        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="keepstep-archive")
         self._surveyor = Surveyor(store, run)
-        self._sender = Sender(
-            store=store, run=run, executor=self._executor, patience_s=self._patience_s
-        )
-        self._patience, self._drained_at = patience_s, math.inf
+        self._sender = Sender(store=store, run=run, patience_s=patience_s)
         self._newest_commit: StepId | None = None
         self._wanted: set[StepId] = set()
         """Steps to be archived that are no multiples of `_base`."""
         self._held_before: set[StepId] = set()
-        self._unsettled: dict[StepId, int] = {}
-        """The world of each step of which our shards are there, but no record yet."""
-        self._unasked: set[StepId] = set()
-        """Those of `_unsettled` for which it was not asked, since our shards were sent, whether all
-        shards are there."""
+        self._unsettled: dict[StepId, _Unsettled] = {}
+        """The steps of which our shards are there, but no record yet."""
         self._first_rank = False
         self._listed = Survey()
         self._complete: frozenset[StepId] = frozenset()
@@ -113,7 +111,7 @@ class ArchiveTier(RemoteTier):
             return Inventory(answer=Answer.UNKNOWN, reason=survey.conflict)
         return inventory(
             survey.complete,
-            run=self.run_name,
+            run=self._sender.run,
             where=self.where,
             epochs=survey.epochs,
             reason=_reason(survey, self.where),
@@ -129,7 +127,7 @@ class ArchiveTier(RemoteTier):
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
         received = self.replicator.traffic.count_received
-        return [source(self.store, shard, run=self.run_name, received=received)]
+        return [source(self.store, shard, run=self._sender.run, received=received)]
 
     def had(self, id: StepId) -> bool:
         """Whether the whole step is there, or was until it expired."""
@@ -205,16 +203,14 @@ class ArchiveTier(RemoteTier):
     async def settle(self, sent: Collection[LocalShard]) -> bool:
         """Complete the steps that wait for shards of other sidecars, or for their record."""
         for shard in sent:
-            self._unsettled[shard.step_id] = shard.world
-            self._unasked.add(shard.step_id)
-        for id, world in sorted(self._unsettled.items()):
+            self._unsettled[shard.step_id] = _Unsettled(shard.world)
+        for id, one in sorted(self._unsettled.items()):
             try:
-                settled = await self._sender.complete(id, world=world, epochs=self._epochs())
+                settled = await self._sender.complete(id, world=one.world, epochs=self._epochs())
             except ImageError:
                 del self._unsettled[id]
-                self._unasked.discard(id)
                 raise
-            self._unasked.discard(id)
+            one.asked = True
             if settled:
                 await self._archived(id)
         return not self._unsettled
@@ -222,7 +218,7 @@ class ArchiveTier(RemoteTier):
     async def _archived(self, id: StepId) -> None:
         say("archived", step=str(id), where=self.where)
         del self._unsettled[id]
-        for older in [one for one in self._unsettled if one < id and one not in self._unasked]:
+        for older in [at for at, one in self._unsettled.items() if at < id and one.asked]:
             del self._unsettled[older]  # the sidecar that sends what is missing completes it
         self._complete |= {id}
         self._had.add(id)
@@ -231,13 +227,7 @@ class ArchiveTier(RemoteTier):
             await self.expire()
 
     def finished(self, *, whole: bool) -> bool:
-        return not self._unasked and not (whole and self._unsettled)
-
-    def _patience_s(self, size_bytes: int) -> float:
-        """How long to wait for a twin's file of this size: as long as a slow store may take. When a
-        pod must end, at most a third of its remaining time."""
-        left_s = max(0.0, self._drained_at - time.monotonic())
-        return min(self._patience + size_bytes / _SLOW_BYTES_S, left_s / 3)
+        return all(one.asked and not whole for one in self._unsettled.values())
 
     async def expire(self) -> tuple[StepId, ...]:
         """Delete what the policy does not keep; one sidecar of the run does so. Raises
@@ -250,7 +240,7 @@ class ArchiveTier(RemoteTier):
             return ()
         doomed = expired(survey, self._retention(), epochs=self._epochs(), now=time.time())
         for step in doomed:
-            await self.store.delete(names_of(step, self.run_name))
+            await self.store.delete(names_of(step, self._sender.run))
             say("retired from the archive", step=str(step.id))
         gone = tuple(step.id for step in doomed)
         self._complete -= set(gone)
@@ -259,15 +249,15 @@ class ArchiveTier(RemoteTier):
     async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
         """See `RemoteTier.drain`. The sidecar that sends the last shard of a step writes its
         record."""
-        self._drained_at = time.monotonic() + timeout_s
+        self._sender.until = time.monotonic() + timeout_s
         try:
             return await super().drain(timeout_s=timeout_s, whole=whole)
         finally:
-            self._drained_at = math.inf
+            self._sender.until = math.inf
 
     async def close(self) -> None:
         await self.store.close()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._sender.close()
 
 
 def _is_there(shard: LocalShard, files: Mapping[str, Stored]) -> bool:

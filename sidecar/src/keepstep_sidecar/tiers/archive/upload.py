@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import errno
 import functools
+import math
 import mmap
 import os
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from keepstep.core.shard import Shard
@@ -58,18 +59,33 @@ PARTS = 4
 FEWEST_PIECES = 4
 """Smaller images save almost nothing: first and last piece are always the rank's own."""
 
+_THREADS = 3
+_SLOW_BYTES_S = 50e6
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Sender:
-    """Sends shards and records of one run."""
+    """Sends shards and records of one run. `patience_s`: how long to wait for a twin's file of a
+    few bytes. `until`: the monotonic time at which the pod must end."""
 
     store: Store
     run: str
-    executor: Executor
-    patience_s: Callable[[int], float]
-    """How many seconds to wait for a twin's file of this many bytes."""
+    patience_s: float = 30.0
+    until: float = math.inf
+    executor: Executor = field(
+        default_factory=lambda: ThreadPoolExecutor(_THREADS, thread_name_prefix="keepstep-archive")
+    )
+
+    def close(self) -> None:
+        """Give up what is being read."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+    def _patience_s(self, size_bytes: int) -> float:
+        """How long to wait for a twin's file of this size: as long as a slow store may take. When
+        the pod must end, at most a third of its remaining time."""
+        left_s = max(0.0, self.until - time.monotonic())
+        return min(self.patience_s + size_bytes / _SLOW_BYTES_S, left_s / 3)
 
     async def send(self, found: LocalShard) -> int | None:
         """Put a shard into the archive and check that it has arrived. Returns the bytes that were
@@ -131,7 +147,7 @@ class Sender:
         """The object, once its sender has sent it; None if that takes too long."""
         began, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while (stored := await self.store.find(name)) is None:
-            left_s = self.patience_s(size_bytes) - (time.monotonic() - began)
+            left_s = self._patience_s(size_bytes) - (time.monotonic() - began)
             if left_s <= 0:
                 break
             await asyncio.sleep(min(pause_s, left_s))
