@@ -29,7 +29,7 @@ import torch
 from keepstep.core import vote
 from keepstep.core.history import RELEASED, Event, Kind, Tally
 from keepstep.core.shard import Shard
-from keepstep.dcp.metadata import Tree
+from keepstep.dcp.session import Tree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras
 from keepstep.image.codecs import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm

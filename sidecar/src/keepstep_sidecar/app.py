@@ -200,6 +200,8 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         saving=saving,
         restoring=Restoring(
             saving,
+            leases=leases,
+            history=history,
             slots=slots,
             committer=committer,
             remote_tiers=remote_tiers,
@@ -208,7 +210,12 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
             changes=changes,
         ),
         step_waits=StepWaits(
-            saving, slots=slots, committer=committer, remote_tiers=remote_tiers, changes=changes
+            saving,
+            leases=leases,
+            slots=slots,
+            committer=committer,
+            remote_tiers=remote_tiers,
+            changes=changes,
         ),
         history=history,
         history_file=history_file,
