@@ -7,7 +7,8 @@ import dataclasses
 import msgspec
 import pytest
 
-from keepstep.steps import EpochId, StepId
+from keepstep.steps import EpochId, StepId, Tier
+from keepstep.wire.status import StepStatus
 from keepstep.wire.trainer import Chunk, ChunksRequest, SlotGranted, Waited, from_json, to_json
 
 
@@ -27,6 +28,12 @@ def test_a_message_of_the_wrong_fields_cannot_be_made():
         Chunk(rank=0, chunk=1, frame=2, file=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError):
         Chunk(0, 1, 2)  # type: ignore[misc]
+
+
+def test_a_map_by_tier_is_read_with_tiers_as_its_keys():
+    told = StepStatus(id=StepId(EpochId(3, "1f9c2d7a"), 12), world=2, ranks={Tier.PEER: (0, 1)})
+    (tier,) = from_json(StepStatus, msgspec.json.encode(told)).ranks
+    assert tier is Tier.PEER
 
 
 def test_library_and_sidecar_read_the_same_message():

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from keepstep.core.history import Badput, Event, Goodput, Kind, Restart
@@ -22,6 +23,7 @@ from keepstep.wire.status import (
     TierStatus,
     VolumeStatus,
 )
+from keepstep.wire.trainer import from_json
 from keepstep_sidecar.ui import server as board
 from keepstep_sidecar.ui.pages import STATIC, TEMPLATES
 from keepstep_sidecar.ui.timeline import RunPage
@@ -92,6 +94,8 @@ async def test_a_run_is_shown_with_its_steps_by_tier_and_what_restarts_cost() ->
     drive = VolumeStatus(path="/v/a", engine="direct", used_bytes=3 << 30, free_bytes=5 << 30)
     archive = TierStatus(where="s3://ckpt", backlog=4, behind_s=75, trouble="401")
     live = view(steps=steps, ranks=ranks, volumes=(drive,), tiers={Tier.ARCHIVE: archive})
+    read = from_json(Status, msgspec.json.encode(live.live))  # as the command reads it
+    live = dataclasses.replace(live, live=read)
     goodput = Goodput(
         since=1e9,
         productive_s=90,

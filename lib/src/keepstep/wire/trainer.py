@@ -508,7 +508,8 @@ def _build(kind: Any, value: Any) -> Any:
     if origin is tuple:
         return tuple(_build(arguments[0], one) for one in value)
     if origin is dict:
-        return {key: _build(arguments[1], one) for key, one in value.items()}
+        named = arguments[0] if issubclass(arguments[0], str) else str
+        return {named(key): _build(arguments[1], one) for key, one in value.items()}
     if dataclasses.is_dataclass(kind):
         hints = _hints(typing.cast(typing.Hashable, kind))
         known = {name: _build(hints[name], one) for name, one in value.items() if name in hints}
