@@ -1,4 +1,4 @@
-"""Checks, without importing anything, that each name exists that tests import from this repository.
+"""Checks, without importing anything, that each name exists that tests take from this repository.
 Part of `make check`: otherwise a broken import shows when the test is collected, which for a test
 that needs a cluster, a GPU or a framework is long after.
 
@@ -45,20 +45,31 @@ def names(module: str) -> set[str] | None:
 
 
 def missing(path: Path) -> Iterator[str]:
-    """What this file imports from this repository that is not there, inside functions, too."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        imported: list[tuple[str, list[str]]] = []
+    """What this file takes from this repository that is not there: names that it imports, inside
+    functions, too, and attributes of the modules that its head imports."""
+    tree = ast.parse(path.read_text())
+    taken: list[tuple[int, str, list[str]]] = []
+    modules: dict[str, str] = {}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            imported = [(alias.name, []) for alias in node.names]
+            taken += [(node.lineno, alias.name, []) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            imported = [(node.module, [alias.name for alias in node.names])]
-        for module, wanted in imported:
-            if module.split(".")[0] not in OURS:
-                continue
-            has = names(module)
-            lost = [name for name in wanted if has is not None and not has & {name, "__getattr__"}]
-            if has is None or lost:
-                yield f"{path.relative_to(ROOT)}:{node.lineno}: {module} has no {lost or 'file'}"
+            taken.append((node.lineno, node.module, [alias.name for alias in node.names]))
+            if node in tree.body:
+                named = {alias.asname or alias.name: alias.name for alias in node.names}
+                modules |= {here: f"{node.module}.{there}" for here, there in named.items()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = modules.get(node.value.id, "")
+            if module.split(".")[0] in OURS and names(module) and node.attr[:2] != "__":
+                taken.append((node.lineno, module, [node.attr]))
+    for line, module, wanted in taken:
+        if module.split(".")[0] not in OURS:
+            continue
+        has = names(module)
+        lost = [name for name in wanted if has is not None and not has & {name, "__getattr__"}]
+        if has is None or lost:
+            yield f"{path.relative_to(ROOT)}:{line}: {module} has no {lost or 'file'}"
 
 
 if __name__ == "__main__":

@@ -255,9 +255,9 @@ checkpointer.close()
 def entry(*words: str, within_s: float = 150, **options: Any) -> tuple[int, str, str]:
     """The container's exit code, stdout and stderr."""
     settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    with subprocess.Popen([PYTHON, "-m", "keepstep.warm", *words], **settings) as process:
-        out, err = process.communicate(timeout=within_s)
-    return process.returncode, out, err
+    with subprocess.Popen([PYTHON, "-m", "keepstep.warm", *words], **settings) as pod:
+        out, err = pod.communicate(timeout=within_s)
+    return pod.returncode, out, err
 
 
 def test_a_sidecar_that_goes_away_is_no_finished_step(
@@ -284,12 +284,12 @@ def test_a_pod_that_is_told_to_end_ends(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"{text}\n{child}\nopen('ready', 'w').close()\ntime.sleep(600)")
     words = [PYTHON, "-m", "keepstep.warm", "--", PYTHON, str(script)]
-    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as pod:
         eventually((tmp_path / "ready").exists)
-        before = psutil.Process(process.pid).children(recursive=True)
-        process.terminate()
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 5, err
+        before = psutil.Process(pod.pid).children(recursive=True)
+        pod.terminate()
+        _, err = pod.communicate(timeout=60)
+    assert pod.returncode == 5, err
     assert "starts again" not in err
     assert len(before) >= 2, "the trainer, its child, and perhaps a fork server"
     assert not any(one.is_running() for one in before)
@@ -305,11 +305,11 @@ def test_no_life_begins_after_the_pod_was_told_to_end(tmp_path: Path) -> None:
         "while not os.path.exists('ready'): time.sleep(.01)\nos._exit(4)"
     )
     words = [PYTHON, "-m", "keepstep.warm", "--", PYTHON, str(script)]
-    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as pod:
         eventually((tmp_path / "asked").exists)  # what the first life left is being ended
-        process.terminate()
-        out, _ = process.communicate(timeout=60)
-    assert (process.returncode, out) == (4, "life\n")
+        pod.terminate()
+        out, _ = pod.communicate(timeout=60)
+    assert (pod.returncode, out) == (4, "life\n")
 
 
 def test_a_command_runs_at_least_once() -> None:

@@ -225,7 +225,6 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     look = Look(
         measure=lambda: volume_status(service),
         report=lambda volumes, sequence: report.report(service, volumes, sequence=sequence),
-        news=report.news,
         urgent=lambda: report.urgent(service),
     )
     return service, Reporter(

@@ -16,7 +16,7 @@ from keepstep.core.commit_rule import RankReport, bits, is_full
 from keepstep.core.ledger import Reported
 from keepstep.core.node import Listed
 from keepstep.core.shard import NOBODY, Ranks, Shard
-from keepstep.core.vote import NEVER, Offer, Part
+from keepstep.core.vote import NEVER, Offer
 from keepstep.errors import ImageError, VersionError
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, StepId, Tier, merged
 from keepstep_sidecar.concurrency import OnThread
@@ -565,7 +565,7 @@ class Copies:
                 return Offer(id=id, tier=tier, world=world, images=self._images(id))
         return None
 
-    def parts(self, ids: Iterable[StepId]) -> tuple[Part, ...]:
+    def parts(self, ids: Iterable[StepId]) -> tuple[Offer, ...]:
         """What is within reach of each of these steps, oldest first."""
         found = []
         for id in sorted(ids):
@@ -575,7 +575,7 @@ class Copies:
                 for there in reached.values():
                     ranks |= there
                 covered, images = Ranks.of(bits(ranks)), self._images(id)
-                found.append(Part(id=id, tier=tier, world=world, ranks=covered, images=images))
+                found.append(Offer(id=id, tier=tier, world=world, ranks=covered, images=images))
         return tuple(found)
 
     def _images(self, id: StepId) -> Ranks:

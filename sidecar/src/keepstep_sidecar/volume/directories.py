@@ -24,7 +24,7 @@ import re
 import stat
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -149,8 +149,7 @@ class LocalShard(Shard):
     @classmethod
     def of(cls, path: Path, manifest: Manifest, *, published: bool = False) -> LocalShard:
         """A shard as the file itself describes it."""
-        told = {one.name: getattr(manifest.shard, one.name) for one in fields(Shard)}
-        return cls(**told, path=path, layout=manifest.layout, published=published)
+        return cls(**manifest.shard.facts, path=path, layout=manifest.layout, published=published)
 
 
 @dataclass(frozen=True, kw_only=True)
