@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,17 @@ def test_ranks_are_spread_and_found_again(volumes: VolumeSet) -> None:
     homes = [shard.path.parents[2] for shard in volumes.scan().shards]
     one, two = (volume.root for volume in volumes.volumes)
     assert [home.parent if home.name == "pending" else home for home in homes] == [one, two, one]
+
+
+def test_a_run_is_not_removed_as_long_as_a_volume_is_only_read(
+    open_volume: Callable[..., Volume], tmp_path: Path
+) -> None:
+    unwritable = Volume(tmp_path / "unwritable" / RUN, run=RUN, read_only="for the test")
+    volumes = VolumeSet([unwritable, open_volume("one")])
+    shutil.rmtree(volumes.volumes[1].root)
+    assert volumes.volumes[1].is_removed()
+    assert not volumes.is_removed()
+    assert volumes.mend()
 
 
 def test_any_ranks_are_spread_evenly(volumes: VolumeSet) -> None:
