@@ -351,8 +351,8 @@ def _listing(kind: str, node: int, world: int) -> bytes:
     pods = world // NODE
     shards = [
         Listed(
-            rank=rank, id=StepId(_EPOCH, step), world=world, root=f"{step:016x}{rank:016x}",
-            params_digest=f"{step:016x}{rank:016x}", written_at=1.79e9, bytes=1 << 34,
+            rank=rank, step_id=StepId(_EPOCH, step), world=world, root=f"{step:016x}{rank:016x}",
+            params_digest=f"{step:016x}{rank:016x}", written_at=1.79e9, size_bytes=1 << 34,
             alike=alike_of(kind, rank, world), copy=owner != node,
         )
         for owner in dict.fromkeys((node, (node - 1) % pods))

@@ -31,7 +31,7 @@ from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid, PersistPlanner, Write
 from keepstep.core.shard import NOBODY, Ranks, Shard
 from keepstep.core.slot_table import SlotTable
-from keepstep.core.vote import Candidate, Candidates, Offer, Part, choose
+from keepstep.core.vote import Candidate, Candidates, Offer, choose
 from keepstep.errors import KeepstepError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
@@ -373,11 +373,11 @@ def _offer(text: str, world: str) -> Offer:
     )
 
 
-def _part(text: str, world: str) -> Part:
+def _part(text: str, world: str) -> Offer:
     text, _, images = text.partition("!")
     rest, _, saved = text.partition("/")
     name, _, ranks = rest.partition(":")
-    return Part(
+    return Offer(
         id=step_id(name),
         tier=Tier.LOCAL,
         world=int(saved or world),

@@ -29,7 +29,7 @@ from keepstep.core.ledger import (
 )
 from keepstep.core.retention import Retention
 from keepstep.core.shard import NOBODY, Ranks, Shard
-from keepstep.core.vote import Candidate, Candidates, Decision, Offer, Part, choose
+from keepstep.core.vote import Candidate, Candidates, Decision, Offer, choose
 from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 
@@ -356,7 +356,7 @@ class Tiers(RuleBasedStateMachine):
                 for id in sorted(whole)
             ),
             parts=tuple(
-                Part(
+                Offer(
                     id=id,
                     tier=Tier.LOCAL,
                     world=self.worlds[id],

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 import keepstep.dcp
-from keepstep.dcp.metadata import Tree
 from keepstep.dcp.reader import Folder, StepReader
+from keepstep.dcp.session import Tree
 from keepstep.errors import CoverageError, ForeignError, FormatError, ImageError, RestoreError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from keepstep.steps import shard_name

@@ -29,7 +29,7 @@ import torch
 from keepstep.core import vote
 from keepstep.core.history import RELEASED, Event, Kind, Tally
 from keepstep.core.shard import Shard
-from keepstep.dcp.metadata import Tree
+from keepstep.dcp.session import Tree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras
 from keepstep.image.codecs import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
@@ -317,12 +317,12 @@ _RUNS = {"runs": [[0, 1, 1]]}
 LISTING = {
     "run": "demo", "ready": True, "epochs": [{"id": _EPOCH, "parent": None}],
     "shards": [
-        {"id": _ID, "rank": 0, "world": 2, "bytes": 5, "root": "0" * 32},
-        {"id": _ID, "rank": 1, "world": 2, "bytes": 5, "root": "0" * 32, "alike": _RUNS},
+        {"step_id": _ID, "rank": 0, "world": 2, "size_bytes": 5, "root": "0" * 32},
+        {"step_id": _ID, "rank": 1, "world": 2, "size_bytes": 5, "root": "0" * 32, "alike": _RUNS},
     ],
 }  # fmt: skip
 WANTED = {"committed": _ID, "ranks": {"0": [_ID]}}
-_HELD = {"id": _ID, "world": 2, "alike": _RUNS}
+_HELD = {"step_id": _ID, "rank": 0, "world": 2, "alike": _RUNS}
 REPORT = {
     "sidecar": "0.1", "started_at": 1.0, "sequence": 1, "sent_at": 2.0, "ready": True,
     "epochs": [{"id": _EPOCH, "parent": None}],

@@ -31,8 +31,8 @@ def receiver(tmp_path: Path, authority: Authority) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def start(armed: str = "") -> tuple[str, subprocess.Popen[str]]:
-        issued = authority.files(1)
-        paths = [str(path) for path in (issued.certificate, issued.key, issued.authorities)]
+        pem = authority.files(1)
+        paths = [str(path) for path in (pem.certificate, pem.key, pem.authorities)]
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.peer.receiver", str(tmp_path / "drives"), "1", *paths],
             env={**os.environ, files.FAULTS_ENV: armed},

@@ -115,7 +115,7 @@ async def test_copies_of_others_are_served_too_and_nobody_can_want_them_away(
             durable(sender.remote_tier, found)
             await until(lambda: sender.remote_tier.status().sent > sent)  # noqa: B023
     shelf = Shelf([directory], run=RUN)
-    assert [(one.id.step, one.copy) for one in shelf.look().shards] == [(4, True), (5, True)]
+    assert [(one.step_id.step, one.copy) for one in shelf.look().shards] == [(4, True), (5, True)]
     newest = Wanted(ranks={0: (found.step_id,)}, committed=found.step_id)
     assert shelf.context.copies.want(newest, sender=0) == 0
     assert len(shelf.look().shards) == 2
@@ -129,7 +129,7 @@ def test_the_report_names_each_shard_as_a_copy_that_is_kept(tmp_path: Path) -> N
     (one,) = told.ranks
     assert told.ready
     copies = one.tiers[Tier.PEER]
-    assert [held.id for held in copies.shards] == [first.step_id, second.step_id]
+    assert [held.step_id for held in copies.shards] == [first.step_id, second.step_id]
     assert [held.root for held in copies.shards] == [first.root, second.root]
     assert (one.alive, one.tiers[Tier.LOCAL]) == (False, ReportedTier(answer=Answer.NONE))
     assert copies.answer is Answer.STEPS

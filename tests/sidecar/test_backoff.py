@@ -22,7 +22,7 @@ async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait(
     ca = make_identity(tmp_path / "tls").pem
     reporter = Reporter(
         Reporting(url="https://localhost:1", ca=ca, token_file=tmp_path / "token"),
-        Look(measure=unused, report=unused, news=unused, urgent=lambda: waiting),
+        Look(measure=unused, report=unused, urgent=lambda: waiting),
         trust=believing(ca),
         operator=OperatorLink(changes, present=True),
         obey=unused,

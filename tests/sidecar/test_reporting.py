@@ -212,7 +212,7 @@ def test_a_report_says_what_the_pod_holds(team: Team, operator: OperatorHost) ->
     )
     (rank,) = report.ranks
     assert (rank.rank, rank.world, rank.alive) == (1, 2, True)
-    assert [held.id for held in rank.shards(Tier.MEMORY)] == [id]
+    assert [held.step_id for held in rank.shards(Tier.MEMORY)] == [id]
     assert rank.shards(Tier.LOCAL)[0].root is not None
     assert {one.answer for one in rank.tiers.values()} == {Answer.STEPS}
     assert (rank.staged, rank.saves, rank.blocked_s) == (id, 1, 0.125)
@@ -330,7 +330,7 @@ def test_sigterm_sends_a_last_report_after_the_flush(team: Team, operator: Opera
     for node in range(2):
         last = operator.newest(node)
         assert last is not None
-        assert [held.id.step for held in last.ranks[0].shards(Tier.LOCAL)] == [3, 4]
+        assert [held.step_id.step for held in last.ranks[0].shards(Tier.LOCAL)] == [3, 4]
 
 
 def archived_below(archive: Path) -> list[int]:
@@ -504,7 +504,7 @@ def test_training_goes_on_beside_a_volume_that_cannot_be_written(
     )
     assert "cannot use the volume" in report.volumes[0].failed
     assert report.ranks[0].tiers[Tier.LOCAL].answer is Answer.UNKNOWN
-    assert report.ranks[0].shards(Tier.MEMORY)[-1].id == id
+    assert report.ranks[0].shards(Tier.MEMORY)[-1].step_id == id
 
 
 def test_a_hostile_record_on_a_volume_keeps_no_pod_from_training(
@@ -527,7 +527,7 @@ def test_a_hostile_record_on_a_volume_keeps_no_pod_from_training(
             and found
         )
     )
-    assert report.ranks[0].shards(Tier.MEMORY)[-1].id == id
+    assert report.ranks[0].shards(Tier.MEMORY)[-1].step_id == id
     assert "not a run record" in report.volumes[0].failed
     assert calls.health(pod.socket)
 

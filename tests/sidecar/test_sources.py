@@ -206,7 +206,7 @@ class Node:
         ]
         at = {one.rank: [SimpleNamespace(tier=Tier.PEER, shard=one)] for one in shards}
         remotes = SimpleNamespace(of=lambda id: at, looked=True, index=0)
-        pool = SimpleNamespace(ranks={})
+        pool = SimpleNamespace(ranks={}, images=lambda id: {}, find=lambda rank, id: None)
         committer = SimpleNamespace(
             local_shards=SimpleNamespace(scanned=True),
             copies=Copies(LocalShards(None, None), pool, remotes),  # type: ignore[arg-type]

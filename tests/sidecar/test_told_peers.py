@@ -14,7 +14,6 @@ from keepstep.wire.reports import Peer, Report, ReportReply
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Reporting, believing
-from keepstep_sidecar.report.report import news
 from keepstep_sidecar.report.reporter import Look, Reporter
 from tests.harness import until
 
@@ -64,7 +63,7 @@ async def reporting(operator: OperatorHost, tmp_path: Path) -> AsyncIterator[Hea
 
     reporter = Reporter(
         Reporting(url=operator.url, ca=operator.pem, token_file=tmp_path / "token"),
-        Look(measure=nothing, report=report, news=news, urgent=lambda: True),
+        Look(measure=nothing, report=report, urgent=lambda: True),
         trust=believing(operator.pem),
         operator=link,
         obey=heard.obey,

@@ -25,7 +25,6 @@ OF_ONE_TIER = {
     "sidecar/src/keepstep_sidecar/api/saving.py": "a wait until a step is archived",
     "sidecar/src/keepstep_sidecar/commit/epochs.py": "epochs that peers tell",
     "sidecar/src/keepstep_sidecar/commit/inventory.py": "a peer that gave wrong bytes",
-    "sidecar/src/keepstep_sidecar/report/changes.py": "archived steps of ranks of other pods",
     "sidecar/src/keepstep_sidecar/report/report.py": "copies, and archived steps, of other pods",
     "operator/src/keepstep_operator/reconcile/report_body.py": "copies of ranks of other pods",
     "operator/src/keepstep_operator/reconcile/state/node_rank.py": "whose rank it is",

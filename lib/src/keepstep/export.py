@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepstep.dcp.metadata import Tree
+from keepstep.dcp.session import Tree
 from keepstep.directory import Directory
 from keepstep.errors import RestoreError, StorageError, UsageError, few
 from keepstep.image import Layout, Section, local_name

@@ -92,6 +92,11 @@ def merged(epochs: Iterable[Epoch]) -> tuple[Epoch, ...]:
     return tuple(known[id] for id in sorted(known))
 
 
+def named(word: str, ids: Iterable[StepId]) -> list[StepId]:
+    """Those of `ids` that a person means by `word`: a step's full name, or its number."""
+    return [id for id in ids if word == str(id) or (word.isdecimal() and int(word) == id.step)]
+
+
 class StrEnum(str, enum.Enum):
     """A state or a kind. `str()` gives the word that messages and files use."""
 

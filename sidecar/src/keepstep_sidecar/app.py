@@ -200,6 +200,8 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         saving=saving,
         restoring=Restoring(
             saving,
+            leases=leases,
+            history=history,
             slots=slots,
             committer=committer,
             remote_tiers=remote_tiers,
@@ -208,7 +210,12 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
             changes=changes,
         ),
         step_waits=StepWaits(
-            saving, slots=slots, committer=committer, remote_tiers=remote_tiers, changes=changes
+            saving,
+            leases=leases,
+            slots=slots,
+            committer=committer,
+            remote_tiers=remote_tiers,
+            changes=changes,
         ),
         history=history,
         history_file=history_file,
@@ -218,7 +225,6 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     look = Look(
         measure=lambda: volume_status(service),
         report=lambda volumes, sequence: report.report(service, volumes, sequence=sequence),
-        news=report.news,
         urgent=lambda: report.urgent(service),
     )
     return service, Reporter(

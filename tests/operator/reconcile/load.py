@@ -16,8 +16,9 @@ from pathlib import Path
 
 import msgspec
 
+from keepstep.core.shard import Shard
 from keepstep.steps import StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank, ReportedShard
+from keepstep.wire.reports import Report, ReportedRank
 from keepstep_operator.api.model import RunKey
 from keepstep_operator.api.run import as_json
 from keepstep_operator.reconcile import main  # all that the process imports
@@ -50,11 +51,16 @@ def report_of(index: int, ranks: int, world: int, number: int) -> bytes:
             alive=True,
             tiers={
                 Tier.MEMORY: listed(
-                    ReportedShard(id=id, world=world, written_at=T0) for id in dict.fromkeys(memory)
+                    Shard(step_id=id, rank=rank, world=world, written_at=T0)
+                    for id in dict.fromkeys(memory)
                 ),
                 Tier.LOCAL: listed(
-                    ReportedShard(
-                        id=id, world=world, root=f"{rank:032x}", params_digest=f"{rank:032x}"
+                    Shard(
+                        step_id=id,
+                        rank=rank,
+                        world=world,
+                        root=f"{rank:032x}",
+                        params_digest=f"{rank:032x}",
                     )
                     for id in local
                     if id.step > 0

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
+from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import (
     Report,
     ReportedRank,
     ReportedRestore,
-    ReportedShard,
     ReportedTier,
     ReportReply,
 )
@@ -100,7 +100,7 @@ def run_object(status: RunStatus | None = None, **changes: Any) -> RunObject:
     return replace(RunObject(key=KEY, uid="run-1", status=body), **changes)
 
 
-def listed(shards: Iterable[ReportedShard]) -> ReportedTier:
+def listed(shards: Iterable[Shard]) -> ReportedTier:
     """A tier that holds these."""
     found = tuple(shards)
     return ReportedTier(answer=Answer.STEPS if found else Answer.NONE, shards=found)
@@ -120,7 +120,7 @@ def each_shard(report: Report, **changed: Any) -> Report:
 
 
 def elsewhere(
-    *, peer: Iterable[ReportedShard] = (), archive: Iterable[ReportedShard] = ()
+    *, peer: Iterable[Shard] = (), archive: Iterable[Shard] = ()
 ) -> dict[Tier, ReportedTier]:
     """What a pod says of the rank of another pod."""
     found = {Tier.PEER: listed(peer), Tier.ARCHIVE: listed(archive)}
@@ -206,7 +206,8 @@ class Sidecar:
 
     def _copies(self, rank: int) -> ReportedRank:
         held = tuple(
-            ReportedShard(id=id, world=self.world, root=f"{id}/{rank}") for id in self.kept[rank]
+            Shard(step_id=id, rank=rank, world=self.world, root=f"{id}/{rank}")
+            for id in self.kept[rank]
         )
         return ReportedRank(
             rank=rank,
@@ -215,13 +216,14 @@ class Sidecar:
             tiers=elsewhere(peer=held),
         )
 
-    def _held(self, ids: list[StepId], *, root: bool) -> tuple[ReportedShard, ...]:
+    def _held(self, ids: list[StepId], *, root: bool) -> tuple[Shard, ...]:
         return tuple(
-            ReportedShard(
-                id=id,
+            Shard(
+                step_id=id,
+                rank=self.rank,
                 world=self.world,
                 root=f"{id}/{self.rank}" if root else None,
-                bytes=IMAGE_BYTES,
+                size_bytes=IMAGE_BYTES,
             )
             for id in ids
         )

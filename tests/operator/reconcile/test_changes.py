@@ -9,12 +9,13 @@ from random import Random
 import msgspec
 import pytest
 
+from keepstep.core.shard import Shard
 from keepstep.steps import NEAREST_FIRST, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank, ReportedShard, ReportReply
+from keepstep.wire.reports import Report, ReportedRank, ReportReply
 from keepstep_operator.api.run import as_json
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_operator.reconcile.writers.status_writer import status_of
-from keepstep_sidecar.report.changes import changes
+from keepstep_sidecar.report.report import changes
 from tests.operator.reconcile.samples import FIRST, KEY, T0, elsewhere, listed, pod, policy, step
 
 PODS, EACH = 3, 2
@@ -22,9 +23,9 @@ WORLD = PODS * EACH
 _decode = msgspec.json.Decoder(Report).decode
 
 
-def shard(id: StepId, rank: int, *, rooted: bool = True) -> ReportedShard:
+def shard(id: StepId, rank: int, *, rooted: bool = True) -> Shard:
     root = f"{id}/{rank}" if rooted else None
-    return ReportedShard(id=id, world=WORLD, root=root, written_at=T0, bytes=10)
+    return Shard(step_id=id, rank=rank, world=WORLD, root=root, written_at=T0, size_bytes=10)
 
 
 @dataclass

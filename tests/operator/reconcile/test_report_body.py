@@ -68,9 +68,16 @@ def test_what_is_no_report_is_refused_wherever_it_stands() -> None:
 
 
 def test_more_ranks_of_others_than_a_sidecar_tells_of_are_refused() -> None:
-    held = {"id": {"epoch": EPOCH, "step": 1}, "world": 65_536}
-    tiers = {"archive": {"answer": "steps", "shards": [held]}}
-    ranks = [{"rank": one, "world": 65_536, "alive": False, "tiers": tiers} for one in range(8193)]
+    held = {"step_id": {"epoch": EPOCH, "step": 1}, "world": 65_536}
+    ranks = [
+        {
+            "rank": one,
+            "world": 65_536,
+            "alive": False,
+            "tiers": {"archive": {"answer": "steps", "shards": [held | {"rank": one}]}},
+        }
+        for one in range(8193)
+    ]
     with pytest.raises(Refused, match="more ranks"):
         _whole(report(Sidecar(rank=0), ranks=ranks))
 

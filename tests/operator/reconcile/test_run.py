@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from keepstep.core.retention import Retention
+from keepstep.core.shard import Shard
 from keepstep.core.suspicion import Failure
 from keepstep.steps import Tier
-from keepstep.wire.reports import ReportedShard, ReportedVolume
+from keepstep.wire.reports import ReportedVolume
 from keepstep.wire.status import TierProgress
 from keepstep_operator.api.model import JobState, RunKey
 from keepstep_operator.api.policy import Accounting, VolumeKind
@@ -1143,7 +1144,7 @@ def test_of_alarms_that_two_pods_cause_without_end_the_newest_few_are_remembered
     for first in range(0, 6 * MOST_ALARMS, MOST_ALARMS):
         for writer in (one, other):
             held = tuple(
-                ReportedShard(id=step(number), world=2, root=f"{writer.uid}/{number}")
+                Shard(step_id=step(number), rank=0, world=2, root=f"{writer.uid}/{number}")
                 for number in range(first, first + MOST_ALARMS)
             )
             told = replace(Sidecar(rank=0).report().ranks[0], tiers={Tier.LOCAL: listed(held)})

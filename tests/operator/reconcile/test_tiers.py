@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.core.retention import Retention
+from keepstep.core.shard import Shard
 from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank, ReportedShard
+from keepstep.wire.reports import Report, ReportedRank
 from keepstep.wire.status import TierProgress
 from keepstep_operator.api.model import NodeRecord
 from keepstep_operator.api.policy import OnLoss, VolumeKind
@@ -602,7 +603,13 @@ NEWEST = NUMBERS[-3:]
 def told_of(rank: int, *numbers: int) -> ReportedRank:
     """What a pod says of another one's rank: only what it saw archived."""
     held = tuple(
-        ReportedShard(id=step(one), world=2, root=f"{step(one)}/{rank}", bytes=IMAGE_BYTES)
+        Shard(
+            step_id=step(one),
+            rank=rank,
+            world=2,
+            root=f"{step(one)}/{rank}",
+            size_bytes=IMAGE_BYTES,
+        )
         for one in numbers
     )
     return ReportedRank(
@@ -748,8 +755,8 @@ def _id(step: int) -> StepId:
     return StepId(EPOCH, step)
 
 
-def _held(step: int, rank: int) -> ReportedShard:
-    return ReportedShard(id=_id(step), world=2, root=f"{step}-{rank}")
+def _held(step: int, rank: int) -> Shard:
+    return Shard(step_id=_id(step), rank=rank, world=2, root=f"{step}-{rank}")
 
 
 def _rank(rank: int, *, local: list[int], peer: list[int], alive: bool) -> ReportedRank:

@@ -61,7 +61,9 @@ def written(sidecar: Pod, vault: Path, operator: OperatorHost) -> StepId:
     trainer.disconnect()
     report = eventually(lambda: reported(operator), what="a report that lists it")
     (rank,) = report.ranks
-    assert [(one.id, one.root is not None) for one in rank.tiers[Tier.VAULT].shards] == [(id, True)]
+    assert [(one.step_id, one.root is not None) for one in rank.tiers[Tier.VAULT].shards] == [
+        (id, True)
+    ]
     assert report.tiers[Tier.VAULT].sent == 1
     return id
 

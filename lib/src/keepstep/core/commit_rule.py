@@ -24,7 +24,7 @@ from functools import cached_property
 from itertools import repeat
 from typing import NamedTuple, Union
 
-from keepstep.core.shard import ShardFacts
+from keepstep.core.shard import Shard
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
 
 Place = tuple[int, Tier, int]
@@ -129,7 +129,7 @@ class Holding:
         self._sizes: Column = 0
         self._twins: dict[int, int] | None = None
 
-    def add(self, images: Mapping[int, ShardFacts]) -> None:
+    def add(self, images: Mapping[int, Shard]) -> None:
         """Add images, by rank. None of these ranks may have an image here yet."""
         ranks = sorted(images)
         told = [images[rank] for rank in ranks]
@@ -159,7 +159,7 @@ class Holding:
             kept = {group: told & ~ranks for group, told in self._twins.items()}
             self._twins = {group: told for group, told in kept.items() if told} or None
 
-    def is_of(self, rank: int, shard: ShardFacts) -> bool:
+    def is_of(self, rank: int, shard: Shard) -> bool:
         """Whether the image of this rank that is held here is `shard`."""
         at = _index(self.ranks, rank)
         return (
@@ -344,7 +344,7 @@ class RankReport:
     removed.
     """
 
-    sealed: Mapping[Tier, tuple[ShardFacts, ...]] = field(default_factory=dict)
+    sealed: Mapping[Tier, tuple[Shard, ...]] = field(default_factory=dict)
     answers: Mapping[Tier, Answer] = field(default_factory=dict)
     gone: Mapping[Tier, Collection[StepId]] = field(default_factory=dict)
 
@@ -754,11 +754,11 @@ class _Images:
     def __init__(self, id: StepId, world: int) -> None:
         self.id = id
         self.world = world
-        self.of: dict[int, ShardFacts] = {}
+        self.of: dict[int, Shard] = {}
         self.ranks = self.doubled = 0
 
 
-def _by_step(sealed: Iterable[tuple[int, Iterable[ShardFacts]]]) -> dict[_Key, _Images]:
+def _by_step(sealed: Iterable[tuple[int, Iterable[Shard]]]) -> dict[_Key, _Images]:
     """Group the reported images, given by rank, by step and world."""
     found: dict[_Key, _Images] = {}
     for rank, shards in sealed:

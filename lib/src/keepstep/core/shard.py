@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
 
 from keepstep.steps import StepId
 
@@ -137,23 +137,25 @@ class Shard:
     alike: Ranks = NOBODY
     written_at: float | None = None
 
-
-class ShardFacts(Protocol):
-    """What the ledger needs to know of a shard of a given rank: a `Shard`, or a row of a report."""
-
-    @property
-    def step_id(self) -> StepId: ...
-    @property
-    def world(self) -> int: ...
-    @property
-    def size_bytes(self) -> int: ...
-    @property
-    def root(self) -> str | None: ...
-    @property
-    def params_digest(self) -> str | None: ...
-    @property
-    def alike(self) -> Ranks:
-        """The rank and its twins, as in `Shard`."""
+    def __post_init__(self) -> None:
+        """Raises ValueError for twins that are no ranks of this world."""
+        if self.alike:
+            if self.alike.last >= self.world:
+                raise ValueError("twins that cannot be")
+            object.__setattr__(self, "alike", shared(self.alike))
 
     @property
-    def written_at(self) -> float | None: ...
+    def facts(self) -> dict[str, Any]:
+        """The fields of a `Shard`, without those that a subclass adds."""
+        return {one.name: getattr(self, one.name) for one in fields(Shard)}
+
+    def to_send(self) -> Shard:
+        """The shard as messages name it: without its twins if they would take too many runs
+        (`Ranks.is_short`)."""
+        return Shard(**self.facts | ({} if self.alike.is_short else {"alike": NOBODY}))
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a message may name it: it is of a rank of its world, and so are its twins."""
+        alike = not self.alike or (self.alike.is_short and self.rank in self.alike)
+        return 0 <= self.rank < self.world <= MOST_RANKS and alike

@@ -55,7 +55,8 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """A step whose shards, wherever they are, cover all boxes of all ranks of its `world`.
+    """A step of whose boxes the sidecar can bring those of all saved ranks, or a part: those of
+    `ranks`.
 
     `tier`: the farthest tier that is needed. `images`: the saved ranks whose own images are among
     them; of the other ranks, a twin has the boxes.
@@ -65,20 +66,11 @@ class Offer:
     tier: Tier
     world: int
     images: Ranks = NOBODY
+    ranks: Ranks | None = None
 
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A step of which the sidecar can bring the boxes of some saved ranks, `ranks`, but not of all.
-
-    `tier`: the farthest tier that is needed. `images`: see `Offer`.
-    """
-
-    id: StepId
-    tier: Tier
-    world: int
-    ranks: Ranks
-    images: Ranks = NOBODY
+    def bits(self) -> int:
+        """Bitmap of the saved ranks whose boxes it can bring."""
+        return (1 << self.world) - 1 if self.ranks is None else self.ranks.bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +111,7 @@ class Candidates:
     failures: tuple[Failure, ...] = ()
     trusted: tuple[StepId, ...] = ()
     never_whole: str = ""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Offer, ...] = ()
     epochs: tuple[Epoch, ...] = ()
     fleeting: bool = False
     begin_again: bool = False
@@ -429,11 +421,7 @@ def _common(ways: Sequence[_Ways]) -> set[StepId]:
     return {id for id in ids if len({each[id].world for each in ways}) == 1}
 
 
-_Shown = Offer | Part
-"""What a sidecar can show other ranks of a step."""
-
-
-def _shows(vote: Candidates) -> tuple[_Shown, ...]:
+def _shows(vote: Candidates) -> tuple[Offer, ...]:
     return (*vote.offers, *vote.parts)
 
 
@@ -445,7 +433,7 @@ def _lend(
     A step that any record of epochs left behind is none: a sidecar that is new has no record, so it
     may list nothing wrong, but the others' records count for it.
     """
-    shown: dict[StepId, list[_Shown]] = {}
+    shown: dict[StepId, list[Offer]] = {}
     for vote in votes:
         for one in _shows(vote):
             if allowed(one.id):
@@ -484,22 +472,21 @@ def _lend_own(ways: Sequence[_Ways], votes: Sequence[Candidates]) -> list[_Ways]
     ]
 
 
-def _covered(shown: Sequence[_Shown]) -> int | None:
+def _covered(shown: Sequence[Offer]) -> int | None:
     """The world of a step of which `shown` covers all boxes; None if it does not."""
     worlds, found = {one.world for one in shown}, 0
     if len(worlds) != 1:
         return None
     for one in shown:
-        if isinstance(one, Offer):
+        if one.ranks is None:
             return one.world
-        found |= one.ranks.bits
+        found |= one.bits()
     return worlds.pop() if is_full(found, shown[0].world) else None
 
 
 def _lenders(votes: Sequence[Candidates], id: StepId, ways: Sequence[_Way]) -> tuple[int, ...]:
     """As few ranks as have the images that ranks are lent as their own, and cover the step; the
     nearest tiers first."""
-    world = ways[0].world
     own = sum(1 << rank for rank, way in enumerate(ways) if way.lent and way.exact)
     shown = [
         (NEAREST_FIRST.index(one.tier), rank, one)
@@ -509,7 +496,7 @@ def _lenders(votes: Sequence[Candidates], id: StepId, ways: Sequence[_Way]) -> t
     ]
     found, lenders = 0, []
     for _, rank, one in sorted(shown, key=lambda each: each[:2]):
-        bits = (1 << world) - 1 if isinstance(one, Offer) else one.ranks.bits
+        bits = one.bits()
         if bits & ~found or own & one.images.bits:
             found |= bits
             own &= ~one.images.bits
@@ -625,7 +612,7 @@ def _steps_of_each(vote: Candidates) -> dict[tuple[EpochId, int], set[int]]:
     for one in vote.candidates:
         steps.setdefault((one.id.epoch, -1), set()).add(one.id.step)
     for part in vote.parts:
-        for rank in part.ranks:
+        for rank in part.ranks or ():
             steps.setdefault((part.id.epoch, rank), set()).add(part.id.step)
     return steps
 
@@ -640,7 +627,7 @@ def _refusal(votes: Sequence[Candidates], excluded: Collection[StepId]) -> Resto
             f"nothing was started anew. {unknown}. Bring that storage back and restart"
             f"{_way_out(votes)}. Held: {_held(votes, excluded)}"
         )
-    every: list[Candidate | Offer | Part] = []
+    every: list[Candidate | Offer] = []
     for vote in votes:
         every += (*vote.candidates, *vote.offers, *vote.parts)
     left = [one for one in every if one.id not in excluded]
@@ -724,7 +711,7 @@ def _held_by(vote: Candidates, running: int, excluded: Collection[StepId]) -> st
     ) + (f" and offers {_listed(offers, running)}" if offers else "")
 
 
-def _listed(found: Sequence[Candidate | Offer | Part], running: int) -> str:
+def _listed(found: Sequence[Candidate | Offer], running: int) -> str:
     if not found:
         return "nothing"
     newest_first = sorted(found, key=lambda one: one.id, reverse=True)

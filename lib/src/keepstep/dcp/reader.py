@@ -41,8 +41,7 @@ from torch.futures import Future
 
 from keepstep.client.session import Session, restore_timeout_s
 from keepstep.dcp import session as sessions
-from keepstep.dcp.metadata import KeyPath, Tree
-from keepstep.dcp.session import LoadBallot, choose, group_place, names_step, step_of
+from keepstep.dcp.session import KeyPath, LoadBallot, Tree, choose, group_place, names_step, step_of
 from keepstep.errors import (
     CoverageError,
     ForeignError,

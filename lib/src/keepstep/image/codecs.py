@@ -66,7 +66,7 @@ def parts_of(value: Any) -> tuple[str, Any] | None:
     """A tag, and simpler values from which `value` can be rebuilt; None for any other type. Raises
     NotData."""
     kind = type(value)
-    library = kind.__module__.partition(".")[0]
+    library = str(kind.__module__).partition(".")[0]  # a class may have any value there
     row = _OF.get((library, kind.__name__))
     if row is not None and kind is _imported(row.path):
         parts = row.parts(value)

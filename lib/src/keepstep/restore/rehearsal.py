@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from keepstep.errors import UsageError
-from keepstep.image import extras, pickles
+from keepstep.image import extras
 from keepstep.restore.modules import own_prefixes
 from keepstep.restore.optimizers import loads_in_its_own_way
 from keepstep.state import rng
@@ -158,7 +158,7 @@ def _loads_itself(component: Any) -> bool:
     ):
         return False
     origin = getattr(type(component).load_state_dict, "__module__", None) or ""
-    return not origin.startswith("torch.") and pickles.held_by(component) is None
+    return not origin.startswith("torch.") and extras.held_by(component) is None
 
 
 def _is_plain(value: Any) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from keepstep.core.commit_rule import RankReport
 from keepstep.core.history import Badput, Goodput
 from keepstep.core.ledger import Reported
-from keepstep.core.shard import NOBODY, Ranks, Shard, ShardFacts, shared
+from keepstep.core.shard import Shard
 from keepstep.core.suspicion import Failure
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.status import RankCounters, TierProgress, VolumeUsage
@@ -30,66 +30,12 @@ after the operator had taken it for gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportedShard:
-    """A `Shard` of the rank under which it is reported.
-
-    `alike`: the rank and its twins; no ranks if they would take too many runs (`Ranks.is_short`).
-    """
-
-    id: StepId
-    world: int
-    root: str | None = None
-    params_digest: str | None = None
-    written_at: float | None = None
-    bytes: int = field(default=0, compare=False)
-    alike: Ranks = NOBODY
-
-    def __post_init__(self) -> None:
-        if self.alike:
-            if not self.alike.is_short or self.alike.last >= self.world:
-                raise ValueError("twins that cannot be")
-            object.__setattr__(self, "alike", shared(self.alike))
-
-    @property
-    def step_id(self) -> StepId:
-        return self.id
-
-    @property
-    def size_bytes(self) -> int:
-        return self.bytes
-
-    @classmethod
-    def of(cls, shard: ShardFacts) -> ReportedShard:
-        return cls(
-            id=shard.step_id,
-            world=shard.world,
-            root=shard.root,
-            params_digest=shard.params_digest,
-            written_at=shard.written_at,
-            bytes=shard.size_bytes,
-            alike=shard.alike if shard.alike.is_short else NOBODY,
-        )
-
-    def shard(self, rank: int) -> Shard:
-        return Shard(
-            step_id=self.id,
-            rank=rank,
-            world=self.world,
-            size_bytes=self.bytes,
-            root=self.root,
-            params_digest=self.params_digest,
-            written_at=self.written_at,
-            alike=self.alike,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReportedTier:
-    """What a tier holds of one rank. `gone`: the removed steps, if `shards` lists only what was
-    added since the last report; None: `shards` lists everything."""
+    """What a tier holds of one rank, as `Shard.to_send`. `gone`: the removed steps, if `shards`
+    lists only what was added since the last report; None: `shards` lists everything."""
 
     answer: Answer
-    shards: tuple[ReportedShard, ...] = ()
+    shards: tuple[Shard, ...] = ()
     gone: tuple[StepId, ...] | None = None
 
 
@@ -106,7 +52,7 @@ class ReportedRank(RankCounters):
     staged_at: float | None = None
     tiers: dict[Tier, ReportedTier] = field(default_factory=dict)
 
-    def shards(self, *tiers: Tier) -> tuple[ReportedShard, ...]:
+    def shards(self, *tiers: Tier) -> tuple[Shard, ...]:
         """All shards that are listed under these tiers; without arguments, under any."""
         named = tiers or tuple(self.tiers)
         return tuple(one for tier in named if tier in self.tiers for one in self.tiers[tier].shards)

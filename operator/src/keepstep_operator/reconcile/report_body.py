@@ -13,14 +13,13 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from keepstep.core.shard import Ranks
+from keepstep.core.shard import Ranks, Shard
 from keepstep.core.suspicion import KEPT, Failure
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import (
     Report,
     ReportedRank,
     ReportedRestore,
-    ReportedShard,
     ReportedTier,
     ReportedVolume,
 )
@@ -105,7 +104,7 @@ _outer: Final = msgspec.json.Decoder(_Outer).decode
 _outer_rank: Final = msgspec.json.Decoder(_OuterRank).decode
 _outer_shard: Final = msgspec.json.Decoder(_OuterShard).decode
 _rank: Final = msgspec.json.Decoder(ReportedRank).decode
-_shard: Final = msgspec.json.Decoder(ReportedShard).decode
+_shard: Final = msgspec.json.Decoder(Shard).decode
 _step: Final = msgspec.json.Decoder(StepId).decode
 _epoch: Final = msgspec.json.Decoder(Epoch).decode
 _restore: Final = msgspec.json.Decoder(ReportedRestore).decode
@@ -195,7 +194,7 @@ def _long_rank(raw: msgspec.Raw) -> Parts[ReportedRank]:
     return ReportedRank(**told)
 
 
-def _checked_shard(raw: msgspec.Raw) -> ReportedShard:
+def _checked_shard(raw: msgspec.Raw) -> Shard:
     """Decode an image. Very long runs of twins are refused undecoded."""
     is_long = len(memoryview(raw)) > _SMALL_BYTES
     if is_long and len(memoryview(_outer_shard(raw).alike)) > _SMALL_BYTES:
@@ -223,7 +222,7 @@ def _bits(ranks: Sequence[ReportedRank]) -> Parts[int]:
     for one in ranks:
         for tier, told in one.tiers.items():
             for held in told.shards:
-                at = tier, held.id
+                at = tier, held.step_id
                 highest[at] = max(one.rank, highest.get(at, 0))
         yield
     return sum(highest.values())
@@ -246,7 +245,9 @@ def _newest(one: ReportedRank) -> ReportedRank:
     if all(len(told.shards) <= most for told in one.tiers.values()):
         return one
     tiers = {
-        tier: replace(told, shards=tuple(sorted(told.shards, key=lambda shard: shard.id)[-most:]))
+        tier: replace(
+            told, shards=tuple(sorted(told.shards, key=lambda shard: shard.step_id)[-most:])
+        )
         for tier, told in one.tiers.items()
     }
     return replace(one, tiers=tiers)
@@ -256,17 +257,17 @@ def _check_rank(one: ReportedRank) -> None:
     """Raises Refused."""
     held = one.shards()
     worlds = {one.world, *(image.world for image in held)}
-    if any(one.rank not in image.alike for image in held if image.alike):
-        raise Refused(400, "bad-report", f"rank {one.rank} tells of twins that cannot be")
     if not 0 <= one.rank < one.world or not all(0 < world <= LARGEST_WORLD for world in worlds):
         raise Refused(400, "bad-report", f"rank {one.rank} of {one.world} cannot be")
+    if any(image.rank != one.rank or not image.is_possible for image in held):
+        raise Refused(400, "bad-report", f"rank {one.rank} tells of another one or of twins")
     gone = [id for told in one.tiers.values() for id in told.gone or ()]
     if len(held) + len(gone) > MOST_IMAGES:
         raise Refused(400, "bad-report", f"rank {one.rank} tells of too many images")
-    if not all(0 <= image.bytes < 1 << 62 for image in held):
+    if not all(0 <= image.size_bytes < 1 << 62 for image in held):
         raise Refused(400, "bad-report", f"rank {one.rank} tells of a size that cannot be")
     staged = (one.staged,) if one.staged is not None else ()
-    if not all(map(_is_step, (*staged, *gone, *(image.id for image in held)))):
+    if not all(map(_is_step, (*staged, *gone, *(image.step_id for image in held)))):
         raise Refused(400, "bad-report", f"rank {one.rank} tells of a step that cannot be")
 
 

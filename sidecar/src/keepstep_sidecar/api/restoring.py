@@ -26,6 +26,8 @@ from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.history import History
+from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.restore.restorer import Restorer
@@ -83,6 +85,8 @@ class Restoring:
 
     saving: Saving
     _: KW_ONLY
+    leases: Leases
+    history: History
     slots: SlotPool
     committer: Committer
     remote_tiers: RemoteTiers
@@ -103,7 +107,7 @@ class Restoring:
 
     async def candidates(self, request: CandidatesRequest) -> Candidates:
         """What the rank could restore. Raises SidecarError `starting` when the scan is not done."""
-        lease = self.saving.leases.require(request.lease)
+        lease = self.leases.require(request.lease)
         await self.votes.ready(lease.rank, timeout_s=request.timeout_s)
         if not self._local_shards.scanned:
             raise refuse("starting", "the volumes are still being scanned; ask again")
@@ -111,14 +115,14 @@ class Restoring:
 
     async def open(self, request: OpenRequest) -> Opened:
         """Bring a step into a slot, verified; see `Restorer.open`."""
-        lease = self.saving.leases.require(request.lease)
+        lease = self.leases.require(request.lease)
         return await self.restorer.open(
             lease, request.id, timeout_s=request.timeout_s, bad=request.bad
         )
 
     async def restored(self, request: RestoredRequest) -> None:
         """All ranks agreed on this epoch. It is durably recorded on return."""
-        lease = self.saving.leases.require(request.lease)
+        lease = self.leases.require(request.lease)
         lost = self._lost_steps(lease.rank, request.epoch.parent)
         self.saving.plan_persists(all_came=True)  # it has voted, and so has every rank here
         await self.committer.start_epoch(request.epoch, asked=request.asked)
@@ -143,7 +147,7 @@ class Restoring:
 
     async def vote_refused(self, request: RefusedRequest) -> None:
         """The vote refused, and the trainer ends."""
-        rank = self.saving.leases.require(request.lease).rank
+        rank = self.leases.require(request.lease).rank
         self.refusals[rank] = self.refusals.get(rank, 0) + 1
         self.refused = request.reason
         warn("restore refused", rank=rank, times=self.refusals[rank], reason=request.reason)
@@ -152,9 +156,9 @@ class Restoring:
     async def failed(self, request: FailedRequest) -> None:
         """The script failed by itself. The failure is durably recorded on return, if any volume can
         be written."""
-        lease = self.saving.leases.require(request.lease)
+        lease = self.leases.require(request.lease)
         warn("the script failed", rank=lease.rank, step=str(request.id), reason=request.reason)
-        self.saving.history.note(Kind.FAILED, rank=lease.rank, step=request.id, text=request.reason)
+        self.history.note(Kind.FAILED, rank=lease.rank, step=request.id, text=request.reason)
         await self.committer.restart.note_failure(request.id)
         self.changes.ring()
 

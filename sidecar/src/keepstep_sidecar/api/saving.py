@@ -476,6 +476,7 @@ class StepWaits:
 
     saving: Saving
     _: KW_ONLY
+    leases: Leases
     slots: SlotPool
     committer: Committer
     remote_tiers: RemoteTiers
@@ -490,7 +491,7 @@ class StepWaits:
     async def wait(self, request: WaitRequest) -> Waited:
         """Wait until the step has the state. Raises SidecarError `bad-request` for a wrong
         state."""
-        lease = self.saving.leases.require(request.lease)
+        lease = self.leases.require(request.lease)
         reached = self._predicate(lease, request)
         if request.flush and not reached():
             self.committer.feed(Flush({request.id}))
@@ -612,7 +613,7 @@ class StepWaits:
         if not await self.changes.until(lambda: self._local_shards.scanned, timeout_s=timeout_s):
             return Flushed(reason="the volumes are still being scanned")
         for rank, slots in self.slots.ranks.items():
-            if not slots.settled and self.saving.leases.of(rank) is None:
+            if not slots.settled and self.leases.of(rank) is None:
                 slots.settled = True  # its trainer never came back: the images are final
                 self.committer.feed(Settled(rank))
         self.saving.plan_persists()

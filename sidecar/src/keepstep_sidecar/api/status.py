@@ -202,26 +202,21 @@ def _slots(slot_set: SlotSet) -> list[SlotStatus]:
 
 
 def _step(service: Service, id: StepId, doubt: Doubt) -> StepStatus:
-    committer, ranks = service.committer, service.slots.ranks
-    local, published = service.local_shards.shards.get(id, {}), service.local_shards.published
-    memory = {rank: at for rank, slots in ranks.items() if (at := slots.find(id))}
-    sizes = {rank: slot.layout.size_bytes for rank, slot in memory.items()}
-    sizes |= {rank: found.size_bytes for rank, found in local.items()}
-    far = committer.remotes.of(id)
-    sizes = {rank: places[0].shard.size_bytes for rank, places in far.items()} | sizes
-    worlds = [found.world for found in local.values()]
-    worlds += [slot.layout.world for slot in memory.values()]
-    worlds += [places[0].shard.world for places in far.values()]
-    held: dict[Tier, set[int]] = {Tier.MEMORY: set(memory), Tier.LOCAL: set(local)}
-    held |= {tier: set() for tier in committer.remotes.tiers}
-    for rank, places in far.items():
+    committer, published = service.committer, service.local_shards.published
+    memory, remotes = service.slots.images(id), committer.remotes
+    shards = [*(slot.shard for slot in memory.values())]
+    shards += [shard for _, shard in committer.copies.at_rest(id)]
+    held: dict[Tier, set[int]] = {tier: set() for tier in (Tier.MEMORY, Tier.LOCAL, *remotes.tiers)}
+    held[Tier.MEMORY].update(memory)
+    held[Tier.LOCAL].update(service.local_shards.of(id))
+    for rank, places in remotes.of(id).items():
         for place in places:
             held[place.tier].add(rank)
     return StepStatus(
         id=id,
-        world=max(worlds),
+        world=max(one.world for one in shards),
         ranks={tier: tuple(sorted(ranks)) for tier, ranks in held.items() if ranks},
-        bytes=sum(sizes.values()),
+        bytes=sum({one.rank: one.size_bytes for one in reversed(shards)}.values()),
         committed=id in published,
         path=published.get(id, ""),
         dead=(dead := committer.node.is_dead(id)),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from keepstep import steps
 from keepstep.core.history import Goodput
 from keepstep.errors import KeepstepError, SidecarAbsent, StorageError, UsageError
 from keepstep.steps import Epoch, StepId, Tier, merged
@@ -244,20 +245,23 @@ def _opened(path: Path, published: Path) -> Iterator[ShardFile]:
         yield found
 
 
-def chosen(steps: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:
-    """The steps that `words` name: `0003.1f9c2d7a-000001200`, or `1200` if only one epoch has that
-    step. Raises UsageError that names the choices."""
-    return tuple(_choose(steps, word) for word in dict.fromkeys(words))
+def chosen(held: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:
+    """The steps that `words` name. Raises UsageError that names the choices."""
+    by_id = {one.id: one for one in held}
+    found = []
+    for word in dict.fromkeys(words):
+        if (id := only(word, by_id)) is None:
+            there = ", ".join(str(one.id) for one in held[-5:]) or "none"
+            raise UsageError(f"no step {word} on the volumes; the newest there: {there}")
+        found.append(by_id[id])
+    return tuple(found)
 
 
-def _choose(steps: Sequence[StepStatus], word: str) -> StepStatus:
-    found = [one for one in steps if str(one.id) == word]
-    if not found and word.isdecimal():
-        found = [one for one in steps if one.id.step == int(word)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(str(one.id) for one in found)
+def only(word: str, ids: Iterable[StepId]) -> StepId | None:
+    """The step that `word` names: `0003.1f9c2d7a-000001200`, or `1200` if only one epoch has that
+    step. None if there is none. Raises UsageError that names the choices."""
+    found = steps.named(word, ids)
+    if len(found) > 1:
+        names = ", ".join(map(str, found))
         raise UsageError(f"several epochs have a step {word}; name one of: {names}")
-    there = ", ".join(str(one.id) for one in steps[-5:]) or "none"
-    raise UsageError(f"no step {word} on the volumes; the newest there: {there}")
+    return found[0] if found else None

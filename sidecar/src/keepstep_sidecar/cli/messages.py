@@ -75,22 +75,12 @@ def restarted(held: Holdings | None, *, code: int, attempt: int, restarts: int) 
     return f"the command {ended_how(code)}; restart {attempt} of {restarts}; {place}"
 
 
-def not_restarted(repeats: str) -> str:
-    """Why the command is not started again although restarts are left."""
-    return f"not started again, because the next start would end in the same way: {repeats}"
-
-
 def freed_removed(kept: RunDir) -> str:
     """Says that memory of an earlier run of this name was freed, because its directory is gone."""
     return (
         f"run {kept.run!r} begins at step 0: its directory was removed, so what an earlier run of"
         " that name had left in memory was freed"
     )
-
-
-def sidecar_replaced(kept: RunDir) -> str:
-    """Says that the sidecar died and is being started again."""
-    return f"the sidecar ended and is started again; training goes on (why: {kept.log})"
 
 
 def memory_removed(kept: RunDir) -> str:

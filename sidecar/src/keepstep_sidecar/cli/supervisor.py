@@ -152,7 +152,7 @@ class _Sidecar:
     def start(self, delay_s: float) -> None:
         """Have it started after `delay_s`."""
         if self.seen:
-            say(messages.sidecar_replaced(self.kept))
+            say(f"the sidecar ended and is started again; training goes on (why: {self.kept.log})")
         self.due = time.monotonic() + delay_s
 
     def launch(self) -> Process | None:
@@ -432,7 +432,8 @@ class Supervisor:
             )
         )
         if action.repeats:
-            say(messages.not_restarted(action.repeats))
+            why = "not started again, because the next start would end in the same way"
+            say(f"{why}: {action.repeats}")
 
     def _held(self) -> Holdings | None:
         """What the run holds; None if that cannot be read. An error must not stop the command."""

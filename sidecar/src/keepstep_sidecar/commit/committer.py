@@ -106,27 +106,19 @@ class StepDirectories:
             return bool(doomed)
 
     async def _publish(self, id: StepId) -> None:
-        made_of = [shard.path for shard in self.local.shards.get(id, {}).values()]
-        if not made_of:  # a scan in between no longer found it
-            return
         try:
-            path = await self.local.blocking(
-                lambda: self.local.volumes.publish(id, made_of=made_of)
-            )
+            published = await self.local.publish(id)
         except KeepstepError as error:
             warn("not published", step=str(id), reason=str(error))
             return
-        if path is None:
-            return
-        self.local.show(id, path)
-        self.history.committed(id)
-        self.changes.ring()
+        if published:
+            self.history.committed(id)
+            self.changes.ring()
 
     async def _retire(self, id: StepId) -> None:
-        self.local.drop(id)
         self.remotes.wake()
         try:
-            freed = await self.local.blocking(lambda: self.local.volumes.retire(id))
+            freed = await self.local.retire(id)
         except KeepstepError as error:
             warn("not retired", step=str(id), reason=str(error))
             return
@@ -272,9 +264,7 @@ class Committer:
             in_use=lambda id: self.rollback.names(id) or remotes.in_use(id),
             may_write=lambda id: self.epochs.writes(id),
         )
-        self.epochs = Epochs(
-            remotes, local, commits=self.node.commits, known=lambda: self.node.ledger.epochs
-        )
+        self.epochs = Epochs(self.node, remotes, local)
         self.restart = RestartStep(self.node, self.copies, self.rollback, local)
         self.notes = OperatorNotes(self.node.operator_view, local)
         self._history = history or History()

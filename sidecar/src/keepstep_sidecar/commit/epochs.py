@@ -9,13 +9,13 @@ for, offered or reported.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from keepstep.core.commit_rule import Standing
 from keepstep.core.ledger import RestorePlan
 from keepstep.core.node import Node
-from keepstep.core.shard import ShardFacts
+from keepstep.core.shard import Shard
 from keepstep.core.suspicion import KEPT, WITHIN, Doubt, Failure, newest
 from keepstep.errors import StorageError
 from keepstep.steps import Epoch, StepId, Tier
@@ -24,35 +24,27 @@ from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInvento
 from keepstep_sidecar.config.sidecar import Wish
 from keepstep_sidecar.log import warn
 
-Row = TypeVar("Row", bound=ShardFacts)
+Row = TypeVar("Row", bound=Shard)
 
 
+@dataclass(eq=False)
 class Epochs:
     """The epochs of one run. `current`: the one in which a live trainer works, None while unknown.
     What concerns another run does nothing when the run is not a fork."""
 
-    def __init__(
-        self,
-        remotes: RemoteInventory,
-        local: LocalShards,
-        *,
-        commits: Callable[[], Iterable[StepId]],
-        known: Callable[[], Iterable[Epoch]],
-    ) -> None:
-        """`commits`: returns every step that is known to be committed and may be restored.
-        `known`: returns every epoch that anything within reach names."""
-        self.current: Epoch | None = None
-        self._remotes = remotes
-        self._ancestor = remotes.ancestor
-        self._local = local
-        self._commits = commits
-        self._known = known
+    node: Node
+    remotes: RemoteInventory
+    local: LocalShards
+    current: Epoch | None = None
+
+    def __post_init__(self) -> None:
+        self._ancestor = self.remotes.ancestor
 
     def own(self, *begun: Epoch) -> tuple[Epoch, ...]:
         """All epochs that are certainly this run's own: those recorded here, told by the run's
         other pods, or in `begun`. Includes their ancestors, whichever source knows them."""
-        own = (*self._remotes.told_by(Tier.PEER), *self._local.record.epochs, *begun)
-        return line(own, self._known())
+        own = (*self.remotes.told_by(Tier.PEER), *self.local.record.epochs, *begun)
+        return line(own, self.node.ledger.epochs)
 
     def unrecorded(self, epoch: Epoch) -> tuple[Epoch, ...]:
         """All epochs to be recorded before this one begins; none if the volumes have them.
@@ -60,7 +52,7 @@ class Epochs:
         What the ledger knows does not count: other pods told of epochs that lie only in memory.
         """
         own = self.own(epoch)
-        return () if set(own) <= set(self._local.record.epochs) else own
+        return () if set(own) <= set(self.local.record.epochs) else own
 
     def see(self, epoch: Epoch) -> None:
         """A live trainer works in this epoch (it restored before this sidecar started)."""
@@ -72,7 +64,7 @@ class Epochs:
         return self._newest() is not None
 
     def _newest(self) -> StepId | None:
-        return max((id for id in self._commits() if not self.foreign(id)), default=None)
+        return max((id for id in self.node.commits() if not self.foreign(id)), default=None)
 
     def foreign(self, id: StepId) -> bool:
         """Whether this step belongs to the other run."""
@@ -142,28 +134,23 @@ def line(own: Iterable[Epoch], known: Iterable[Epoch]) -> tuple[Epoch, ...]:
 # --- the step of a restart -------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Rollback:
-    """The step to go back to, if one was named at the sidecar's start or by the operator.
+    """The step to go back to, if one was named at the sidecar's `start` or by the operator.
 
-    `begin_again`: a person asked, through the operator, to begin at step 0 if no step can be
-    restored. `gone_for_good`: the operator knows that what no pod can reach cannot come back.
+    `recorded`: returns the epochs on this machine's record. `asked`: the step that the script asked
+    for in the newest of them. `begin_again`: a person asked, through the operator, to begin at step
+    0 if no step can be restored. `gone_for_good`: the operator knows that what no pod can reach
+    cannot come back.
     """
 
-    def __init__(
-        self,
-        wish: Wish | None,
-        recorded: Callable[[], Iterable[Epoch]],
-        *,
-        asked: StepId | None = None,
-    ) -> None:
-        """`recorded`: returns the epochs on this machine's record. `asked`: the step that the
-        script asked for in the newest of them."""
-        self.begin_again = self.gone_for_good = False
-        self.asked = asked
-        self._wish = wish
-        self._recorded = recorded
-        self._told: StepId | None = None
-        self._began: StepId | None = None
+    start: Wish | None
+    recorded: Callable[[], Iterable[Epoch]]
+    asked: StepId | None = None
+    begin_again: bool = False
+    gone_for_good: bool = False
+    _told: StepId | None = None
+    _began: StepId | None = None
 
     def hear(self, reply: ReportReply) -> None:
         """Take in the operator's reply, which holds until the next one."""
@@ -183,11 +170,11 @@ class Rollback:
         """The wish that is not yet fulfilled. None: restore the newest step."""
         if self._told is not None:
             return Wish(id=self._told) if self._told != self._began else None
-        if (wish := self._wish) is None:
+        if (wish := self.start) is None:
             return None
         done = any(
             one.id.number > wish.since and one.parent is not None and wish.names(one.parent)
-            for one in self._recorded()
+            for one in self.recorded()
         )
         return None if done else wish
 
@@ -215,22 +202,18 @@ class Rollback:
         return max(found, default=None)
 
 
+@dataclass(eq=False)
 class RestartStep:
     """Says which step this machine expects. The trainers' own vote decides."""
 
-    def __init__(
-        self,
-        node: Node,
-        copies: Copies,
-        rollback: Rollback,
-        local: LocalShards,
-    ) -> None:
-        self._node = node
-        self._copies = copies
-        self._rollback = rollback
-        self._local = local
-        self._noted = frozenset(sorted(local.record.failures)[-KEPT:])
-        self._reported: tuple[Failure, ...] = ()
+    node: Node
+    copies: Copies
+    rollback: Rollback
+    local: LocalShards
+    _reported: tuple[Failure, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._noted = frozenset(sorted(self.local.record.failures)[-KEPT:])
 
     # --- failures ----------------------------------------------------------------------------
 
@@ -241,7 +224,7 @@ class RestartStep:
             return
         self._noted = noted = frozenset(sorted({*self._noted, at})[-KEPT:])
         try:
-            await self._local.change_record(lambda record: replace(record, failures=noted))
+            await self.local.change_record(lambda record: replace(record, failures=noted))
         except StorageError as error:
             warn("failure of the script not noted", step=str(at), reason=str(error))
 
@@ -252,7 +235,7 @@ class RestartStep:
 
     def failures(self) -> tuple[Failure, ...]:
         """All known failures, each with the steps that it casts doubt on."""
-        ledger = self._node.ledger
+        ledger = self.node.ledger
 
         def alive(id: StepId) -> bool:
             return ledger.lineage.standing(id) is Standing.LIVE
@@ -266,11 +249,11 @@ class RestartStep:
     @property
     def trusted(self) -> frozenset[StepId]:
         """Steps that a person has pinned, as far as this machine was told."""
-        return self._node.heard.pinned
+        return self.node.heard.pinned
 
     def doubt(self) -> Doubt:
         """Which steps are suspect and which are proven, as far as this machine knows."""
-        kept = {id for id in self._copies.ids() if not self._node.is_dead(id)}
+        kept = {id for id in self.copies.ids() if not self.node.is_dead(id)}
         return Doubt.of(self.failures(), kept, self.trusted)
 
     def suspicion(self) -> str:
@@ -289,7 +272,7 @@ class RestartStep:
         """The step to go back to instead, if the newest whole step is suspect; else None."""
         if not (self._noted or self._reported):
             return None
-        whole = self._node.ledger.whole()
+        whole = self.node.ledger.whole()
         left = self.doubt().left(whole)
         return max(left) if len(left) < len(whole) else None
 
@@ -297,19 +280,19 @@ class RestartStep:
 
     def pinned(self) -> frozenset[StepId] | None:
         """Steps that no tier may delete; None until the operator has named them."""
-        if not self._node.operator_view.pins_known:
+        if not self.node.operator_view.pins_known:
             return None
-        return self.trusted.union(filter(self._rollback.names, self._copies.ids()))
+        return self.trusted.union(filter(self.rollback.names, self.copies.ids()))
 
     def wanted(self) -> StepId | None:
         """The step that a person wants to go back to, if this machine knows it."""
-        ledger = self._node.ledger
-        held = [id for id in self._copies.ids() if ledger.lineage.restorable(id)]
-        return self._rollback.resolve(ledger.whole(), held)
+        ledger = self.node.ledger
+        held = [id for id in self.copies.ids() if ledger.lineage.restorable(id)]
+        return self.rollback.resolve(ledger.whole(), held)
 
     def plan(self) -> RestorePlan | None:
         """The step that would be restored now and its tiers; None if that is unknown."""
-        ledger = self._node.ledger
+        ledger = self.node.ledger
         if (chosen := self.wanted() or self._instead()) is not None:
             return self._plan_of(chosen)
         beyond, complete = self._plan_beyond(), ledger.watermark(Tier.MEMORY)
@@ -319,7 +302,7 @@ class RestartStep:
         if not ledger.whole():
             return None
         # This machine can never tell what a rank holds that has nothing here.
-        found = ledger.plan(self._copies.ranks())
+        found = ledger.plan(self.copies.ranks())
         return found if isinstance(found, RestorePlan) else None
 
     def _plan_beyond(self) -> RestorePlan | None:
@@ -330,19 +313,19 @@ class RestartStep:
         something newer and there is no operator, only the vote can tell whether the other ranks
         have it too.
         """
-        told = self._node.heard.plan
-        restorable = told is not None and self._node.ledger.lineage.restorable(told)
+        told = self.node.heard.plan
+        restorable = told is not None and self.node.ledger.lineage.restorable(told)
         if told is not None and restorable and (found := self._plan_of(told)) is not None:
             return found
-        if (id := self._node.last_commit()) is None:
+        if (id := self.node.last_commit()) is None:
             return None
-        newest_in_memory = self._copies.newest_in_memory
-        ranks = [rank for rank in self._copies.ranks() if id >= newest_in_memory(rank, id)]
+        newest_in_memory = self.copies.newest_in_memory
+        ranks = [rank for rank in self.copies.ranks() if id >= newest_in_memory(rank, id)]
         return self._plan_of(id, ranks)
 
     def _plan_of(self, id: StepId, ranks: Iterable[int] | None = None) -> RestorePlan | None:
         """A plan of this step for those of `ranks` (None: all here) that hold it; None if none
         do."""
-        asked = self._copies.ranks() if ranks is None else ranks
-        tiers = {rank: tier for rank in asked if (tier := self._copies.nearest(id, rank))}
+        asked = self.copies.ranks() if ranks is None else ranks
+        tiers = {rank: tier for rank in asked if (tier := self.copies.nearest(id, rank))}
         return RestorePlan(id, tiers) if tiers else None

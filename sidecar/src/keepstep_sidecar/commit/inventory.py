@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep.core.commit_rule import RankReport, bits, is_full
 from keepstep.core.ledger import Reported
 from keepstep.core.node import Listed
 from keepstep.core.shard import NOBODY, Ranks, Shard
-from keepstep.core.vote import NEVER, Offer, Part
+from keepstep.core.vote import NEVER, Offer
 from keepstep.errors import ImageError, VersionError
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, StepId, Tier, merged
 from keepstep_sidecar.concurrency import OnThread
@@ -130,13 +129,23 @@ class LocalShards:
     def add(self, one: LocalShard) -> None:
         self.shards.setdefault(one.step_id, {})[one.rank] = one
 
-    def show(self, id: StepId, path: Path) -> None:
-        """The step was published in this directory, and its shards were moved there."""
+    async def publish(self, id: StepId) -> bool:
+        """Show the step to readers. False if nothing of it lies here. Raises KeepstepError."""
+        made_of = [one.path for one in self.of(id).values()]
+        if not made_of:  # a scan in between no longer found it
+            return False
+        path = await self.blocking(lambda: self.volumes.publish(id, made_of=made_of))
+        if path is None:
+            return False
         self.published[id] = str(path)
         self.committed_at = path.stat().st_mtime  # when its last shard got its name
-        self.shards[id] = {
-            rank: _as_published(found) for rank, found in self.shards.get(id, {}).items()
-        }
+        self.shards[id] = {rank: _as_published(found) for rank, found in self.of(id).items()}
+        return True
+
+    async def retire(self, id: StepId) -> int:
+        """Delete the step. Returns the bytes freed. Raises KeepstepError."""
+        self.drop(id)
+        return await self.blocking(lambda: self.volumes.retire(id))
 
     def lose(self, rank: int, id: StepId) -> None:
         """This rank's shard of the step is damaged. Until a scan is through nobody knows what is
@@ -177,9 +186,13 @@ class LocalShards:
     def all(self) -> list[LocalShard]:
         return [one for held in self.shards.values() for one in held.values()]
 
+    def of(self, id: StepId) -> Mapping[int, LocalShard]:
+        """By rank, the durable shards of the step."""
+        return self.shards.get(id, {})
+
     def holds(self, rank: int, id: StepId) -> LocalShard | None:
         """This rank's durable shard of the step."""
-        return self.shards.get(id, {}).get(rank)
+        return self.of(id).get(rank)
 
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
         """The rank's shards for the ledger, oldest step first."""
@@ -192,7 +205,7 @@ class LocalShards:
 
     def was_durable(self, rank: int, id: StepId) -> bool:
         """Whether this step is durable for the rank, or was until it was deleted."""
-        return rank in self.shards.get(id, ()) or rank in self._past.get(id, ((), False))[0]
+        return rank in self.of(id) or rank in self._past.get(id, ((), False))[0]
 
     def was_published(self, id: StepId) -> bool:
         """Whether this step is visible to readers, or was until it was deleted."""
@@ -246,7 +259,7 @@ class RemoteInventory:
         self.peers, self.archive, self.ancestor = peers, archive, ancestor
         self.looked = not remote_tiers
         self.index = 0
-        self._inventories = [_NOT_ASKED for _ in self.remote_tiers]
+        self._inventories = dict.fromkeys(self.remote_tiers, _NOT_ASKED)
         self._refused: set[ShardSource] = set()
         self._at: dict[StepId, dict[int, list[ShardSource]]] = {}
         self._of_rank: dict[int, dict[Tier, list[Shard]]] = {}
@@ -275,35 +288,21 @@ class RemoteInventory:
         return await asyncio.shield(self._looking)
 
     async def _look(self) -> bool:
-        found = self._ancestor_last(
-            await asyncio.gather(*(one.look() for one in self.remote_tiers))
-        )
-        before = (self._inventories, self.looked)
-        self._inventories = [
-            _with_last_seen(new, old) for new, old in zip(found, self._inventories, strict=True)
-        ]
+        answers = await asyncio.gather(*(one.look() for one in self.remote_tiers))
+        found, last = dict(zip(self.remote_tiers, answers, strict=True)), self._inventories
+        others = [one.answer for tier, one in found.items() if tier is not self.ancestor]
+        if self.ancestor is not None and Answer.UNKNOWN in others:
+            # ignore the other run's step until it is known what this run has itself
+            found[self.ancestor] = _TOO_EARLY
+        self._inventories = {tier: _with_last_seen(new, last[tier]) for tier, new in found.items()}
+        for tier, new in self._inventories.items():
+            if new.answer is Answer.UNKNOWN and new.reason != last[tier].reason:
+                warn("remote tier does not answer", tier=str(tier.tier), reason=new.reason)
+        changed = not self.looked or self._inventories != last
         self.looked = True
-        for remote_tier, old, new in zip(
-            self.remote_tiers, before[0], self._inventories, strict=True
-        ):
-            if new.answer is Answer.UNKNOWN and new.reason != old.reason:
-                warn("remote tier does not answer", tier=str(remote_tier.tier), reason=new.reason)
-        if changed := before != (self._inventories, True):
+        if changed:
             self._index()
         return changed
-
-    def _ancestor_last(self, found: Sequence[Inventory]) -> list[Inventory]:
-        """Ignore the other run's step until all other tiers have said what this run has itself."""
-        pairs = list(zip(self.remote_tiers, found, strict=True))
-        silent = any(
-            one.answer is Answer.UNKNOWN
-            for remote_tier, one in pairs
-            if remote_tier is not self.ancestor
-        )
-        return [
-            _TOO_EARLY if silent and remote_tier is self.ancestor else one
-            for remote_tier, one in pairs
-        ]
 
     def reject(self, source: ShardSource, error: Exception) -> None:
         """This copy could not be used. A copy that failed verification is not offered any more. A
@@ -326,7 +325,7 @@ class RemoteInventory:
     def _index(self) -> None:
         self.index += 1
         self._at, self._of_rank = {}, {}
-        for remote_tier, inventory in zip(self.remote_tiers, self._inventories, strict=True):
+        for remote_tier, inventory in self._inventories.items():
             for one in inventory.shards:
                 sources = [at for at in remote_tier.sources(one) if at not in self._refused]
                 if sources:
@@ -372,19 +371,19 @@ class RemoteInventory:
     @property
     def epochs(self) -> tuple[Epoch, ...]:
         """Every epoch that any remote tier knows, oldest first."""
-        return merged(epoch for each in self._inventories for epoch in each.epochs)
+        return merged(epoch for each in self._inventories.values() for epoch in each.epochs)
 
     def told_by(self, tier: Tier) -> tuple[Epoch, ...]:
         """The epochs that remote tiers of this kind know."""
-        pairs = zip(self.remote_tiers, self._inventories, strict=True)
-        return tuple(
-            epoch for remote_tier, one in pairs if remote_tier.tier is tier for epoch in one.epochs
-        )
+        return tuple(epoch for _, one in self._of_kind(tier) for epoch in one.epochs)
+
+    def _of_kind(self, tier: Tier) -> list[tuple[RemoteTier, Inventory]]:
+        return [(each, one) for each, one in self._inventories.items() if each.tier is tier]
 
     @property
     def complete(self) -> frozenset[StepId]:
         """Steps of which a remote tier itself says that it holds all shards."""
-        return frozenset().union(*(one.complete for one in self._inventories))
+        return frozenset().union(*(one.complete for one in self._inventories.values()))
 
     @property
     def unknown(self) -> str:
@@ -395,26 +394,18 @@ class RemoteInventory:
         """Why it is not known what one kind of tier holds; '' when it is known."""
         return "; ".join(
             f"{remote_tier.status().where}: {one.reason or 'it does not answer'}"
-            for remote_tier, one in zip(self.remote_tiers, self._inventories, strict=True)
-            if remote_tier.tier is tier and one.answer is Answer.UNKNOWN
+            for remote_tier, one in self._of_kind(tier)
+            if one.answer is Answer.UNKNOWN
         )
 
     def report(self, rank: int) -> RankReport:
         """What remote tiers hold of a rank, as a report for the ledger."""
         sealed = {tier: tuple(self._of_rank.get(rank, {}).get(tier, ())) for tier in self.tiers}
-        return RankReport(
-            sealed=sealed, answers={tier: self._answer(tier, sealed[tier]) for tier in self.tiers}
-        )
-
-    def _answer(self, tier: Tier, found: Sequence[Shard]) -> Answer:
-        said = [
-            one.answer
-            for remote_tier, one in zip(self.remote_tiers, self._inventories, strict=True)
-            if remote_tier.tier is tier
-        ]
-        if Answer.UNKNOWN in said:
-            return Answer.UNKNOWN
-        return Answer.STEPS if found else Answer.NONE
+        answers = {tier: Answer.STEPS if found else Answer.NONE for tier, found in sealed.items()}
+        for tier, one in self._inventories.items():
+            if one.answer is Answer.UNKNOWN:
+                answers[tier.tier] = Answer.UNKNOWN
+        return RankReport(sealed=sealed, answers=answers)
 
 
 def _with_last_seen(new: Inventory, old: Inventory) -> Inventory:
@@ -455,7 +446,9 @@ class Copies:
 
     def of_rank(self, rank: int) -> RankReport:
         """What is held of one rank, on all tiers."""
-        memory, local = self._memory(rank), self._local.of_rank(rank)
+        slots = self._pool.ranks.get(rank)
+        sealed = [slots.find(id) for id in slots.sealed()] if slots is not None else []
+        memory, local = tuple(at.shard for at in sealed if at), self._local.of_rank(rank)
         is_known = self._local.scanned and not self._local.unreadable
         nothing = Answer.NONE if is_known else Answer.UNKNOWN
         beyond = self._remotes.report(rank)
@@ -497,21 +490,6 @@ class Copies:
         slots = self._pool.ranks.get(rank)
         return max(slots.sealed() if slots is not None else (), default=default)
 
-    def _memory(self, rank: int) -> tuple[Shard, ...]:
-        if (slots := self._pool.ranks.get(rank)) is None:
-            return ()
-        layouts = ((id, slot.layout) for id in slots.sealed() if (slot := slots.find(id)))
-        return tuple(
-            Shard(
-                step_id=id,
-                rank=layout.rank,
-                world=layout.world,
-                size_bytes=layout.size_bytes,
-                alike=layout.alike,
-            )
-            for id, layout in layouts
-        )
-
     # --- where copies are --------------------------------------------------------------------
 
     def origins(self, id: StepId, rank: int) -> list[ShardSource]:
@@ -523,35 +501,40 @@ class Copies:
 
     def nearest(self, id: StepId, rank: int) -> Tier | None:
         """The nearest tier that holds the image."""
-        slots = self._pool.ranks.get(rank)
-        if slots is not None and slots.find(id) is not None:
+        if self._pool.find(rank, id) is not None:
             return Tier.MEMORY
         origins = self.origins(id, rank)
         return origins[0].tier if origins else None
 
+    def at_rest(self, id: StepId) -> Iterator[tuple[Tier, Shard]]:
+        """The copies beyond memory; of those beyond this machine each rank's nearest."""
+        yield from ((Tier.LOCAL, found) for found in self._local.of(id).values())
+        for places in self._remotes.of(id).values():
+            yield places[0].tier, places[0].shard
+
+    def _copies(self, id: StepId) -> Iterator[tuple[Tier, Shard]]:
+        """All of these, and those in memory: with the tier that they came from."""
+        yield from ((at.tier, at.shard) for at in self._pool.images(id).values())
+        yield from self.at_rest(id)
+
     def ranks_with(self, id: StepId) -> list[int]:
         """Saved ranks of which some tier beyond memory holds a shard."""
-        return sorted({*self._local.shards.get(id, {}), *self._remotes.of(id)})
+        return sorted({shard.rank for _, shard in self.at_rest(id)})
 
     def ranks_of(self, id: StepId) -> tuple[int, ...]:
         """Saved ranks of which any copy is within reach."""
-        return tuple(sorted({rank for _, rank, _ in self._copies(id)}))
+        return tuple(sorted({shard.rank for _, shard in self._copies(id)}))
 
     def one_of_twins(self, id: StepId, ranks: Iterable[int], *, known: Iterable[int]) -> list[int]:
         """`ranks` in their order, without each rank that has a twin in `known` or earlier in the
         result. Considers images beyond memory only."""
+        alike = {shard.rank: shard.alike for _, shard in reversed(list(self.at_rest(id)))}
         reading, needed = set(known), list[int]()
         for rank in ranks:
-            if reading.isdisjoint(self._alike(id, rank)):
+            if reading.isdisjoint(alike.get(rank, NOBODY)):
                 needed.append(rank)
                 reading.add(rank)
         return needed
-
-    def _alike(self, id: StepId, rank: int) -> Ranks:
-        """The rank and its twins, by its image beyond memory."""
-        if (local := self._local.shards.get(id, {}).get(rank)) is not None:
-            return local.alike
-        return next((one.shard.alike for one in self._remotes.of(id).get(rank, ())), NOBODY)
 
     def ids(self) -> set[StepId]:
         """Every step of which any copy is within reach."""
@@ -560,9 +543,7 @@ class Copies:
 
     def world_of(self, id: StepId) -> int | None:
         """How many ranks saved the step; None when that is unknown or copies disagree."""
-        worlds = {found.world for found in self._local.shards.get(id, {}).values()}
-        worlds |= {each[0].shard.world for each in self._remotes.of(id).values()}
-        worlds |= {at.layout.world for one in self._pool.ranks.values() if (at := one.find(id))}
+        worlds = {shard.world for _, shard in self._copies(id)}
         return worlds.pop() if len(worlds) == 1 else None
 
     def offers(self, whole: Iterable[StepId]) -> tuple[Offer, ...]:
@@ -584,7 +565,7 @@ class Copies:
                 return Offer(id=id, tier=tier, world=world, images=self._images(id))
         return None
 
-    def parts(self, ids: Iterable[StepId]) -> tuple[Part, ...]:
+    def parts(self, ids: Iterable[StepId]) -> tuple[Offer, ...]:
         """What is within reach of each of these steps, oldest first."""
         found = []
         for id in sorted(ids):
@@ -594,7 +575,7 @@ class Copies:
                 for there in reached.values():
                     ranks |= there
                 covered, images = Ranks.of(bits(ranks)), self._images(id)
-                found.append(Part(id=id, tier=tier, world=world, ranks=covered, images=images))
+                found.append(Offer(id=id, tier=tier, world=world, ranks=covered, images=images))
         return tuple(found)
 
     def _images(self, id: StepId) -> Ranks:
@@ -603,16 +584,6 @@ class Copies:
     def _reached(self, id: StepId) -> dict[Tier, int]:
         """By tier, the ranks whose boxes are within reach there, as a bitmap."""
         reached: dict[Tier, int] = {}
-        for tier, rank, alike in self._copies(id):
-            reached[tier] = reached.get(tier, 0) | 1 << rank | alike.bits
+        for tier, shard in self._copies(id):
+            reached[tier] = reached.get(tier, 0) | 1 << shard.rank | shard.alike.bits
         return reached
-
-    def _copies(self, id: StepId) -> Iterable[tuple[Tier, int, Ranks]]:
-        """(tier, rank, the rank and its twins) of all copies."""
-        for rank, slots in self._pool.ranks.items():
-            if (at := slots.find(id)) is not None:
-                yield at.tier, rank, at.layout.alike
-        for rank, found in self._local.shards.get(id, {}).items():
-            yield Tier.LOCAL, rank, found.alike
-        for rank, places in self._remotes.of(id).items():
-            yield places[0].tier, rank, places[0].shard.alike

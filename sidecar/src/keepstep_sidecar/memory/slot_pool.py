@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from keepstep.core.shard import Shard
 from keepstep.core.slot_table import SlotState, SlotTable
 from keepstep.image import ControlPage, Layout
 from keepstep.steps import StepId, Tier
@@ -88,6 +89,14 @@ class SlotPool:
             self.directories.make(rank)
             self.ranks[rank] = RankSlots(rank)
         return self.ranks[rank]
+
+    def find(self, rank: int, id: StepId) -> Slot | None:
+        """The slot with this image; None if there is none."""
+        return self.ranks[rank].find(id) if rank in self.ranks else None
+
+    def images(self, id: StepId) -> dict[int, Slot]:
+        """By rank, the slots with an image of this step."""
+        return {rank: at for rank, slots in self.ranks.items() if (at := slots.find(id))}
 
     @property
     def made_bytes(self) -> int:
@@ -351,6 +360,18 @@ class Slot:
         return self.slot_set.layout
 
     @property
+    def shard(self) -> Shard:
+        """The shard that its image is. Only for a slot that holds one."""
+        assert self.live is not None
+        return Shard(
+            step_id=self.live,
+            rank=self.layout.rank,
+            world=self.layout.world,
+            size_bytes=self.layout.size_bytes,
+            alike=self.layout.alike,
+        )
+
+    @property
     def tier(self) -> Tier:
         """Where its image came from."""
         return self.slot_set.uses[self.index].tier
@@ -371,7 +392,9 @@ class Slot:
 
     def seal(self, id: StepId, *, tier: Tier = Tier.MEMORY) -> None:
         """The image is complete. `tier`: where the image came from."""
-        self.slot_set.seal(self.index, id, tier=tier)
+        uses = self.slot_set.uses
+        uses[self.index] = Use(uses[self.index].generation, tier)
+        self.slot_set.table.seal(self.index, id)
 
     def release(self, *, keep: StepId | None = None) -> None:
         """The slot is no longer filled; see `SlotTable.release`."""
@@ -493,11 +516,6 @@ class SlotSet:
             self.table.hold(index)
             self.uses[index] = Use(None)
         return True
-
-    def seal(self, index: int, id: StepId, *, tier: Tier = Tier.MEMORY) -> None:
-        """See `Slot.seal`."""
-        self.uses[index] = Use(self.uses[index].generation, tier)
-        self.table.seal(index, id)
 
     # --- asking ------------------------------------------------------------------------------
 

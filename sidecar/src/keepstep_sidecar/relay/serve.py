@@ -88,7 +88,7 @@ def report(listing: Listing, *, address: str, started_at: float, sequence: int) 
     """The report for the operator: each shard is a copy that is kept here for its rank."""
     by_rank: dict[int, dict[StepId, Shard]] = {}
     for one in listing.shards:
-        by_rank.setdefault(one.rank, {})[one.id] = one.shard(one.rank)
+        by_rank.setdefault(one.rank, {})[one.step_id] = one
     return Report(
         sidecar=__version__,
         started_at=started_at,
@@ -157,7 +157,6 @@ def _reporter(serving: Serving, shelf: Shelf, operator: OperatorLink, changes: C
                 started_at=started_at,
                 sequence=sequence,
             ),
-            news=reporting.news,
             urgent=lambda: False,
         ),
         trust=serving.reporting.trust(),

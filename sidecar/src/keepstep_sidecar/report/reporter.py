@@ -29,7 +29,7 @@ from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.report.changes import changes
+from keepstep_sidecar.report.report import changes, news
 
 _log = logging.getLogger("keepstep.sidecar")
 
@@ -71,7 +71,6 @@ class Look:
 
     measure: Callable[[], Awaitable[tuple[VolumeStatus, ...]]]
     report: Callable[[tuple[VolumeStatus, ...], int], Report]
-    news: Callable[[Report], Report]
     urgent: Callable[[], bool]
 
 
@@ -205,7 +204,7 @@ class Reporter:
         if self._operator.finishing or self._failures or self._sent is None:
             return True
         silence_s = self._rhythm.silence_s(urgent=self._look.urgent(), chance=0.0)
-        return self._since() >= silence_s or self._look.news(report) != self._sent
+        return self._since() >= silence_s or news(report) != self._sent
 
     # --- what --------------------------------------------------------------------------------
 
@@ -317,7 +316,7 @@ class Reporter:
         follows = reply.changes_since == report.sequence
         self._known = report if follows else None
         taken = follows or not told.since
-        self._sent = self._look.news(report) if taken else None
+        self._sent = news(report) if taken else None
         self._rhythm = Rhythm.of(reply)
 
 

@@ -94,11 +94,6 @@ class ChunkBuffer:
             self._mapping.close()
 
 
-def buffer_path(memory_dir: Path, rank: int, token: str) -> Path:
-    """The path of the window of one restore of one lease."""
-    return memory_dir / f"{_PREFIX}{rank:05d}-{token}"
-
-
 # --- chunks ----------------------------------------------------------------------------------
 
 
@@ -139,7 +134,7 @@ class ChunkBuffers:
                 f"a window has {LEAST_FRAMES} to {MOST_FRAMES} frames, not {request.frames}",
             )
         self.release(lease.rank)
-        path = buffer_path(self.memory_dir, lease.rank, secrets.token_hex(4))
+        path = self.memory_dir / f"{_PREFIX}{lease.rank:05d}-{secrets.token_hex(4)}"
         made = await asyncio.to_thread(ChunkBuffer, path, self._affordable(request.frames))
         if lease.ended:
             made.close()

@@ -91,8 +91,7 @@ class Fetcher:
 
     async def layout(self, id: StepId, saved: int) -> Layout:
         """The layout of the saved rank's image. Raises as `ask` does."""
-        slots = self.pool.ranks.get(saved)
-        if slots is not None and (at := slots.find(id)) is not None:
+        if (at := self.pool.find(saved, id)) is not None:
             return at.layout
         return (await self.ask(id, saved, self.manifest))[1].layout
 

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from keepstep.core.vote import MOST_EPOCHS, Candidate, Candidates, Part
+from keepstep.core.vote import MOST_EPOCHS, Candidate, Candidates, Offer
 from keepstep.errors import ImageError, NoMemoryError, StorageError, few
 from keepstep.steps import Answer, StepId, Tier
 from keepstep.wire.trainer import RESTORE_TIMEOUT_ENV, Opened
@@ -71,7 +71,7 @@ class Restorer:
             whole = {*ledger.committed(Tier.MEMORY), *(one.id for one in offers)}
             # A step of another world size stays on the list: the vote reports the difference.
             held = {id: one for id, one in held.items() if id in whole or one.world != lease.world}
-            parts: tuple[Part, ...] = ()
+            parts: tuple[Offer, ...] = ()
         else:
             # what this sidecar can add to steps that only several sidecars together have
             left = self._copies.ids().difference(hidden, (one.id for one in offers))
@@ -144,7 +144,7 @@ class Restorer:
             )
         return None
 
-    def _why_nothing(self, lease: Lease, parts: Collection[Part]) -> tuple[Answer, str]:
+    def _why_nothing(self, lease: Lease, parts: Collection[Offer]) -> tuple[Answer, str]:
         if self._local_shards.unreadable:
             return Answer.UNKNOWN, self._local_shards.unreadable
         if failed := self._failed():

@@ -13,7 +13,7 @@ trainer.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.core.shard import Shard
@@ -36,8 +36,7 @@ class RemoteShard(Shard):
     @classmethod
     def of(cls, shard: Shard, *, tier: Tier, where: str, key: Any = None) -> RemoteShard:
         """The same shard, as held at `where`."""
-        told = {one.name: getattr(shard, one.name) for one in fields(Shard)}
-        return cls(**told, tier=tier, where=where, key=key)
+        return cls(**shard.facts, tier=tier, where=where, key=key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +84,9 @@ class RunFacts:
 
 
 class RemoteTier:
-    """What every remote tier can do; `replicator.Place` says how shards are written there. Methods
-    that only concern a pod's peers, an archive or a fork are in these packages.
+    """What every remote tier can do: list (`look`), open (`sources`), write and delete (`Place` of
+    the replicator), say its `status`. Methods that only concern a pod's peers, an archive or a fork
+    are in these packages.
 
     All errors are KeepstepErrors; StorageError when the tier cannot be reached or answers wrongly.
     """

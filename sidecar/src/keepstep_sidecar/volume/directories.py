@@ -24,7 +24,7 @@ import re
 import stat
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from keepstep.directory import NoFileError
 from keepstep.errors import FormatError, ImageError, TornError
 from keepstep.image import Layout
 from keepstep.image.manifest import Manifest
-from keepstep.steps import StepId, shard_name
+from keepstep.steps import StepId
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume.files import (
     PAGE_BYTES,
@@ -78,48 +78,20 @@ class ShardName:
         return cls(id=StepId.parse(path.parent.name), rank=int(match[1]), world=int(match[2]))
 
 
-@dataclass(frozen=True)
 class Tree:
     """Paths below `root`, which is absolute."""
 
-    root: Path
-
-    @property
-    def lock(self) -> Path:
-        return self.root / LOCK
-
-    @property
-    def record(self) -> Path:
-        return self.root / RECORD
-
-    @property
-    def history(self) -> Path:
-        return self.root / HISTORY
-
-    @property
-    def pending(self) -> Path:
-        return self.root / "pending"
-
-    @property
-    def quarantine(self) -> Path:
-        return self.root / "quarantine"
-
-    @property
-    def retired(self) -> Path:
-        return self.root / "retired"
-
-    @property
-    def spare(self) -> Path:
-        return self.root / "spare"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.lock, self.record, self.history = root / LOCK, root / RECORD, root / HISTORY
+        self.pending, self.quarantine = root / "pending", root / "quarantine"
+        self.retired, self.spare = root / "retired", root / "spare"
 
     def pending_step(self, id: StepId) -> Path:
         return self.pending / str(id)
 
     def published_step(self, id: StepId) -> Path:
         return self.root / str(id)
-
-    def pending_shard(self, id: StepId, rank: int, world: int) -> Path:
-        return self.pending_step(id) / shard_name(rank, world)
 
     def is_published(self, path: Path) -> bool:
         """Does `path` lie in a directory that readers see?"""
@@ -177,8 +149,7 @@ class LocalShard(Shard):
     @classmethod
     def of(cls, path: Path, manifest: Manifest, *, published: bool = False) -> LocalShard:
         """A shard as the file itself describes it."""
-        told = {one.name: getattr(manifest.shard, one.name) for one in fields(Shard)}
-        return cls(**told, path=path, layout=manifest.layout, published=published)
+        return cls(**manifest.shard.facts, path=path, layout=manifest.layout, published=published)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,10 +349,6 @@ class Directories:
     def quarantined(self) -> int:
         """Number of files in quarantine."""
         return len(self.filesystem.names(self.tree.quarantine))
-
-    def quarantine_bytes(self) -> int:
-        """Space that the files in quarantine take. It counts as free."""
-        return self.disk_bytes(self.tree.quarantine)
 
     # --- moving ------------------------------------------------------------------------------
 

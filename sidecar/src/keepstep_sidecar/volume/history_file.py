@@ -63,42 +63,34 @@ class HistoryFile:
     tries again; an error is logged again only when it changes."""
 
     def __init__(self, path: Path | None, *, run: str) -> None:
-        self._path = path
+        self.path = path
+        """None when nothing is kept."""
         self._run = run
         self.id = secrets.token_hex(8)
         """The id of the history that `read` found; a new one if none was found."""
-        self._written = 0
+        self.written = 0
+        """The number of the newest event in the file; -1: the next `append` replaces the file."""
         self._trouble = ""
         self._writing = threading.Lock()
-
-    @property
-    def path(self) -> Path | None:
-        """None when nothing is kept."""
-        return self._path
-
-    @property
-    def written(self) -> int:
-        """The number of the newest event in the file; -1: the next `append` replaces the file."""
-        return self._written
 
     def read(self, *, now: float) -> tuple[list[Event], Tally]:
         """The events of earlier sidecars, oldest first, and the sum of the events before them.
         Never raises. A file that cannot be read counts as empty and is replaced, unless a newer
         keepstep wrote it."""
-        if self._path is None:
+        if self.path is None:
             return [], Tally()
         try:
-            id, events, before = self._read(self._path, now)
+            id, events, before = self._read(self.path, now)
         except FileNotFoundError:
             return [], Tally()
         except (ImageError, OSError) as error:
-            warn("history not read", path=str(self._path), reason=str(error))
+            warn("history not read", path=str(self.path), reason=str(error))
             if isinstance(error, VersionError):
-                self._path = None
+                self.path = None
             else:
-                self._written = -1
+                self.written = -1
             return [], Tally()
-        self.id, self._written = id, events[-1].sequence if events else 0
+        self.id, self.written = id, events[-1].sequence if events else 0
         return events, before
 
     def _read(self, path: Path, now: float) -> tuple[str, list[Event], Tally]:
@@ -132,26 +124,26 @@ class HistoryFile:
         """Append those of `events` that are not in the file yet. `events`: all that are known.
         `before`: the sum of the events that came before them. Never raises."""
         with self._writing:
-            if self._path is None or not events or events[-1].sequence <= self._written:
+            if self.path is None or not events or events[-1].sequence <= self.written:
                 return
             try:
-                self._append(self._path, events, before)
+                self._append(self.path, events, before)
             except (OSError, StorageError) as error:
                 if str(error) != self._trouble:
-                    warn("history not kept", path=str(self._path), reason=str(error))
+                    warn("history not kept", path=str(self.path), reason=str(error))
                 self._trouble = str(error)
             else:
-                self._trouble, self._written = "", events[-1].sequence
+                self._trouble, self.written = "", events[-1].sequence
 
     def _append(self, path: Path, events: Sequence[Event], before: Tally) -> None:
         fault_point("history.write")
-        forgotten = events[0].sequence - 1 - self._written
+        forgotten = events[0].sequence - 1 - self.written
         directory = Directory.opened(path.parent)
-        if self._written >= 0 and forgotten > 0:  # the head of a new file must sum them up
+        if self.written >= 0 and forgotten > 0:  # the head of a new file must sum them up
             say("history shortened", path=str(path), events=forgotten)
-        elif self._written >= 0 and 0 < _plain_bytes(directory, path.name) < _LARGEST_BYTES:
+        elif self.written >= 0 and 0 < _plain_bytes(directory, path.name) < _LARGEST_BYTES:
             # Start with a newline, in case the last line is torn.
-            news = (one for one in events if one.sequence > self._written)
+            news = (one for one in events if one.sequence > self.written)
             _write(directory, path.name, b"\n" + _lines(news))
             return
         head = _Head(format_version=FORMAT_VERSION, run=self._run, id=self.id, before=before)

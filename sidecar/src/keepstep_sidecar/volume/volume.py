@@ -466,7 +466,7 @@ class Writer:
 
     def dispensable_bytes(self) -> int:
         """Space that counts as free: spare files, and files in quarantine."""
-        return self.spares.disk_bytes() + self.directories.quarantine_bytes()
+        return self.spares.disk_bytes() + self.directories.disk_bytes(self._tree.quarantine)
 
     def free_bytes(self) -> int:
         """Bytes free on the file system, or below the capacity limit if that is less."""
@@ -576,7 +576,7 @@ class Writer:
         """The file to write: a new one, or a spare file of this size."""
         with self._lock:
             self.directories.make_pending(control.id)
-        path = self._tree.pending_shard(control.id, control.rank, control.world)
+        path = self._tree.pending_step(control.id) / shard_name(control.rank, control.world)
         file = DurableFile(
             path,
             temporary=temporary,

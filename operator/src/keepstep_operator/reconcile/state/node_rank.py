@@ -291,27 +291,27 @@ def renewed(
     )
 
 
-def rank_state(
-    one: ReportedRank,
-    *,
-    tiers: Mapping[Tier, bool],
-    staged: StepId | None,
-    archive_answer: Answer | None,
-) -> RankState:
-    """The state of a rank after a report. `tiers`: for each tier, whether it holds an image of the
-    rank."""
-    copied = tiers[Tier.PEER]
-    here = one.alive or any(tiers[tier] for tier in IN_POD)
+def rank_state(one: ReportedRank, before: RankState | None, held: Mapping[Tier, int]) -> RankState:
+    """The state of a rank after a report. `held`: by tier, the ranks of which the ledger has an
+    image of this place."""
+    there = {tier for tier, ranks in held.items() if ranks >> one.rank & 1}
+    answer = before.archive_answer if before is not None else None
+    archived = answer is Answer.STEPS
+    if (told := one.tiers.get(Tier.ARCHIVE)) is not None:
+        answer = told.answer
+        archived = bool(told.shards) if told.gone is None else answer is Answer.STEPS
+    here = one.alive or not there.isdisjoint(IN_POD)
+    copied = Tier.PEER in there
     return RankState(
         world=one.world,
         alive=one.alive,
-        own=here or not (copied or tiers[Tier.ARCHIVE]),
+        own=here or not (copied or archived),
         copied=copied,
-        staged=staged,
+        staged=one.staged,
         skipped=one.skipped,
         discarded=one.discarded,
         blocked_s=one.blocked_s,
-        archive_answer=archive_answer,
+        archive_answer=answer,
     )
 
 
@@ -343,7 +343,7 @@ def epochs_needed(report: Report, *, most: int) -> tuple[Epoch, ...]:
     if len(report.epochs) <= _NEWEST_EPOCHS:
         return report.epochs
     recorded = {epoch.id: epoch for epoch in report.epochs}
-    named = {held.id.epoch for one in report.ranks for held in one.shards()}
+    named = {held.step_id.epoch for one in report.ranks for held in one.shards()}
     named |= {one.epoch.id for one in report.restores}
     newest = sorted(recorded, reverse=True)
     pending = [*newest[:_NEWEST_EPOCHS], *(named & recorded.keys())]

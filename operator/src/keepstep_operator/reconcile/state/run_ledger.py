@@ -199,7 +199,7 @@ class RunLedger:
             return replace(
                 told, sealed=_but_archive(told.sealed), answers=_but_archive(told.answers)
             )
-        named = {held.id for held in one.shards(Tier.ARCHIVE)}
+        named = {held.step_id for held in one.shards(Tier.ARCHIVE)}
         if Tier.ARCHIVE in told.gone or not named:
             return told
         there = self.core.archived_of(one.rank)
@@ -213,23 +213,12 @@ class RunLedger:
         held = {tier: self.core.held(sender.node_rank, tier) for tier in Tier}
         last: RankState | None = None
         for one in report.ranks:
-            state = self._rank_state(one, ranks.get(one.rank), held)
+            state = rank_state(one, ranks.get(one.rank), held)
             last = ranks[one.rank] = last if state == last else state  # most are equal
         epochs = (*before.epochs, *report.epochs) if before is not None else report.epochs
         if epochs == self.core.epochs:
             epochs = self.core.epochs  # one tuple for all places
         return renewed(place, sender, report, at, epochs=epochs, ranks=ranks)
-
-    def _rank_state(
-        self, one: ReportedRank, before: RankState | None, held: Mapping[Tier, int]
-    ) -> RankState:
-        there = {tier: bool(ranks >> one.rank & 1) for tier, ranks in held.items()}
-        answer = before.archive_answer if before is not None else None
-        there[Tier.ARCHIVE] = answer is Answer.STEPS
-        if (told := one.tiers.get(Tier.ARCHIVE)) is not None:
-            answer = told.answer
-            there[Tier.ARCHIVE] = bool(told.shards) if told.gone is None else answer is Answer.STEPS
-        return rank_state(one, tiers=there, staged=one.staged, archive_answer=answer)
 
     def pod_gone(self, pod: str, *, local_stays: bool) -> tuple[Action, ...]:
         """The pod is gone, and its memory with it. `local_stays`: its volumes outlive it."""

@@ -62,7 +62,7 @@ class Outcome(StrEnum):
     MISSING = "missing"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """The result of a check. `change`: what to do; '' if there is nothing to do."""
 
@@ -97,16 +97,12 @@ class Need:
         return max(of_one, of_one * _IMAGES_ON_A_VOLUME - self.kept_bytes.get(volume, 0))
 
 
-def _finding(name: str, outcome: Outcome, found: str, change: str = "") -> Finding:
-    return Finding(name=name, outcome=outcome, found=found, change=change)
-
-
 # --- versions --------------------------------------------------------------------------------
 
 
 def versions() -> Iterator[Finding]:
     """The versions of Python, torch and both halves of keepstep. torch is not imported."""
-    yield _finding("python", Outcome.OK, platform.python_version())
+    yield Finding("python", Outcome.OK, platform.python_version())
     yield _torch()
     yield both_halves(keepstep.version.__version__, __version__)
 
@@ -115,8 +111,8 @@ def both_halves(library: str, sidecar: str) -> Finding:
     """Library and sidecar must be of one version."""
     found = f"library {library}, sidecar {sidecar}"
     if library == sidecar:
-        return _finding("keepstep", Outcome.OK, found)
-    return _finding("keepstep", Outcome.MISSING, found, "install both of one version")
+        return Finding("keepstep", Outcome.OK, found)
+    return Finding("keepstep", Outcome.MISSING, found, "install both of one version")
 
 
 def _torch() -> Finding:
@@ -125,11 +121,11 @@ def _torch() -> Finding:
         found = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         change = f"pip install 'torch>={least}' where the training runs (a sidecar needs none)"
-        return _finding("torch", Outcome.MISSING, "not installed for this Python", change)
+        return Finding("torch", Outcome.MISSING, "not installed for this Python", change)
     major, minor, *_ = (*found.split("."), "0")
     if (int(major), int(minor)) < _LEAST_TORCH:
-        return _finding("torch", Outcome.MISSING, found, f"pip install 'torch>={least}'")
-    return _finding("torch", Outcome.OK, found)
+        return Finding("torch", Outcome.MISSING, found, f"pip install 'torch>={least}'")
+    return Finding("torch", Outcome.OK, found)
 
 
 # --- memory ----------------------------------------------------------------------------------
@@ -141,23 +137,23 @@ def shared_memory(directory: Path, need: Need) -> Finding:
         status = os.statvfs(directory)
     except OSError as error:
         change = f"mount it: mount --mkdir -t tmpfs none {directory}"
-        return _finding("shared memory", Outcome.MISSING, f"{directory}: {error.strerror}", change)
+        return Finding("shared memory", Outcome.MISSING, f"{directory}: {error.strerror}", change)
     total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     found = f"{directory}: {format_size(free)} free of {format_size(total)}"
     if not os.access(directory, os.W_OK):
-        return _finding("shared memory", Outcome.MISSING, f"{found}, not writable", "chmod 1777 it")
+        return Finding("shared memory", Outcome.MISSING, f"{found}, not writable", "chmod 1777 it")
     larger = f"mount -o remount,size=SIZE {directory}, in a container --shm-size"
     wanted = need.memory_bytes
     if wanted is None:
         outcome = Outcome.OK if free >= LEAST_SHARED_BYTES else Outcome.SLOW
-        return _finding("shared memory", outcome, found, "" if outcome is Outcome.OK else larger)
+        return Finding("shared memory", outcome, found, "" if outcome is Outcome.OK else larger)
     free += free_huge_bytes() + need.slots_made_bytes
     if free >= wanted:
-        return _finding("shared memory", Outcome.OK, f"{found}, {format_size(wanted)} needed")
+        return Finding("shared memory", Outcome.OK, f"{found}, {format_size(wanted)} needed")
     least = wanted * _LEAST_SLOTS // need.slots
     outcome = Outcome.SLOW if free >= least else Outcome.MISSING
     found += f", {format_size(wanted)} needed for {need.slots} slots, {format_size(least)} at least"
-    return _finding("shared memory", outcome, found, f"{larger}, or fewer --slots")
+    return Finding("shared memory", outcome, found, f"{larger}, or fewer --slots")
 
 
 def huge_pages(need: Need) -> Finding:
@@ -165,15 +161,15 @@ def huge_pages(need: Need) -> Finding:
     free, wanted = free_huge_bytes(), need.memory_bytes or HUGE_PAGE_BYTES
     found = f"{format_size(free)} free"
     if need.image_bytes is not None and need.image_bytes < LEAST_ON_HUGE_PAGES_BYTES:
-        return _finding("huge pages", Outcome.OK, f"{found}, images are too small for them")
+        return Finding("huge pages", Outcome.OK, f"{found}, images are too small for them")
     if need.memory_bytes is not None:
         found += f", {format_size(wanted)} could be used"
     if free + need.slots_made_bytes >= wanted:
-        return _finding("huge pages", Outcome.OK, found)
+        return Finding("huge pages", Outcome.OK, found)
     change = (
         advice(wanted) if need.memory_bytes is not None else "tell --state SIZE to hear how many"
     )
-    return _finding("huge pages", Outcome.SLOW, found, change)
+    return Finding("huge pages", Outcome.SLOW, found, change)
 
 
 def memory_lock(need: Need) -> Finding:
@@ -182,12 +178,12 @@ def memory_lock(need: Need) -> Finding:
     unlimited = limit == resource.RLIM_INFINITY
     found = "no limit" if unlimited else f"{format_size(limit)} may be locked"
     if not may_swap():
-        return _finding("memlock", Outcome.OK, f"{found}; this machine does not swap")
+        return Finding("memlock", Outcome.OK, f"{found}; this machine does not swap")
     enough = unlimited or os.geteuid() == 0 or 0 < (need.memory_bytes or limit + 1) <= limit
     if enough:
-        return _finding("memlock", Outcome.OK, found)
+        return Finding("memlock", Outcome.OK, found)
     change = "ulimit -l unlimited (memlock in /etc/security/limits.conf), swapoff -a, or huge pages"
-    return _finding("memlock", Outcome.SLOW, f"{found}, and this machine swaps", change)
+    return Finding("memlock", Outcome.SLOW, f"{found}, and this machine swaps", change)
 
 
 def remove_ipc(root: Path, uid: int) -> Finding:
@@ -195,19 +191,19 @@ def remove_ipc(root: Path, uid: int) -> Finding:
     loginctl(1)). `root`: the root of the machine's file system."""
     name = "RemoveIPC"
     if not (root / "run/systemd/system").is_dir():
-        return _finding(name, Outcome.OK, "no systemd here")
+        return Finding(name, Outcome.OK, "no systemd here")
     if uid < _SYSTEM_USERS:
-        return _finding(name, Outcome.OK, "logind leaves users of the system alone")
+        return Finding(name, Outcome.OK, "logind leaves users of the system alone")
     if not _logind_removes(root):
-        return _finding(name, Outcome.OK, "no")
+        return Finding(name, Outcome.OK, "no")
     with contextlib.suppress(KeyError, ImportError):
         import pwd
 
         user = pwd.getpwuid(uid).pw_name
         if (root / "var/lib/systemd/linger" / user).exists():
-            return _finding(name, Outcome.OK, f"yes, but {user} lingers")
+            return Finding(name, Outcome.OK, f"yes, but {user} lingers")
     change = "loginctl enable-linger, or RemoveIPC=no in /etc/systemd/logind.conf"
-    return _finding(name, Outcome.SLOW, "yes: a logout empties /dev/shm under a run", change)
+    return Finding(name, Outcome.SLOW, "yes: a logout empties /dev/shm under a run", change)
 
 
 def _logind_removes(root: Path) -> bool:
@@ -243,14 +239,14 @@ def drive(
         engine, why = files.probe(filesystem, place)
     except OSError as error:
         change = "choose another directory, or make it writable for this user"
-        yield _finding(f"drive {directory}", Outcome.MISSING, error.strerror or str(error), change)
+        yield Finding(f"drive {directory}", Outcome.MISSING, error.strerror or str(error), change)
         return
     yield _space(directory, free, total, need.volume_bytes(directory, volumes))
     outcome = Outcome.OK if engine is Engine.DIRECT else Outcome.SLOW
     change = (
         "" if engine is Engine.DIRECT else "a local drive with ext4 or xfs: pages are copied here"
     )
-    yield _finding(f"O_DIRECT {directory}", outcome, why, change)
+    yield Finding(f"O_DIRECT {directory}", outcome, why, change)
     probe_bytes = min(probe_bytes, free // 4) // CHUNK_BYTES * CHUNK_BYTES
     if probe_bytes:
         yield _speed(directory, place, engine, probe_bytes, need, clock)
@@ -260,8 +256,8 @@ def _space(directory: Path, free: int, total: int, wanted: int | None) -> Findin
     name, found = f"space {directory}", f"{format_size(free)} free of {format_size(total)}"
     if free < max(wanted or 0, CHUNK_BYTES):
         lacking = f", {format_size(wanted or CHUNK_BYTES)} needed"
-        return _finding(name, Outcome.MISSING, found + lacking, "free some, or another --volume")
-    return _finding(name, Outcome.OK, found + (f", {format_size(wanted)} needed" if wanted else ""))
+        return Finding(name, Outcome.MISSING, found + lacking, "free some, or another --volume")
+    return Finding(name, Outcome.OK, found + (f", {format_size(wanted)} needed" if wanted else ""))
 
 
 def _speed(
@@ -277,15 +273,15 @@ def _speed(
         written, read = measure(place, engine, probe_bytes, clock)
     except OSError as error:
         change = "look at the drive (dmesg), or choose another one"
-        return _finding(name, Outcome.MISSING, error.strerror or str(error), change)
+        return Finding(name, Outcome.MISSING, error.strerror or str(error), change)
     found = f"{written / 1e6:.0f} MB/s written, {read / 1e6:.0f} MB/s read"
     if need.image_bytes is not None:
         seconds = need.image_bytes * need.ranks / written
         found += f"; a step of all ranks here takes {format_duration(max(0.1, seconds))}"
     if min(written, read) < SLOW_BYTES_PER_SECOND:
         change = "a local NVMe drive; several --volume are used side by side by several ranks"
-        return _finding(name, Outcome.SLOW, found, change)
-    return _finding(name, Outcome.OK, found)
+        return Finding(name, Outcome.SLOW, found, change)
+    return Finding(name, Outcome.OK, found)
 
 
 def measure(

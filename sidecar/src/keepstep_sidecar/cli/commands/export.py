@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from keepstep.errors import RestoreError, StorageError, UsageError, few
-from keepstep.steps import Epoch, StepId
+from keepstep.steps import Epoch, StepId, named
 from keepstep_sidecar.cli import inventory, output, run_dir
 from keepstep_sidecar.cli.commands.archive import archive_of
 from keepstep_sidecar.cli.options import (
@@ -254,7 +254,9 @@ async def _with_step(
     held = await asyncio.to_thread(_on_volumes, kept)
     epochs = await asyncio.to_thread(inventory.epochs, kept)
     silent: tuple[str, ...] = ()
-    suspects = await asyncio.to_thread(_suspects, kept)
+    # A restore passes over them, because the script failed by itself twice after one of them.
+    known = (await asyncio.to_thread(inventory.read, kept)).steps
+    suspects = frozenset(one.id for one in known if one.suspect)
     id = _committed(held, epochs, word, suspects)
     if peers is not None and (id is None or word == _NEWEST):
         silent = await _add_peers(kept, peers, held)
@@ -336,12 +338,6 @@ async def _add_peers(kept: RunDir, settings: PeerSettings, held: _Held) -> tuple
     return silent
 
 
-def _suspects(kept: RunDir) -> frozenset[StepId]:
-    """The suspect steps: a restore passes over them, because the script failed by itself twice
-    after one of them."""
-    return frozenset(one.id for one in inventory.read(kept).steps if one.suspect)
-
-
 def _doubts(id: StepId, epochs: Sequence[Epoch], suspects: Collection[StepId]) -> Iterator[str]:
     if id in suspects:
         yield "is suspect: the script failed twice soon after it"
@@ -366,25 +362,20 @@ def _committed(
     if word == _NEWEST:
         alive = [id for id in whole if not _dead(id, epochs)]
         return max([id for id in alive if id not in suspects] or alive, default=None)
-    meant = [id for id in whole if word in (str(id), str(id.step))]
-    if len(meant) > 1:
-        names = ", ".join(map(str, meant))
-        raise UsageError(f"several epochs have a step {word}; name one of: {names}")
-    return meant[0] if meant else None
+    return inventory.only(word, whole)
 
 
 def _incomplete(kept: RunDir, word: str, held: _Held, silent: Sequence[str]) -> UsageError:
     """The error for a step that is not whole: what is missing of it, and what to do."""
     away = f"; away: {'; '.join(silent)}" if silent else ""
-    for id, ranks in held.items():
-        if word in (str(id), str(id.step)):
-            world = next(iter(ranks.values())).shard.world
-            missing = [str(rank) for rank in range(world) if rank not in ranks]
-            return UsageError(
-                f"step {id}: of {world} shards, those of rank {few(missing, 8)} are not on this"
-                " machine's volumes; name an archive that has them with --archive, or take archive"
-                f" and peers from the run's record with --config {kept.record}{away}"
-            )
+    for id in named(word, held):
+        world = next(iter(held[id].values())).shard.world
+        missing = [str(rank) for rank in range(world) if rank not in held[id]]
+        return UsageError(
+            f"step {id}: of {world} shards, those of rank {few(missing, 8)} are not on this"
+            " machine's volumes; name an archive that has them with --archive, or take archive"
+            f" and peers from the run's record with --config {kept.record}{away}"
+        )
     there = few([str(id) for id in sorted(held)][-5:], 5) or "none"
     what = "committed step" if word == _NEWEST else f"step {word}"
     return UsageError(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from keepstep.directory import Directory
 from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
-from keepstep.steps import shard_name
+from keepstep.steps import named, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.archive import open_store
@@ -48,7 +48,9 @@ class Holding:
         survey = await self.survey()
         if survey.conflict and sound:
             raise RestoreError(survey.conflict)
-        found = tuple(one for one in survey.steps if _means(one, word) and not one.partial)
+        whole = [one for one in survey.steps if not one.partial]
+        meant = named(word, [one.id for one in whole]) if word is not None else ()
+        found = tuple(one for one in whole if word is None or one.id in meant)
         place = f"{self.store.where}/{self.run}"
         if not found:
             what = f"step {word}" if word is not None else "any step"
@@ -84,10 +86,6 @@ class Holding:
                 transfer.each(opened, chunks, lambda _, data: on_chunk(len(data)))
 
         await transfer.run(None, work)
-
-
-def _means(step: ArchivedStep, word: str | None) -> bool:
-    return word is None or word in (str(step.id), str(step.id.step))
 
 
 @asynccontextmanager

@@ -57,7 +57,7 @@ class Buddy:
     async def held(self, sent: Collection[Key]) -> set[Key]:
         self.told = None
         listing = await self._call(lambda links: links.ask(lambda link: link.listing()))
-        return {(one.id, one.rank) for one in listing.shards}
+        return {(one.step_id, one.rank) for one in listing.shards}
 
     async def write(self, shard: LocalShard) -> int | None:
         began = time.monotonic()

@@ -431,7 +431,7 @@ async def look(settings: PeerSettings, *, run: str) -> tuple[list[PeerSource], t
         found.extend(
             PeerSource.at(
                 address,
-                one.shard(one.rank),
+                Shard(**one.facts),
                 expected=None,
                 run=run,
                 credentials=credentials,

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keepstep.core.retention import crowded_out, superseded
@@ -360,8 +360,7 @@ def _copy(path: Path, volume: Volume, *, run: str) -> KeptShard:
     """A sealed copy, read from its header and control page. Raises ImageError, OSError."""
     with opened(path, volume.filesystem) as fd:
         manifest = read_manifest(fd, path, run=run)
-    told = {one.name: getattr(manifest.shard, one.name) for one in fields(Shard)}
-    return KeptShard(**told, path=path, volume=volume)
+    return KeptShard(**manifest.shard.facts, path=path, volume=volume)
 
 
 def _is_gone(copy: KeptShard) -> bool:

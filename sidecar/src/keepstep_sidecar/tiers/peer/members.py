@@ -81,8 +81,8 @@ class Directory:
         """All that pods answered and this pod keeps. docs/peers.md explains the answer."""
         held: dict[tuple[StepId, int], list[tuple[str, str, Listed]]] = {}
         for name, address, one in self._listed():
-            if (address, one.id, one.rank) not in self.liars:
-                held.setdefault((one.id, one.rank), []).append((name, address, one))
+            if (address, one.step_id, one.rank) not in self.liars:
+                held.setdefault((one.step_id, one.rank), []).append((name, address, one))
         own = {(one.step_id, one.rank): one for one in kept}
         shards = [_remote(key, held.get(key, []), own.get(key)) for key in sorted({*held, *own})]
         away = self.away()
@@ -127,14 +127,12 @@ def _remote(
         who = ", ".join(f"{name} says {one.root}" for name, _, one in held)
         warn("peers disagree", step=str(key[0]), rank=key[1], roots=who, taken=root)
     holders = [(name, address) for name, address, one in held if one.root == root]
+    shards: list[Shard] = [one for _, _, one in held if one.root == root]
     if own is not None and own.root == root:
         holders.insert(0, ("this pod", OWN))
-    if own is not None and own.root == root:
-        shard = own
-    else:
-        shard = next(one.shard(one.rank) for _, _, one in held if one.root == root)
+        shards.insert(0, own)
     return RemoteShard.of(
-        shard,
+        shards[0],
         tier=Tier.PEER,
         where=", ".join(name for name, _ in holders),
         key=tuple(address for _, address in holders),

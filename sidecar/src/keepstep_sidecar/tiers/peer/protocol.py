@@ -22,7 +22,6 @@ from typing import Final
 from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.image.strictjson import MAX_BYTES, quoted
 from keepstep.steps import Epoch, StepId
-from keepstep.wire.reports import ReportedShard
 
 SHARDS: Final = "/v1/shards"
 COPIES: Final = "/v1/copies"
@@ -33,27 +32,24 @@ STREAMS: Final = 4
 """Connections of one transfer. Some wait for a drive or hash while the others move bytes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listed(ReportedShard):
-    """A shard, as it is also reported to the operator. `copy`: kept for another pod."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed(Shard):
+    """A shard, as `Shard.to_send`. `copy`: kept for another pod."""
 
-    rank: int
     copy: bool = False
 
     @classmethod
     def listed(cls, shard: Shard, *, copy: bool) -> Listed:
-        return cls(**vars(ReportedShard.of(shard)), rank=shard.rank, copy=copy)
+        return cls(**shard.to_send().facts, copy=copy)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.rank < self.world <= MOST_RANKS:
-            raise ValueError(f"rank {quoted(self.rank)} of {quoted(self.world)}")
-        if self.alike and self.rank not in self.alike:
-            raise ValueError(f"rank {self.rank} with the twins of another one")
+        Shard.__post_init__(self)
+        if not self.is_possible:
+            raise ValueError(f"rank {quoted(self.rank)} of {quoted(self.world)}, or its twins")
         if self.root is None:
             raise ValueError("a sealed shard without a root")
-        if not 0 < self.bytes <= MAX_BYTES:
-            raise ValueError(f"a shard of {quoted(self.bytes)} bytes")
+        if not 0 < self.size_bytes <= MAX_BYTES:
+            raise ValueError(f"a shard of {quoted(self.size_bytes)} bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
