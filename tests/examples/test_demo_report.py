@@ -69,24 +69,19 @@ def test_a_run_that_was_killed_and_did_a_step_again_is_bit_equal(
     assert report_of(demo_report, tmp_path, interrupted()).bit_equal
 
 
-def test_one_bit_in_one_loss_is_a_difference(demo_report: ModuleType, tmp_path: Path) -> None:
-    events = interrupted()
-    events[-3] = step(27, 105.9, loss=math.nextafter(5.0 - 27 / STEPS, 9.0))
-    report = report_of(demo_report, tmp_path, events)
-    assert report.differing == [27]
+ONE_BIT = step(27, 105.9, loss=math.nextafter(5.0 - 27 / STEPS, 9.0))
+AGAIN = step(9, 104.1, loss=1.0)
 
 
-def test_a_step_done_again_with_another_loss_is_a_difference(
-    demo_report: ModuleType, tmp_path: Path
+@pytest.mark.parametrize(
+    ("killed", "differing"),
+    [
+        pytest.param([*interrupted()[:-3], ONE_BIT, *interrupted()[-2:]], 27, id="one bit"),
+        pytest.param([*interrupted()[:12], AGAIN, *interrupted()[13:]], 9, id="a step done again"),
+        pytest.param([e for e in interrupted() if e.get("step") != 20], 20, id="never finished"),
+    ],
+)
+def test_a_loss_that_is_another_or_missing_is_a_difference(
+    demo_report: ModuleType, tmp_path: Path, killed: list[dict[str, object]], differing: int
 ) -> None:
-    events = interrupted()
-    assert events[12]["step"] == 9
-    events[12] = step(9, 104.1, loss=1.0)
-    assert report_of(demo_report, tmp_path, events).differing == [9]
-
-
-def test_a_step_that_was_never_finished_is_a_difference(
-    demo_report: ModuleType, tmp_path: Path
-) -> None:
-    events = [event for event in interrupted() if event.get("step") != 20]
-    assert report_of(demo_report, tmp_path, events).differing == [20]
+    assert report_of(demo_report, tmp_path, killed).differing == [differing]

@@ -178,6 +178,18 @@ def test_a_module_without_tensors_is_restored(again, make):
 # --- names and keys ------------------------------------------------------------------------------
 
 
+RANKED = ["w", "w@rank-00000", "w@rank-00001", "w~", "w@rank-00000~", "w@rank-00000@rank-00000"]
+
+
+def test_keys_that_look_like_a_ranks_copy_are_only_keys(again):
+    saved = {key: torch.full((2,), float(at)) for at, key in enumerate(RANKED)}
+    live = again({"p": saved}, {"p": {key: torch.zeros(2) for key in reversed(RANKED)}})["p"]
+    fresh = again({"p": saved}, {"p": {}})["p"]
+    for key, value in saved.items():
+        assert_same(live[key], value)
+        assert_same(fresh[key], value)
+
+
 def test_components_whose_names_run_into_each_other_are_told_apart(again):
     saved = {"a": nn.ModuleDict({"b": nn.Linear(2, 2)}), "a.b": nn.Linear(2, 2)}
     live = {"a.b": nn.Linear(2, 2), "a": nn.ModuleDict({"b": nn.Linear(2, 2)})}

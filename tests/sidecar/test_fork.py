@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainer import FakeTrainer, content, make_layout, read_image
+from trainer import FakeTrainer, make_layout
 
 from keepstep.errors import SidecarError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
@@ -70,39 +69,6 @@ def go_on(ranks: list[FakeTrainer], parent: StepId, number: int = 2) -> Epoch:
         one.restored(epoch)
         one.register()
     return epoch
-
-
-def listing(directory: Path) -> dict[str, tuple[int, int]]:
-    return {
-        str(path.relative_to(directory)): (path.stat().st_size, path.stat().st_mtime_ns)
-        for path in directory.rglob("*")
-    }
-
-
-def test_a_new_run_begins_from_a_step_of_another_and_leaves_that_one_as_it_was(
-    start: Start, trainers: Trainers, archive: Path, step: StepId
-) -> None:
-    before = listing(archive / "first")
-    second = start("first/4")
-    ranks = come(second, trainers)
-    for one in ranks:
-        found = one.candidates()
-        assert (found.answer, found.limit, found.highest_epoch) == (Answer.STEPS, None, 1)
-        assert [(each.id, each.tier) for each in found.candidates] == [(step, Tier.ARCHIVE)]
-        assert [(each.id, each.world) for each in found.offers] == [(step, 2)]
-        layout = make_layout(one.rank, 2)
-        assert read_image(layout, one.open(step).path) == content(layout, 4)
-    epoch = go_on(ranks, step)
-    ids = [one.stage(5) for one in ranks]
-    for one, id in zip(ranks, ids, strict=True):
-        waited = one.wait(id, "archived", flush=True)
-        assert waited.reached, waited.reason
-    record = json.loads((archive / "second" / str(ids[0]) / "step.json").read_text())
-    origin = {"id": str(epoch.id), "parent": str(step), "origin": "first"}
-    assert record["epochs"] == [origin]
-    assert json.loads((second.root / "run.json").read_text())["epochs"] == [origin]
-    assert [path.name for path in (archive / "second").iterdir()] == [str(ids[0])]
-    assert listing(archive / "first") == before
 
 
 def test_a_fork_with_a_commit_of_its_own_never_begins_again(

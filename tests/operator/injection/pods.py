@@ -190,3 +190,15 @@ ALL = {
     "TrainJob": train_job,
     "bare pod": bare_pod,
 }
+
+
+def named(listed: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    return next(one for one in listed if one["name"] == name)
+
+
+def sidecar_of(pod: dict[str, Any]) -> dict[str, Any]:
+    return named(pod["spec"]["initContainers"], "keepstep-sidecar")
+
+
+def environment_of(container: dict[str, Any]) -> dict[str, Any]:
+    return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}

@@ -23,10 +23,13 @@ from tests.operator.injection.pods import (
     EPHEMERAL,
     HOST_PATH,
     bare_pod,
+    environment_of,
     indexed_job,
     job_set,
+    named,
     policy,
     pytorch_job,
+    sidecar_of,
 )
 from tests.operator.injection.strategies import pods, policies
 
@@ -40,18 +43,6 @@ def _inject(pod: Body, policy: Policy) -> Body:
     except PodError as error:
         assume(error.reason != "NoFsGroup")
         raise
-
-
-def _named(listed: list[Body], name: str) -> Body:
-    return next(one for one in listed if one["name"] == name)
-
-
-def _sidecar(pod: Body) -> Body:
-    return _named(pod["spec"]["initContainers"], "keepstep-sidecar")
-
-
-def _environment(container: Body) -> dict[str, Any]:
-    return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
 
 
 def _lost(old: Any, new: Any, path: str = "") -> list[str]:
@@ -91,7 +82,7 @@ def test_nothing_of_the_users_pod_is_lost(pod: Body, policy: Policy) -> None:
     pod["spec"].pop("terminationGracePeriodSeconds", None)  # see the next test
     if policy.accounting is Accounting.CARVE_OUT:
         name = training_container(parse_pod(pod)).name
-        del _named(pod["spec"]["containers"], name)["resources"]
+        del named(pod["spec"]["containers"], name)["resources"]
     assert _lost(pod, injected) == []
 
 
@@ -120,14 +111,14 @@ def test_what_is_carved_out_leaves_the_pods_requests_as_they_were(
 ) -> None:
     injected = _inject(pod, policy)
     name = training_container(parse_pod(pod)).name
-    before = _named(pod["spec"]["containers"], name).get("resources", {})
-    after = _named(injected["spec"]["containers"], name).get("resources", {})
+    before = named(pod["spec"]["containers"], name).get("resources", {})
+    after = named(injected["spec"]["containers"], name).get("resources", {})
     if before == after:
         return
     said = injected_of(parse_pod(injected))
     assert said is not None
     assert not any("CarveOut" in one for one in said.warnings)
-    sidecar = _sidecar(injected)["resources"]
+    sidecar = sidecar_of(injected)["resources"]
     for kind, amounts in before.items():
         for resource, read in (("cpu", parse_millicores), ("memory", parse_bytes)):
             if resource in amounts:
@@ -168,7 +159,7 @@ def test_the_sidecar_starts_before_everything_else(make: Any) -> None:
     assert "args" not in first
 
 
-def test_the_sidecar_is_told_everything_by_its_environment() -> None:
+def test_the_sidecar_is_told_everything_by_itsenvironment_of() -> None:
     wanted = policy(
         EMPTY_DIR,
         {**EPHEMERAL, "capacity": "50Gi"},
@@ -179,7 +170,7 @@ def test_the_sidecar_is_told_everything_by_its_environment() -> None:
         sidecar={"ioThreadsPerVolume": 2, "bytesPerSecondLimit": "1Gi"},
         flushTimeout="1m",
     )
-    environment = _environment(_sidecar(inject(pytorch_job(rank=1), wanted, DEFAULTS)))
+    environment = environment_of(sidecar_of(inject(pytorch_job(rank=1), wanted, DEFAULTS)))
     assert environment == {
         "KEEPSTEP_RUN": "gpt-3f6a1f0e",
         "KEEPSTEP_MEMORY_DIR": "/run/keepstep",
@@ -216,7 +207,7 @@ def test_what_tells_ranks_apart_is_copied_with_its_field_and_secrets_are_not() -
         {"name": "RANK", "value": "$(JOB_COMPLETION_INDEX)"},
         {"name": "NODE_RANK", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
     ]
-    environment = _environment(_sidecar(inject(pod, policy(), DEFAULTS)))
+    environment = environment_of(sidecar_of(inject(pod, policy(), DEFAULTS)))
     field = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert environment["JOB_COMPLETION_INDEX"] == {"fieldRef": {"fieldPath": field}}
     assert not {"RANK", "NODE_RANK"} & set(environment)
@@ -238,16 +229,16 @@ def test_only_the_training_container_gets_shared_memory_and_only_the_sidecar_get
     assert who("keepstep-memory") == ["keepstep-sidecar", "pytorch"]
     assert who("keepstep-token") == ["keepstep-sidecar"]
     assert who("keepstep-volume-scratch") == ["keepstep-sidecar"]
-    trainer = _environment(_named(spec["containers"], "pytorch"))
+    trainer = environment_of(named(spec["containers"], "pytorch"))
     assert trainer["KEEPSTEP_SOCKET"] == "/run/keepstep/sidecar.sock"
     assert spec["securityContext"]["supplementalGroups"] == [65532]
 
 
-def test_memory_is_sized_for_the_slots_and_charged_to_the_sidecar() -> None:
+def test_memory_is_sized_for_the_slots_and_charged_to_thesidecar_of() -> None:
     spec = inject(bare_pod(), policy(memory={"limit": "2Gi"}), DEFAULTS)["spec"]
-    memory = _named(spec["volumes"], "keepstep-memory")["emptyDir"]
+    memory = named(spec["volumes"], "keepstep-memory")["emptyDir"]
     assert memory == {"medium": "Memory", "sizeLimit": "2064Mi"}
-    resources = _sidecar({"spec": spec})["resources"]
+    resources = sidecar_of({"spec": spec})["resources"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"] == "2304Mi"
 
 
@@ -255,12 +246,12 @@ def test_huge_pages_are_a_resource_of_the_sidecar_and_mounted_in_both_containers
     pod = bare_pod()
     pod["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "1", "memory": "4Gi"}}
     pod = inject(pod, policy(memory={"limit": "2049Mi", "hugePages": "2Mi"}), DEFAULTS)
-    spec, sidecar = pod["spec"], _sidecar(pod)
-    assert _named(spec["volumes"], "keepstep-hugepages")["emptyDir"] == {"medium": "HugePages-2Mi"}
+    spec, sidecar = pod["spec"], sidecar_of(pod)
+    assert named(spec["volumes"], "keepstep-hugepages")["emptyDir"] == {"medium": "HugePages-2Mi"}
     mount = {"name": "keepstep-hugepages", "mountPath": "/keepstep/hugepages"}
     assert mount in sidecar["volumeMounts"]
     assert mount in spec["containers"][0]["volumeMounts"]
-    assert _environment(sidecar)["KEEPSTEP_HUGE_PAGES_DIR"] == "/keepstep/hugepages"
+    assert environment_of(sidecar)["KEEPSTEP_HUGE_PAGES_DIR"] == "/keepstep/hugepages"
     requests, limits = sidecar["resources"]["requests"], sidecar["resources"]["limits"]
     assert requests["hugepages-2Mi"] == limits["hugepages-2Mi"] == "2050Mi"
     assert requests["memory"] == "256Mi", "its slots are counted as huge pages"
@@ -290,7 +281,7 @@ def test_a_guaranteed_pod_stays_one_with_huge_pages() -> None:
     pod = bare_pod()
     pod["spec"]["containers"][0]["resources"] = {"limits": {"cpu": "3", "memory": "4Gi"}}
     asked = policy(memory={"limit": "2Gi", "hugePages": "2Mi"})
-    resources = _sidecar(inject(pod, asked, DEFAULTS))["resources"]
+    resources = sidecar_of(inject(pod, asked, DEFAULTS))["resources"]
     assert resources["requests"] == resources["limits"]
 
 
@@ -323,14 +314,14 @@ def test_the_sidecar_is_limited_in_cpu_only_in_a_guaranteed_pod(
 ) -> None:
     pod = bare_pod()
     pod["spec"]["containers"][0]["resources"] = training
-    resources = _sidecar(inject(pod, policy(), DEFAULTS))["resources"]
+    resources = sidecar_of(inject(pod, policy(), DEFAULTS))["resources"]
     assert resources["requests"]["cpu"] == requests
     assert resources["limits"].get("cpu") == limits
 
 
 def test_the_token_is_for_the_reports_api_alone() -> None:
     spec = inject(bare_pod(), policy(), DEFAULTS)["spec"]
-    token = _named(spec["volumes"], "keepstep-token")["projected"]
+    token = named(spec["volumes"], "keepstep-token")["projected"]
     assert token["defaultMode"] == 0o444
     assert token["sources"] == [
         {
@@ -353,7 +344,7 @@ def test_a_host_path_is_prepared_by_an_init_container_and_mounted_below_the_run(
     security = prepare["securityContext"]
     assert security["runAsUser"] == 0
     assert security["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN", "DAC_OVERRIDE", "FOWNER"]}
-    volume = _named(spec["volumes"], "keepstep-volume-nvme0")
+    volume = named(spec["volumes"], "keepstep-volume-nvme0")
     assert volume["hostPath"] == {"path": "/mnt/nvme0/keepstep", "type": "DirectoryOrCreate"}
     assert {
         "name": "keepstep-volume-nvme0",
@@ -362,10 +353,10 @@ def test_a_host_path_is_prepared_by_an_init_container_and_mounted_below_the_run(
     } in sidecar["volumeMounts"]
 
 
-def test_an_ephemeral_claim_is_made_writable_for_the_sidecar() -> None:
+def test_an_ephemeral_claim_is_made_writable_for_thesidecar_of() -> None:
     spec = inject(bare_pod(), policy(EPHEMERAL), DEFAULTS)["spec"]
     assert spec["securityContext"]["fsGroup"] == 65532
-    claim = _named(spec["volumes"], "keepstep-volume-claim")["ephemeral"]["volumeClaimTemplate"]
+    claim = named(spec["volumes"], "keepstep-volume-claim")["ephemeral"]["volumeClaimTemplate"]
     assert claim["spec"]["storageClassName"] == "local"
     assert claim["spec"]["resources"] == {"requests": {"storage": "200Gi"}}
 
@@ -392,7 +383,7 @@ def test_a_carve_out_that_is_not_possible_adds_and_says_so() -> None:
 def test_a_pod_whose_ephemeral_storage_is_limited_asks_for_the_sidecars_volumes_too() -> None:
     pod = bare_pod()
     pod["spec"]["containers"][0]["resources"]["limits"]["ephemeral-storage"] = "10Gi"
-    limits = _sidecar(inject(pod, policy(EMPTY_DIR), DEFAULTS))["resources"]["limits"]
+    limits = sidecar_of(inject(pod, policy(EMPTY_DIR), DEFAULTS))["resources"]["limits"]
     assert parse_bytes(limits["ephemeral-storage"]) > 95 << 30
     unlimited = inject(pod, policy({"name": "a", "emptyDir": {}}), DEFAULTS)
     said = injected_of(parse_pod(unlimited))
@@ -403,15 +394,15 @@ def test_a_pod_whose_ephemeral_storage_is_limited_asks_for_the_sidecars_volumes_
 def test_an_empty_dir_is_never_filled_up_to_where_the_kubelet_evicts() -> None:
     wanted = policy(EMPTY_DIR)
     assert isinstance(wanted.volumes[0].source, EmptyDir)
-    environment = _environment(_sidecar(inject(bare_pod(), wanted, DEFAULTS)))
+    environment = environment_of(sidecar_of(inject(bare_pod(), wanted, DEFAULTS)))
     assert int(environment["KEEPSTEP_CAPACITY"]) == 95 << 30
 
 
 def test_a_pod_on_the_hosts_network_declares_no_port() -> None:
     pod = bare_pod()
-    assert _sidecar(inject(pod, policy(), DEFAULTS))["ports"][0]["containerPort"] == 26740
+    assert sidecar_of(inject(pod, policy(), DEFAULTS))["ports"][0]["containerPort"] == 26740
     pod["spec"]["hostNetwork"] = True
-    assert "ports" not in _sidecar(inject(pod, policy(), DEFAULTS))
+    assert "ports" not in sidecar_of(inject(pod, policy(), DEFAULTS))
 
 
 def _told(pod: Body) -> tuple[str, ...]:
@@ -435,8 +426,8 @@ def test_a_port_that_the_pod_uses_is_left_to_it(change: Body, kind: str) -> None
     pod = bare_pod()
     pod["spec"][kind] = [*pod["spec"].get(kind, []), {"name": "more", "image": "x", **change}]
     injected = inject(pod, policy(), DEFAULTS)
-    assert "ports" not in _sidecar(injected)
-    assert "KEEPSTEP_METRICS_PORT" not in _environment(_sidecar(injected))
+    assert "ports" not in sidecar_of(injected)
+    assert "KEEPSTEP_METRICS_PORT" not in environment_of(sidecar_of(injected))
     assert "serves no metrics, since container more uses port 26740" in _told(injected)[0]
 
 
@@ -453,15 +444,15 @@ def test_what_is_no_port_of_the_pod_changes_nothing(change: Body) -> None:
     pod = bare_pod()
     pod["spec"]["containers"].append({"name": "more", "image": "x", **change})
     injected = inject(pod, policy(), DEFAULTS)
-    assert _environment(_sidecar(injected))["KEEPSTEP_METRICS_PORT"] == "26740"
+    assert environment_of(sidecar_of(injected))["KEEPSTEP_METRICS_PORT"] == "26740"
     assert _told(injected) == ()
 
 
 def test_a_pod_that_uses_the_port_of_the_page_has_no_page() -> None:
     pod = bare_pod()
-    assert "KEEPSTEP_UI_PORT" in _environment(_sidecar(inject(pod, policy(), DEFAULTS)))
+    assert "KEEPSTEP_UI_PORT" in environment_of(sidecar_of(inject(pod, policy(), DEFAULTS)))
     pod["spec"]["containers"][0]["ports"] = [{"containerPort": 26742}]
-    environment = _environment(_sidecar(inject(pod, policy(), DEFAULTS)))
+    environment = environment_of(sidecar_of(inject(pod, policy(), DEFAULTS)))
     assert not {"KEEPSTEP_UI_PORT", "KEEPSTEP_UI_SECRET"} & environment.keys()
 
 
@@ -469,7 +460,7 @@ def test_the_ports_are_those_of_the_policy() -> None:
     pod = bare_pod()
     pod["spec"]["containers"][0]["ports"] = [{"containerPort": 26740}]
     asked = policy(peers={}, sidecar={"ports": {"metrics": 9464, "peer": 9999}})
-    ports = [one["containerPort"] for one in _sidecar(inject(pod, asked, DEFAULTS))["ports"]]
+    ports = [one["containerPort"] for one in sidecar_of(inject(pod, asked, DEFAULTS))["ports"]]
     assert ports == [9464, 9999]
 
 
@@ -478,7 +469,7 @@ def test_the_port_for_peers_moves_where_the_pod_uses_it() -> None:
     taken = [{"containerPort": port} for port in (26740, 26741, 26742)]
     pod["spec"]["containers"][0]["ports"] = taken
     injected = inject(pod, policy(peers={}), DEFAULTS)
-    environment = _environment(_sidecar(injected))
+    environment = environment_of(sidecar_of(injected))
     assert environment["KEEPSTEP_PEER_LISTEN"] == ":26743"
     assert environment["KEEPSTEP_PEER_ADVERTISE"] == "$(KEEPSTEP_POD_IP):26743"
     assert "peers connect to port 26743, since container main uses port 26741" in _told(injected)[1]
@@ -527,9 +518,9 @@ def test_image_and_addresses_never_come_from_the_pod() -> None:
         {"name": "KEEPSTEP_REPORT_URL", "value": "https://evil"},
         {"name": "PET_X", "value": "kept"},
     ]
-    sidecar = _sidecar(inject(pod, policy(), DEFAULTS))
+    sidecar = sidecar_of(inject(pod, policy(), DEFAULTS))
     assert sidecar["image"] == DEFAULTS.sidecar_image
-    environment = _environment(sidecar)
+    environment = environment_of(sidecar)
     assert environment["KEEPSTEP_REPORT_URL"] == f"{DEFAULTS.reports_url}/v1/reports"
     assert environment["PET_X"] == "kept"
 

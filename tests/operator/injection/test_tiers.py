@@ -17,8 +17,10 @@ from tests.operator.injection.pods import (
     DEFAULTS,
     HOST_PATH,
     bare_pod,
+    environment_of,
     policy,
     pytorch_job,
+    sidecar_of,
 )
 
 Body = dict[str, Any]
@@ -34,17 +36,8 @@ S3 = {
 }
 
 
-def _sidecar(pod: Body) -> Body:
-    made: list[Body] = pod["spec"]["initContainers"]
-    return next(one for one in made if one["name"] == "keepstep-sidecar")
-
-
-def _environment(container: Body) -> dict[str, Any]:
-    return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
-
-
 def _given(**spec: Any) -> dict[str, Any]:
-    return _environment(_sidecar(inject(pytorch_job(), policy(**spec), DEFAULTS)))
+    return environment_of(sidecar_of(inject(pytorch_job(), policy(**spec), DEFAULTS)))
 
 
 def test_an_archive_reaches_the_sidecar_below_the_pods_own_namespace() -> None:
@@ -112,7 +105,7 @@ def test_a_shared_claim_is_mounted_in_the_sidecar_alone() -> None:
     sidecar, *others = spec["initContainers"]
     assert mount in sidecar["volumeMounts"]
     assert "keepstep-archive" not in str([*others, *spec["containers"]])
-    assert _environment(sidecar)["KEEPSTEP_ARCHIVE"] == "/keepstep/archive"
+    assert environment_of(sidecar)["KEEPSTEP_ARCHIVE"] == "/keepstep/archive"
 
 
 def test_a_directory_of_the_nodes_is_prepared_for_the_namespace_and_mounted_no_higher() -> None:
@@ -129,8 +122,8 @@ def test_a_directory_of_the_nodes_is_prepared_for_the_namespace_and_mounted_no_h
 
 def test_peers_are_found_at_the_pods_own_address() -> None:
     wanted = policy(peers={"replicas": 2, "bytesPerSecondLimit": "500Mi"})
-    sidecar = _sidecar(inject(pytorch_job(), wanted, DEFAULTS))
-    found = _environment(sidecar)
+    sidecar = sidecar_of(inject(pytorch_job(), wanted, DEFAULTS))
+    found = environment_of(sidecar)
     assert found["KEEPSTEP_PEER_LISTEN"] == ":26741"
     assert found["KEEPSTEP_PEER_ADVERTISE"] == "$(KEEPSTEP_POD_IP):26741"
     assert found["KEEPSTEP_PEER_REPLICAS"] == "2"
@@ -159,7 +152,7 @@ def test_without_them_a_pod_has_no_word_of_either() -> None:
 def test_a_pod_on_a_drive_of_its_node_can_have_what_it_left_on_another_one() -> None:
     """And it serves nobody for that; a pod whose volumes go with it leaves nothing."""
     pod = inject(pytorch_job(), policy(HOST_PATH), DEFAULTS)
-    assert _environment(_sidecar(pod))["KEEPSTEP_PEER_FETCH"] == "true"
+    assert environment_of(sidecar_of(pod))["KEEPSTEP_PEER_FETCH"] == "true"
     fleeting = inject(pytorch_job(), policy(), DEFAULTS)
     assert "KEEPSTEP_PEER" not in str(fleeting)
 
@@ -167,7 +160,7 @@ def test_a_pod_on_a_drive_of_its_node_can_have_what_it_left_on_another_one() -> 
 def test_the_trainer_is_told_how_long_a_restore_may_take_unless_it_says_so_itself() -> None:
     wanted = policy(restore={"timeout": "90s"})
     training = inject(bare_pod(), wanted, DEFAULTS)["spec"]["containers"][0]
-    assert _environment(training)["KEEPSTEP_RESTORE_TIMEOUT"] == "90"
+    assert environment_of(training)["KEEPSTEP_RESTORE_TIMEOUT"] == "90"
     pod = bare_pod()
     own = {"name": "KEEPSTEP_RESTORE_TIMEOUT", "value": "7"}
     pod["spec"]["containers"][0]["env"] = [own]
@@ -242,7 +235,7 @@ def test_a_fork_reaches_the_sidecar_as_it_is_written_and_what_is_none_names_no_r
 ) -> None:
     job = pytorch_job()
     job["metadata"].setdefault("annotations", {})["keepstep.dev/restore-from"] = asked
-    made = _environment(_sidecar(inject(job, policy(archive=S3), DEFAULTS)))
+    made = environment_of(sidecar_of(inject(job, policy(archive=S3), DEFAULTS)))
     assert made["KEEPSTEP_RESTORE_FROM"] == told
     assert "KEEPSTEP_RESTORE_FROM" not in _given(archive=S3)
 
@@ -251,5 +244,5 @@ def test_a_step_of_the_run_itself_is_not_asked_for_in_the_template() -> None:
     job = pytorch_job()
     key = inject(job, policy(), DEFAULTS)["metadata"]["labels"]["keepstep.dev/run-key"]
     job["metadata"].setdefault("annotations", {})["keepstep.dev/restore-from"] = f"{key}/1200"
-    made = _environment(_sidecar(inject(job, policy(archive=S3), DEFAULTS)))
+    made = environment_of(sidecar_of(inject(job, policy(archive=S3), DEFAULTS)))
     assert made["KEEPSTEP_RESTORE_FROM"] == "./1200"
