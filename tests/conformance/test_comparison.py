@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.conformance import wrong
-from tests.conformance.compare import describe
+from tests.conformance.compare import describe, differences
 from tests.conformance.rows import every_row
 from tests.conformance.table import Result
 from tests.conformance.trial import Outcome, Trial, of_control, of_keepstep
@@ -76,6 +78,42 @@ def test_silence_beside_a_control_that_raises_is_worse() -> None:
     control = _outcome({}, codes=(-9, 1), said=("", "ValueError"))
     assert of_control(PLAIN, control) is Result.RAISES
     assert of_keepstep(ROW, PLAIN, control, _outcome({"a": "1"})) is Result.DIFFERS
+
+
+_ALIKE: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "signalling NaN": lambda: (_words(0x7FA00001), _words(0x7FE00001)),
+    "complex and its conjugate": lambda: (torch.ones(2) * 1j, (torch.ones(2) * 1j).conj()),
+    "a conjugate that is lazy": lambda: (
+        (torch.ones(2) * 1j).conj(),
+        (torch.ones(2) * 1j).conj().resolve_conj(),
+    ),
+    "text and bytes": lambda: ("a", b"a"),
+    "1 and 1.0": lambda: (1, 1.0),
+    "a number of numpy": lambda: (1.0, np.float64(1.0)),
+    "int and str as keys": lambda: ({1: 0}, {"1": 0}),
+    "byte order": lambda: (np.ones(2, ">i4"), np.ones(2, "<i4")),
+    "memory order": lambda: (np.ones((2, 3)), np.asfortranarray(np.ones((2, 3)))),
+    "a Parameter": lambda: (torch.ones(2), torch.nn.Parameter(torch.ones(2))),
+    "two generators": lambda: (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
+    "a cycle": lambda: (_cycle(), {"n": 1, "me": {"n": 1}}),
+}
+
+
+def _words(*words: int) -> torch.Tensor:
+    return torch.tensor(words, dtype=torch.int32).view(torch.float32)
+
+
+def _cycle() -> dict[str, Any]:
+    one: dict[str, Any] = {"n": 1}
+    one["me"] = one
+    return one
+
+
+@pytest.mark.parametrize("name", _ALIKE)
+def test_what_compares_equal_is_not_always_alike(name: str) -> None:
+    one, other = _ALIKE[name]()
+    assert differences(describe(one), describe(other))
+    assert not differences(describe(one), describe(_ALIKE[name]()[0]))
 
 
 def test_an_object_that_is_met_again_is_the_first_one() -> None:
