@@ -42,7 +42,7 @@ from keepstep_sidecar.commit.operator_link import OperatorNotes
 from keepstep_sidecar.concurrency import Changes, OnThread
 from keepstep_sidecar.config.sidecar import Wish
 from keepstep_sidecar.history import History
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import Seldom, say, warn
 from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import LocalInventory, RunFacts
@@ -219,6 +219,8 @@ class ImageWriter:
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 
+_COMMITTED_S = 60.0
+"""How often a commit is logged."""
 _SWEEP_S = 1.0
 """How often to check whether steps that were kept because they were being read still are."""
 
@@ -281,6 +283,7 @@ class Committer:
         self._changes = changes
         self._spawn = spawn
         self._starting: dict[EpochId, asyncio.Future[None]] = {}
+        self._seldom = Seldom(_COMMITTED_S)
         self.feed(Scanned(in_doubt=True))
 
     @property
@@ -311,10 +314,12 @@ class Committer:
                     self._spawn(self._write(action), f"write {action.id} {action.rank}")
                 case Alarm():
                     warn("alarm", kind=str(action.kind), text=action.text)
+                case Committed(tier=Tier.LOCAL):
+                    # Seldom: the lines that matter must not scroll out of the log.
+                    if (left_out := self._seldom.due("committed")) is not None:
+                        say("committed", step=str(action.id), not_logged=left_out)
                 case Committed():
-                    say(
-                        "committed", level=logging.DEBUG, step=str(action.id), tier=str(action.tier)
-                    )
+                    pass
                 case Interval():
                     say("persist interval", steps=action.steps, limit=action.limit)
                     self._history.note(Kind.INTERVAL, count=action.steps, text=action.limit)

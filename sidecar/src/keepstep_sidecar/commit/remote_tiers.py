@@ -154,7 +154,10 @@ class RemoteTiers:
         found: dict[Tier, TierStatus] = {}
         for one in self.remote_tiers:
             status, own = one.status(), found.get(one.tier)
-            found[one.tier] = replace(own, trouble=own.trouble or status.trouble) if own else status
+            if own is None:
+                found[one.tier] = status
+            elif status.trouble and not own.trouble:
+                found[one.tier] = replace(own, trouble=f"{status.where}: {status.trouble}")
         return found
 
     def kept(self) -> tuple[Shard, ...]:

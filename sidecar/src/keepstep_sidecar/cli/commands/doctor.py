@@ -331,7 +331,9 @@ _SLOTS = 4
     help="A drive that a run would have; several times.  [default: --dir]",
 )
 @size_option("--state", help="Of one rank: weights and optimizer.  [default: the run in DIR says]")
-@click.option("--ranks", type=click.IntRange(1), help="On this   [default: as the run, or 1]")
+@click.option(
+    "--ranks", type=click.IntRange(1), help="On this machine.  [default: as the run, or 1]"
+)
 @size_option("--probe-size", default="256Mi", help="Written to measure.  [default: 256Mi]")
 @json_option
 def doctor(
