@@ -356,40 +356,26 @@ class Tally:
     the step is complete there, as far as that was judged.
     """
 
-    __slots__ = ("_reach", "contested", "copies", "id", "known")
+    __slots__ = ("_reach", "contested", "copies", "id", "known", "rooted")
 
     def __init__(self, id: StepId) -> None:
         self.id = id
         self.copies: list[Holding] = []
         self.contested = 0
         self.known: dict[Tier, bool] = {}
-        self._reach: dict[tuple[Tier, int], int] | None = None
+        self._reach: dict[tuple[Tier, int], RankUnion] = {}
+        self.rooted = 0
 
-    def came(self, held: Holding, ranks: int) -> None:
-        """`held`, one of the copies, has got images of these ranks."""
-        if self._reach is not None:
-            at = held.place[1:]
-            self._reach[at] = self._reach.get(at, 0) | ranks
-
-    def went(self, ranks: int) -> None:
-        """A copy has lost its images of these ranks."""
-        self._reach = None
-        if self.contested & ranks:
-            self.contest(self.contested & ranks)
+    def changed(self, held: Holding, ranks: int) -> None:
+        """`held` has got or lost images of these ranks."""
+        self._reach.setdefault(held.place[1:], RankUnion()).put(held.place[0], held.ranks)
+        self.rooted |= held.rooted & ranks
 
     @property
     def reach(self) -> Mapping[tuple[Tier, int], int]:
-        """By (tier, world), the bitmap of all ranks of which there are copies.
-
-        It is kept, because thousands of nodes may have one copy each, and after the report of each
-        of them completeness is asked again.
-        """
-        if self._reach is None:
-            self._reach = {}
-            for held in self.copies:
-                at = held.place[1:]
-                self._reach[at] = self._reach.get(at, 0) | held.ranks
-        return self._reach
+        """By (tier, world), the bitmap of all ranks of which there are copies. It is kept, because
+        thousands of nodes may have one copy each, and each of their reports asks for it."""
+        return {at: union.once for at, union in self._reach.items() if union.once}
 
     def worlds(self) -> set[int]:
         return {world for _, world in self.reach}
@@ -579,11 +565,12 @@ class Completeness:
                 return
             held.remove(there & bitmap(images))
         ranks = bitmap(images) | told.doubled
+        compare = told.doubled | tally.contested & ranks | tally.rooted & ranks
         if images:
             held.add(images)
-            tally.came(held, bitmap(images))
+            tally.changed(held, bitmap(images))
         held.doubled |= told.doubled
-        if tally.contested & ranks or any(one.root is not None for one in told.of.values()):
+        if compare:
             tally.contest(ranks)
         self._note(told.id, tally)
 
@@ -606,11 +593,14 @@ class Completeness:
         if leaving == held.ranks:
             del steps[id]
             tally.copies.remove(held)
+            held.ranks = 0
             if not steps:
                 del self._held[place[0]][place]
         else:
             held.remove(leaving)
-        tally.went(leaving)
+        tally.changed(held, leaving)
+        if tally.contested & leaving:
+            tally.contest(tally.contested & leaving)
         self._note(id, tally)
 
     def _note(self, id: StepId, tally: Tally) -> None:
