@@ -10,11 +10,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+import keepstep
 from keepstep.integrations.loaders import Batches
-from tests.frameworks.script import SETTINGS, digest, random_states, write
+from tests.frameworks.script import SETTINGS, digest, maybe_kill, random_states, record, write
 
 ROWS = 60
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+ACCUMULATE = SETTINGS.get("accumulate", 1)
+"""Micro-batches of a step; also of two epochs."""
 
 
 class Rows(Dataset[Any]):
@@ -50,8 +53,159 @@ def left(batches: Batches, checkpointer: Any) -> Any:
     return batches.loader if SETTINGS.get("bare") else batches.left(checkpointer)
 
 
+def on_fabric() -> tuple[Any, Any]:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp" if RANKS > 1 else "auto")
+    fabric.launch()
+    net, plain = made()
+    model, optimizer = fabric.setup(net, plain)
+    batches = Batches(fabric.setup_dataloaders(loader()))
+    progress = {"step": 0}
+    checkpointer = None
+    if not SETTINGS.get("bare"):
+        checkpointer = keepstep.Checkpointer(
+            model=model, optimizer=optimizer, batches=batches, progress=progress
+        )
+        checkpointer.restore(rng="later")
+    done = ACCUMULATE * progress["step"]
+    for _ in range(batches.epoch, 2):
+        for batch in left(batches, checkpointer):
+            done += 1
+            with fabric.no_backward_sync(model, enabled=done % ACCUMULATE > 0):
+                loss = ((model(batch) - batch) ** 2).mean()
+                record(progress["step"], loss)
+                fabric.backward(loss / ACCUMULATE)
+            if done % ACCUMULATE:
+                continue
+            maybe_kill(progress["step"])
+            optimizer.step()
+            optimizer.zero_grad()
+            progress["step"] += 1
+            if checkpointer is not None:
+                checkpointer.save(progress["step"])
+    if checkpointer is not None:
+        checkpointer.close()
+    return net, {"progress": progress, "optimizer": digest(optimizer.state_dict())}
+
+
+def on_accelerate() -> tuple[Any, Any]:
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    config = DataLoaderConfiguration(
+        use_seedable_sampler=SETTINGS.get("seedable", False),
+        use_stateful_dataloader=SETTINGS.get("stateful", False),
+        dispatch_batches=SETTINGS.get("dispatched"),
+    )
+    accelerator = Accelerator(cpu=True, dataloader_config=config, gradient_accumulation_steps=2)
+    net, plain = made()
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(plain, 20)
+    model, optimizer, scheduler, loading = accelerator.prepare(net, plain, cosine, loader())
+    batches = Batches(loading)
+    progress = {"step": 0}
+    checkpointer = None
+    if not SETTINGS.get("bare"):
+        checkpointer = keepstep.Checkpointer(
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            batches=batches,
+            progress=progress,
+        )
+        checkpointer.restore(rng="later")
+    for _ in range(batches.epoch, 2):
+        for batch in left(batches, checkpointer):
+            with accelerator.accumulate(model):
+                loss = ((model(batch) - batch) ** 2).mean()
+                record(progress["step"], loss)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    maybe_kill(progress["step"])
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                progress["step"] += 1
+                if checkpointer is not None:
+                    checkpointer.save(progress["step"])
+    if checkpointer is not None:
+        checkpointer.close()
+    return net, {
+        "progress": progress,
+        "optimizer": digest(optimizer.state_dict()),
+        "schedule": scheduler.get_last_lr(),
+    }
+
+
+class Left:
+    """What an Engine of ignite takes for its data."""
+
+    def __init__(self, batches: Batches, checkpointer: keepstep.Checkpointer) -> None:
+        self.batches, self.checkpointer = batches, checkpointer
+
+    def __len__(self) -> int:
+        return len(self.batches.loader)
+
+    def __iter__(self) -> Any:
+        return self.batches.left(self.checkpointer)
+
+
+def on_ignite() -> tuple[Any, Any]:
+    from ignite.engine import Engine, Events
+
+    net, optimizer = made()
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    model = net
+    if RANKS > 1:
+        torch.distributed.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(net)
+
+    def update(engine: Any, batch: torch.Tensor) -> float:
+        step, left = divmod(engine.state.iteration, ACCUMULATE)
+        loss = ((model(batch) - batch) ** 2).mean()
+        record((engine.state.iteration - 1) // ACCUMULATE, loss)
+        (loss / ACCUMULATE).backward()
+        if not left:
+            maybe_kill(step - 1)
+            optimizer.step()
+            cosine.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+    trainer, data = Engine(update), loader()
+    if isinstance(sampler := data.sampler, DistributedSampler):
+        trainer.add_event_handler(
+            Events.EPOCH_STARTED, lambda: sampler.set_epoch(trainer.state.epoch)
+        )
+    if not SETTINGS.get("bare"):
+        batches = Batches(data)
+        checkpointer = keepstep.Checkpointer(
+            model=net, optimizer=optimizer, scheduler=cosine, batches=batches, trainer=trainer
+        )
+        checkpointer.restore(rng="later")
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED(every=ACCUMULATE),
+            lambda: checkpointer.save(trainer.state.iteration // ACCUMULATE),
+        )
+        data = Left(batches, checkpointer)
+    if trainer.state.iteration < 2 * len(data):
+        trainer.run(data, max_epochs=2)
+    state = trainer.state
+    if not SETTINGS.get("bare"):
+        checkpointer.close()
+    return net, {
+        "progress": [state.iteration, state.epoch],
+        "optimizer": digest(optimizer.state_dict()),
+        "schedule": cosine.get_last_lr(),
+    }
+
+
+ON = {"fabric": on_fabric, "accelerate": on_accelerate, "ignite": on_ignite}
+
+
 def main() -> None:
-    net, others = globals()[f"on_{SETTINGS['on']}"]()
+    net, others = ON[SETTINGS["on"]]()
     write({"weights": digest(net.state_dict()), **others, "random": random_states()})
 
 
