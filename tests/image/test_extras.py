@@ -585,3 +585,14 @@ def test_arrays_of_objects_and_of_fields_come_back(array: np.ndarray) -> None:
             scalar = extras.decode(extras.encode(one))
             assert type(scalar) is np.void
             assert (scalar.dtype, repr(scalar.tolist())) == (one.dtype, repr(one.tolist()))
+
+
+def test_a_time_is_kept_while_another_class_stands_in_place_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = [datetime.datetime(2026, 1, 2), datetime.date(2026, 1, 2), datetime.timedelta(5)]
+    for name in ("datetime", "date", "timedelta"):
+        monkeypatch.setattr(datetime, name, type(name, (getattr(datetime, name),), {}))
+    data = extras.encode(kept)
+    monkeypatch.undo()
+    assert same(extras.decode(data), kept)

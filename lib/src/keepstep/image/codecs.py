@@ -68,7 +68,7 @@ def parts_of(value: Any) -> tuple[str, Any] | None:
     kind = type(value)
     library = str(kind.__module__).partition(".")[0]  # a class may have any value there
     row = _OF.get((library, kind.__name__))
-    if row is not None and kind is _imported(row.path):
+    if row is not None and (kind is _EARLY[row.tag] or kind is _imported(row.path)):
         parts = row.parts(value)
         return None if parts is None else (row.tag, parts)
     if value is ...:
@@ -785,6 +785,8 @@ KINDS = (
 """Every class whose values are found by their exact type."""
 
 _OF = {(one.path.partition(".")[0], one.path.rpartition(".")[2]): one for one in KINDS}
+_EARLY = {one.tag: _imported(one.path) for one in KINDS}
+"""The classes that are there already: another may stand in one's place later (a frozen clock)."""
 
 BUILDERS: dict[str, Callable[[Any], Any]] = {
     **{one.tag: one.build for one in KINDS},

@@ -397,7 +397,8 @@ class RunLedger:
     def watermarks(self) -> dict[Tier, StepId]:
         """The newest step that every rank holds, by tier: in memory or on any other tier; on each
         of the others, there or on a stronger one."""
-        marks = {tier: self.core.watermark(tier) for tier in self._config.tiers}
+        shared = (tier for tier in Tier if tier.shared)  # it is there, whatever the policy says now
+        marks = {tier: self.core.watermark(tier) for tier in (*self._config.tiers, *shared)}
         return {tier: id for tier, id in marks.items() if id is not None}
 
     def archived(self) -> tuple[StepId, ...]:
