@@ -253,6 +253,14 @@ def archived(*, kind: VolumeKind = VolumeKind.EMPTY_DIR, **changes: Any):  # typ
     return play, pods, sidecars
 
 
+def test_what_the_archive_holds_is_said_also_where_the_policy_names_none() -> None:
+    play, pods, sidecars = running(known=policy())
+    for one in sidecars:
+        one.archive = [step(70), step(80)]
+    play.hear_all(*zip(pods, sidecars, strict=True))
+    assert play.status.watermarks["archive"] == str(step(80))
+
+
 def test_an_archive_outlives_nodes_and_with_the_label_jobs() -> None:
     play, *_ = archived()
     assert play.status.survives == ["ContainerRestart", "PodRestart", "NodeLoss"]
