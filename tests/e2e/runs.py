@@ -45,14 +45,20 @@ def condition(kubectl: Kubectl, kind: str, job: str = "gpt") -> Object:
 
 
 def becomes(
-    kubectl: Kubectl, kind: str, status: str = "True", *, words: str = "", within_s: float = 120.0
+    kubectl: Kubectl,
+    kind: str,
+    status: str = "True",
+    *,
+    job: str = "gpt",
+    words: str = "",
+    within_s: float = 120.0,
 ) -> Object:
     """Wait until a condition of the run has this status, and `words` in its message."""
     found: Object = {}
 
     def look() -> bool:
         nonlocal found
-        found = condition(kubectl, kind)
+        found = condition(kubectl, kind, job)
         return found["status"] == status and words in found["message"]
 
     def what() -> str:

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.e2e import jobs, runs
 from tests.e2e.cluster import ADMISSION, CERTIFICATES, NAMESPACE, OPERATOR, Cluster
-from tests.e2e.kubectl import Kubectl
+from tests.e2e.kubectl import Kubectl, Object
 from tests.harness import eventually
 
 
@@ -96,18 +96,20 @@ def _endpoints(system: Kubectl) -> list[str]:
     return [one["targetRef"]["name"] for part in slices for one in part["endpoints"] or ()]
 
 
-def _starts_without_us(kubectl: Kubectl) -> str:
+def _starts_without_us(kubectl: Kubectl, job: str = "gpt") -> str:
     """A job's pod is made without a sidecar, and the run says so; its message."""
-    kubectl.apply(jobs.policy(), jobs.pytorch_job(workers=0))
-    pod = kubectl.eventually(lambda: kubectl.get("pod", "gpt-master-0"), what="the pod")
+    kubectl.apply(jobs.policy(), jobs.pytorch_job(job, workers=0))
+    pod = kubectl.eventually(lambda: kubectl.get("pod", f"{job}-master-0"), what="the pod")
     assert "keepstep.dev/injected" not in pod["metadata"].get("labels", {})
     kubectl.eventually(
-        lambda: (
-            "PyTorchJob" in {one["involvedObject"]["kind"] for one in kubectl.events("NotInjected")}
-        ),
+        lambda: ("PyTorchJob", job) in {_about(one) for one in kubectl.events("NotInjected")},
         what="an event on the job",
     )
-    return str(runs.becomes(kubectl, "FullyInjected", "False")["message"])
+    return str(runs.becomes(kubectl, "FullyInjected", "False", job=job)["message"])
+
+
+def _about(event: Object) -> tuple[str, str]:
+    return event["involvedObject"]["kind"], event["involvedObject"]["name"]
 
 
 @_AWAY
@@ -130,6 +132,7 @@ def test_without_admission_pods_start_and_the_run_says_what_is_missing(
                 within_s=120,
                 what="a wait for the webhook's timeout, which is 10 s",
             )
+            _starts_without_us(namespace, "late")
 
 
 @_AWAY
