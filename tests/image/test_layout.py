@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from keepstep.errors import FormatError, TornError
 from keepstep.image import HUGE_PAGE_BYTES, PAGE_BYTES, Layout, Section, TensorSpec
 from keepstep.image import layout as layouts
-from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES, header_of
-from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
+from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES, digest_of, header_of
+from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES
 from tests.image.strategies import tensor_lists
 
 WEIGHT = TensorSpec("weight", "F32", (2, 3), Section.PARAMS)
@@ -30,7 +30,7 @@ def test_a_layout_reads_back_as_it_was_built(specs, rank, capacity, skeleton) ->
     read = Layout.parse(layout.header + b"and the data", size_bytes=layout.size_bytes)
     assert {entry.spec for entry in read.entries.values()} == set(specs)
     assert (read.rank, read.world, read.skeleton) == (rank, 4, skeleton)
-    assert read.id == xxh3_128(layout.header).hex()
+    assert read.id == digest_of(layout.header).hex()
     assert read == layout
 
 

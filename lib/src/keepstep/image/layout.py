@@ -12,6 +12,7 @@ there. Entries are in the order of their bytes. docs/format.md specifies the for
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -34,7 +35,7 @@ from keepstep.image.tensors import (
     TensorSpec,
     strides_with_gaps,
 )
-from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
+from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES
 
 FORMAT_VERSION = 1
 
@@ -171,6 +172,11 @@ class Header:
         if self.specs and all(one.device is not None for one in self.specs):
             hints["devices"] = _runs(one.device for one in self.specs)
         return {key: value for key, value in hints.items() if value}
+
+
+def digest_of(text: bytes) -> bytes:
+    """BLAKE2b of 16 bytes: of headers (layout ids), of control pages (seals), of claims."""
+    return hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
 
 
 def reserved_names(rank: int) -> tuple[str, str, str]:
@@ -626,7 +632,7 @@ class Layout(Header):
         layout = cls(
             **vars(header),
             header=text,
-            id=xxh3_128(text).hex(),
+            id=digest_of(text).hex(),
             entries=MappingProxyType({one.name: Entry(one, a, b) for one, a, b in places}),
             extras_begin=begins[-1],
         )
