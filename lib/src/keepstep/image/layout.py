@@ -103,27 +103,6 @@ class Header:
         padded = round_up(8 + len(text)) - 8
         return padded.to_bytes(8, "little") + text.ljust(padded)
 
-    @property
-    def most_bytes(self) -> int:
-        """An upper bound for the bytes that `render` gives. It counts each name up to five times
-        and 21 characters for each number. Text that is escaped as JSON in JSON in JSON grows at
-        most sixteenfold."""
-        rows = [row for one in self.parameters.values() for row in one]
-        texts = 4 * sum(len(one.name) for one in self.specs) + sum(map(len, self._texts()))
-        numbers = sum(5 * len(one.shape) + len(one.unflattened or ()) + 10 for one in self.specs)
-        numbers += sum(len(shape) + 1 for _, shape in rows) + len(self.twins)
-        return 16 * texts + 21 * numbers + (1 << 16)
-
-    @property
-    def is_ascii(self) -> bool:
-        """Whether all text in the header is ASCII."""
-        return all(map(str.isascii, self._texts()))
-
-    def _texts(self) -> Iterator[str]:
-        yield from (one.name for one in self.specs)
-        yield from (name for one in self.parameters.values() for name, _ in one)
-        yield from (*self.aliases, *self.aliases.values(), *self.parameters, self.skeleton)
-
     def _reserved(self) -> Iterator[TensorSpec]:
         sizes = (self.extras_capacity_bytes, self.digests_bytes, PAGE_BYTES)
         for name, size in zip(reserved_names(self.rank), sizes, strict=True):
@@ -597,15 +576,6 @@ class Layout(Header):
             getattr(self, name) == getattr(header, name)
             for name in ("rank", "world", "skeleton", "aliases", "twins", "parameters", "specs")
         )
-
-    @classmethod
-    def check(cls, tensors: Iterable[TensorSpec], **rest: Any) -> None:
-        """Raises FormatError where `build` would, for tensors taken from a live state. It is faster
-        than `build`: it renders and parses a header only if that may be too long or is not
-        ASCII."""
-        header = header_of(tensors, **rest)
-        if header.most_bytes > MAX_HEADER_BYTES or not header.is_ascii:
-            cls.parse(memoryview(_render(header)))
 
     @classmethod
     def parse(cls, buffer: bytes | memoryview, *, size_bytes: int | None = None) -> Layout:
