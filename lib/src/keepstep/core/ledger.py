@@ -11,7 +11,6 @@ next one.
 
 from __future__ import annotations
 
-import operator
 from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -275,7 +274,6 @@ class Signatures:
             )
 
 
-_Kept = tuple[tuple[tuple[StepId, ...], Lineage, Retention], list[StepId], tuple[StepId, ...]]
 _STEPS_NAMED = 3
 _RANKS_NAMED = 8
 
@@ -306,9 +304,6 @@ class Ledger(Completeness):
         """The epochs of images for which the lineage was computed; None: compute it again."""
         self._conflicts: tuple[Alarm, ...] = ()
         self._committed: dict[Tier, tuple[StepId, ...]] = {}
-        self._unfinished: dict[Tier, set[StepId]] = {}
-        """By tier, the steps that somebody holds and that are not committed on that tier."""
-        self._kept: dict[Tier, _Kept] = {}
 
     def apply(self, event: Event) -> tuple[Action, ...]:
         """Take in one event. Applying the same event again changes nothing."""
@@ -354,16 +349,9 @@ class Ledger(Completeness):
             if self._lineage != before:
                 self._committed.clear()
         for tier, ids in self._committed.items():
-            others, moved = self._unfinished[tier], set[StepId]()
-            for id in changed:
-                now = self._is_committed(id, tier)
-                if now != is_among(id, ids):
-                    moved.add(id)
-                waits = not now and self.is_there(id)
-                others.add(id) if waits else others.discard(id)
+            moved = {id for id in changed if self._is_committed(id, tier) != is_among(id, ids)}
             if moved:
                 self._committed[tier] = tuple(sorted(moved.symmetric_difference(ids)))
-                self._unfinished[tier] = set(others)  # a copy takes no more memory than it needs
 
     def _is_committed(self, id: StepId, tier: Tier) -> bool:
         return self.complete(id, tier) and self._lineage.restorable(id)
@@ -400,9 +388,8 @@ class Ledger(Completeness):
         For `Tier.MEMORY`: the steps that all ranks could restore, each from any tier.
         """
         if tier not in self._committed:
-            judged = [(id, self._is_committed(id, tier)) for id in self.steps]
-            self._committed[tier] = tuple(id for id, is_committed in judged if is_committed)
-            self._unfinished[tier] = {id for id, is_committed in judged if not is_committed}
+            committed = (id for id in self.steps if self._is_committed(id, tier))
+            self._committed[tier] = tuple(committed)
         return self._committed[tier]
 
     def watermark(self, tier: Tier) -> StepId | None:
@@ -492,29 +479,18 @@ class Ledger(Completeness):
         The deletion rule: a step is named only when a newer live step is complete on an equal or
         stronger tier. A step that is aside or lost is never named, because it may still be needed.
         """
-        alive, gone = self._retired(tier, policy)
+        committed = self.committed(tier)
+        alive = [id for id in committed if self._lineage.standing(id) is Standing.LIVE]
+        if not alive:
+            return ()
+        times = None if policy.every_s is None else self.written_at(alive)
         by_standing: dict[Standing, list[StepId]] = {one: [] for one in Standing}
-        for id in self._unfinished[tier] if alive else ():
+        for id in {*self.steps}.difference(committed):
             by_standing[self._lineage.standing(id)].append(id)
         others = left_behind(
             alive, policy, dead=by_standing[Standing.DEAD], unfinished=by_standing[Standing.LIVE]
         )
-        return tuple(sorted((*gone, *others))) if others else gone
-
-    def _retired(self, tier: Tier, policy: Retention) -> tuple[list[StepId], tuple[StepId, ...]]:
-        """The live committed steps, and those of them that the policy does not keep.
-
-        Computed again only when the committed steps, the lineage or the policy changed.
-        """
-        of = self.committed(tier), self._lineage, policy
-        known = self._kept.get(tier)
-        timed = policy.every_s is not None  # depends on times, which may be reported after images
-        if timed or known is None or any(map(operator.is_not, known[0], of)):
-            alive = [id for id in of[0] if self._lineage.standing(id) is Standing.LIVE]
-            times = None if policy.every_s is None else self.written_at(alive)
-            gone = tuple(retired(alive, policy, written_at=times)) if alive else ()
-            known = self._kept[tier] = of, alive, gone
-        return known[1:]
+        return tuple(sorted({*retired(alive, policy, written_at=times), *others}))
 
     def plan(self, ranks: Collection[int]) -> RestorePlan | Nothing | Unknown:
         """What `ranks` (all ranks of the run) should restore. A hint: their vote decides."""
