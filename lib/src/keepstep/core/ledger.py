@@ -23,12 +23,14 @@ from keepstep.core.commit_rule import (
     Lineage,
     RankReport,
     Standing,
+    at_least,
     bitmap,
     bits,
     trace,
 )
 from keepstep.core.retention import Retention, left_behind, retired
 from keepstep.core.vote import is_early
+from keepstep.errors import few
 from keepstep.steps import IN_POD, NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
 
 
@@ -182,15 +184,6 @@ class Unknown:
     waits_for: tuple[tuple[int, Tier], ...] = ()
 
 
-_NAMED = 8
-
-
-def few(numbers: Collection[int]) -> str:
-    """These numbers as text, at most the lowest `_NAMED` of them."""
-    named = [str(number) for number in sorted(numbers)[:_NAMED]]
-    return ", ".join(named) + (", ..." if len(numbers) > _NAMED else "")
-
-
 def epoch_conflicts(
     parents: Mapping[EpochId, Collection[StepId | None]], epochs: Collection[EpochId]
 ) -> Iterator[Alarm]:
@@ -211,10 +204,10 @@ def epoch_conflicts(
 def two_writers(copies: Completeness) -> Iterator[Alarm]:
     """One rank was written twice: different images of one step, or memory on two nodes."""
     for id in copies.contested_steps:
-        text = f"two different images of step {id}, rank {few(copies.contested(id))}"
+        text = f"two different images of step {id}, rank {_named(copies.contested(id))}"
         yield Alarm(AlarmKind.TWO_WRITERS, text)
     for rank, nodes in sorted(copies.twice_in_memory().items()):
-        text = f"rank {rank} is in the memory of node ranks {few(nodes)}"
+        text = f"rank {rank} is in the memory of node ranks {_named(nodes)}"
         yield Alarm(AlarmKind.TWO_WRITERS, text)
 
 
@@ -275,7 +268,7 @@ class Signatures:
 
 
 _STEPS_NAMED = 3
-_RANKS_NAMED = 8
+_NAMED = 8
 
 
 def is_among(id: StepId, ids: Sequence[StepId]) -> bool:
@@ -426,16 +419,14 @@ class Ledger(Completeness):
                 continue
             coverage = self.coverage(id)
             if coverage is not None and coverage.whole:
-                complete = next(filter(self._is_complete, reversed(self.steps[:place])), None)
+                older = reversed(self.steps[:place])
+                complete = next((id for id in older if self._is_committed(id, Tier.MEMORY)), None)
                 if (
                     complete is None
                     or coverage.world != (world or coverage.world)
                     or not _nearby(coverage, self.coverage(complete))
                 ):
                     yield id
-
-    def _is_complete(self, id: StepId) -> bool:
-        return self._is_committed(id, Tier.MEMORY)
 
     def without(self, *node_ranks: int, tier: Tier = Tier.LOCAL) -> StepId | None:
         """The newest step that could be restored from this tier and stronger ones if everything
@@ -523,7 +514,8 @@ class Ledger(Completeness):
         wanted = bitmap(ranks) if len(ranks) < chosen.world else -1
         silent = {tier: self.silent(tier) & wanted for tier in self.config.tiers}
         if not any(
-            silent[tier] & chosen.on(_from(tier)) | silent[tier] & chosen.twins for tier in silent
+            unknown & (chosen.on(at_least(tier)[1:]) | chosen.twins)
+            for tier, unknown in silent.items()
         ):
             return ()
         return tuple(
@@ -546,20 +538,18 @@ class Ledger(Completeness):
         }
         silent = tuple(place for place, said in answers.items() if said is Answer.UNKNOWN)
         if silent:
-            return Unknown(self._why_silent(silent), silent)
+            reason = f"no answer yet from {_places(silent)}"
+            if self.steps and all(self.out_of_reach(*place) for place in silent):
+                reason = (
+                    f"what {_places(silent)} had is out of reach, and without it no step is whole:"
+                    f" {self._incomplete()}"
+                )
+            return Unknown(reason, silent)
         if self.steps:
             return Unknown(f"steps were found, but none is complete: {self._incomplete()}")
         if found := tuple(place for place, said in answers.items() if said is not Answer.NONE):
             return Unknown(f"there is something that cannot be restored on {_places(found)}")
         return Nothing()
-
-    def _why_silent(self, silent: Collection[tuple[int, Tier]]) -> str:
-        if self.steps and all(self.out_of_reach(*place) for place in silent):
-            return (
-                f"what {_places(silent)} had is out of reach, and without it no step is whole: "
-                f"{self._incomplete()}"
-            )
-        return f"no answer yet from {_places(silent)}"
 
     def _incomplete(self) -> str:
         named = reversed(self.steps[-_STEPS_NAMED:])
@@ -573,11 +563,11 @@ class Ledger(Completeness):
         if standing is Standing.LOST:
             return "its successors are not known"
         if contested := self.contested(id):
-            return f"two different images of rank {few(contested)}"
+            return f"two different images of rank {_named(contested)}"
         if len(worlds := self.worlds(id)) != 1:
-            return f"saved by worlds of {few(worlds)}"
+            return f"saved by worlds of {_named(worlds)}"
         coverage = self.coverage(id)
-        return f"no copy of rank {few(coverage.lost if coverage else ())}"
+        return f"no copy of rank {_named(coverage.lost if coverage else ())}"
 
     # --- events --------------------------------------------------------------------------
 
@@ -628,17 +618,14 @@ class Ledger(Completeness):
                     if ranks := self.holders(id, tier):
                         yield Retire(tier, id, tuple(bits(ranks)))
 
-    def _newest_of_this_life(self) -> StepId | None:
-        """The newest complete step, if it is of the newest epoch; else None. A step of an older
-        epoch may have any world size, because the ranks that run now have gone on from it."""
-        newest = self.watermark(Tier.MEMORY)
-        return newest if newest is not None and newest.epoch == self._lineage.current else None
-
     def _alarms(self) -> Iterator[Alarm]:
+        # a step of an older epoch may have any world: the ranks that run have gone on from it
+        newest = self.watermark(Tier.MEMORY)
+        of_this_life = newest is not None and newest.epoch == self._lineage.current
         now = {
             *self._conflicts,
             *two_writers(self),
-            *world_changed(self, self._newest_of_this_life(), world=self.config.world),
+            *world_changed(self, newest if of_this_life else None, world=self.config.world),
             *self._signatures.stale(),
             *fresh_start(self._lineage),
         }
@@ -653,14 +640,12 @@ def _nearby(of: Coverage, complete: Coverage | None) -> bool:
     return complete is not None and complete.world == of.world and not of.twins & ~complete.on(near)
 
 
-def _from(tier: Tier) -> tuple[Tier, ...]:
-    """The tiers that are farther than this one."""
-    return NEAREST_FIRST[NEAREST_FIRST.index(tier) + 1 :]
+def _named(numbers: Collection[int]) -> str:
+    return few([str(number) for number in sorted(numbers)], _NAMED)
 
 
 def _places(places: Collection[tuple[int, Tier]]) -> str:
-    named = [f"rank {rank} {tier}" for rank, tier in list(places)[:_RANKS_NAMED]]
-    return ", ".join(named) + (", ..." if len(places) > _RANKS_NAMED else "")
+    return few([f"rank {rank} {tier}" for rank, tier in places], _NAMED)
 
 
 # --- what a restart would do ---------------------------------------------------------------------
