@@ -7,7 +7,7 @@
                  moved as `plan` says; `targets` finds the saved tensor for each live one, `modules`
                  and `optimizers` know what these need. `keepstep.dcp` reads through the same
                  modules.
-    rehearsal    whether what is kept could be restored, before the first step
+    structure    what a restart must build before restore()
 
 The picture: docs/architecture.md.
 """
