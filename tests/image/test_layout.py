@@ -102,9 +102,6 @@ def test_header_says_neither_step_nor_digest_and_lists_every_key_for_dcp() -> No
         "format_version",
         "rank",
         "world",
-        "sections",
-        "dtypes",
-        "global_shapes",
         "aliases",
         "skeleton",
     }

@@ -125,7 +125,7 @@ class Export:
         index = None
         for layout in layouts:
             index = index or IndexBuilder(layout.world)
-            index.add(layout, Tree.parse(layout.skeleton).boxes)
+            index.add(layout)
             _collect(components, layout)
         if index is None:
             raise UsageError(f"step {id} has no image")
@@ -358,7 +358,7 @@ def _leaves(layout: Layout) -> Iterator[tuple[str, str, str | None]]:
     tree = Tree.parse(layout.skeleton)
     if not tree.foreign:
         paths = tree.paths or {}
-        stored = dict.fromkeys(tree.boxes.get(name, name) for name in layout.entries)
+        stored = dict.fromkeys(one.spec.tensor or name for name, one in layout.entries.items())
         for name in (*stored, *layout.aliases, *tree.values):
             path = paths.get(name, (name,))
             component = str(path[0]) if len(path) > 1 else ""

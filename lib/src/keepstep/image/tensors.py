@@ -52,7 +52,8 @@ class TensorSpec(NamedTuple):
     where the tensor was: `cpu`, `cuda` (the process's own device) or `cuda:1`; None if the image
     does not say.
     `unflattened`: for a vector, the shape with which it is used, in row-major order; None for a
-    tensor that is used as it is.
+    tensor that is used as it is. `tensor`: the name of the tensor, where it is not the entry's,
+    because one rank has several boxes of it.
     """
 
     name: str
@@ -65,6 +66,7 @@ class TensorSpec(NamedTuple):
     device: str | None = None
     unflattened: tuple[int, ...] | None = None
     strides: tuple[int, ...] | None = None
+    tensor: str | None = None
 
     @property
     def element_bytes(self) -> int:

@@ -28,7 +28,7 @@ import os
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
@@ -101,10 +101,6 @@ class Bytes(Protocol):
         requested."""
 
 
-TensorsOf = Callable[[str], Mapping[str, str]]
-"""For a skeleton: the tensor of each entry that is not named after its tensor."""
-
-
 class _UnusableError(KeepstepError):
     """A file that the sidecar named is not the expected image."""
 
@@ -124,7 +120,6 @@ class Images:
         link: Session,
         found: Sources,
         timeout_s: float = CHUNKS_S,
-        tensors_of: TensorsOf = lambda _: {},
         own: SlotMapping | None = None,
     ) -> None:
         """Map what can be mapped, and read all headers.
@@ -149,7 +144,7 @@ class Images:
         self._window: WindowReader | None = None
         builder = IndexBuilder(found.world)
         for layout in self._layouts():
-            builder.add(layout, tensors_of(layout.skeleton))
+            builder.add(layout)
             self._skeletons[layout.rank] = layout.skeleton
             self._extras_begin[layout.rank] = layout.extras_begin
             # most ranks have equal parameters, so one object serves all of them
@@ -181,7 +176,6 @@ class Images:
         link: Session,
         id: StepId,
         timeout_s: float = CHUNKS_S,
-        tensors_of: TensorsOf = lambda _: {},
         *,
         every: bool = False,
     ) -> Images:
@@ -196,7 +190,7 @@ class Images:
             request = SourcesRequest(lease=link.lease, id=id, bad=bad, every=every)
             found = link.call("/v1/sources", request, Sources, timeout_s=timeout_s)
             try:
-                return cls(link, found, timeout_s, tensors_of)
+                return cls(link, found, timeout_s)
             except _UnusableError as error:
                 if error.path in bad:
                     raise SidecarError(f"step {id}: {error}", code="not-verified") from error

@@ -125,19 +125,14 @@ class IndexBuilder:
         self._conflicts: dict[str, str] = {}
         self._present: set[int] = set()
 
-    def add(self, layout: Layout, tensor_of: Mapping[str, str] | None = None) -> None:
-        """Add the image of one saved rank.
-
-        `tensor_of`: the tensor of each entry that is not named after its tensor, for example where
-        one rank has several boxes of a tensor.
-        """
+    def add(self, layout: Layout) -> None:
+        """Add the image of one saved rank."""
         self._present.add(layout.rank)
         self._aliases.update(layout.aliases)
-        tensors, tensor_of = self._tensors, tensor_of or {}
-        for name, entry in layout.entries.items():
-            if name in tensor_of:
-                name = tensor_of[name]
+        tensors = self._tensors
+        for entry in layout.entries.values():
             spec = entry.spec
+            name = spec.name if spec.tensor is None else spec.tensor
             shape = spec.shape if spec.global_shape is None else spec.global_shape
             at = spec.offsets or (0,) * len(shape)
             row = array("q", (layout.rank, entry.begin, *at, *spec.shape))
