@@ -145,8 +145,7 @@ class Export:
     @property
     def total_bytes(self) -> int:
         """The bytes that will be read, in whole chunks."""
-        saved = [torch.empty(0, dtype=one) for one in self._read_dtypes]
-        runs = chunk_runs(self._plan, saved, _Chunks(lambda *_: None))
+        runs = chunk_runs(self._plan, self._read_dtypes, _Chunks(lambda *_: None))
         return sum(one.end - one.first for one in runs) * CHUNK_BYTES
 
     def write(self, target: Path, read: Read, on_bytes: Callable[[int], None]) -> Exported:

@@ -98,6 +98,19 @@ class TensorSpec(NamedTuple):
         return (*offsets, 0) if self.dtype in OPAQUE_BYTES else offsets
 
 
+def dim_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """The order of the dimensions in memory, the outermost first; None for row-major.
+
+    Of dimensions with equal strides, the one with more elements is the outer one. So a tensor that
+    is made in this order has exactly the same strides, even for dimensions of one element, by which
+    torch tells its memory formats apart.
+    """
+    if len(strides) < 2 or (len(strides) == 2 and strides[0] > strides[1]):
+        return None
+    order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
+    return None if order == list(range(len(shape))) else tuple(order)
+
+
 def strides_with_gaps(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
     """The strides of a tensor whose elements lie apart, each in a place of its own, or of one
     without elements that are not the usual ones. None for any other tensor, and if most of its

@@ -251,13 +251,13 @@ class Images:
         begin, size = self._extras_begin[rank], self.found[rank].extras_bytes
         mapped = self.flat(rank)
         if mapped is not None:
-            return bytes(mapped[begin : begin + size].tolist())
+            return _bytes_of(mapped[begin : begin + size])
         chunks = range(begin // CHUNK_BYTES, -(-(begin + size) // CHUNK_BYTES))
         parts = []
         for wanted, frame in self.stream(Chunk(rank=rank, chunk=one, frame=0) for one in chunks):
             first = max(begin - wanted.chunk * CHUNK_BYTES, 0)
             last = min(begin + size - wanted.chunk * CHUNK_BYTES, CHUNK_BYTES)
-            parts.append(bytes(frame[first:last].tolist()))
+            parts.append(_bytes_of(frame[first:last]))
         return b"".join(parts)
 
     def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
@@ -434,8 +434,7 @@ def fill(
     """
     dtypes = [one.dtype for one in targets] if dtypes is None else dtypes
     total = _wholes(plan, targets, images, dtypes) + _mapped(plan, targets, images, dtypes)
-    distant = (one for one in plan.parts() if images.flat(one.rank) is None)
-    for load, frame in images.stream(loads(distant, dtypes)):
+    for load, frame in images.stream(_distant(plan, dtypes, images)):
         for want, block in load.parts:
             source = view_of(frame, dtypes[want], block, load.chunk * CHUNK_BYTES)
             total += put(_place(targets[want], block), source)
@@ -471,30 +470,20 @@ def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Lo
         yield current
 
 
-def chunk_runs(plan: Plan, targets: Sequence[Tensor], images: Bytes) -> tuple[ChunkRun, ...]:
-    """The chunks that `fill` may ask for, in its order: all of them, and hardly any other."""
-    columns, dims = plan.columns, plan.dims
-    if not len(columns):
-        return ()
-    element = torch.tensor([one.element_size() for one in targets], dtype=torch.int64)
-    stride = element[columns[:, 2]]
-    first, last = columns[:, 1].clone(), columns[:, 1] + stride - 1
-    sizes, low, extent, _ = columns[:, 3:].view(len(columns), 4, dims).unbind(1)
-    for dim in reversed(range(dims)):
-        held = extent[:, dim] > 0  # 0 is padding
-        first += torch.where(held, low[:, dim] * stride, 0)
-        last += torch.where(held, (low[:, dim] + extent[:, dim] - 1) * stride, 0)
-        stride = torch.where(held, stride * sizes[:, dim], stride)
-    spans = torch.stack([columns[:, 0], first // CHUNK_BYTES, last // CHUNK_BYTES + 1], dim=1)
+def chunk_runs(plan: Plan, dtypes: Sequence[torch.dtype], images: Bytes) -> tuple[ChunkRun, ...]:
+    """The chunks that `fill` will ask for, in its order."""
     runs: list[ChunkRun] = []
-    for rank, begin, end in torch.unique(spans, dim=0).tolist():
-        if images.flat(rank) is not None:
-            continue
-        if runs and runs[-1].rank == rank and begin <= runs[-1].end:
-            begin, end = runs[-1].first, max(end, runs[-1].end)
-            runs.pop()
-        runs.append(ChunkRun(rank=rank, first=begin, end=end))
+    for load in _distant(plan, dtypes, images):
+        first, end = load.chunk, load.chunk + 1
+        if runs and (runs[-1].rank, runs[-1].end) == (load.rank, load.chunk):
+            first = runs.pop().first
+        runs.append(ChunkRun(rank=load.rank, first=first, end=end))
     return tuple(runs)
+
+
+def _distant(plan: Plan, dtypes: Sequence[torch.dtype], images: Bytes) -> Iterator[Load]:
+    """What is needed of images that are not mapped."""
+    return loads((one for one in plan.parts() if images.flat(one.rank) is None), dtypes)
 
 
 def put(target: Tensor, source: Tensor) -> int:
