@@ -433,22 +433,17 @@ def fill(
     must restore another step, or stop.
     """
     dtypes = [one.dtype for one in targets] if dtypes is None else dtypes
-    total = _wholes(plan, targets, images, dtypes) + _mapped(plan, targets, images, dtypes)
+    plain = [copying.is_plain(one) for one in targets]
+    total = _mapped(plan, targets, images, dtypes, plain)
     for load, frame in images.stream(_distant(plan, dtypes, images)):
         for want, block in load.parts:
             source = view_of(frame, dtypes[want], block, load.chunk * CHUNK_BYTES)
             total += put(_place(targets[want], block), source)
-    cut = set(plan.columns[:, 2].tolist())
-    _note_moves(targets[number] for number in cut if copying.is_plain(targets[number]))
+    for target, is_plain in zip(targets, plain, strict=True):
+        if is_plain and target.numel():  # memmove is no operation of torch
+            torch.autograd.graph.increment_version(target)
     accelerator.here().synchronize()
     return total
-
-
-def _note_moves(targets: Iterable[Tensor]) -> None:
-    """Increment the version counters, because memmove is no torch operation and leaves them
-    alone."""
-    for target in targets:
-        torch.autograd.graph.increment_version(target)
 
 
 def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Load]:
@@ -521,47 +516,35 @@ def _narrow(tensor: Tensor, at: Sequence[int], extent: Sequence[int]) -> Tensor:
     return tensor
 
 
-def _wholes(
-    plan: Plan, targets: Sequence[Tensor], images: Bytes, dtypes: Sequence[torch.dtype]
-) -> int:
-    """Copy the wholes. Plain memory is copied by address, because making a view often costs more
-    than the copy."""
-    total, moves, copies, moved = 0, [], [], []
-    flats = {rank: images.flat(rank) for rank in {one.rank for one in plan.wholes}}
-    addresses = {rank: 0 if flat is None else flat.data_ptr() for rank, flat in flats.items()}
-    for rank, begin, want in plan.wholes:
-        target, dtype = targets[want], dtypes[want]
-        size = target.numel() * dtype.itemsize
-        total += size
-        if target.dtype == dtype and copying.is_plain(target):
-            moves.append(copying.Move(target.data_ptr(), addresses[rank] + begin, size))
-            moved.append(target)
-        else:
-            flat, shape = flats[rank], tuple(target.shape)
-            assert flat is not None, "wholes are in memory"
-            copies.append(copying.Copy(target, flat[begin : begin + size].view(dtype).view(shape)))
-    copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
-    _note_moves(moved)
-    return total
-
-
 def _mapped(
-    plan: Plan, targets: Sequence[Tensor], images: Bytes, dtypes: Sequence[torch.dtype]
+    plan: Plan,
+    targets: Sequence[Tensor],
+    images: Bytes,
+    dtypes: Sequence[torch.dtype],
+    plain: Sequence[bool],
 ) -> int:
-    total, moves, copies = 0, [], []
-    for piece in plan.parts():
+    """Copy what lies in mapped images. A whole tensor of plain memory is copied by address, because
+    making a view often costs more than the copy."""
+    total = 0
+    moves: list[copying.Move] = []
+    copies: list[copying.Copy] = []
+    for piece in plan.pieces():
         flat = images.flat(piece.rank)
         if flat is None:
             continue
-        whole = Block(piece.begin, piece.sizes, piece.low, piece.extent, piece.at)
-        target = _place(targets[piece.want], whole)
-        source = view_of(flat, dtypes[piece.want], whole, 0)
-        size = source.numel() * source.element_size()
+        target, dtype = targets[piece.want], dtypes[piece.want]
+        size = math.prod(piece.extent) * dtype.itemsize
         total += size
-        if _is_move(target, source):
-            moves.append(copying.Move(target.data_ptr(), source.data_ptr(), size))
+        is_whole = piece.extent == piece.sizes == target.shape
+        if is_whole and plain[piece.want] and target.dtype == dtype:
+            moves.append(copying.Move(target.data_ptr(), flat.data_ptr() + piece.begin, size))
         else:
-            copies.append(copying.Copy(target, source))
+            whole = Block(piece.begin, piece.sizes, piece.low, piece.extent, piece.at)
+            part, source = _place(target, whole), view_of(flat, dtype, whole, 0)
+            if _is_move(part, source):
+                moves.append(copying.Move(part.data_ptr(), source.data_ptr(), size))
+            else:
+                copies.append(copying.Copy(part, source))
         if len(moves) + len(copies) >= _MOVES_AT_ONCE:
             copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
             moves, copies = [], []

@@ -310,20 +310,10 @@ class Piece(NamedTuple):
     at: tuple[int, ...]
 
 
-class Whole(NamedTuple):
-    """A want that is exactly one saved box of an image in memory.
-
-    This is the simplest piece. If a rank goes on from its own image, all its pieces are like this.
-    """
-
-    rank: int
-    begin: int
-    want: int
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All pieces of a plan: the `wholes`, and the rows of `columns`.
+    """All pieces of a plan: the `wholes`, each exactly one saved box of an image in memory (a rank
+    that goes on from its own image has no others), and the rows of `columns`.
 
     A row has rank, begin, want, and then the four tuples of `Piece`, each padded in front to `dims`
     numbers. Rows are sorted by rank and begin, which is the order of the files. This order is the
@@ -333,14 +323,11 @@ class Plan:
     wants: Sequence[Want]
     columns: Tensor
     dims: int
-    wholes: Sequence[Whole] = ()
+    wholes: Sequence[Piece] = ()
 
     def pieces(self) -> Iterator[Piece]:
         """All pieces."""
-        for rank, begin, want in self.wholes:
-            sizes = self.wants[want].box.sizes
-            at = (0,) * len(sizes)
-            yield Piece(rank, begin, want, sizes, at, sizes, at)
+        yield from self.wholes
         yield from self.parts()
 
     def parts(self) -> Iterator[Piece]:
@@ -397,7 +384,7 @@ def _padded(rows: Tensor, dims: int) -> Tensor:
 class _Planner:
     def __init__(self, index: Index, rank: int, reader: int, nearness: Sequence[int]) -> None:
         self.rows: list[Tensor] = []
-        self.wholes: list[Whole] = []
+        self.wholes: list[Piece] = []
         self._nearness = nearness
         self._index = index
         self._rank, self._reader = rank, reader
@@ -428,7 +415,9 @@ class _Planner:
             return
         only = saved.only(want.box)
         if only is not None and not self._nearness[only[0]]:
-            self.wholes.append(Whole(*only, number))
+            sizes = want.box.sizes
+            at = (0,) * len(sizes)
+            self.wholes.append(Piece(*only, number, sizes, at, sizes, at))
             return
         hit, lows, highs = intersect(saved, want.box)
         order = (self._own_order if want.own else self._order)[saved.ranks[hit]]
