@@ -47,8 +47,8 @@ from keepstep.errors import (
 from keepstep.image import Layout, extras
 from keepstep.restore.collective import Agreed, Collective, Gather, Unkept, telling
 from keepstep.restore.modules import check_loads
+from keepstep.restore.rehearsal import COMPONENT, Structure, changes, rehearse, structure_of
 from keepstep.restore.restore import PartialRestore, Restore
-from keepstep.restore.structure import COMPONENT, Structure, changes, structure_of
 from keepstep.save.agent import Agent, Stats
 from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
 from keepstep.save.snapshot import Guard, Snapshots
@@ -447,26 +447,32 @@ class Checkpointer:
         """Agree again, on the whole state, as there is nothing to restore. Raises UsageError as
         `_meet` does."""
         if self._world > 1:
-            self._agree(gather, lambda: self._components, check=check_loads)
+            self._agree(gather, lambda: self._components, check=self._check_loads)
             return
         taken = self._probed
         if taken is None or len(taken.components) < len(self._components):
             taken = self._probe(self._components)
-        check_loads(taken)
+        self._check_loads(taken)
 
     def _check_loads_once(self, taken: Taken, structure: Structure) -> None:
         """The same where a model has another structure than at `restore`, such as a layer that
-        quantises its weights with the first batch."""
+        quantises its weights with the first batch. Other objects may take back a state only while
+        they are new."""
         known, error = self._refused
         if known != structure:
             error = ""
             try:
-                check_loads(taken)
+                self._check_loads(taken, models_only=True)
             except UsageError as refusal:
                 error = str(refusal)
             self._refused = structure, error
         if error:
             raise UsageError(error)
+
+    def _check_loads(self, taken: Taken, *, models_only: bool = False) -> None:
+        """Raise UsageError for what could be kept, but never restored."""
+        check_loads(taken)
+        rehearse(taken, trusted=self._trusted, models_only=models_only)
 
     def _known(self) -> dict[str, Any]:
         """The components that give their state without running foreign code: modules, optimizers

@@ -7,7 +7,7 @@
                  moved as `plan` says; `targets` finds the saved tensor for each live one, `modules`
                  and `optimizers` know what these need. `keepstep.dcp` reads through the same
                  modules.
-    structure    what a restart must build before restore()
+    rehearsal    whether what is kept could be restored, before the first step
 
 The picture: docs/architecture.md.
 """
