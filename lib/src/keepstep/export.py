@@ -36,8 +36,8 @@ from keepstep.dcp.session import Tree
 from keepstep.directory import Directory
 from keepstep.errors import RestoreError, StorageError, UsageError, few
 from keepstep.image import Layout, Section, local_name
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.tensors import NATIVE_BYTES
-from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.restore import plan
 from keepstep.restore.images import W, chunk_runs, fill
 from keepstep.restore.plan import Box, IndexBuilder, Saved

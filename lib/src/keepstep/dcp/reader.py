@@ -56,8 +56,8 @@ from keepstep.errors import (
     few,
 )
 from keepstep.image import extras
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
-from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.restore.images import Images, W, fill, map_image
 from keepstep.restore.plan import (
     Box,

@@ -36,13 +36,16 @@ from keepstep.image.tensors import (
     TensorSpec,
     strides_with_gaps,
 )
-from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES
+from keepstep.image.xxh3 import DIGEST_BYTES
 
 FORMAT_VERSION = 1
 
 PAGE_BYTES = 4096
 """Header, digest table and control page fill whole pages, because O_DIRECT moves whole pages
 only."""
+
+CHUNK_BYTES = 8 << 20
+"""Bytes that one entry of an image's digest table covers, and that one write moves."""
 
 HUGE_PAGE_BYTES = 2 << 20
 """Large images fill whole huge pages, so that the memory of a slot may consist of huge pages."""

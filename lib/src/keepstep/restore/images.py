@@ -48,7 +48,7 @@ from keepstep.errors import (
     SidecarError,
 )
 from keepstep.image import ControlPage, Layout, Parameters, check_control
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.restore.plan import Block, Index, IndexBuilder, Piece, Plan, blocks, byte_range
 from keepstep.state import accelerator
 from keepstep.steps import NEAREST_FIRST, StepId, Tier

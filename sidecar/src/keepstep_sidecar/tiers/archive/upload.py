@@ -27,8 +27,8 @@ from keepstep.image import (
     ControlPage,
     Section,
 )
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
-from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import Epoch, StepId, merged, shard_name
 from keepstep_sidecar.concurrency import blocking, few_at_once
 from keepstep_sidecar.log import say, warn
