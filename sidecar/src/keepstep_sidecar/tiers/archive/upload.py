@@ -22,11 +22,7 @@ from pathlib import Path
 
 from keepstep.core.shard import Shard
 from keepstep.errors import ForeignError, ImageError, StorageError
-from keepstep.image import (
-    PAGE_BYTES,
-    ControlPage,
-    Section,
-)
+from keepstep.image import PAGE_BYTES, ControlPage, Section
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
 from keepstep.steps import Epoch, StepId, merged, shard_name
