@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from bench import machine
-from keepstep.core.commit_rule import RankReport
+from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.ledger import Ledger, Reported
 from keepstep.core.shard import NOBODY, Ranks, Shard
 from keepstep.core.vote import Candidate, Candidates, Offer
@@ -450,7 +450,7 @@ def _reported(kind: str, node: int, world: int, steps: Sequence[int], *, sequenc
                 )
                 for step in steps
             )  # fmt: skip
-            ranks[rank] = RankReport(sealed={place: shards}, answers={place: Answer.STEPS})
+            ranks[rank] = {place: ReportedTier.of(shards)}
     return Reported(node_rank=node, ranks=ranks, epochs=(Epoch(_EPOCH),), sequence=sequence)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from keepstep.core.commit_rule import RankReport
+from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.ledger import (
     Action,
     Alarm,
@@ -121,12 +121,12 @@ class Scenario:
     ) -> Iterable[str]:
         alike = tuple(int(one) for one in twins.split(",") if one)
         reports = {
-            int(rank): RankReport(
-                sealed={
-                    Tier(t): _held(text, int(rank), int(world), alike) for t, text in tiers.items()
-                },
-                answers={Tier(t): _answer(text) for t, text in tiers.items()},
-            )
+            int(rank): {
+                Tier(t): ReportedTier(
+                    answer=_answer(text), shards=_held(text, int(rank), int(world), alike)
+                )
+                for t, text in tiers.items()
+            }
             for rank in ranks.split(",")
         }
         return self._apply(

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from keepstep.core.commit_rule import RankReport, bits
+from keepstep.core.commit_rule import RankReport, ReportedTier, bits
 from keepstep.core.ledger import (
     EpochStarted,
     Ledger,
@@ -164,8 +164,7 @@ class Tiers(RuleBasedStateMachine):
             tier: tuple(self._held(id, rank) for id, of in sorted(shelf) if of == rank)
             for tier, shelf in shelves.items()
         }
-        answers = {tier: Answer.STEPS if held else Answer.NONE for tier, held in sealed.items()}
-        return RankReport(sealed=sealed, answers=answers)
+        return {tier: ReportedTier.of(held) for tier, held in sealed.items()}
 
     def _held(self, id: StepId, rank: int) -> Shard:
         world = self.worlds[id]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.core.commit_rule import ReportedTier
 from keepstep.steps import Answer, Tier
-from keepstep.wire.reports import Peer, ReportedTier
+from keepstep.wire.reports import Peer
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.relay.serve import Shelf, report
 from keepstep_sidecar.tiers.peer.protocol import Wanted

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
+from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import (
     Report,
     ReportedRank,
     ReportedRestore,
-    ReportedTier,
     ReportReply,
 )
 from keepstep_operator.api.model import (

@@ -21,7 +21,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -260,17 +260,22 @@ def at_least(tier: Tier) -> tuple[Tier, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankReport:
-    """What one node has of one rank.
+class ReportedTier:
+    """What a tier of one node holds of one rank. `gone`: the removed steps, if `shards` lists only
+    what was added since the last report; None: `shards` lists everything."""
 
-    A tier that `sealed` or `answers` names is replaced as a whole, unless `gone` names it, too. Of
-    such a tier, the images in `sealed` are added to what is known, and the steps in `gone` are
-    removed.
-    """
+    answer: Answer
+    shards: tuple[Shard, ...] = ()
+    gone: tuple[StepId, ...] | None = None
 
-    sealed: Mapping[Tier, tuple[Shard, ...]] = field(default_factory=dict)
-    answers: Mapping[Tier, Answer] = field(default_factory=dict)
-    gone: Mapping[Tier, Collection[StepId]] = field(default_factory=dict)
+    @classmethod
+    def of(cls, shards: tuple[Shard, ...], *, nothing: Answer = Answer.NONE) -> ReportedTier:
+        """All that the tier holds. `nothing`: the answer if that is nothing."""
+        return cls(answer=Answer.STEPS if shards else nothing, shards=shards)
+
+
+RankReport = Mapping[Tier, ReportedTier]
+"""What one node has of one rank. A tier that is not named is left as it was."""
 
 
 class Tally:
@@ -388,11 +393,7 @@ class Completeness:
         There is one archive, so the last report of it counts, whichever node sent it.
         """
         for tier in NEAREST_FIRST:
-            told = {
-                rank: one
-                for rank, one in reports.items()
-                if tier in one.sealed or tier in one.answers
-            }
+            told = {rank: tiers[tier] for rank, tiers in reports.items() if tier in tiers}
             if told:
                 at = NO_NODE if tier.shared else node_rank
                 self._take_in(at, tier, told)
@@ -401,15 +402,15 @@ class Completeness:
                 if tier is Tier.MEMORY:
                     self._in_memory[node_rank] = held
 
-    def _take_in(self, at: int, tier: Tier, told: Mapping[int, RankReport]) -> None:
+    def _take_in(self, at: int, tier: Tier, told: Mapping[int, ReportedTier]) -> None:
         images: dict[_Key, list[tuple[int, Shard]]] = {}
         whole, gone = 0, dict[StepId, int]()
         for rank, one in told.items():
-            for shard in one.sealed.get(tier, ()):
+            for shard in one.shards:
                 images.setdefault((shard.step_id, shard.world), []).append((rank, shard))
-            for id in one.gone.get(tier, ()):
+            for id in one.gone or ():
                 gone[id] = gone.get(id, 0) | 1 << rank
-            whole |= 0 if tier in one.gone else 1 << rank
+            whole |= 1 << rank if one.gone is None else 0
         for key, held in list(self._held.get((at, tier), {}).items()):
             unnamed = whole & held.ranks
             if unnamed:
@@ -495,14 +496,16 @@ class Completeness:
                 del self._epochs_held[id.epoch]
 
     def _hear(
-        self, node_rank: int, tier: Tier, told: Mapping[int, RankReport], *, held: int
+        self, node_rank: int, tier: Tier, told: Mapping[int, ReportedTier], *, held: int
     ) -> None:
         said = self._answers.setdefault((node_rank, tier), _nothing_said())
         before, others = dict(said), ~bitmap(told)
         for answer in said:
             said[answer] &= others
         for rank, one in told.items():
-            said[_answer(held >> rank & 1, one.answers.get(tier))] |= 1 << rank
+            # a report that lists steps cannot mean NONE
+            lists = held >> rank & 1 and one.answer is not Answer.UNKNOWN
+            said[Answer.STEPS if lists else one.answer] |= 1 << rank
         if said != before:
             self._merged.pop(tier, None)
 
@@ -616,14 +619,6 @@ class Completeness:
             rank: {at for at, ranks in self._in_memory.items() if ranks >> rank & 1}
             for rank in bits(twice)
         }
-
-
-def _answer(held: int, said: Answer | None) -> Answer:
-    """The answer of a report. A report that lists steps cannot mean NONE. One that lists no steps
-    means NONE only if it says so itself."""
-    if held and said is not Answer.UNKNOWN:
-        return Answer.STEPS
-    return said or Answer.UNKNOWN
 
 
 # --- coverage --------------------------------------------------------------------------------

@@ -526,8 +526,8 @@ class Node:
     def _report(self, event: Listed | Reported | EpochStarted) -> tuple[Action, ...]:
         if isinstance(event, Listed):
             for rank, report in event.ranks.items():
-                if (held := report.sealed.get(Tier.LOCAL)) is not None:
-                    self._durable[rank] = {one.step_id for one in held}
+                if (held := report.get(Tier.LOCAL)) is not None:
+                    self._durable[rank] = {one.step_id for one in held.shards}
             self._published, self._shown = frozenset(event.published), frozenset(event.shown)
             event = Reported(ranks=event.ranks)
         actions = self.ledger.apply(event)
