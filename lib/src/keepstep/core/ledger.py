@@ -154,15 +154,14 @@ Action = Committed | Retire | Alarm
 class RestorePlan:
     """Restore this step.
 
-    `tiers`: for each rank that saved the step, the nearest tier that holds its image. `world`: how
-    many ranks saved it. If another number of ranks runs now, these divide its boxes among
-    themselves. `by_twins`: ranks whose own image is gone. Their boxes are restored from a twin's
-    image, which is on the tier named in `tiers`.
+    `tiers`: for each rank that saved the step, the nearest tier that holds its image. If another
+    number of ranks runs now, these divide its boxes among themselves. `by_twins`: ranks whose own
+    image is gone. Their boxes are restored from a twin's image, which is on the tier named in
+    `tiers`.
     """
 
     id: StepId
     tiers: Mapping[int, Tier]
-    world: int = 0
     by_twins: tuple[int, ...] = ()
 
 
@@ -267,6 +266,7 @@ class Signatures:
             )
 
 
+_Retired = tuple[list[StepId], tuple[StepId, ...]]
 _STEPS_NAMED = 3
 _NAMED = 8
 
@@ -297,6 +297,7 @@ class Ledger(Completeness):
         """The epochs of images for which the lineage was computed; None: compute it again."""
         self._conflicts: tuple[Alarm, ...] = ()
         self._committed: dict[Tier, tuple[StepId, ...]] = {}
+        self._known_retired: dict[Tier, tuple[object, _Retired]] = {}
 
     def apply(self, event: Event) -> tuple[Action, ...]:
         """Take in one event. Applying the same event again changes nothing."""
@@ -470,18 +471,29 @@ class Ledger(Completeness):
         The deletion rule: a step is named only when a newer live step is complete on an equal or
         stronger tier. A step that is aside or lost is never named, because it may still be needed.
         """
-        committed = self.committed(tier)
-        alive = [id for id in committed if self._lineage.standing(id) is Standing.LIVE]
+        alive, gone = self._retired(tier, policy)
         if not alive:
             return ()
-        times = None if policy.every_s is None else self.written_at(alive)
         by_standing: dict[Standing, list[StepId]] = {one: [] for one in Standing}
-        for id in {*self.steps}.difference(committed):
+        for id in {*self.steps}.difference(self.committed(tier)):
             by_standing[self._lineage.standing(id)].append(id)
         others = left_behind(
             alive, policy, dead=by_standing[Standing.DEAD], unfinished=by_standing[Standing.LIVE]
         )
-        return tuple(sorted({*retired(alive, policy, written_at=times), *others}))
+        return tuple(sorted((*gone, *others))) if others else gone
+
+    def _retired(self, tier: Tier, policy: Retention) -> _Retired:
+        """The live commits, and those of them that the policy does not keep. An archive may have
+        thousands, so this is computed again only when commits, lineage or policy changed."""
+        of = self.committed(tier), self._lineage, policy
+        known = self._known_retired.get(tier)
+        # times may be reported after images
+        if known is None or known[0] != of or policy.every_s is not None:
+            alive = [id for id in of[0] if self._lineage.standing(id) is Standing.LIVE]
+            times = None if policy.every_s is None else self.written_at(alive)
+            found = alive, retired(alive, policy, written_at=times) if alive else ()
+            known = self._known_retired[tier] = of, found
+        return known[1]
 
     def plan(self, ranks: Collection[int]) -> RestorePlan | Nothing | Unknown:
         """What `ranks` (all ranks of the run) should restore. A hint: their vote decides."""
@@ -490,8 +502,7 @@ class Ledger(Completeness):
             return found
         coverage = self.coverage(found)
         assert coverage is not None, "a step that is whole is covered"
-        tiers, by_twins = coverage.tiers, tuple(coverage.by_twins)
-        return RestorePlan(found, tiers, coverage.world, by_twins)
+        return RestorePlan(found, coverage.tiers, tuple(coverage.by_twins))
 
     def next_step(self, ranks: Collection[int]) -> StepId | Nothing | Unknown:
         """Only the step of `plan`. This is cheaper, because it does not look at every rank."""

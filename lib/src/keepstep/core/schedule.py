@@ -93,13 +93,9 @@ class Grid:
         if any(not 0 <= k <= MAX_EXPONENT for _, k in self.changes):
             raise ValueError(f"exponents must be 0..{MAX_EXPONENT}: {self.changes}")
 
-    def exponent(self, step: int) -> int:
-        """The k that holds at this step."""
-        return next((k for start, k in reversed(self.changes) if start <= step), 0)
-
     def interval(self, step: int) -> int:
         """Steps from one due step to the next, with the k that holds at this step."""
-        return self.base << self.exponent(step)
+        return self.base << next((k for start, k in reversed(self.changes) if start <= step), 0)
 
     @property
     def newest_interval(self) -> int:
@@ -559,9 +555,12 @@ class PersistPlanner:
         return tuple(writes)
 
     def _one_in_flight(self) -> list[Write]:
-        if self._target is not None and not self._is_coming(self._target):
-            self.counts.abandoned += 1
-            self._drop_target()
+        if self._target is not None:
+            # every rank has sealed it or still may, and at least one has
+            begun = any(one.has_sealed(self._target) for one in self._ranks.values())
+            if not (begun and self._possible(self._target)):
+                self.counts.abandoned += 1
+                self._drop_target()
         if self._target is not None and self.is_durable(self._target):
             self._finish(self._target)
         self._yield_to_flush()
@@ -645,10 +644,6 @@ class PersistPlanner:
 
     def _possible(self, id: StepId) -> bool:
         return all(one.can_have(id) for one in self._ranks.values())
-
-    def _is_coming(self, id: StepId) -> bool:
-        """Whether every rank has sealed this step or still may, and at least one has sealed it."""
-        return any(one.has_sealed(id) for one in self._ranks.values()) and self._possible(id)
 
     def _is_new(self, id: StepId) -> bool:
         return id != self._target and not self.is_durable(id)
