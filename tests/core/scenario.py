@@ -17,11 +17,10 @@ from keepstep.core.ledger import (
     EpochStarted,
     Event,
     FreshStartAcknowledged,
+    Gone,
     Ledger,
     LedgerConfig,
-    NodeGone,
     Nothing,
-    RankGone,
     Reported,
     RestorePlan,
     Retire,
@@ -146,9 +145,7 @@ class Scenario:
         return self._apply(FreshStartAcknowledged(epoch_id(epoch) if epoch else None))
 
     def _do_lost(self, node: str = "0", rank: str = "") -> Iterable[str]:
-        if rank:
-            return self._apply(RankGone(int(rank), node_rank=int(node)))
-        return self._apply(NodeGone(int(node)))
+        return self._apply(Gone(int(node), int(rank) if rank else None))
 
     def _do_plan(self, world: str = "2") -> Iterable[str]:
         plan = self.ledger.plan(range(int(world)))

@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from keepstep.core.commit_rule import RankReport, ReportedTier, bits
 from keepstep.core.ledger import (
     EpochStarted,
+    Gone,
     Ledger,
     LedgerConfig,
-    NodeGone,
     Outlook,
     Reported,
     Restart,
@@ -283,7 +283,7 @@ class Tiers(RuleBasedStateMachine):
         expected = self.ledger.without(number)
         self.nodes[number] = Node(up=False)
         self.epoch = None
-        self.ledger.apply(NodeGone(number))
+        self.ledger.apply(Gone(number))
         left = set.union(self._archived(), *(one.local | one.kept for one in self.nodes))
         alive = {id for id, _ in left if self.ledger.lineage.restorable(id)}
         assert expected == max((id for id in alive if self._covered(left, id)), default=None)

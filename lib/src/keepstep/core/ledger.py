@@ -87,21 +87,15 @@ class FreshStartAcknowledged:
 
 
 @dataclass(frozen=True)
-class RankGone:
-    """What this node reported of this rank is out of reach, until it reports again."""
-
-    rank: int
-    node_rank: int = 0
-
-
-@dataclass(frozen=True)
-class NodeGone:
-    """Everything that this node reported is out of reach, until it reports again."""
+class Gone:
+    """What this node reported of this rank (None: of all) is out of reach, until it reports
+    again."""
 
     node_rank: int
+    rank: int | None = None
 
 
-Event = Reported | EpochStarted | FreshStartAcknowledged | RankGone | NodeGone
+Event = Reported | EpochStarted | FreshStartAcknowledged | Gone
 
 
 # --- actions -------------------------------------------------------------------------------------
@@ -307,11 +301,10 @@ class Ledger(Completeness):
             self._record(event.epoch)
         elif isinstance(event, FreshStartAcknowledged):
             self._acknowledge(event.epoch)
-        elif isinstance(event, RankGone):
-            self.drop(node_rank=event.node_rank, rank=event.rank)
         else:
-            self.drop(node_rank=event.node_rank)
-            self._sequences.pop(event.node_rank, None)
+            self.drop(node_rank=event.node_rank, rank=event.rank)
+            if event.rank is None:
+                self._sequences.pop(event.node_rank, None)
         self._look_again()
         return (*self._commits(), *self._retirements(), *self._alarms())
 

@@ -17,11 +17,10 @@ from keepstep.core.commit_rule import Holding, RankReport, ReportedTier, bitmap,
 from keepstep.core.ledger import (
     Action,
     FreshStartAcknowledged,
+    Gone,
     Ledger,
     LedgerConfig,
-    NodeGone,
     Nothing,
-    RankGone,
     Reported,
     Unknown,
     is_among,
@@ -225,7 +224,7 @@ class RunLedger:
                 if local_stays:
                     return () if place.gone else self._memory_gone(node_rank)
                 self._told.pop(node_rank, None)
-                said = self.core.apply(NodeGone(node_rank))
+                said = self.core.apply(Gone(node_rank))
                 self._forget_epochs()
                 return said
         return ()
@@ -252,7 +251,7 @@ class RunLedger:
         self._told.pop(number, None)
         if self.helpers.pop(number, None) is None:
             return ()
-        said = self.core.apply(NodeGone(number))
+        said = self.core.apply(Gone(number))
         self._ask_all()
         self._forget_epochs()
         return said
@@ -284,7 +283,7 @@ class RunLedger:
         known = self._told.get(node_rank, 0)
         if report.ready and not report.since:
             for rank in bits(known & ~named):
-                yield from self.core.apply(RankGone(rank, node_rank))
+                yield from self.core.apply(Gone(node_rank, rank))
             known = 0
         self._told[node_rank] = known | named
 
