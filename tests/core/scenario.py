@@ -6,10 +6,13 @@ An image may have its digests: 2-17:root@params. Comments begin with #.
 
 from __future__ import annotations
 
+import copy
+import functools
+import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from keepstep.core.commit_rule import ReportedTier
+from keepstep.core.commit_rule import ReportedTier, at_least, is_full
 from keepstep.core.ledger import (
     Action,
     Alarm,
@@ -71,6 +74,17 @@ def shorten(text: str) -> str:
 
 def listed(ids: Iterable[StepId]) -> str:
     return " ".join(short(id) for id in ids) or "none"
+
+
+def newest_on(ledger: Ledger, tiers: Collection[Tier]) -> StepId | None:
+    """The newest restorable step of which these tiers have every box."""
+    for id in reversed(ledger.steps):
+        worlds = ledger.worlds(id)
+        there = [held.with_twins() for held in ledger.copies(id) if held.place[1] in tiers]
+        certain = len(worlds) == 1 and not ledger.contested(id) and ledger.lineage.restorable(id)
+        if certain and is_full(functools.reduce(operator.or_, there, 0), *worlds):
+            return id
+    return None
 
 
 class Scenario:
@@ -166,7 +180,9 @@ class Scenario:
     def _do_without(self, *nodes: str, tier: str = "local") -> Iterable[str]:
         """Print what could be restored if each of these nodes were gone."""
         for node in nodes:
-            yield f"node {node}: {short(self.ledger.without(int(node), tier=Tier(tier)))}"
+            left = copy.deepcopy(self.ledger)
+            left.apply(Gone(int(node)))
+            yield f"node {node}: {short(newest_on(left, at_least(Tier(tier))))}"
 
     def _do_watermarks(self) -> Iterable[str]:
         for tier in self.ledger.config.tiers:
@@ -178,14 +194,11 @@ class Scenario:
 
     # --- planner -------------------------------------------------------------------------
 
-    def _do_planner(
-        self, ranks: str = "0,1", every: str = "1", slots: str = "4", adaptive: str = "no"
-    ) -> Iterable[str]:
+    def _do_planner(self, ranks: str = "0,1", every: str = "1", slots: str = "4") -> Iterable[str]:
         self.planner = PersistPlanner(
             [int(rank) for rank in ranks.split(",")],
             Grid(int(every)),
             slots=int(slots),
-            adaptive=adaptive == "yes",
         )
         return []
 

@@ -331,17 +331,9 @@ class Tally:
     def worlds(self) -> set[int]:
         return {world for _, world in self.reach}
 
-    def ranks(self, tiers: Collection[Tier], *, without: Collection[int] = ()) -> int:
-        """Bitmap of the ranks of which a copy lies on one of these tiers, on a node that is not in
-        `without`."""
-        if not without:
-            there = (ranks for (tier, _), ranks in self.reach.items() if tier in tiers)
-        else:
-            there = (
-                held.ranks
-                for held in self.copies
-                if held.place[1] in tiers and held.place[0] not in without
-            )
+    def ranks(self, tiers: Collection[Tier]) -> int:
+        """Bitmap of the ranks of which a copy lies on one of these tiers."""
+        there = (ranks for (tier, _), ranks in self.reach.items() if tier in tiers)
         return functools.reduce(operator.or_, there, 0)
 
     def complete(self, tier: Tier) -> bool:
@@ -561,17 +553,15 @@ class Completeness:
     def _tally(self, id: StepId) -> Tally:
         return self._of_step.get(id) or Tally()
 
-    def coverage(
-        self, id: StepId, tier: Tier = Tier.MEMORY, *, without: Collection[int] = ()
-    ) -> Coverage | None:
-        """What can be reached of the step on this tier or a stronger one, `without` these nodes.
+    def coverage(self, id: StepId) -> Coverage | None:
+        """What can be reached of the step.
 
         None if nobody can say, because there are two writers or two world sizes, or no copy at all.
         """
         tally = self._tally(id)
         if len(tally.worlds) != 1 or tally.contested:
             return None
-        return _spread(tally, at_least(tier), world=min(tally.worlds), without=without)
+        return _spread(tally, world=min(tally.worlds))
 
     def answer(self, rank: int, tier: Tier) -> Answer:
         """The answer for this rank on this tier, over all nodes. For the archive: the answer for
@@ -674,20 +664,17 @@ class Coverage:
         return found
 
 
-def _spread(
-    tally: Tally, tiers: Collection[Tier], *, world: int, without: Collection[int]
-) -> Coverage:
+def _spread(tally: Tally, *, world: int) -> Coverage:
     """Where each rank of the world finds its boxes."""
     everybody = (1 << world) - 1
-    own = {tier: tally.ranks((tier,), without=without) & everybody for tier in tiers}
+    own = {tier: tally.ranks((tier,)) & everybody for tier in NEAREST_FIRST}
     taken, twins, found = 0, 0, {}
-    for tier in tiers:
+    for tier in NEAREST_FIRST:
         found[tier] = own[tier] & ~taken
         taken |= own[tier]
-    for tier in tiers if taken != everybody else ():
+    for tier in NEAREST_FIRST if taken != everybody else ():
         for held in tally.copies:
-            node_rank, there, _ = held.place
-            if there is tier and node_rank not in without:
+            if held.place[1] is tier:
                 news = held.with_twins() & everybody & ~(taken | twins)
                 twins |= news
                 found[tier] |= news

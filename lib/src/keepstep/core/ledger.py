@@ -422,16 +422,6 @@ class Ledger(Completeness):
                 ):
                     yield id
 
-    def without(self, *node_ranks: int, tier: Tier = Tier.LOCAL) -> StepId | None:
-        """The newest step that could be restored from this tier and stronger ones if everything
-        that these nodes reported were gone. Images in the archive would still be there."""
-        for id in reversed(self.steps):
-            if self._lineage.restorable(id):
-                left = self.coverage(id, tier, without=node_ranks)
-                if left is not None and left.whole:
-                    return id
-        return None
-
     def has_answered(self, rank: int) -> bool:
         """Whether it is known of every tier what it holds of this rank."""
         return all(self.answer(rank, tier) is not Answer.UNKNOWN for tier in self.config.tiers)

@@ -415,12 +415,9 @@ class PersistPlanner:
     other nodes change nothing.
     """
 
-    def __init__(
-        self, ranks: Iterable[int], grid: Grid, *, slots: int = 4, adaptive: bool = True
-    ) -> None:
+    def __init__(self, ranks: Iterable[int], grid: Grid, *, slots: int = 4) -> None:
         self._ranks = {rank: _Rank() for rank in ranks}
         self._every = slots <= 2
-        self._adaptive = adaptive
         self._pending: set[StepId] = set()
         self._demanded: set[StepId] = set()
         self._target: StepId | None = None
@@ -618,7 +615,7 @@ class PersistPlanner:
         """Coarsen the grid if steps were skipped or are too close. Refine it if writing would keep
         up with half the interval, too."""
         newest = max((one.passed for one in self._ranks.values() if one.passed), default=id)
-        if not self._adaptive or newest.epoch != id.epoch:
+        if newest.epoch != id.epoch:
             return
         if self._skipped_since_change or self.grid.newest_interval < self.least:
             self.grid = self.grid.coarsen(newest.step + 1)
