@@ -347,7 +347,8 @@ class Tally:
         return self.known[tier]
 
 
-_ALL_RANKS = -1
+ALL_RANKS = -1
+"""Bitmap of every rank."""
 _Said = dict[Answer | None, int]
 """By answer, the bitmap of the ranks for which it was given. None: a node had answered for these
 ranks before it, or the rank, was gone."""
@@ -443,7 +444,7 @@ class Completeness:
     def drop(self, *, node_rank: int, rank: int | None = None) -> None:
         """Forget what this node reported of this rank (None: of all ranks). Images in the archive
         are not forgotten."""
-        ranks = _ALL_RANKS if rank is None else 1 << rank
+        ranks = ALL_RANKS if rank is None else 1 << rank
         for tier in NEAREST_FIRST:
             for held in list(self._held.get((node_rank, tier), {}).values()):
                 self._take_out(held, ranks)
@@ -453,13 +454,6 @@ class Completeness:
                     said[answer] &= ~ranks
         self._merged.clear()
         self._in_memory[node_rank] = self.held(node_rank, Tier.MEMORY)
-
-    def keep_newest(self, at: int, most: int) -> None:
-        """Forget all but the newest `most` steps that are held at `at`, on each tier."""
-        for tier in NEAREST_FIRST:
-            here = self._held.get((at, tier), {})
-            for key in sorted(here)[:-most]:
-                self._take_out(here[key], _ALL_RANKS)
 
     def _take_out(self, held: Holding, ranks: int) -> None:
         """Remove the images of these ranks from this copy."""
@@ -569,7 +563,7 @@ class Completeness:
 
         Without any answer it is UNKNOWN.
         """
-        ranks = _ALL_RANKS if tier.shared else 1 << rank
+        ranks = ALL_RANKS if tier.shared else 1 << rank
         said = self._said(tier)
         steps = said[Answer.STEPS] & ranks or (tier.shared and self.steps_at(NO_NODE))
         if said[Answer.UNKNOWN] & ranks or not (said[Answer.NONE] & ranks or steps):
@@ -580,7 +574,7 @@ class Completeness:
         """Bitmap of the ranks whose answer is UNKNOWN, including all ranks of which nobody ever
         reported. So it may have infinitely many bits (a negative number)."""
         if tier.shared:
-            return _ALL_RANKS if self.answer(0, tier) is Answer.UNKNOWN else 0
+            return ALL_RANKS if self.answer(0, tier) is Answer.UNKNOWN else 0
         said = self._said(tier)
         return said[Answer.UNKNOWN] | ~(said[Answer.NONE] | said[Answer.STEPS])
 

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from keepstep.core.commit_rule import (
+    ALL_RANKS,
     NO_NODE,
     Completeness,
     Coverage,
@@ -204,26 +205,6 @@ def two_writers(copies: Completeness) -> Iterator[Alarm]:
         yield Alarm(AlarmKind.TWO_WRITERS, text)
 
 
-def world_changed(
-    copies: Completeness, newest: StepId | None, *, world: int | None
-) -> Iterator[Alarm]:
-    """`newest`, a complete step, was saved by another number of ranks than run now (`world`)."""
-    if newest is not None and world is not None:
-        for saved in copies.worlds(newest) - {world}:
-            text = f"step {newest} was saved by {saved} ranks, but {world} are running"
-            yield Alarm(AlarmKind.WORLD_CHANGED, text)
-
-
-def fresh_start(lineage: Lineage) -> Iterator[Alarm]:
-    """A run began at step 0 beside older steps."""
-    if lineage.fresh is not None:
-        yield Alarm(
-            AlarmKind.FRESH_START,
-            f"epoch {lineage.fresh} began at step 0 although older steps exist; they are kept "
-            "until somebody acknowledges the fresh start",
-        )
-
-
 class Signatures:
     """The digests of the parameters in the newest `kept` commits. They are remembered here because
     shards are retired."""
@@ -318,8 +299,10 @@ class Ledger(Completeness):
 
     def keep_archived(self, most: int) -> None:
         """When more than `most` steps are archived, remember only the newest `most // 2`."""
-        if self.steps_at(NO_NODE) > most:
-            self.keep_newest(NO_NODE, most // 2)
+        archived = self._held.get((NO_NODE, Tier.ARCHIVE), {})
+        if len(archived) > most:
+            for key in sorted(archived)[: -(most // 2)]:
+                self._take_out(archived[key], ALL_RANKS)
             self._look_again()
 
     def _look_again(self) -> None:
@@ -613,16 +596,19 @@ class Ledger(Completeness):
                         yield Retire(tier, id, tuple(bits(ranks)))
 
     def _alarms(self) -> Iterator[Alarm]:
+        now = {*self._conflicts, *two_writers(self), *self._signatures.stale()}
+        newest, world = self.watermark(Tier.MEMORY), self.config.world
         # a step of an older epoch may have any world: the ranks that run have gone on from it
-        newest = self.watermark(Tier.MEMORY)
-        of_this_life = newest is not None and newest.epoch == self._lineage.current
-        now = {
-            *self._conflicts,
-            *two_writers(self),
-            *world_changed(self, newest if of_this_life else None, world=self.config.world),
-            *self._signatures.stale(),
-            *fresh_start(self._lineage),
-        }
+        if newest is not None and newest.epoch == self._lineage.current and world is not None:
+            for saved in self.worlds(newest) - {world}:
+                text = f"step {newest} was saved by {saved} ranks, but {world} are running"
+                now.add(Alarm(AlarmKind.WORLD_CHANGED, text))
+        if self._lineage.fresh is not None:
+            text = (
+                f"epoch {self._lineage.fresh} began at step 0 although older steps exist; they are"
+                " kept until somebody acknowledges the fresh start"
+            )
+            now.add(Alarm(AlarmKind.FRESH_START, text))
         fresh, self._alarmed = now - self._alarmed, now
         yield from sorted(fresh, key=lambda one: (one.kind, one.text))
 
