@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from trainer import FakeTrainer, lose_memory_and_damage
 
-from keepstep_sidecar.__main__ import main
 from keepstep_sidecar.cli import calls
-from tests.harness import SidecarProcess, eventually
+from keepstep_sidecar.cli.sidecar import program
+from tests.harness import SidecarProcess, eventually, free_port
 from tests.peer.authority import Authority
 
 Trainers = Callable[..., FakeTrainer]
@@ -38,15 +38,9 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_without_a_command_it_serves(tmp_path: Path) -> None:
     told = ["--run", "a", "--slots", "3"]
-    context = main.make_context("keepstep-sidecar", list(told))
+    context = program.make_context("keepstep-sidecar", list(told))
     assert [*context._protected_args, *context.args] == ["serve", *told]
     assert run("--probe", "--memory-dir", str(tmp_path)).returncode == 2
 
@@ -81,6 +75,23 @@ def test_a_token_is_never_sent_in_the_clear(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "https:// only" in done.stderr
+
+
+def test_a_probe_imports_no_server_and_no_wire() -> None:
+    heavy = "{'asyncio', 'http.client', 'msgspec', 'ssl', 'keepstep.wire', 'keepstep.core'}"
+    code = f"import sys, keepstep_sidecar.__main__; print({heavy} & set(sys.modules))"
+    found = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert found.strip() == "set()"
+
+
+def test_a_probe_finds_the_memory_also_by_a_file(sidecar: SidecarProcess, tmp_path: Path) -> None:
+    file = tmp_path / "keepstep.toml"
+    file.write_text(f'memory_dir = "{sidecar.memory}"\n')
+    assert run("probe", "--config", str(file)).returncode == 0
+    assert run("probe", KEEPSTEP_CONFIG=str(file)).returncode == 0
+    file.write_text("memory_dir = 3\n")
+    assert (done := run("probe", "--config", str(file))).returncode == 2
+    assert f"{file}: memory_dir" in done.stderr
 
 
 def test_a_probe_waits_for_a_sidecar_that_starts(sidecar: SidecarProcess) -> None:
@@ -287,16 +298,6 @@ def test_a_shard_is_read_without_a_look_at_every_byte_when_only_the_seal_counts(
     successor = trainers(sidecar.socket)
     successor.connect()
     assert successor.open(id).bytes == trainer.layout.size_bytes
-
-
-def test_all_writes_together_keep_below_the_limit(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
-) -> None:
-    sidecar = sidecars().start("--bytes-per-second", "16Mi")
-    trainer = trainers(sidecar.socket, size=16 << 20).begin_run()
-    for step in range(2):
-        assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
-    assert sidecar.get("/v1/status")["persist_seconds"] > 1.0
 
 
 def test_a_flush_does_not_keep_to_the_limit(

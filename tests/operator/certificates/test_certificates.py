@@ -61,10 +61,6 @@ def leaf(authority: Pair) -> Pair:
     return sign_leaf(authority, names=NAMES, now=_now(), life=90 * DAY)
 
 
-def test_a_client_accepts_a_leaf_of_its_authority(authority: Pair, leaf: Pair) -> None:
-    assert shakes_hands(leaf, bundle=authority.certificate, name=NAMES[0]) == ""
-
-
 def test_the_strictest_verification_accepts_it_too(authority: Pair, leaf: Pair) -> None:
     """Python 3.13 verifies so by default (RFC 5280: key identifiers, critical extensions)."""
     said = shakes_hands(
@@ -142,42 +138,6 @@ def _ca(begin: datetime = START) -> Facts:
 
 def _due(authority: Authority, at: datetime) -> Move:
     return due(authority, now=at, lifetimes=LIFETIMES)
-
-
-def test_the_first_authority_is_made_at_once() -> None:
-    assert _due(Authority(), START) is Move.BEGIN
-
-
-def test_an_authority_goes_through_its_stages_and_each_lasts_an_overlap() -> None:
-    moves: list[tuple[int, Move]] = []
-    authority, now = Authority(signer=_ca()), START
-    while len(moves) < 4:
-        move = _due(authority, now)
-        if move is not Move.NONE:
-            moves.append(((now - START).days, move))
-            authority = _after(authority, move, now)
-        now += DAY
-    two_thirds = 2434  # days
-    assert moves == [
-        (two_thirds, Move.ADD_NEXT),
-        (two_thirds + 30, Move.PROMOTE),
-        (two_thirds + 60, Move.DROP_PREVIOUS),
-        (two_thirds * 2, Move.ADD_NEXT),
-    ]
-
-
-def _after(authority: Authority, move: Move, now: datetime) -> Authority:
-    """What the keeper does; it publishes at once here."""
-    if move is Move.ADD_NEXT:
-        return replace(authority, next=_ca(now), since=now)
-    if move is Move.PROMOTE:
-        return Authority(signer=authority.next, previous=authority.signer, since=now)
-    return replace(authority, previous=None, since=None)
-
-
-def test_what_is_not_published_yet_is_not_promoted() -> None:
-    authority = Authority(signer=_ca(), next=_ca(START + 2500 * DAY), since=None)
-    assert _due(authority, START + 3000 * DAY) is Move.NONE
 
 
 def test_an_expired_signer_is_replaced_at_once_by_the_next_or_a_new_one() -> None:

@@ -134,24 +134,6 @@ def test_the_sum_finds_where_every_second_went_whatever_volumes_the_pods_had(
     assert sum_.total.steps == len(truth.steps)
 
 
-@settings(max_examples=100, deadline=None)
-@given(drawn=lives_on_volumes, data=st.data())
-def test_reports_that_are_lost_and_operators_that_restart_lose_no_second(
-    drawn: list[tuple[Life, int]], data: st.DataObject
-) -> None:
-    all_told, truth, end = simulated(drawn)
-    heard = [one for one in all_told[1:-1] if data.draw(st.booleans())]
-    sum_: Sum | None = None
-    for one in (all_told[0], *heard, all_told[-1]):
-        sum_ = added(sum_, whole(one))
-        assert is_whole(sum_)
-        if data.draw(st.booleans()):
-            assert resumed(sum_) == sum_
-    assert sum_ is not None
-    assert sum(sum_.total.seconds) == pytest.approx(end - BEGAN, abs=3.0)
-    assert sum_.total.steps == len(truth.steps)
-
-
 sane_told = st.builds(
     ReportedGoodput,
     id=st.integers(0, 12).map(volume),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Shard
@@ -46,8 +43,6 @@ from tests.operator.reconcile.samples import (
     run_object,
     step,
 )
-
-_ROOT = Path(__file__).parents[3]
 
 
 def running(*, kind: VolumeKind = VolumeKind.HOST_PATH, **changes: object):  # type: ignore[no-untyped-def]
@@ -962,41 +957,6 @@ def test_a_job_that_was_made_again_says_that_the_steps_of_the_earlier_one_are_ke
     status = status_of(play.registry, named, at=play.now)
     assert status is not None
     assert status.warnings == [], "whoever gives a run a name knows what it goes on from"
-
-
-def test_the_status_fits_the_schema_of_the_custom_resource() -> None:
-    play, pods, sidecars = running()
-    play.find(run_object())
-    for one in sidecars:
-        one.restored(later(2, 90))
-        one.more = {"warnings": ("slots are not locked",)}
-    play.hear_all(*zip(pods, sidecars, strict=True))
-    crd = yaml.safe_load((_ROOT / "crds/keepstep.dev_checkpointruns.yaml").read_text())
-    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
-    assert list(misfits(as_json(play.status), schema, "status")) == []
-    bad = {"phase": "Odd", "world": "2", "extra": 1, "recent": [{}]}
-    assert len(list(misfits(bad, schema, "status"))) == 5
-
-
-def misfits(value: Any, schema: dict[str, Any], where: str) -> Iterator[str]:
-    """What the API server would refuse, or drop in silence."""
-    kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
-    if not isinstance(value, kinds.get(schema["type"], int | float)):
-        yield f"{where} is no {schema['type']}"
-    elif isinstance(value, dict) and "properties" in schema:
-        yield from (
-            f"{where}.{name} is missing" for name in schema.get("required", []) if name not in value
-        )
-        for name, part in value.items():
-            known = schema["properties"].get(name)
-            yield from misfits(part, known, f"{where}.{name}") if known else [f"{where}.{name}"]
-    elif isinstance(value, list):
-        for part in value:
-            yield from misfits(part, schema["items"], f"{where}[]")
-    elif value not in schema.get("enum", [value]):
-        yield f"{where} is {value}"
-    elif isinstance(value, str) and len(value) > schema.get("maxLength", 1 << 20):
-        yield f"{where} is too long"
 
 
 def test_a_status_leaves_out_what_is_empty() -> None:
