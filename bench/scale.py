@@ -200,9 +200,7 @@ def candidates(world: int) -> Candidates:
     tiers |= {StepId(_EPOCH, step): Tier.MEMORY for step in _MEMORY}
     return Candidates(
         answer=Answer.STEPS,
-        candidates=tuple(
-            Candidate(id=id, tier=tier, world=world, bytes=1 << 34) for id, tier in tiers.items()
-        ),
+        candidates=tuple(Candidate(id=id, tier=tier, world=world) for id, tier in tiers.items()),
         highest_epoch=_EPOCH.number,
         plan=NEWEST,
         offers=tuple(Offer(id=id, tier=tier, world=world) for id, tier in tiers.items()),

@@ -312,7 +312,7 @@ class Scenario:
         whose own images these are: 1-8/4!0+2. `epochs`: 2=1-5 is epoch 2, which
         went on from step 1-5."""
         images = tuple(
-            Candidate(id=one.step_id, tier=Tier(tier), world=one.world, bytes=4096)
+            Candidate(id=one.step_id, tier=Tier(tier), world=one.world)
             for one in _held(held, 0, int(world))
         )
         for number in (ranks or rank).split(","):

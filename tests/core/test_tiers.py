@@ -343,7 +343,7 @@ class Tiers(RuleBasedStateMachine):
         return Candidates(
             answer=Answer.STEPS if own or whole or there else Answer.NONE,
             candidates=tuple(
-                Candidate(id=id, tier=own[id], world=self.worlds[id], bytes=1) for id in sorted(own)
+                Candidate(id=id, tier=own[id], world=self.worlds[id]) for id in sorted(own)
             ),
             highest_epoch=ledger.highest_epoch(),
             offers=tuple(

@@ -348,7 +348,6 @@ class WholeRun(RuleBasedStateMachine):
                     id=id,
                     tier=Tier.MEMORY if id in memory else Tier.LOCAL,
                     world=len(self.ranks),
-                    bytes=1,
                 )
                 for id in sorted(found)
             ),

@@ -59,7 +59,7 @@ async def reporting(operator: OperatorHost, tmp_path: Path) -> AsyncIterator[Hea
         return ()
 
     def report(_: object, sequence: int) -> Report:
-        return Report(sidecar="1", started_at=1.0, sequence=sequence, sent_at=1.0)
+        return Report(sidecar="1", started_at=1.0, sequence=sequence)
 
     reporter = Reporter(
         Reporting(url=operator.url, ca=operator.pem, token_file=tmp_path / "token"),

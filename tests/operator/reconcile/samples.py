@@ -174,7 +174,6 @@ class Sidecar:
             sidecar="0.1.0",
             started_at=self.started_at,
             sequence=self.sequence,
-            sent_at=T0,
             ready=self.ready,
             library=self.library,
             pinned="locked",

@@ -115,8 +115,7 @@ class Peer:
 class Report:
     """POST /v1/reports.
 
-    `sequence`: grows with every report of one sidecar process. `sent_at`: the sidecar's clock in
-    unix seconds; only shown, never compared with another clock. `since`: the sequence of the
+    `sequence`: grows with every report of one sidecar process. `since`: the sequence of the
     earlier report to which this one has the changes (of `epochs`, `ranks`, `restores` and
     `goodput`); 0: this report is whole. `ready`: the volumes were scanned. `library`: version of
     the library in the training container; '' before the first trainer. `pinned`: what keeps slots
@@ -132,7 +131,6 @@ class Report:
     sidecar: str
     started_at: float
     sequence: int
-    sent_at: float
     since: int = 0
     ready: bool = False
     library: str = ""
@@ -142,10 +140,6 @@ class Report:
     restores: tuple[ReportedRestore, ...] = ()
     volumes: tuple[ReportedVolume, ...] = ()
     warnings: tuple[str, ...] = ()
-    persisted: int = 0
-    persist_skipped: int = 0
-    persist_bytes: int = 0
-    persist_seconds: float = 0.0
     flushing: bool = False
     peer_address: str = ""
     tiers: dict[Tier, TierProgress] = field(default_factory=dict)

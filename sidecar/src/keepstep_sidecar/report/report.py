@@ -47,12 +47,10 @@ def urgent(service: Service) -> bool:
 def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int) -> Report:
     """The whole report. `volumes`: measured just before, because that may block."""
     committer = service.committer
-    counts, totals = committer.node.counts, committer.images.totals
     return Report(
         sidecar=__version__,
         started_at=service.started_at,
         sequence=sequence,
-        sent_at=time.time(),
         ready=committer.local_shards.scanned,
         library=service.saving.library,
         pinned=_pinned(service),
@@ -61,10 +59,6 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         restores=tuple(service.restoring.restores),
         volumes=tuple(map(_volume, service.volumes.volumes, volumes)),
         warnings=tuple(text[:_WARNING_CHARACTERS] for text in look.warnings(service)[:_WARNINGS]),
-        persisted=counts.persisted,
-        persist_skipped=counts.skipped + counts.abandoned,
-        persist_bytes=totals.bytes,
-        persist_seconds=totals.seconds,
         flushing=service.flushing,
         peer_address=service.remote_tiers.address,
         tiers={
@@ -305,7 +299,6 @@ def news(report: Report) -> Report:
     return replace(
         report,
         sequence=0,
-        sent_at=0.0,
         volumes=tuple(steady),
         tiers=waiting,
         goodput=None,

@@ -137,11 +137,9 @@ class Restorer:
 
     def _candidate(self, slots: RankSlots, id: StepId) -> Candidate | None:
         if (at := slots.find(id)) is not None:
-            return Candidate(id=id, tier=at.tier, world=at.layout.world, bytes=at.layout.size_bytes)
+            return Candidate(id=id, tier=at.tier, world=at.layout.world)
         for one in self._copies.origins(id, slots.rank):
-            return Candidate(
-                id=id, tier=one.tier, world=one.shard.world, bytes=one.shard.size_bytes
-            )
+            return Candidate(id=id, tier=one.tier, world=one.shard.world)
         return None
 
     def _why_nothing(self, lease: Lease, parts: Collection[Offer]) -> tuple[Answer, str]:
