@@ -215,7 +215,7 @@ def vote(kind: str, world: int) -> dict[str, float]:
     with measured.timed("candidates_read_s"):
         mine = from_json(Candidates, text)
     session: Any = SimpleNamespace(lease="lease", rank=0, call=lambda *_, **__: mine)
-    granted = LeaseGranted(lease="lease", run="gpt", sidecar="0.1.0", memory_dir="/dev")
+    granted = LeaseGranted(lease="lease", run="gpt")
     restoring: Any = SimpleNamespace(stages=(lambda _: None,) * 4, tier=Tier.MEMORY)
     everyone = _Everyone(session, rank=0, world=world)
     agreed: list[Topology] = []

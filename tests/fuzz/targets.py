@@ -307,7 +307,7 @@ REQUESTS: dict[type[Any], dict[str, Any]] = {
 _CANDIDATE = {"id": _ID, "tier": "local", "world": 2}
 ANSWERS: dict[type[Any], dict[str, Any]] = {
     vote.Candidates: {"answer": "steps", "candidates": [_CANDIDATE], "plan": _ID},
-    trainer.Opened: {"slot": "s", "path": "/x", "tier": "memory", "bytes": 5, "seconds": 1.0},
+    trainer.Opened: {"path": "/x", "tier": "memory"},
     trainer.Sources: {
         "id": _ID, "world": 2,
         "sources": [{"rank": 0, "tier": "peer", "bytes": 5, "extras_bytes": 1, "twins": [1]}],

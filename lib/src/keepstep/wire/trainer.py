@@ -108,14 +108,12 @@ class LeaseGranted(Message):
     """First line of the lease stream (JSON lines; each later line is a `LeaseNews`).
 
     `held`: those slots of `LeaseRequest.holding` that the trainer may still fill. `archive`: steps
-    also go to an archive. `huge_pages_dir`: a second directory in which slots may be; '': there is
-    none.
+    also go to an archive. `huge_pages_dir`: a directory on huge pages in which slots may be; '':
+    there is none.
     """
 
     lease: str
     run: str
-    sidecar: str
-    memory_dir: str
     huge_pages_dir: str = ""
     stage_every: int = 1
     held: tuple[str, ...] = ()
@@ -266,14 +264,11 @@ class OpenRequest(OfLease):
 
 
 class Opened(Message):
-    """The verified image is in this slot, which is pinned until `RestoredRequest`. `tier`: where
-    the image came from."""
+    """The verified image is in the slot at `path`, which is pinned until `RestoredRequest`. `tier`:
+    where the image came from."""
 
-    slot: str
     path: str
     tier: Tier
-    bytes: int
-    seconds: float
 
 
 class RestoredRequest(OfLease):
@@ -393,7 +388,6 @@ class ChunksRequest(OfLease):
 class Chunks(Message):
     """All requested chunks are in their frames. `tier`: the farthest tier that was read."""
 
-    seconds: float = 0.0
     tier: Tier = Tier.MEMORY
 
 
