@@ -534,7 +534,6 @@ def read_history(data: bytes) -> object:
         if goodput is None:
             continue
         seconds = [*goodput.seconds.values(), goodput.ratio]
-        seconds += [one for cost in goodput.newest for _, one in cost.cost.items()]
         if not all(0.0 <= one < 1e10 for one in seconds) or goodput.ratio > 1.0:
             raise AssertionError(f"seconds that cannot be: {goodput}")
         until = max(now, tally.mark, tally.ended or 0.0)
