@@ -13,9 +13,6 @@ from torch.utils.data import DataLoader
 import keepstep
 from keepstep.integrations import require
 from keepstep.integrations.loaders import Batches
-from tests.harness import ROOT
-
-SOURCES = sorted((ROOT / "lib/src/keepstep/integrations").glob("[a-z]*.py"))
 
 
 def test_importing_keepstep_imports_no_integration():
