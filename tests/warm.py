@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import IO, Any
 
 DIRECTORY_ENV = "KEEPSTEP_TEST_WARM"
-SIDECAR = ("keepstep_sidecar.__main__", "keepstep_sidecar.app")
+SIDECAR = ("keepstep_sidecar.cli.sidecar", "keepstep_sidecar.app")
 # torch._dynamo: the first optimizer of a process imports it, which takes longer than many tests
 TRAINER = (
     "torch._dynamo",
@@ -315,8 +315,6 @@ def _main() -> list[str]:
     owner, path, *modules = sys.argv[1:]
     for module in modules:
         importlib.import_module(module)
-        if module.endswith(".__main__"):
-            del sys.modules[module]  # a new process runs it again; its imports stay loaded
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

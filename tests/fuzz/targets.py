@@ -33,6 +33,7 @@ from keepstep.dcp.session import Tree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras
 from keepstep.image.codecs import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
+from keepstep.image.layout import digest_of
 from keepstep.image.manifest import PAGE_BYTES, Manifest, seal_for_disk
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
 from keepstep.state.leaves import build, check_values, leaves_of
@@ -239,7 +240,7 @@ def reseal_table(rng: random.Random) -> bytes:
 def reseal_page(rng: random.Random) -> bytes:
     tree = json.loads(make.image()[-4096:-32])
     text = mutate.text(mutate.of_tree(tree, rng), rng)[:4064].ljust(4064)
-    return text + xxh3_128(text).hex().encode()
+    return text + digest_of(text).hex().encode()
 
 
 def reseal_extras(rng: random.Random) -> bytes:

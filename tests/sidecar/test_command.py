@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from trainer import FakeTrainer, lose_memory_and_damage
 
-from keepstep_sidecar.__main__ import main
 from keepstep_sidecar.cli import calls
+from keepstep_sidecar.cli.sidecar import program
 from tests.harness import SidecarProcess, eventually, free_port
 from tests.peer.authority import Authority
 
@@ -40,7 +40,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def test_without_a_command_it_serves(tmp_path: Path) -> None:
     told = ["--run", "a", "--slots", "3"]
-    context = main.make_context("keepstep-sidecar", list(told))
+    context = program.make_context("keepstep-sidecar", list(told))
     assert [*context._protected_args, *context.args] == ["serve", *told]
     assert run("--probe", "--memory-dir", str(tmp_path)).returncode == 2
 
@@ -75,6 +75,23 @@ def test_a_token_is_never_sent_in_the_clear(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "https:// only" in done.stderr
+
+
+def test_a_probe_imports_no_server_and_no_wire() -> None:
+    heavy = "{'asyncio', 'http.client', 'msgspec', 'ssl', 'keepstep.wire', 'keepstep.core'}"
+    code = f"import sys, keepstep_sidecar.__main__; print({heavy} & set(sys.modules))"
+    found = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert found.strip() == "set()"
+
+
+def test_a_probe_finds_the_memory_also_by_a_file(sidecar: SidecarProcess, tmp_path: Path) -> None:
+    file = tmp_path / "keepstep.toml"
+    file.write_text(f'memory_dir = "{sidecar.memory}"\n')
+    assert run("probe", "--config", str(file)).returncode == 0
+    assert run("probe", KEEPSTEP_CONFIG=str(file)).returncode == 0
+    file.write_text("memory_dir = 3\n")
+    assert (done := run("probe", "--config", str(file))).returncode == 2
+    assert f"{file}: memory_dir" in done.stderr
 
 
 def test_a_probe_waits_for_a_sidecar_that_starts(sidecar: SidecarProcess) -> None:

@@ -20,7 +20,7 @@ from trainer import FakeTrainer, content, make_layout, read_image
 from keepstep.core.vote import choose
 from keepstep.steps import Answer, StepId, Tier
 from keepstep.wire.trainer import Flushed, FlushRequest
-from keepstep_sidecar.cli import calls
+from keepstep_sidecar.cli.probe import health
 from tests.harness import eventually
 
 Trainers = Callable[..., FakeTrainer]
@@ -529,7 +529,7 @@ def test_a_hostile_record_on_a_volume_keeps_no_pod_from_training(
     )
     assert report.ranks[0].shards(Tier.MEMORY)[-1].step_id == id
     assert "not a run record" in report.volumes[0].failed
-    assert calls.health(pod.socket)
+    assert health(pod.socket)
 
 
 @pytest.mark.root

@@ -17,7 +17,7 @@ from trainer import FakeTrainer
 
 from keepstep.errors import DigestError, StorageError
 from keepstep.steps import Answer, EpochId, StepId
-from keepstep_sidecar.cli import calls
+from keepstep_sidecar.cli import probe
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.memory.directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
@@ -287,13 +287,13 @@ def test_a_scan_that_fails_is_told_and_repeated_until_it_succeeds(
     done = subprocess.run(healthy, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1
     assert "a link or a file, where a directory belongs: move it away" in done.stderr
-    assert calls.answers(hostile.socket), "it lives"
+    assert probe.answers(hostile.socket), "it lives"
     trainer = trainers(hostile.socket)
     trainer.connect()
     assert trainer.candidates().answer is Answer.UNKNOWN
     aside.rename(step)
     (hostile.root / "pending").unlink()
-    eventually(lambda: calls.health(hostile.socket) == "", what="the next scan")
+    eventually(lambda: probe.health(hostile.socket) == "", what="the next scan")
     assert [one.id.step for one in trainer.candidates().candidates] == [4]
     done = subprocess.run(healthy, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (0, "ok\n")

@@ -9,7 +9,7 @@ import pytest
 
 from keepstep.core.retention import Retention
 from keepstep_operator.injection import inject
-from keepstep_sidecar.__main__ import main
+from keepstep_sidecar.cli.sidecar import program
 from keepstep_sidecar.config.sidecar import (
     SETTINGS,
     ArchiveConfig,
@@ -110,14 +110,14 @@ def test_start_flush_and_prepare_are_actions_of_the_sidecar(
         containers["keepstep-volumes"]["command"],
     ]
     found = []
-    for program, *arguments in commands:
-        assert program == "keepstep-sidecar"
-        context = main.make_context(program, arguments)
-        name, command, rest = main.resolve_command(
+    for name, *arguments in commands:
+        assert name == "keepstep-sidecar"
+        context = program.make_context(name, arguments)
+        name, command, rest = program.resolve_command(
             context, [*context._protected_args, *context.args]
         )
         assert command is not None
-        found.append((name, command.make_context(program, rest).params))
+        found.append((name, command.make_context(name, rest).params))
     (probe, waiting), (flush, _), (prepare, made) = found
     assert (probe, flush, prepare) == ("probe", "flush", "prepare")
     assert (waiting["started"], waiting["timeout_s"]) == (True, 120.0)

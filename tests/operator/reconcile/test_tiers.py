@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.core.retention import Retention
-from keepstep.core.shard import Shard
+from keepstep.core.shard import Ranks, Shard
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 from keepstep.wire.status import TierProgress
@@ -593,30 +593,38 @@ def _id(step: int) -> StepId:
     return StepId(EPOCH, step)
 
 
-def _held(step: int, rank: int) -> Shard:
-    return Shard(step_id=_id(step), rank=rank, world=2, root=f"{step}-{rank}")
+def _held(step: int, rank: int, *, alike: Ranks) -> Shard:
+    root = f"{step}-{rank}"
+    return Shard(step_id=_id(step), rank=rank, world=2, root=root, alike=alike)
 
 
-def _rank(rank: int, *, local: list[int], peer: list[int], alive: bool) -> ReportedRank:
+def _rank(
+    rank: int, *, local: Iterable[int], peer: Iterable[int], alive: bool, alike: Ranks
+) -> ReportedRank:
     return ReportedRank(
         rank=rank,
         world=2,
         alive=alive,
-        tiers=elsewhere(peer=(_held(one, rank) for one in peer))
-        | {Tier.LOCAL: listed(_held(one, rank) for one in local)},
+        tiers=elsewhere(peer=(_held(one, rank, alike=alike) for one in peer))
+        | {Tier.LOCAL: listed(_held(one, rank, alike=alike) for one in local)},
     )
 
 
 class Pair:
-    """Two pods on two nodes, each the other's buddy."""
+    """Two pods on two nodes, each the other's buddy. `twins`: they are replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, twins: bool = False) -> None:
+        self.alike = Ranks.of((0, 1) if twins else ())
         self.ledger = RunLedger()
         self.ledger.configure(keep=Retention(), pins=())
         self.sequence = 0
 
-    def hear(self, *, local: list[int], peer: list[int]) -> None:
+    def hear(self, *, local: Iterable[int], peer: Iterable[int]) -> None:
         """Both hold these steps themselves, and these of each other."""
+        self.report((local, local), (peer, peer))
+
+    def report(self, local: Sequence[Iterable[int]], peer: Sequence[Iterable[int]]) -> None:
+        """By node rank: the steps that each holds itself, and those that it holds of the other."""
         self.sequence += 1
         for own in (0, 1):
             sender = Sender(
@@ -633,8 +641,8 @@ class Pair:
                 sent_at=0.0,
                 ready=True,
                 ranks=(
-                    _rank(own, local=local, peer=[], alive=True),
-                    _rank(1 - own, local=[], peer=peer, alive=False),
+                    _rank(own, local=local[own], peer=[], alive=True, alike=self.alike),
+                    _rank(1 - own, local=[], peer=peer[own], alive=False, alike=self.alike),
                 ),
                 epochs=(Epoch(EPOCH, None),),
                 peer_address="a:1",
@@ -643,6 +651,17 @@ class Pair:
 
     def expendable(self) -> list[int]:
         return [one.step for one in self.ledger.expendable()]
+
+    def survives(self) -> int | None:
+        """The step that is said to be left whichever node is lost."""
+        step = self.ledger.safety().step
+        return None if step is None else step.step
+
+    def goes_on_from(self, *, without: int) -> int:
+        """The step that a restart goes on from after the loss of this node; -1: of none."""
+        self.ledger.pod_gone(f"p{without}", local_stays=False)
+        step = self.ledger.core.restart_step(world=2)
+        return -1 if step is None else step.step
 
 
 def test_with_a_link_slower_than_the_steps_the_last_copied_step_stays_on_local_too() -> None:
@@ -653,6 +672,45 @@ def test_with_a_link_slower_than_the_steps_the_last_copied_step_stays_on_local_t
     assert pair.expendable() == []
     pair.ledger.pod_gone("p1", local_stays=False)
     assert pair.ledger.restorable() == _id(4), "one node is lost, the run is not"
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_replicas_with_copies_are_said_to_go_on_from_the_newest_copy_as_they_do(lost: int) -> None:
+    pair = Pair(twins=True)
+    pair.hear(local=[18, 20, 23], peer=[18, 20])
+    assert pair.survives() == 20
+    assert pair.goes_on_from(without=lost) == 20
+
+
+def test_replicas_without_copies_are_said_to_go_on_from_the_other_replica() -> None:
+    pair = Pair(twins=True)
+    pair.hear(local=[20, 23], peer=[])
+    assert pair.survives() == 23
+    assert pair.goes_on_from(without=1) == 23
+
+
+_SOME_STEPS = st.frozensets(st.integers(1, 6))
+
+
+@given(
+    twins=st.booleans(),
+    local=st.tuples(_SOME_STEPS, _SOME_STEPS),
+    peer=st.tuples(_SOME_STEPS, _SOME_STEPS),
+)
+def test_after_the_loss_of_any_node_a_run_goes_on_from_no_older_step_than_was_said(
+    twins: bool,
+    local: tuple[frozenset[int], frozenset[int]],
+    peer: tuple[frozenset[int], frozenset[int]],
+) -> None:
+    pairs = Pair(twins=twins), Pair(twins=twins)
+    for pair in pairs:
+        pair.report(local, peer)
+    said = pairs[0].survives()
+    commits = {id.step for id in pairs[0].ledger.commits()}
+    outcomes = {pair.goes_on_from(without=lost) for lost, pair in enumerate(pairs)}
+    assert said is None or min(outcomes) >= said
+    if outcomes <= commits:
+        assert min(outcomes) == said, "nor is less said than is so"
 
 
 _NODES = st.frozensets(st.sampled_from("abcd"))

@@ -57,7 +57,7 @@ from keepstep.errors import (
 )
 from keepstep.image import extras
 from keepstep.image.manifest import Manifest
-from keepstep.image.xxh3 import CHUNK_BYTES, HAVE_FAST
+from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.restore.images import Images, W, fill, map_image
 from keepstep.restore.plan import (
     Box,
@@ -125,8 +125,6 @@ class Folder:
     def verify(self, ranges: Iterable[tuple[int, int, int]]) -> None:
         """Check the digests of all chunks of these (rank, begin, end) that were not yet verified.
         Raises DigestError."""
-        if not HAVE_FAST:
-            log.warning("keepstep: without the xxhash package, verifying is very slow")
         wanted = {
             (rank, chunk)
             for rank, begin, end in ranges
@@ -478,7 +476,7 @@ class StorageReader(storage.StorageReader):
     With a `path` (or a `checkpoint_id`) that is the directory of a step, it loads that directory,
     no matter which run it belongs to. This needs no sidecar, and has no effect on steps that are
     saved later. Every chunk that any rank needs is verified *before* any rank loads anything.
-    Without the `xxhash` package, this is very slow.
+    To verify needs the package `xxhash`.
 
     With any other path, it loads the step of the run that the path names (the number at the end of
     its last part), as `StorageWriter(path)` saved it. `step` names it likewise.

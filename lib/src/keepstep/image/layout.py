@@ -12,6 +12,7 @@ there. Entries are in the order of their bytes. docs/format.md specifies the for
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -34,7 +35,7 @@ from keepstep.image.tensors import (
     TensorSpec,
     strides_with_gaps,
 )
-from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
+from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES
 
 FORMAT_VERSION = 1
 
@@ -102,27 +103,6 @@ class Header:
         padded = round_up(8 + len(text)) - 8
         return padded.to_bytes(8, "little") + text.ljust(padded)
 
-    @property
-    def most_bytes(self) -> int:
-        """An upper bound for the bytes that `render` gives. It counts each name up to five times
-        and 21 characters for each number. Text that is escaped as JSON in JSON in JSON grows at
-        most sixteenfold."""
-        rows = [row for one in self.parameters.values() for row in one]
-        texts = 4 * sum(len(one.name) for one in self.specs) + sum(map(len, self._texts()))
-        numbers = sum(5 * len(one.shape) + len(one.unflattened or ()) + 10 for one in self.specs)
-        numbers += sum(len(shape) + 1 for _, shape in rows) + len(self.twins)
-        return 16 * texts + 21 * numbers + (1 << 16)
-
-    @property
-    def is_ascii(self) -> bool:
-        """Whether all text in the header is ASCII."""
-        return all(map(str.isascii, self._texts()))
-
-    def _texts(self) -> Iterator[str]:
-        yield from (one.name for one in self.specs)
-        yield from (name for one in self.parameters.values() for name, _ in one)
-        yield from (*self.aliases, *self.aliases.values(), *self.parameters, self.skeleton)
-
     def _reserved(self) -> Iterator[TensorSpec]:
         sizes = (self.extras_capacity_bytes, self.digests_bytes, PAGE_BYTES)
         for name, size in zip(reserved_names(self.rank), sizes, strict=True):
@@ -171,6 +151,11 @@ class Header:
         if self.specs and all(one.device is not None for one in self.specs):
             hints["devices"] = _runs(one.device for one in self.specs)
         return {key: value for key, value in hints.items() if value}
+
+
+def digest_of(text: bytes) -> bytes:
+    """BLAKE2b of 16 bytes: of headers (layout ids), of control pages (seals), of claims."""
+    return hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
 
 
 def reserved_names(rank: int) -> tuple[str, str, str]:
@@ -593,15 +578,6 @@ class Layout(Header):
         )
 
     @classmethod
-    def check(cls, tensors: Iterable[TensorSpec], **rest: Any) -> None:
-        """Raises FormatError where `build` would, for tensors taken from a live state. It is faster
-        than `build`: it renders and parses a header only if that may be too long or is not
-        ASCII."""
-        header = header_of(tensors, **rest)
-        if header.most_bytes > MAX_HEADER_BYTES or not header.is_ascii:
-            cls.parse(memoryview(_render(header)))
-
-    @classmethod
     def parse(cls, buffer: bytes | memoryview, *, size_bytes: int | None = None) -> Layout:
         """Read and check the header at the beginning of `buffer`.
 
@@ -626,7 +602,7 @@ class Layout(Header):
         layout = cls(
             **vars(header),
             header=text,
-            id=xxh3_128(text).hex(),
+            id=digest_of(text).hex(),
             entries=MappingProxyType({one.name: Entry(one, a, b) for one, a, b in places}),
             extras_begin=begins[-1],
         )

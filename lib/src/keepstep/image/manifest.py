@@ -40,6 +40,7 @@ from keepstep.image.layout import (
     PAGE_BYTES,
     Layout,
     check_version,
+    digest_of,
     read_length,
     reserved_names,
 )
@@ -55,7 +56,7 @@ _ZERO_PAGE = bytes(PAGE_BYTES)
 
 
 def _seal_of(text: bytes) -> bytes:
-    return xxh3_128(text).hex().encode()
+    return digest_of(text).hex().encode()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,7 +120,9 @@ def _ignored(number: int) -> bool:
 
 
 _NAME: Final = "keepstep.warm.server"
-_SERVER: Final = f"{SAFE_PATH}; from {_NAME} import start; start()"
+_ROOM: Final = " " * 4096
+"""Makes the server's command line long, so that those of its processes fit in its place."""
+_SERVER: Final = f"{SAFE_PATH}; from {_NAME} import start; start(){_ROOM}"
 
 
 class ForkServer:

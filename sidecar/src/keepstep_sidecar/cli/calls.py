@@ -6,12 +6,10 @@ A run often has no sidecar, so most calls report that by their result instead of
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
-from keepstep.client.session import Client, UnixConnection
+from keepstep.client.session import Client
 from keepstep.errors import SidecarAbsent
 from keepstep.wire.status import History, Status
 from keepstep.wire.trainer import Flushed, FlushRequest, OwnerRequest, StopRequest
@@ -34,24 +32,6 @@ def history(path: Path, since: int = 0, *, timeout_s: float = ANSWER_S) -> Histo
     """What happened after the event `since`; None when no process listens. Raises SidecarError."""
     route = f"/v1/history?since={since}"
     return _ask(path, lambda client: client.get(route, History, timeout_s=timeout_s))
-
-
-def answers(path: Path, *, timeout_s: float = 2.0) -> bool:
-    """Whether a sidecar answers on `path`, healthy or not."""
-    return health(path, timeout_s=timeout_s) is not None
-
-
-def health(path: Path, *, timeout_s: float = 2.0) -> str | None:
-    """What keeps the sidecar on `path` from its work; "" when it is healthy; None when no sidecar
-    answers."""
-    with closing(UnixConnection(str(path), timeout_s)) as connection:
-        try:
-            connection.request("GET", "/healthz")
-            response = connection.getresponse()
-            text = response.read().decode(errors="replace").strip()
-        except (SidecarAbsent, HTTPException, OSError):
-            return None
-    return "" if response.status == 200 else text
 
 
 def flush(path: Path, *, timeout_s: float) -> Flushed | None:

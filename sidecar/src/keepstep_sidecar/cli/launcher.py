@@ -18,6 +18,7 @@ from keepstep.directory import Directory
 from keepstep.errors import SidecarError, UsageError
 from keepstep.processes import Process, wait_gone
 from keepstep_sidecar.cli import calls
+from keepstep_sidecar.cli.probe import answers
 from keepstep_sidecar.cli.run_dir import RunDir, check_own, is_recorded, make_memory, save
 from keepstep_sidecar.config.sidecar import SETTINGS
 from keepstep_sidecar.volume.directories import RECORD
@@ -126,7 +127,7 @@ def wait_up(kept: RunDir, process: Process | None, *, timeout_s: float = UP_S) -
     """Wait until the sidecar answers. Returns False if `process` dies first, or after
     `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    while not calls.answers(kept.socket):
+    while not answers(kept.socket):
         if time.monotonic() > deadline or (process is not None and not process.alive()):
             return False
         time.sleep(_POLL_S)

@@ -11,7 +11,7 @@ import click
 from keepstep.errors import KeepstepError, UsageError
 from keepstep_sidecar.cli import output
 from keepstep_sidecar.cli.run_dir import checked_name
-from keepstep_sidecar.config.settings import Command, parse_duration, parse_size
+from keepstep_sidecar.config.settings import Command, parsed
 
 
 class _Misuse(click.ClickException):
@@ -33,32 +33,6 @@ class Group(click.Group):
         return list(self.commands)
 
 
-def _parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
-    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
-        try:
-            return None if value is None else parse(value)
-        except (ValueError, UsageError) as error:
-            raise click.BadParameter(str(error), ctx, param) from error
-
-    return callback
-
-
-def duration_option(*names: str, **options: Any) -> Callable[[Command], Command]:
-    """An option in seconds, written like `90s`, `15m`, `2h`."""
-    return click.option(*names, metavar="DURATION", callback=_parsed(parse_duration), **options)
-
-
-def size_option(*names: str, **options: Any) -> Callable[[Command], Command]:
-    """An option in bytes, written like `512Mi`, `5GB`."""
-    return click.option(*names, metavar="SIZE", callback=_parsed(_positive_size), **options)
-
-
-def _positive_size(text: str) -> int:
-    if (size_bytes := parse_size(text)) < 1:
-        raise ValueError(f"{text!r} is no size that holds anything")
-    return size_bytes
-
-
 directory_option: Final = click.option(
     "--dir",
     "directory",
@@ -78,7 +52,7 @@ def run_option(*, default: str) -> Callable[[Command], Command]:
         "--run",
         "run",
         metavar="NAME",
-        callback=_parsed(checked_name),
+        callback=parsed(checked_name),
         help=f"Name of the run.  [default: {default}]",
     )
 

@@ -323,6 +323,34 @@ class _Option(click.Option):
         return read
 
 
+def parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
+    """A callback of click that checks and reads a text."""
+
+    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+        try:
+            return None if value is None else parse(value)
+        except (ValueError, UsageError) as error:
+            raise click.BadParameter(str(error), ctx, param) from error
+
+    return callback
+
+
+def duration_option(*names: str, **options: Any) -> Callable[[Command], Command]:
+    """An option in seconds, written like `90s`, `15m`, `2h`."""
+    return click.option(*names, metavar="DURATION", callback=parsed(parse_duration), **options)
+
+
+def size_option(*names: str, **options: Any) -> Callable[[Command], Command]:
+    """An option in bytes, written like `512Mi`, `5GB`."""
+    return click.option(*names, metavar="SIZE", callback=parsed(_positive_size), **options)
+
+
+def _positive_size(text: str) -> int:
+    if (size_bytes := parse_size(text)) < 1:
+        raise ValueError(f"{text!r} is no size that holds anything")
+    return size_bytes
+
+
 # --- files -----------------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ but those of the reconciler's own clock, which are passed in.
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from keepstep.core.ledger import (
 from keepstep.core.retention import Retention
 from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
-from keepstep_operator.reconcile.state.durability import refuges, sole_nodes
+from keepstep_operator.reconcile.state.durability import least_left, refuges, sole_nodes
 from keepstep_operator.reconcile.state.node_rank import (
     Place,
     Places,
@@ -63,10 +62,10 @@ kept."""
 class Safety:
     """What the loss of one node would leave.
 
-    `step`: the newest step that survives the loss of any single node; it may be the archived
-    one. `archived`: the newest archived step. `sole`: nodes that hold the only copy of some part of
-    the newest commit. `refuges`: for each node, the newest step that survives its loss. `pod`: the
-    newest step that survives the loss of any single pod, with its volumes.
+    `step`: the step that a restart goes on from at the least, whichever node is lost; it may be the
+    archived one. `pod`: the same for the loss of any single pod with its volumes. `archived`: the
+    newest archived step. `sole`: nodes that hold the only copy of some part of the newest commit.
+    `refuges`: for each node, the newest step that survives its loss.
     """
 
     step: StepId | None = None
@@ -430,22 +429,18 @@ class RunLedger:
     def _judge(self) -> Safety:
         archived = self.newest_archived()
         newest_first = self.core.committed(Tier.LOCAL)[::-1]
-        sole = {
-            id: self._sole_nodes(id, helpers=True)
-            for id in itertools.takewhile(
-                lambda id: archived is None or id > archived, newest_first
-            )
-        }
-        apart = next((id for id in newest_first if sole.get(id) == frozenset()), None)
-        safe = max((id for id in (apart, archived) if id is not None), default=None)
-        alone = sole.get(newest_first[0]) if newest_first else None
-        by_pods = (id for id in newest_first if self._sole_pods(id) == frozenset())
-        pod = max((id for id in (next(by_pods, None), archived) if id is not None), default=None)
+        unarchived = [id for id in newest_first if archived is None or id > archived]
+        sole = {id: self._sole_nodes(id) for id in unarchived}
+        left = least_left(sole, {id: self._sole_nodes(id, twins=False) for id in unarchived})
+        pod = least_left(
+            {id: self._sole_pods(id) for id in unarchived},
+            {id: self._sole_pods(id, twins=False) for id in unarchived},
+        )
         return Safety(
-            step=safe,
-            pod=pod,
+            step=archived if left is None else left,
+            pod=archived if pod is None else pod,
             archived=archived,
-            sole=alone or frozenset(),
+            sole=(sole.get(newest_first[0]) if newest_first else None) or frozenset(),
             refuges=refuges(sole),
         )
 
@@ -460,9 +455,11 @@ class RunLedger:
         newest = next(whole, None), self.newest_archived()
         return max((id for id in newest if id is not None), default=None)
 
-    def _sole_nodes(self, id: StepId, *, helpers: bool) -> frozenset[str] | None:
+    def _sole_nodes(
+        self, id: StepId, *, helpers: bool = True, twins: bool = True
+    ) -> frozenset[str] | None:
         """As `durability.sole_nodes`. Counts all drives that still exist, also those of pods that
-        are gone. Twins count, because ranks lend each other images; without `helpers`, only those
+        are gone. `twins` count, because ranks lend each other images; without `helpers`, only those
         of pods that serve peers, because what a helper serves is exact."""
         known = {**self.places, **(self.helpers if helpers else {})}
         by_node: dict[str, int] = {}
@@ -472,12 +469,12 @@ class RunLedger:
             place = known.get(node_rank)
             if place is not None and not place.dropped:
                 world = world or saved
-                twins = helpers or place.sidecar.peer_address
-                ranks = held.with_twins() if twins else held.ranks
+                lent = twins and (helpers or place.sidecar.peer_address)
+                ranks = held.with_twins() if lent else held.ranks
                 by_node[place.node] = by_node.get(place.node, 0) | ranks
         return sole_nodes(by_node, world=world) if world else None
 
-    def _sole_pods(self, id: StepId) -> frozenset[str] | None:
+    def _sole_pods(self, id: StepId, *, twins: bool = True) -> frozenset[str] | None:
         """The same for each pod instead of each node."""
         by_pod: dict[str, int] = {}
         world = 0
@@ -486,7 +483,8 @@ class RunLedger:
             place = self.places.get(node_rank)
             if place is not None and not place.gone:
                 world = world or saved
-                by_pod[place.pod] = by_pod.get(place.pod, 0) | held.with_twins()
+                ranks = held.with_twins() if twins else held.ranks
+                by_pod[place.pod] = by_pod.get(place.pod, 0) | ranks
         return sole_nodes(by_pod, world=world) if world else None
 
     def _on_drives(self, id: StepId) -> Iterator[Holding]:

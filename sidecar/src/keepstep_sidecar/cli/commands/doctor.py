@@ -29,10 +29,10 @@ from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import StrEnum
 from keepstep_sidecar import __version__
 from keepstep_sidecar.cli import inventory, output, run_dir
-from keepstep_sidecar.cli.options import directory_option, json_option, size_option
+from keepstep_sidecar.cli.options import directory_option, json_option
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.concurrency import for_each_chunk
-from keepstep_sidecar.config.settings import format_duration, format_size
+from keepstep_sidecar.config.settings import format_duration, format_size, size_option
 from keepstep_sidecar.config.sidecar import IO_THREADS
 from keepstep_sidecar.memory.directories import advice, free_huge_bytes
 from keepstep_sidecar.memory.slot_file import may_swap

@@ -19,14 +19,9 @@ from keepstep.errors import RestoreError, StorageError, UsageError, few
 from keepstep.steps import Epoch, StepId, named
 from keepstep_sidecar.cli import inventory, output, run_dir
 from keepstep_sidecar.cli.commands.archive import archive_of
-from keepstep_sidecar.cli.options import (
-    directory_option,
-    json_option,
-    run_option,
-    size_option,
-)
+from keepstep_sidecar.cli.options import directory_option, json_option, run_option
 from keepstep_sidecar.cli.run_dir import RunDir
-from keepstep_sidecar.config.settings import format_size
+from keepstep_sidecar.config.settings import format_size, size_option
 from keepstep_sidecar.config.sidecar import SETTINGS, ArchiveConfig, PeerSettings, options
 
 if TYPE_CHECKING:
