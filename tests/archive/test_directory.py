@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,6 @@ from keepstep.errors import StorageError
 from keepstep.image import PAGE_BYTES
 from keepstep.steps import Answer, StepId
 from keepstep_sidecar.config.sidecar import ArchiveConfig
-from keepstep_sidecar.tiers.archive import upload
 from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.tiers.tier import RunFacts
@@ -140,50 +138,6 @@ async def test_an_archive_that_is_away_stays_told_of_when_all_that_waited_for_it
         assert "mount it" in remote_tier.status().trouble
         archive_dir.mkdir()
         await until(lambda: not remote_tier.status().trouble)
-
-
-async def test_an_archive_that_never_has_all_is_no_trouble_once_it_took_something(
-    local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It refuses once; then, while one step is on its way, the next becomes committed."""
-    coming = [write_step(local, step, world=1) for step in range(2, 8)]
-    uploads, seen = 0, list[tuple[str, int]]()
-    really = DirectoryStore.upload
-
-    async def upload(store: DirectoryStore, *given: Any, **more: Any) -> None:
-        nonlocal uploads
-        uploads += 1
-        if uploads == 1:
-            raise StorageError("it refuses once")
-        if coming:
-            commit(remote_tier, coming.pop(0))
-            seen.append((remote_tier.status().trouble, remote_tier.status().backlog))
-        await really(store, *given, **more)
-
-    monkeypatch.setattr(DirectoryStore, "upload", upload)
-    async with running(config(archive_dir)) as remote_tier:
-        commit(remote_tier, write_step(local, 1, world=1))
-        assert await remote_tier.drain(timeout_s=20)
-    assert seen == [("it refuses once", 2), *[("", 2)] * 5], "trouble, backlog"
-
-
-@pytest.mark.parametrize("where", ["_path", "_open_direct"])
-async def test_a_shard_that_its_drive_cannot_read_keeps_no_later_step_from_the_archive(
-    local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    def fail(of: Any) -> Any:
-        if str(step_id(10)) in str(of):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return works(of)
-
-    works = getattr(upload, where)
-    monkeypatch.setattr(upload, where, fail)
-    async with running(config(archive_dir, every=10)) as remote_tier:
-        commit(remote_tier, write_step(local, 10))
-        commit(remote_tier, write_step(local, 20))
-        assert await remote_tier.drain(timeout_s=10)
-        assert (await remote_tier.look()).complete == {step_id(20)}
-        assert remote_tier.status().failures == 2, "one for each shard"
 
 
 async def test_old_steps_go_record_first_and_the_newest_stays(

@@ -172,18 +172,6 @@ async def test_a_viewer_is_sent_the_sections_that_changed_within_two_seconds() -
                 assert set(change) == {"steps"}
 
 
-async def test_one_read_serves_all_viewers_and_none_is_made_for_nobody() -> None:
-    with ThreadPoolExecutor(1) as readers:
-        reads = board.Board(lambda: ["a"], lambda name: RunPage(name=name), readers)
-        began = asyncio.get_running_loop().time()
-        with reads.viewer(), reads.viewer(), reads.viewer():
-            await until(lambda: reads.reads >= 5)
-            assert asyncio.get_running_loop().time() - began > 3.5 * board.EVERY_S
-        read = reads.reads
-        await asyncio.sleep(2.5 * board.EVERY_S)  # nothing is to happen
-        assert reads.reads <= read + 1  # one was under way
-
-
 async def test_a_run_that_hangs_keeps_only_itself_waiting() -> None:
     go_on = threading.Event()
 

@@ -201,13 +201,3 @@ def test_other_errors_are_storage_errors_that_say_what_could_not_be_done(
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.EIO
     act(volume)
-
-
-def test_faults_are_read_strictly() -> None:
-    assert files.parse_faults("write.data:kill@3, load.read:eio") == (
-        files.Fault(point="write.data", kind="kill", hit=3),
-        files.Fault(point="load.read", kind="eio"),
-    )
-    for text in ("write.dat:kill", "write.data:explode", "write.data:kill@x", "write.data"):
-        with pytest.raises(ValueError, match="not a fault"):
-            files.parse_faults(text)
