@@ -579,7 +579,6 @@ class LentImages(Images):
 
     def __init__(self, link: Session, id: StepId, shown: Sequence[Shown | None]) -> None:
         """`shown`: by running rank. Of several lenders of an image, the first lends it."""
-        self.wanted: tuple[ChunkRun, ...] = ()
         self._shown = {
             source.rank: (source, header, extras)
             for one in reversed([one for one in shown if one is not None])
@@ -613,9 +612,6 @@ class LentImages(Images):
     def announce(self, runs: tuple[ChunkRun, ...]) -> None:
         """Note what the plan needs; the lenders hear of it with all other ranks."""
         self.wanted = runs
-
-    def retract(self) -> None:
-        """Nothing to do: all ranks go through all chunks."""
 
     def comes(self, chunks: Iterator[tuple[ChunkRun, Tensor]]) -> None:
         """From now on, `stream` reads these chunks: all that any rank wants, in order."""

@@ -71,7 +71,9 @@ class Loader(Tensors):
         """
         own = self._images.stand_in(self._rank)
         trees, live = self._trees_of(own), self._live()
-        self._lives = {name: live[name] for name in live if self._is_refilled(name)}
+        self._lives = {
+            name: live[name] for name in live if isinstance(self._components[name], dict)
+        }
         if own == self._rank:
             self.rng = self._extras(own).get("rng")
             self.difference = str(self._extras(own).get("difference", ""))
@@ -102,7 +104,7 @@ class Loader(Tensors):
         # announced before any rank begins to copy, so that the ranks of a node know of each other's
         # chunks
         self._images.announce(
-            chunk_runs(self._plan, [one.dtype for one in self._targets], self._images)
+            chunk_runs(self._plan, [one.dtype for one in self.targets], self._images)
         )
 
     def _unused(self) -> list[str]:
@@ -118,11 +120,6 @@ class Loader(Tensors):
             return b""
         return zlib.compress("\n".join(self._unused()).encode("utf-8", "surrogatepass"))
 
-    @property
-    def targets(self) -> list[Tensor]:
-        """The tensors that `copy` fills."""
-        return self._targets
-
     def copy(self, lent: Iterator[tuple[ChunkRun, Tensor]]) -> int:
         """Fill all tensors; returns the bytes copied. Images that are lent come in chunks.
 
@@ -131,7 +128,7 @@ class Loader(Tensors):
         self._images.comes(lent)
         try:
             with torch.no_grad():
-                return fill(self._plan, self._targets, self._images)
+                return fill(self._plan, self.targets, self._images)
         except BaseException:
             self._images.retract()
             raise
@@ -146,9 +143,6 @@ class Loader(Tensors):
         self._images.close()
 
     # --- live and saved trees ------------------------------------------------------------------
-
-    def _is_refilled(self, name: str) -> bool:
-        return isinstance(self._components[name], dict)
 
     def _is_no_module(self, name: str) -> bool:
         return not isinstance(unwrap(self._components[name]), nn.Module)

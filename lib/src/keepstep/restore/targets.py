@@ -204,12 +204,12 @@ class Tensors:
         trusted: bool,
         kept: Mapping[str, Any] | None,
     ) -> None:
-        """`kept`: the decoded non-tensor part of this rank's own image, if it was decoded
-        already."""
+        """`kept`: the decoded non-tensor part of this rank's own image, if it was decoded already.
+        `targets`: the tensors to fill, each with its want."""
         self._images, self._rank, self._trusted = images, rank, trusted
         self.names = Names(images.index, images.stand_in(rank))
         self.refill = Refill()
-        self._targets: list[Tensor] = []
+        self.targets: list[Tensor] = []
         self._wants: list[Want] = []
         self._finishers: list[tuple[str, Callable[[], None]]] = []
         self._differences: list[str] = []
@@ -296,7 +296,7 @@ class Tensors:
                 f" {describe(target.shape, dtype)} here"
             )
         else:
-            self._targets.append(target.tensor)
+            self.targets.append(target.tensor)
             box = Box(target.offsets, tuple(target.tensor.shape))
             self._wants.append(Want(saved.name, box, own=target.own))
 
@@ -377,7 +377,7 @@ class Tensors:
             shape, saved.dim_order, strides=strides, dtype=DTYPE_OF[saved.dtype], device=device
         )
         copying.prefer_huge_pages(tensor)
-        self._targets.append(tensor)
+        self.targets.append(tensor)
         self._wants.append(Want(saved.name, Box(offsets, shape), own=own))
         return tensor
 
