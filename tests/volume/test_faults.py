@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,9 +18,10 @@ from keepstep_sidecar.volume import files
 from keepstep_sidecar.volume.directories import is_step
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, empty_slot, load, make_layout, staged, step_id
+from tests.volume.points import FAULT_POINTS
 
 REPOSITORY = Path(__file__).parents[2]
-WRITE_POINTS = tuple(name for name in files.FAULT_POINTS if name.startswith("write."))
+WRITE_POINTS = tuple(name for name in FAULT_POINTS if name.startswith("write."))
 FAILING_POINTS = tuple(name for name in WRITE_POINTS if name != "write.done")
 
 
@@ -60,9 +62,7 @@ def check_after_death(volume: Volume, promised: list[str]) -> None:
     assert ("recorded" in promised) <= bool(volume.record.epochs)
 
 
-@pytest.mark.parametrize(
-    "point", [one for one in files.FAULT_POINTS if not one.startswith("peer.")]
-)
+@pytest.mark.parametrize("point", [one for one in FAULT_POINTS if not one.startswith("peer.")])
 def test_after_sigkill_at_any_point_a_scan_finds_what_was_promised(
     tmp_path: Path, point: str
 ) -> None:
@@ -204,10 +204,15 @@ def test_other_errors_are_storage_errors_that_say_what_could_not_be_done(
 
 
 def test_faults_are_read_strictly() -> None:
-    assert files.parse_faults("write.data:kill@3, load.read:eio") == (
-        files.Fault(point="write.data", kind="kill", hit=3),
-        files.Fault(point="load.read", kind="eio"),
-    )
-    for text in ("write.dat:kill", "write.data:explode", "write.data:kill@x", "write.data"):
+    for text in ("write:kill", "write.data:explode", "write.data:kill@x", "write.data"):
         with pytest.raises(ValueError, match="not a fault"):
-            files.parse_faults(text)
+            files.arm_faults(text)
+
+
+def test_every_fault_point_is_listed() -> None:
+    sources = (REPOSITORY / "sidecar/src").rglob("*.py")
+    text = "".join(path.read_text() for path in sources)
+    assert {*re.findall(r'fault_point\("([a-z.-]+)"\)', text)} < set(FAULT_POINTS)
+    assert {f"write.{name}" for name in re.findall(r'_point\("([a-z-]+)"\)', text)} < set(
+        FAULT_POINTS
+    )

@@ -24,9 +24,7 @@ from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.volume.directories import Tree
 
 if TYPE_CHECKING:
-    from keepstep_sidecar.tiers.source import FileSource
     from keepstep_sidecar.volume.directories import LocalShard, Refused, Scan
-    from keepstep_sidecar.volume.files import ShardFile
     from keepstep_sidecar.volume.run_record import RunRecord
 
 
@@ -212,37 +210,6 @@ def _records(kept: RunDir) -> Iterator[RunRecord]:
     for root in kept.roots:
         with contextlib.suppress(KeepstepError, OSError):
             yield run_record.load(Tree(root).record, run=kept.run)
-
-
-def source(shard: LocalShard, *, run: str) -> FileSource:
-    """A source that reads `shard`. If the sidecar has published the shard since, the source uses
-    its new name. Opening the source raises FileNotFoundError if the shard was retired since."""
-    from keepstep_sidecar.tiers.source import FileSource
-
-    published = shard.path.parents[2] / str(shard.step_id) / shard.path.name
-    path = next((one for one in (shard.path, published) if one.exists()), shard.path)
-    return FileSource(
-        shard=shard,
-        tier=Tier.LOCAL,
-        where=str(path),
-        run=run,
-        open=lambda: _opened(path, published),
-    )
-
-
-@contextlib.contextmanager
-def _opened(path: Path, published: Path) -> Iterator[ShardFile]:
-    from keepstep_sidecar.volume.files import Engine, Filesystem, open_shard
-
-    def file(name: Path) -> contextlib.AbstractContextManager[ShardFile]:
-        return open_shard(name, filesystem=Filesystem(), engine=Engine.BUFFERED, threads=1)
-
-    with contextlib.ExitStack() as stack:
-        try:
-            found = stack.enter_context(file(path))
-        except FileNotFoundError:  # it may have been published just now
-            found = stack.enter_context(file(published))
-        yield found
 
 
 def chosen(held: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:

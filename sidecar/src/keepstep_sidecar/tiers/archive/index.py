@@ -209,8 +209,10 @@ class Surveyor:
             if is_step(directory) and "/" not in name:
                 by_step[StepId.parse(directory)][name] = stored
         newest_first = (files for _, files in sorted(by_step.items(), reverse=True))
-        records_there = list(filter(None, map(_record_in, newest_first)))
-        read_bytes = itertools.accumulate(map(_read_bytes, records_there))
+        records_there = [one for files in newest_first if (one := files.get(records.NAME))]
+        read_bytes = itertools.accumulate(
+            one.bytes if one.bytes <= records.LIMIT_BYTES else 0 for one in records_there
+        )
         reads = [
             functools.partial(self._read, stored, total)
             for stored, total in zip(records_there, read_bytes, strict=True)
@@ -233,16 +235,16 @@ class Surveyor:
         data = bytearray(stored.bytes)
         try:
             await self.store.read(stored.name, 0, memoryview(data))
+            parse = functools.partial(StepRecord.from_json, bytes(data), path=path)
+            return key, await blocking(None, parse)
         except ImageError as error:
             return key, error
-        parse = functools.partial(_parsed, bytes(data), path)
-        return key, await blocking(None, parse)
 
     def _judge(
         self, id: StepId, files: Mapping[str, Stored], known: Mapping[_Key, _Found]
     ) -> ArchivedStep:
         """Describe a directory whose record, if it has one, was read."""
-        if (stored := _record_in(files)) is None:
+        if (stored := files.get(records.NAME)) is None:
             return ArchivedStep(id=id, files=files)
         found = known[stored.name, stored.etag]
         if isinstance(found, ImageError):
@@ -273,31 +275,12 @@ class Surveyor:
         if len(found) < 2:
             return ""
         ours = {epoch.id for epoch in own}
-        names = [self._family(one, mine=bool(one & ours)) for one in found]
+        names = [f"epoch {max(one)}" + (" (this run)" if one & ours else "") for one in found]
         return (
             f"{self.store.where}/{self.run} is shared by two runs named {self.run!r}:"
             f" {' and '.join(names)}; neither goes on from the other. Give one of them another"
             " archive or another name; nothing was deleted"
         )
-
-    def _family(self, family: frozenset[EpochId], *, mine: bool) -> str:
-        return f"epoch {max(family)}" + (" (this run)" if mine else "")
-
-
-def _read_bytes(stored: Stored) -> int:
-    """How many bytes of a record's file are read: none of one that is too large for a record."""
-    return stored.bytes if stored.bytes <= records.LIMIT_BYTES else 0
-
-
-def _parsed(data: bytes, path: str) -> StepRecord | ImageError:
-    try:
-        return StepRecord.from_json(data, path=path)
-    except ImageError as error:
-        return error
-
-
-def _record_in(files: Mapping[str, Stored]) -> Stored | None:
-    return files.get(records.NAME)
 
 
 # --- epochs of one run -----------------------------------------------------------------------

@@ -45,10 +45,6 @@ from keepstep_sidecar.tiers.tier import (
 from keepstep_sidecar.volume.directories import LocalShard
 
 
-def _no_epochs() -> tuple[Epoch, ...]:
-    return ()
-
-
 @dataclass
 class _Unsettled:
     """A step without its record. `asked`: whether it was asked, since our shards were sent, if all
@@ -76,7 +72,7 @@ class ArchiveTier(RemoteTier):
         *,
         run: str,
         persist_base: int = 1,
-        epochs: Callable[[], Iterable[Epoch]] = _no_epochs,
+        epochs: Callable[[], Iterable[Epoch]] = tuple,
         retry_s: tuple[float, float] = (1.0, 60.0),
         patience_s: float = 30.0,
     ) -> None:
