@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep import steps
-from keepstep.core.history import Goodput
+from keepstep.core.history import Event, Goodput
 from keepstep.errors import KeepstepError, SidecarAbsent, StorageError, UsageError
 from keepstep.steps import Epoch, StepId, Tier, merged
 from keepstep.wire.status import Status, StepStatus
@@ -111,15 +111,18 @@ def on_volumes(kept: RunDir) -> Holdings:
 def goodput(kept: RunDir, held: Holdings | None) -> Goodput | None:
     """The goodput of all lives of the run; without a sidecar, up to the last event that it wrote.
     None if nothing is known. Never raises."""
-    if held is not None and held.live is not None:
-        return held.live.goodput
+    return held.live.goodput if held is not None and held.live is not None else history(kept)[1]
+
+
+def history(kept: RunDir) -> tuple[Sequence[Event], Goodput | None]:
+    """The history that the last sidecar left, on the volume with the newest event, and its goodput;
+    None if nothing is known. Never raises."""
     from keepstep_sidecar.volume.history_file import HistoryFile
 
-    for root in kept.roots:
-        events, before = HistoryFile(Tree(root).history, run=kept.run).read(now=time.time())
-        if events:
-            return before.after(events).goodput(events[-1].until)
-    return None
+    files = [HistoryFile(Tree(root).history, run=kept.run) for root in kept.roots]
+    found = [file.read(now=time.time()) for file in files]
+    events, before = max(found, key=lambda one: one[0][-1].until if one[0] else 0.0)
+    return events, before.after(events).goodput(events[-1].until) if events else None
 
 
 def survey(kept: RunDir) -> tuple[tuple[LocalShard, ...], tuple[Refused, ...]]:

@@ -24,7 +24,7 @@ from keepstep.errors import FormatError, ImageError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, merged
 from keepstep_sidecar.concurrency import blocking, few_at_once
 from keepstep_sidecar.tiers.archive import step_record as records
-from keepstep_sidecar.tiers.archive.read import IN_FLIGHT, ArchiveSource, Twin
+from keepstep_sidecar.tiers.archive.read import IN_FLIGHT, ArchiveSource, Place
 from keepstep_sidecar.tiers.archive.step_record import StepRecord, is_twin
 from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
@@ -106,46 +106,32 @@ def step_prefix(run: str, id: StepId) -> str:
     return f"{run}/{id}"
 
 
-def remotes(step: ArchivedStep, *, run: str, where: str) -> tuple[RemoteShard, ...]:
+def remotes(step: ArchivedStep, *, run: str) -> tuple[RemoteShard, ...]:
     """The shards of a complete step."""
     record = step.record
     assert record is not None
     prefix = step_prefix(run, step.id)
 
-    def place(shard: Shard) -> Place:
+    def remote(shard: Shard) -> RemoteShard:
         name, stored_bytes = record.file(shard)
         twin = record.twins.get(shard.rank)
         rest = None if twin is None else remote(record.shards[twin.rank])
-        return Place(name=f"{prefix}/{name}", stored_bytes=stored_bytes, rest=rest)
-
-    def remote(shard: Shard) -> RemoteShard:
-        return RemoteShard.of(shard, tier=Tier.ARCHIVE, where=where, key=place(shard))
+        place = Place(name=f"{prefix}/{name}", stored_bytes=stored_bytes, rest=rest)
+        return RemoteShard.of(shard, tier=Tier.ARCHIVE, key=place)
 
     return tuple(map(remote, record.shards))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """A shard's object. `rest`: the shard whose object has what this one leaves out. `own`: as in
-    `Twin`."""
-
-    name: str
-    stored_bytes: int
-    rest: RemoteShard | None = None
-    own: list[int] = field(default_factory=list, compare=False)
-
-
-def whole(shard: Shard, stored: Stored, *, where: str) -> RemoteShard:
+def whole(shard: Shard, stored: Stored) -> RemoteShard:
     """A shard whose object contains all of it."""
     place = Place(name=stored.name, stored_bytes=stored.bytes)
-    return RemoteShard.of(shard, tier=Tier.ARCHIVE, where=where, key=place)
+    return RemoteShard.of(shard, tier=Tier.ARCHIVE, key=place)
 
 
 def inventory(
     complete: Sequence[ArchivedStep],
     *,
     run: str,
-    where: str,
     epochs: tuple[Epoch, ...] = (),
     reason: str = "",
 ) -> Inventory:
@@ -153,7 +139,7 @@ def inventory(
     nothing = Answer.UNKNOWN if reason else Answer.NONE
     return Inventory(
         answer=Answer.STEPS if complete else nothing,
-        shards=tuple(shard for one in complete for shard in remotes(one, run=run, where=where)),
+        shards=tuple(shard for one in complete for shard in remotes(one, run=run)),
         epochs=epochs,
         complete=frozenset(one.id for one in complete),
         reason=reason,
@@ -170,16 +156,12 @@ def source(
 ) -> ArchiveSource:
     """The source from which such a shard is read. Call it on the event loop."""
     place: Place = shard.key
-    twin = None
-    if place.rest is not None:
-        base = source(store, place.rest, run=run)
-        twin = Twin(base=base, stored_bytes=place.stored_bytes, own=place.own)
     return ArchiveSource(
         shard=shard,
         where=f"{store.where}/{place.name}",
         run=run,
-        name=place.name,
-        twin=twin,
+        place=place,
+        base=None if place.rest is None else source(store, place.rest, run=run),
         store=store,
         loop=asyncio.get_running_loop(),
         received=received,

@@ -108,7 +108,6 @@ class ArchiveTier(RemoteTier):
         return inventory(
             survey.complete,
             run=self._sender.run,
-            where=self.where,
             epochs=survey.epochs,
             reason=_reason(survey, self.where),
         )
@@ -319,7 +318,7 @@ class AncestorTier(RemoteTier):
             found, why = [], str(error)
         self._trouble = why and f"this run shall begin from {self._fork}, but {why}"
         self.ids |= {one.id for one in found}
-        return inventory(found, run=self.ancestor, where=self.where, reason=self._trouble)
+        return inventory(found, run=self.ancestor, reason=self._trouble)
 
     def _chosen(self, survey: Survey) -> list[ArchivedStep]:
         """The chosen step, of those that no later life of the other run left behind."""

@@ -122,7 +122,7 @@ class Sender:
             return None
         base = Shard(step_id=image.step_id, rank=first, world=image.world, size_bytes=stored.bytes)
         try:
-            theirs = await self._manifest(whole(base, stored, where=self.store.where))
+            theirs = await self._manifest(whole(base, stored))
         except ImageError as error:
             warn("archived whole", step=str(image.step_id), rank=image.rank, reason=str(error))
             return None
