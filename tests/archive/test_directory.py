@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import threading
@@ -17,10 +18,11 @@ from keepstep.errors import StorageError
 from keepstep.image import PAGE_BYTES
 from keepstep.steps import Answer, StepId
 from keepstep_sidecar.config.sidecar import ArchiveConfig
+from keepstep_sidecar.tiers import source
 from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.tiers.tier import RunFacts
-from keepstep_sidecar.volume.files import Filesystem
+from keepstep_sidecar.volume.files import Filesystem, ShardFile
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
 from tests.harness import files_below, until
@@ -138,6 +140,59 @@ async def test_an_archive_that_is_away_stays_told_of_when_all_that_waited_for_it
         assert "mount it" in remote_tier.status().trouble
         archive_dir.mkdir()
         await until(lambda: not remote_tier.status().trouble)
+
+
+async def test_an_archive_that_never_has_all_is_no_trouble_once_it_took_something(
+    local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses once; then, while one step is on its way, the next becomes committed."""
+    coming = [write_step(local, step, world=1) for step in range(2, 8)]
+    uploads, seen = 0, list[tuple[str, int]]()
+    really = DirectoryStore.upload
+
+    async def upload(store: DirectoryStore, *given: Any, **more: Any) -> None:
+        nonlocal uploads
+        uploads += 1
+        if uploads == 1:
+            raise StorageError("it refuses once")
+        if coming:
+            commit(remote_tier, coming.pop(0))
+            seen.append((remote_tier.status().trouble, remote_tier.status().backlog))
+        await really(store, *given, **more)
+
+    monkeypatch.setattr(DirectoryStore, "upload", upload)
+    async with running(config(archive_dir)) as remote_tier:
+        commit(remote_tier, write_step(local, 1, world=1))
+        assert await remote_tier.drain(timeout_s=20)
+    assert seen == [("it refuses once", 2), *[("", 2)] * 5], "trouble, backlog"
+
+
+@pytest.mark.parametrize("when", ["opened", "read"])
+async def test_a_shard_that_its_drive_cannot_read_keeps_no_later_step_from_the_archive(
+    local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    works, error = source.open_shard, OSError(errno.EIO, os.strerror(errno.EIO))
+
+    class Dead(ShardFile):
+        def read(self, into: memoryview, offset: int) -> int:
+            raise error
+
+    @contextlib.contextmanager
+    def fail(path: Path, **more: Any) -> Any:
+        with works(path, **more) as file:
+            if str(step_id(10)) in str(path):
+                if when == "opened":
+                    raise error
+                file = Dead(**vars(file))
+            yield file
+
+    monkeypatch.setattr(source, "open_shard", fail)
+    async with running(config(archive_dir, every=10)) as remote_tier:
+        commit(remote_tier, write_step(local, 10))
+        commit(remote_tier, write_step(local, 20))
+        assert await remote_tier.drain(timeout_s=10)
+        assert (await remote_tier.look()).complete == {step_id(20)}
+        assert remote_tier.status().failures == 2, "one for each shard"
 
 
 async def test_old_steps_go_record_first_and_the_newest_stays(

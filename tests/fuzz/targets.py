@@ -304,10 +304,10 @@ REQUESTS: dict[type[Any], dict[str, Any]] = {
     },
     trainer.WaitRequest: {**_LEASE, "id": _ID, "state": "durable"},
 }  # fmt: skip
-_CANDIDATE = {"id": _ID, "tier": "local", "world": 2, "bytes": 5}
+_CANDIDATE = {"id": _ID, "tier": "local", "world": 2}
 ANSWERS: dict[type[Any], dict[str, Any]] = {
     vote.Candidates: {"answer": "steps", "candidates": [_CANDIDATE], "plan": _ID},
-    trainer.Opened: {"slot": "s", "path": "/x", "tier": "memory", "bytes": 5, "seconds": 1.0},
+    trainer.Opened: {"path": "/x", "tier": "memory"},
     trainer.Sources: {
         "id": _ID, "world": 2,
         "sources": [{"rank": 0, "tier": "peer", "bytes": 5, "extras_bytes": 1, "twins": [1]}],
@@ -325,7 +325,7 @@ LISTING = {
 WANTED = {"committed": _ID, "ranks": {"0": [_ID]}}
 _HELD = {"step_id": _ID, "rank": 0, "world": 2, "alike": _RUNS}
 REPORT = {
-    "sidecar": "0.1", "started_at": 1.0, "sequence": 1, "sent_at": 2.0, "ready": True,
+    "sidecar": "0.1", "started_at": 1.0, "sequence": 1, "ready": True,
     "epochs": [{"id": _EPOCH, "parent": None}],
     "ranks": [{
         "rank": 0, "world": 2, "alive": True, "staged": _ID, "staged_at": 1.0,
@@ -534,7 +534,6 @@ def read_history(data: bytes) -> object:
         if goodput is None:
             continue
         seconds = [*goodput.seconds.values(), goodput.ratio]
-        seconds += [one for cost in goodput.newest for _, one in cost.cost.items()]
         if not all(0.0 <= one < 1e10 for one in seconds) or goodput.ratio > 1.0:
             raise AssertionError(f"seconds that cannot be: {goodput}")
         until = max(now, tally.mark, tally.ended or 0.0)

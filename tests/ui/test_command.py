@@ -54,7 +54,7 @@ def test_it_listens_on_this_machine_alone_and_ends_well_at_ctrl_c(
         urllib.request.urlopen(url.partition("?")[0], timeout=30)
     read, open_ = _browser(url)
     assert "No run is kept" in read("/")
-    with open_("/changes"):  # a viewer whose connection stays open
+    with open_("/changes"):  # a viewer
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=10)
     assert process.returncode == 0

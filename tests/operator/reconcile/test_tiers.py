@@ -638,7 +638,6 @@ class Pair:
                 sidecar="x",
                 started_at=1.0,
                 sequence=self.sequence,
-                sent_at=0.0,
                 ready=True,
                 ranks=(
                     _rank(own, local=local[own], peer=[], alive=True, alike=self.alike),

@@ -21,7 +21,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -260,17 +260,22 @@ def at_least(tier: Tier) -> tuple[Tier, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankReport:
-    """What one node has of one rank.
+class ReportedTier:
+    """What a tier of one node holds of one rank. `gone`: the removed steps, if `shards` lists only
+    what was added since the last report; None: `shards` lists everything."""
 
-    A tier that `sealed` or `answers` names is replaced as a whole, unless `gone` names it, too. Of
-    such a tier, the images in `sealed` are added to what is known, and the steps in `gone` are
-    removed.
-    """
+    answer: Answer
+    shards: tuple[Shard, ...] = ()
+    gone: tuple[StepId, ...] | None = None
 
-    sealed: Mapping[Tier, tuple[Shard, ...]] = field(default_factory=dict)
-    answers: Mapping[Tier, Answer] = field(default_factory=dict)
-    gone: Mapping[Tier, Collection[StepId]] = field(default_factory=dict)
+    @classmethod
+    def of(cls, shards: tuple[Shard, ...], *, nothing: Answer = Answer.NONE) -> ReportedTier:
+        """All that the tier holds. `nothing`: the answer if that is nothing."""
+        return cls(answer=Answer.STEPS if shards else nothing, shards=shards)
+
+
+RankReport = Mapping[Tier, ReportedTier]
+"""What one node has of one rank. A tier that is not named is left as it was."""
 
 
 class Tally:
@@ -326,17 +331,9 @@ class Tally:
     def worlds(self) -> set[int]:
         return {world for _, world in self.reach}
 
-    def ranks(self, tiers: Collection[Tier], *, without: Collection[int] = ()) -> int:
-        """Bitmap of the ranks of which a copy lies on one of these tiers, on a node that is not in
-        `without`."""
-        if not without:
-            there = (ranks for (tier, _), ranks in self.reach.items() if tier in tiers)
-        else:
-            there = (
-                held.ranks
-                for held in self.copies
-                if held.place[1] in tiers and held.place[0] not in without
-            )
+    def ranks(self, tiers: Collection[Tier]) -> int:
+        """Bitmap of the ranks of which a copy lies on one of these tiers."""
+        there = (ranks for (tier, _), ranks in self.reach.items() if tier in tiers)
         return functools.reduce(operator.or_, there, 0)
 
     def complete(self, tier: Tier) -> bool:
@@ -350,7 +347,8 @@ class Tally:
         return self.known[tier]
 
 
-_ALL_RANKS = -1
+ALL_RANKS = -1
+"""Bitmap of every rank."""
 _Said = dict[Answer | None, int]
 """By answer, the bitmap of the ranks for which it was given. None: a node had answered for these
 ranks before it, or the rank, was gone."""
@@ -388,11 +386,7 @@ class Completeness:
         There is one archive, so the last report of it counts, whichever node sent it.
         """
         for tier in NEAREST_FIRST:
-            told = {
-                rank: one
-                for rank, one in reports.items()
-                if tier in one.sealed or tier in one.answers
-            }
+            told = {rank: tiers[tier] for rank, tiers in reports.items() if tier in tiers}
             if told:
                 at = NO_NODE if tier.shared else node_rank
                 self._take_in(at, tier, told)
@@ -401,15 +395,15 @@ class Completeness:
                 if tier is Tier.MEMORY:
                     self._in_memory[node_rank] = held
 
-    def _take_in(self, at: int, tier: Tier, told: Mapping[int, RankReport]) -> None:
+    def _take_in(self, at: int, tier: Tier, told: Mapping[int, ReportedTier]) -> None:
         images: dict[_Key, list[tuple[int, Shard]]] = {}
         whole, gone = 0, dict[StepId, int]()
         for rank, one in told.items():
-            for shard in one.sealed.get(tier, ()):
+            for shard in one.shards:
                 images.setdefault((shard.step_id, shard.world), []).append((rank, shard))
-            for id in one.gone.get(tier, ()):
+            for id in one.gone or ():
                 gone[id] = gone.get(id, 0) | 1 << rank
-            whole |= 0 if tier in one.gone else 1 << rank
+            whole |= 1 << rank if one.gone is None else 0
         for key, held in list(self._held.get((at, tier), {}).items()):
             unnamed = whole & held.ranks
             if unnamed:
@@ -450,7 +444,7 @@ class Completeness:
     def drop(self, *, node_rank: int, rank: int | None = None) -> None:
         """Forget what this node reported of this rank (None: of all ranks). Images in the archive
         are not forgotten."""
-        ranks = _ALL_RANKS if rank is None else 1 << rank
+        ranks = ALL_RANKS if rank is None else 1 << rank
         for tier in NEAREST_FIRST:
             for held in list(self._held.get((node_rank, tier), {}).values()):
                 self._take_out(held, ranks)
@@ -460,13 +454,6 @@ class Completeness:
                     said[answer] &= ~ranks
         self._merged.clear()
         self._in_memory[node_rank] = self.held(node_rank, Tier.MEMORY)
-
-    def keep_newest(self, at: int, most: int) -> None:
-        """Forget all but the newest `most` steps that are held at `at`, on each tier."""
-        for tier in NEAREST_FIRST:
-            here = self._held.get((at, tier), {})
-            for key in sorted(here)[:-most]:
-                self._take_out(here[key], _ALL_RANKS)
 
     def _take_out(self, held: Holding, ranks: int) -> None:
         """Remove the images of these ranks from this copy."""
@@ -495,14 +482,16 @@ class Completeness:
                 del self._epochs_held[id.epoch]
 
     def _hear(
-        self, node_rank: int, tier: Tier, told: Mapping[int, RankReport], *, held: int
+        self, node_rank: int, tier: Tier, told: Mapping[int, ReportedTier], *, held: int
     ) -> None:
         said = self._answers.setdefault((node_rank, tier), _nothing_said())
         before, others = dict(said), ~bitmap(told)
         for answer in said:
             said[answer] &= others
         for rank, one in told.items():
-            said[_answer(held >> rank & 1, one.answers.get(tier))] |= 1 << rank
+            # a report that lists steps cannot mean NONE
+            lists = held >> rank & 1 and one.answer is not Answer.UNKNOWN
+            said[Answer.STEPS if lists else one.answer] |= 1 << rank
         if said != before:
             self._merged.pop(tier, None)
 
@@ -558,17 +547,15 @@ class Completeness:
     def _tally(self, id: StepId) -> Tally:
         return self._of_step.get(id) or Tally()
 
-    def coverage(
-        self, id: StepId, tier: Tier = Tier.MEMORY, *, without: Collection[int] = ()
-    ) -> Coverage | None:
-        """What can be reached of the step on this tier or a stronger one, `without` these nodes.
+    def coverage(self, id: StepId) -> Coverage | None:
+        """What can be reached of the step.
 
         None if nobody can say, because there are two writers or two world sizes, or no copy at all.
         """
         tally = self._tally(id)
         if len(tally.worlds) != 1 or tally.contested:
             return None
-        return _spread(tally, at_least(tier), world=min(tally.worlds), without=without)
+        return _spread(tally, world=min(tally.worlds))
 
     def answer(self, rank: int, tier: Tier) -> Answer:
         """The answer for this rank on this tier, over all nodes. For the archive: the answer for
@@ -576,7 +563,7 @@ class Completeness:
 
         Without any answer it is UNKNOWN.
         """
-        ranks = _ALL_RANKS if tier.shared else 1 << rank
+        ranks = ALL_RANKS if tier.shared else 1 << rank
         said = self._said(tier)
         steps = said[Answer.STEPS] & ranks or (tier.shared and self.steps_at(NO_NODE))
         if said[Answer.UNKNOWN] & ranks or not (said[Answer.NONE] & ranks or steps):
@@ -587,7 +574,7 @@ class Completeness:
         """Bitmap of the ranks whose answer is UNKNOWN, including all ranks of which nobody ever
         reported. So it may have infinitely many bits (a negative number)."""
         if tier.shared:
-            return _ALL_RANKS if self.answer(0, tier) is Answer.UNKNOWN else 0
+            return ALL_RANKS if self.answer(0, tier) is Answer.UNKNOWN else 0
         said = self._said(tier)
         return said[Answer.UNKNOWN] | ~(said[Answer.NONE] | said[Answer.STEPS])
 
@@ -616,14 +603,6 @@ class Completeness:
             rank: {at for at, ranks in self._in_memory.items() if ranks >> rank & 1}
             for rank in bits(twice)
         }
-
-
-def _answer(held: int, said: Answer | None) -> Answer:
-    """The answer of a report. A report that lists steps cannot mean NONE. One that lists no steps
-    means NONE only if it says so itself."""
-    if held and said is not Answer.UNKNOWN:
-        return Answer.STEPS
-    return said or Answer.UNKNOWN
 
 
 # --- coverage --------------------------------------------------------------------------------
@@ -679,20 +658,17 @@ class Coverage:
         return found
 
 
-def _spread(
-    tally: Tally, tiers: Collection[Tier], *, world: int, without: Collection[int]
-) -> Coverage:
+def _spread(tally: Tally, *, world: int) -> Coverage:
     """Where each rank of the world finds its boxes."""
     everybody = (1 << world) - 1
-    own = {tier: tally.ranks((tier,), without=without) & everybody for tier in tiers}
+    own = {tier: tally.ranks((tier,)) & everybody for tier in NEAREST_FIRST}
     taken, twins, found = 0, 0, {}
-    for tier in tiers:
+    for tier in NEAREST_FIRST:
         found[tier] = own[tier] & ~taken
         taken |= own[tier]
-    for tier in tiers if taken != everybody else ():
+    for tier in NEAREST_FIRST if taken != everybody else ():
         for held in tally.copies:
-            node_rank, there, _ = held.place
-            if there is tier and node_rank not in without:
+            if held.place[1] is tier:
                 news = held.with_twins() & everybody & ~(taken | twins)
                 twins |= news
                 found[tier] |= news

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from keepstep.core.commit_rule import (
+    ALL_RANKS,
     NO_NODE,
     Completeness,
     Coverage,
@@ -87,21 +88,15 @@ class FreshStartAcknowledged:
 
 
 @dataclass(frozen=True)
-class RankGone:
-    """What this node reported of this rank is out of reach, until it reports again."""
-
-    rank: int
-    node_rank: int = 0
-
-
-@dataclass(frozen=True)
-class NodeGone:
-    """Everything that this node reported is out of reach, until it reports again."""
+class Gone:
+    """What this node reported of this rank (None: of all) is out of reach, until it reports
+    again."""
 
     node_rank: int
+    rank: int | None = None
 
 
-Event = Reported | EpochStarted | FreshStartAcknowledged | RankGone | NodeGone
+Event = Reported | EpochStarted | FreshStartAcknowledged | Gone
 
 
 # --- actions -------------------------------------------------------------------------------------
@@ -154,15 +149,14 @@ Action = Committed | Retire | Alarm
 class RestorePlan:
     """Restore this step.
 
-    `tiers`: for each rank that saved the step, the nearest tier that holds its image. `world`: how
-    many ranks saved it. If another number of ranks runs now, these divide its boxes among
-    themselves. `by_twins`: ranks whose own image is gone. Their boxes are restored from a twin's
-    image, which is on the tier named in `tiers`.
+    `tiers`: for each rank that saved the step, the nearest tier that holds its image. If another
+    number of ranks runs now, these divide its boxes among themselves. `by_twins`: ranks whose own
+    image is gone. Their boxes are restored from a twin's image, which is on the tier named in
+    `tiers`.
     """
 
     id: StepId
     tiers: Mapping[int, Tier]
-    world: int = 0
     by_twins: tuple[int, ...] = ()
 
 
@@ -211,26 +205,6 @@ def two_writers(copies: Completeness) -> Iterator[Alarm]:
         yield Alarm(AlarmKind.TWO_WRITERS, text)
 
 
-def world_changed(
-    copies: Completeness, newest: StepId | None, *, world: int | None
-) -> Iterator[Alarm]:
-    """`newest`, a complete step, was saved by another number of ranks than run now (`world`)."""
-    if newest is not None and world is not None:
-        for saved in copies.worlds(newest) - {world}:
-            text = f"step {newest} was saved by {saved} ranks, but {world} are running"
-            yield Alarm(AlarmKind.WORLD_CHANGED, text)
-
-
-def fresh_start(lineage: Lineage) -> Iterator[Alarm]:
-    """A run began at step 0 beside older steps."""
-    if lineage.fresh is not None:
-        yield Alarm(
-            AlarmKind.FRESH_START,
-            f"epoch {lineage.fresh} began at step 0 although older steps exist; they are kept "
-            "until somebody acknowledges the fresh start",
-        )
-
-
 class Signatures:
     """The digests of the parameters in the newest `kept` commits. They are remembered here because
     shards are retired."""
@@ -267,6 +241,7 @@ class Signatures:
             )
 
 
+_Retired = tuple[list[StepId], tuple[StepId, ...]]
 _STEPS_NAMED = 3
 _NAMED = 8
 
@@ -297,6 +272,7 @@ class Ledger(Completeness):
         """The epochs of images for which the lineage was computed; None: compute it again."""
         self._conflicts: tuple[Alarm, ...] = ()
         self._committed: dict[Tier, tuple[StepId, ...]] = {}
+        self._known_retired: dict[Tier, tuple[object, _Retired]] = {}
 
     def apply(self, event: Event) -> tuple[Action, ...]:
         """Take in one event. Applying the same event again changes nothing."""
@@ -306,11 +282,10 @@ class Ledger(Completeness):
             self._record(event.epoch)
         elif isinstance(event, FreshStartAcknowledged):
             self._acknowledge(event.epoch)
-        elif isinstance(event, RankGone):
-            self.drop(node_rank=event.node_rank, rank=event.rank)
         else:
-            self.drop(node_rank=event.node_rank)
-            self._sequences.pop(event.node_rank, None)
+            self.drop(node_rank=event.node_rank, rank=event.rank)
+            if event.rank is None:
+                self._sequences.pop(event.node_rank, None)
         self._look_again()
         return (*self._commits(), *self._retirements(), *self._alarms())
 
@@ -324,8 +299,10 @@ class Ledger(Completeness):
 
     def keep_archived(self, most: int) -> None:
         """When more than `most` steps are archived, remember only the newest `most // 2`."""
-        if self.steps_at(NO_NODE) > most:
-            self.keep_newest(NO_NODE, most // 2)
+        archived = self._held.get((NO_NODE, Tier.ARCHIVE), {})
+        if len(archived) > most:
+            for key in sorted(archived)[: -(most // 2)]:
+                self._take_out(archived[key], ALL_RANKS)
             self._look_again()
 
     def _look_again(self) -> None:
@@ -428,16 +405,6 @@ class Ledger(Completeness):
                 ):
                     yield id
 
-    def without(self, *node_ranks: int, tier: Tier = Tier.LOCAL) -> StepId | None:
-        """The newest step that could be restored from this tier and stronger ones if everything
-        that these nodes reported were gone. Images in the archive would still be there."""
-        for id in reversed(self.steps):
-            if self._lineage.restorable(id):
-                left = self.coverage(id, tier, without=node_ranks)
-                if left is not None and left.whole:
-                    return id
-        return None
-
     def has_answered(self, rank: int) -> bool:
         """Whether it is known of every tier what it holds of this rank."""
         return all(self.answer(rank, tier) is not Answer.UNKNOWN for tier in self.config.tiers)
@@ -470,18 +437,29 @@ class Ledger(Completeness):
         The deletion rule: a step is named only when a newer live step is complete on an equal or
         stronger tier. A step that is aside or lost is never named, because it may still be needed.
         """
-        committed = self.committed(tier)
-        alive = [id for id in committed if self._lineage.standing(id) is Standing.LIVE]
+        alive, gone = self._retired(tier, policy)
         if not alive:
             return ()
-        times = None if policy.every_s is None else self.written_at(alive)
         by_standing: dict[Standing, list[StepId]] = {one: [] for one in Standing}
-        for id in {*self.steps}.difference(committed):
+        for id in {*self.steps}.difference(self.committed(tier)):
             by_standing[self._lineage.standing(id)].append(id)
         others = left_behind(
             alive, policy, dead=by_standing[Standing.DEAD], unfinished=by_standing[Standing.LIVE]
         )
-        return tuple(sorted({*retired(alive, policy, written_at=times), *others}))
+        return tuple(sorted((*gone, *others))) if others else gone
+
+    def _retired(self, tier: Tier, policy: Retention) -> _Retired:
+        """The live commits, and those of them that the policy does not keep. An archive may have
+        thousands, so this is computed again only when commits, lineage or policy changed."""
+        of = self.committed(tier), self._lineage, policy
+        known = self._known_retired.get(tier)
+        # times may be reported after images
+        if known is None or known[0] != of or policy.every_s is not None:
+            alive = [id for id in of[0] if self._lineage.standing(id) is Standing.LIVE]
+            times = None if policy.every_s is None else self.written_at(alive)
+            found = alive, retired(alive, policy, written_at=times) if alive else ()
+            known = self._known_retired[tier] = of, found
+        return known[1]
 
     def plan(self, ranks: Collection[int]) -> RestorePlan | Nothing | Unknown:
         """What `ranks` (all ranks of the run) should restore. A hint: their vote decides."""
@@ -490,8 +468,7 @@ class Ledger(Completeness):
             return found
         coverage = self.coverage(found)
         assert coverage is not None, "a step that is whole is covered"
-        tiers, by_twins = coverage.tiers, tuple(coverage.by_twins)
-        return RestorePlan(found, tiers, coverage.world, by_twins)
+        return RestorePlan(found, coverage.tiers, tuple(coverage.by_twins))
 
     def next_step(self, ranks: Collection[int]) -> StepId | Nothing | Unknown:
         """Only the step of `plan`. This is cheaper, because it does not look at every rank."""
@@ -619,16 +596,19 @@ class Ledger(Completeness):
                         yield Retire(tier, id, tuple(bits(ranks)))
 
     def _alarms(self) -> Iterator[Alarm]:
+        now = {*self._conflicts, *two_writers(self), *self._signatures.stale()}
+        newest, world = self.watermark(Tier.MEMORY), self.config.world
         # a step of an older epoch may have any world: the ranks that run have gone on from it
-        newest = self.watermark(Tier.MEMORY)
-        of_this_life = newest is not None and newest.epoch == self._lineage.current
-        now = {
-            *self._conflicts,
-            *two_writers(self),
-            *world_changed(self, newest if of_this_life else None, world=self.config.world),
-            *self._signatures.stale(),
-            *fresh_start(self._lineage),
-        }
+        if newest is not None and newest.epoch == self._lineage.current and world is not None:
+            for saved in self.worlds(newest) - {world}:
+                text = f"step {newest} was saved by {saved} ranks, but {world} are running"
+                now.add(Alarm(AlarmKind.WORLD_CHANGED, text))
+        if self._lineage.fresh is not None:
+            text = (
+                f"epoch {self._lineage.fresh} began at step 0 although older steps exist; they are"
+                " kept until somebody acknowledges the fresh start"
+            )
+            now.add(Alarm(AlarmKind.FRESH_START, text))
         fresh, self._alarmed = now - self._alarmed, now
         yield from sorted(fresh, key=lambda one: (one.kind, one.text))
 

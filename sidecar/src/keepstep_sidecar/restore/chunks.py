@@ -13,7 +13,6 @@ import mmap
 import os
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -35,7 +34,6 @@ from keepstep_sidecar.concurrency import all_of
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.memory.slot_file import copy, populate
-from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.restore.broadcast import Broadcast, Shared
 from keepstep_sidecar.restore.fetch import Fetcher
 from keepstep_sidecar.tiers import transfer
@@ -103,9 +101,8 @@ class ChunkBuffers:
     limit. `read_bytes`: bytes read into windows, by the tier that they came from. `shared_bytes`:
     bytes that were copied from another rank's frame instead."""
 
-    pool: SlotPool
-    leases: Leases
     fetcher: Fetcher
+    leases: Leases
     _: KW_ONLY
     memory_dir: Path
     limit_bytes: int | None
@@ -114,7 +111,7 @@ class ChunkBuffers:
     _buffers: dict[int, ChunkBuffer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._broadcast = Broadcast(self._read)
+        self.pool, self._broadcast = self.fetcher.pool, Broadcast(self._read)
 
     def start(self) -> None:
         """Remove windows that an earlier sidecar left. Of a link, only the name is removed."""
@@ -176,7 +173,6 @@ class ChunkBuffers:
         Raises SidecarError: `bad-request`, `not-verified` (with the last place's reason), `no-slot`
         when the time is up; the window is then gone.
         """
-        started = time.monotonic()
         rank = self.leases.require(request.lease).rank
         if (window := self._buffers.get(rank)) is None:
             raise refuse("bad-request", "ask for a window first (POST /v1/window)")
@@ -197,7 +193,7 @@ class ChunkBuffers:
         except (ImageError, StorageError) as error:
             raise refuse("not-verified", f"step {request.id}: {error}") from error
         farthest = max(tiers, key=NEAREST_FIRST.index, default=Tier.MEMORY)
-        return Chunks(seconds=time.monotonic() - started, tier=farthest)
+        return Chunks(tier=farthest)
 
     async def _fill(self, rank: int, request: ChunksRequest, window: ChunkBuffer) -> list[Tier]:
         saved = sorted({one.rank for one in request.chunks})

@@ -7,7 +7,6 @@ trainer still imports torch. The trainers' own vote decides.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -16,12 +15,10 @@ from keepstep.core.vote import MOST_EPOCHS, Candidate, Candidates, Offer
 from keepstep.errors import ImageError, NoMemoryError, StorageError, few
 from keepstep.steps import Answer, StepId, Tier
 from keepstep.wire.trainer import RESTORE_TIMEOUT_ENV, Opened
-from keepstep_sidecar.commit.committer import Committer
-from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.errors import refuse
-from keepstep_sidecar.leases import Lease, Leases, sees_all
+from keepstep_sidecar.leases import Lease, sees_all
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool
+from keepstep_sidecar.memory.slot_pool import RankSlots, Slot
 from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.fetch import Prefetcher
 from keepstep_sidecar.restore.sources import ImageSources
@@ -33,19 +30,18 @@ class Restorer:
     """Candidates, prefetch and the opening of images, for every rank of this machine.
     `fleeting`, `way_out`: see `Candidates`."""
 
-    pool: SlotPool
-    committer: Committer
     prefetcher: Prefetcher
     image_sources: ImageSources
     chunk_buffers: ChunkBuffers
     _: KW_ONLY
-    changes: Changes
-    leases: Leases
     fleeting: bool = False
     way_out: str = ""
     _pins: dict[int, Slot] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        prefetcher = self.prefetcher
+        self.pool, self.committer = prefetcher.pool, prefetcher.committer
+        self.changes, self.leases = prefetcher.changes, prefetcher.leases
         self._ledger = self.committer.node.ledger
         self._copies, self._local_shards = self.committer.copies, self.committer.local_shards
         self._remotes, self._epochs = self.committer.remotes, self.committer.epochs
@@ -137,11 +133,9 @@ class Restorer:
 
     def _candidate(self, slots: RankSlots, id: StepId) -> Candidate | None:
         if (at := slots.find(id)) is not None:
-            return Candidate(id=id, tier=at.tier, world=at.layout.world, bytes=at.layout.size_bytes)
+            return Candidate(id=id, tier=at.tier, world=at.layout.world)
         for one in self._copies.origins(id, slots.rank):
-            return Candidate(
-                id=id, tier=one.tier, world=one.shard.world, bytes=one.shard.size_bytes
-            )
+            return Candidate(id=id, tier=one.tier, world=one.shard.world)
         return None
 
     def _why_nothing(self, lease: Lease, parts: Collection[Offer]) -> tuple[Answer, str]:
@@ -208,7 +202,6 @@ class Restorer:
         SidecarError: `unknown-step`, `not-verified` (the shard is quarantined: vote again),
         `no-slot`.
         """
-        started = time.monotonic()
         self.release(lease.rank)
         slots = self.pool.rank(lease.rank)
         if self.pool.sound(lease.rank, id, bad={bad}) is None:
@@ -219,14 +212,7 @@ class Restorer:
         assert slot is not None, f"step {id} of rank {slots.rank} is gone"
         slot.pin()
         self._pins[lease.rank] = slot
-        file = slot.file
-        return Opened(
-            slot=file.name,
-            path=str(file.path),
-            tier=slot.tier,
-            bytes=len(file.view),
-            seconds=time.monotonic() - started,
-        )
+        return Opened(path=str(slot.file.path), tier=slot.tier)
 
     async def _fetch(self, lease: Lease, id: StepId, *, timeout_s: float) -> None:
         if not self._copies.origins(id, lease.rank):

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from keepstep.core.commit_rule import Holding, RankReport, bitmap, bits
+from keepstep.core.commit_rule import Holding, RankReport, ReportedTier, bitmap, bits
 from keepstep.core.ledger import (
     Action,
     FreshStartAcknowledged,
+    Gone,
     Ledger,
     LedgerConfig,
-    NodeGone,
     Nothing,
-    RankGone,
     Reported,
     Unknown,
     is_among,
@@ -43,8 +41,6 @@ from keepstep_operator.reconcile.state.node_rank import (
     renewed,
 )
 from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShards
-
-T = TypeVar("T")
 
 LARGEST_WORLD = 65_536
 MOST_RANKS = 1024
@@ -172,7 +168,7 @@ class RunLedger:
         if archived:
             heard, ranks = self._heard(node_rank), dict(event.ranks)
             for one in archived:
-                ranks[one.rank] = self._believed(one, ranks[one.rank], heard)
+                ranks[one.rank] = self._believed(one, heard)
             event = replace(event, ranks=ranks)
         said = self.core.apply(event)
         self.core.keep_archived(MOST_STEPS)
@@ -186,7 +182,7 @@ class RunLedger:
             if tier not in one.tiers or one.tiers[tier].gone is not None
         )
 
-    def _believed(self, one: ReportedRank, told: RankReport, heard: int) -> RankReport:
+    def _believed(self, one: ReportedRank, heard: int) -> RankReport:
         """What to believe of a pod that reports archived steps of a rank that is not its own.
 
         Each rank's own pod knows all archived steps of that rank. The pods of the first and the
@@ -195,15 +191,14 @@ class RunLedger:
         reported.
         """
         if heard >> one.rank & 1:
-            return replace(
-                told, sealed=_but_archive(told.sealed), answers=_but_archive(told.answers)
-            )
-        named = {held.step_id for held in one.shards(Tier.ARCHIVE)}
-        if Tier.ARCHIVE in told.gone or not named:
-            return told
+            return {tier: told for tier, told in one.tiers.items() if tier is not Tier.ARCHIVE}
+        archived = one.tiers[Tier.ARCHIVE]
+        named = {held.step_id for held in archived.shards}
+        if archived.gone is not None or not named:
+            return one.tiers
         there = self.core.archived_of(one.rank)
-        gone = [id for id in there if id > min(named) and id not in named]
-        return replace(told, gone={**told.gone, Tier.ARCHIVE: gone})
+        gone = tuple(id for id in there if id > min(named) and id not in named)
+        return {**one.tiers, Tier.ARCHIVE: replace(archived, gone=gone)}
 
     def _renewed(self, place: Place | None, sender: Sender, report: Report, at: float) -> Place:
         """The place after this report, which the ledger has already taken in."""
@@ -229,7 +224,7 @@ class RunLedger:
                 if local_stays:
                     return () if place.gone else self._memory_gone(node_rank)
                 self._told.pop(node_rank, None)
-                said = self.core.apply(NodeGone(node_rank))
+                said = self.core.apply(Gone(node_rank))
                 self._forget_epochs()
                 return said
         return ()
@@ -256,7 +251,7 @@ class RunLedger:
         self._told.pop(number, None)
         if self.helpers.pop(number, None) is None:
             return ()
-        said = self.core.apply(NodeGone(number))
+        said = self.core.apply(Gone(number))
         self._ask_all()
         self._forget_epochs()
         return said
@@ -273,7 +268,7 @@ class RunLedger:
         return self.core.apply(FreshStartAcknowledged(epoch))
 
     def _memory_gone(self, node_rank: int) -> tuple[Action, ...]:
-        lost = RankReport(sealed={Tier.MEMORY: ()}, answers={Tier.MEMORY: Answer.UNKNOWN})
+        lost = {Tier.MEMORY: ReportedTier(answer=Answer.UNKNOWN)}
         self._ordered += 1
         event = Reported(
             node_rank=node_rank,
@@ -288,7 +283,7 @@ class RunLedger:
         known = self._told.get(node_rank, 0)
         if report.ready and not report.since:
             for rank in bits(known & ~named):
-                yield from self.core.apply(RankGone(rank, node_rank))
+                yield from self.core.apply(Gone(node_rank, rank))
             known = 0
         self._told[node_rank] = known | named
 
@@ -538,7 +533,3 @@ class RunLedger:
 
 def _step_of(one: tuple[StepId, object]) -> StepId:
     return one[0]
-
-
-def _but_archive(told: Mapping[Tier, T]) -> dict[Tier, T]:
-    return {tier: each for tier, each in told.items() if tier is not Tier.ARCHIVE}
