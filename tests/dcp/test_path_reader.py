@@ -29,10 +29,10 @@ def shard(
     """Rank's shard with boxes (first row, rows) of a tensor `w` of `rows` x 3."""
     names = ["w"] if len(boxes) == 1 else [f"w@{number}" for number in range(len(boxes))]
     specs = [
-        TensorSpec(name, "F32", (count, 3), Section.REST, (first, 0), (rows, 3))
+        TensorSpec(name, "F32", (count, 3), Section.REST, (first, 0), (rows, 3), tensor="w")
         for name, (first, count) in zip(names, boxes, strict=True)
     ]
-    tree = Tree(boxes={name: "w" for name in names if name != "w"}).render()
+    tree = Tree().render()
     layout = Layout.build(specs, rank=rank, world=world, skeleton=tree)
     data = stage(layout, noise(layout, seed=rank), kept={})
     if control:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.steps import shard_name
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.serve import Shards

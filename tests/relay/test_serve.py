@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.core.commit_rule import ReportedTier
 from keepstep.steps import Answer, Tier
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.config.sidecar import PeerSettings

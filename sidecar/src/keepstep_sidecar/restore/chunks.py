@@ -20,7 +20,7 @@ from pathlib import Path
 
 from keepstep.errors import ImageError, NoMemoryError, StorageError
 from keepstep.image import Layout, chunk_bounds
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import (
     RESTORE_TIMEOUT_ENV,

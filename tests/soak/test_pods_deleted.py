@@ -1,0 +1,103 @@
+"""Pods are deleted at random over all kinds of volumes: what was said before is what happens.
+
+    KEEPSTEP_SOAK_ROUNDS=20 python -m pytest -m soak tests/soak/test_pods_deleted.py -s
+
+`survives` and the condition `Protected` say before each deletion whether the run goes on, and from
+which step at the least.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.e2e import jobs, runs
+from tests.e2e.cluster import Cluster
+from tests.e2e.kubectl import Kubectl, Object
+
+_ROUNDS = int(os.environ.get("KEEPSTEP_SOAK_ROUNDS", "20"))
+_PODS = ("gpt-master-0", "gpt-worker-0")
+_NAMED = re.compile(r"(?:goes on from|goes back to) step (\d+)")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What was said before: the step that the run goes on from at the least, None for step 0."""
+
+    least: int | None
+
+
+def _policies() -> dict[str, Object]:
+    ephemeral = [{"name": "scratch", "ephemeral": {"size": "256Mi"}}]
+    return {
+        "empty-dir": jobs.policy(),
+        "host-path": jobs.policy(host_path=True),
+        "ephemeral": jobs.policy(volumes=ephemeral),
+    }
+
+
+@pytest.fixture
+def teams(cluster: Cluster) -> Iterator[dict[str, Kubectl]]:
+    """A job of two pods on one node for each kind of volumes, with replicas and with shards."""
+    made = dict[str, Kubectl]()
+    for kind, policy in _policies().items():
+        for state, node in zip(("replicas", "shards"), cluster.workers(), strict=False):
+            name = f"deleted-{kind}-{state}-{int(time.time())}"
+            cluster.kubectl("create", "namespace", name)
+            one = made[f"{kind} {state}"] = cluster.kubectl.namespaced(name)
+            on = {"nodeSelector": {"kubernetes.io/hostname": node}}
+            job = (jobs.pytorch_job(spec=on),)
+            one.apply(policy, *(jobs.sharded_job(node=node) if state == "shards" else job))
+    yield made
+    for one in made.values():
+        cluster.kubectl("delete", "namespace", one.namespace, "--wait=false")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_what_is_said_before_a_pod_is_deleted_is_what_happens(
+    teams: dict[str, Kubectl],
+) -> None:
+    seed = int(os.environ.get("KEEPSTEP_SOAK_SEED", str(random.randrange(1 << 30))))
+    chance, wrong = random.Random(seed), list[str]()
+    for one in teams.values():
+        runs.committed_beyond(one, 10, within_s=400)
+    for number in range(_ROUNDS):
+        kind = chance.choice(sorted(teams))
+        pod, one = chance.choice(_PODS), teams[kind]
+        told, began = _told(one), time.time()
+        one("delete", "pod", pod, "--wait=false")
+        life = _next_life(one, began)
+        right = life.first == 0 if told.least is None else life.first > told.least
+        line = f"{number} {kind} {pod}: said {told.least}, began at {life.first}"
+        print(f"soak {line}{'' if right else ' WRONG'}", flush=True)
+        if not right:
+            wrong.append(line)
+        runs.committed_beyond(one, life.first + 5, within_s=200)
+    assert not wrong, f"seed {seed}"
+
+
+def _told(one: Kubectl) -> Told:
+    """What the status says once the condition is True."""
+    message = runs.becomes(one, "Protected", within_s=120)["message"]
+    if "PodRestart" not in runs.status(one)["survives"]:
+        assert "the run then begins at step 0" in message, message
+        return Told(None)
+    of_pods = [part for part in message.split("; ") if "pod" in part and _NAMED.search(part)]
+    assert of_pods, message
+    return Told(min(int(_NAMED.search(part)[1]) for part in of_pods))  # type: ignore[index]
+
+
+def _next_life(one: Kubectl, began: float) -> jobs.Life:
+    def look() -> jobs.Life | None:
+        life = jobs.life(one, _PODS[0])
+        return life if life and life.began_at > began and life.last > life.first + 2 else None
+
+    found: jobs.Life = one.eventually(look, within_s=240, what="the next life")
+    return found
