@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.chart.charts import (
-    CHART,
-    KUBERNETES,
-    NAMESPACE,
-    ROOT,
-    Chart,
-    Object,
-    of_kind,
-    pod_specs,
-)
+from tests.chart.charts import CHART, KUBERNETES, NAMESPACE, ROOT, Chart, Object, of_kind, pod_specs
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

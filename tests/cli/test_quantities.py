@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_sidecar.config.settings import (
-    parse_duration,
-    parse_size,
-)
+from keepstep_sidecar.config.settings import parse_duration, parse_size
 
 
 @pytest.mark.parametrize(

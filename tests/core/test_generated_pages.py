@@ -6,13 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scripts import (
-    api_reference,
-    chart_reference,
-    conformance,
-    metrics_reference,
-    python_reference,
-)
+from scripts import api_reference, chart_reference, conformance, metrics_reference, python_reference
 
 PAGES: dict[str, tuple[Callable[[], str], Callable[[], str]]] = {
     "api_reference": (api_reference.TARGET.read_text, api_reference.reference),

@@ -141,18 +141,6 @@ def test_every_k_steps_are_kept_beside_the_last() -> None:
     assert _steps(retired(_ids(10, 15, 20, 21, 22), policy)) == [15]
 
 
-def test_the_first_of_every_hour_is_kept() -> None:
-    ids = _ids(1, 2, 3, 4, 5)
-    written_at = dict(zip(ids, [10.0, 3000.0, 3700.0, 7100.0, 7300.0], strict=True))
-    policy = Retention(last=1, every_s=3600.0)
-    assert _steps(retired(ids, policy, written_at=written_at)) == [2, 4]
-
-
-def test_a_pinned_step_is_kept() -> None:
-    policy = Retention(last=1, pinned=frozenset(_ids(1)))
-    assert _steps(retired(_ids(1, 2, 3), policy)) == [2]
-
-
 def test_with_nobody_to_tell_the_last_commit_and_the_newest_two_stay() -> None:
     (commit,) = _ids(20)
     assert unwatched(_ids(10, 20, 30, 40, 50), last_commit=commit) == _ids(30)

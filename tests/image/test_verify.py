@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import DigestError, ForeignError, TornError, VersionError
-from keepstep.image import (
-    ControlPage,
-    Layout,
-    Section,
-    TensorSpec,
-    section_digests,
-    table_of,
-)
+from keepstep.image import ControlPage, Layout, Section, TensorSpec, section_digests, table_of
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import xxh3_128

@@ -90,20 +90,6 @@ def test_what_changes_the_layout_at_each_save_is_named(sidecar, caplog):
     assert "grown.large was F32[2, 40000] and is F32[3, 40000]" in said
 
 
-def test_tensors_that_settled_again_are_taken_as_fast_as_before(sidecar, monkeypatch):
-    extra = {"x": torch.zeros(3)}
-    checkpointer = begun({"model": nn.Linear(8, 8), "extra": extra})
-    for step in range(6):
-        extra["x"] = torch.full((3,), float(step))
-        checkpointer.save(step)
-    assert checkpointer._taken is None, "each save found another tensor"
-    for step in range(6, 40):
-        checkpointer.save(step)
-    assert checkpointer._taken is not None
-    checkpointer._agent.drain(timeout_s=20)
-    checkpointer._let_go("the test ends", timeout_s=5)
-
-
 def test_memory_for_one_of_several_layouts_is_free_for_the_next_one(sidecars, monkeypatch):
     sidecar = sidecars().start("--memory-limit", "20Mi")
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))

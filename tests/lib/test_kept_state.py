@@ -64,16 +64,6 @@ def test_a_trained_model_comes_back_bit_equal_in_place_and_trains_on_as_it_would
     assert list(train_on(model, optimizer)) == losses
 
 
-def test_a_growing_list_of_values_keeps_its_layout(sidecar):
-    progress = {"losses": []}
-    with begun({"p": progress, "m": nn.Linear(2, 2)}, strict=True) as checkpointer:
-        checkpointer.save(0)
-        layout = checkpointer._snapshots.layout.id
-        progress["losses"] += [1.0, 2.0]
-        checkpointer.save(1)
-        assert checkpointer._snapshots.layout.id == layout
-
-
 def test_an_optimizer_replaced_in_mid_run_is_a_new_layout(sidecar):
     model, adam = trained()
     components = {"model": model, "optimizer": adam}

@@ -95,17 +95,6 @@ def test_a_rank_of_another_node_that_does_not_save_is_named(monkeypatch):
     assert [len(texts) for texts in run.texts.values()] == [1, 0, 1], "once"
 
 
-def test_ranks_of_several_nodes_that_save_the_same_steps_leave_nothing_in_the_store(monkeypatch):
-    run = _Run(monkeypatch, 3, within_s=30.0)
-    for step in range(400):
-        run.save(step, 0, 1, 2)
-        if step in (0, 1, 2, 4, 7) or step % 31 == 0:
-            eventually(lambda: all(one._samples.empty() for one in run.ranks))
-    eventually(lambda: run.store.num_keys() <= 5, what="the keys are deleted")
-    run.close()
-    assert not any(run.texts.values())
-
-
 @pytest.mark.parametrize(
     ("digests", "ranks"),
     [

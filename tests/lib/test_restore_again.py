@@ -106,29 +106,3 @@ def test_a_restore_that_waits_for_its_sidecar_ends_at_an_interrupt(tmp_path, mon
     finally:
         signal.signal(signal.SIGALRM, before)
         checkpointer.close()
-
-
-class Counter:
-    """A foreign object, which is not asked for its state before the first save."""
-
-    def __init__(self):
-        self.asked = 0
-
-    def state_dict(self):
-        self.asked += 1
-        return {"n": 1}
-
-    def load_state_dict(self, state):
-        pass
-
-
-def test_memory_for_the_next_image_is_made_from_the_layout_that_was_restored(sidecar):
-    keep({"m": nn.Linear(20, 20), "c": Counter()})
-    counter = Counter()
-    with keepstep.Checkpointer({"m": nn.Linear(20, 20), "c": counter}) as checkpointer:
-        assert checkpointer.restore().step == 0
-        restored = checkpointer._agent._layout
-        assert restored is not None, "its slots are made while the first step is computed"
-        assert counter.asked == 0
-        assert checkpointer.save(1)
-        assert checkpointer._snapshots.layout is restored, "no second header is rendered"

@@ -13,11 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from keepstep.warm.client import (
-    Python,
-    late_differences,
-    parse,
-)
+from keepstep.warm.client import Python, late_differences, parse
 from tests.harness import SidecarProcess, eventually
 
 PYTHON = sys.executable

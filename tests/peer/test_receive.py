@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import os
-import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from keepstep.errors import StorageError, UsageError
+from keepstep.errors import StorageError
 from keepstep.image import PAGE_BYTES
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.steps import shard_name
-from keepstep_sidecar.tiers.peer import handlers
+from keepstep_sidecar.tiers.peer import client, handlers
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.receive import IncomingCopy
 from keepstep_sidecar.volume.directories import ShardName
@@ -111,27 +111,6 @@ def test_a_copy_that_is_closed_within_a_write_never_writes_into_another_file(
     copies.close()
 
 
-def test_while_a_large_copy_is_read_to_go_on_with_it_other_senders_do_not_wait(
-    sender: Volume, keeper: Volume
-) -> None:
-    first, second = sealed(sender, 0), sealed(sender, 1)
-    earlier = Copies([keeper], run=RUN)
-    begun(earlier, *first[:2])
-    earlier.close()
-    slow = Slow("read")
-    keeper.filesystem = slow
-    copies = Copies([keeper], run=RUN)
-    resuming, failed = in_thread(lambda: begun(copies, *first[:2]))
-    assert slow.reached.wait(20)
-    other, also = in_thread(lambda: begun(copies, *second[:2]))
-    other.join(10)
-    assert not other.is_alive(), "it waits for another pod's copy"
-    slow.go_on.set()
-    resuming.join(20)
-    assert (failed, also) == ([], [])
-    copies.close()
-
-
 def test_a_copy_that_could_not_be_read_is_found_by_a_later_scan(
     sender: Volume, keeper: Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,22 +140,6 @@ def _slot(rank: int) -> tuple[Any, Any, Any]:
     return slot.view, slot.layout, slot.control
 
 
-@pytest.mark.parametrize(
-    "name", ["rank-0-of-2", "rank-000000-of-00002", "rank-٠٠٠٠٠-of-00002", "rank-00000-of-2"]
-)
-def test_a_shard_has_one_name(name: str) -> None:
-    good = f"/v1/copies/{step_id(1)}/{shard_name(0, 2)}/seal"
-    found = handlers._PATH.fullmatch(good)
-    assert found is not None
-    assert handlers._name(found).rank == 0
-    assert handlers._PATH.fullmatch(good + "\n") is None
-    match = handlers._PATH.fullmatch(f"/v1/copies/{step_id(1)}/{name}.safetensors")
-    if match is not None:
-        with pytest.raises(UsageError, match="not a shard"):
-            handlers._name(match)
-    assert re.fullmatch(r"rank-\d+-of-\d+", name)
-
-
 class Announced:
     """A connection that announces a large body and sends next to nothing of it."""
 
@@ -202,3 +165,11 @@ def test_a_body_takes_no_memory_that_was_only_announced() -> None:
         handlers.Handler._body(one, handlers._LARGEST_MANIFEST)  # type: ignore[arg-type]
     assert max(one.asked) <= 1 << 20
     assert not context.large.acquire(blocking=False), "one large body at a time"
+
+
+def test_a_body_that_is_shorter_than_what_was_asked_for_is_refused_before_it_is_waited_for() -> (
+    None
+):
+    response = SimpleNamespace(length=3, fp=io.BufferedReader(io.BytesIO(b"abcdef")))
+    with pytest.raises(client.http.client.HTTPException, match="1 bytes too early"):
+        client._fill(response, None, memoryview(bytearray(4)))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What is whole, by the ledger's own word: what is offered, planned, and never begun anew over."""
+"""Steps of another world that are not whole are never begun anew over."""
 
 from __future__ import annotations
 
@@ -9,26 +9,9 @@ from trainer import FakeTrainer
 from keepstep.steps import Answer, StepId
 from tests.harness import SidecarProcess
 
-Trainers = Callable[..., FakeTrainer]
-
-
-def come(sidecar: SidecarProcess, trainers: Trainers, rank: int, world: int) -> FakeTrainer:
-    trainer = trainers(sidecar.socket, rank, world)
-    trainer.connect()
-    return trainer
-
-
-# --- twins -------------------------------------------------------------------------------------
-
-
-# --- contested ---------------------------------------------------------------------------------
-
-
-# --- another world -----------------------------------------------------------------------------
-
 
 def test_steps_of_a_larger_world_that_are_not_whole_are_never_begun_anew_over(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+    sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer]
 ) -> None:
     sidecar = sidecars().start()
     ranks = [trainers(sidecar.socket, rank, 4).begin_run() for rank in range(4)]
@@ -42,7 +25,9 @@ def test_steps_of_a_larger_world_that_are_not_whole_are_never_begun_anew_over(
     sidecar.lose_memory()
     sidecar.start()
     for rank in range(2):
-        said = come(sidecar, trainers, rank, 2).candidates()
+        trainer = trainers(sidecar.socket, rank, 2)
+        trainer.connect()
+        said = trainer.candidates()
         assert (said.answer, said.candidates, said.offers) == (Answer.UNKNOWN, (), ())
         for part in (str(id), "saved by 4 ranks", "2 are running", "no copy of rank 0, 1"):
             assert part in said.reason

@@ -11,13 +11,7 @@ from trainer import FakeTrainer, content, make_layout, read_image
 
 from keepstep.errors import SidecarError
 from keepstep.steps import Answer, StepId, Tier
-from keepstep.wire.trainer import (
-    Chunk,
-    Chunks,
-    ChunksRequest,
-    Window,
-    WindowRequest,
-)
+from keepstep.wire.trainer import Chunk, Chunks, ChunksRequest, Window, WindowRequest
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]

@@ -401,9 +401,6 @@ def test_a_token_is_read_anew_for_each_report(
     assert operator.seen.tokens[-1] == "node-0.renewed"
 
 
-# --- with nobody to tell -------------------------------------------------------------------------
-
-
 # --- bad input -----------------------------------------------------------------------------------
 
 

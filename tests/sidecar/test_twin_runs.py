@@ -1,4 +1,4 @@
-"""Twins are named as runs of ranks, to peers and to the operator."""
+"""Twins are named as runs of ranks, to peers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ SHARD = Shard(
     size_bytes=1 << 30,
     alike=Ranks.of(range(0, WORLD, 8)),
 )
-
-# --- to peers ------------------------------------------------------------------------------------
 
 
 def listing(shard: Shard = SHARD) -> Listing:
@@ -48,6 +46,3 @@ def test_runs_that_cannot_be_are_refused_as_they_are_read(runs: list[list[int]])
     told["shards"][0]["alike"]["runs"] = runs
     with pytest.raises(msgspec.ValidationError, match=r"twins|ranks"):
         heard(told)
-
-
-# --- to the operator -----------------------------------------------------------------------------

@@ -15,13 +15,7 @@ import pytest
 
 from keepstep.core.history import Badput, Event, Goodput, Kind, Restart
 from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep.wire.status import (
-    RankStatus,
-    Status,
-    StepStatus,
-    TierStatus,
-    VolumeStatus,
-)
+from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, VolumeStatus
 from keepstep.wire.trainer import from_json
 from keepstep_sidecar.ui import server as board
 from keepstep_sidecar.ui.pages import STATIC, TEMPLATES
@@ -201,9 +195,6 @@ def test_what_the_page_carries_is_small_and_names_no_other_place() -> None:
     own = [*STATIC.glob("*.js"), *STATIC.glob("*.css"), *TEMPLATES.rglob("*.html")]
     for path in own:
         assert "://" not in path.read_text(), path
-
-
-# --- reading HTML ----------------------------------------------------------------------------
 
 
 class _Page(HTMLParser):

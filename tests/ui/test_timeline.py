@@ -7,15 +7,7 @@ from typing import Any
 
 from keepstep.core.history import Event, Kind, Restart
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep_sidecar.ui.timeline import (
-    POINTS,
-    Line,
-    RunPage,
-    charts,
-    restores,
-    step_times,
-    usual,
-)
+from keepstep_sidecar.ui.timeline import POINTS, Line, RunPage, charts, restores, step_times, usual
 
 ONE, TWO = EpochId(1, "0" * 8), EpochId(2, "1" * 8)
 _numbers = count(1)

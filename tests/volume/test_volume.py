@@ -8,16 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from keepstep.errors import ForeignError, NoSpaceError, StorageError, UsageError
-from keepstep.image.manifest import Manifest
 from keepstep.steps import shard_name
-from keepstep_sidecar.volume import files
 from keepstep_sidecar.volume.directories import survey
-from keepstep_sidecar.volume.files import Engine, Filesystem, RateLimit
+from keepstep_sidecar.volume.files import Engine, RateLimit
 from keepstep_sidecar.volume.volume import Volume, Written
 from tests.harness import verify_image
 from tests.volume.images import CHUNK, RUN, Slot, empty_slot, load, make_layout, staged, step_id
@@ -200,53 +197,3 @@ def test_what_a_person_puts_beside_the_shards_is_left_alone(volume: Volume) -> N
     assert (len(scan.shards), scan.problems) == (1, ())
     assert (shown / "config.json").exists()
     assert (volume.root / "notes.txt").exists()
-
-
-class Concurrency:
-    """Counts how many calls of the wrapped functions run at the same time, at most. Calls with a
-    whole chunk wait until there were `expected`, and then a moment for one too many."""
-
-    def __init__(self, *, expected: int) -> None:
-        self.most = self._now = 0
-        self._expected = expected
-        self._changed = threading.Condition()
-
-    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any, **named: Any) -> Any:
-            if not any(isinstance(one, memoryview) and len(one) == CHUNK for one in arguments):
-                return function(*arguments, **named)
-            with self._changed:
-                self._now += 1
-                self.most = max(self.most, self._now)
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self.most >= self._expected, timeout=10.0)
-            try:
-                time.sleep(0.02)
-                return function(*arguments, **named)
-            finally:
-                with self._changed:
-                    self._now -= 1
-
-        return counted
-
-
-@pytest.mark.parametrize(("cores", "hash_at_a_time"), [(2, 1), (12, 3)])
-def test_many_chunks_are_under_way_but_few_are_hashed_at_a_time(
-    volume: Volume, monkeypatch: pytest.MonkeyPatch, cores: int, hash_at_a_time: int
-) -> None:
-    """Two that hash on two cores take more CPU than one, and take it from the training."""
-    hashing = Concurrency(expected=hash_at_a_time)
-    moving = Concurrency(expected=hash_at_a_time + 1)
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(files, "xxh3_128", hashing.of(files.xxh3_128))
-    monkeypatch.setattr(Manifest, "check", hashing.of(Manifest.check))
-    monkeypatch.setattr(Filesystem, "write", moving.of(Filesystem.write))
-    monkeypatch.setattr(Filesystem, "read", moving.of(Filesystem.read))
-    slot = staged(make_layout(parameters=4 * THREE_CHUNKS), 7)
-    written = write(volume, slot)
-    assert hashing.most == hash_at_a_time
-    assert moving.most > hash_at_a_time
-    hashing.most = moving.most = 0
-    load(volume, written.shard.path, empty_slot(slot.layout))
-    assert hashing.most == hash_at_a_time
-    assert moving.most > hash_at_a_time

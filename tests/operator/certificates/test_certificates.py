@@ -356,9 +356,6 @@ async def test_the_command_without_a_cluster_fails_with_a_sentence(tmp_path: Pat
     assert b"Traceback" not in err
 
 
-# --- beside cert-manager -------------------------------------------------------------------------
-
-
 async def test_beside_cert_manager_the_ca_of_reports_is_published_and_nothing_else_is_touched() -> (
     None
 ):

@@ -12,19 +12,8 @@ import msgspec
 from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import (
-    Report,
-    ReportedRank,
-    ReportedRestore,
-    ReportReply,
-)
-from keepstep_operator.api.model import (
-    Job,
-    PodRecord,
-    PolicyRecord,
-    RunKey,
-    RunObject,
-)
+from keepstep.wire.reports import Report, ReportedRank, ReportedRestore, ReportReply
+from keepstep_operator.api.model import Job, PodRecord, PolicyRecord, RunKey, RunObject
 from keepstep_operator.api.policy import Policy, VolumeKind
 from keepstep_operator.api.run import RunStatus, as_json
 from keepstep_operator.reconcile.state.actions import Action, EmitEvent

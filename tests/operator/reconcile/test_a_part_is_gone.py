@@ -13,11 +13,7 @@ from keepstep_operator.api.model import PodRecord
 from keepstep_operator.api.policy import OnLoss, VolumeKind
 from keepstep_operator.api.run import RunStatus
 from keepstep_operator.reconcile.state.actions import NameFreshStart
-from keepstep_operator.reconcile.status.conditions import (
-    COMMITTING,
-    PROTECTED,
-    RESTORE_REFUSED,
-)
+from keepstep_operator.reconcile.status.conditions import COMMITTING, PROTECTED, RESTORE_REFUSED
 from tests.operator.reconcile.samples import (
     FIRST,
     KEY,

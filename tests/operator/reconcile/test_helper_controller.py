@@ -12,10 +12,7 @@ from keepstep.wire.reports import STILL_USED_EXIT
 from keepstep_operator.kube import CONFIG_MAPS, PODS, Client, follow
 from keepstep_operator.reconcile.helpers import cleanup
 from keepstep_operator.reconcile.helpers.cleanup import RunDirectories
-from keepstep_operator.reconcile.helpers.controller import (
-    AGAIN_S,
-    HelperController,
-)
+from keepstep_operator.reconcile.helpers.controller import AGAIN_S, HelperController
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.state.registry import Registry
 from tests.harness import until
