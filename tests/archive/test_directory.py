@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import threading
@@ -18,11 +19,11 @@ from keepstep.errors import StorageError
 from keepstep.image import PAGE_BYTES
 from keepstep.steps import Answer, StepId
 from keepstep_sidecar.config.sidecar import ArchiveConfig
-from keepstep_sidecar.tiers.archive import upload
+from keepstep_sidecar.tiers import source
 from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.tiers.tier import RunFacts
-from keepstep_sidecar.volume.files import Filesystem
+from keepstep_sidecar.volume.files import Filesystem, ShardFile
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
 from tests.harness import files_below, until
@@ -167,17 +168,26 @@ async def test_an_archive_that_never_has_all_is_no_trouble_once_it_took_somethin
     assert seen == [("it refuses once", 2), *[("", 2)] * 5], "trouble, backlog"
 
 
-@pytest.mark.parametrize("where", ["_path", "_open_direct"])
+@pytest.mark.parametrize("when", ["opened", "read"])
 async def test_a_shard_that_its_drive_cannot_read_keeps_no_later_step_from_the_archive(
-    local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    def fail(of: Any) -> Any:
-        if str(step_id(10)) in str(of):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return works(of)
+    works, error = source.open_shard, OSError(errno.EIO, os.strerror(errno.EIO))
 
-    works = getattr(upload, where)
-    monkeypatch.setattr(upload, where, fail)
+    class Dead(ShardFile):
+        def read(self, into: memoryview, offset: int) -> int:
+            raise error
+
+    @contextlib.contextmanager
+    def fail(path: Path, **more: Any) -> Any:
+        with works(path, **more) as file:
+            if str(step_id(10)) in str(path):
+                if when == "opened":
+                    raise error
+                file = Dead(**vars(file))
+            yield file
+
+    monkeypatch.setattr(source, "open_shard", fail)
     async with running(config(archive_dir, every=10)) as remote_tier:
         commit(remote_tier, write_step(local, 10))
         commit(remote_tier, write_step(local, 20))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_sidecar.cli import inventory
+from keepstep_sidecar.tiers.source import Gone, file_source
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, make_layout, staged, step_id
 
@@ -15,11 +15,14 @@ def test_a_shard_that_is_published_before_it_is_opened_is_read_under_its_new_nam
     tmp_path: Path,
 ) -> None:
     volume, slot = Volume(tmp_path / RUN, run=RUN), staged(make_layout(), 1)
-    source = inventory.source(volume.write(slot.view, slot.layout, slot.control).shard, run=RUN)
+    source = file_source(volume.write(slot.view, slot.layout, slot.control).shard, run=RUN)
     volume.publish(step_id(1))
     with source.open() as file:
         assert file.fd
+    volume.unpublish(step_id(1))
+    with source.open() as file:
+        assert file.fd
     volume.retire(step_id(1))
-    with pytest.raises(FileNotFoundError), source.open():
+    with pytest.raises(Gone), source.open():
         pass
     volume.close()

@@ -32,12 +32,12 @@ def test_a_fork_names_a_run_and_a_step(text: str, fork: Fork) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("team/gpt/1200", "another namespace is out of reach"),
+        ("team/gpt/1200", "cannot name a run"),
         ("../1200", "cannot name a run"),
         ("/1200", "cannot name a run"),
-        ("gpt/", "give RUN/STEP"),
-        ("gpt/-1", "give RUN/STEP"),
-        ("gpt/newest", "give RUN/STEP"),
+        ("gpt/", "RUN/STEP of another run"),
+        ("gpt/-1", "RUN/STEP of another run"),
+        ("gpt/newest", "RUN/STEP of another run"),
     ],
 )
 def test_anything_else_is_refused(text: str, said: str) -> None:

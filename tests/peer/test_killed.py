@@ -19,8 +19,9 @@ from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading
 from tests.tiers.local import durable, gone
 from tests.volume.images import empty_slot
+from tests.volume.points import FAULT_POINTS
 
-POINTS = [point for point in files.FAULT_POINTS if point.startswith("peer.")]
+POINTS = [point for point in FAULT_POINTS if point.startswith("peer.")]
 Make = Callable[..., Node]
 Start = Callable[..., tuple[str, "subprocess.Popen[str]"]]
 

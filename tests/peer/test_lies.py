@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from keepstep.errors import DigestError, ImageError
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import Wanted
@@ -43,13 +43,13 @@ async def test_a_peer_that_gives_other_bytes_is_named_and_another_one_is_asked(n
         slot, found = await two_copies(here, liar, honest)
         flip(liar.copy_path(found.step_id), 2 * CHUNK_BYTES + 5)
         (remote,) = (await here.remote_tier.look()).shards
-        assert remote.where == "node rank 1, node rank 2"
+        assert remote.key == (liar.address, honest.address)
         view = empty_slot(slot.layout)
         await reading.load(here.remote_tier, remote, view)
         assert same(view, slot)
         # it is not offered again as a holder of this shard, and nothing of it was deleted
         (remote,) = (await here.remote_tier.look()).shards
-        assert remote.where == "node rank 2"
+        assert remote.key == (honest.address,)
         assert liar.copies() == [(5, 0)]
 
 

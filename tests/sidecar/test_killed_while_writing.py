@@ -11,8 +11,9 @@ from trainer import FakeTrainer, content, read_image
 
 from keepstep.errors import SidecarError
 from keepstep.steps import StepId
-from keepstep_sidecar.volume.files import FAULT_POINTS, FAULTS_ENV
+from keepstep_sidecar.volume.files import FAULTS_ENV
 from tests.harness import SidecarProcess, verify_image
+from tests.volume.points import FAULT_POINTS
 
 _KILLED = ("write", "spare", "publish", "retire", "record")
 _KILLABLE = [p for p in FAULT_POINTS if p.split(".")[0] in _KILLED]

@@ -134,7 +134,6 @@ async def test_what_was_given_is_there_when_drained_and_listed_as_it_is(
             found.size_bytes,
         )
         assert (remote.root, remote.tier) == (found.root, scene.tier.tier)
-        assert remote.where
         status = scene.tier.status()
         assert (status.backlog, status.trouble) == (0, "")
         assert status.sent_bytes > 0

@@ -54,7 +54,7 @@ def test_it_listens_on_this_machine_alone_and_ends_well_at_ctrl_c(
         urllib.request.urlopen(url.partition("?")[0], timeout=30)
     read, open_ = _browser(url)
     assert "No run is kept" in read("/")
-    with open_("/changes"):  # a viewer whose connection stays open
+    with open_("/changes"):  # a viewer
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=10)
     assert process.returncode == 0
@@ -71,13 +71,6 @@ def test_what_a_run_left_on_its_volumes_is_shown_and_what_is_removed_is_not(
     assert 'id="committed">step 5 of epoch 1' in page
     keepstep("rm", "5", "--yes")
     eventually(lambda: 'id="committed">step 4 of epoch 1' in read("/runs/train"), within_s=10)
-
-
-def test_a_port_that_is_taken_is_said_with_what_to_do(keepstep: Keepstep, opened: Started) -> None:
-    port = str(urlsplit(opened()[1]).port)
-    err = keepstep("ui", "--no-open", "--port", port, code=2).stderr
-    assert f"cannot listen on 127.0.0.1:{port}" in err
-    assert "choose another --port" in err
 
 
 def test_the_url_is_not_among_the_words_of_the_browser(

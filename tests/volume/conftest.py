@@ -36,5 +36,5 @@ def volume(open_volume: Callable[..., Volume]) -> Volume:
 @pytest.fixture
 def armed() -> Iterator[Callable[[str], None]]:
     """Arms faults by their text; disarms them after the test."""
-    yield lambda text: files.arm_faults(files.parse_faults(text))
-    files.arm_faults(())
+    yield files.arm_faults
+    files.arm_faults("")

@@ -17,9 +17,10 @@ from keepstep_sidecar.volume import files
 from keepstep_sidecar.volume.directories import is_step
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, empty_slot, load, make_layout, staged, step_id
+from tests.volume.points import FAULT_POINTS
 
 REPOSITORY = Path(__file__).parents[2]
-WRITE_POINTS = tuple(name for name in files.FAULT_POINTS if name.startswith("write."))
+WRITE_POINTS = tuple(name for name in FAULT_POINTS if name.startswith("write."))
 FAILING_POINTS = tuple(name for name in WRITE_POINTS if name != "write.done")
 
 
@@ -60,9 +61,7 @@ def check_after_death(volume: Volume, promised: list[str]) -> None:
     assert ("recorded" in promised) <= bool(volume.record.epochs)
 
 
-@pytest.mark.parametrize(
-    "point", [one for one in files.FAULT_POINTS if not one.startswith("peer.")]
-)
+@pytest.mark.parametrize("point", [one for one in FAULT_POINTS if not one.startswith("peer.")])
 def test_after_sigkill_at_any_point_a_scan_finds_what_was_promised(
     tmp_path: Path, point: str
 ) -> None:
@@ -201,13 +200,3 @@ def test_other_errors_are_storage_errors_that_say_what_could_not_be_done(
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.EIO
     act(volume)
-
-
-def test_faults_are_read_strictly() -> None:
-    assert files.parse_faults("write.data:kill@3, load.read:eio") == (
-        files.Fault(point="write.data", kind="kill", hit=3),
-        files.Fault(point="load.read", kind="eio"),
-    )
-    for text in ("write.dat:kill", "write.data:explode", "write.data:kill@x", "write.data"):
-        with pytest.raises(ValueError, match="not a fault"):
-            files.parse_faults(text)

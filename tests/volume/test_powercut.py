@@ -42,8 +42,13 @@ def recorded(root: Path) -> Iterator[tuple[Volume, Recorder]]:
     root.mkdir()
     recorder = Recorder(root)
     volume = Volume(root, run=RUN, filesystem=recorder, engine=Engine.BUFFERED)
+
+    class Noted(dict[tuple[str, int], str]):
+        def get(self, passed: tuple[str, int]) -> None:  # type: ignore[override]
+            recorder.note(f"point {passed[0]}")
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_armed", lambda name: recorder.note(f"point {name}"))
+        patch.setattr(files, "_armed", Noted({("none", 1): "kill"}))
         yield volume, recorder
     volume.close()
 

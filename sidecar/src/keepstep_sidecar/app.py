@@ -144,11 +144,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     fetcher = Fetcher(slots, committer, readers)
     image_sources = ImageSources(slots, committer, leases, fetcher)
     chunk_buffers = ChunkBuffers(
-        slots,
-        leases,
-        fetcher,
-        memory_dir=config.memory_dir,
-        limit_bytes=config.memory_limit_bytes,
+        fetcher, leases, memory_dir=config.memory_dir, limit_bytes=config.memory_limit_bytes
     )
     prefetcher = Prefetcher(
         slots,
@@ -159,13 +155,9 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         leases=leases,
     )
     restorer = Restorer(
-        slots,
-        committer,
         prefetcher,
         image_sources,
         chunk_buffers,
-        changes=changes,
-        leases=leases,
         fleeting=config.on_loss is OnLoss.RESTART,
         way_out=config.way_out,
     )
@@ -198,25 +190,8 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         chunk_buffers=chunk_buffers,
         restorer=restorer,
         saving=saving,
-        restoring=Restoring(
-            saving,
-            leases=leases,
-            history=history,
-            slots=slots,
-            committer=committer,
-            remote_tiers=remote_tiers,
-            restorer=restorer,
-            operator=operator,
-            changes=changes,
-        ),
-        step_waits=StepWaits(
-            saving,
-            leases=leases,
-            slots=slots,
-            committer=committer,
-            remote_tiers=remote_tiers,
-            changes=changes,
-        ),
+        restoring=Restoring(saving, remote_tiers, operator),
+        step_waits=StepWaits(saving, remote_tiers),
         history=history,
         history_file=history_file,
     )

@@ -18,7 +18,7 @@ from concurrent.futures import Executor
 from typing import Any, TypeVar, cast
 
 from keepstep.errors import KeepstepError
-from keepstep_sidecar.log import warn
+from keepstep.log import Journal
 
 
 class Changes:
@@ -65,7 +65,7 @@ class Changes:
 
 
 _LONGEST_PAUSE_S = 30.0
-_log = logging.getLogger("keepstep.sidecar")
+_log, _journal = logging.getLogger("keepstep.sidecar"), Journal("keepstep.sidecar")
 
 
 class Tasks:
@@ -107,7 +107,7 @@ async def _guarded(work: Coroutine[Any, Any, None], name: str) -> bool:
     try:
         await work
     except KeepstepError as error:
-        warn("task failed", task=name, reason=str(error))
+        _journal.warn("task failed", task=name, reason=str(error))
         return False
     except Exception:
         _log.exception("task failed", extra={"fields": {"task": name}})

@@ -34,9 +34,7 @@ class VaultTier(RemoteTier):
         found = await asyncio.to_thread(self._found)
         return Inventory(
             answer=Answer.STEPS if found else Answer.NONE,
-            shards=tuple(
-                RemoteShard.of(one.shard, tier=self.tier, where=self.where) for one in found
-            ),
+            shards=tuple(RemoteShard.of(one.shard, tier=self.tier) for one in found),
             epochs=tuple(one.control.epoch for one in found),
         )
 

@@ -56,8 +56,8 @@ from keepstep.errors import (
     few,
 )
 from keepstep.image import extras
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
-from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.restore.images import Images, W, fill, map_image
 from keepstep.restore.plan import (
     Box,
@@ -113,8 +113,8 @@ class Folder:
         _check_complete(path, self._manifests)
         self.id: StepId = self._manifests[0].control.id
         builder = IndexBuilder(len(shards))
-        for layout in (one.layout for one in self._manifests):
-            builder.add(layout, Tree.parse(layout.skeleton).boxes)
+        for one in self._manifests:
+            builder.add(one.layout)
         self.index: Index = builder.build()
 
     @property
@@ -346,9 +346,7 @@ class StepReader:
     def reach(cls, link: Session, id: StepId, *, timeout_s: float) -> StepReader:
         """Find the images through the sidecar, and read their headers. `timeout_s`: for one window
         of chunks. Raises SidecarError, ImageError, CoverageError."""
-        images = Images.find(
-            link, id, timeout_s, lambda skeleton: Tree.parse(skeleton).boxes, every=True
-        )
+        images = Images.find(link, id, timeout_s, every=True)
         return cls(images, id, where=f"step {id}", rank=link.rank)
 
     @classmethod

@@ -29,7 +29,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -72,14 +72,12 @@ KeyPath = tuple[str | int, ...]
 class Tree:
     """The tree of one rank's image of a `dcp.save`.
 
-    `values`: names of the values that are not tensors. `boxes`: for each entry that is not named
-    after its tensor, the name of the tensor. `paths`: the path of each flat name in the nested
-    state dict; None if the planner did not flatten it. `foreign`: a `Checkpointer` made the image,
-    which has another kind of tree.
+    `values`: names of the values that are not tensors. `paths`: the path of each flat name in the
+    nested state dict; None if the planner did not flatten it. `foreign`: a `Checkpointer` made the
+    image, which has another kind of tree.
     """
 
     values: tuple[str, ...] = ()
-    boxes: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[str, KeyPath] | None = None
     foreign: bool = False
 
@@ -90,7 +88,6 @@ class Tree:
         tree = {
             _MARK: 1,
             "values": list(self.values),
-            "boxes": dict(self.boxes),
             "paths": None if self.paths is None else {k: list(p) for k, p in self.paths.items()},
         }
         return json.dumps(tree, separators=(",", ":"))
@@ -108,7 +105,6 @@ class Tree:
             paths = tree["paths"]
             return cls(
                 values=tuple(map(_text, tree["values"])),
-                boxes={_text(k): _text(v) for k, v in tree["boxes"].items()},
                 paths=None if paths is None else {k: _path(p) for k, p in paths.items()},
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -313,11 +309,6 @@ class Items:
         names = _entry_names(tensors)
         tree = Tree(
             values=tuple(one.index.fqn for one in values),
-            boxes={
-                name: one.index.fqn
-                for name, one in zip(names, tensors, strict=True)
-                if name != one.index.fqn
-            },
             paths=paths_of(plan.planner_data),
         )
         specs = tuple(_spec(name, one) for name, one in zip(names, tensors, strict=True))
@@ -392,6 +383,7 @@ def _spec(name: str, item: WriteItem) -> TensorSpec:
         section=Section.REST,
         offsets=tuple(data.chunk.offsets),
         global_shape=tuple(data.size),
+        tensor=None if name == item.index.fqn else item.index.fqn,
     )
 
 

@@ -36,6 +36,7 @@ from keepstep.errors import (
 )
 from keepstep.image import strictjson
 from keepstep.image.layout import (
+    CHUNK_BYTES,
     FORMAT_VERSION,
     PAGE_BYTES,
     Layout,
@@ -46,7 +47,7 @@ from keepstep.image.layout import (
 )
 from keepstep.image.strictjson import quoted, reason
 from keepstep.image.tensors import Section
-from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
+from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
 from keepstep.steps import Epoch, EpochId, StepId
 
 _SEAL_BEGIN = PAGE_BYTES - 32

@@ -11,9 +11,6 @@ from collections.abc import Callable
 
 from keepstep.errors import UsageError
 
-CHUNK_BYTES = 8 << 20
-"""Bytes that one entry of an image's digest table covers, and that one write moves."""
-
 DIGEST_BYTES = 16
 
 Buffer = bytes | bytearray | memoryview

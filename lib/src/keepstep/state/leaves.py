@@ -20,6 +20,7 @@ from keepstep.image import (
     Section,
     TensorSpec,
     codecs,
+    dim_order,
     extras,
     strictjson,
     strides_with_gaps,
@@ -151,7 +152,7 @@ class Taken:
                 section=leaf.section,
                 offsets=leaf.offsets,
                 global_shape=leaf.global_shape,
-                dim_order=dim_order(leaf.whole),
+                dim_order=dim_order(leaf.whole.shape, leaf.whole.stride()),
                 strides=strides_with_gaps(leaf.whole.shape, leaf.whole.stride()),
                 device=device_name(leaf.tensor.device),
                 unflattened=leaf.unflattened,
@@ -317,21 +318,6 @@ def metadata_of(kept: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]] 
 
 PLAIN_METADATA = {"version": 1}
 """What a state dict says of a module that says nothing of itself."""
-
-
-def dim_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The order of the dimensions in memory, the outermost first; None for row-major.
-
-    Of dimensions with equal strides, the one with more elements is the outer one. So `empty`
-    reproduces exactly the same strides, even for dimensions of one element, by which torch tells
-    its memory formats apart.
-    """
-    strides = tensor.stride()
-    if len(strides) < 2 or (len(strides) == 2 and strides[0] > strides[1]):
-        return None
-    shape = tensor.shape
-    order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
-    return None if order == list(range(len(shape))) else tuple(order)
 
 
 def empty(

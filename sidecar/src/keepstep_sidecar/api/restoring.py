@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 
 from keepstep.core.history import Kind
 from keepstep.core.vote import Candidates, Ready, View, Wait, readiness
@@ -21,16 +21,11 @@ from keepstep.wire.trainer import (
     RestoredRequest,
 )
 from keepstep_sidecar.api.saving import Saving
-from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.errors import refuse
-from keepstep_sidecar.history import History
-from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.memory.slot_pool import SlotPool
-from keepstep_sidecar.restore.restorer import Restorer
 
 _RESTORES_KEPT = 16
 
@@ -84,20 +79,16 @@ class Restoring:
     by rank, how often the vote refused since then; `refused`: why."""
 
     saving: Saving
-    _: KW_ONLY
-    leases: Leases
-    history: History
-    slots: SlotPool
-    committer: Committer
     remote_tiers: RemoteTiers
-    restorer: Restorer
     operator: OperatorLink
-    changes: Changes
     restores: list[ReportedRestore] = field(default_factory=list)
     refusals: dict[int, int] = field(default_factory=dict)
     refused: str = ""
 
     def __post_init__(self) -> None:
+        saving = self.saving
+        self.leases, self.slots, self.committer = saving.leases, saving.slots, saving.committer
+        self.restorer, self.history, self.changes = saving.restorer, saving.history, saving.changes
         self.votes = Votes(self._vote_view, self.remote_tiers.look, self.changes)
         self._local_shards = self.committer.local_shards
 

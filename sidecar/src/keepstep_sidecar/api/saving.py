@@ -471,16 +471,14 @@ class StepWaits:
     """Long polls on the state of steps."""
 
     saving: Saving
-    _: KW_ONLY
-    leases: Leases
-    slots: SlotPool
-    committer: Committer
     remote_tiers: RemoteTiers
-    changes: Changes
     awaited: int = 0
     """How many trainers wait for a commit now."""
 
     def __post_init__(self) -> None:
+        saving = self.saving
+        self.leases, self.slots, self.changes = saving.leases, saving.slots, saving.changes
+        self.committer = saving.committer
         self._node, self._images = self.committer.node, self.committer.images
         self._local_shards, self._remotes = self.committer.local_shards, self.committer.remotes
 
@@ -502,7 +500,7 @@ class StepWaits:
         with self._counted(request.state):
             await self.changes.until(settled, timeout_s=request.timeout_s)
         if reached() and request.state == State.ARCHIVED:
-            self.remote_tiers.want(request.id)
+            self._remotes.want(request.id)
             return await self._archived(request.id, deadline - time.monotonic())
         if reached():
             return Waited(reached=True)
@@ -555,7 +553,7 @@ class StepWaits:
             return lambda: self._staged(rank, id)
         if state is State.DURABLE:
             return lambda: self._local_shards.was_durable(rank, id)
-        if state is State.ARCHIVED and not self.remote_tiers.has(Tier.ARCHIVE):
+        if state is State.ARCHIVED and not self._remotes.has(Tier.ARCHIVE):
             raise refuse("bad-request", "this sidecar has no archive; start it with --archive")
         return lambda: self.committer.was_committed(id)
 

@@ -359,13 +359,13 @@ class Service:
     async def _archive_newest(self, steps: tuple[StepId, ...], *, timeout_s: float) -> None:
         """The archive takes only committed steps. All pods wait for the same step: the newest that
         each of them has."""
-        if not steps or not self.remote_tiers.has(Tier.ARCHIVE):
+        if not steps or not self.committer.remotes.has(Tier.ARCHIVE):
             return
         if not self.committer.operator_answers:
             timeout_s = 0.0  # no answer would come
         committed = await self.step_waits.until_committed(steps, timeout_s=timeout_s)
         if committed is not None:
-            self.remote_tiers.want(committed)
+            self.committer.remotes.want(committed)
 
     # --- flush -------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep import steps
-from keepstep.core.history import Goodput
+from keepstep.core.history import Event, Goodput
 from keepstep.errors import KeepstepError, SidecarAbsent, StorageError, UsageError
 from keepstep.steps import Epoch, StepId, Tier, merged
 from keepstep.wire.status import Status, StepStatus
@@ -24,9 +24,7 @@ from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.volume.directories import Tree
 
 if TYPE_CHECKING:
-    from keepstep_sidecar.tiers.source import FileSource
     from keepstep_sidecar.volume.directories import LocalShard, Refused, Scan
-    from keepstep_sidecar.volume.files import ShardFile
     from keepstep_sidecar.volume.run_record import RunRecord
 
 
@@ -113,15 +111,18 @@ def on_volumes(kept: RunDir) -> Holdings:
 def goodput(kept: RunDir, held: Holdings | None) -> Goodput | None:
     """The goodput of all lives of the run; without a sidecar, up to the last event that it wrote.
     None if nothing is known. Never raises."""
-    if held is not None and held.live is not None:
-        return held.live.goodput
+    return held.live.goodput if held is not None and held.live is not None else history(kept)[1]
+
+
+def history(kept: RunDir) -> tuple[Sequence[Event], Goodput | None]:
+    """The history that the last sidecar left, on the volume with the newest event, and its goodput;
+    None if nothing is known. Never raises."""
     from keepstep_sidecar.volume.history_file import HistoryFile
 
-    for root in kept.roots:
-        events, before = HistoryFile(Tree(root).history, run=kept.run).read(now=time.time())
-        if events:
-            return before.after(events).goodput(events[-1].until)
-    return None
+    files = [HistoryFile(Tree(root).history, run=kept.run) for root in kept.roots]
+    found = [file.read(now=time.time()) for file in files]
+    events, before = max(found, key=lambda one: one[0][-1].until if one[0] else 0.0)
+    return events, before.after(events).goodput(events[-1].until) if events else None
 
 
 def survey(kept: RunDir) -> tuple[tuple[LocalShard, ...], tuple[Refused, ...]]:
@@ -212,37 +213,6 @@ def _records(kept: RunDir) -> Iterator[RunRecord]:
     for root in kept.roots:
         with contextlib.suppress(KeepstepError, OSError):
             yield run_record.load(Tree(root).record, run=kept.run)
-
-
-def source(shard: LocalShard, *, run: str) -> FileSource:
-    """A source that reads `shard`. If the sidecar has published the shard since, the source uses
-    its new name. Opening the source raises FileNotFoundError if the shard was retired since."""
-    from keepstep_sidecar.tiers.source import FileSource
-
-    published = shard.path.parents[2] / str(shard.step_id) / shard.path.name
-    path = next((one for one in (shard.path, published) if one.exists()), shard.path)
-    return FileSource(
-        shard=shard,
-        tier=Tier.LOCAL,
-        where=str(path),
-        run=run,
-        open=lambda: _opened(path, published),
-    )
-
-
-@contextlib.contextmanager
-def _opened(path: Path, published: Path) -> Iterator[ShardFile]:
-    from keepstep_sidecar.volume.files import Engine, Filesystem, open_shard
-
-    def file(name: Path) -> contextlib.AbstractContextManager[ShardFile]:
-        return open_shard(name, filesystem=Filesystem(), engine=Engine.BUFFERED, threads=1)
-
-    with contextlib.ExitStack() as stack:
-        try:
-            found = stack.enter_context(file(path))
-        except FileNotFoundError:  # it may have been published just now
-            found = stack.enter_context(file(published))
-        yield found
 
 
 def chosen(held: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:

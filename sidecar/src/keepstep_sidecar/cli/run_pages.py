@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,10 +67,9 @@ def sidecar_reader(path: Path) -> Callable[[str], RunPage]:
 
 
 def reader(directory: Path) -> Callable[[str], RunPage]:
-    """A function that reads one run below `directory`. If the run has no sidecar, its volumes are
-    scanned again only when its directories have changed: then only `keepstep rm` writes there."""
+    """A function that reads one run below `directory`: from its sidecar or, without one, from its
+    volumes."""
     followed: dict[str, Follower] = {}
-    scanned: dict[str, tuple[tuple[int, ...], RunPage]] = {}
 
     def read(name: str) -> RunPage:
         kept = run_dir.find(directory, name)
@@ -80,34 +77,9 @@ def reader(directory: Path) -> Callable[[str], RunPage]:
         if (live := follower.status()) is not None:
             page = _page(name, inventory.of_live(live), follower.events, live.goodput)
         else:
-            state = _changed_at(kept)
-            if name not in scanned or scanned[name][0] != state:
-                held, goodput = inventory.on_volumes(kept), inventory.goodput(kept, None)
-                scanned[name] = state, _page(name, held, _left(kept), goodput)
-            page = scanned[name][1]
+            events, goodput = inventory.history(kept)
+            page = _page(name, inventory.on_volumes(kept), tuple(events), goodput)
         places = tuple(map(str, kept.roots))
         return dataclasses.replace(page, name=kept.run, volumes=places, log=str(kept.log))
 
     return read
-
-
-def _left(kept: run_dir.RunDir) -> tuple[Event, ...]:
-    """The history that the last sidecar left, from the volume with the newest event."""
-    from keepstep_sidecar.volume.directories import Tree
-    from keepstep_sidecar.volume.history_file import HistoryFile
-
-    paths = [Tree(root).history for root in kept.roots]
-    found = [HistoryFile(path, run=kept.run).read(now=time.time())[0] for path in paths]
-    newest = max(found, key=lambda events: events[-1].until if events else 0.0)
-    return tuple(newest)
-
-
-def _changed_at(kept: run_dir.RunDir) -> tuple[int, ...]:
-    """The modification times of the record, of the history and of the directories that hold steps:
-    if none changed, neither did the run's steps and events."""
-    times = []
-    for root in kept.roots:
-        for path in (kept.record, root, root / "pending", root / "history.jsonl"):
-            with contextlib.suppress(OSError):
-                times.append(path.stat().st_mtime_ns)
-    return tuple(times)

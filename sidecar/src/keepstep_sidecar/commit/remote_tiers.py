@@ -110,10 +110,6 @@ class RemoteTiers:
 
     # --- waiting -----------------------------------------------------------------------------
 
-    def want(self, id: StepId) -> None:
-        """A client waits until this step is archived, so archive it whether it is due or not."""
-        self._remotes.want(id)
-
     def archived(self, id: StepId) -> bool:
         """Whether the whole step is in the archive, or was until it expired."""
         return self._remotes.archive is not None and self._remotes.archive.had(id)
@@ -144,9 +140,6 @@ class RemoteTiers:
                 warn("remote tier not closed", tier=str(remote_tier.tier), reason=str(error))
 
     # --- asking ------------------------------------------------------------------------------
-
-    def has(self, tier: Tier) -> bool:
-        return self._remotes.has(tier)
 
     def statuses(self) -> dict[Tier, TierStatus]:
         """How far each tier is; with the trouble of another run's archive, if this run begins from

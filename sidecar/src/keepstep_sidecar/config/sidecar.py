@@ -221,43 +221,27 @@ class Fork:
 
 def parse_restore_from(text: str, *, since: int = 0) -> Wish | Fork:
     """`STEP`: a number or an id. `RUN/STEP`: also `latest`. Raises UsageError for all else."""
-    if "/" in text:
-        return _fork(text)
+    run, slash, step = text.rpartition("/")
+    if slash and not _RUN.fullmatch(run):
+        raise UsageError(
+            f"--restore-from {text}: {run!r} cannot name a run of the same archive; to go back to a"
+            " step of this run, leave RUN/ out (spec.restoreFrom of its CheckpointRun)"
+        )
+    number: int | None = None
+    id: StepId | None = None
     try:
-        number, id = _step(text)
+        if _NUMBER.fullmatch(step):
+            number = int(step)
+        elif not slash or step != NEWEST:
+            id = StepId.parse(step)
     except ValueError as error:
         raise UsageError(
-            f"--restore-from {text}: give a step's number or its id, as `keepstep steps` shows them"
+            f"--restore-from {text}: give a step's number or its id, as `keepstep steps` shows"
+            f" them, or RUN/STEP of another run, whose STEP may be {NEWEST}, too"
         ) from error
+    if slash:
+        return Fork(run=run, number=number, id=id)
     return Wish(number=number, id=id, since=since)
-
-
-def _step(text: str) -> tuple[int | None, StepId | None]:
-    return (int(text), None) if _NUMBER.fullmatch(text) else (None, StepId.parse(text))
-
-
-def _fork(text: str) -> Fork:
-    run, _, step = text.partition("/")
-    if "/" in step:
-        raise UsageError(
-            f"--restore-from {text}: a run of another namespace is out of reach, as each has an"
-            " archive of its own; give RUN/STEP"
-        )
-    if run == ".":
-        raise UsageError(
-            f"--restore-from {step}: RUN/STEP of another run is what a new run begins from; to go"
-            " back to a step of this one, set spec.restoreFrom of its CheckpointRun"
-        )
-    if not _RUN.fullmatch(run):
-        raise UsageError(f"--restore-from {text}: {run!r} cannot name a run")
-    try:
-        number, id = (None, None) if step == NEWEST else _step(step)
-    except ValueError as error:
-        raise UsageError(
-            f"--restore-from {text}: give RUN/STEP, where STEP is a number, an id as `keepstep"
-            f" archive ls` shows them, or {NEWEST}"
-        ) from error
-    return Fork(run=run, number=number, id=id)
 
 
 # --- all settings ----------------------------------------------------------------------------

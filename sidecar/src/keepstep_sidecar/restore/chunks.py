@@ -20,7 +20,7 @@ from pathlib import Path
 
 from keepstep.errors import ImageError, NoMemoryError, StorageError
 from keepstep.image import Layout, chunk_bounds
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import (
     RESTORE_TIMEOUT_ENV,
@@ -34,7 +34,6 @@ from keepstep_sidecar.concurrency import all_of
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.memory.slot_file import copy, populate
-from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.restore.broadcast import Broadcast, Shared
 from keepstep_sidecar.restore.fetch import Fetcher
 from keepstep_sidecar.tiers import transfer
@@ -102,9 +101,8 @@ class ChunkBuffers:
     limit. `read_bytes`: bytes read into windows, by the tier that they came from. `shared_bytes`:
     bytes that were copied from another rank's frame instead."""
 
-    pool: SlotPool
-    leases: Leases
     fetcher: Fetcher
+    leases: Leases
     _: KW_ONLY
     memory_dir: Path
     limit_bytes: int | None
@@ -113,7 +111,7 @@ class ChunkBuffers:
     _buffers: dict[int, ChunkBuffer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._broadcast = Broadcast(self._read)
+        self.pool, self._broadcast = self.fetcher.pool, Broadcast(self._read)
 
     def start(self) -> None:
         """Remove windows that an earlier sidecar left. Of a link, only the name is removed."""

@@ -15,12 +15,10 @@ from keepstep.core.vote import MOST_EPOCHS, Candidate, Candidates, Offer
 from keepstep.errors import ImageError, NoMemoryError, StorageError, few
 from keepstep.steps import Answer, StepId, Tier
 from keepstep.wire.trainer import RESTORE_TIMEOUT_ENV, Opened
-from keepstep_sidecar.commit.committer import Committer
-from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.errors import refuse
-from keepstep_sidecar.leases import Lease, Leases, sees_all
+from keepstep_sidecar.leases import Lease, sees_all
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool
+from keepstep_sidecar.memory.slot_pool import RankSlots, Slot
 from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.fetch import Prefetcher
 from keepstep_sidecar.restore.sources import ImageSources
@@ -32,19 +30,18 @@ class Restorer:
     """Candidates, prefetch and the opening of images, for every rank of this machine.
     `fleeting`, `way_out`: see `Candidates`."""
 
-    pool: SlotPool
-    committer: Committer
     prefetcher: Prefetcher
     image_sources: ImageSources
     chunk_buffers: ChunkBuffers
     _: KW_ONLY
-    changes: Changes
-    leases: Leases
     fleeting: bool = False
     way_out: str = ""
     _pins: dict[int, Slot] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        prefetcher = self.prefetcher
+        self.pool, self.committer = prefetcher.pool, prefetcher.committer
+        self.changes, self.leases = prefetcher.changes, prefetcher.leases
         self._ledger = self.committer.node.ledger
         self._copies, self._local_shards = self.committer.copies, self.committer.local_shards
         self._remotes, self._epochs = self.committer.remotes, self.committer.epochs

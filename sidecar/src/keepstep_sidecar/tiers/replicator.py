@@ -22,6 +22,7 @@ from keepstep.steps import StepId, Tier
 from keepstep.wire.status import TierStatus
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.tiers.source import Gone, Unreadable
 from keepstep_sidecar.volume.directories import LocalShard
 
 LOOK_AGAIN_S = 60.0
@@ -30,14 +31,6 @@ _COMPARE_EVERY_S = 15.0
 
 Key = tuple[StepId, int]
 """A step and a rank."""
-
-
-class Gone(StorageError):
-    """The shard was retired meanwhile. There is nothing to send, and this is no error."""
-
-
-class Unreadable(StorageError):
-    """The drive here cannot read the shard's bytes, and will not be able to next time."""
 
 
 class Rejected(StorageError):
@@ -154,10 +147,10 @@ class Replicator:
                     if lane not in self._tasks:
                         task = group.create_task(lane.run(), name=f"send to {self.tier}")
                         self._tasks[lane] = task
-                await self.changes.until(self._lanes_changed, timeout_s=_COMPARE_EVERY_S)
-
-    def _lanes_changed(self) -> bool:
-        return set(self._lanes.values()) != self._tasks.keys()
+                await self.changes.until(
+                    lambda: set(self._lanes.values()) != self._tasks.keys(),
+                    timeout_s=_COMPARE_EVERY_S,
+                )
 
     # --- asking ------------------------------------------------------------------------------
 
@@ -253,11 +246,9 @@ class _Lane:
         two steps that become due together, the first may be retired by then."""
         due = self._replicator.due
         waiting = {step for step, _ in self._missing() if step in due.owed & due.settled}
-        oldest = min((one for one in waiting if self._is_new(one)), default=None)
+        newer = [one for one in waiting if self._newest is None or one > self._newest]
+        oldest = min(newer, default=None)
         return not self._failures and id in (self.sending, self._next(), oldest)
-
-    def _is_new(self, id: StepId) -> bool:
-        return self._newest is None or id > self._newest
 
     # --- working -----------------------------------------------------------------------------
 

@@ -6,21 +6,32 @@ the same for all sources.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from keepstep.core.shard import Shard
-from keepstep.errors import TornError
+from keepstep.errors import StorageError, TornError
 from keepstep.steps import Tier
 from keepstep_sidecar.config.sidecar import Verify
-from keepstep_sidecar.volume.directories import LocalShard
-from keepstep_sidecar.volume.files import ShardFile
+from keepstep_sidecar.volume.directories import BAD_BLOCKS, LocalShard
+from keepstep_sidecar.volume.files import Engine, Filesystem, ShardFile, open_shard
 from keepstep_sidecar.volume.volume import VolumeSet
 
 Read = Callable[[int, Sequence[memoryview]], Iterator[memoryview]]
 """Reads from byte `begin` on: fills page-aligned buffers in order, and yields each once full."""
+
+
+class Gone(StorageError):
+    """The shard was retired meanwhile. There is nothing to read or to send, and this is no
+    error."""
+
+
+class Unreadable(StorageError):
+    """The drive here cannot read the shard's bytes, and will not be able to next time."""
 
 
 class Cancel:
@@ -106,3 +117,51 @@ def local_source(volumes: VolumeSet, shard: LocalShard) -> FileSource:
         streams=volume.io_threads,
         verified_loads=volume.verify is Verify.FULL,
     )
+
+
+def file_source(shard: LocalShard, *, run: str, engine: Engine = Engine.BUFFERED) -> FileSource:
+    """A source for a shard on a drive of this machine, for those who do not own the volume, or
+    change nothing there. It is found where it lies when it is opened: its step may have been
+    published or hidden since. Raises Gone, Unreadable, StorageError."""
+    return FileSource(
+        shard=shard,
+        tier=Tier.LOCAL,
+        where=str(shard.path),
+        run=run,
+        open=lambda: _opened(shard.path, engine),
+    )
+
+
+@contextmanager
+def _opened(path: Path, engine: Engine) -> Iterator[ShardFile]:
+    step, above = path.parent, path.parent.parent
+    root = above.parent if above.name == "pending" else above
+    with ExitStack() as stack:
+        try:
+            for place in (step, root / step.name, root / "pending" / step.name):
+                with suppress(FileNotFoundError):
+                    file = stack.enter_context(_file(place / path.name, engine))
+                    break
+            else:
+                raise Gone(f"{path} was retired meanwhile")
+            yield file
+        except OSError as error:
+            kind = Unreadable if error.errno in BAD_BLOCKS else StorageError
+            raise kind(f"{path}: cannot read: {error}; use another copy") from error
+
+
+@contextmanager
+def _file(path: Path, engine: Engine) -> Iterator[ShardFile]:
+    with ExitStack() as stack:
+
+        def enter(engine: Engine) -> ShardFile:
+            opened = open_shard(path, filesystem=Filesystem(), engine=engine, threads=1)
+            return stack.enter_context(opened)
+
+        try:
+            file = enter(engine)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            file = enter(Engine.BUFFERED)  # a file system without O_DIRECT
+        yield file

@@ -26,17 +26,15 @@ from keepstep_sidecar.volume.directories import LocalShard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteShard(Shard):
-    """A shard that a remote tier holds. `where`: a text for people, like `s3://ckpt/gpt` or `node
-    rank 3`. `key`: for the remote tier's own use."""
+    """A shard that a remote tier holds. `key`: where, for the remote tier's own use."""
 
     tier: Tier
-    where: str
-    key: Any = field(default=None, compare=False, repr=False)
+    key: Any = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, shard: Shard, *, tier: Tier, where: str, key: Any = None) -> RemoteShard:
-        """The same shard, as held at `where`."""
-        return cls(**shard.facts, tier=tier, where=where, key=key)
+    def of(cls, shard: Shard, *, tier: Tier, key: Any = None) -> RemoteShard:
+        """The same shard, as held there."""
+        return cls(**shard.facts, tier=tier, key=key)
 
 
 @dataclass(frozen=True, kw_only=True)

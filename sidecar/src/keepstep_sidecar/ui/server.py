@@ -1,8 +1,7 @@
-"""The page's server: who may read, what all viewers see, the routes, and the stream by which a
-browser learns of changes.
+"""The page's server: who may read, what all viewers see, and the routes.
 
-A viewer keeps one response open (server-sent events), on which the changed sections are sent.
-Connections that have not shown the cookie are few, and are ended soon.
+A browser asks for the changing parts of its page every second. Connections that have not shown the
+cookie are few, and are ended soon.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import html
-import json
 import logging
 import os
 import resource
@@ -18,16 +16,15 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from keepstep.errors import KeepstepError, UsageError
 from keepstep_sidecar import connections
-from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.ui.pages import STATIC, Pages, Shown
 from keepstep_sidecar.ui.timeline import RunPage
 
@@ -160,10 +157,9 @@ def _refused(status: int, why: str) -> web.Response:
 # --- what all viewers see --------------------------------------------------------------------
 
 
-EVERY_S: Final = 1.0
-"""The pause between two reads of a run. With the time of the read and of the page, a change is seen
-within 2 s.
-"""
+EVERY_S: Final = 0.5
+"""A run is read again when it is asked for this long after the last read. A page asks every second,
+so a change is seen within 2 s."""
 
 _log = logging.getLogger("keepstep.ui")
 
@@ -181,69 +177,37 @@ class Board:
         read: Callable[[str], RunPage],
         readers: Executor,
     ) -> None:
-        self.views: dict[str, RunPage] = {}
-        self.changes = Changes()
         self.reads = 0
         self._names, self._read, self._readers = names, read, readers
+        self._views: dict[str, RunPage] = {}
         self._listed: tuple[str, ...] = ()
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._read_at: dict[str, float] = {}
-        self._viewers = 0
-        self._keeping: asyncio.Task[None] | None = None
 
-    @contextlib.contextmanager
-    def viewer(self) -> Iterator[None]:
-        """A viewer, for as long as this context is open."""
-        self._viewers += 1
-        if self._keeping is None:
-            self._keeping = asyncio.create_task(self._keep(), name="read runs")
-        try:
-            yield
-        finally:
-            self._viewers -= 1
-            if not self._viewers:
-                self._keeping.cancel()
-                self._keeping = None
-
-    async def _keep(self) -> None:
-        """Read the runs until cancelled, when there is no viewer any more."""
-        while True:
-            try:
-                await self._list()
-            except (OSError, KeepstepError) as error:  # may be away for only a moment
-                _log.warning("the runs cannot be listed: %s", error)
-            for name in self._listed:
-                self._begin(name)
-            await asyncio.sleep(EVERY_S)
-
-    async def fresh(self, *, timeout_s: float = 3.0) -> tuple[RunPage, ...]:
-        """All runs, each as recent as a viewer would see it. Runs that do not answer within
-        `timeout_s` are returned as they were read last. Raises what listing the runs raises.
-        """
+    async def fresh(self, only: str = "", *, timeout_s: float = 3.0) -> tuple[RunPage, ...]:
+        """All runs; those that were read some time ago, or `only` that one, are read again. A run
+        that does not answer within `timeout_s` is as it was read last. Raises what listing the runs
+        raises."""
         await self._list()
         before = time.monotonic() - EVERY_S
-        stale = [name for name in self._listed if self._read_at.get(name, 0.0) < before]
+        asked = [name for name in self._listed if not only or name == only]
+        stale = [name for name in asked if self._read_at.get(name, 0.0) < before]
         if begun := [self._begin(name) for name in stale]:
             await asyncio.wait(begun, timeout=timeout_s)
-        return self.all()
-
-    def all(self) -> tuple[RunPage, ...]:
-        """All runs as they were read last, in the order of their list."""
         return tuple(self.view(name) for name in self._listed)
 
     def view(self, name: str) -> RunPage:
         """One run as it was read last. Raises KeyError if there is no such run."""
         if name not in self._listed:
             raise KeyError(name)
-        return self.views.get(name) or RunPage(name=name, error="it has not answered yet")
+        return self._views.get(name) or RunPage(name=name, error="it has not answered yet")
 
     async def _list(self) -> None:
         listed = tuple(await asyncio.get_running_loop().run_in_executor(None, self._names))
         if listed != self._listed:
             self._listed = listed
-            self.views = {name: view for name, view in self.views.items() if name in listed}
+            self._views = {name: view for name, view in self._views.items() if name in listed}
             self._read_at = {name: at for name, at in self._read_at.items() if name in listed}
-            self.changes.ring()
 
     def _begin(self, name: str) -> asyncio.Task[None]:
         """Begin to read the run, or return the read that is under way."""
@@ -265,23 +229,17 @@ class Board:
             self._reading.pop(name, None)
         self.reads += 1
         self._read_at[name] = time.monotonic()
-        if view != self.views.get(name) and name in self._listed:
-            self.views[name] = view
-            self.changes.ring()
+        if name in self._listed:
+            self._views[name] = view
 
 
 # --- routes ----------------------------------------------------------------------------------
 
 
-T = TypeVar("T")
-
 _READERS: Final = 8
 _STILL_THERE_S: Final = 15.0
-"""How often a comment is sent: a viewer that has left silently is noticed when a write to
-it fails.
-"""
-_AT_ONCE: Final = 64
-"""How many pages may be open; each open tab costs a descriptor."""
+"""How often a line is sent: a command that has left silently is noticed when a write to it
+fails."""
 _STRANGERS, _STRANGER_S = 32, 5.0
 """Connections that have not shown the cookie, and how long each may last: anyone can open them."""
 _IDLE_S: Final = 15.0
@@ -331,7 +289,7 @@ async def serving(
     app.router.add_get("/runs/{name}/changes", routes.run_changes, allow_head=False)
     app.router.add_get(ENTRY_ROUTE, routes.entry, allow_head=False)
     app.router.add_static("/static", STATIC)
-    # a viewer's response never ends by itself, so it is cancelled
+    # the answer with a token never ends by itself, so it is cancelled
     runner = web.AppRunner(
         app,
         access_log=None,
@@ -355,27 +313,31 @@ async def serving(
 
 
 class _Routes:
-    """Each page is rendered once for all its viewers."""
-
     def __init__(self, board: Board, pages: Pages, access: Access) -> None:
         self._board, self._pages, self._access = board, pages, access
-        self._last: dict[str, tuple[RunPage, Shown]] = {}
-        self._open = 0
 
     async def index(self, request: web.Request) -> web.Response:
         return _html(self._pages.index(await self._board.fresh()))
 
     async def run(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        await self._board.fresh()
-        try:
-            view = self._board.view(name)
-        except KeyError:
+        if (view := await self._view(name)) is None:
             return _html(self._pages.missing(name), status=404)
         return _html(self._pages.run(view))
 
-    async def index_changes(self, request: web.Request) -> web.StreamResponse:
-        return await self._send(request, lambda: self._pages.index_sections(self._board.all()))
+    async def _view(self, name: str) -> RunPage | None:
+        await self._board.fresh(name)
+        with contextlib.suppress(KeyError):
+            return self._board.view(name)
+        return None
+
+    async def index_changes(self, _: web.Request) -> web.Response:
+        return _json(self._pages.index_sections(await self._board.fresh()))
+
+    async def run_changes(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        gone = RunPage(name=name, error="it is not there any more")
+        return _json(self._pages.run_sections(await self._view(name) or gone))
 
     async def entry(self, request: web.Request) -> web.StreamResponse:
         """A token for a browser. The response stays open, and with it the page, until the command
@@ -389,54 +351,14 @@ class _Routes:
                 await response.write(b"\n")
         return response
 
-    async def run_changes(self, request: web.Request) -> web.StreamResponse:
-        name = request.match_info["name"]
-        return await self._send(request, lambda: self._shown(name))
-
-    def _shown(self, name: str) -> Shown:
-        try:
-            view = self._board.view(name)
-        except KeyError:
-            gone = RunPage(name=name, error="it is not there any more")
-            return self._pages.run_sections(gone)
-        if (known := self._last.get(name)) is None or known[0] is not view:
-            there = self._board.views
-            self._last = {run: last for run, last in self._last.items() if run in there}
-            known = self._last[name] = view, self._pages.run_sections(view)
-        return known[1]
-
-    async def _send(self, request: web.Request, shown: Callable[[], Shown]) -> web.StreamResponse:
-        """Send whatever differs from what this viewer was sent before, until the viewer leaves."""
-        if self._open >= _AT_ONCE:
-            return web.Response(status=503, text="too many pages are open: close some\n")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        board, changes = self._board, self._board.changes
-        self._open += 1
-        try:
-            with board.viewer(), contextlib.suppress(ConnectionResetError):
-                await board.fresh()
-                await response.prepare(request)
-                sent: Shown = {}, {}
-                while True:
-                    seen, now = changes.count, shown()
-                    sections, charts = _differing(now[0], sent[0]), _differing(now[1], sent[1])
-                    if sections or charts:
-                        news = json.dumps({"sections": sections, "charts": charts})
-                        await response.write(f"data: {news}\n\n".encode())
-                        sent = now
-                    if not await changes.after(seen, timeout_s=_STILL_THERE_S):
-                        await response.write(b": still there\n\n")
-        finally:
-            self._open -= 1
-        return response
-
 
 def _html(text: str, *, status: int = 200) -> web.Response:
     return web.Response(text=text, status=status, content_type="text/html", charset="utf-8")
 
 
-def _differing(now: dict[str, T], sent: dict[str, T]) -> dict[str, T]:
-    return {id: value for id, value in now.items() if sent.get(id) != value}
+def _json(shown: Shown) -> web.Response:
+    sections, charts = shown
+    return web.json_response({"sections": sections, "charts": charts})
 
 
 # --- the page of a pod -----------------------------------------------------------------------

@@ -31,7 +31,6 @@ from pathlib import Path
 from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.directory import NoFileError
 from keepstep.errors import FormatError, ImageError, TornError
-from keepstep.image import Layout
 from keepstep.image.manifest import Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.log import warn
@@ -143,24 +142,25 @@ class LocalShard(Shard):
     committed."""
 
     path: Path = field(compare=False)
-    layout: Layout = field(compare=False)
     published: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, path: Path, manifest: Manifest, *, published: bool = False) -> LocalShard:
         """A shard as the file itself describes it."""
-        return cls(**manifest.shard.facts, path=path, layout=manifest.layout, published=published)
+        return cls(**manifest.shard.facts, path=path, published=published)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A file that is not a shard of this run, and why. `moved_to`: its path in quarantine.
+    """A file that is not a shard of this run, and why. `unread`: its drive gave an error.
+    `moved_to`: its path in quarantine.
 
     After a `VersionError` the file stays where it is: a newer keepstep can read it.
     """
 
     path: Path
     error: ImageError
+    unread: bool = False
     moved_to: Path | None = None
 
 
@@ -246,7 +246,8 @@ def _look(
     except OSError as error:
         if error.errno not in BAD_BLOCKS:
             raise
-        return Refused(path=path, error=FormatError(f"unreadable: {error.strerror}", path=path))
+        refusal = FormatError(f"unreadable: {error.strerror}", path=path)
+        return Refused(path=path, error=refusal, unread=True)
     except MemoryError:
         raise
     except Exception as error:

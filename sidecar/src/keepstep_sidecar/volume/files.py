@@ -14,12 +14,14 @@ import fcntl
 import hashlib
 import mmap
 import os
+import re
 import signal
 import stat
 import struct
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -39,123 +41,53 @@ from keepstep_sidecar.concurrency import for_each_chunk
 #
 # `KEEPSTEP_FAULTS="write.data:kill@3,write.control:eio"` kills the process (SIGKILL, so nothing is
 # cleaned up) before it writes the third chunk, and fails the first write of a control page with
-# EIO. A point stands *before* the call that it names. The points of one operation are listed in the
-# order in which they are passed.
+# EIO; `hang`: the call never returns, as on a network volume that cannot be reached. A point stands
+# *before* the call that it names.
 
 
 FAULTS_ENV = "KEEPSTEP_FAULTS"
 
-FAULT_POINTS = (
-    "write.create",
-    "spare.unseal",
-    "spare.sync",
-    "write.allocate",
-    "write.data",
-    "write.table",
-    "write.data-sync",
-    "write.control",
-    "write.control-sync",
-    "write.rename",
-    "write.directory-sync",
-    "write.done",
-    "publish.rename",
-    "publish.sync",
-    "unpublish.rename",
-    "unpublish.sync",
-    "retire.rename",
-    "retire.sync",
-    "retire.unlink",
-    "retire.done",
-    "quarantine.rename",
-    "history.write",
-    "record.create",
-    "record.data",
-    "record.data-sync",
-    "record.rename",
-    "record.directory-sync",
-    "load.read",
-    "load.control",
-    "peer.create",
-    "peer.allocate",
-    "peer.data",
-    "peer.table",
-    "peer.data-sync",
-    "peer.control",
-    "peer.control-sync",
-    "peer.rename",
-    "peer.directory-sync",
-    "peer.done",
-)
-"""All fault points. While faults are armed, `fault_point` refuses other names."""
-
-KINDS = ("kill", "eio", "enospc", "hang")
-"""`hang`: the call never returns, as on a network volume that cannot be reached."""
+_FAULT = re.compile(r"([a-z]+\.[a-z-]+):(kill|eio|enospc|hang)(?:@([0-9]+))?")
+_armed: dict[tuple[str, int], str] = {}
+_passed: Counter[str] = Counter()
+_counting = threading.Lock()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """What happens at the `hit`-th time (from 1) that `point` is passed."""
-
-    point: str
-    kind: str
-    hit: int = 1
-
-
-def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Read `point:kind[@hit]` separated by commas. Raises ValueError naming the bad part."""
-    return tuple(_parse_fault(part.strip()) for part in text.split(",") if part.strip())
+def arm_faults(text: str) -> None:
+    """Trigger these faults from now on; '' for none. Raises ValueError if they cannot be read."""
+    _armed.clear()
+    _passed.clear()
+    for part in filter(None, text.split(",")):
+        if not (match := _FAULT.fullmatch(part.strip())):
+            raise ValueError(
+                f"{FAULTS_ENV}: not a fault: {part!r} (point:kill|eio|enospc|hang[@n])"
+            )
+        _armed[match[1], int(match[3] or 1)] = match[2]
 
 
-def _parse_fault(part: str) -> Fault:
-    name, _, rest = part.partition(":")
-    kind, _, hit = rest.partition("@")
-    if name not in FAULT_POINTS or kind not in KINDS or not (hit or "1").isdigit():
-        raise ValueError(f"{FAULTS_ENV}: not a fault: {part!r} (point:kill|eio|enospc|hang[@n])")
-    return Fault(point=name, kind=kind, hit=int(hit or 1))
-
-
-class _Armed:
-    """Counts the passes of every point, and triggers the faults."""
-
-    def __init__(self, faults: tuple[Fault, ...]) -> None:
-        self._faults = {(fault.point, fault.hit): fault.kind for fault in faults}
-        self._hits = dict.fromkeys(FAULT_POINTS, 0)
-        self._lock = threading.Lock()
-
-    def __call__(self, name: str) -> None:
-        with self._lock:
-            self._hits[name] += 1
-            kind = self._faults.get((name, self._hits[name]))
-            if kind == "kill":  # under the lock: meanwhile no other thread gets any further
-                os.kill(os.getpid(), signal.SIGKILL)
-        if kind is None:
-            return
-        os.write(2, f"{name}: {kind} (injected)\n".encode())
-        if kind == "hang":
-            threading.Event().wait()
-        else:
-            code = {"eio": errno.EIO, "enospc": errno.ENOSPC}[kind]
-            raise OSError(code, f"{os.strerror(code)} (injected at {name})")
+def arm_from_environment() -> None:
+    """Arm the faults of `KEEPSTEP_FAULTS`. Raises ValueError when they cannot be read."""
+    arm_faults(os.environ.get(FAULTS_ENV, ""))
 
 
 def fault_point(name: str) -> None:
     """Trigger the fault that is armed here, if any."""
-    if _armed is not None:
-        _armed(name)
+    if not _armed:
+        return
+    with _counting:
+        _passed[name] += 1
+        kind = _armed.get((name, _passed[name]))
+        if kind == "kill":  # under the lock: meanwhile no other thread gets any further
+            os.kill(os.getpid(), signal.SIGKILL)
+    if kind is None:
+        return
+    os.write(2, f"{name}: {kind} (injected)\n".encode())
+    if kind == "hang":
+        threading.Event().wait()
+    code = {"eio": errno.EIO, "enospc": errno.ENOSPC}[kind]
+    raise OSError(code, f"{os.strerror(code)} (injected at {name})")
 
 
-def arm_faults(faults: tuple[Fault, ...]) -> None:
-    """Trigger these faults from now on; with none, disarm."""
-    global _armed
-    _armed = _Armed(faults) if faults else None
-
-
-def arm_from_environment() -> None:
-    """Arm the faults of `KEEPSTEP_FAULTS`. Raises ValueError when it cannot be parsed."""
-    arm_faults(parse_faults(os.environ.get(FAULTS_ENV, "")))
-
-
-_armed: _Armed | None = None
 arm_from_environment()
 
 

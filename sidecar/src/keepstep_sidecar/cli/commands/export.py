@@ -180,6 +180,7 @@ class _Step:
         Raises RestoreError if the step was retired before, ImageError, StorageError.
         """
         from keepstep_sidecar.tiers import transfer
+        from keepstep_sidecar.tiers.source import Gone
 
         with contextlib.ExitStack() as stack:
 
@@ -189,7 +190,7 @@ class _Step:
             try:
                 with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
                     images = list(pool.map(enter, self.sources))
-            except FileNotFoundError as error:
+            except Gone as error:
                 raise _RetiredError(
                     f"step {self.id} was retired just now; `keepstep steps` shows what is kept, and"
                     " --keep says how long"
@@ -202,11 +203,8 @@ def _read(images: list[Opened], cancel: Cancel, rank: int, chunk: int, into: mem
     if cancel.done:
         raise StorageError("interrupted")
     begin, end = images[rank].manifest.bounds(chunk)
-    try:
-        for _ in images[rank].read([(chunk, into[: end - begin])]):
-            pass
-    except OSError as error:
-        raise StorageError(f"{images[rank].source.where} cannot be read: {error}") from error
+    for _ in images[rank].read([(chunk, into[: end - begin])]):
+        pass
 
 
 # --- which step --------------------------------------------------------------------------------
@@ -315,9 +313,11 @@ def _dead(id: StepId, epochs: Sequence[Epoch]) -> bool:
 
 def _on_volumes(kept: RunDir) -> _Held:
     """The shards on this machine's volumes: those of its ranks, and copies for its peers."""
+    from keepstep_sidecar.tiers.source import file_source
+
     held: _Held = {}
     for shard in (*inventory.survey(kept)[0], *inventory.copies(kept)):
-        source = inventory.source(shard, run=kept.run)
+        source = file_source(shard, run=kept.run)
         held.setdefault(shard.step_id, {}).setdefault(shard.rank, source)
     return held
 

@@ -147,9 +147,9 @@ def _verify_shard(shard: LocalShard, on_bytes: Callable[[int], None], *, run: st
     retired it, it is skipped.
     """
     from keepstep_sidecar.tiers import transfer
+    from keepstep_sidecar.tiers.source import Gone, file_source
 
-    source = inventory.source(shard, run=run)
-    with contextlib.suppress(FileNotFoundError), transfer.opened(source) as opened:
+    with contextlib.suppress(Gone), transfer.opened(file_source(shard, run=run)) as opened:
         chunks = opened.manifest.chunks
         transfer.each(opened, chunks, lambda _, data: on_bytes(len(data)))
 

@@ -38,7 +38,7 @@ class Holding:
 
     def shards(self, step: ArchivedStep) -> tuple[RemoteShard, ...]:
         """The shards of a complete step."""
-        return remotes(step, run=self.run, where=self.store.where)
+        return remotes(step, run=self.run)
 
     async def chosen(self, word: str | None, *, sound: bool) -> tuple[ArchivedStep, ...]:
         """Steps by number or by full name. Without a word, all that have a record.
@@ -64,28 +64,24 @@ class Holding:
 
     async def verify(self, step: ArchivedStep, *, on_chunk: Callable[[int], None]) -> list[str]:
         """The faults of the shards of a complete step. Raises StorageError."""
-        results = [await self._fault(shard, on_chunk) for shard in self.shards(step)]
-        return [fault for fault in results if fault]
+        faults = []
+        for shard in self.shards(step):
+            source = self.source(shard)
+
+            def work(cancel: Cancel, source: ArchiveSource = source) -> None:
+                """Verify every byte, with memory for a few chunks."""
+                with transfer.opened(source, cancel) as opened:
+                    chunks = opened.manifest.chunks
+                    transfer.each(opened, chunks, lambda _, data: on_chunk(len(data)))
+
+            try:
+                await transfer.run(None, work)
+            except ImageError as error:
+                faults.append(str(error))
+        return faults
 
     def source(self, shard: RemoteShard) -> ArchiveSource:
         return source(self.store, shard, run=self.run)
-
-    async def _fault(self, shard: RemoteShard, on_chunk: Callable[[int], None]) -> str:
-        try:
-            await self._verify(self.source(shard), on_chunk)
-        except ImageError as error:
-            return str(error)
-        return ""
-
-    async def _verify(self, source: ArchiveSource, on_chunk: Callable[[int], None]) -> None:
-        """Verify every byte, with memory for a few chunks."""
-
-        def work(cancel: Cancel) -> None:
-            with transfer.opened(source, cancel) as opened:
-                chunks = opened.manifest.chunks
-                transfer.each(opened, chunks, lambda _, data: on_chunk(len(data)))
-
-        await transfer.run(None, work)
 
 
 @asynccontextmanager

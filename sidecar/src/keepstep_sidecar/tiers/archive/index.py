@@ -24,7 +24,7 @@ from keepstep.errors import FormatError, ImageError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, merged
 from keepstep_sidecar.concurrency import blocking, few_at_once
 from keepstep_sidecar.tiers.archive import step_record as records
-from keepstep_sidecar.tiers.archive.read import IN_FLIGHT, ArchiveSource, Twin
+from keepstep_sidecar.tiers.archive.read import IN_FLIGHT, ArchiveSource, Place
 from keepstep_sidecar.tiers.archive.step_record import StepRecord, is_twin
 from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
@@ -106,46 +106,32 @@ def step_prefix(run: str, id: StepId) -> str:
     return f"{run}/{id}"
 
 
-def remotes(step: ArchivedStep, *, run: str, where: str) -> tuple[RemoteShard, ...]:
+def remotes(step: ArchivedStep, *, run: str) -> tuple[RemoteShard, ...]:
     """The shards of a complete step."""
     record = step.record
     assert record is not None
     prefix = step_prefix(run, step.id)
 
-    def place(shard: Shard) -> Place:
+    def remote(shard: Shard) -> RemoteShard:
         name, stored_bytes = record.file(shard)
         twin = record.twins.get(shard.rank)
         rest = None if twin is None else remote(record.shards[twin.rank])
-        return Place(name=f"{prefix}/{name}", stored_bytes=stored_bytes, rest=rest)
-
-    def remote(shard: Shard) -> RemoteShard:
-        return RemoteShard.of(shard, tier=Tier.ARCHIVE, where=where, key=place(shard))
+        place = Place(name=f"{prefix}/{name}", stored_bytes=stored_bytes, rest=rest)
+        return RemoteShard.of(shard, tier=Tier.ARCHIVE, key=place)
 
     return tuple(map(remote, record.shards))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """A shard's object. `rest`: the shard whose object has what this one leaves out. `own`: as in
-    `Twin`."""
-
-    name: str
-    stored_bytes: int
-    rest: RemoteShard | None = None
-    own: list[int] = field(default_factory=list, compare=False)
-
-
-def whole(shard: Shard, stored: Stored, *, where: str) -> RemoteShard:
+def whole(shard: Shard, stored: Stored) -> RemoteShard:
     """A shard whose object contains all of it."""
     place = Place(name=stored.name, stored_bytes=stored.bytes)
-    return RemoteShard.of(shard, tier=Tier.ARCHIVE, where=where, key=place)
+    return RemoteShard.of(shard, tier=Tier.ARCHIVE, key=place)
 
 
 def inventory(
     complete: Sequence[ArchivedStep],
     *,
     run: str,
-    where: str,
     epochs: tuple[Epoch, ...] = (),
     reason: str = "",
 ) -> Inventory:
@@ -153,7 +139,7 @@ def inventory(
     nothing = Answer.UNKNOWN if reason else Answer.NONE
     return Inventory(
         answer=Answer.STEPS if complete else nothing,
-        shards=tuple(shard for one in complete for shard in remotes(one, run=run, where=where)),
+        shards=tuple(shard for one in complete for shard in remotes(one, run=run)),
         epochs=epochs,
         complete=frozenset(one.id for one in complete),
         reason=reason,
@@ -170,16 +156,12 @@ def source(
 ) -> ArchiveSource:
     """The source from which such a shard is read. Call it on the event loop."""
     place: Place = shard.key
-    twin = None
-    if place.rest is not None:
-        base = source(store, place.rest, run=run)
-        twin = Twin(base=base, stored_bytes=place.stored_bytes, own=place.own)
     return ArchiveSource(
         shard=shard,
         where=f"{store.where}/{place.name}",
         run=run,
-        name=place.name,
-        twin=twin,
+        place=place,
+        base=None if place.rest is None else source(store, place.rest, run=run),
         store=store,
         loop=asyncio.get_running_loop(),
         received=received,
@@ -209,8 +191,10 @@ class Surveyor:
             if is_step(directory) and "/" not in name:
                 by_step[StepId.parse(directory)][name] = stored
         newest_first = (files for _, files in sorted(by_step.items(), reverse=True))
-        records_there = list(filter(None, map(_record_in, newest_first)))
-        read_bytes = itertools.accumulate(map(_read_bytes, records_there))
+        records_there = [one for files in newest_first if (one := files.get(records.NAME))]
+        read_bytes = itertools.accumulate(
+            one.bytes if one.bytes <= records.LIMIT_BYTES else 0 for one in records_there
+        )
         reads = [
             functools.partial(self._read, stored, total)
             for stored, total in zip(records_there, read_bytes, strict=True)
@@ -233,16 +217,16 @@ class Surveyor:
         data = bytearray(stored.bytes)
         try:
             await self.store.read(stored.name, 0, memoryview(data))
+            parse = functools.partial(StepRecord.from_json, bytes(data), path=path)
+            return key, await blocking(None, parse)
         except ImageError as error:
             return key, error
-        parse = functools.partial(_parsed, bytes(data), path)
-        return key, await blocking(None, parse)
 
     def _judge(
         self, id: StepId, files: Mapping[str, Stored], known: Mapping[_Key, _Found]
     ) -> ArchivedStep:
         """Describe a directory whose record, if it has one, was read."""
-        if (stored := _record_in(files)) is None:
+        if (stored := files.get(records.NAME)) is None:
             return ArchivedStep(id=id, files=files)
         found = known[stored.name, stored.etag]
         if isinstance(found, ImageError):
@@ -273,31 +257,12 @@ class Surveyor:
         if len(found) < 2:
             return ""
         ours = {epoch.id for epoch in own}
-        names = [self._family(one, mine=bool(one & ours)) for one in found]
+        names = [f"epoch {max(one)}" + (" (this run)" if one & ours else "") for one in found]
         return (
             f"{self.store.where}/{self.run} is shared by two runs named {self.run!r}:"
             f" {' and '.join(names)}; neither goes on from the other. Give one of them another"
             " archive or another name; nothing was deleted"
         )
-
-    def _family(self, family: frozenset[EpochId], *, mine: bool) -> str:
-        return f"epoch {max(family)}" + (" (this run)" if mine else "")
-
-
-def _read_bytes(stored: Stored) -> int:
-    """How many bytes of a record's file are read: none of one that is too large for a record."""
-    return stored.bytes if stored.bytes <= records.LIMIT_BYTES else 0
-
-
-def _parsed(data: bytes, path: str) -> StepRecord | ImageError:
-    try:
-        return StepRecord.from_json(data, path=path)
-    except ImageError as error:
-        return error
-
-
-def _record_in(files: Mapping[str, Stored]) -> Stored | None:
-    return files.get(records.NAME)
 
 
 # --- epochs of one run -----------------------------------------------------------------------

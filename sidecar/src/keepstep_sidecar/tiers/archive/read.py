@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from keepstep.core.shard import Shard
 from keepstep.errors import DigestError, ForeignError, ImageError
 from keepstep.image import PAGE_BYTES, ControlPage, Layout
-from keepstep.image.layout import read_length
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES, read_length
 from keepstep.steps import Tier
 from keepstep_sidecar.tiers.archive.step_record import own_pieces
 from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
+from keepstep_sidecar.tiers.tier import RemoteShard
 from keepstep_sidecar.tiers.transfer import Manifests
 
 _FIRST_BYTES = 64 << 10
@@ -30,16 +30,27 @@ IN_FLIGHT = 6
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """A shard's object. `rest`: the shard whose object has what this one leaves out. `own`: the
+    pieces that this one has then, empty until they were needed."""
+
+    name: str
+    stored_bytes: int
+    rest: RemoteShard | None = None
+    own: list[int] = field(default_factory=list, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ArchiveSource(ShardSource):
     """See `ShardSource`. Stores work on the event loop `loop`; readers are on other threads."""
 
-    name: str
+    place: Place = field(repr=False)
     store: Store = field(compare=False, repr=False)
     loop: asyncio.AbstractEventLoop = field(compare=False, repr=False)
     received: Callable[[int, float], None] = field(compare=False, repr=False)
     """Called with the bytes and seconds of a read."""
 
-    twin: Twin | None = field(default=None, compare=False, repr=False)
+    base: ArchiveSource | None = field(default=None, compare=False, repr=False)
     """Where the rest is, if this is a twin's difference only."""
 
     tier: Tier = Tier.ARCHIVE
@@ -53,7 +64,7 @@ class ArchiveSource(ShardSource):
             _on_loop(self.loop, cancel, self.store.read(name, begin, view))
             sizes.append(len(view))
 
-        parts = self._in_one_file if self.twin is None else self._in_two_files(self.twin, get)
+        parts = self._in_one_file if self.base is None else self._in_two_files(self.base, get)
 
         def read(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
             for view in into:
@@ -66,12 +77,15 @@ class ArchiveSource(ShardSource):
         self.received(sum(sizes), time.monotonic() - began)
 
     def _in_one_file(self, begin: int, view: memoryview) -> Iterator[_Part]:
-        yield self.name, begin, view
+        yield self.place.name, begin, view
 
-    def _in_two_files(self, twin: Twin, get: _Get) -> Callable[[int, memoryview], Iterator[_Part]]:
-        if not twin.own:
-            twin.own[:] = self._own_pieces(twin, get)
-        position = {piece: at for at, piece in enumerate(twin.own)}
+    def _in_two_files(
+        self, base: ArchiveSource, get: _Get
+    ) -> Callable[[int, memoryview], Iterator[_Part]]:
+        own = self.place.own
+        if not own:
+            own[:] = self._own_pieces(base, get)
+        position = {piece: at for at, piece in enumerate(own)}
 
         def parts(begin: int, view: memoryview) -> Iterator[_Part]:
             done = 0
@@ -81,36 +95,26 @@ class ArchiveSource(ShardSource):
                 at = position.get(piece)
                 with view[done : done + size] as part:  # else it would hold the whole buffer
                     if at is None:
-                        yield twin.base.name, begin + done, part
+                        yield base.place.name, begin + done, part
                     else:
-                        yield self.name, at * CHUNK_BYTES + inside, part
+                        yield self.place.name, at * CHUNK_BYTES + inside, part
                 done += size
 
         return parts
 
-    def _own_pieces(self, twin: Twin, get: _Get) -> list[int]:
+    def _own_pieces(self, base: ArchiveSource, get: _Get) -> list[int]:
         """The own pieces, from both tables. Our header is in the first piece, our table last."""
-        left_out = self.shard.size_bytes - twin.stored_bytes
+        left_out = self.shard.size_bytes - self.place.stored_bytes
 
         def own(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
             in_table = begin >= CHUNK_BYTES
-            return _in_a_row(get, self.name, begin - left_out * in_table, into)
+            return _in_a_row(get, self.place.name, begin - left_out * in_table, into)
 
         def theirs(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
-            return _in_a_row(get, twin.base.name, begin, into)
+            return _in_a_row(get, base.place.name, begin, into)
 
         manifests = Manifests()
-        return own_pieces(manifests.read(self, own), manifests.read(twin.base, theirs))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Twin:
-    """`base`: the whole file that has the rest. `stored_bytes`: size of the difference itself.
-    `own`: its pieces, empty until they were needed."""
-
-    base: ArchiveSource
-    stored_bytes: int
-    own: list[int] = field(default_factory=list, compare=False)
+        return own_pieces(manifests.read(self, own), manifests.read(base, theirs))
 
 
 _Part = tuple[str, int, memoryview]

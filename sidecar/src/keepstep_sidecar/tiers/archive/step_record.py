@@ -15,8 +15,9 @@ from typing import Any
 from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.errors import FormatError, ImageError, TornError
 from keepstep.image import strictjson
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
-from keepstep.image.xxh3 import CHUNK_BYTES, xxh3_128
+from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import Epoch, StepId, shard_name
 from keepstep_sidecar import __version__
 from keepstep_sidecar.tiers.archive.store import Stored
@@ -36,6 +37,10 @@ class TwinOf:
 
     rank: int
     stored_bytes: int
+
+    @property
+    def fields(self) -> dict[str, int]:
+        return {"twin_of": self.rank, "stored_bytes": self.stored_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +94,12 @@ class StepRecord:
                     "bytes": one.size_bytes,
                     "root": one.root,
                     "params": one.params_digest,
-                    **self._difference(one.rank),
+                    **({} if one.rank not in self.twins else self.twins[one.rank].fields),
                 }
                 for one in self.shards
             ],
         }
         return json.dumps({**body, "seal": _seal(body)}, indent=1).encode() + b"\n"
-
-    def _difference(self, rank: int) -> dict[str, int]:
-        twin = self.twins.get(rank)
-        return {} if twin is None else {"twin_of": twin.rank, "stored_bytes": twin.stored_bytes}
 
     @classmethod
     def from_json(cls, data: bytes, *, path: str) -> StepRecord:

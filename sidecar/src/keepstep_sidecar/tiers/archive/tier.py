@@ -45,10 +45,6 @@ from keepstep_sidecar.tiers.tier import (
 from keepstep_sidecar.volume.directories import LocalShard
 
 
-def _no_epochs() -> tuple[Epoch, ...]:
-    return ()
-
-
 @dataclass
 class _Unsettled:
     """A step without its record. `asked`: whether it was asked, since our shards were sent, if all
@@ -76,7 +72,7 @@ class ArchiveTier(RemoteTier):
         *,
         run: str,
         persist_base: int = 1,
-        epochs: Callable[[], Iterable[Epoch]] = _no_epochs,
+        epochs: Callable[[], Iterable[Epoch]] = tuple,
         retry_s: tuple[float, float] = (1.0, 60.0),
         patience_s: float = 30.0,
     ) -> None:
@@ -112,7 +108,6 @@ class ArchiveTier(RemoteTier):
         return inventory(
             survey.complete,
             run=self._sender.run,
-            where=self.where,
             epochs=survey.epochs,
             reason=_reason(survey, self.where),
         )
@@ -323,7 +318,7 @@ class AncestorTier(RemoteTier):
             found, why = [], str(error)
         self._trouble = why and f"this run shall begin from {self._fork}, but {why}"
         self.ids |= {one.id for one in found}
-        return inventory(found, run=self.ancestor, where=self.where, reason=self._trouble)
+        return inventory(found, run=self.ancestor, reason=self._trouble)
 
     def _chosen(self, survey: Survey) -> list[ArchivedStep]:
         """The chosen step, of those that no later life of the other run left behind."""

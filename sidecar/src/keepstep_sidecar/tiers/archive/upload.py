@@ -8,27 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import math
 import mmap
-import os
 import time
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from keepstep.core.shard import Shard
 from keepstep.errors import ForeignError, ImageError, StorageError
-from keepstep.image import (
-    PAGE_BYTES,
-    ControlPage,
-    Section,
-)
+from keepstep.image import PAGE_BYTES, ControlPage, Section
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
-from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import Epoch, StepId, merged, shard_name
 from keepstep_sidecar.concurrency import blocking, few_at_once
 from keepstep_sidecar.log import say, warn
@@ -47,11 +40,11 @@ from keepstep_sidecar.tiers.archive.step_record import (
 )
 from keepstep_sidecar.tiers.archive.step_record import found as found_in
 from keepstep_sidecar.tiers.archive.store import Store, Stored
-from keepstep_sidecar.tiers.replicator import Gone, Unreadable
-from keepstep_sidecar.tiers.source import Cancel
+from keepstep_sidecar.tiers.source import Cancel, file_source
 from keepstep_sidecar.tiers.tier import RemoteShard
-from keepstep_sidecar.volume.directories import BAD_BLOCKS, LocalShard, read_manifest
-from keepstep_sidecar.volume.files import Filesystem, aligned_buffer
+from keepstep_sidecar.tiers.transfer import Opened
+from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.files import Engine, aligned_buffer
 
 PARTS = 4
 """How many parts are in flight at once, 8 MiB each."""
@@ -95,27 +88,31 @@ class Sender:
         here, ForeignError when another image has its place, StorageError.
         """
         prefix = step_prefix(self.run, found.step_id)
-        with opened(found, run=self.run) as shard:
+        at_rest = file_source(found, run=self.run, engine=Engine.DIRECT)
+        with contextlib.ExitStack() as stack:
+            entering = functools.partial(stack.enter_context, transfer.opened(at_rest))
+            shard = await blocking(self.executor, entering)
             all_of_it = File(f"{prefix}/{shard_name(found.rank, found.world)}", shard)
             if await self._there(all_of_it):
                 return None
             file = await self._difference(prefix, shard) or all_of_it
             if file is not all_of_it and await self._there(file):
                 return None
+            part_bytes = _part_bytes(shard.manifest)
             given = pieces(shard, file.pieces, parts=PARTS, executor=self.executor)
             try:
-                await self.store.upload(file.name, given, part_bytes=shard.part_bytes, parts=PARTS)
+                await self.store.upload(file.name, given, part_bytes=part_bytes, parts=PARTS)
             finally:
                 await given.aclose()
             await self._check(file)
             return file.size_bytes
 
-    async def _difference(self, prefix: str, shard: OpenShard) -> File | None:
+    async def _difference(self, prefix: str, shard: Opened) -> File | None:
         """The shard as its difference from the file of its first twin; None without such a file or
         if that saves too little."""
         image = shard.manifest.shard
         first = min((image.rank, *image.alike))
-        if first == image.rank or shard.piece_count < FEWEST_PIECES:
+        if first == image.rank or piece_count(shard.manifest) < FEWEST_PIECES:
             return None
         name = f"{prefix}/{shard_name(first, image.world)}"
         stored = await self._awaited(name, image.size_bytes)
@@ -125,7 +122,7 @@ class Sender:
             return None
         base = Shard(step_id=image.step_id, rank=first, world=image.world, size_bytes=stored.bytes)
         try:
-            theirs = await self._manifest(whole(base, stored, where=self.store.where))
+            theirs = await self._manifest(whole(base, stored))
         except ImageError as error:
             warn("archived whole", step=str(image.step_id), rank=image.rank, reason=str(error))
             return None
@@ -169,8 +166,9 @@ class Sender:
         if theirs != (ours.run, ours.id, ours.rank, ours.root):
             raise ForeignError(
                 f"step {control.id}, rank {control.rank} of run {control.run!r} with root"
-                f" {control.root} is there already, unlike {file.shard.path} (root {ours.root}):"
-                " two writers of one run; give one of them another archive or another name",
+                f" {control.root} is there already, unlike {file.shard.source.where}"
+                f" (root {ours.root}): two writers of one run; give one of them another archive or"
+                " another name",
                 path=f"{self.store.where}/{file.name}",
             )
         return stored.bytes == file.size_bytes
@@ -252,7 +250,7 @@ class Sender:
     async def _compare(self, id: StepId, files: dict[str, Stored]) -> None:
         record = await self._record(id, files[records.NAME].bytes)
         sizes = record.files
-        wrong = [name for name, size in sizes.items() if _size(files.get(name)) != size]
+        wrong = [at for at, size in sizes.items() if at not in files or files[at].bytes != size]
         if wrong:
             raise ForeignError(
                 f"names {wrong[0]} with {sizes[wrong[0]]} bytes, which is not there",
@@ -278,10 +276,6 @@ class Sender:
         return await blocking(None, lambda: StepRecord.from_json(data, path=path))
 
 
-def _size(stored: Stored | None) -> int | None:
-    return None if stored is None else stored.bytes
-
-
 # --- pieces of a shard -----------------------------------------------------------------------
 #
 # The file is read with O_DIRECT and not mapped: a mapped page that the drive cannot read ends the
@@ -294,40 +288,22 @@ MOST_PARTS = 9000
 """S3 allows 10,000 parts for an object."""
 
 
-def _unread(path: Path, error: OSError) -> StorageError:
-    kind = Unreadable if error.errno in BAD_BLOCKS else StorageError
-    return kind(f"{path}: cannot read: {error}; use another copy")
+def _part_bytes(manifest: Manifest) -> int:
+    """The size of a part: whole chunks, so that an object of this size has few enough parts."""
+    return -(-piece_count(manifest) // MOST_PARTS) * CHUNK_BYTES
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenShard:
-    """An open, sealed shard."""
-
-    fd: int
-    path: Path
-    manifest: Manifest
-
-    @property
-    def piece_count(self) -> int:
-        return piece_count(self.manifest)
-
-    @property
-    def part_bytes(self) -> int:
-        """The size of a part: whole chunks, so that an object of this size has few enough parts."""
-        return -(-self.piece_count // MOST_PARTS) * CHUNK_BYTES
-
-    def read_piece(self, index: int, into: memoryview) -> None:
-        """Read piece `index`: the bytes from this chunk on. Raises DigestError, StorageError."""
-        try:
-            got = Filesystem().read(self.fd, into, index * CHUNK_BYTES)
-        except OSError as error:
-            raise _unread(self.path, error) from error
-        if got < len(into):
-            raise StorageError(f"{self.path}: it ends early; use another copy")
-        begin, end = self.manifest.bounds(index)
-        if begin < end:
-            with into[: end - begin] as chunk:
-                self.manifest.check(index, chunk, path=self.path)
+def _read_piece(shard: Opened, index: int, into: memoryview) -> None:
+    """Fill `into` with the bytes from this chunk on. Raises ImageError, StorageError."""
+    manifest = shard.manifest
+    begin, end = manifest.bounds(index)
+    size_bytes = max(0, end - begin)
+    if size_bytes:
+        with into[:size_bytes] as chunk:
+            for _ in shard.read([(index, chunk)]):
+                pass
+    behind = begin + size_bytes - manifest.layout.digests_begin
+    into[size_bytes:] = manifest.closing[behind : behind + len(into) - size_bytes]
 
 
 @dataclass(frozen=True)
@@ -335,53 +311,18 @@ class File:
     """What becomes an object: some pieces of a shard in order; `own` None for all of them."""
 
     name: str
-    shard: OpenShard
+    shard: Opened
     own: tuple[int, ...] | None = None
 
     @property
     def pieces(self) -> Sequence[int]:
-        return range(self.shard.piece_count) if self.own is None else self.own
+        return range(piece_count(self.shard.manifest)) if self.own is None else self.own
 
     @property
     def size_bytes(self) -> int:
         """The size of the object. All pieces except the last are full."""
-        cut_off = self.shard.piece_count - len(self.pieces)
+        cut_off = piece_count(self.shard.manifest) - len(self.pieces)
         return self.shard.manifest.layout.size_bytes - cut_off * CHUNK_BYTES
-
-
-@contextlib.contextmanager
-def opened(found: LocalShard, *, run: str) -> Iterator[OpenShard]:
-    """Open a shard wherever it is now. Raises Gone, Unreadable, ImageError, StorageError."""
-    try:
-        path = _path(found)
-        with path.open("rb") as file:
-            manifest = read_manifest(file.fileno(), path, run=run)
-        fd = _open_direct(path)
-    except OSError as error:
-        raise _unread(found.path, error) from error
-    try:
-        yield OpenShard(fd=fd, path=path, manifest=manifest)
-    finally:
-        os.close(fd)
-
-
-def _path(found: LocalShard) -> Path:
-    """The shard's path now: publishing its step moves it out of `pending/`."""
-    published = found.path.parents[2] / str(found.step_id) / found.path.name
-    for path in (found.path, published):
-        if path.exists():
-            return path
-    raise Gone(f"{found.path} was retired before it could be sent")
-
-
-def _open_direct(path: Path) -> int:
-    flags = os.O_RDONLY | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags)
 
 
 class Buffers:
@@ -414,19 +355,19 @@ class Buffers:
 
 
 async def pieces(
-    shard: OpenShard, numbers: Sequence[int], *, parts: int, executor: Executor
+    shard: Opened, numbers: Sequence[int], *, parts: int, executor: Executor
 ) -> AsyncGenerator[memoryview, None]:
     """Yield these pieces of the file in order. `parts`: how many the receiver keeps in flight.
 
-    Raises DigestError, StorageError. The pieces before the error must then not become an object.
+    Raises ImageError, StorageError. The pieces before the error must then not become an object.
     """
     size = shard.manifest.layout.size_bytes
-    count = min((parts + 1) * (shard.part_bytes // CHUNK_BYTES) + 1, len(numbers))
+    count = min((parts + 1) * (_part_bytes(shard.manifest) // CHUNK_BYTES) + 1, len(numbers))
     buffers = Buffers(count, min(CHUNK_BYTES, size))
 
     async def read(index: int) -> memoryview:
         view = await buffers.take(min(CHUNK_BYTES, size - index * CHUNK_BYTES))
-        await blocking(executor, lambda: shard.read_piece(index, view))
+        await blocking(executor, lambda: _read_piece(shard, index, view))
         return view
 
     ahead = asyncio.ensure_future(read(numbers[0]))  # the drive works while the network does

@@ -12,13 +12,12 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from keepstep.core.retention import crowded_out, superseded
 from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.errors import (
-    FormatError,
     ImageError,
     KeepstepError,
     NoSpaceError,
@@ -32,7 +31,7 @@ from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer.protocol import Wanted
 from keepstep_sidecar.tiers.receive import Broken, IncomingCopy, is_part
 from keepstep_sidecar.tiers.source import FileSource
-from keepstep_sidecar.volume.directories import ShardName, is_shard, is_step, opened, read_manifest
+from keepstep_sidecar.volume.directories import LocalShard, ShardName, is_step, survey
 from keepstep_sidecar.volume.files import FULL, RateLimit
 from keepstep_sidecar.volume.volume import Volume
 
@@ -40,14 +39,6 @@ DIRECTORY = "peers"
 _MOST_PARTS, _MOST_HEADER_BYTES = 64, 64 << 20
 _SUPERSEDED = "superseded"
 """Limits for incoming copies. A copy beyond them is closed, and later continues where it was."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptShard(Shard):
-    """A copy and where it lies."""
-
-    path: Path
-    volume: Volume
 
 
 class Copies:
@@ -67,7 +58,7 @@ class Copies:
         self._volumes = volumes
         self._run = run
         self._lock = threading.RLock()
-        self._held: dict[tuple[StepId, int], KeptShard] = {}
+        self._held: dict[tuple[StepId, int], LocalShard] = {}
         self._parts: dict[Path, IncomingCopy] = {}
         self._told: dict[int, Wanted] = {}  # by sender, what it last said; newest last
         self._commit = commit
@@ -81,7 +72,7 @@ class Copies:
     def scan(self) -> None:
         """Find the copies of an earlier life. Broken ones go into quarantine."""
         before, self.unreadable = dict(self._held), ""
-        found: dict[tuple[StepId, int], KeptShard] = {}
+        found: dict[tuple[StepId, int], LocalShard] = {}
         for volume in self._volumes:
             found.update(self._scan(volume))
         with self._lock:
@@ -92,49 +83,57 @@ class Copies:
 
     def check(self) -> None:
         """Forget copies whose files were removed by others. Their senders send them again."""
-        gone = {key: one for key, one in dict(self._held).items() if _is_gone(one)}
+        gone = {}
+        for key, one in dict(self._held).items():
+            with contextlib.suppress(OSError):  # of a drive that does not answer: not certain
+                if self.holder(one.path).filesystem.lstat(one.path) is None:
+                    gone[key] = one
         with self._lock:
             for key, one in gone.items():
                 if self._held.get(key) is one:
                     del self._held[key]
                     warn("copy gone", path=str(one.path))
 
-    def _scan(self, volume: Volume) -> dict[tuple[StepId, int], KeptShard]:
+    def _scan(self, volume: Volume) -> dict[tuple[StepId, int], LocalShard]:
         try:
-            read = [self._read(volume, path) for path in _entries(volume, is_shard)]
+            found = survey(volume.root / DIRECTORY, run=self._run, filesystem=volume.filesystem)
         except OSError as error:
-            self._doubt(volume, error)
+            self._doubt(volume, str(error))
             return {}
-        return {(one.step_id, one.rank): one for one in read if one is not None}
+        for refused in found.problems:
+            if refused.unread:  # of this file only; the others are still reported
+                self._doubt(volume, str(refused.error))
+                continue
+            moved_to = None
+            if not isinstance(refused.error, VersionError):
+                with contextlib.suppress(KeepstepError):
+                    reason = type(refused.error).__name__.removesuffix("Error")
+                    moved_to = volume.quarantine(refused.path, reason)
+            warn(
+                "copy refused",
+                path=str(refused.path),
+                reason=str(refused.error),
+                moved_to=moved_to and str(moved_to),
+            )
+        return {(one.step_id, one.rank): one for one in found.shards}
 
-    def _read(self, volume: Volume, path: Path) -> KeptShard | None:
-        try:
-            return _copy(path, volume, run=self._run)
-        except VersionError as error:
-            warn("copy refused", path=str(path), reason=str(error))
-        except ImageError as error:
-            _refuse(volume, path, error)
-        except FileNotFoundError:
-            pass
-        except OSError as error:  # of this file only; the others are still reported
-            self._doubt(volume, error)
-        except Exception as error:  # any error of a reader means that the file does not verify
-            _refuse(volume, path, FormatError(f"unreadable: {error!r}"))
-        return None
-
-    def _doubt(self, volume: Volume, error: OSError) -> None:
+    def _doubt(self, volume: Volume, reason: str) -> None:
         """Record that something could not be read, so that `scan` is worth another try."""
-        self.unreadable = f"{volume.root}: {error}"
+        self.unreadable = f"{volume.root}: {reason}"
         if self.unreadable != self._said:
-            warn("copies not read", path=str(volume.root), reason=str(error))
+            warn("copies not read", path=str(volume.root), reason=reason)
         self._said = self.unreadable
 
-    def all(self) -> tuple[KeptShard, ...]:
+    def holder(self, path: Path) -> Volume:
+        """The volume on which a copy lies."""
+        return next(one for one in self._volumes if path.is_relative_to(one.root))
+
+    def all(self) -> tuple[LocalShard, ...]:
         """Every sealed copy. Takes no lock, because the event loop calls it."""
         held = dict(self._held)
         return tuple(held[key] for key in sorted(held))
 
-    def find(self, id: StepId, rank: int) -> KeptShard | None:
+    def find(self, id: StepId, rank: int) -> LocalShard | None:
         """The sealed copy of this rank's shard; None if there is none. Takes no lock."""
         return self._held.get((id, rank))
 
@@ -249,8 +248,7 @@ class Copies:
         """`IncomingCopy.seal`. From then on it is a copy. Raises FormatError, StorageError."""
         with self._failing(part):
             root = part.seal()
-        volume = next(one for one in self._volumes if part.path.is_relative_to(one.root))
-        copy = _copy(part.path, volume, run=self._run)
+        copy = LocalShard.of(part.path, part.manifest)
         with self._lock:
             if self._parts.pop(part.path, None) is not None:
                 self.shared_bytes += part.shared_bytes
@@ -300,7 +298,7 @@ class Copies:
         """Delete unfinished copies that will never be finished, in memory and left-over files."""
         unwanted: dict[Path, Volume] = {}
         for volume in self._volumes:
-            for path in _entries(volume, is_part):
+            for path in _parts(volume):
                 name = ShardName.parse(path.with_name(path.name[1:].removesuffix(".part")))
                 if name.rank in wanted.ranks and name.id not in wanted.ranks[name.rank]:
                     unwanted[path] = volume
@@ -317,9 +315,10 @@ class Copies:
         if copy is None:
             return
         try:
-            copy.volume.filesystem.unlink(copy.path)
+            filesystem = self.holder(copy.path).filesystem
+            filesystem.unlink(copy.path)
             with contextlib.suppress(OSError):  # copies of other ranks are the usual case
-                copy.volume.filesystem.remove_directory(copy.path.parent)
+                filesystem.remove_directory(copy.path.parent)
         except OSError as error:
             warn("copy not removed", path=str(copy.path), reason=str(error))
             return
@@ -349,32 +348,8 @@ class Copies:
             raise kind(f"{what}: {error}") from error
 
 
-def _refuse(volume: Volume, path: Path, error: ImageError) -> None:
-    """Move a copy that does not verify into quarantine."""
-    with contextlib.suppress(KeepstepError):
-        moved = volume.quarantine(path, type(error).__name__.removesuffix("Error"))
-        warn("copy refused", path=str(path), reason=str(error), moved_to=str(moved))
-
-
-def _copy(path: Path, volume: Volume, *, run: str) -> KeptShard:
-    """A sealed copy, read from its header and control page. Raises ImageError, OSError."""
-    with opened(path, volume.filesystem) as fd:
-        manifest = read_manifest(fd, path, run=run)
-    return KeptShard(**manifest.shard.facts, path=path, volume=volume)
-
-
-def _is_gone(copy: KeptShard) -> bool:
-    """Whether the file is certainly gone. A drive that does not answer does not count: a restore
-    will find out."""
-    try:
-        return copy.volume.filesystem.lstat(copy.path) is None
-    except OSError:
-        return False
-
-
-def _entries(volume: Volume, fits: Callable[[str], bool]) -> list[Path]:
-    """Files in the directories of copied steps whose name fits. Raises OSError, but not for
-    absence."""
+def _parts(volume: Volume) -> list[Path]:
+    """Unfinished copies on this volume. Raises OSError, but not for absence."""
     top, names = volume.root / DIRECTORY, volume.filesystem.names
     steps = [top / name for name in names(top) if is_step(name)]
-    return [step / name for step in steps for name in names(step) if fits(name)]
+    return [step / name for step in steps for name in names(step) if is_part(name)]

@@ -126,17 +126,12 @@ def _remote(
     if len(set(roots)) > 1:
         who = ", ".join(f"{name} says {one.root}" for name, _, one in held)
         warn("peers disagree", step=str(key[0]), rank=key[1], roots=who, taken=root)
-    holders = [(name, address) for name, address, one in held if one.root == root]
+    holders = [address for _, address, one in held if one.root == root]
     shards: list[Shard] = [one for _, _, one in held if one.root == root]
     if own is not None and own.root == root:
-        holders.insert(0, ("this pod", OWN))
+        holders.insert(0, OWN)
         shards.insert(0, own)
-    return RemoteShard.of(
-        shards[0],
-        tier=Tier.PEER,
-        where=", ".join(name for name, _ in holders),
-        key=tuple(address for _, address in holders),
-    )
+    return RemoteShard.of(shards[0], tier=Tier.PEER, key=tuple(holders))
 
 
 def buddies(own: int, others: Iterable[int], replicas: int) -> list[int]:

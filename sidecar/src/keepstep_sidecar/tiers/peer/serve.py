@@ -20,6 +20,7 @@ from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.directories import (
+    Directories,
     ShardName,
     Tree,
     is_shard,
@@ -133,13 +134,11 @@ class Shards:
 
     def _find(self, id: StepId, rank: int, world: int) -> tuple[Path, Volume]:
         for volume in self._volumes.volumes:
-            tree = Tree(volume.root)
-            for place in (tree.published_step(id), tree.pending_step(id)):
-                path = place / shard_name(rank, world)
-                with contextlib.suppress(OSError):  # dead: it may lie on another one
-                    if volume.filesystem.is_file(path):
-                        return path, volume
+            directories = Directories(Tree(volume.root), volume.filesystem)
+            with contextlib.suppress(OSError):  # dead: it may lie on another one
+                if (path := directories.find(id, shard_name(rank, world))) is not None:
+                    return path, volume
         copy = self._copies.find(id, rank)
         if copy is None or copy.world != world:
             raise StorageError(f"step {id}, rank {rank} of {world}: not here (any more)")
-        return copy.path, copy.volume
+        return copy.path, self._copies.holder(copy.path)

@@ -127,32 +127,33 @@ function tellConnection(text) {
   connection.classList.toggle("lost", text !== "");
 }
 
-// While the page is not looked at, nothing is asked for: a browser has few connections to a server.
+// While the page is not looked at, nothing is asked for.
 function follow(route) {
-  let changes = listen(route);
-  document.addEventListener("visibilitychange", () => {
-    changes.close();
-    if (document.visibilityState === "visible") changes = listen(route);
-  });
-}
-
-function listen(route) {
-  const changes = new EventSource(route);
-  changes.onopen = () => tellConnection("");
-  changes.onmessage = (event) => {
-    const { sections, charts } = JSON.parse(event.data);
+  let before = "";
+  async function ask() {
+    const answer = await fetch(route);
+    if (answer.status === 403) return false;
+    if (!answer.ok) throw new Error(answer.statusText);
+    const news = await answer.text();
+    tellConnection("");
+    if (news === before) return true;
+    before = news;
+    const { sections, charts } = JSON.parse(news);
     for (const [id, html] of Object.entries(sections)) show(id, html);
     for (const [id, lines] of Object.entries(charts)) draw(id, lines);
     tellTimes();
-  };
-  changes.onerror = () => {
-    if (changes.readyState === EventSource.CLOSED) {
+    return true;
+  }
+  const asking = setInterval(async () => {
+    if (document.visibilityState !== "visible") return;
+    try {
+      if (await ask()) return;
+      clearInterval(asking);
       tellConnection("This page is no longer allowed in: start keepstep ui again, and open the URL that it prints.");
-    } else {
+    } catch {
       tellConnection("keepstep ui does not answer: what is shown is old.");
     }
-  };
-  return changes;
+  }, 1000);
 }
 
 tellConnection("");
