@@ -328,7 +328,7 @@ REPORT = {
     "sidecar": "0.1", "started_at": 1.0, "sequence": 1, "ready": True,
     "epochs": [{"id": _EPOCH, "parent": None}],
     "ranks": [{
-        "rank": 0, "world": 2, "alive": True, "staged": _ID, "staged_at": 1.0,
+        "rank": 0, "world": 2, "alive": True, "staged": _ID,
         "tiers": {
             "memory": {"answer": "steps", "shards": [_HELD]},
             "local": {"answer": "steps", "shards": [_HELD], "gone": [_ID]},

@@ -111,22 +111,19 @@ def keeper(directory: str | os.PathLike[str] | None, run: str | None = None) -> 
     return Keeper(directory, run)
 
 
-def _named(run: str | None, environment: Mapping[str, str]) -> list[str]:
-    """The flags of a run with a name. The runs of one process come one after the other, so each
-    gives its memory back soon after its end."""
-    if run is None:
-        return []
-    return ["--run", run] if _LINGER_ENV in environment else ["--run", run, "--linger", "1m"]
-
-
 def _start(
     directory: str | os.PathLike[str], run: str | None, environment: Mapping[str, str]
 ) -> str:
     script = _script()
     words = [sys.executable, "-c", _COMMAND, "start", "--dir", os.fspath(directory)]
+    if run is not None:
+        words += ["--run", run]
+        if _LINGER_ENV not in environment:
+            # the runs of one process come one after the other: each gives its memory back soon
+            words += ["--linger", "1m"]
     try:
         done = subprocess.run(
-            [*words, *_named(run, environment), "--", os.path.basename(script)],
+            [*words, "--", os.path.basename(script)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

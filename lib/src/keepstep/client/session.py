@@ -434,7 +434,11 @@ class Session:
                 self._changed.wait_for(lambda: self.connected, timeout_s=min(left_s, 0.5))
                 continue
             try:
-                waited = self._ask(id, state, min(left_s, _POLL_S))
+                seconds = min(left_s, _POLL_S)
+                request = WaitRequest(
+                    lease=self.lease, id=id, state=str(state), timeout_s=seconds, flush=True
+                )
+                waited = self.call("/v1/wait", request, Waited, timeout_s=seconds + _SLACK_S)
             except SidecarAbsent as error:
                 reason = str(error)
                 time.sleep(min(left_s, 0.1))
@@ -447,12 +451,6 @@ class Session:
             if waited.final:
                 raise NotDurableError(f"step {id.step} is not {state}: {reason}")
         raise NotDurableError(f"step {id.step} is not {state} after {timeout_s:.0f} s: {reason}")
-
-    def _ask(self, id: StepId, state: State, timeout_s: float) -> Waited:
-        request = WaitRequest(
-            lease=self.lease, id=id, state=str(state), timeout_s=timeout_s, flush=True
-        )
-        return self.call("/v1/wait", request, Waited, timeout_s=timeout_s + _SLACK_S)
 
     def failed(self, id: StepId, reason: str) -> None:
         """Report that the script itself failed when it had reached step `id`. Gives up after

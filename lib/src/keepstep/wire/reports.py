@@ -33,13 +33,12 @@ after the operator had taken it for gone."""
 class ReportedRank(RankCounters):
     """What a report says of one rank.
 
-    `staged_at`: unix seconds. `tiers`: with shards as `Shard.to_send`; a tier that is not named
-    does not exist on this pod, or this report does not cover it. Under `peer` are copies that this
-    pod keeps of images of a rank that another pod has, or had before the pods came back in another
-    order; under `archive`, the rank's images that were seen there.
+    `tiers`: with shards as `Shard.to_send`; a tier that is not named does not exist on this pod, or
+    this report does not cover it. Under `peer` are copies that this pod keeps of images of a rank
+    that another pod has, or had before the pods came back in another order; under `archive`, the
+    rank's images that were seen there.
     """
 
-    staged_at: float | None = None
     tiers: dict[Tier, ReportedTier] = field(default_factory=dict)
 
     def shards(self, *tiers: Tier) -> tuple[Shard, ...]:
@@ -140,7 +139,6 @@ class Report:
     restores: tuple[ReportedRestore, ...] = ()
     volumes: tuple[ReportedVolume, ...] = ()
     warnings: tuple[str, ...] = ()
-    flushing: bool = False
     peer_address: str = ""
     tiers: dict[Tier, TierProgress] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()

@@ -313,7 +313,7 @@ class Saving:
         counters.saves += 1
         counters.blocked_s += request.blocked_s
         counters.copy_s += request.copy_s
-        counters.staged, counters.staged_at = id, time.time()
+        counters.staged = id
         counters.unkept = None
         self._epochs.see(request.epoch)
         self.uncaught = None
@@ -443,14 +443,13 @@ class Unkept:
 @dataclass
 class RankCounters:
     """Counters of one rank since the sidecar started. `staged`: the newest step that the rank
-    sealed, at `staged_at` (Unix seconds). `unkept`: what was lost since; None if nothing was."""
+    sealed. `unkept`: what was lost since; None if nothing was."""
 
     saves: int = 0
     discarded: int = 0
     blocked_s: float = 0.0
     copy_s: float = 0.0
     staged: StepId | None = None
-    staged_at: float | None = None
     skipped: dict[str, int] = field(default_factory=dict)
     unkept: Unkept | None = None
 

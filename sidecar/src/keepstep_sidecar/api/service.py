@@ -92,7 +92,6 @@ class Service:
     started_at: float = field(default_factory=time.time)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """It is time to close the socket."""
-    flushing: bool = False
     no_metrics: str = ""
     """Why metrics are not served although they should be; '' when all is well."""
     _closing: bool = False
@@ -372,11 +371,7 @@ class Service:
 
     async def flush(self, request: FlushRequest) -> Flushed:
         """Make the newest two steps durable that all ranks here have in common."""
-        self.flushing = True
-        try:
-            with self.volumes.pace.lifted():
-                flushed = await self.step_waits.flush(timeout_s=request.timeout_s)
-        finally:
-            self.flushing = False
+        with self.volumes.pace.lifted():
+            flushed = await self.step_waits.flush(timeout_s=request.timeout_s)
         say("flushed", steps=[str(id) for id in flushed.steps], reason=flushed.reason)
         return flushed

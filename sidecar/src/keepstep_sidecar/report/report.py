@@ -59,7 +59,6 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         restores=tuple(service.restoring.restores),
         volumes=tuple(map(_volume, service.volumes.volumes, volumes)),
         warnings=tuple(text[:_WARNING_CHARACTERS] for text in look.warnings(service)[:_WARNINGS]),
-        flushing=service.flushing,
         peer_address=service.remote_tiers.address,
         tiers={
             tier: TierProgress(**_part_of(one, TierProgress))
@@ -115,7 +114,6 @@ def _rank(service: Service, rank: int, kept: Collection[Shard]) -> ReportedRank:
         world=service.committer.copies.world(rank),
         alive=service.leases.of(rank) is not None,
         staged=counters.staged,
-        staged_at=counters.staged_at,
         saves=counters.saves,
         skipped=sum(counters.skipped.values()),
         discarded=counters.discarded,
