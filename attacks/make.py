@@ -31,6 +31,7 @@ from keepstep.image import (
     extras,
     seal_for_disk,
 )
+from keepstep.image.layout import digest_of
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import Epoch, EpochId, StepId
 
@@ -148,7 +149,7 @@ def with_boxes(edit: Edit) -> bytes:
 def with_control(text: bytes) -> bytes:
     """The image with another text in its control page, validly sealed."""
     page = text.rstrip().ljust(4064)
-    return image()[:-4096] + page + xxh3_128(page).hex().encode()
+    return image()[:-4096] + page + digest_of(page).hex().encode()
 
 
 def flipped(at: int) -> bytes:
@@ -248,8 +249,6 @@ def places() -> Iterator[Attack]:
     tree = json.loads(unaligned.header[8:])
     boxes = json.loads(tree["__metadata__"]["DCP_SHARDING_INFO"])
     tree["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps({"a": {"saved_offsets": [0]}, **boxes})
-    ours = json.loads(tree["__metadata__"]["keepstep"])
-    tree["__metadata__"]["keepstep"] = json.dumps({**ours, "sections": [["rest", 2]]})
     first = {"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
     text = json.dumps({"__metadata__": tree.pop("__metadata__"), **first, **tree}).encode()
     yield Attack("place-unaligned", FormatError, "does not suit F64", with_header_text(text))
@@ -283,17 +282,23 @@ def metadata() -> Iterator[Attack]:
         ("rank-beyond-world", lambda ours: ours.update(rank=2), "not an integer from 0 to 1"),
         ("alias-of-nothing", lambda ours: ours.update(aliases={"a": "b"}), "no tensor"),
         ("alias-of-itself", lambda ours: ours.update(aliases={"mask": "mask"}), "and a tensor"),
-        ("sections-too-many", lambda ours: ours.update(sections=[["rest", 10**12]]), "integer"),
-        ("sections-unhashable", lambda ours: ours.update(sections=[[["params"], 1]]), "a section"),
-        ("dtype-of-nothing", lambda ours: ours.update(dtypes={"a": "C32"}), "no tensor"),
-        ("sections-too-few", lambda ours: ours.update(sections=[["rest", 1]]), "has 3"),
-        ("dtype-unknown", lambda ours: ours.update(dtypes={"mask": "F1"}), "unknown dtype"),
-        ("dtype-lie", lambda ours: ours.update(dtypes={"mask": "C128"}), "not stored as bytes"),
-        ("vector-lie", lambda ours: ours.update(unflattened_shapes={"exp_avg": [3, 2]}), "vector"),
-        ("box-outside", lambda ours: ours.update(global_shapes={"weight": [3, 4]}), "outside"),
     ]:
         error = VersionError if name == "future-version" else FormatError
         yield Attack(f"metadata-{name}", error, says, with_ours(edit))
+    for name, tensor, row, says in [
+        ("section-unknown", "mask", {"section": "heads"}, "not a section"),
+        ("section-unhashable", "mask", {"section": ["params"]}, "not a section"),
+        ("device-unknown", "mask", {"device": "cuda:12345"}, "not a device"),
+        ("dtype-unknown", "mask", {"dtype": "F1"}, "unknown dtype"),
+        ("dtype-lie", "mask", {"dtype": "C128"}, "not stored as bytes"),
+        ("vector-lie", "exp_avg", {"unflattened_shape": [3, 2]}, "vector"),
+        ("box-outside", "weight", {"global_shape": [3, 4]}, "outside"),
+        ("box-of-no-name", "weight", {"tensor": 5}, "not a string"),
+    ]:
+        data = with_boxes(lambda boxes, tensor=tensor, row=row: boxes[tensor].update(row))
+        yield Attack(f"metadata-{name}", FormatError, says, data)
+    swapped = with_boxes(lambda boxes: boxes.update(exp_avg=boxes.pop("exp_avg")))
+    yield Attack("metadata-box-order", FormatError, "in order", swapped)
     number = with_header(lambda tree: tree["__metadata__"].update(version=1))
     yield Attack("metadata-no-string", FormatError, "a string is needed", number)
     missing = with_boxes(lambda boxes: boxes.pop("mask"))

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from bench import machine
-from keepstep.core.commit_rule import RankReport
+from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.ledger import Ledger, Reported
 from keepstep.core.shard import NOBODY, Ranks, Shard
 from keepstep.core.vote import Candidate, Candidates, Offer
@@ -200,9 +200,7 @@ def candidates(world: int) -> Candidates:
     tiers |= {StepId(_EPOCH, step): Tier.MEMORY for step in _MEMORY}
     return Candidates(
         answer=Answer.STEPS,
-        candidates=tuple(
-            Candidate(id=id, tier=tier, world=world, bytes=1 << 34) for id, tier in tiers.items()
-        ),
+        candidates=tuple(Candidate(id=id, tier=tier, world=world) for id, tier in tiers.items()),
         highest_epoch=_EPOCH.number,
         plan=NEWEST,
         offers=tuple(Offer(id=id, tier=tier, world=world) for id, tier in tiers.items()),
@@ -217,7 +215,7 @@ def vote(kind: str, world: int) -> dict[str, float]:
     with measured.timed("candidates_read_s"):
         mine = from_json(Candidates, text)
     session: Any = SimpleNamespace(lease="lease", rank=0, call=lambda *_, **__: mine)
-    granted = LeaseGranted(lease="lease", run="gpt", sidecar="0.1.0", memory_dir="/dev")
+    granted = LeaseGranted(lease="lease", run="gpt")
     restoring: Any = SimpleNamespace(stages=(lambda _: None,) * 4, tier=Tier.MEMORY)
     everyone = _Everyone(session, rank=0, world=world)
     agreed: list[Topology] = []
@@ -450,7 +448,7 @@ def _reported(kind: str, node: int, world: int, steps: Sequence[int], *, sequenc
                 )
                 for step in steps
             )  # fmt: skip
-            ranks[rank] = RankReport(sealed={place: shards}, answers={place: Answer.STEPS})
+            ranks[rank] = {place: ReportedTier.of(shards)}
     return Reported(node_rank=node, ranks=ranks, epochs=(Epoch(_EPOCH),), sequence=sequence)
 
 

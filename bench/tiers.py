@@ -21,7 +21,8 @@ from pathlib import Path
 from bench.lives import Trainer
 from bench.ours import slots_for
 from bench.processes import Sidecar
-from keepstep.image.xxh3 import CHUNK_BYTES, xxh3_128
+from keepstep.image.layout import CHUNK_BYTES
+from keepstep.image.xxh3 import xxh3_128
 from tests.archive.gateway import ACCESS, SECRET, Gateway, free_port
 from tests.peer.authority import Authority
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
 import pytest
 
 from keepstep.errors import StorageError
@@ -43,22 +42,6 @@ async def test_the_pod_that_leaves_last_writes_the_record_of_the_step(
         commit(last, {1: shards[1]})
         assert await last.drain(timeout_s=30, whole=False)
         assert (in_bucket(bucket, 10) / "step.json").is_file()
-
-
-async def test_memory_does_not_grow_with_what_is_sent(local: Volume, bucket: Bucket) -> None:
-    process = psutil.Process()
-    shards = write_step(local, 10, world=1, parameters=24 << 20)  # 192 MiB
-    async with running(bucket.config(direct=True)) as remote_tier:
-        commit(remote_tier, write_step(local, 1, world=1, parameters=SEVERAL_PARTS))
-        assert await remote_tier.drain(timeout_s=30)  # threads and buffers are there by now
-        before = process.memory_info().rss
-        commit(remote_tier, shards)
-        peak, drained = before, asyncio.ensure_future(remote_tier.drain(timeout_s=60))
-        while not drained.done():
-            peak = max(peak, process.memory_info().rss)
-            await asyncio.sleep(0.005)
-        assert drained.result()
-    assert peak - before < 64 << 20, f"{(peak - before) >> 20} MiB for an image of 192 MiB"
 
 
 async def test_a_store_that_asks_to_slow_down_is_tried_again_until_it_takes_the_step(

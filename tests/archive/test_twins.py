@@ -15,7 +15,7 @@ from keepstep.core.retention import Retention
 from keepstep.core.shard import Shard
 from keepstep.errors import DigestError, FormatError
 from keepstep.image import PAGE_BYTES, ControlPage, Layout, Section, TensorSpec
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.steps import Answer, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive import browse

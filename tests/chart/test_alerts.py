@@ -12,7 +12,7 @@ from keepstep_operator.certificates.main import Metrics as CertificatesMetrics
 from keepstep_operator.reconcile.metrics import Metrics as ReconcileMetrics
 from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_sidecar.api.metrics import TABLE
-from tests.chart.charts import CHART, ROOT, Chart, Object, of_kind
+from tests.chart.charts import CHART, Chart, Object, of_kind
 
 
 @pytest.fixture
@@ -41,19 +41,3 @@ def test_every_metric_of_an_alert_or_of_the_dashboard_is_made_by_some_process(
         assert {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in used} <= {
             name.removesuffix("_total") for name in made
         }
-
-
-def test_every_alert_has_a_section_of_the_runbooks_and_leads_there(
-    alerts: dict[str, Object], chart: Chart
-) -> None:
-    page = (ROOT / "docs" / "runbooks.md").read_text()
-    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
-    assert sections.keys() == alerts.keys()
-    for name, text in sections.items():
-        assert re.findall(r"^\*\*(Means|Look at)\*\*", text, re.MULTILINE) == ["Means", "Look at"]
-        assert "| do |" in text or "\n**Do**" in text, name
-    values = {"prometheusRule": {"enabled": True, "runbooks": "https://wiki.example/keepstep"}}
-    (group,) = of_kind(chart.render(values), "PrometheusRule")["keepstep"]["spec"]["groups"]
-    for rule in group["rules"]:
-        anchor = rule["alert"].lower()
-        assert rule["annotations"]["runbook_url"] == f"https://wiki.example/keepstep#{anchor}"

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
 import pwd
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ import pytest
 from keepstep_sidecar.cli.commands import doctor as machine
 from keepstep_sidecar.cli.commands.doctor import Finding, Need, Outcome
 from keepstep_sidecar.memory.directories import free_huge_bytes
-from keepstep_sidecar.volume.files import Engine
 from tests.cli.conftest import Keepstep
 
 MIB = 1 << 20
@@ -111,14 +107,6 @@ def test_drives_that_are_full_read_only_or_refuse_direct_io(tmp_path: Path) -> N
         assert "refused" in found.found
 
 
-def test_speed_is_measured_and_a_slow_drive_is_told(tmp_path: Path) -> None:
-    assert min(machine.measure(tmp_path, Engine.BUFFERED, 16 * MIB)) > 0
-    for seconds, outcome in ((0.001, Outcome.OK), (1.0, Outcome.SLOW)):
-        ticks = itertools.count(0.0, seconds)
-        assert looked_at(tmp_path, clock=lambda: next(ticks))["speed"].outcome is outcome  # noqa: B023
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_logind_would_remove(tmp_path: Path) -> None:
     """For a user that people log in as; whichever has an account here."""
     user = next((one for one in pwd.getpwall() if one.pw_uid >= 1000), None)
@@ -144,31 +132,3 @@ def test_what_logind_would_remove(tmp_path: Path) -> None:
         lingers.mkdir(parents=True)
         (lingers / user.pw_name).touch()
         assert outcome() is Outcome.OK
-
-
-@pytest.mark.parametrize(
-    ("library", "sidecar", "outcome"),
-    [
-        ("0.1.0", "0.1.0", Outcome.OK),
-        ("0.1.0", "0.1.1", Outcome.MISSING),
-    ],
-)
-def test_both_halves_are_of_one_version(library: str, sidecar: str, outcome: Outcome) -> None:
-    assert machine.both_halves(library, sidecar).outcome is outcome
-
-
-def test_a_torch_that_is_too_old_is_missing(keepstep: Keepstep) -> None:
-    about = keepstep.home / "torch-2.5.1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.5.1\n")
-    words = [sys.executable, "-m", "keepstep_sidecar.cli", "doctor", "--probe-size", "8Mi"]
-    paths = os.pathsep.join([str(keepstep.home), *sys.path])
-    done = subprocess.run(
-        words,
-        cwd=keepstep.home,
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert "missing  torch: 2.5.1\n         change: pip install 'torch>=2.6'" in done.stdout

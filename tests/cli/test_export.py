@@ -14,7 +14,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from keepstep.export import _bands
 from tests import warm
 from tests.cli.conftest import Keepstep
 from tests.harness import ROOT, eventually, flip
@@ -195,18 +194,6 @@ def test_slices_of_ranks_are_refused_unless_one_ranks_are_asked_for_and_copies_a
     assert "values of their own, the lowest rank's are written" in said
     assert keepstep.json("export", "0", "--to", "same", "--only", "alike")["own"] == []
     assert_equal(load(keepstep.home / "same"), alike)
-
-
-@pytest.mark.parametrize(
-    ("shape", "most"), [((), 1), ((0, 3), 1), ((7,), 3), ((3, 5), 5), ((3, 5), 11), ((2, 3, 4), 5)]
-)
-def test_what_is_compared_in_parts_is_compared_whole(shape: tuple[int, ...], most: int) -> None:
-    seen = torch.zeros(shape)
-    for box in _bands(shape, most):
-        place = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-        assert seen[place].numel() <= most
-        seen[place] += 1
-    assert torch.equal(seen, torch.ones(shape))
 
 
 def test_a_flipped_byte_leaves_nothing(copied_alone: Keepstep) -> None:

@@ -18,7 +18,7 @@ def test_goodput_is_shown_over_restarts_and_after_the_end(keepstep: Keepstep) ->
     (share,) = re.findall(r"; goodput ([0-9.]+) % of [0-9.]+", last)
     told = keepstep.json("status")["goodput"]
     assert told["interruptions"] == 1
-    assert (told["steps"], told["newest"][0]["lost_steps"]) == (60, 0)
+    assert told["steps"] == 60
     assert abs(100 * told["ratio"] - float(share)) < 0.06
     assert told["wall_s"] == pytest.approx(sum(told["seconds"].values()))
     assert told["seconds"]["training_prep"] > 0

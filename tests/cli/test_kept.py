@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.steps import shard_name
 from tests import warm
 from tests.cli.conftest import TRAIN, Keepstep

@@ -71,12 +71,6 @@ def test_a_run_is_found_again_as_it_was_recorded(tmp_path: Path) -> None:
     assert kept.roots == (tmp_path / "v0" / "a", tmp_path / "v1" / "a")
 
 
-def test_options_of_a_newer_version_are_ignored(tmp_path: Path) -> None:
-    kept = _keep(tmp_path, "a")
-    kept.record.write_text("from_the_future = 1\n" + kept.record.read_text())
-    assert find(tmp_path, "a") == kept
-
-
 def test_a_record_gives_data_and_no_settings(tmp_path: Path) -> None:
     kept = RunDir.of(
         tmp_path, "a", slots=3, keep=9, archive="s3://b/x", archive_endpoint="https://e",
@@ -176,11 +170,6 @@ def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
         find(tmp_path, "c")
 
 
-def test_an_empty_directory_says_how_to_name_another(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--dir DIR"):
-        find(tmp_path, None)
-
-
 def test_a_copy_of_a_directory_has_volumes_and_memory_of_its_own(tmp_path: Path) -> None:
     original = _keep(tmp_path / "kept", "a")
     shutil.copytree(tmp_path / "kept", tmp_path / "copy")
@@ -205,13 +194,6 @@ def test_a_copy_does_not_reach_the_originals_other_volumes(tmp_path: Path) -> No
         UsageError, match=rf"copy of {tmp_path}/kept/a, whose volume {tmp_path}/nvme"
     ):
         find(tmp_path / "copy", None)
-
-
-def test_a_link_to_a_directory_is_that_directory(tmp_path: Path) -> None:
-    original = _keep(tmp_path / "kept", "a", tmp_path / "nvme")
-    (tmp_path / "link").symlink_to(tmp_path / "kept")
-    found = find(tmp_path / "link", None)
-    assert found.config == original.config
 
 
 def test_a_copy_under_another_name_is_refused(tmp_path: Path) -> None:

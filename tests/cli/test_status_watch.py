@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -85,22 +84,6 @@ def test_a_pipe_gets_one_block_for_each_change_and_none_in_between(keepstep: Kee
             assert shown.blocks <= 5  # of the step that is staged, and then durable
             assert "\x1b" not in shown.text
             shown.end()
-
-
-def test_a_run_that_does_not_change_is_printed_once(copied: Keepstep) -> None:
-    with watching(copied) as shown:
-        shown.shows("not running")
-        copied("rm", "5", "--yes")
-        shown.shows("step 4 of epoch 1")
-        assert shown.blocks == 2
-        shown.end()
-
-
-def test_each_change_is_a_json_document(trained: Keepstep) -> None:
-    with watching(trained, "--json") as shown:
-        shown.shows("}\n\n")
-        shown.end()
-        assert json.loads(shown.text)["committed"]["step"] == 5
 
 
 def test_a_run_that_is_gone_is_an_error_in_the_output_and_not_the_end(copied: Keepstep) -> None:

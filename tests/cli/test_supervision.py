@@ -17,7 +17,6 @@ from keepstep_sidecar.cli.supervisor_state import (
     Do,
     Event,
     Exit,
-    Forward,
     News,
     Phase,
     SidecarEnded,
@@ -40,10 +39,6 @@ def play(restarts: int, *events: Event) -> tuple[Supervision, list[Action]]:
     return state, list(actions)
 
 
-def test_the_command_starts_once_the_sidecar_is_up() -> None:
-    assert play(0, News.SIDECAR_UP)[1] == [StartCommand(0)]
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_first_start_waits_for_the_fork_server_too(order: int) -> None:
     state = Supervision(restarts=0, warming=True)
@@ -59,13 +54,6 @@ def test_a_sidecar_that_was_up_is_replaced_while_the_fork_server_imports() -> No
     state, actions = state.step(SidecarEnded(5.0))
     assert actions == (StartSidecar(0.0),)
     assert state.step(SidecarEnded(0.0))[1] == (Exit(NOT_STARTED),)
-
-
-def test_a_good_end_closes_the_sidecar_and_returns_0() -> None:
-    until = (News.SIDECAR_UP, CommandEnded(0))
-    assert play(3, *until)[1] == [Sweep()]
-    assert play(3, *until, Swept())[1] == [Do.CLOSE]
-    assert play(3, *until, Swept(), News.FINISHED)[1] == [Exit(0)]
 
 
 def test_a_failure_is_restarted_as_often_as_allowed_then_flushed() -> None:
@@ -105,11 +93,6 @@ def test_a_sidecar_whose_death_is_told_late_is_replaced_before_the_restart() -> 
     events = (News.SIDECAR_UP, CommandEnded(137), Swept(), SidecarEnded(5.0))
     assert play(1, *events)[1] == [StartSidecar(0.0)]
     assert play(1, *events, News.SIDECAR_UP)[1] == [StartCommand(1)]
-
-
-def test_a_signal_is_forwarded_once_and_not_when_the_terminal_has_delivered_it() -> None:
-    assert play(0, News.SIDECAR_UP, Signalled(TERM))[1] == [Forward(TERM)]
-    assert play(0, News.SIDECAR_UP, Signalled(INT, delivered=True))[1] == []
 
 
 @pytest.mark.parametrize("delivered", [True, False])
@@ -153,10 +136,6 @@ def test_a_sidecar_that_dies_is_started_again_at_once_then_more_and_more_slowly(
     assert delays[:3] == [0.0, 0.25, 0.5]
     assert delays[-1] == 30.0
     assert state.step(SidecarEnded(3600.0))[1] == (StartSidecar(0.0),)
-
-
-def test_a_sidecar_that_never_comes_up_ends_the_run_before_the_command() -> None:
-    assert play(3, SidecarEnded(0.1))[1] == [Exit(NOT_STARTED)]
 
 
 def test_a_restart_is_given_up_when_the_sidecar_does_not_come_back() -> None:

@@ -6,10 +6,13 @@ An image may have its digests: 2-17:root@params. Comments begin with #.
 
 from __future__ import annotations
 
+import copy
+import functools
+import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from keepstep.core.commit_rule import RankReport
+from keepstep.core.commit_rule import ReportedTier, at_least, is_full
 from keepstep.core.ledger import (
     Action,
     Alarm,
@@ -17,11 +20,10 @@ from keepstep.core.ledger import (
     EpochStarted,
     Event,
     FreshStartAcknowledged,
+    Gone,
     Ledger,
     LedgerConfig,
-    NodeGone,
     Nothing,
-    RankGone,
     Reported,
     RestorePlan,
     Retire,
@@ -74,6 +76,17 @@ def listed(ids: Iterable[StepId]) -> str:
     return " ".join(short(id) for id in ids) or "none"
 
 
+def newest_on(ledger: Ledger, tiers: Collection[Tier]) -> StepId | None:
+    """The newest restorable step of which these tiers have every box."""
+    for id in reversed(ledger.steps):
+        worlds = ledger.worlds(id)
+        there = [held.with_twins() for held in ledger.copies(id) if held.place[1] in tiers]
+        certain = len(worlds) == 1 and not ledger.contested(id) and ledger.lineage.restorable(id)
+        if certain and is_full(functools.reduce(operator.or_, there, 0), *worlds):
+            return id
+    return None
+
+
 class Scenario:
     """The state of one scenario: a ledger, a planner, a slot table and votes."""
 
@@ -121,12 +134,12 @@ class Scenario:
     ) -> Iterable[str]:
         alike = tuple(int(one) for one in twins.split(",") if one)
         reports = {
-            int(rank): RankReport(
-                sealed={
-                    Tier(t): _held(text, int(rank), int(world), alike) for t, text in tiers.items()
-                },
-                answers={Tier(t): _answer(text) for t, text in tiers.items()},
-            )
+            int(rank): {
+                Tier(t): ReportedTier(
+                    answer=_answer(text), shards=_held(text, int(rank), int(world), alike)
+                )
+                for t, text in tiers.items()
+            }
             for rank in ranks.split(",")
         }
         return self._apply(
@@ -146,9 +159,7 @@ class Scenario:
         return self._apply(FreshStartAcknowledged(epoch_id(epoch) if epoch else None))
 
     def _do_lost(self, node: str = "0", rank: str = "") -> Iterable[str]:
-        if rank:
-            return self._apply(RankGone(int(rank), node_rank=int(node)))
-        return self._apply(NodeGone(int(node)))
+        return self._apply(Gone(int(node), int(rank) if rank else None))
 
     def _do_plan(self, world: str = "2") -> Iterable[str]:
         plan = self.ledger.plan(range(int(world)))
@@ -169,7 +180,9 @@ class Scenario:
     def _do_without(self, *nodes: str, tier: str = "local") -> Iterable[str]:
         """Print what could be restored if each of these nodes were gone."""
         for node in nodes:
-            yield f"node {node}: {short(self.ledger.without(int(node), tier=Tier(tier)))}"
+            left = copy.deepcopy(self.ledger)
+            left.apply(Gone(int(node)))
+            yield f"node {node}: {short(newest_on(left, at_least(Tier(tier))))}"
 
     def _do_watermarks(self) -> Iterable[str]:
         for tier in self.ledger.config.tiers:
@@ -181,14 +194,11 @@ class Scenario:
 
     # --- planner -------------------------------------------------------------------------
 
-    def _do_planner(
-        self, ranks: str = "0,1", every: str = "1", slots: str = "4", adaptive: str = "no"
-    ) -> Iterable[str]:
+    def _do_planner(self, ranks: str = "0,1", every: str = "1", slots: str = "4") -> Iterable[str]:
         self.planner = PersistPlanner(
             [int(rank) for rank in ranks.split(",")],
             Grid(int(every)),
             slots=int(slots),
-            adaptive=adaptive == "yes",
         )
         return []
 
@@ -302,7 +312,7 @@ class Scenario:
         whose own images these are: 1-8/4!0+2. `epochs`: 2=1-5 is epoch 2, which
         went on from step 1-5."""
         images = tuple(
-            Candidate(id=one.step_id, tier=Tier(tier), world=one.world, bytes=4096)
+            Candidate(id=one.step_id, tier=Tier(tier), world=one.world)
             for one in _held(held, 0, int(world))
         )
         for number in (ranks or rank).split(","):

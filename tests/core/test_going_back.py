@@ -18,7 +18,7 @@ def step(number: int, epoch: EpochId = FIRST) -> StepId:
 
 
 def vote(*numbers: int, **told: object) -> Candidates:
-    held = tuple(Candidate(id=step(one), tier=Tier.LOCAL, world=2, bytes=1) for one in numbers)
+    held = tuple(Candidate(id=step(one), tier=Tier.LOCAL, world=2) for one in numbers)
     return Candidates(answer=Answer.STEPS, candidates=held, highest_epoch=1, **told)  # type: ignore[arg-type]
 
 
@@ -99,7 +99,7 @@ def test_nothing_is_kept_where_all_could_look_and_nobody_wants_to_go_back(
 
 
 def test_a_script_may_ask_for_a_number_and_gets_the_newest_step_of_it_that_all_ranks_see() -> None:
-    again = (Candidate(id=step(3, SECOND), tier=Tier.LOCAL, world=2, bytes=1),)
+    again = (Candidate(id=step(3, SECOND), tier=Tier.LOCAL, world=2),)
     one = vote(3, 4)
     other = Candidates(answer=Answer.STEPS, candidates=(*one.candidates, *again), highest_epoch=2)
     assert limit_of([one, other], 3) == (step(3), True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from keepstep.core.commit_rule import RankReport
+from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.ledger import EpochStarted, Retire
 from keepstep.core.node import (
     SILENT_AFTER_S,
@@ -47,8 +47,8 @@ def node(*, managed: bool = True, last: int = 2) -> Node:
 def listed(*numbers: int, world: int = 2, shown: Iterable[int] = ()) -> Listed:
     """A listing in which rank 0 has these steps on its drive. `shown`: steps that readers see."""
     shards = tuple(Shard(step_id=step(one), rank=0, world=world, root="r") for one in numbers)
-    answers = {Tier.LOCAL: Answer.STEPS, Tier.MEMORY: Answer.NONE}
-    report = RankReport(sealed={Tier.LOCAL: shards, Tier.MEMORY: ()}, answers=answers)
+    local = ReportedTier(answer=Answer.STEPS, shards=shards)
+    report = {Tier.LOCAL: local, Tier.MEMORY: ReportedTier.of(())}
     return Listed(ranks={0: report}, shown=steps(shown))
 
 

@@ -27,7 +27,7 @@ def failure(at: int, life: int, *after: StepId) -> Failure:
 
 
 def vote(*held: StepId, failures: tuple[Failure, ...] = (), **told: object) -> Candidates:
-    found = tuple(Candidate(id=one, tier=Tier.LOCAL, world=1, bytes=1) for one in held)
+    found = tuple(Candidate(id=one, tier=Tier.LOCAL, world=1) for one in held)
     return Candidates(answer=Answer.STEPS, candidates=found, failures=failures, **told)  # type: ignore[arg-type]
 
 
@@ -67,7 +67,7 @@ def test_failures_that_two_machines_saw_count_together() -> None:
 
 
 def _of_two(vote: Candidates) -> Candidates:
-    found = tuple(Candidate(id=one.id, tier=one.tier, world=2, bytes=1) for one in vote.candidates)
+    found = tuple(Candidate(id=one.id, tier=one.tier, world=2) for one in vote.candidates)
     return Candidates(answer=vote.answer, candidates=found, failures=vote.failures)
 
 

@@ -14,12 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from keepstep.core.commit_rule import RankReport, bits
+from keepstep.core.commit_rule import RankReport, ReportedTier, at_least, bits
 from keepstep.core.ledger import (
     EpochStarted,
+    Gone,
     Ledger,
     LedgerConfig,
-    NodeGone,
     Outlook,
     Reported,
     Restart,
@@ -32,6 +32,7 @@ from keepstep.core.shard import NOBODY, Ranks, Shard
 from keepstep.core.vote import Candidate, Candidates, Decision, Offer, choose
 from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, StepId, Tier
+from tests.core.scenario import newest_on
 
 _SOME = st.sets(st.integers(0, 5), max_size=2)
 """A few ranks or nodes."""
@@ -164,8 +165,7 @@ class Tiers(RuleBasedStateMachine):
             tier: tuple(self._held(id, rank) for id, of in sorted(shelf) if of == rank)
             for tier, shelf in shelves.items()
         }
-        answers = {tier: Answer.STEPS if held else Answer.NONE for tier, held in sealed.items()}
-        return RankReport(sealed=sealed, answers=answers)
+        return {tier: ReportedTier.of(held) for tier, held in sealed.items()}
 
     def _held(self, id: StepId, rank: int) -> Shard:
         world = self.worlds[id]
@@ -281,12 +281,12 @@ class Tiers(RuleBasedStateMachine):
     @rule(number=st.integers(0, 2))
     def a_node_is_lost(self, number: int) -> None:
         number %= len(self.nodes)
-        expected = self.ledger.without(number)
         self.nodes[number] = Node(up=False)
         self.epoch = None
-        self.ledger.apply(NodeGone(number))
+        self.ledger.apply(Gone(number))
         left = set.union(self._archived(), *(one.local | one.kept for one in self.nodes))
         alive = {id for id, _ in left if self.ledger.lineage.restorable(id)}
+        expected = newest_on(self.ledger, at_least(Tier.LOCAL))
         assert expected == max((id for id in alive if self._covered(left, id)), default=None)
 
     @precondition(lambda self: any(node.up for node in self.nodes))  # else it gets no reports
@@ -343,7 +343,7 @@ class Tiers(RuleBasedStateMachine):
         return Candidates(
             answer=Answer.STEPS if own or whole or there else Answer.NONE,
             candidates=tuple(
-                Candidate(id=id, tier=own[id], world=self.worlds[id], bytes=1) for id in sorted(own)
+                Candidate(id=id, tier=own[id], world=self.worlds[id]) for id in sorted(own)
             ),
             highest_epoch=ledger.highest_epoch(),
             offers=tuple(

@@ -96,25 +96,6 @@ def test_a_rank_in_a_long_evaluation_is_not_named_for_a_minute() -> None:
     assert reason(steps, 62.0) is None
 
 
-def test_a_rank_that_lost_its_steps_is_not_named_for_them() -> None:
-    steps = begun()
-    for number in range(20):
-        stage(steps, 0, number)
-        steps.lost(1, number, 1.0)
-    assert reason(steps, 1000.0) is None
-
-
-def test_the_message_stays_the_same_until_a_step_is_common_again() -> None:
-    steps = begun()
-    stage(steps, 0, *range(10))
-    first = steps.difference(10.0)
-    assert first is not None
-    stage(steps, 0, *range(10, 100), now=20.0)
-    assert steps.difference(30.0) == first
-    stage(steps, 1, 99, now=31.0)
-    assert steps.difference(31.0) is None
-
-
 def test_ranks_of_an_earlier_life_do_not_count_in_the_next() -> None:
     steps = begun()
     steps.left(1, closed=True)

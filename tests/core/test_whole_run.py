@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 import keepstep.core.retention
-from keepstep.core.commit_rule import RankReport
+from keepstep.core.commit_rule import RankReport, ReportedTier
 from keepstep.core.ledger import EpochStarted, Ledger, LedgerConfig, Reported, RestorePlan, Retire
 from keepstep.core.node import (
     Died,
@@ -348,7 +348,6 @@ class WholeRun(RuleBasedStateMachine):
                     id=id,
                     tier=Tier.MEMORY if id in memory else Tier.LOCAL,
                     world=len(self.ranks),
-                    bytes=1,
                 )
                 for id in sorted(found)
             ),
@@ -457,18 +456,14 @@ class WholeRun(RuleBasedStateMachine):
 
 def _report(number: int, rank: Rank, world: int) -> RankReport:
     memory, local = sorted(rank.table.sealed()), sorted(rank.shards)
-    return RankReport(
-        sealed={
-            Tier.MEMORY: tuple(Shard(step_id=id, rank=number, world=world) for id in memory),
-            Tier.LOCAL: tuple(
-                Shard(step_id=id, rank=number, world=world, root="r") for id in local
-            ),
-        },
-        answers={
-            Tier.MEMORY: Answer.STEPS if memory else Answer.NONE,
-            Tier.LOCAL: Answer.STEPS if local else Answer.NONE,
-        },
-    )
+    return {
+        Tier.MEMORY: ReportedTier.of(
+            tuple(Shard(step_id=id, rank=number, world=world) for id in memory)
+        ),
+        Tier.LOCAL: ReportedTier.of(
+            tuple(Shard(step_id=id, rank=number, world=world, root="r") for id in local)
+        ),
+    }
 
 
 TestWholeRun = WholeRun.TestCase

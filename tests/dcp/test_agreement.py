@@ -55,7 +55,7 @@ def test_storage_that_cannot_be_looked_at_is_no_beginning() -> None:
 
 
 def test_an_image_of_the_rank_alone_is_not_enough_and_the_error_says_what_is() -> None:
-    own = Candidate(id=id_of(3), tier=Tier.LOCAL, world=2, bytes=4096)
+    own = Candidate(id=id_of(3), tier=Tier.LOCAL, world=2)
     vote = Candidates(answer=Answer.STEPS, candidates=(own,))
     with pytest.raises(NothingCommonError, match="by peers or by an archive"):
         choose([replace(ballot(), vote=vote), replace(ballot(), vote=vote)])

@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.api import CheckpointException
 
-import keepstep.dcp
-from keepstep.dcp.reader import Folder, StepReader
+from keepstep.dcp.reader import Folder
 from keepstep.dcp.session import Tree
-from keepstep.errors import CoverageError, ForeignError, FormatError, ImageError, RestoreError
+from keepstep.errors import ForeignError, FormatError, ImageError, RestoreError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from keepstep.steps import shard_name
 from tests.image.images import noise, seal, stage
@@ -32,10 +29,10 @@ def shard(
     """Rank's shard with boxes (first row, rows) of a tensor `w` of `rows` x 3."""
     names = ["w"] if len(boxes) == 1 else [f"w@{number}" for number in range(len(boxes))]
     specs = [
-        TensorSpec(name, "F32", (count, 3), Section.REST, (first, 0), (rows, 3))
+        TensorSpec(name, "F32", (count, 3), Section.REST, (first, 0), (rows, 3), tensor="w")
         for name, (first, count) in zip(names, boxes, strict=True)
     ]
-    tree = Tree(boxes={name: "w" for name in names if name != "w"}).render()
+    tree = Tree().render()
     layout = Layout.build(specs, rank=rank, world=world, skeleton=tree)
     data = stage(layout, noise(layout, seed=rank), kept={})
     if control:
@@ -44,16 +41,6 @@ def shard(
     path = folder / shard_name(rank, world)
     path.write_bytes(seal(layout, data))
     return path
-
-
-def load(folder: Path) -> torch.Tensor:
-    target = torch.full((4, 3), 7.0)
-    try:
-        dcp.load({"w": target}, storage_reader=keepstep.dcp.StorageReader(folder), no_dist=True)
-    except CheckpointException as error:
-        assert torch.equal(target, torch.full((4, 3), 7.0))
-        raise AssertionError(str(error)) from error
-    return target
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
@@ -103,31 +90,6 @@ def test_a_torn_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="truncated") as caught:
         Folder(tmp_path)
     assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("boxes", "text"),
-    [
-        ([(0, 2), (3, 1)], r"nobody holds offsets \[2, 0\], sizes \[1, 3\]"),
-        (
-            [(0, 3), (2, 2)],
-            r"w: offsets \[2, 0\], sizes \[1, 3\] is in rank-0\S+ and rank-0\S+ these boxes",
-        ),
-        ([(0, 4), (0, 2)], "overlap"),
-    ],
-)
-def test_boxes_that_do_not_make_up_a_tensor_are_named(tmp_path: Path, boxes, text) -> None:
-    for rank, box in enumerate(boxes):
-        shard(tmp_path, rank, 2, [box])
-    with pytest.raises(AssertionError, match=text):
-        load(tmp_path)
-
-
-def test_two_shapes_of_one_name_are_named_with_their_files(tmp_path: Path) -> None:
-    shard(tmp_path, 0, 2, [(0, 2)])
-    shard(tmp_path, 1, 2, [(2, 2)], rows=5)
-    with pytest.raises(CoverageError, match="rank-00001-of-00002"):
-        StepReader.open(Folder(tmp_path))
 
 
 def test_a_tree_that_lies_is_refused(tmp_path: Path) -> None:

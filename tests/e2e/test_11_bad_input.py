@@ -29,14 +29,14 @@ def test_more_memory_than_any_node_has_is_named(namespace: Kubectl) -> None:
 
 
 def test_too_little_memory_for_two_slots_is_named_and_training_goes_on(namespace: Kubectl) -> None:
-    namespace.apply(jobs.policy(memory={"limit": "10Mi"}), jobs.pytorch_job(workers=0))
+    namespace.apply(jobs.policy(memory={"limit": "5Mi"}), jobs.pytorch_job(workers=0))
     runs.becomes(namespace, "Protected", "False", words="not even 2 fit", within_s=90)
     runs.training_beyond(namespace, 5)
 
 
 def test_a_volume_that_is_too_small_is_named_and_memory_still_serves(namespace: Kubectl) -> None:
     policy = jobs.policy()
-    policy["spec"]["volumes"][0]["capacity"] = "4Mi"
+    policy["spec"]["volumes"][0]["capacity"] = "2Mi"
     namespace.apply(policy, jobs.pytorch_job(workers=0))
     runs.becomes(namespace, "Committing", "False", words="no space", within_s=90)
     namespace.eventually(lambda: len(_warned(namespace)) >= 2, what="events on job and run")

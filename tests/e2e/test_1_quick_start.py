@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from tests.e2e import jobs, runs
 from tests.e2e.kubectl import Kubectl
 
@@ -11,7 +13,7 @@ def test_a_two_replica_job_is_kept_seen_and_completes(namespace: Kubectl) -> Non
     job = jobs.example("pytorchjob.yaml")
     for replica in job["spec"]["pytorchReplicaSpecs"].values():  # it lasts for hours
         (container,) = replica["template"]["spec"]["containers"]
-        container["args"] = ["--steps", str(jobs.STEPS), "--log-file", "-"]
+        container["args"] = jobs.trainer(steps=jobs.STEPS)["args"]
     namespace.apply(job)
 
     pods = namespace.eventually(
@@ -35,6 +37,7 @@ def test_a_two_replica_job_is_kept_seen_and_completes(namespace: Kubectl) -> Non
     assert "PodRestart" in shown["SURVIVES"], "the other pod has all that goes with an emptyDir"
     wide = namespace("get", "ckrun", "-o", "wide").splitlines()[0].split()
     assert {"TIERS", "NODES"} <= set(wide)
+    _writes_are_bounded_by_time_not_by_steps(namespace)
 
     namespace.eventually(lambda: _succeeded(namespace), within_s=240, what="the job completes")
     namespace.eventually(
@@ -47,6 +50,18 @@ def test_a_two_replica_job_is_kept_seen_and_completes(namespace: Kubectl) -> Non
     namespace.eventually(
         lambda: runs.status(namespace)["phase"] == "Finished", what="the run is finished"
     )
+
+
+def _writes_are_bounded_by_time_not_by_steps(namespace: Kubectl) -> None:
+    runs.committed_beyond(namespace, 5)
+    name = runs.the_run(namespace)["metadata"]["name"]
+    began = time.monotonic()
+    with namespace.watching("ckrun", name) as versions:
+        first = runs.training_beyond(namespace, 0).last
+        last = runs.training_beyond(namespace, first + 60).last
+    seconds, wrote = time.monotonic() - began, len(versions) - 1  # the first is what was there
+    assert last - first >= 60
+    assert 1 <= wrote <= seconds / 2 + 2, f"{wrote} writes in {seconds:.0f} s"
 
 
 def _succeeded(kubectl: Kubectl) -> bool:

@@ -9,7 +9,7 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
 
-def test_a_killed_trainer_restarts_in_place_and_goes_on_from_memory(
+def test_a_killed_sidecar_stops_nothing_and_a_killed_trainer_goes_on_from_memory(
     cluster: Cluster,
     namespace: Kubectl,
     reference: dict[int, str],
@@ -17,7 +17,9 @@ def test_a_killed_trainer_restarts_in_place_and_goes_on_from_memory(
     record_property: runs.Record,
 ) -> None:
     namespace.apply(jobs.policy(), jobs.pytorch_job())
-    before = runs.training_beyond(namespace, 40)
+    before = runs.training_beyond(namespace, _sidecar_comes_back(cluster, namespace))
+    assert before.first == 0, "the trainer never ended"
+    assert _restarts(namespace, "gpt-master-0", "pytorch") == 0
     measured["pod to trainer, injected"] = runs.scheduled_to_start_s(namespace)
     measured["a finished step to its status"] = _seconds_to_status(namespace)
     runs.kill_trainer(cluster, namespace, "gpt-worker-0")
@@ -67,13 +69,10 @@ def _seconds_to_status(kubectl: Kubectl) -> float:
     return seen - life.ended_at[shown]
 
 
-def test_a_killed_sidecar_comes_back_while_training_goes_on(
-    cluster: Cluster, namespace: Kubectl
-) -> None:
-    namespace.apply(jobs.policy(), jobs.pytorch_job())
+def _sidecar_comes_back(cluster: Cluster, namespace: Kubectl) -> int:
+    """Kill a sidecar; a step that was committed after it came back."""
     committed = runs.committed_beyond(namespace, 5)
     runs.kill_sidecar(cluster, namespace, "gpt-master-0")
-
     namespace.eventually(
         lambda: _restarts(namespace, "gpt-master-0", "keepstep-sidecar") == 1,
         what="the sidecar is restarted",
@@ -84,11 +83,7 @@ def test_a_killed_sidecar_comes_back_while_training_goes_on(
         what="the slots are adopted",
     )
     assert "slot refused" not in log
-    after = runs.committed_beyond(namespace, max(committed, at_kill))
-    assert after > committed
-    life = runs.training_beyond(namespace, at_kill + 5)
-    assert life.first == 0, "the trainer never ended"
-    assert _restarts(namespace, "gpt-master-0", "pytorch") == 0
+    return runs.committed_beyond(namespace, max(committed, at_kill))
 
 
 def _restarts(kubectl: Kubectl, pod: str, container: str) -> int:

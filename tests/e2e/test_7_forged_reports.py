@@ -30,7 +30,7 @@ def test_forged_reports_are_refused(cluster: Cluster, namespace: Kubectl) -> Non
     namespace.apply(jobs.policy(), jobs.pytorch_job(workers=0))
     committed = runs.committed_beyond(namespace, 5)
     body = json.dumps(
-        {"sidecar": "0.1.0", "started_at": 0.0, "sequence": 1, "sent_at": 0.0, "ready": True,
+        {"sidecar": "0.1.0", "started_at": 0.0, "sequence": 1, "ready": True,
          "ranks": [{"rank": 0, "world": 1, "alive": True}]}
     )  # fmt: skip
     (ca,) = [

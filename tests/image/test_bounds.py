@@ -40,7 +40,7 @@ HOSTILE = {
     "arrays where sizes are expected": dense,
     "arrays where nothing is expected": edited("later", [[]] * COUNT),
     "a million twins": edited("twins", list(range(1, COUNT))),
-    "a million sections": edited("sections", [["rest", 1]] * (COUNT // 4)),
+    "a million parameters": edited("parameters", {"a": [["", []]] * (COUNT // 4)}),
     "a million aliases": edited("aliases", {str(i): "mask" for i in range(COUNT // 8)}),
     "one character that takes four bytes for each": wide,
 }

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.errors import FormatError, TornError
-from keepstep.image import PAGE_BYTES, ControlPage, manifest, xxh3
+from keepstep.image import PAGE_BYTES, ControlPage
 from keepstep.steps import Epoch, EpochId, StepId
 
 PAGE = ControlPage(
@@ -79,10 +79,3 @@ def test_a_page_that_is_half_over_an_older_one_has_no_valid_seal(sectors: int) -
 def test_a_run_whose_name_does_not_fit_is_refused() -> None:
     with pytest.raises(FormatError, match="too long"):
         replace(PAGE, run="x" * 5000).to_bytes()
-
-
-def test_pages_are_the_same_without_xxhash(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_xxhash = PAGE.to_bytes()
-    monkeypatch.setattr(manifest, "xxh3_128", xxh3.pure_xxh3_128)
-    assert PAGE.to_bytes() == with_xxhash
-    assert ControlPage.from_bytes(with_xxhash) == PAGE

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from keepstep.errors import FormatError, TornError
 from keepstep.image import HUGE_PAGE_BYTES, PAGE_BYTES, Layout, Section, TensorSpec
-from keepstep.image import layout as layouts
-from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES, header_of
-from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
+from keepstep.image.layout import CHUNK_BYTES, LEAST_ON_HUGE_PAGES_BYTES, digest_of
+from keepstep.image.xxh3 import DIGEST_BYTES
 from tests.image.strategies import tensor_lists
 
 WEIGHT = TensorSpec("weight", "F32", (2, 3), Section.PARAMS)
@@ -30,7 +29,7 @@ def test_a_layout_reads_back_as_it_was_built(specs, rank, capacity, skeleton) ->
     read = Layout.parse(layout.header + b"and the data", size_bytes=layout.size_bytes)
     assert {entry.spec for entry in read.entries.values()} == set(specs)
     assert (read.rank, read.world, read.skeleton) == (rank, 4, skeleton)
-    assert read.id == xxh3_128(layout.header).hex()
+    assert read.id == digest_of(layout.header).hex()
     assert read == layout
 
 
@@ -103,9 +102,6 @@ def test_header_says_neither_step_nor_digest_and_lists_every_key_for_dcp() -> No
         "format_version",
         "rank",
         "world",
-        "sections",
-        "dtypes",
-        "global_shapes",
         "aliases",
         "skeleton",
     }
@@ -148,48 +144,3 @@ def test_a_file_of_another_size_is_refused() -> None:
 def test_keys_of_two_ranks_differ_only_where_their_bytes_do() -> None:
     keys = [set(json.loads(build(WEIGHT, rank=rank, world=2).header[8:])) for rank in (0, 1)]
     assert keys[0] & keys[1] == {"__metadata__", "weight"}
-
-
-def test_no_header_is_longer_than_it_is_reckoned_to_be() -> None:
-    devices = ("cpu", "cuda:1234")
-    specs = [
-        TensorSpec(
-            name=f'\x01"\\\U0001f600{number}',
-            dtype="F4_E2M1_X2",
-            shape=(1 << 28, 1),
-            section=list(Section)[number % 3],
-            offsets=((1 << 58) + number, 1),
-            global_shape=(1 << 60, 2),
-            dim_order=(1, 0),
-            device=devices[number % 2],
-        )
-        for number in range(2000)
-    ]
-    named = {
-        "aliases": {f"\x01{one.name}": one.name for one in specs},
-        "parameters": {'\x01"': tuple((one.name, one.shape) for one in specs)},
-        "skeleton": json.dumps(["\x01" * 1000, "\U0001f600" * 1000]),
-        "twins": range(1, 2000),
-    }
-    header = header_of(specs, rank=0, world=2000, **named)
-    text = header.render()
-    assert len(text) <= header.most_bytes - (1 << 16)
-    assert len(text) > header.most_bytes // 8, "and not many times longer"
-
-
-@pytest.mark.parametrize("name", ["weight", "wéight"])
-def test_what_is_taken_is_checked_as_it_would_be_built(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = WEIGHT._replace(name=name)
-    Layout.check([spec], rank=0, world=1)
-    with pytest.raises(FormatError, match="two tensors"):
-        Layout.check([spec, spec], rank=0, world=1)
-    monkeypatch.setattr(layouts, "MAX_HEADER_BYTES", PAGE_BYTES)
-    with pytest.raises(FormatError, match="are allowed"):
-        Layout.check([spec], rank=0, world=1, skeleton="x" * PAGE_BYTES)
-
-
-def test_odd_characters_are_read_back_before_they_are_said_to_be_good() -> None:
-    with pytest.raises(FormatError, match="means no tensor"):
-        Layout.check([WEIGHT], rank=0, world=1, aliases={"é": "nothing"})

@@ -17,8 +17,9 @@ from keepstep.image import (
     section_digests,
     table_of,
 )
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
-from keepstep.image.xxh3 import CHUNK_BYTES, xxh3_128
+from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import StepId
 from tests.harness import digests, verify_image
 from tests.image.images import EPOCH, noise, seal, stage

@@ -29,7 +29,7 @@ class _Link:
     def call(self, route: str, *_: Any, **__: Any) -> Opened | Sources:
         path = str(self._path)
         if route == "/v1/restore":
-            return Opened(slot="0", path=path, tier=Tier.MEMORY, bytes=0, seconds=0.0)
+            return Opened(path=path, tier=Tier.MEMORY)
         size, extras = self._path.stat().st_size, SlotMapping(path).control().extras_bytes
         source = Source(rank=0, tier=Tier.MEMORY, bytes=size, extras_bytes=extras, path=path)
         return Sources(id=_ID, world=1, sources=(source,))

@@ -63,52 +63,7 @@ def test_a_tensor_that_a_failed_attempt_has_begun_may_give_way_to_a_new_one(tmp_
     assert live["grown"].tolist() == [1, 1, 1]
 
 
-# --- memory formats ------------------------------------------------------------------------------
-
-
 # --- modules -------------------------------------------------------------------------------------
-
-
-class WithExtraState(nn.Module):
-    """What it keeps beside its parameters exists only once it was used."""
-
-    def __init__(self, history=None):
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-        self.history = history
-
-    def get_extra_state(self):
-        return {"history": self.history, "n": 1}
-
-    def set_extra_state(self, state):
-        self.history = state["history"]
-
-
-@pytest.mark.parametrize("before", [None, torch.zeros(3), torch.zeros(1)])
-def test_a_modules_extra_state_may_hold_new_and_grown_tensors(again, before):
-    saved, live = WithExtraState(torch.arange(3.0)), WithExtraState(before)
-    again({"m": nn.Sequential(saved)}, {"m": nn.Sequential(live)})
-    assert_same(live.history, saved.history)
-    assert_same(live.inner.weight, saved.inner.weight)
-
-
-class Doubled(nn.Linear):
-    """Its state_dict has a copy of its weight, times two; its bias as it is."""
-
-    def __init__(self):
-        super().__init__(2, 2)
-        self._register_state_dict_hook(
-            lambda module, tree, *_: tree.update(weight=module.weight * 2)
-        )
-
-
-def test_a_module_whose_state_dict_makes_copies_is_given_them_back(again):
-    saved, live = Doubled(), Doubled()
-    bias = live.bias
-    again({"m": saved}, {"m": live})
-    assert torch.equal(live.weight, saved.weight * 2)
-    assert torch.equal(live.bias, saved.bias)
-    assert live.bias is bias
 
 
 def test_weights_that_are_tied_here_may_have_been_two_that_are_equal(again):
@@ -136,15 +91,6 @@ def test_a_dict_that_shares_a_weight_here_takes_nothing_from_the_module(again):
     assert torch.equal(best["best"], torch.ones(2, 2))
 
 
-def test_old_names_that_torch_itself_converts_are_converted(tmp_path):
-    with pytest.warns(FutureWarning):
-        saved = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2)))
-    live = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
-    keep({"m": saved}, tmp_path / "slot")
-    bring_back({"m": live}, tmp_path / "slot")
-    assert torch.equal(live[0].weight, saved[0].weight)
-
-
 @pytest.mark.parametrize("direct", [True, False])
 def test_what_a_module_refuses_names_it_and_says_what_to_do(tmp_path, direct):
     class Refusing(nn.Linear):
@@ -156,38 +102,7 @@ def test_what_a_module_refuses_names_it_and_says_what_to_do(tmp_path, direct):
         bring_back({"m": Refusing(2, 2)}, tmp_path / "slot", direct=direct)
 
 
-class OnlyExtra(nn.Module):
-    n = 0
-
-    def get_extra_state(self):
-        return {"n": self.n}
-
-    def set_extra_state(self, state):
-        self.n = state["n"]
-
-
-@pytest.mark.parametrize("make", [nn.Identity, OnlyExtra, lambda: nn.Sequential(OnlyExtra())])
-def test_a_module_without_tensors_is_restored(again, make):
-    saved, live = make(), make()
-    for one in saved.modules():
-        one.n = 5
-    again({"m": saved}, {"m": live})
-    assert all(one.n == 5 for one in live.modules() if isinstance(one, OnlyExtra))
-
-
 # --- names and keys ------------------------------------------------------------------------------
-
-
-RANKED = ["w", "w@rank-00000", "w@rank-00001", "w~", "w@rank-00000~", "w@rank-00000@rank-00000"]
-
-
-def test_keys_that_look_like_a_ranks_copy_are_only_keys(again):
-    saved = {key: torch.full((2,), float(at)) for at, key in enumerate(RANKED)}
-    live = again({"p": saved}, {"p": {key: torch.zeros(2) for key in reversed(RANKED)}})["p"]
-    fresh = again({"p": saved}, {"p": {}})["p"]
-    for key, value in saved.items():
-        assert_same(live[key], value)
-        assert_same(fresh[key], value)
 
 
 def test_components_whose_names_run_into_each_other_are_told_apart(again):
@@ -284,18 +199,3 @@ def optimized(groups):
 def test_groups_of_other_parameters_are_refused(again, groups):
     with pytest.raises(keepstep.MismatchError, match=r"o: (has the parameter|parameter groups of)"):
         again(optimized(["ac", "b"]), optimized(groups))
-
-
-def test_names_of_parameters_in_the_groups_come_back_as_load_state_dict_brings_them(again):
-    def made(prefix):
-        model = nn.Linear(2, 2)
-        named = [(f"{prefix}{name}", one) for name, one in model.named_parameters()]
-        return {"m": model, "o": torch.optim.SGD(named if prefix else model.parameters(), lr=0.1)}
-
-    for there, here in (("a", "b"), ("a", ""), ("", "b")):
-        saved, live = made(there), made(here)
-        control = made(here)["o"]
-        control.load_state_dict(saved["o"].state_dict())
-        again(saved, live)
-        groups = live["o"].state_dict()["param_groups"]
-        assert groups == control.state_dict()["param_groups"]

@@ -32,39 +32,12 @@ class Metric:
         return torch.stack(self.values)
 
 
-class Listed(dict):
-    def add(self, value):
-        self.setdefault("losses", []).append(value)
-
-    def all(self):
-        return torch.stack(self["losses"])
-
-
 class Joined(dict):
     def add(self, value):
         self["losses"] = torch.cat([self.get("losses", torch.zeros(0)), value.view(1)])
 
     def all(self):
         return self["losses"]
-
-
-class Keyed(dict):
-    def add(self, value):
-        by_step = self.setdefault("by_step", {})
-        by_step[len(by_step)] = value
-
-    def all(self):
-        return torch.stack(list(self["by_step"].values()))
-
-
-class Rows(dict):
-    """Tuples of tensors, as a replay buffer has them."""
-
-    def add(self, value):
-        self.setdefault("rows", []).append((value, value.view(1) + 1))
-
-    def all(self):
-        return torch.stack([one for one, _ in self["rows"]])
 
 
 def kept(checkpointer, step):
@@ -75,7 +48,7 @@ def kept(checkpointer, step):
     return False
 
 
-@pytest.mark.parametrize("kind", [Metric, Listed, Joined, Keyed, Rows])
+@pytest.mark.parametrize("kind", [Metric, Joined])
 @pytest.mark.parametrize("size", [64, 2400], ids=["small image", "image of 66 MiB"])
 def test_a_state_that_grows_by_a_tensor_each_step_is_kept_at_each_step(sidecar, kind, size):
     grown, model = kind(), nn.Linear(size, size)

@@ -3,7 +3,6 @@ with."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 
@@ -14,14 +13,6 @@ from torch.utils.data import DataLoader
 import keepstep
 from keepstep.integrations import require
 from keepstep.integrations.loaders import Batches
-from tests.harness import ROOT
-
-SOURCES = sorted((ROOT / "lib/src/keepstep/integrations").glob("[a-z]*.py"))
-RANGE = re.compile(r'require\("(\w+)", \S+, at_least="([\d.]+)", below="([\d.]+)"\)')
-
-
-def ranges():
-    return [found for one in SOURCES for found in RANGE.findall(one.read_text())]
 
 
 def test_importing_keepstep_imports_no_integration():
@@ -38,17 +29,6 @@ def test_importing_keepstep_imports_no_integration():
 def test_a_version_outside_of_the_range_is_refused_and_the_range_is_named(version):
     with pytest.raises(keepstep.UsageError, match=rf"x {version} was never .*x >= 5.19, < 5.24"):
         require("x", version, at_least="5.19", below="5.24")
-
-
-def test_what_is_tested_is_in_the_range_and_on_the_page():
-    pinned = dict(
-        re.findall(r"^(\w+)==(\S+)$", (ROOT / "requirements-frameworks.txt").read_text(), re.M)
-    )
-    page = (ROOT / "docs/frameworks.md").read_text()
-    assert ranges()
-    for package, at_least, below in ranges():
-        require(package, pinned[package], at_least=at_least, below=below)
-        assert f"{package} >= {at_least}, < {below}" in page
 
 
 def test_batches_that_are_no_component_are_refused_before_an_epoch_is_done_twice(sidecar):

@@ -99,14 +99,6 @@ def test_a_world_that_grows_goes_on_from_what_one_machine_has(machines):
     assert values(after, "begins") == values(before, "ends")
 
 
-def test_shards_of_another_world_are_put_together(machines):
-    three = [one.start() for one in machines[:3]]
-    before = train("fsdp", 3, three[:2])
-    after = train("fsdp", 5, three)
-    assert {one[:4] for one in told(after, "begins")} == {"at 3"}
-    assert values(after, "begins") == values(before, "ends")
-
-
 def test_what_lies_on_a_drive_is_lent_as_what_lies_in_memory(machines):
     two = [one.start() for one in machines[:2]]
     before = train("ddp", 3, two)
@@ -203,15 +195,6 @@ def test_a_damaged_step_is_not_lent_and_an_older_one_is(machines):
     assert step < 3
 
 
-def test_both_machines_of_a_replica_that_are_lost_begin_at_step_0(machines):
-    two = [one.start() for one in machines[:2]]
-    train("ddp", 2, two)
-    for one in two:
-        one.lose()
-    after = train("ddp", 1, two)
-    assert {one.split(" with")[0] for one in told(after, "begins")} == {"at None"}
-
-
 def test_a_step_that_the_script_asks_for_is_lent_too(machines):
     two = [one.start() for one in machines[:2]]
     train("ddp", 3, two)
@@ -248,18 +231,6 @@ def test_two_machines_that_change_places_twice_lose_no_step(machines, kind):
     assert values(third, "begins") == values(second, "ends")
 
 
-def test_machines_that_kept_their_drives_alone_come_back_in_another_order(machines):
-    three = [one.start() for one in machines[:3]]
-    first = train("fsdp", 3, three)
-    for one in three:
-        one.kill()
-        one.lose_memory()
-        one.start()
-    second = train("fsdp", 6, [*three[1:], three[0]])
-    assert {one[:4] for one in told(second, "begins")} == {"at 3"}
-    assert values(second, "begins") == values(first, "ends")
-
-
 def test_machines_change_places_while_another_takes_the_place_of_one(machines):
     four = [one.start() for one in machines]
     first = train("hsdp", 3, four)
@@ -270,14 +241,6 @@ def test_machines_change_places_while_another_takes_the_place_of_one(machines):
     third = train("hsdp", 8, four)
     assert {one[:4] for one in told(third, "begins")} == {"at 6"}
     assert values(third, "begins") == values(second, "ends")
-
-
-def test_two_ranks_of_a_machine_change_places_with_those_of_another(machines):
-    two = [one.start() for one in machines[:2]]
-    first = train("fsdp", 3, two, local=2)
-    second = train("fsdp", 6, two[::-1], local=2)
-    assert {one[:4] for one in told(second, "begins")} == {"at 3"}
-    assert values(second, "begins") == values(first, "ends")
 
 
 def test_ranks_of_one_machine_are_spread_over_two_which_have_older_images_of_them(machines):

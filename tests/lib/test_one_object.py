@@ -85,14 +85,6 @@ def test_components_in_another_order_find_what_they_share(again):
     assert live["a"]["x"] is live["b"]["x"]
 
 
-def test_an_object_that_was_live_in_two_places_is_two_where_two_were_saved(again):
-    both: dict[str, Any] = {"n": 0}
-    live = {"p": {"a": both, "b": both}}
-    again({"p": {"a": {"n": 1}, "b": {"n": 2}}}, live)
-    assert live["p"] == {"a": {"n": 1}, "b": {"n": 2}}
-    assert live["p"]["a"] is both
-
-
 def test_what_only_one_place_has_live_is_refilled_for_all(again):
     mine: dict[str, Any] = {"n": 0}
     one = {"n": 3}
@@ -117,56 +109,6 @@ def test_a_dict_of_tensors_of_an_unknown_kind_is_refused_by_name(again):
 
 
 # --- generators -------------------------------------------------------------------------------
-
-
-def advanced(make):
-    made = make()
-    draw(made)
-    return made
-
-
-def draw(generator):
-    if isinstance(generator, torch.Generator):
-        return torch.rand(3, generator=generator).tolist()
-    if isinstance(generator, random.Random):
-        return [generator.random(), generator.gauss(0, 1)]
-    if isinstance(generator, np.random.BitGenerator):
-        return generator.random_raw(3).tolist()
-    return [generator.standard_normal(), *generator.permutation(5).tolist()]
-
-
-GENERATORS = [
-    lambda: torch.Generator().manual_seed(3),
-    lambda: np.random.default_rng(3),
-    lambda: np.random.RandomState(3),
-    lambda: np.random.Generator(np.random.Philox(3)),
-    lambda: np.random.Generator(np.random.MT19937(3)),
-    lambda: np.random.SFC64(3),
-    lambda: random.Random(3),
-]
-
-
-@pytest.mark.parametrize("make", GENERATORS)
-@pytest.mark.parametrize("place", ["component", "dict", "list", "field", "tuple"])
-def test_a_generator_goes_on_where_it_was_in_place(again, make, place):
-    places = {
-        "component": lambda one: one,
-        "dict": lambda one: {"g": one},
-        "list": lambda one: {"g": [0, one]},
-        "field": lambda one: {"g": Best(0.0, one)},
-        "tuple": lambda one: {"g": (one, 1)},
-    }
-    saved, mine = advanced(make), make()
-    again({"g": places[place](saved)}, {"g": places[place](mine)})
-    assert draw(mine) == draw(saved)
-
-
-@pytest.mark.parametrize("make", GENERATORS)
-def test_a_generator_is_made_where_there_is_none(again, make):
-    saved, live = advanced(make), {"g": {"g": None}}
-    again({"g": {"g": saved}}, live)
-    assert type(live["g"]["g"]) is type(saved)
-    assert draw(live["g"]["g"]) == draw(saved)
 
 
 def test_a_generator_of_another_kind_is_refused_by_name(again):

@@ -96,17 +96,17 @@ def test_a_form_that_does_not_fit_is_refused_before_anything_is_filled(tmp_path,
         '["d",[["a",["x",0]]]]',
         '["d",[["a",["l",[[]]]]]]',
         '["d",[["a",["v",0]],["a",["v",0]]]]',
-        '["d",[["a",["d",[[{"!key":"[1]"},["v",0]]]]]]]',
-        '["d",[["a",["d",[[{"!key":5},["v",0]]]]]]]',
+        '["d",[["a",["d",[[[1],["v",0]]]]]]]',
+        '["d",[["a",["d",[[{"!tuple":[[1]]},["v",0]]]]]]]',
         '["d",[["a",["d",[[{"!odd":"1"},["v",0]]]]]]]',
-        '["d",[["a",["d",[[{"!key":"1"},["v",0]],[1,["v",0]]]]]]]',
+        '["d",[["a",["d",[[{"!tuple":[1]},["v",0]],[{"!tuple":[1]},["v",0]]]]]]]',
         '["d",[["a",' + '["l",[' * 300 + '["v",0]' + "]]" * 300 + "]]]",
         "[" * 100_000,
     ],
 )
 def test_a_tree_of_what_is_no_node_is_refused(skeleton: str) -> None:
     assert leaves.parse('["d",[["a",["u",[["v",0],["t","x"]]]]]]').keys() == {"a"}
-    key = '["d",[["a",["d",[[{"!key":"{\\"!tuple\\":[1]}"},["v",0]]]]]]]'
+    key = '["d",[["a",["d",[[{"!tuple":[1]},["v",0]]]]]]]'
     assert leaves.parse(key)["a"][1][0][0] == (1,)
     with pytest.raises(FormatError, match="the tree of this image"):
         leaves.parse(skeleton)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,14 +56,6 @@ def test_what_strangers_can_cause_is_logged_seldom_and_what_we_say_each_time() -
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.count("bad request") == 1
     assert done.stderr.count("loud") == 50
-
-
-@pytest.mark.parametrize("resources", ["{", "7"])
-def test_resources_of_helper_pods_that_are_none_are_a_wrong_use(resources: str) -> None:
-    arguments = ["reconcile", "--namespace", "a", "--helper-resources", resources]
-    result = CliRunner().invoke(cli, arguments)
-    assert result.exit_code == 2
-    assert "--helper-resources" in result.output
 
 
 # What pods wrote, in objects and Events: one line, bounded, and nothing for a terminal to obey.

@@ -7,9 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from aiohttp import web
 
-from keepstep_operator import __version__
 from keepstep_operator.kube import (
     CONFIG_MAPS,
     NODES,
@@ -27,9 +25,8 @@ from keepstep_operator.kube import (
     follow,
 )
 from keepstep_operator.kube import feed as kube_feed
-from keepstep_operator.serving import listening
 from tests.harness import until
-from tests.operator.apiserver import ApiServer, access_to
+from tests.operator.apiserver import ApiServer
 from tests.operator.injection.pods import NAMESPACE, policy_body
 
 
@@ -145,21 +142,3 @@ async def test_a_kind_that_may_not_be_read_hinders_no_other() -> None:
         assert not nodes.loaded.is_set()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_names_from_users_lead_nowhere_else_and_requests_say_who_asks() -> None:
-    asked: list[tuple[str, str]] = []
-
-    async def answer(request: web.Request) -> web.Response:
-        asked.append((request.raw_path, request.headers["User-Agent"]))
-        return web.json_response({})
-
-    app = web.Application()
-    app.router.add_get("/{path:.*}", answer)
-    async with (
-        listening(app, port=0) as port,
-        Client(access_to(f"http://127.0.0.1:{port}", token="t")) as client,
-    ):
-        await client.get(PODS, "../x?watch=1#/%2F", namespace="n")
-    path = "/api/v1/namespaces/n/pods/..%2Fx%3Fwatch%3D1%23%2F%252F"
-    assert asked == [(path, f"keepstep-operator/{__version__}")]

@@ -160,17 +160,6 @@ async def test_a_spec_that_changed_meanwhile_is_not_written_over(server: ApiServ
     assert _spec(server)["pins"] == [OLD, OTHER]
 
 
-async def test_a_status_that_changed_meanwhile_is_no_conflict(server: ApiServer) -> None:
-    def before(method: str, path: str) -> None:
-        if method == "PATCH":
-            body = server.take(RUNS, "gpt", namespace="n")
-            server.put(RUNS, body | {"status": body["status"] | {"step": 50}})
-
-    server.before = before
-    await _ok("pin", "gpt", NEW)
-    assert _spec(server)["pins"] == [OLD, NEW]
-
-
 async def test_a_fork_is_a_manifest_with_the_annotation_in_every_template(
     server: ApiServer,
 ) -> None:
@@ -244,35 +233,11 @@ async def test_the_doctor_names_what_is_bad(server: ApiServer) -> None:
     assert (code, bad) == (1, {"webhook", "operator"})
 
 
-async def test_what_the_user_may_not_see_is_unknown_to_the_doctor_not_bad(
-    server: ApiServer,
-) -> None:
-    _installed(server)
-    server.forbidden = "deployments"
-    code, found = await _findings()
-    assert (code, found["operator"]) == (0, "unknown")
-
-
 async def test_a_name_never_leads_to_another_object(server: ApiServer) -> None:
     before = deepcopy(server.objects)
     for name in ("gpt/../fork", "../checkpointpolicies/nvme", "gpt?x=1", "gpt#"):
         assert (await _said("pin", name, "3")).exit_code == 1
     assert server.objects == before
-
-
-async def test_errors_are_a_line_that_says_what(
-    server: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert "not found" in (await _said("steps", "nobody")).stderr
-    server.forbidden = "checkpointruns"
-    assert "no role says so" in (await _said("runs")).stderr
-    assert (await _said("runs", "--context", "nowhere")).exit_code == 2
-    config = yaml.safe_load(server.kubeconfig(tmp_path).read_text())
-    config["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:1"
-    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
-    assert "does not answer" in (await _said("runs")).stderr
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nothing"))
-    assert (await _said("runs")).exit_code == 2
 
 
 async def test_a_fork_changes_no_other_value(server: ApiServer) -> None:

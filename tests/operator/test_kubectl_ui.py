@@ -169,13 +169,6 @@ async def test_what_is_no_page_is_refused_in_printable_words(
         assert "Traceback" not in text
 
 
-async def test_the_page_of_another_pod_is_recognized(
-    server: ApiServer, site: Site, plugin: Plugin
-) -> None:
-    server.put(PODS, {**pod(), "metadata": {**pod()["metadata"], "uid": "another"}})
-    assert "403: this is the page of another pod" in await _refusal(await plugin())
-
-
 @pytest.mark.parametrize(
     ("words", "pods", "code", "text"),
     [

@@ -26,7 +26,7 @@ import pytest
 from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.api.pod import parse_pod
 from keepstep_operator.certificates.pki import make_authority, sign_leaf
-from keepstep_operator.kube import CONFIG_MAPS, PODS, RUNS, TOKEN_REVIEWS, KubeError
+from keepstep_operator.kube import CONFIG_MAPS, RUNS, TOKEN_REVIEWS, KubeError
 from keepstep_operator.reconcile.leadership import FencedClient
 from tests.certificates import make_certificate
 from tests.harness import until
@@ -223,29 +223,6 @@ async def test_at_its_end_admission_answers_what_is_under_way_and_what_still_com
         await running.process.ended()
 
 
-async def test_of_two_reconcilers_one_works_and_the_other_is_ready_to_and_does_when_it_ends(
-    tmp_path: Path,
-) -> None:
-    server = ApiServer()
-    for name in ("a", "b"):
-        server.put(PODS, {"metadata": {"name": name, "namespace": SYSTEM, "labels": {}}})
-    make_certificate(tmp_path)
-    words = ("reconcile", "--lease", "reconcile", "--pod-name")
-    async with server.running(), started(server, tmp_path, *words, "a") as first:
-        await first.says("listening")
-        async with started(server, tmp_path, *words, "b") as second:
-            port = (await second.says("standing by"))["metrics_port"]
-            assert await second.readyz(port) == 200
-            await first.end()
-            await second.says("listening")
-            pod = pod_path("b", SYSTEM)
-            await until(
-                lambda: (
-                    server.objects[pod]["metadata"]["labels"].get("keepstep.dev/leader") == "true"
-                )
-            )
-
-
 async def test_a_reply_carries_the_authority_that_reports_are_to_trust(tmp_path: Path) -> None:
     (tmp_path / "ca.crt").write_text(DEFAULTS.reports_ca)  # of the Secret of the certificate
     async with reconciler(tmp_path) as running:
@@ -353,39 +330,3 @@ async def test_idle_connections_fill_no_component(
         finally:
             for one in connections:
                 one.close()
-
-
-async def _unfinished_reviews(
-    port: int, count: int, *, sent_bytes: int
-) -> list[asyncio.StreamWriter]:
-    """Bodies of four sources that are longer than what comes of them."""
-    head = f"POST /inject HTTP/1.1\r\nHost: x\r\nContent-Length: {sent_bytes + 1}\r\n\r\n".encode()
-    found = []
-    for number in range(count):
-        source = f"127.0.2.{1 + number % 4}", 0
-        _, writer = await asyncio.open_connection(
-            "127.0.0.1", port, ssl=_UNCHECKED, local_addr=source
-        )
-        writer.write(head + b" " * sent_bytes)
-        found.append(writer)
-    return found
-
-
-async def test_what_strangers_send_as_reviews_does_not_fill_admission(tmp_path: Path) -> None:
-    """Whoever reaches the port is read: the API server shows no certificate."""
-    async with admission(tmp_path) as running:
-        put_policy(running.server, policy_body())
-        before_mib = most_mib = running.process.memory_mib()
-        senders = await _unfinished_reviews(running.port, 60, sent_bytes=3 << 20)
-
-        def all_are_taken_or_ended() -> bool:
-            nonlocal most_mib
-            most_mib = max(most_mib, running.process.memory_mib())
-            return not any(one.transport.get_write_buffer_size() for one in senders)
-
-        await until(all_are_taken_or_ended, what="the bodies")
-        created, warnings = await running.webhook.create(pytorch_job())
-        assert "keepstep-sidecar" in json.dumps(created), warnings
-        for one in senders:
-            one.transport.abort()
-        assert most_mib - before_mib <= 96, f"{most_mib - before_mib:.0f} MiB"

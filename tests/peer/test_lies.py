@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from keepstep.errors import DigestError, ImageError
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import Wanted

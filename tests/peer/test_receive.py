@@ -14,7 +14,7 @@ import pytest
 
 from keepstep.errors import StorageError, UsageError
 from keepstep.image import PAGE_BYTES
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.steps import shard_name
 from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer.copies import Copies

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep_sidecar.tiers import receive
 from keepstep_sidecar.tiers.peer import buddy as sending
 from keepstep_sidecar.tiers.receive import IncomingCopy

@@ -9,19 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.steps import shard_name
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.receive import IncomingCopy
 from keepstep_sidecar.volume.directories import ShardName
-from keepstep_sidecar.volume.files import Filesystem, aligned_buffer
+from keepstep_sidecar.volume.files import aligned_buffer
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
-from tests.harness import flip, until
-from tests.peer.authority import Authority
-from tests.peer.nodes import Node, running
-from tests.peer.test_replicas import alike, write
-from tests.tiers.local import durable
+from tests.harness import flip
+from tests.peer.test_replicas import alike
 from tests.volume.drives import command, die, fill, small_drive
 from tests.volume.images import RUN, step_id
 
@@ -195,46 +192,9 @@ def test_a_power_cut_leaves_a_whole_copy_or_none(keep: Keep, sent: bytes, sealed
     assert part.path.read_bytes() == sent
 
 
-def test_shared_blocks_are_on_the_medium_once_the_file_is_synced(keep: Keep) -> None:
-    """What a seal rests on; without the sync they were not there after the power cut."""
-    keeper, filesystem = keep("xfs"), Filesystem()
-    path, data = keeper.drive / "copy", os.urandom(CHUNK_BYTES)
-    (keeper.drive / "own").write_bytes(data)
-    own_fd, fd = (
-        filesystem.open(one, os.O_RDWR | os.O_CREAT) for one in (keeper.drive / "own", path)
-    )
-    filesystem.allocate(fd, CHUNK_BYTES)
-    for one in (own_fd, fd):
-        filesystem.sync_data(one)
-    filesystem.sync_directory(keeper.drive)
-    filesystem.clone(own_fd, fd, 0, CHUNK_BYTES)
-    filesystem.sync_data(fd)
-    for one in (own_fd, fd):
-        filesystem.close(one)
-    power_cut(keeper)
-    assert path.read_bytes() == data
-
-
 def power_cut(keeper: Keeper) -> None:
     """The file system stops, and what it has not yet written of its log is lost."""
     die(keeper.drive)
     keeper.close()
     command("umount", keeper.drive)
     command("mount", "-o", "loop", keeper.drive.with_name("image"), keeper.drive)
-
-
-async def test_the_status_tells_how_many_bytes_are_shared(
-    mounted: Callable[..., Path], tmp_path: Path, authority: Authority
-) -> None:
-    drive = small_drive(mounted, tmp_path / "image", size_bytes=DRIVE_BYTES, kind="xfs")
-    here = Node(tmp_path, 0, authority.files(0))
-    buddy = Node(drive, 1, authority.files(1))
-    here.knows(buddy, buddies=(buddy,))
-    buddy.knows(here)
-    slot = alike(0)
-    async with running(here, buddy):
-        write(buddy, alike(1))
-        durable(here.remote_tier, write(here, slot))
-        await until(lambda: here.remote_tier.status().sent == 1)
-        told = buddy.remote_tier.status().shared_bytes
-        assert told == slot.layout.digests_begin - CHUNK_BYTES

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.steps import Answer, Tier
-from keepstep.wire.reports import Peer, ReportedTier
+from keepstep.wire.reports import Peer
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.relay.serve import Shelf, report
 from keepstep_sidecar.tiers.peer.protocol import Wanted
@@ -119,20 +119,6 @@ async def test_copies_of_others_are_served_too_and_nobody_can_want_them_away(
     newest = Wanted(ranks={0: (found.step_id,)}, committed=found.step_id)
     assert shelf.context.copies.want(newest, sender=0) == 0
     assert len(shelf.look().shards) == 2
-
-
-def test_the_report_names_each_shard_as_a_copy_that_is_kept(tmp_path: Path) -> None:
-    directory = tmp_path / "old"
-    (_, first), (_, second) = write(directory, 4), write(directory, 5)
-    shelf = Shelf([directory, tmp_path / "not there"], run=RUN)
-    told = report(shelf.look(), address="10.0.0.9:9465", started_at=1.0, sequence=3)
-    (one,) = told.ranks
-    assert told.ready
-    copies = one.tiers[Tier.PEER]
-    assert [held.step_id for held in copies.shards] == [first.step_id, second.step_id]
-    assert [held.root for held in copies.shards] == [first.root, second.root]
-    assert (one.alive, one.tiers[Tier.LOCAL]) == (False, ReportedTier(answer=Answer.NONE))
-    assert copies.answer is Answer.STEPS
 
 
 def test_a_directory_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path) -> None:

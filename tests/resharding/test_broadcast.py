@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES
 
 BIG = 999
 """See `rank.py`: 124 MB of state."""

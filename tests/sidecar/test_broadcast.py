@@ -62,13 +62,6 @@ async def test_the_last_to_come_has_it_read_for_all() -> None:
     assert await first == await second == [Tier.ARCHIVE]
 
 
-async def test_what_was_not_announced_is_read_at_once() -> None:
-    node = Node()
-    assert await node.ask(0, 9)
-    assert await node.ask(5, 0)
-    assert await node.ask(0, 0, id=StepId(ID.epoch, 8))
-
-
 async def test_nobody_waits_for_a_rank_that_is_gone_or_went_past() -> None:
     node = Node()
     waiting = await node.comes(0, 3)
@@ -90,15 +83,6 @@ async def test_a_rank_that_stands_still_is_left_out_until_it_asks_again() -> Non
     assert await node.ask(1, 3)
     assert node.reads[-1] == (3, [0, 1])
     await met
-
-
-async def test_for_a_rank_that_left_nothing_is_read() -> None:
-    node = Node()
-    gone = await node.comes(0, 0)
-    gone.cancel()
-    node.broadcast.leave(0)
-    assert await node.ask(1, 0)
-    assert node.reads == [(0, [1])]
 
 
 @pytest.mark.parametrize("leaver", [0, 1])

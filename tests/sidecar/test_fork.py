@@ -10,8 +10,7 @@ import pytest
 from trainer import FakeTrainer, make_layout
 
 from keepstep.errors import SidecarError
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.trainer import Sources, SourcesRequest
+from keepstep.steps import Answer, Epoch, EpochId, StepId
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
@@ -92,19 +91,6 @@ def test_a_fork_with_a_commit_of_its_own_never_begins_again(
         return not any(one["trouble"] for one in again.get("/v1/status")["tiers"].values())
 
     eventually(settled, what="nobody misses the other run")
-
-
-def test_another_world_size_reads_the_other_runs_images(
-    start: Start, trainers: Trainers, step: StepId
-) -> None:
-    second = start(f"first/{step}")
-    (one,) = come(second, trainers, world=1)
-    assert [(each.id, each.world) for each in one.candidates().offers] == [(step, 2)]
-    told = one.call("/v1/sources", SourcesRequest(lease=one.lease, id=step), Sources)
-    assert [(each.rank, each.tier) for each in told.sources] == [
-        (0, Tier.ARCHIVE),
-        (1, Tier.ARCHIVE),
-    ]
 
 
 def test_a_damaged_byte_of_the_other_run_is_found_and_named(

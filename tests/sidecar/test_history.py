@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import msgspec
 import pytest
@@ -21,8 +16,6 @@ from trainer import FakeTrainer
 from keepstep.core.history import Event, Kind, Tally
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.status import History as Told
-from keepstep_sidecar.api import status
-from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.history import KEPT, TEXT_CHARS, History
 from keepstep_sidecar.volume.files import FAULTS_ENV
 from keepstep_sidecar.volume.history_file import HistoryFile
@@ -118,58 +111,6 @@ def test_a_volume_that_hangs_under_the_history_holds_up_nothing_else(
     trainer.disconnect()
     assert sidecar.terminate() == 0
     assert not sidecar.root.joinpath("history.jsonl").exists()
-
-
-class Gate(HistoryFile):
-    """On a volume that answers when it is open."""
-
-    def __init__(self, path: Path, *, run: str) -> None:
-        super().__init__(path, run=run)
-        self.open = threading.Event()
-        self.writes = 0
-
-    def append(self, events: Sequence[Event], before: Tally) -> None:
-        self.writes += 1
-        assert self.open.wait(60)
-        super().append(events, before)
-
-
-def test_only_what_is_new_is_written_and_what_a_slow_volume_could_not_take_is_in_the_sums(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(status, "_KEEP_S", 0.01)
-    monkeypatch.setattr(status, "_HANGS_S", 0.02)
-    caplog.set_level(logging.INFO, "keepstep")
-    history, file = one_of_each(clock), Gate(tmp_path / "history.jsonl", run="run")
-
-    async def until(reached: Callable[[], bool]) -> None:
-        await asyncio.to_thread(eventually, reached, what="the next of it")
-
-    async def story() -> None:
-        keeping = asyncio.create_task(
-            status.keep_history(
-                cast("Service", SimpleNamespace(history=history, history_file=file))
-            )
-        )
-        await until(lambda: "history waits" in caplog.text)
-        for number in range(50, 50 + 2 * KEPT):
-            clock.now += 1.0
-            history.staged(step(number), blocked_s=0.5)
-        clock.now += 2.0
-        await asyncio.sleep(0.1)  # ten times the pause
-        assert file.writes == caplog.text.count("history waits") == 1
-        file.open.set()
-        await until(lambda: not history.has_since(file.written))
-        writes = file.writes
-        await asyncio.sleep(0.1)
-        assert file.writes == writes <= 3
-        keeping.cancel()
-
-    asyncio.run(story())
-    assert caplog.text.count("history shortened") == 1
-    known, before = HistoryFile(file.path, run="run").read(now=clock.now)
-    assert known == history.all()
-    assert History(known, before, clock=clock).goodput() == history.goodput()
 
 
 # --- bounded ---------------------------------------------------------------------------------

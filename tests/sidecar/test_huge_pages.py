@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from trainer import FakeTrainer, come_back, content, make_layout, read_image
+from trainer import FakeTrainer, come_back, content, read_image
 
 from keepstep.image import HUGE_PAGE_BYTES
 from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES
 from keepstep.steps import Tier
 from keepstep.wire.trainer import Flushed, StopRequest, UnseenRequest
-from keepstep_sidecar.memory import slot_file
 from keepstep_sidecar.memory.directories import SlotDirectories
-from keepstep_sidecar.memory.slot_file import SlotFile, slot_name
 from tests import hugetlbfs
 from tests.harness import SidecarProcess, eventually
 
@@ -230,37 +227,3 @@ def test_a_life_without_huge_pages_gives_no_name_twice(
         sidecar.kill()
     names = [path.name for root in (huge, sidecar.memory) for path in slots(root)]
     assert len(names) == len(set(names)) > _SLOTS
-
-
-def test_a_directory_that_is_no_ranks_keeps_no_sidecar_from_starting(
-    sidecar: SidecarProcess, trainers: Trainers, huge: Path
-) -> None:
-    """Whoever trains may make it, and in a pod so that the sidecar may not even look."""
-    sidecar.end()
-    with hugetlbfs.mounted(huge / "rank-00007"):  # another file system, which is never entered
-        start(sidecar, huge)
-        committed(trainers(sidecar.socket, size=_SIZE).begin_run(), 1)
-        assert "slots not adopted" in sidecar.text()
-        sidecar.end()
-
-
-@pytest.mark.parametrize("knows", [True, False])
-def test_every_page_of_a_slot_is_there_before_it_has_its_name(
-    huge: Path, monkeypatch: pytest.MonkeyPatch, knows: bool
-) -> None:
-    """Without MADV_POPULATE_WRITE (before Linux 5.14) they are allocated: to touch one that cannot
-    be had would kill the sidecar."""
-    asked: list[int] = []
-    allocate = os.posix_fallocate
-    monkeypatch.setattr(slot_file, "_knows_populate", lambda: knows)
-    monkeypatch.setattr(os, "posix_fallocate", lambda *to: (asked.append(to[2]), allocate(*to))[1])
-    layout = make_layout(size=_SIZE)
-    place = huge / "rank-0"
-    place.mkdir()
-    file = SlotFile.create(place / slot_name(layout, 0), layout, stop=threading.Event())
-    try:
-        assert file.huge
-        assert not file.cut_off, "no page is missing"
-        assert sum(asked) == (0 if knows else layout.size_bytes)
-    finally:
-        file.unlink()

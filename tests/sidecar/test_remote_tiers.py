@@ -90,26 +90,6 @@ def test_nobody_is_told_of_a_step_in_the_archive_that_never_came_there(
     ]
 
 
-def test_what_is_archived_is_in_status_and_metrics(
-    archived: tuple[SidecarProcess, StepId], archive: Path
-) -> None:
-    sidecar, id = archived
-    lose(sidecar, volume=True)
-    sidecar.start("--archive", str(archive), "--archive-every", "1")
-
-    def seen() -> dict[str, object]:
-        status: dict[str, object] = sidecar.get("/v1/status")
-        return status if status["steps"] else {}
-
-    status = eventually(seen, what="the archive is looked at")
-    (step,) = status["steps"]
-    assert step["ranks"] == {"archive": [0, 1]}
-    assert status["watermarks"]["archive"]["step"] == id.step
-    assert "NodeLoss" in status["survives"]
-    there = {tier: (one["trouble"], one["backlog"]) for tier, one in status["tiers"].items()}
-    assert there == {"archive": ("", 0)}
-
-
 def test_a_damaged_local_shard_is_replaced_by_the_archived_one(
     archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
 ) -> None:

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from operator_host import Identity, OperatorHost, make_identity
 from pods import Pod
-from trainer import FakeTrainer, content, make_layout, read_image
+from trainer import FakeTrainer, content, read_image
 
 from keepstep.core.vote import choose
 from keepstep.steps import Answer, StepId, Tier
-from keepstep.wire.trainer import Flushed, FlushRequest
 from keepstep_sidecar.cli.probe import health
 from tests.harness import eventually
 
@@ -196,32 +195,6 @@ def test_commits_that_are_heard_of_together_are_all_published_and_archived_where
     eventually(lambda: archived() == [4, 8], what=lambda: f"archived {archived()}")
 
 
-def test_a_report_says_what_the_pod_holds(team: Team, operator: OperatorHost) -> None:
-    _, ranks = team.start()
-    id = team.stage(3)
-    assert ranks[1].wait(id, "durable", flush=True).reached
-    ranks[1].skip(4, "no slot is free yet")
-    report = eventually(
-        lambda: (
-            (found := operator.newest(1))
-            and found.ranks
-            and found.ranks[0].shards(Tier.LOCAL)
-            and found
-        ),
-        what="a report of the durable shard",
-    )
-    (rank,) = report.ranks
-    assert (rank.rank, rank.world, rank.alive) == (1, 2, True)
-    assert [held.step_id for held in rank.shards(Tier.MEMORY)] == [id]
-    assert rank.shards(Tier.LOCAL)[0].root is not None
-    assert {one.answer for one in rank.tiers.values()} == {Answer.STEPS}
-    assert (rank.staged, rank.saves, rank.blocked_s) == (id, 1, 0.125)
-    assert report.library == "test"
-    assert [epoch.id for epoch in report.epochs] == [id.epoch]
-    assert [volume.name for volume in report.volumes] == ["volume"]
-    assert report.ready
-
-
 # --- restart -------------------------------------------------------------------------------------
 
 
@@ -277,19 +250,6 @@ def test_with_the_operator_away_the_ranks_restore_by_their_vote_alone(lone_team:
     assert lone_team.restore() == id
 
 
-def test_an_image_in_memory_that_the_other_pod_lacks_makes_room_for_the_agreed_step(
-    lone_team: Team,
-) -> None:
-    """All slots of one pod hold newer steps; there is no memory for a fifth."""
-    _, ranks = lone_team.start("--memory-limit", str(4 * make_layout().size_bytes))
-    id = lone_team.reach(1, "durable")
-    for step in range(2, 8):
-        ranks[0].stage(step)
-    lone_team.disconnect()
-    lone_team.come_back()
-    assert lone_team.restore() == id
-
-
 def test_a_pod_that_has_nothing_never_begins_at_step_0_beside_one_that_has(
     lone_team: Team, trainers: Trainers
 ) -> None:
@@ -319,18 +279,6 @@ def test_a_restarted_sidecar_knows_the_last_commit_without_the_operator(
     assert both[0].get("/v1/status")["watermarks"]["local"]["step"] == 2
     (loaded,) = eventually(lambda: events(both[0], "loaded"), what="the commit ahead")
     assert loaded["step"] == str(id)
-
-
-def test_sigterm_sends_a_last_report_after_the_flush(team: Team, operator: OperatorHost) -> None:
-    both, _ = team.start("--persist-every", "1000000")
-    for step in range(1, 5):
-        team.stage(step)
-    for pod in both:
-        assert pod.terminate() == 0
-    for node in range(2):
-        last = operator.newest(node)
-        assert last is not None
-        assert [held.step_id.step for held in last.ranks[0].shards(Tier.LOCAL)] == [3, 4]
 
 
 def archived_below(archive: Path) -> list[int]:
@@ -454,28 +402,6 @@ def test_a_token_is_read_anew_for_each_report(
 
 
 # --- with nobody to tell -------------------------------------------------------------------------
-
-
-@operator_with(keep=10)
-def test_pods_whose_volumes_are_full_let_the_same_steps_go(
-    team: Team, operator: OperatorHost
-) -> None:
-    """Each sees its own part only, and still the steps that stay are whole."""
-    size = 1 << 20
-    limits = ("--keep", "10", "--capacity", str(5 * size + size // 2))
-    both, _ = team.start(*limits, size=size)
-    for step in range(1, 10):
-        team.reach(step)
-    assert [pod.published() for pod in both] == [[5, 6, 7, 8, 9]] * 2
-    eventually(lambda: any("volumes are full" in one for one in operator.newest(0).warnings))  # type: ignore[union-attr]
-
-
-def test_a_flush_of_one_of_many_pods_makes_its_own_newest_two_durable(lone_team: Team) -> None:
-    _, ranks = lone_team.start("--persist-every", "1000000")
-    for step in range(1, 5):
-        lone_team.stage(step)
-    flushed = ranks[1].call("/v1/flush", FlushRequest(timeout_s=10.0), Flushed)
-    assert [id.step for id in flushed.steps] == [3, 4]
 
 
 # --- bad input -----------------------------------------------------------------------------------

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
-from trainer import FakeTrainer
-
 from keepstep.core.history import Restart
 from keepstep.steps import EpochId, StepId
 from keepstep_sidecar.history import History, Restarts
-from tests.harness import SidecarProcess
 
 STEP = StepId(EpochId(1, "00000001"), 7)
 
@@ -51,15 +45,6 @@ def test_the_parts_of_a_restart() -> None:
     assert restarts.last == {0: expected}
 
 
-def test_a_process_that_stood_by_took_no_time_to_be_there() -> None:
-    clock = Clock()
-    restarts = Restarts(History(), clock)
-    clock = life(restarts, clock, "a", age_s=5.0)
-    clock += 1.0
-    life(restarts, clock, "b", age_s=50.0)
-    assert (restarts.last[0].detection_s, restarts.last[0].start_s) == (0.0, 2.0)
-
-
 def test_a_connection_that_breaks_is_no_restart_and_an_old_ones_end_is_not_the_new_ones() -> None:
     clock = Clock()
     restarts = Restarts(History(), clock)
@@ -72,19 +57,3 @@ def test_a_connection_that_breaks_is_no_restart_and_an_old_ones_end_is_not_the_n
     restarts.restored(0, seconds=1.0)
     restarts.staged(0, STEP)
     assert restarts.last == {}, "b had not ended"
-
-
-def test_the_status_has_the_parts(
-    sidecar: SidecarProcess, trainers: Callable[..., FakeTrainer]
-) -> None:
-    first = trainers(sidecar.socket).begin_run()
-    first.stage(1)
-    assert sidecar.get("/v1/status")["ranks"][0]["restart"] is None
-    first.disconnect()
-    second = trainers(sidecar.socket).begin_run()
-    second.stage(2)
-    restart = sidecar.get("/v1/status")["ranks"][0]["restart"]
-    assert restart["at"] == pytest.approx(sidecar.get("/v1/status")["started_at"], abs=60)
-    parts = [restart[name] for name in ("detection_s", "start_s", "restore_s", "first_step_s")]
-    assert all(0 <= part < 60 for part in parts)
-    assert restart["first_step_s"] > 0

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from trainer import FakeTrainer, content, read_image
 
-from keepstep.core.shard import NOBODY, Ranks, Shard
-from keepstep.errors import SidecarError, StorageError
-from keepstep.image import Layout
-from keepstep.steps import Epoch, EpochId, StepId, Tier
+from keepstep.errors import SidecarError
+from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.trainer import (
     Chunk,
     Chunks,
     ChunksRequest,
-    HeadersRequest,
     Sources,
     SourcesRequest,
     Window,
     WindowRequest,
 )
-from keepstep_sidecar.commit.inventory import Copies, LocalShards
-from keepstep_sidecar.restore.sources import ImageSources
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
@@ -81,9 +73,6 @@ def pinned(sidecar: SidecarProcess) -> list[str]:
 
 def windows(sidecar: SidecarProcess) -> list[Path]:
     return list(sidecar.memory.glob("window-*"))
-
-
-# --- what is offered ---------------------------------------------------------------------------
 
 
 # --- mapped ------------------------------------------------------------------------------------
@@ -182,77 +171,3 @@ def test_a_window_that_does_not_fit_into_the_memory_limit_is_refused(
         window(alone(sidecar, trainers))
     assert error.value.code == "no-memory"
     assert not windows(sidecar)
-
-
-# --- many nodes, each with the same replica ---------------------------------------------------
-
-
-class Node:
-    """The sources of a node that has nothing itself: 32 ranks saved the step, four a node; their
-    shards lie with peers. `read`: of which a page and a header were."""
-
-    def __init__(self, *, twins: bool = True, damaged: Collection[int] = ()) -> None:
-        self.read: list[int] = []
-        self.id = StepId(EpochId(1, "aaaaaaaa"), 4)
-        self._damaged = damaged
-        shards = [
-            Shard(
-                step_id=self.id,
-                rank=rank,
-                world=32,
-                alike=Ranks.of(range(rank % 4, 32, 4)) if twins else NOBODY,
-            )
-            for rank in range(32)
-        ]
-        at = {one.rank: [SimpleNamespace(tier=Tier.PEER, shard=one)] for one in shards}
-        remotes = SimpleNamespace(of=lambda id: at, looked=True, index=0)
-        pool = SimpleNamespace(ranks={}, images=lambda id: {}, find=lambda rank, id: None)
-        committer = SimpleNamespace(
-            local_shards=SimpleNamespace(scanned=True),
-            copies=Copies(LocalShards(None, None), pool, remotes),  # type: ignore[arg-type]
-            feed=lambda event: None,
-        )
-        leases = SimpleNamespace(
-            require=lambda lease: SimpleNamespace(rank=int(lease)), ranks=range(8, 12)
-        )
-        self.sources = ImageSources(pool, committer, leases, self)  # type: ignore[arg-type]
-
-    manifest = None
-
-    async def ask(self, id: StepId, saved: int, question: object) -> tuple[Any, Any]:
-        self.read.append(saved)
-        if saved in self._damaged:
-            raise StorageError("damaged")
-        layout = Layout.build([], rank=saved, world=32)
-        control = SimpleNamespace(extras_bytes=0)
-        source = self.sources._copies.origins(id, saved)[0]
-        return source, SimpleNamespace(layout=layout, control=control)
-
-    async def told(self, rank: int, *, every: bool = False) -> Sources:
-        request = SourcesRequest(lease=str(rank), id=self.id, every=every)
-        return await self.sources.sources(request)
-
-
-async def test_of_twins_a_node_reads_one_and_the_image_of_each_of_its_ranks() -> None:
-    node = Node()
-    told = await node.told(8)
-    assert [one.rank for one in told.sources] == [8, 9, 10, 11]
-    assert (await node.told(11)).sources == told.sources
-    assert told.left_out == tuple({*range(32)} - {8, 9, 10, 11})
-    assert [one.rank for one in (await node.told(17)).sources] == [8, 9, 10, 11, 17]
-
-
-async def test_what_ranks_of_a_node_ask_for_is_read_once_for_all_of_them() -> None:
-    node = Node(twins=False)
-    told = await asyncio.gather(*(node.told(rank) for rank in range(8, 12)))
-    assert all(len(one.sources) == 32 and not one.left_out for one in told)
-    request = HeadersRequest(lease="8", id=node.id, ranks=tuple(range(32)))
-    assert len((await node.sources.headers(request)).headers) == 32
-    assert sorted(node.read) == list(range(32))
-
-
-async def test_where_a_copy_is_damaged_its_twin_is_named() -> None:
-    node = Node(damaged=[8])
-    told = await node.told(9)
-    assert [one.rank for one in told.sources] == [9, 10, 11, 12]
-    assert node.read.count(8) == 1

@@ -87,28 +87,6 @@ def _costs(found: Iterable[Struck]) -> dict[str, object]:
     }
 
 
-def write(summary: dict[str, object], name: str, *, title: str) -> None:
-    """The summary, for programs and for people."""
+def write(summary: dict[str, object], name: str) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n")
-    (RESULTS / f"{name}.md").write_text(f"# {title}\n\n{_table(summary)}")
-
-
-def _table(summary: dict[str, object]) -> str:
-    plain = {key: one for key, one in summary.items() if key not in ("by_fault", "all")}
-    lines = [f"- {key.replace('_', ' ')}: {one}" for key, one in plain.items()]
-    lines += [
-        "",
-        "| fault | times | restores | finished steps lost, median (max) | s to a new step, median"
-        " (max) |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    by_fault = summary["by_fault"]
-    assert isinstance(by_fault, dict)
-    for name, one in [*by_fault.items(), ("all", summary["all"])]:
-        lines.append(
-            f"| {name} | {one['count']} | {one['restores']} | {one['steps_lost_median']:g}"
-            f" ({one['steps_lost_max']}) | {one['seconds_to_a_new_step_median']}"
-            f" ({one['seconds_to_a_new_step_max']}) |"
-        )
-    return "\n".join(lines) + "\n"

@@ -126,7 +126,7 @@ def test_pods_that_leave_in_time_lose_no_finished_step(cluster: Cluster) -> None
                 for one in teams:
                     struck = _struck(number, one, before[one.name], name, at, began)
                     kept.add(struck)
-    record.write(kept.summary(jobs=_TEAMS, broken_promises=0), "leaving", title="Pods that leave")
+    record.write(kept.summary(jobs=_TEAMS, broken_promises=0), "leaving")
 
 
 def _struck(number: int, one: Team, before: Seen, name: str, at: float, began: float) -> Struck:

@@ -28,8 +28,7 @@ def namespace(cluster: Cluster) -> Iterator[Kubectl]:
 def test_two_thousand_pods_of_two_hundred_runs_fit_into_the_reconciler(
     cluster: Cluster, namespace: Kubectl
 ) -> None:
-    """Real objects, which no node takes: their reports are simulated elsewhere, in
-    tests/operator/reconcile/load.py."""
+    """Real objects, which no node takes, and so without reports."""
     namespace.apply(jobs.policy())
     owner = jobs.owner(namespace)
     pods = [jobs.owned_pod(f"p{number}", owner) for number in range(_PODS)]

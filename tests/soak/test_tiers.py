@@ -58,7 +58,6 @@ def test_random_faults_over_all_tiers_break_no_promise(cluster: Cluster, tmp_pat
             broken_promises=0,
         ),
         f"tiers-{count}",
-        title="Soak over all tiers",
     )
 
 

@@ -81,12 +81,6 @@ async def test_a_token_is_given_to_those_alone_that_show_the_pages_secret() -> N
         await site.text(ENTRY_ROUTE, status=403)
 
 
-async def test_two_pages_behind_forwarded_ports_have_a_cookie_each() -> None:
-    headers = {"Host": "127.0.0.1:4711"}
-    async with site_of({}) as site, site.client.get(site.url, headers=headers) as answer:
-        assert [*answer.cookies] == ["keepstep-ui-4711"]
-
-
 async def test_connections_without_the_cookie_are_few_and_cannot_keep_a_viewer_out() -> None:
     async with site_of({"a": RunPage(name="a")}) as site:
         port = int(site.base.rpartition(":")[2])

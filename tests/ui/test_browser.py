@@ -15,7 +15,6 @@ import pytest
 from selenium import webdriver
 from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
 
 from keepstep.core.history import Event, Kind
 from tests import warm
@@ -183,24 +182,6 @@ def test_hostile_text_stays_text_in_a_browser(
     page.js(f"document.getElementById('lost').innerHTML = {json.dumps(hostile)}")
     eventually(lambda: any("Content Security Policy" in one for one in page.complaints()))
     assert page.js("return typeof hacked") == "undefined"
-
-
-def test_it_is_used_by_keyboard_and_follows_the_colour_scheme(
-    browser: webdriver.Chrome, keepstep: Keepstep, opened: Started
-) -> None:
-    page = Seen(browser)
-    page.opens(opened()[1])
-    browser.switch_to.active_element.send_keys(Keys.TAB)
-    assert browser.switch_to.active_element.text == "Skip to the content"
-    browser.switch_to.active_element.send_keys(Keys.ENTER)
-    eventually(lambda: page.js("return document.activeElement.id") == "main")
-    colors = []
-    for scheme in ("light", "dark"):
-        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-        colors.append(page.js("return getComputedStyle(document.body).backgroundColor"))
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    assert colors == ["rgb(255, 255, 255)", "rgb(18, 22, 28)"]
 
 
 _DRAWN = """

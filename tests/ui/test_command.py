@@ -73,13 +73,6 @@ def test_what_a_run_left_on_its_volumes_is_shown_and_what_is_removed_is_not(
     eventually(lambda: 'id="committed">step 4 of epoch 1' in read("/runs/train"), within_s=10)
 
 
-def test_a_port_that_is_taken_is_said_with_what_to_do(keepstep: Keepstep, opened: Started) -> None:
-    port = str(urlsplit(opened()[1]).port)
-    err = keepstep("ui", "--no-open", "--port", port, code=2).stderr
-    assert f"cannot listen on 127.0.0.1:{port}" in err
-    assert "choose another --port" in err
-
-
 def test_the_url_is_not_among_the_words_of_the_browser(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

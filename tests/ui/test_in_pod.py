@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,48 +87,6 @@ def test_without_a_viewer_there_is_no_page_and_each_time_there_is_one_again(pod:
         page.wait(30)
         assert pod.sidecar.get("/v1/status")["run"] == "gpt"
     assert "page failed" in pod.sidecar.text()
-
-
-def test_the_page_ends_with_the_sidecar(pod: Pod) -> None:
-    assert pod.get("/")[0] == 403
-    (page,) = pod.pages()
-    assert pod.sidecar.terminate() == 0
-    assert not page.is_running()
-
-
-def test_a_page_that_is_not_used_ends_by_itself_and_one_that_is_used_does_not(
-    pod: Pod, tmp_path: Path
-) -> None:
-    text = (
-        "import sys; from keepstep_sidecar.ui import server; server._UNUSED_S = 2.0;"
-        " sys.argv[0] = 'x'; from keepstep_sidecar.__main__ import main; main()"
-    )
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        fd, port = listening.fileno(), listening.getsockname()[1]
-        words = ("page", "--run", "gpt", "--memory-dir", str(pod.sidecar.memory), "--fd", str(fd))
-        process = subprocess.Popen(
-            [sys.executable, "-c", text, *words],
-            pass_fds=(fd,),
-            env={**os.environ, "KEEPSTEP_UI_SECRET": SECRET},
-        )
-        try:
-            with Pod(pod.sidecar, port).entered(), pytest.raises(subprocess.TimeoutExpired):
-                process.wait(5)
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
-            process.wait()
-
-
-def test_without_the_uid_of_a_pod_the_page_lets_in_nobody(memory_dir: Path, tmp_path: Path) -> None:
-    sidecar = SidecarProcess("gpt", memory_dir, tmp_path / "volume", tmp_path / "log")
-    pod = Pod(sidecar, free_port())
-    sidecar.start(KEEPSTEP_UI_PORT=str(pod.port))
-    try:
-        for header in ("", "Bearer", "Bearer ", "Bearer None"):
-            assert pod.get(ENTRY_ROUTE, Authorization=header)[0] == 403
-    finally:
-        sidecar.terminate()
 
 
 def test_a_sidecar_whose_page_has_no_port_works_without(memory_dir: Path, tmp_path: Path) -> None:

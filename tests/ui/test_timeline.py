@@ -6,14 +6,12 @@ from itertools import count
 from typing import Any
 
 from keepstep.core.history import Event, Kind, Restart
-from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep.wire.status import StepStatus
+from keepstep.steps import Epoch, EpochId, StepId
 from keepstep_sidecar.ui.timeline import (
     POINTS,
     Line,
     RunPage,
     charts,
-    lost,
     restores,
     step_times,
     usual,
@@ -56,14 +54,6 @@ def test_each_rank_of_a_restart_is_told_what_it_lost_and_what_its_own_wait_cost(
     assert [found.restart and found.restart.start_s for found in (zero, one)] == [3.0, 4.0]
 
 
-def test_a_start_from_the_beginning_loses_all_and_one_that_failed_has_no_cost() -> None:
-    events = [staged(1, 9), restored(2, 0, parent=None), restored(4, 0), restarted(5, 0, 1.0)]
-    first, second = restores(events)
-    assert first.lost == 10
-    assert first.restart is None
-    assert second.restart is not None
-
-
 def test_step_time_is_what_lies_between_steps_of_one_life_and_its_blocked_part() -> None:
     events = [
         staged(0, 1),
@@ -86,26 +76,6 @@ def test_step_time_is_what_lies_between_steps_of_one_life_and_its_blocked_part()
     assert now is not None
     assert (now.step_s, now.blocked_s) == (0.2, 0.005)
     assert usual([]) is None
-
-
-def test_lost_steps_are_those_that_are_not_held() -> None:
-    kinds = (Kind.SKIPPED, Kind.STAGED, Kind.DISCARDED, Kind.EVICTED, Kind.WARNING)
-    assert [one.kind.value for one in lost(event(kind, 1) for kind in kinds)] == [
-        "skipped",
-        "discarded",
-        "evicted",
-    ]
-
-
-def test_a_step_far_away_is_drawn_when_it_was_staged() -> None:
-    events = (staged(1, 10), staged(2, 20), staged(3, 5, epoch=TWO))
-    steps = tuple(
-        StepStatus(id=id, world=1, ranks={Tier.ARCHIVE: (0,)})
-        for id in (StepId(ONE, 15), StepId(ONE, 30), StepId(TWO, 5))
-    )
-    drawn = charts(RunPage(name="a", events=events, steps=steps))
-    # nobody knows any more when step 30 was
-    assert drawn["steps"]["archive"] == ([2.0, 3.0], [15.0, 5.0])
 
 
 def test_a_long_history_is_few_points_that_stay_when_it_grows() -> None:

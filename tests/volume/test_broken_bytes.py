@@ -11,7 +11,7 @@ import pytest
 
 from keepstep.errors import DigestError, ForeignError, ImageError, TornError, VersionError
 from keepstep.image import PAGE_BYTES
-from keepstep.image.xxh3 import xxh3_128
+from keepstep.image.layout import digest_of
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume.volume import Volume
 from tests.harness import flip
@@ -163,7 +163,7 @@ def test_a_shard_of_a_newer_keepstep_is_left_where_it_is(volume: Volume, slot: S
     volume.publish(slot.id)
     path = volume.root / str(slot.id) / path.name
     page = replace(slot.control, format_version=99).to_bytes()
-    assert page[-32:] == xxh3_128(page[:-32]).hex().encode()
+    assert page[-32:] == digest_of(page[:-32]).hex().encode()
     with path.open("r+b") as file:
         os.pwrite(file.fileno(), page, slot.layout.control_begin)
     (problem,) = volume.scan().problems

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from keepstep_sidecar.volume.files import drive_id
-from keepstep_sidecar.volume.volume import Volume
 from tests.volume.drives import command, made, small_drive
-from tests.volume.images import RUN, make_layout, staged
 
 XFS_BYTES = 320 << 20
 """Less is refused by mkfs."""
@@ -94,15 +92,6 @@ def test_a_drive_that_is_not_mounted_is_another_file_system_at_another_position(
 
 
 @pytest.mark.root
-def test_every_directory_below_one_mount_has_the_name_of_the_mount(
-    mounted: Callable[..., Path], tmp_path: Path
-) -> None:
-    drive = small_drive(mounted, tmp_path / "image", size_bytes=32 << 20)
-    (drive / "a/b").mkdir(parents=True)
-    assert named(drive) == named(drive / "a/b") != ""
-
-
-@pytest.mark.root
 @pytest.mark.parametrize("kind", ["tmpfs", "btrfs", "proc"])
 def test_a_file_system_whose_name_may_change_by_itself_has_none(
     mounted: Callable[..., Path], tmp_path: Path, kind: str
@@ -113,17 +102,3 @@ def test_a_file_system_whose_name_may_change_by_itself_has_none(
     else:
         path = mounted("other", "-t", kind, "none")
     assert named(path) == ""
-
-
-@pytest.mark.root
-def test_a_volume_that_takes_no_writes_has_its_name_too(
-    mounted: Callable[..., Path], tmp_path: Path
-) -> None:
-    drive = small_drive(mounted, tmp_path / "image", size_bytes=32 << 20)
-    volume = Volume(drive / RUN, run=RUN)
-    slot = staged(make_layout(), 1)
-    volume.write(slot.view, slot.layout, slot.control)
-    volume.close()
-    read_only = Volume(drive / RUN, run=RUN, read_only="for the test")
-    assert read_only.drive_id == volume.drive_id == named(drive) != ""
-    read_only.close()

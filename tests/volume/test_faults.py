@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -201,18 +200,3 @@ def test_other_errors_are_storage_errors_that_say_what_could_not_be_done(
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.EIO
     act(volume)
-
-
-def test_faults_are_read_strictly() -> None:
-    for text in ("write:kill", "write.data:explode", "write.data:kill@x", "write.data"):
-        with pytest.raises(ValueError, match="not a fault"):
-            files.arm_faults(text)
-
-
-def test_every_fault_point_is_listed() -> None:
-    sources = (REPOSITORY / "sidecar/src").rglob("*.py")
-    text = "".join(path.read_text() for path in sources)
-    assert {*re.findall(r'fault_point\("([a-z.-]+)"\)', text)} < set(FAULT_POINTS)
-    assert {f"write.{name}" for name in re.findall(r'_point\("([a-z-]+)"\)', text)} < set(
-        FAULT_POINTS
-    )

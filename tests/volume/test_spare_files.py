@@ -20,7 +20,6 @@ from keepstep.errors import NoSpaceError
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume import directories
 from keepstep_sidecar.volume.files import Engine, Filesystem
-from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, Slot, empty_slot, load, make_layout, staged, step_id
 
@@ -127,11 +126,6 @@ def test_an_image_of_another_size_gets_a_new_file(volume: Volume) -> None:
     load(volume, path, empty_slot(slot.layout))
 
 
-def test_an_image_of_another_rank_gets_a_new_file(volume: Volume) -> None:
-    inode = spare_shard(volume, rank=1)
-    assert write(volume, staged(make_layout(rank=0), 2)).stat().st_ino != inode
-
-
 def test_links_to_other_volumes_are_no_spare_files(
     open_volume: Callable[..., Volume], tmp_path: Path
 ) -> None:
@@ -220,14 +214,6 @@ def test_what_only_has_the_name_of_a_shard_is_no_spare_file(volume: Volume, what
     assert (spare(volume), left_over(volume)) == ([], [])
 
 
-def test_what_else_lies_in_a_steps_directory_is_deleted_with_it(volume: Volume) -> None:
-    path = write(volume, staged(make_layout(), 1))
-    (path.parent / "notes.txt").write_bytes(bytes(1 << 20))
-    volume.retire(step_id(1))
-    assert spare(volume)
-    assert volume.used_bytes() < 1 << 20
-
-
 def test_only_the_step_that_was_retired_last_is_kept(volume: Volume) -> None:
     for step in (1, 2):
         write(volume, staged(make_layout(rank=0), step))
@@ -236,21 +222,6 @@ def test_only_the_step_that_was_retired_last_is_kept(volume: Volume) -> None:
     assert [path.name for path in spare(volume)] == [shard_name(rank, 2) for rank in range(2)]
     volume.retire(step_id(2))
     assert [path.name for path in spare(volume)] == [shard_name(0, 2)]
-
-
-@pytest.mark.parametrize("what", ["spare", "retired", "all of it"])
-def test_what_somebody_removed_is_not_missed(volume: Volume, what: str) -> None:
-    spare_shard(volume)
-    if what == "all of it":
-        shutil.rmtree(volume.root)
-        assert volume.mend()
-    else:
-        shutil.rmtree(volume.root / what)
-    assert volume.used_bytes() >= 0
-    volume.scan()
-    write(volume, staged(make_layout(), 2))
-    volume.retire(step_id(2))
-    assert volume.failed == ""
 
 
 def test_an_image_goes_to_a_new_file_where_the_spare_one_fails(
@@ -299,12 +270,6 @@ def test_a_spare_file_that_cannot_be_deleted_hides_no_shard(
     volume.close()
 
 
-def test_without_reuse_a_step_is_deleted_at_once(volume: Volume) -> None:
-    write(volume, staged(make_layout(), 1))
-    assert volume.retire(step_id(1), reuse=False) >= make_layout().size_bytes
-    assert not (volume.root / "spare").exists()
-
-
 def test_it_counts_as_free_and_is_deleted_when_others_need_its_space(
     open_volume: Callable[..., Volume],
 ) -> None:
@@ -343,22 +308,6 @@ def test_a_full_drive_is_tried_again_without_it(
 def allocated(volume: Volume) -> None:
     with (volume.root / "other").open("wb") as file:
         volume.filesystem.allocate(file.fileno(), 4096)
-
-
-def test_a_record_finds_room_on_a_drive_that_is_full_of_it(
-    volume: Volume, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spare_shard(volume)
-    open_ = Filesystem.open
-
-    def full(self: Filesystem, path: Path, flags: int) -> int:
-        if flags & os.O_CREAT and spare(volume):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return open_(self, path, flags)
-
-    monkeypatch.setattr(Filesystem, "open", full)
-    volume.save_record(RunRecord(run=RUN))
-    assert spare(volume) == []
 
 
 def test_on_a_drive_that_is_nearly_full_none_is_kept(

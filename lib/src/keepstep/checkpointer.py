@@ -512,7 +512,7 @@ class Checkpointer:
         for leaf in taken.tensors:
             check_memory(leaf.tensor, leaf.name)
         try:
-            Layout.check(taken.specs, **self._layout_options(taken, len(self._encode(taken))))
+            Layout.build(taken.specs, **self._layout_options(taken, len(self._encode(taken))))
         except FormatError as error:
             raise UsageError(f"this state cannot be kept: {error}") from error
         return taken

@@ -36,8 +36,8 @@ from keepstep.dcp.session import Tree
 from keepstep.directory import Directory
 from keepstep.errors import RestoreError, StorageError, UsageError, few
 from keepstep.image import Layout, Section, local_name
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.tensors import NATIVE_BYTES
-from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.restore import plan
 from keepstep.restore.images import W, chunk_runs, fill
 from keepstep.restore.plan import Box, IndexBuilder, Saved
@@ -125,7 +125,7 @@ class Export:
         index = None
         for layout in layouts:
             index = index or IndexBuilder(layout.world)
-            index.add(layout, Tree.parse(layout.skeleton).boxes)
+            index.add(layout)
             _collect(components, layout)
         if index is None:
             raise UsageError(f"step {id} has no image")
@@ -145,8 +145,7 @@ class Export:
     @property
     def total_bytes(self) -> int:
         """The bytes that will be read, in whole chunks."""
-        saved = [torch.empty(0, dtype=one) for one in self._read_dtypes]
-        runs = chunk_runs(self._plan, saved, _Chunks(lambda *_: None))
+        runs = chunk_runs(self._plan, self._read_dtypes, _Chunks(lambda *_: None))
         return sum(one.end - one.first for one in runs) * CHUNK_BYTES
 
     def write(self, target: Path, read: Read, on_bytes: Callable[[int], None]) -> Exported:
@@ -358,7 +357,7 @@ def _leaves(layout: Layout) -> Iterator[tuple[str, str, str | None]]:
     tree = Tree.parse(layout.skeleton)
     if not tree.foreign:
         paths = tree.paths or {}
-        stored = dict.fromkeys(tree.boxes.get(name, name) for name in layout.entries)
+        stored = dict.fromkeys(one.spec.tensor or name for name, one in layout.entries.items())
         for name in (*stored, *layout.aliases, *tree.values):
             path = paths.get(name, (name,))
             component = str(path[0]) if len(path) > 1 else ""

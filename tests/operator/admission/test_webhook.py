@@ -9,20 +9,16 @@ import pytest
 
 from keepstep_operator.admission import server as admission_server
 from keepstep_operator.api.pod import injected_of, parse_pod
-from keepstep_operator.injection import inject
 from keepstep_operator.kube import POLICIES, RUNS
 from tests.harness import until
 from tests.operator.admission.conftest import Running, Start
 from tests.operator.admission.reviews import review_of
 from tests.operator.apiserver import put_policy
 from tests.operator.injection.pods import (
-    ALL,
     DEFAULTS,
     HOST_PATH,
     NAMESPACE,
     bare_pod,
-    job_set,
-    policy,
     policy_body,
     pytorch_job,
 )
@@ -41,56 +37,12 @@ def _reason(pod: dict[str, Any]) -> str:
     return said.reason if said else "nothing was said"
 
 
-@pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
-async def test_an_annotated_pod_becomes_what_injection_makes_of_it(
-    started: Start, make: Any
-) -> None:
-    async with started() as running:
-        put_policy(running.server, policy_body())
-        pod = make()
-        created, warnings = await running.webhook.create(pod)
-        assert created == inject(pod, policy(), DEFAULTS)
-        assert warnings == []
-
-
 async def test_a_pod_that_does_not_ask_is_left_alone(started: Start) -> None:
     async with started() as running:
         pod = bare_pod()
         pod["metadata"]["annotations"] = {}
         assert await running.webhook.create(pod) == (pod, [])
         assert running.count("skipped", "NotAsked") == 1
-
-
-async def test_a_pod_prefers_the_nodes_that_hold_its_shards(started: Start) -> None:
-    async with started() as running:
-        put_policy(running.server, policy_body(HOST_PATH))
-        await _synced(running)
-        held = [
-            {"node": "node-7", "copies": "0-3"},
-            {"node": "node-5", "nodeRanks": "0-1", "copies": "2", "step": "later"},
-            {"node": "node-6", "nodeRanks": "2"},
-        ]
-        metadata = {"name": "gpt-3f6a1f0e", "namespace": NAMESPACE}
-        running.server.put(RUNS, {"metadata": metadata, "status": {"holders": held}})
-        created, _ = await running.webhook.create(pytorch_job(rank=1))
-        assert _preferred(created) == [("node-5", 100), ("node-7", 50)]
-        running.server.down = True
-        again, _ = await running.webhook.create(pytorch_job(rank=2))
-        assert _preferred(again) == [("node-6", 100), ("node-7", 50), ("node-5", 50)], "remembered"
-
-
-async def test_a_run_that_is_not_there_or_makes_no_sense_means_no_preference(
-    started: Start,
-) -> None:
-    async with started() as running:
-        put_policy(running.server, policy_body(HOST_PATH))
-        await _synced(running)
-        created, warnings = await running.webhook.create(job_set())
-        assert (_preferred(created), warnings) == ([], [])
-        metadata = {"name": "gpt-3f6a1f0e", "namespace": NAMESPACE}
-        running.server.put(RUNS, {"metadata": metadata, "status": {"holders": [{"node": 7}]}})
-        created, warnings = await running.webhook.create(pytorch_job())
-        assert (_preferred(created), warnings) == ([], [])
 
 
 async def test_a_pod_that_joins_a_run_gets_what_its_others_have(started: Start) -> None:
@@ -141,15 +93,6 @@ async def test_a_wrong_policy_lets_the_pod_pass_and_says_what_is_wrong(started: 
             "keepstep: not injected (InvalidMemory): policy default: spec.memory.limit: 12 is less"
             " than 1Mi; write a unit"
         ]
-
-
-async def test_an_api_server_that_is_away_lets_the_pod_pass(started: Start) -> None:
-    async with started(follow=False) as running:
-        running.server.down = True
-        created, warnings = await running.webhook.create(pytorch_job())
-        assert _reason(created) == "Unavailable"
-        assert "etcd is away" in warnings[0]
-        assert running.count("failed", "Unavailable") == 1
 
 
 async def test_a_slow_api_server_does_not_use_up_the_webhooks_timeout(started: Start) -> None:
@@ -245,11 +188,3 @@ def _request(pod: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
     request: dict[str, Any] = review_of(pod)["request"]
     request["object"] = {**pod, field: value}
     return request
-
-
-def _preferred(pod: dict[str, Any]) -> list[tuple[str, int]]:
-    affinity = pod["spec"].get("affinity", {}).get("nodeAffinity", {})
-    return [
-        (one["preference"]["matchFields"][0]["values"][0], one["weight"])
-        for one in affinity.get("preferredDuringSchedulingIgnoredDuringExecution", [])
-    ]

@@ -259,15 +259,6 @@ def test_huge_pages_are_a_resource_of_the_sidecar_and_mounted_in_both_containers
     assert spec["securityContext"]["fsGroup"] == 65532
 
 
-def test_no_request_exceeds_its_limit_when_huge_pages_are_carved_out() -> None:
-    pod = bare_pod()
-    both = {"requests": {"cpu": "8", "memory": "100Gi"}, "limits": {"memory": "100Gi"}}
-    pod["spec"]["containers"][0]["resources"] = both
-    asked = policy(memory={"limit": "32Gi", "hugePages": "2Mi"}, accounting="CarveOut")
-    left = inject(pod, asked, DEFAULTS)["spec"]["containers"][0]["resources"]
-    assert left["requests"]["memory"] == left["limits"]["memory"] == "102144Mi"
-
-
 def test_a_pod_whose_own_huge_pages_have_no_size_is_not_injected() -> None:
     """The kubelet mounts such a volume only while the pod asks for pages of one size."""
     pod = bare_pod()
@@ -275,14 +266,6 @@ def test_a_pod_whose_own_huge_pages_have_no_size_is_not_injected() -> None:
     with pytest.raises(PodError, match="medium: HugePages-2Mi"):
         inject(pod, policy(memory={"limit": "2Gi", "hugePages": "2Mi"}), DEFAULTS)
     inject(pod, policy(memory={"limit": "2Gi"}), DEFAULTS)
-
-
-def test_a_guaranteed_pod_stays_one_with_huge_pages() -> None:
-    pod = bare_pod()
-    pod["spec"]["containers"][0]["resources"] = {"limits": {"cpu": "3", "memory": "4Gi"}}
-    asked = policy(memory={"limit": "2Gi", "hugePages": "2Mi"})
-    resources = sidecar_of(inject(pod, asked, DEFAULTS))["resources"]
-    assert resources["requests"] == resources["limits"]
 
 
 def test_nothing_asks_for_huge_pages_unless_the_policy_does() -> None:
@@ -429,23 +412,6 @@ def test_a_port_that_the_pod_uses_is_left_to_it(change: Body, kind: str) -> None
     assert "ports" not in sidecar_of(injected)
     assert "KEEPSTEP_METRICS_PORT" not in environment_of(sidecar_of(injected))
     assert "serves no metrics, since container more uses port 26740" in _told(injected)[0]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"ports": [{"containerPort": 26740, "protocol": "UDP"}]},
-        {"livenessProbe": {"httpGet": {"port": "26740"}}},
-        {"env": [{"name": "SEED", "value": "26740"}]},
-        {"env": [{"name": "PORT", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}]},
-    ],
-)
-def test_what_is_no_port_of_the_pod_changes_nothing(change: Body) -> None:
-    pod = bare_pod()
-    pod["spec"]["containers"].append({"name": "more", "image": "x", **change})
-    injected = inject(pod, policy(), DEFAULTS)
-    assert environment_of(sidecar_of(injected))["KEEPSTEP_METRICS_PORT"] == "26740"
-    assert _told(injected) == ()
 
 
 def test_a_pod_that_uses_the_port_of_the_page_has_no_page() -> None:

@@ -130,11 +130,6 @@ def test_what_admission_writes_is_what_reconcile_reads(make: Any) -> None:
     assert said.container == training_container(injected).name
 
 
-def test_a_pod_that_was_not_injected_has_no_placement() -> None:
-    assert placement_of(parse_pod(bare_pod())) is None
-    assert injected_of(parse_pod(bare_pod())) is None
-
-
 @pytest.mark.parametrize(
     "text", ["", "no json", "[]", '"x"', '{"policy": 1, "job": {"x": 1}}', "{}"]
 )
@@ -142,14 +137,6 @@ def test_a_spoilt_status_annotation_is_as_good_as_none(text: str) -> None:
     body = bare_pod()
     body["metadata"]["annotations"]["keepstep.dev/status"] = text
     assert injected_of(parse_pod(body)) is None
-
-
-def test_fields_of_a_newer_version_are_ignored() -> None:
-    body = bare_pod()
-    body["metadata"]["annotations"]["keepstep.dev/status"] = '{"policy": "p", "new": 1}'
-    said = injected_of(parse_pod(body))
-    assert said is not None
-    assert said.policy == "p"
 
 
 def _of_a_replica_set(**labels: str) -> Body:

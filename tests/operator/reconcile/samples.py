@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
+from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import (
     Report,
     ReportedRank,
     ReportedRestore,
-    ReportedTier,
     ReportReply,
 )
 from keepstep_operator.api.model import (
@@ -174,7 +174,6 @@ class Sidecar:
             sidecar="0.1.0",
             started_at=self.started_at,
             sequence=self.sequence,
-            sent_at=T0,
             ready=self.ready,
             library=self.library,
             pinned="locked",

@@ -117,22 +117,6 @@ def test_a_shard_that_goes_with_its_pod_has_the_run_begin_again() -> None:
     assert play.condition(COMMITTING)[0] == "True"
 
 
-@pytest.mark.parametrize("kind", [VolumeKind.EMPTY_DIR, VolumeKind.HOST_PATH])
-def test_where_the_run_waits_the_texts_say_so_and_name_the_way_out(kind: VolumeKind) -> None:
-    wait = WAITS if kind is VolumeKind.EMPTY_DIR else {}
-    play, pods, _ = running(kind=kind, **wait)
-    delete(play, pods[0])
-    new = replace(pods[0], uid="pod-0-moved", node="node-9", created_at="2026-11-21T08:00:00Z")
-    play.see(new)
-    play.hear(new, Sidecar(rank=0, started_at=play.now, epochs=[]).report())
-    status, reason, message = play.condition(PROTECTED)
-    assert (status, reason) == ("False", "PartGone")
-    assert "starts wait until it is back" in message
-    assert f"-n {KEY.namespace} {KEY.name} keepstep.dev/fresh-start=allow" in message
-    for said in play.events("LastStepLost"):
-        assert "restarts wait for what is missing" in said or "goes on from step" in said
-
-
 def refuse(play: Play, one: PodRecord, sidecar: Sidecar, times: int) -> None:
     sidecar.more = {"refusals": times, "refused": REFUSED}
     play.hear(one, sidecar.report())
@@ -185,13 +169,6 @@ def test_a_request_to_begin_again_ends_with_a_restore() -> None:
     assert NameFreshStart(KEY, onward.id) in play.actions
     assert not play.told(pods[1]).begin_again
     assert FIRST.id != onward.id
-
-
-def test_of_a_single_pod_all_is_gone_and_so_it_begins_at_step_0_whatever_the_policy_says() -> None:
-    only = pod(0, volumes=(VolumeKind.EMPTY_DIR,))
-    play = Play(only, known_policy=policy(**WAITS))
-    play.hear(only, Sidecar(rank=0, world=1).staged(100).durable(90).report())
-    assert "the run then begins at step 0" in play.condition(PROTECTED)[2]
 
 
 # A drive of a node is another one: the run begins again where that is certain, and else waits.
@@ -276,30 +253,6 @@ def test_another_drive_on_the_same_node_has_the_run_begin_again() -> None:
     assert step(90) not in play.told(pods[1]).retire, "the former drive may yet be found"
 
 
-def test_a_crash_before_the_first_commit_after_that_begins_again_too() -> None:
-    play, pods, sidecars = on_drives()
-    new, mine = come_with(play, pods[0], on(nvme=drive(7)))
-    fresh = later(2, None)
-    play.hear(pods[1], sidecars[1].restored(fresh, tier=None, lost=100).report())
-    play.hear(new, mine.restored(fresh, tier=None).report())
-    play.wait(10)
-    play.hear(pods[1], sidecars[1].staged(1, epoch=fresh).report())
-    mine.alive = False
-    play.hear(new, mine.report())
-    assert play.told(new).gone_for_good
-
-
-def test_a_drive_that_comes_back_after_all_is_gone_on_from() -> None:
-    play, pods, _ = on_drives()
-    new, _ = come_with(play, pods[0], on(nvme=drive(7)))
-    assert play.told(pods[1]).gone_for_good
-    again, mine = come_with(play, new, on(nvme=drive(1)))
-    assert not play.told(pods[1]).gone_for_good, "it is the drive that held the steps"
-    mine.epochs = [FIRST]
-    play.hear(again, mine.durable(90).report())
-    assert "goes on from step 90" in play.condition(PROTECTED)[2]
-
-
 def test_the_record_outlives_the_reconciler() -> None:
     first, second = on(a=drive(1), b=drive(3)), on(nvme=drive(2))
     before, pods, _ = on_drives(first, second)
@@ -355,59 +308,10 @@ def test_where_the_drive_may_come_back_the_run_waits(volumes: dict[str, Any]) ->
     assert play.status.drives[0].id == drive(1)
 
 
-def test_a_pod_on_another_node_may_go_back_to_its_drive() -> None:
-    play, pods, _ = on_drives()
-    new, _ = come_with(play, pods[0], on(nvme=drive(7)), node="node-9")
-    assert not play.told(new).gone_for_good
-
-
-def test_a_drive_of_which_nothing_was_known_may_have_been_any() -> None:
-    play, pods, _ = on_drives(on(nvme=""), on(nvme=drive(2)))
-    new, _ = come_with(play, pods[0], on(nvme=drive(7)))
-    assert not play.told(new).gone_for_good
-
-
 def test_a_pod_whose_own_drive_is_not_known_may_lack_what_is_missing() -> None:
     play, pods, _ = on_drives(on(nvme=drive(1)), on(nvme=""))
     new, _ = come_with(play, pods[0], on(nvme=drive(7)))
     assert not play.told(new).gone_for_good
-
-
-def test_of_two_drives_one_that_is_only_away_keeps_the_run_waiting() -> None:
-    two = on(a=drive(1), b=drive(3))
-    play, pods, _ = on_drives(two, on(a=drive(2), b=drive(4)))
-    new, _ = come_with(play, pods[0], on(a=drive(7), b=drive(8, ELSEWHERE)))
-    assert not play.told(new).gone_for_good
-    new, _ = come_with(play, new, on(a=drive(7), b=drive(3)))
-    assert play.told(new).gone_for_good, "b is the same one, and has been looked through"
-
-
-def test_another_pod_that_is_away_keeps_the_run_waiting() -> None:
-    play, pods, _ = on_drives()
-    new, _ = come_with(play, pods[0], on(nvme=drive(7)))
-    play.see(replace(pods[1], deleting=True))
-    play.lose(pods[1])
-    assert not play.told(new).gone_for_good
-    assert play.condition(PROTECTED)[1] == "PodsMissing"
-
-
-def test_both_drives_that_are_other_ones_are_named() -> None:
-    play, pods, _ = on_drives()
-    come_with(play, pods[0], on(nvme=drive(7)))
-    play.hear(pods[1], Sidecar(rank=1, started_at=play.now + 1, more=on(nvme=drive(8))).report())
-    assert "gpt-worker-0 lies on" in play.events("OtherDrive")[-1]
-    assert "gpt-worker-1 lies on" in play.events("OtherDrive")[-1]
-
-
-def test_where_all_is_there_another_drive_is_just_the_new_one() -> None:
-    play, pods, sidecars = on_drives()
-    sidecars[1].kept = {0: [step(90)]}
-    play.hear(pods[1], sidecars[1].report())
-    new, mine = come_with(play, pods[0], on(nvme=drive(7)))
-    assert play.events("OtherDrive") == []
-    assert "goes on from step 90" in play.condition(PROTECTED)[2]
-    play.hear(new, mine.report())
-    assert play.status.drives[0].id == drive(7)
 
 
 def test_a_run_without_a_host_path_has_no_record_of_drives() -> None:

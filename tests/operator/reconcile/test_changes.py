@@ -64,7 +64,6 @@ class Told:
             sidecar="0.1.0",
             started_at=self.started_at,
             sequence=self.sequence,
-            sent_at=T0,
             ready=self.ready,
             epochs=tuple(self.epochs),
             ranks=(*own, *self._others()),

@@ -1,16 +1,13 @@
-"""Goodput of a run over pods: what sidecars tell, added up, beside a simulation that knows where
-each second went."""
+"""Goodput of a run over pods: what sidecars tell, added up."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import jsonschema
 import msgspec
-import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.core.history import Badput, Event, Kind, Tally
@@ -28,36 +25,14 @@ from keepstep_operator.reconcile.state.goodput import (
 )
 from tests.chart.charts import crds, schema_of
 from tests.chart.schemas import closed, json_schema
-from tests.core.test_goodput import Life, Truth, simulate
 from tests.operator.reconcile.samples import T0, Play, Sidecar, pod, run_object
 
-BEGAN = T0
 LIFE_1, LIFE_2 = EpochId(1, "00000001"), EpochId(2, "00000002")
 
 
 def volume(number: int) -> str:
     """The id of the history that begins on this volume."""
     return f"{number:016x}"
-
-
-def by_life(events: list[Event]) -> list[list[Event]]:
-    lives: list[list[Event]] = []
-    for event in events:
-        if event.kind is Kind.CAME and event.rank == 0:
-            lives.append([])
-        lives[-1].append(event)
-    return lives
-
-
-def reports(lives: list[list[Event]], places: list[int]) -> Iterator[ReportedGoodput]:
-    """After each event, of the sidecar whose volume this life's pod has."""
-    tallies: dict[int, Tally] = {}
-    for life, place in zip(lives, places, strict=True):
-        for event in life:
-            tallies[place] = tallies.get(place, Tally()).after([event])
-            found = tallies[place].goodput(event.until)
-            if found is not None:
-                yield ReportedGoodput.of(found, volume(place))
 
 
 def resumed(sum_: Sum | None) -> Sum | None:
@@ -70,86 +45,8 @@ def resumed(sum_: Sum | None) -> Sum | None:
     return goodput._sum
 
 
-def by_bucket(sum_: Sum) -> dict[str, int]:
-    return dict(zip(BUCKETS, sum_.total.seconds, strict=True))
-
-
 def is_whole(sum_: Sum) -> bool:
     return sum_.total.sane and len(sum_.known) <= MOST_TALLIES
-
-
-# --- beside a simulation -------------------------------------------------------------------------
-
-some = st.floats(0.0, 1000.0)
-lives_on_volumes = st.lists(
-    st.tuples(
-        st.builds(
-            Life, away=some, prep=some, restore=some, lag=some, startup=some, step=st.just(7.0),
-            blocked=some, steps=st.integers(2, 8), torn=some, back=st.integers(0, 20),
-            bundle=st.integers(1, 8), known_end=st.booleans(),
-        ),
-        st.integers(0, 3),
-    ),
-    min_size=1,
-    max_size=8,
-)  # fmt: skip
-
-
-def simulated(drawn: list[tuple[Life, int]]) -> tuple[list[ReportedGoodput], Truth, float]:
-    """All that is told, in which buckets the time of the run was, and its end."""
-    events, truth = simulate([life for life, _ in drawn], began=BEGAN)
-    return (
-        list(reports(by_life(events), [place for _, place in drawn])),
-        truth,
-        events[-1].until,
-    )
-
-
-WASTED_BY_ANOTHER: list[tuple[Life, int]] = [
-    (Life(step=7.0, steps=4), 1),
-    (Life(step=7.0, steps=2, back=4), 0),
-    (Life(step=7.0, steps=2, back=0), 1),
-]
-"""The first volume comes back and gives up steps that were given up while it waited."""
-
-
-@settings(max_examples=200, deadline=None)
-@given(drawn=lives_on_volumes)
-@example(drawn=WASTED_BY_ANOTHER)
-def test_the_sum_finds_where_every_second_went_whatever_volumes_the_pods_had(
-    drawn: list[tuple[Life, int]],
-) -> None:
-    """A pod comes back to a volume, with or without others in between, or begins on a new one."""
-    all_told, truth, end = simulated(drawn)
-    sum_: Sum | None = None
-    for one in all_told:
-        assert is_sane(one, at=one.until)
-        sum_ = added(sum_, whole(one))
-        assert is_whole(sum_)
-    assert sum_ is not None
-    # whole seconds: each bucket of each history is rounded, and so is what is moved on
-    rounded = 2.0 * len(drawn) + 2.0
-    assert by_bucket(sum_) == pytest.approx(truth.parts, abs=rounded)
-    assert sum(sum_.total.seconds) == pytest.approx(end - BEGAN, abs=3.0)
-    assert sum_.total.steps == len(truth.steps)
-
-
-@settings(max_examples=100, deadline=None)
-@given(drawn=lives_on_volumes, data=st.data())
-def test_reports_that_are_lost_and_operators_that_restart_lose_no_second(
-    drawn: list[tuple[Life, int]], data: st.DataObject
-) -> None:
-    all_told, truth, end = simulated(drawn)
-    heard = [one for one in all_told[1:-1] if data.draw(st.booleans())]
-    sum_: Sum | None = None
-    for one in (all_told[0], *heard, all_told[-1]):
-        sum_ = added(sum_, whole(one))
-        assert is_whole(sum_)
-        if data.draw(st.booleans()):
-            assert resumed(sum_) == sum_
-    assert sum_ is not None
-    assert sum(sum_.total.seconds) == pytest.approx(end - BEGAN, abs=3.0)
-    assert sum_.total.steps == len(truth.steps)
 
 
 sane_told = st.builds(
@@ -210,6 +107,22 @@ def tally(*events: Event, id: int = 0) -> ReportedGoodput:
 
 FIRST = a_life(0, 1, 2, 3, 4)
 """Until T0 + 60: 6 s of preparation, a restore of 4, five steps of 10."""
+
+
+def test_the_lives_of_two_volumes_add_up_and_steps_that_were_done_twice_count_once() -> None:
+    """The second life goes on from step 2, 40 s after the first one ended at step 4."""
+    again = a_life(3, 4, 5, epoch=LIFE_2, parent=2, at=T0 + 100)
+    sum_ = added(added(None, whole(tally(*FIRST))), whole(tally(*again, id=1)))
+    assert dict(zip(BUCKETS, sum_.total.seconds, strict=True)) == {
+        **dict.fromkeys(BUCKETS, 0),
+        "productive": 60,
+        "training_prep": 12,
+        "checkpoint_restore": 8,
+        "infrastructure_recovery": 40,
+        "wasted_progress": 20,
+    }
+    assert sum_.total.steps == 6
+    assert resumed(sum_) == sum_
 
 
 # --- in a run ------------------------------------------------------------------------------------

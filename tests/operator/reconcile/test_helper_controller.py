@@ -20,7 +20,7 @@ from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.state.registry import Registry
 from tests.harness import until
 from tests.operator.apiserver import ApiServer
-from tests.operator.reconcile.samples import KEY, T0, run_object
+from tests.operator.reconcile.samples import KEY, T0
 from tests.operator.reconcile.test_helpers import DEFAULTS, PATH, Move
 
 SYSTEM = DEFAULTS.namespace
@@ -125,29 +125,6 @@ async def test_a_run_that_is_gone_is_cleaned_after_its_time_of_grace_and_then_fo
 GONE = RunDirectories(run=KEY, nodes={"node-0": (PATH,)}, gone_since=T0 - 2 * GRACE_S)
 
 
-async def test_a_record_is_deleted_by_its_uid() -> None:
-    async with staged(Registry(), before=GONE) as stage:
-        await stage.sync()
-        (made,) = stage.pods()
-        await stage.becomes(made["metadata"]["name"], "Succeeded")
-        await stage.sync()
-        await stage.sync()
-        (asked,) = stage.server.asked("DELETE", "/configmaps/")
-        assert asked.body["preconditions"]["uid"] == "uid-of-the-record"
-
-
-async def test_a_run_that_came_back_under_its_name_is_not_cleaned_any_more() -> None:
-    registry = Registry()
-
-    async with staged(registry, before=GONE) as stage:
-        await stage.sync()
-        assert len(stage.pods()) == 1
-        registry.object_seen(run_object(), at=stage.now)
-        await stage.sync()
-        assert stage.pods() == []
-        assert stage.notes() == [replace(GONE, gone_since=None)]
-
-
 async def test_a_run_that_lived_while_the_operator_was_away_has_its_time_of_grace_anew() -> None:
     async with staged(Registry(), before=GONE) as stage:
         await stage.sync()
@@ -159,19 +136,6 @@ async def test_a_run_that_lived_while_the_operator_was_away_has_its_time_of_grac
         stage.now += GRACE_S
         await stage.sync()
         assert len(stage.pods()) == 1
-
-
-async def test_what_a_person_took_from_the_list_is_left_where_it_lies() -> None:
-    before = RunDirectories(run=KEY, nodes={"node-0": (PATH,)}, gone_since=T0)
-
-    async with staged(Registry(), before=before) as stage:
-        await stage.sync()
-        stage.server.delete(CONFIG_MAPS, before.name, namespace=SYSTEM)
-        await until(lambda: not stage.helper_controller.records.known)
-        stage.now += GRACE_S + 1
-        await stage.sync()
-        assert stage.pods() == []
-        assert stage.notes() == []
 
 
 async def test_cleaning_can_be_switched_off_and_keeps_to_what_is_allowed() -> None:

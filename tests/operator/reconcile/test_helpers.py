@@ -101,14 +101,6 @@ def test_a_pod_that_moved_is_served_from_the_node_it_left() -> None:
     assert play.told(helper) == ReportReply(), "a helper is told nothing"
 
 
-def test_a_helper_is_needed_although_an_older_step_can_be_restored_without_it() -> None:
-    play = Move()
-    play.a.kept = {1: [step(30)]}
-    play.hear(play.first, play.a.durable(30, 40).report())
-    play.move()
-    assert [one.node for one in play.wanted()] == ["node-1"]
-
-
 def test_a_helper_stays_until_a_newer_step_is_committed_without_it() -> None:
     play = Move()
     play.move()
@@ -143,36 +135,6 @@ def test_no_helper_is_started_on_a_guess() -> None:
     assert play.wanted() == [], "its node is gone"
 
 
-def test_when_all_pods_move_at_once_what_each_of_them_left_is_served() -> None:
-    play = Move()
-    play.registry.node_seen(NodeRecord(name="node-3"))
-    play.lose(play.first)
-    play.lose(play.second)
-    moved = [pod(n, life=2, node=f"node-{n + 2}", host_paths=(PATH,)) for n in (0, 1)]
-    for one in moved:
-        play.see(one)
-    for number, one in enumerate(moved):
-        report = Sidecar(rank=number, started_at=T0 + 9, epochs=[]).report()
-        play.hear(one, replace(report, ranks=()))
-        assert f"node-{number}" in play.told(one).awaits, "also before all others have told"
-    assert [(one.node, one.node_ranks) for one in play.wanted()] == [
-        ("node-0", (0,)),
-        ("node-1", (1,)),
-    ]
-    assert [one.node for one in play.status.holders] == ["node-0", "node-1"]
-
-
-def test_a_terminating_pod_beside_its_replacement_stops_no_restore() -> None:
-    play = Move()
-    play.lose(play.first)
-    play.see(replace(play.second, deleting=True))  # its node is lost, and so it stays
-    for rank in (0, 1):
-        new = pod(rank, life=2, node=f"other-{rank}", host_paths=(PATH,))
-        play.see(new)
-        play.hear(new, Sidecar(rank=rank, started_at=T0 + 9, epochs=[]).report())
-    assert "node-0" in {one.node for one in play.wanted()}
-
-
 def test_a_pod_that_has_not_looked_yet_is_told_to_wait_for_what_it_left() -> None:
     play = Move()
     play.move(told=False)
@@ -181,32 +143,6 @@ def test_a_pod_that_has_not_looked_yet_is_told_to_wait_for_what_it_left() -> Non
     assert play.wanted() == []
     assert "node-1" in play.told(play.moved).awaits, "its vote must not come before"
     assert play.told(play.first).awaits == ""
-
-
-def test_a_failed_pod_that_nobody_removed_serves_nothing() -> None:
-    play = Move()
-    play.see(replace(play.second, phase="Failed", training=False))
-    play.moved = pod(1, life=2, node="node-2", host_paths=(PATH,))
-    play.see(play.moved)
-    play.hear(play.moved, Sidecar(rank=1, started_at=T0 + 9, epochs=[]).report())
-    assert [one.node for one in play.wanted()] == ["node-1"]
-
-
-def test_a_pod_that_comes_back_to_its_node_needs_nobody() -> None:
-    play = Move()
-    play.move(to="node-1", told=False)
-    b = Sidecar(rank=1, started_at=T0 + 9).durable(40)
-    play.hear(play.moved, b.report())
-    assert play.wanted() == []
-    assert list(play.run.ledger.orphans) == []
-
-
-def test_what_a_buddy_holds_needs_no_helper() -> None:
-    play = Move()
-    play.a.kept, play.a.address = {1: [step(40)]}, "10.0.0.1:9465"
-    play.hear(play.first, play.a.report())
-    play.move()
-    assert play.wanted() == []
 
 
 def test_nothing_outside_the_allowed_directories_is_mounted() -> None:
@@ -235,16 +171,6 @@ def test_a_reconciler_that_begins_anew_knows_from_the_status_what_lies_where() -
     assert (one.node, one.node_ranks) == ("node-1", (1,))
 
 
-def test_a_helper_that_is_lost_leaves_the_doubt_that_was_there_before() -> None:
-    play = Move()
-    play.move()
-    helper = play.serve(40)
-    play.note(play.registry.helper_gone(helper.uid, at=play.now))
-    assert play.run.ledger.plan() is None
-    assert play.wanted() != []
-    assert "node-1" in play.told(play.moved).awaits
-
-
 def test_a_serving_pod_may_read_its_runs_directories_and_nothing_else() -> None:
     one = Helper(run=KEY, node="node-1", node_ranks=(1, 3), paths=(PATH, "/mnt/nvme1"))
     spec = pod_spec.serving(one, DEFAULTS)["spec"]
@@ -268,15 +194,6 @@ def test_a_serving_pod_may_read_its_runs_directories_and_nothing_else() -> None:
 
 NODES = {"a": NodeRecord(name="a"), "b": NodeRecord(name="b", ready=False)}
 GRAVE = RunDirectories(run=KEY, nodes={"a": (PATH,), "b": (PATH,), "c": (PATH,)})
-
-
-def test_directories_are_noted_from_when_a_pod_is_on_a_node() -> None:
-    there = pod(0, host_paths=(PATH,))
-    elsewhere = pod(1, host_paths=("/mnt/nvme1",), node="node-0")
-    pending, fleeting = pod(2, host_paths=(PATH,), node=""), pod(3)
-    found = cleanup.visited(RunDirectories(run=KEY), iter((there, elsewhere, pending, fleeting)))
-    assert found.nodes == {"node-0": (PATH, "/mnt/nvme1")}
-    assert cleanup.parse(cleanup.render(found, namespace="s")) == found
 
 
 def test_a_run_that_is_there_is_never_cleaned_nor_one_that_came_back() -> None:
@@ -340,14 +257,3 @@ def test_a_cleaning_pod_is_root_with_one_capability_on_that_node_alone() -> None
     }
     assert pod_spec.about(body) == ("clean", KEY, "a")
     assert pod_spec.record(body) is None, "it reports nothing"
-
-
-def test_helper_pods_have_the_priority_and_the_resources_of_the_chart() -> None:
-    job = Cleaning(run=KEY, node="a", paths=(PATH,), gone_since=T0)
-    asked = {"requests": {"cpu": "1"}, "limits": {"memory": "1Gi"}}
-    plain = pod_spec.cleaning(job, DEFAULTS)["spec"]
-    assert "priorityClassName" not in plain
-    assert plain["containers"][0]["resources"]["limits"] == {"memory": "64Mi"}
-    told = pod_spec.cleaning(job, replace(DEFAULTS, priority_class="high", resources=asked))["spec"]
-    assert told["priorityClassName"] == "high"
-    assert told["containers"][0]["resources"] == asked

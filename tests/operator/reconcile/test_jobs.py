@@ -86,18 +86,6 @@ def test_a_policy_of_the_second_job_is_not_that_of_the_run() -> None:
     assert play.registry.runs[KEY].policy == accepted()
 
 
-def test_a_job_that_is_deleted_and_made_again_goes_on_at_once() -> None:
-    play, pods, _ = first_job()
-    for one in pods:
-        play.see(replace(one, deleting=True))
-    for rank in (0, 1):
-        play.see(rival(rank))
-    assert [play.registry.refusal(f"rival-{rank}") for rank in (0, 1)] == ["", ""]
-    again = [Sidecar(rank=rank).durable(90) for rank in (0, 1)]
-    play.hear_all(*zip([rival(0), rival(1)], again, strict=True))
-    assert play.status.committed is not None
-
-
 @pytest.mark.parametrize("state", [JobState.GONE, JobState.FAILED, JobState.UNKNOWN])
 def test_a_new_job_whose_pods_come_before_the_old_ones_go_waits_for_that(state: JobState) -> None:
     play, pods, _ = first_job()
@@ -112,23 +100,6 @@ def test_a_new_job_whose_pods_come_before_the_old_ones_go_waits_for_that(state: 
     assert play.registry.refusal("rival-0") == ""
     assert play.registry.pod("rival-1") == rival(1)
     assert set(play.registry.runs[KEY].pods) >= {"rival-0", "rival-1"}
-
-
-def test_the_first_job_keeps_the_run_while_its_pods_are_made_again() -> None:
-    play, pods, _ = first_job()
-    play.see(rival(0))
-    for one in pods:
-        play.lose(one)
-    play.wait(10)
-    assert play.actions.count(AskJob(KEY, JOB)) >= 2
-    play.note(play.registry.job_answered(KEY, JobState.ACTIVE, at=play.now))
-    assert play.registry.refusal("rival-0")
-    later = [member(rank, life=9) for rank in (0, 1)]
-    for one in later:
-        play.see(one)
-    sidecars = [Sidecar(rank=rank).durable(90) for rank in (0, 1)]
-    commits(play, later, sidecars, 100)
-    assert play.registry.refusal("rival-0")
 
 
 def test_a_second_job_that_is_given_up_leaves_nothing() -> None:

@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.wire.reports import ReportReply
-from keepstep_operator.api.model import PodRecord
 from keepstep_operator.api.tiers import Peers
-from keepstep_operator.reconcile.state.node_rank import Places
 from keepstep_operator.reconcile.state.peer_assignment import Spot, buddies
-from tests.operator.reconcile.samples import KEY, Play, Sidecar, pod, policy
+from tests.operator.reconcile.samples import Play, Sidecar, pod, policy
 
 _SPOTS = st.dictionaries(
     st.integers(0, 40),
@@ -25,24 +23,6 @@ _SPOTS = st.dictionaries(
 
 def _by_node(*nodes: str) -> dict[int, Spot]:
     return {rank: Spot(node, node) for rank, node in enumerate(nodes)}
-
-
-def test_with_a_pod_on_each_node_the_ring_goes_by_node_rank() -> None:
-    assert buddies(_by_node("c", "a", "b"), replicas=1) == {0: (1,), 1: (2,), 2: (0,)}
-    assert buddies(_by_node("c", "a", "b"), replicas=2) == {0: (1, 2), 1: (2, 0), 2: (0, 1)}
-
-
-def test_with_two_pods_on_each_node_each_keeps_one_copy_of_the_other_nodes() -> None:
-    found = buddies(_by_node("a", "a", "b", "b"), replicas=1)
-    assert Counter(buddy for (buddy,) in found.values()) == {0: 1, 1: 1, 2: 1, 3: 1}
-    assert all(
-        {"a": (2, 3), "b": (0, 1)}["aabb"[rank]].count(one) for rank, (one,) in found.items()
-    )
-
-
-def test_on_one_node_there_is_no_buddy() -> None:
-    assert buddies(_by_node("a", "a", "a"), replicas=2) == {0: (), 1: (), 2: ()}
-    assert buddies({}, replicas=1) == {}
 
 
 def test_the_first_copy_goes_to_another_zone_and_the_next_to_another_node_where_zones_are_out() -> (
@@ -170,52 +150,3 @@ def test_a_pod_that_is_gone_is_named_no_more() -> None:
     play.lose(play.pods[2])
     reply = play.told(play.pods[0], holds=play.holds[0])
     assert [one.node_rank for one in reply.peers] == [1]
-
-
-# --- what all places add up to -------------------------------------------------------------------
-
-_PLACES = st.lists(
-    st.tuples(st.integers(0, 3), st.booleans(), st.booleans(), st.none() | st.integers(1, 3)),
-    max_size=12,
-)
-
-
-@given(_PLACES)
-def test_what_places_add_up_to_is_what_a_look_at_all_says(
-    changes: list[tuple[int, bool, bool, int | None]],
-) -> None:
-    play = Crowd(4)
-    lives = dict.fromkeys(range(4), 1)
-    pods: dict[int, PodRecord] = dict(enumerate(play.pods))
-    for rank, gone, alive, staged in changes:
-        sidecar = play.sidecars[rank]
-        if gone:
-            play.lose(pods[rank])
-            lives[rank] += 1
-            pods[rank] = pod(rank, life=lives[rank])
-            play.see(pods[rank])
-        else:
-            sidecar.alive, sidecar.ready = alive, alive
-            if staged is not None:
-                sidecar.staged(staged)
-            play.hear(pods[rank], sidecar.report())
-        check(play.registry.runs[KEY].ledger.places)
-
-
-def check(places: Places) -> None:
-    there = [one for one in places.values() if not one.gone]
-    assert places.settled == all(one.settled for one in there)
-    for union, name in ((places.own, "own"), (places.alive, "alive")):
-        found = 0
-        for one in there:
-            found |= getattr(one, name)
-        assert union.once == found
-    assert places.worlds == set().union(*(one.worlds for one in there))
-    staged: dict[object, int] = {}
-    for one in there:
-        for id, ranks in one.staged:
-            staged[id] = staged.get(id, 0) | ranks
-    for id in staged:
-        epoch = id.epoch  # type: ignore[attr-defined]
-        of = {one.step: ranks for one, ranks in staged.items() if one.epoch == epoch}  # type: ignore[attr-defined]
-        assert places.staged(epoch) == of

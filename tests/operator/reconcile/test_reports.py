@@ -144,18 +144,6 @@ def expiring(at: float) -> str:
     return f"good.{claims}.signature"
 
 
-async def test_good_tokens_stay_known_while_wrong_ones_come() -> None:
-    tokens = Tokens()
-    good = [f"good-{number}" for number in range(10)]
-    for number in range(20_100):
-        await tokens.known(f"wrong-{number}", source=str(number))
-        if number % 1000 == 0:  # they report all the time
-            for one in good:
-                await tokens.known(one)
-    asked = [one for one in tokens.asked if one in good]
-    assert len(asked) == len(good), "the API server is asked about good tokens again"
-
-
 async def test_an_hour_without_the_api_server_ends_no_injected_pods_identity() -> None:
     """The kubelet, which renews a token after four fifths of its life, is cut off, too."""
     tokens = Tokens()
@@ -168,19 +156,6 @@ async def test_an_hour_without_the_api_server_ends_no_injected_pods_identity() -
     for _ in range(120):
         tokens.now += 30.0
         assert await tokens.known(token)
-
-
-async def test_known_sidecars_report_through_an_outage_of_the_api_server() -> None:
-    tokens = Tokens()
-    token = expiring(tokens.now + 3600.0)
-    known = [await tokens.known(token)]
-    tokens.away = True
-    for _ in range(5):
-        tokens.now += 600.0
-        known.append(await tokens.known(token))
-    tokens.now += 660.0
-    known.append(await tokens.known(token))
-    assert known == [True] * 6 + [False]
 
 
 async def test_a_run_reports_after_its_five_thousandth_restart(tmp_path: Path) -> None:

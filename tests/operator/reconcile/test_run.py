@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Shard
@@ -46,8 +43,6 @@ from tests.operator.reconcile.samples import (
     run_object,
     step,
 )
-
-_ROOT = Path(__file__).parents[3]
 
 
 def running(*, kind: VolumeKind = VolumeKind.HOST_PATH, **changes: object):  # type: ignore[no-untyped-def]
@@ -103,16 +98,6 @@ def test_a_sidecar_that_begins_anew_counts_from_one_and_is_believed() -> None:
     play.hear(pods[1], sidecars[1].staged(101).durable(100).report())
     assert play.status.watermarks["local"] == str(step(100))
     play.hear(pods[0], replace(old, sequence=99))
-    assert play.status.watermarks["local"] == str(step(100))
-
-
-def test_a_report_of_a_pod_that_was_replaced_is_ignored() -> None:
-    play, pods, sidecars = running()
-    newer = pod(0, life=2)
-    play.see(newer)
-    play.hear(newer, Sidecar(rank=0, started_at=T0 + 60).durable(90, 100).report())
-    play.hear(pods[1], sidecars[1].durable(100).report())
-    play.hear(pods[0], sidecars[0].report())
     assert play.status.watermarks["local"] == str(step(100))
 
 
@@ -173,15 +158,6 @@ def test_the_last_report_of_a_pod_tells_of_its_volumes_and_not_of_its_memory() -
     assert play.status.ranks[0].memory is None
 
 
-def test_a_pod_on_another_node_leaves_its_hostpath_behind() -> None:
-    play, pods, _ = running()
-    play.lose(pods[0])
-    moved = pod(0, life=2, node="node-9")
-    play.see(moved)
-    play.hear(moved, Sidecar(rank=0, started_at=T0 + 60, epochs=[]).report())
-    assert "local" not in play.status.watermarks
-
-
 @pytest.mark.parametrize(
     ("node", "kind"), [("node-9", VolumeKind.HOST_PATH), ("node-0", VolumeKind.EMPTY_DIR)]
 )
@@ -236,17 +212,6 @@ def test_a_restart_loses_the_steps_between_the_newest_staged_and_the_restored_on
     assert status.step == 90
 
 
-def test_a_restart_is_counted_once_however_often_it_is_told() -> None:
-    play, pods, sidecars = running()
-    second = later(2, 100)
-    for one in sidecars:
-        one.restored(second)
-    for _ in range(3):
-        play.hear_all(*zip(pods, sidecars, strict=True))
-    assert (play.status.restarts, play.status.lost_steps) == (1, 0)
-    assert play.events("Restored") == ["restored step 100 from memory in 1.5 s; no step lost"]
-
-
 def test_steps_that_every_rank_says_it_lost_count_even_if_no_report_showed_them() -> None:
     play, pods, sidecars = running()
     second = later(2, 100)
@@ -263,14 +228,6 @@ def test_a_restart_that_one_sidecar_forgot_is_counted_after_a_while() -> None:
     assert play.status.restarts == 0
     play.wait(6)
     assert play.status.restarts == 1
-
-
-def test_a_first_start_is_no_restart() -> None:
-    play, pods, _ = Play(pod(0), pod(1)), [pod(0), pod(1)], None
-    for rank, one in enumerate(pods):
-        play.hear(one, Sidecar(rank=rank, epochs=[]).restored(FIRST, tier=None).report())
-    assert (play.status.restarts, play.status.recent) == (0, [])
-    assert play.events("FreshStart") == []
 
 
 def test_a_reconciler_that_restarts_goes_on_counting_where_it_was() -> None:
@@ -330,17 +287,6 @@ def test_a_run_that_lost_everything_while_the_reconciler_was_away_is_a_fresh_sta
         play.hear(one, Sidecar(rank=rank, epochs=[]).restored(FIRST, tier=None).report())
     assert (play.status.restarts, play.status.lost_steps) == (5, 100)
     assert len(play.events("FreshStart")) == 1
-
-
-def test_older_restarts_are_not_counted_again_by_a_sidecar_that_saw_them() -> None:
-    pods = [pod(0), pod(1)]
-    play = Play(*pods)
-    second, third = later(2, 50), later(3, 60, after=later(2, 50))
-    play.find(run_object(RunStatus(step=100, epoch=str(third.id), restarts=2)))
-    for rank, one in enumerate(pods):
-        told = Sidecar(rank=rank, epochs=[]).restored(FIRST).restored(second).restored(third)
-        play.hear(one, told.report())
-    assert (play.status.restarts, play.status.recent) == (2, [])
 
 
 def test_a_fresh_start_beside_older_steps_waits_for_somebody_to_acknowledge_it() -> None:
@@ -483,18 +429,6 @@ def test_a_policy_that_is_not_accepted_never_replaces_the_one_in_use() -> None:
     assert "not accepted" in play.status.warnings[0]
 
 
-def test_a_run_without_an_accepted_policy_has_nothing_retired() -> None:
-    pods = [pod(0), pod(1)]
-    play = Play(
-        *pods,
-        known_policy=policy(keep=Retention(last=1), problem=("HostPathNotAllowed", "not here")),
-    )
-    for rank, one in enumerate(pods):
-        play.hear(one, Sidecar(rank=rank).durable(10, 20, 30).report())
-    assert play.status.policy is None
-    assert play.registry.reply(pods[0].uid, at=play.now).retire == ()
-
-
 # --- conditions ----------------------------------------------------------------------------------
 
 
@@ -522,15 +456,6 @@ def test_a_run_that_is_well_says_what_each_kind_of_loss_would_cost() -> None:
 def test_a_run_with_a_label_outlives_its_job() -> None:
     play, *_ = running(labelled=True)
     assert play.status.survives == ["ContainerRestart", "PodRestart", "JobRecreate"]
-
-
-def test_a_run_without_reports_is_of_unknown_protection_and_says_where_to_look() -> None:
-    stuck = pod(0, training=False, phase="Pending", trouble="not scheduled: Insufficient memory")
-    play = Play(stuck)
-    status, reason, message = play.condition(PROTECTED)
-    assert (status, reason) == ("Unknown", "NoReports")
-    assert "not scheduled: Insufficient memory" in message
-    assert play.status.phase == "Waiting"
 
 
 def test_an_annotated_pod_without_a_sidecar_is_an_event_and_a_condition_that_says_what_to_do() -> (
@@ -596,13 +521,6 @@ def test_ranks_that_no_sidecar_has_are_told_once_no_pod_is_late() -> None:
     assert play.condition(PROTECTED)[0] == "False"
 
 
-def test_a_pod_that_is_gone_is_no_rank_without_a_sidecar() -> None:
-    play, pods, _ = running()
-    play.lose(pods[1])
-    play.wait(300)
-    assert play.condition(FULLY_INJECTED)[1] == "AllInjected"
-
-
 def test_a_training_image_without_the_library_is_told_after_a_minute() -> None:
     play, pods, sidecars = running()
     for one in sidecars:
@@ -619,15 +537,6 @@ def test_a_training_image_without_the_library_is_told_after_a_minute() -> None:
     play.hear_all(*zip(pods, sidecars, strict=True))
     play.wait(1)
     assert play.condition(PROTECTED)[1] == "NothingKept"
-
-
-def test_a_sidecar_that_begins_anew_gets_time_to_hear_of_its_trainer() -> None:
-    play, pods, _ = running()
-    play.wait(300)
-    again = Sidecar(rank=0, started_at=T0 + 300, library="", alive=False)
-    play.hear(pods[0], again.report())
-    play.wait(30)
-    assert play.events("LibraryMissing") == []
 
 
 def test_silent_sidecars_make_protection_unknown() -> None:
@@ -675,28 +584,6 @@ def test_commits_that_stall_because_two_pods_have_one_node_rank_say_so_and_nothi
     assert "free space" not in message
 
 
-def test_a_job_that_failed_is_not_called_finished() -> None:
-    play, pods, _ = running()
-    for one in pods:
-        play.see(replace(one, phase="Failed", training=False))
-    play.note(play.registry.runs[KEY].job_answered(JobState.FAILED, at=play.now))
-    assert play.condition(PROTECTED)[2].startswith("the job is failed; its last committed step")
-
-
-def test_time_without_trainers_is_no_stall() -> None:
-    play, pods, sidecars = running()
-    for one in sidecars:
-        one.alive = False
-    play.hear_all(*zip(pods, sidecars, strict=True))
-    play.wait(7200)
-    for one in sidecars:
-        one.alive = True
-        one.restored(later(2, 100)).staged(101, epoch=later(2, 100))
-    play.hear_all(*zip(pods, sidecars, strict=True))
-    play.wait(1)
-    assert play.events("CommitStalled") == []
-
-
 def test_a_volume_that_takes_no_writes_is_a_stall_at_once() -> None:
     play, pods, sidecars = running()
     broken = ReportedVolume(
@@ -735,50 +622,16 @@ def test_warnings_of_many_sidecars_are_told_once() -> None:
     assert play.status.warnings == ["slots are not locked (pod gpt-worker-0 and 1 more)"]
 
 
-def test_a_volume_that_never_took_a_step_is_why_nothing_is_committed() -> None:
-    play, pods, sidecars = running()
-    for one in sidecars:
-        one.local = []
-        one.more = {"warnings": (f"step {step(101)}: no space on /v: 7 bytes needed, 4 free",)}
-    play = Play(*pods)
-    play.hear_all(*zip(pods, sidecars, strict=True))
-    play.wait(1)
-    status, reason, message = play.condition(COMMITTING)
-    assert (status, reason) == ("False", "SidecarTroubled")
-    assert "no space on /v" in message
-    assert "gpt-worker-0" in message
-    assert play.condition(PROTECTED)[:2] == ("False", "SidecarTroubled")
-
-
-def test_a_warning_is_an_event_once_for_each_pod_whatever_step_it_names() -> None:
-    play, pods, sidecars = running()
-    for number in (101, 102):
-        sidecars[0].more = {"warnings": (f"step {step(number)}: no space on /v",)}
-        play.hear(pods[0], sidecars[0].report())
-    events = [one for one in play.actions if getattr(one, "reason", "") == "SidecarWarning"]
-    assert len({(one.topic, one.period_s) for one in events}) == 1  # type: ignore[union-attr]
-    assert events[0].warning  # type: ignore[union-attr]
-    sidecars[0].more = {"warnings": ("another thing",)}
-    play.hear(pods[0], sidecars[0].report())
-    assert play.events("SidecarWarning")[-1] == "gpt-worker-0: another thing"
-
-
 def test_clocks_an_hour_off_change_nothing_as_only_the_operators_own_is_read() -> None:
     play, pods, sidecars = running()
     for one, sidecar, off in zip(pods, sidecars, (3600.0, -3600.0), strict=True):
         report = sidecar.durable(100).report()
         ranks = tuple(replace(rank, staged_at=T0 + off) for rank in report.ranks)
-        report = replace(report, sent_at=T0 + off, ranks=ranks)
+        report = replace(report, ranks=ranks)
         play.hear(one, each_shard(report, written_at=T0 + off))
     assert play.status.committed == CommittedStatus(step=100, id=str(step(100)), time=utc(T0))
     assert play.condition(PROTECTED)[0] == "True"
     assert play.registry.reply(pods[0].uid, at=play.now).plan == step(100)
-
-
-def test_sidecars_are_told_which_steps_are_pinned() -> None:
-    play, pods, _ = running()
-    play.find(run_object(pins=(str(step(90)),), generation=2))
-    assert play.registry.reply(pods[0].uid, at=play.now).pinned == (step(90),)
 
 
 # --- the end -------------------------------------------------------------------------------------
@@ -855,12 +708,6 @@ def test_a_run_object_that_a_person_made_ahead_is_left_alone() -> None:
     assert not [one for one in play.actions if isinstance(one, AskJob | DeleteRun)]
 
 
-def test_an_unreadable_status_is_an_empty_past() -> None:
-    play = Play(pod(0))
-    play.find(replace(run_object(), status={"restarts": "many", "recent": 3}))
-    assert play.status.restarts == 0
-
-
 def test_a_reconciler_that_restarts_lets_the_written_status_stand_until_it_knows_better() -> None:
     play, pods, sidecars = running()
     play.find(run_object())
@@ -880,22 +727,6 @@ def test_a_reconciler_that_restarts_lets_the_written_status_stand_until_it_knows
     assert deaf.condition(PROTECTED)[1] == "NoReports"
     assert deaf.status.ranks == written.ranks
     assert deaf.status.watermarks == written.watermarks
-
-
-def test_a_run_that_finished_before_a_restart_of_the_reconciler_keeps_what_was_known_of_it() -> (
-    None
-):
-    play, pods, _ = running()
-    play.find(run_object())
-    for one in pods:
-        play.lose(one)
-    play.note(play.registry.job_answered(KEY, JobState.FINISHED, at=play.now))
-    written = play.status
-    heir = Play()
-    heir.find(run_object(written))
-    assert heir.status.ranks == written.ranks
-    assert heir.status.committed == written.committed
-    assert heir.status.phase == "Finished"
 
 
 def test_the_written_status_stands_while_sidecars_come_to_a_new_reconciler_over_minutes() -> None:
@@ -964,41 +795,6 @@ def test_a_job_that_was_made_again_says_that_the_steps_of_the_earlier_one_are_ke
     assert status.warnings == [], "whoever gives a run a name knows what it goes on from"
 
 
-def test_the_status_fits_the_schema_of_the_custom_resource() -> None:
-    play, pods, sidecars = running()
-    play.find(run_object())
-    for one in sidecars:
-        one.restored(later(2, 90))
-        one.more = {"warnings": ("slots are not locked",)}
-    play.hear_all(*zip(pods, sidecars, strict=True))
-    crd = yaml.safe_load((_ROOT / "crds/keepstep.dev_checkpointruns.yaml").read_text())
-    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
-    assert list(misfits(as_json(play.status), schema, "status")) == []
-    bad = {"phase": "Odd", "world": "2", "extra": 1, "recent": [{}]}
-    assert len(list(misfits(bad, schema, "status"))) == 5
-
-
-def misfits(value: Any, schema: dict[str, Any], where: str) -> Iterator[str]:
-    """What the API server would refuse, or drop in silence."""
-    kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
-    if not isinstance(value, kinds.get(schema["type"], int | float)):
-        yield f"{where} is no {schema['type']}"
-    elif isinstance(value, dict) and "properties" in schema:
-        yield from (
-            f"{where}.{name} is missing" for name in schema.get("required", []) if name not in value
-        )
-        for name, part in value.items():
-            known = schema["properties"].get(name)
-            yield from misfits(part, known, f"{where}.{name}") if known else [f"{where}.{name}"]
-    elif isinstance(value, list):
-        for part in value:
-            yield from misfits(part, schema["items"], f"{where}[]")
-    elif value not in schema.get("enum", [value]):
-        yield f"{where} is {value}"
-    elif isinstance(value, str) and len(value) > schema.get("maxLength", 1 << 20):
-        yield f"{where} is too long"
-
-
 def test_a_status_leaves_out_what_is_empty() -> None:
     play, *_ = running()
     body = as_json(play.status)
@@ -1013,19 +809,6 @@ def test_a_status_leaves_out_what_is_empty() -> None:
         "memory": 100,
         "local": 90,
     }
-
-
-def test_a_commit_of_the_past_is_kept_until_everybody_has_reported() -> None:
-    pods = [pod(0), pod(1)]
-    play = Play(*pods)
-    past = RunStatus(
-        step=100,
-        epoch=str(FIRST.id),
-        committed=CommittedStatus(step=90, id=str(step(90)), time=utc(T0 - 60)),
-    )
-    play.find(run_object(past))
-    play.hear(pods[0], Sidecar(rank=0).staged(100).durable(90).report())
-    assert play.status.committed == past.committed
 
 
 def test_memory_that_a_queue_does_not_count_is_said_with_what_to_set() -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.core.retention import Retention
-from keepstep.core.shard import Shard
+from keepstep.core.shard import Ranks, Shard
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 from keepstep.wire.status import TierProgress
@@ -26,7 +24,7 @@ from keepstep_operator.reconcile.state.durability import refuges, sole_nodes
 from keepstep_operator.reconcile.state.node_rank import Sender
 from keepstep_operator.reconcile.state.run import Run
 from keepstep_operator.reconcile.state.run_ledger import RunLedger
-from keepstep_operator.reconcile.state.run_view import MOST_ARCHIVED, is_certain, kept_steps
+from keepstep_operator.reconcile.state.run_view import is_certain, kept_steps
 from keepstep_operator.reconcile.status.conditions import PROTECTED
 from keepstep_operator.reconcile.status.tier_conditions import ARCHIVED, REPLICATED, RESTORE_FROM
 from keepstep_operator.reconcile.writers.checkpoint_objects import (
@@ -38,7 +36,6 @@ from keepstep_operator.reconcile.writers.checkpoint_objects import (
     status_of,
 )
 from tests.chart.charts import crds, schema_of
-from tests.chart.schemas import closed, json_schema
 from tests.operator.reconcile.samples import (
     IMAGE_BYTES,
     KEY,
@@ -126,13 +123,6 @@ def test_a_sidecar_is_told_that_it_knows_all_peers_once_every_rank_was_heard() -
     assert (told.all_peers, [one.node_rank for one in told.peers]) == (True, [1])
 
 
-def test_a_run_of_one_pod_knows_all_its_peers_which_are_none() -> None:
-    play = Play(pod(), known_policy=policy(peers=Peers()))
-    play.hear(pod(), Sidecar(rank=0, world=1, address="10.0.0.0:9465").report())
-    told = play.told(pod())
-    assert (told.all_peers, told.peers) == (True, ())
-
-
 def test_buddies_leave_the_zone_where_nodes_are_known_to_be_in_one() -> None:
     zone = "topology.kubernetes.io/zone"
     play, *_ = running(known=policy(peers=Peers(topology_key=zone)))
@@ -162,14 +152,6 @@ def test_copies_on_another_node_outlive_a_node_and_the_status_says_from_which_st
         "step 80 is left whichever node is lost",
     )
     assert "the loss of a pod or its node goes back to step 80" in play.condition(PROTECTED)[2]
-
-
-def test_with_peers_even_an_emptydir_outlives_the_loss_of_one_pod() -> None:
-    play, pods, _ = running(kind=VolumeKind.EMPTY_DIR)
-    assert play.status.survives == ["ContainerRestart", "PodRestart", "NodeLoss"]
-    play.lose(pods[0])
-    assert play.registry.reply(pods[1].uid, at=play.now).plan == step(80)
-    assert play.status.committed is not None
 
 
 def test_the_copies_of_a_rank_do_not_count_as_its_pod() -> None:
@@ -229,19 +211,6 @@ def test_a_pod_that_serves_nobody_is_named() -> None:
     assert "gpt-worker-1" in message
 
 
-def test_what_a_pod_tells_of_the_archive_of_other_ranks_does_not_count_as_their_pod() -> None:
-    play, pods, sidecars = archived()
-    report = sidecars[0].report()
-    seen = sidecars[1].report().ranks[0]
-    tiers = elsewhere(archive=seen.shards(Tier.ARCHIVE))
-    other = replace(seen, alive=False, staged=None, tiers=tiers)
-    play.hear(pods[0], replace(report, ranks=(*report.ranks, other)))
-    assert play.status.ranks[0].ranks == "0"
-    play.lose(pods[1])
-    assert not play.registry.runs[KEY].ledger.settled
-    assert play.status.watermarks["archive"] == str(step(80))
-
-
 # --- archive -------------------------------------------------------------------------------------
 
 
@@ -251,14 +220,6 @@ def archived(*, kind: VolumeKind = VolumeKind.EMPTY_DIR, **changes: Any):  # typ
         one.archive = [step(70), step(80)]
     play.hear_all(*zip(pods, sidecars, strict=True))
     return play, pods, sidecars
-
-
-def test_what_the_archive_holds_is_said_also_where_the_policy_names_none() -> None:
-    play, pods, sidecars = running(known=policy())
-    for one in sidecars:
-        one.archive = [step(70), step(80)]
-    play.hear_all(*zip(pods, sidecars, strict=True))
-    assert play.status.watermarks["archive"] == str(step(80))
 
 
 def test_an_archive_outlives_nodes_and_with_the_label_jobs() -> None:
@@ -274,15 +235,6 @@ def test_an_archive_outlives_nodes_and_with_the_label_jobs() -> None:
     assert labelled.status.survives[-1] == "JobRecreate"
 
 
-def test_a_node_that_is_lost_leaves_what_is_in_the_archive() -> None:
-    play, pods, _ = archived()
-    play.lose(pods[0])
-    reply = play.registry.reply(pods[1].uid, at=play.now)
-    assert reply.committed["archive"] == step(80)
-    assert play.status.watermarks["archive"] == str(step(80))
-    assert "NodeLoss" in play.status.survives
-
-
 def test_a_node_that_is_lost_with_neither_is_a_doubt_and_never_a_fresh_start() -> None:
     play, pods, _ = running(known=policy(on_loss=OnLoss.WAIT), kind=VolumeKind.EMPTY_DIR)
     play.lose(pods[0])
@@ -293,24 +245,6 @@ def test_a_node_that_is_lost_with_neither_is_a_doubt_and_never_a_fresh_start() -
     assert (status, reason) == ("False", "PodsMissing")
     assert "starts wait until it is back" in message
     assert "keepstep.dev/fresh-start=allow" in message
-
-
-def test_an_archive_in_which_nothing_is_yet_says_what_will_be() -> None:
-    play, pods, sidecars = archived()
-    for one in sidecars:
-        one.archive = []
-    play.hear_all(*zip(pods, sidecars, strict=True))
-    status, reason, message = play.condition(ARCHIVED)
-    assert (status, reason) == ("Unknown", "NothingArchived")
-    assert "100" in message
-
-
-def test_an_archive_that_is_away_is_told_of_when_all_that_waited_was_retired() -> None:
-    play, pods, sidecars = archived()
-    away = TierProgress(where="s3://ckpt", trouble="connection refused")
-    sidecars[0].more = {"tiers": {Tier.ARCHIVE: away}}
-    play.hear(pods[0], sidecars[0].report())
-    assert play.condition(ARCHIVED)[:2] == ("False", "Troubled")
 
 
 def test_an_archive_that_is_down_is_told_with_the_newest_step_there() -> None:
@@ -345,14 +279,6 @@ def test_holders_are_the_nodes_whose_drives_outlive_their_pods() -> None:
     assert [one.node for one in play.status.holders] == ["node-0", "node-1"], "it stays there"
     fleeting, *_ = running(kind=VolumeKind.EMPTY_DIR)
     assert fleeting.status.holders == []
-
-
-def test_what_lies_on_the_sixty_sixth_node_is_not_forgotten() -> None:
-    pods = [pod(rank) for rank in range(66)]
-    play = Play(*pods)
-    for rank, one in enumerate(pods):
-        play.hear(one, Sidecar(rank=rank, world=66).staged(1).durable(1).report())
-    assert len(play.status.holders) == 66
 
 
 # --- nodes that go -------------------------------------------------------------------------------
@@ -472,28 +398,6 @@ def test_a_rollback_that_came_about_is_not_done_again_by_a_new_reconciler() -> N
     assert heir.events("RolledBack") == []
 
 
-def test_a_rollback_that_waits_is_still_waited_for_by_a_new_reconciler() -> None:
-    play, pods, sidecars = running(known=policy())
-    asks = run_object(restore_from="80", generation=2)
-    play.find(asks)
-    heir = Play(known_policy=policy())
-    heir.find(replace(asks, status=as_json(play.status)))
-    for one in pods:
-        heir.see(one)
-    heir.hear_all(*zip(pods, sidecars, strict=True))
-    assert heir.registry.reply(pods[0].uid, at=heir.now).restore_from == step(80)
-
-
-def test_taking_the_wish_back_before_the_restart_leaves_no_trace() -> None:
-    play, pods, _ = running(known=policy())
-    play.find(run_object(restore_from="80", generation=2))
-    play.find(run_object(generation=3))
-    reply = play.registry.reply(pods[0].uid, at=play.now)
-    assert (reply.restore_from, reply.plan, reply.pinned) == (None, step(100), ())
-    assert RESTORE_FROM not in types(play)
-    assert play.status.restore_from is None
-
-
 @pytest.mark.parametrize("asked", ["85", "0007.ffffffff-000000080", "nonsense?"])
 def test_a_step_that_nobody_holds_changes_nothing_and_says_what_there_is(asked: str) -> None:
     play, pods, _ = running(known=policy())
@@ -581,26 +485,6 @@ def test_while_anybody_is_silent_no_object_is_deleted() -> None:
     assert due_for(empty.registry.runs[KEY], there).gone == ()
 
 
-def test_the_objects_of_a_run_are_bounded() -> None:
-    play, pods, sidecars = archived()
-    for one in sidecars:
-        one.archive = [step(number) for number in range(1000, 1000 + 3 * MOST_ARCHIVED)]
-    play.hear_all(*zip(pods, sidecars, strict=True))
-    found = kept_steps(play.registry.runs[KEY])
-    assert len(found) == MOST_ARCHIVED
-    assert found[0].step == str(step(1000 + 3 * MOST_ARCHIVED - 1))
-    assert len(due_for(play.registry.runs[KEY], {}).first(20)) == 20
-
-
-def test_an_object_fits_the_schema_of_its_kind() -> None:
-    play, *_ = archived()
-    (one, *_) = kept_steps(play.registry.runs[KEY])
-    body = body_of(one, namespace="team", owner_uid="run-1")
-    schema = json_schema(schema_of(crds()["Checkpoint"]))
-    jsonschema.validate({**body, "status": status_of(one, since="", at=T0)}, closed(schema))
-    assert re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", body["metadata"]["name"])
-
-
 # The archive as many pods tell of it: each of its own ranks all, two of the others the newest.
 
 
@@ -660,44 +544,12 @@ def test_who_names_the_newest_steps_of_another_rank_hides_none_of_the_older_ones
             assert run.archived() == NUMBERS
 
 
-def test_an_older_archived_step_can_be_gone_back_to_by_its_number() -> None:
-    run = ToldByBoth()
-    run.hear(*NEWEST)
-    run.hear(*NEWEST)
-    run.play.find(run_object(restore_from="2000", generation=2))
-    assert run.play.registry.reply(run.pods[0].uid, at=run.play.now).restore_from == step(2000)
-    assert run.play.condition(RESTORE_FROM)[1] != "Unresolved"
-
-
-def test_older_steps_are_still_known_while_the_pod_that_told_of_them_is_gone() -> None:
-    run = ToldByBoth()
-    run.hear(*NEWEST)
-    run.play.lose(run.pods[1])
-    run.hear(*NEWEST, who=(0,))
-    assert run.archived() == NUMBERS
-
-
-def test_what_a_rank_s_own_pod_no_longer_finds_is_gone_whatever_another_one_says() -> None:
-    run = ToldByBoth()
-    run.hear(*NUMBERS)
-    for one in run.sidecars:
-        one.archive = [step(number) for number in NUMBERS[2:]]
-    run.hear(*NUMBERS)
-    assert run.archived() == NUMBERS[2:]
-
-
 def test_a_step_among_the_newest_that_went_is_gone_though_only_another_pod_looks() -> None:
     run = ToldByBoth()
     run.hear(*NEWEST)
     run.play.lose(run.pods[1])
     run.hear(NEWEST[0], NEWEST[2], who=(0,))
     assert run.archived() == [number for number in NUMBERS if number != NEWEST[1]]
-
-
-def test_the_first_pod_of_a_restarted_operator_tells_for_a_pod_that_is_gone() -> None:
-    run = ToldByBoth()
-    run.hear(*NEWEST, who=(0,))
-    assert run.archived() == NEWEST
 
 
 # A run that began from a step of another one: what its status and events say of it.
@@ -731,28 +583,6 @@ def test_a_fork_is_told_with_its_origin_and_is_no_restart() -> None:
     assert allowed["origin"]["maxLength"] >= len(as_json(play.status)["origin"])
 
 
-def test_a_restart_of_a_fork_is_a_restart_and_its_origin_stays() -> None:
-    play, sidecars = forked()
-    again = Epoch(EpochId(5, "00000005"), step(1201, BEGAN))
-    for one in sidecars:
-        one.restored(again, tier=Tier.MEMORY)
-    play.hear_all(*zip([pod(0), pod(1)], sidecars, strict=True))
-    assert (play.status.origin, play.status.restarts) == (ORIGIN, 1)
-    assert len(play.events("Forked")) == len(play.events("Restored")) == 1
-
-
-def test_a_new_reconciler_does_not_tell_of_it_again() -> None:
-    play, sidecars = forked()
-    heir = Play(known_policy=policy())
-    heir.find(run_object(play.status))
-    pods = [pod(0), pod(1)]
-    for one in pods:
-        heir.see(one)
-    heir.hear_all(*zip(pods, [replace(one) for one in sidecars], strict=True))
-    assert heir.events("Forked") == []
-    assert heir.status.origin == ORIGIN
-
-
 # What the loss of a node would leave stays, however old it is.
 
 
@@ -763,30 +593,38 @@ def _id(step: int) -> StepId:
     return StepId(EPOCH, step)
 
 
-def _held(step: int, rank: int) -> Shard:
-    return Shard(step_id=_id(step), rank=rank, world=2, root=f"{step}-{rank}")
+def _held(step: int, rank: int, *, alike: Ranks) -> Shard:
+    root = f"{step}-{rank}"
+    return Shard(step_id=_id(step), rank=rank, world=2, root=root, alike=alike)
 
 
-def _rank(rank: int, *, local: list[int], peer: list[int], alive: bool) -> ReportedRank:
+def _rank(
+    rank: int, *, local: Iterable[int], peer: Iterable[int], alive: bool, alike: Ranks
+) -> ReportedRank:
     return ReportedRank(
         rank=rank,
         world=2,
         alive=alive,
-        tiers=elsewhere(peer=(_held(one, rank) for one in peer))
-        | {Tier.LOCAL: listed(_held(one, rank) for one in local)},
+        tiers=elsewhere(peer=(_held(one, rank, alike=alike) for one in peer))
+        | {Tier.LOCAL: listed(_held(one, rank, alike=alike) for one in local)},
     )
 
 
 class Pair:
-    """Two pods on two nodes, each the other's buddy."""
+    """Two pods on two nodes, each the other's buddy. `twins`: they are replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, twins: bool = False) -> None:
+        self.alike = Ranks.of((0, 1) if twins else ())
         self.ledger = RunLedger()
         self.ledger.configure(keep=Retention(), pins=())
         self.sequence = 0
 
-    def hear(self, *, local: list[int], peer: list[int]) -> None:
+    def hear(self, *, local: Iterable[int], peer: Iterable[int]) -> None:
         """Both hold these steps themselves, and these of each other."""
+        self.report((local, local), (peer, peer))
+
+    def report(self, local: Sequence[Iterable[int]], peer: Sequence[Iterable[int]]) -> None:
+        """By node rank: the steps that each holds itself, and those that it holds of the other."""
         self.sequence += 1
         for own in (0, 1):
             sender = Sender(
@@ -800,11 +638,10 @@ class Pair:
                 sidecar="x",
                 started_at=1.0,
                 sequence=self.sequence,
-                sent_at=0.0,
                 ready=True,
                 ranks=(
-                    _rank(own, local=local, peer=[], alive=True),
-                    _rank(1 - own, local=[], peer=peer, alive=False),
+                    _rank(own, local=local[own], peer=[], alive=True, alike=self.alike),
+                    _rank(1 - own, local=[], peer=peer[own], alive=False, alike=self.alike),
                 ),
                 epochs=(Epoch(EPOCH, None),),
                 peer_address="a:1",
@@ -813,6 +650,17 @@ class Pair:
 
     def expendable(self) -> list[int]:
         return [one.step for one in self.ledger.expendable()]
+
+    def survives(self) -> int | None:
+        """The step that is said to be left whichever node is lost."""
+        step = self.ledger.safety().step
+        return None if step is None else step.step
+
+    def goes_on_from(self, *, without: int) -> int:
+        """The step that a restart goes on from after the loss of this node; -1: of none."""
+        self.ledger.pod_gone(f"p{without}", local_stays=False)
+        step = self.ledger.core.restart_step(world=2)
+        return -1 if step is None else step.step
 
 
 def test_with_a_link_slower_than_the_steps_the_last_copied_step_stays_on_local_too() -> None:
@@ -825,10 +673,43 @@ def test_with_a_link_slower_than_the_steps_the_last_copied_step_stays_on_local_t
     assert pair.ledger.restorable() == _id(4), "one node is lost, the run is not"
 
 
-def test_it_goes_when_a_newer_step_is_copied() -> None:
-    pair = Pair()
-    pair.hear(local=[4, 5, 6, 7, 8], peer=[4, 8])
-    assert pair.expendable() == [4, 5, 6]
+@pytest.mark.parametrize("lost", [0, 1])
+def test_replicas_with_copies_are_said_to_go_on_from_the_newest_copy_as_they_do(lost: int) -> None:
+    pair = Pair(twins=True)
+    pair.hear(local=[18, 20, 23], peer=[18, 20])
+    assert pair.survives() == 20
+    assert pair.goes_on_from(without=lost) == 20
+
+
+def test_replicas_without_copies_are_said_to_go_on_from_the_other_replica() -> None:
+    pair = Pair(twins=True)
+    pair.hear(local=[20, 23], peer=[])
+    assert pair.survives() == 23
+    assert pair.goes_on_from(without=1) == 23
+
+
+_SOME_STEPS = st.frozensets(st.integers(1, 6))
+
+
+@given(
+    twins=st.booleans(),
+    local=st.tuples(_SOME_STEPS, _SOME_STEPS),
+    peer=st.tuples(_SOME_STEPS, _SOME_STEPS),
+)
+def test_after_the_loss_of_any_node_a_run_goes_on_from_no_older_step_than_was_said(
+    twins: bool,
+    local: tuple[frozenset[int], frozenset[int]],
+    peer: tuple[frozenset[int], frozenset[int]],
+) -> None:
+    pairs = Pair(twins=twins), Pair(twins=twins)
+    for pair in pairs:
+        pair.report(local, peer)
+    said = pairs[0].survives()
+    commits = {id.step for id in pairs[0].ledger.commits()}
+    outcomes = {pair.goes_on_from(without=lost) for lost, pair in enumerate(pairs)}
+    assert said is None or min(outcomes) >= said
+    if outcomes <= commits:
+        assert min(outcomes) == said, "nor is less said than is so"
 
 
 _NODES = st.frozensets(st.sampled_from("abcd"))

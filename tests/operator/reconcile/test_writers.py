@@ -36,47 +36,6 @@ def test_changes_within_the_period_are_one_write() -> None:
     assert all(b - a >= 2.0 for a, b in itertools.pairwise(written))
 
 
-def test_many_runs_are_written_less_often_each() -> None:
-    pacer: Pacer[int] = Pacer()
-    writes = 0
-    for tenth in range(600):
-        at = T0 + tenth / 10
-        for run in range(200):
-            pacer.mark(run, at=at)
-        writes += len(pacer.take(at=at))
-    assert 1000 <= writes <= 60 * 25 + 400
-
-
-def test_what_is_to_be_seen_soon_waits_for_no_others() -> None:
-    pacer: Pacer[int] = Pacer()
-    written: dict[int, list[float]] = {run: [] for run in range(200)}
-    for tenth in range(600):
-        at = T0 + tenth / 10
-        for run in written:
-            pacer.mark(run, at=at)
-        if tenth >= 300:
-            pacer.mark(0, at=at, soon=True)  # it asks for that always
-        if tenth == 300:
-            pacer.mark(1, at=at, soon=True)
-        for run in pacer.take(at=at):
-            written[run].append(at - T0)
-    assert next(at for at in written[1] if at > 30) <= 32.5
-    greedy, others = len(written[0]), [len(written[run]) for run in range(2, 200)]
-    assert max(others) <= 9
-    assert min(others) >= 7
-    assert max(others) < greedy <= max(others) + 5
-
-
-def test_what_fails_is_not_tried_sooner_for_being_wanted_soon() -> None:
-    pacer: Pacer[str] = Pacer()
-    pacer.mark("run", at=T0)
-    assert pacer.take(at=T0 + 1) == ["run"]
-    pacer.failed("run", at=T0 + 1)
-    due = pacer.next_at()
-    pacer.mark("run", at=T0 + 1, soon=True)
-    assert pacer.next_at() == due
-
-
 def test_a_bucket_gives_what_is_in_it_and_fills_again() -> None:
     buckets = Buckets[str](burst=2, refill_s=10.0)
     assert [buckets.take("a", at=T0) for _ in range(3)] == [True, True, False]

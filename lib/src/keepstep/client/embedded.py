@@ -36,28 +36,24 @@ class Keeper:
         self._run = run
         self._environment = dict(os.environ)
         self._lock = threading.Lock()
-        self._failures = 0
+        self._pause_s = 0.0
         self._tried_at = float("-inf")
         self._said = ""
 
     def revive(self) -> None:
         """Called when the sidecar does not answer. If an attempt is due, start the sidecar in the
         background. Returns at once."""
-        if self._lock.locked() or time.monotonic() < self._tried_at + self._pause_s():
+        if self._lock.locked() or time.monotonic() < self._tried_at + self._pause_s:
             return
         threading.Thread(target=self._revive, name="keepstep-revive", daemon=True).start()
-
-    def _pause_s(self) -> float:
-        """Seconds to wait between attempts. There is no pause after the first death, because the
-        training may be waiting in its restore."""
-        return 0.0 if self._failures < 1 else min(_LONGEST_PAUSE_S, 0.25 * 2.0**self._failures)
 
     def _revive(self) -> None:
         if not self._lock.acquire(blocking=False):
             return
         try:
             steady = time.monotonic() - self._tried_at > _STEADY_S
-            self._failures = 0 if steady else self._failures + 1
+            # no pause after the first death, because the training may be waiting in its restore
+            self._pause_s = 0.0 if steady else min(_LONGEST_PAUSE_S, max(0.5, 2 * self._pause_s))
             self._try()
         finally:
             self._tried_at = time.monotonic()

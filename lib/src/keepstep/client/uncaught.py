@@ -50,12 +50,13 @@ def tell(error: BaseException) -> None:
 
 def is_repeated(error: BaseException) -> bool:
     """Whether a new start ends in the same error, as long as no step was kept in between."""
-    return any(isinstance(cause, _REPEATED) for cause in _causes(error))
+    return any(isinstance(cause, _REPEATED) for cause in chain(error, contexts=False))
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def chain(error: BaseException | None, *, contexts: bool) -> Iterator[BaseException]:
+    """The error and its causes. `contexts`: also those that were being handled when it came."""
     known = set[int]()
     while error is not None and id(error) not in known:
         known.add(id(error))
         yield error
-        error = error.__cause__
+        error = error.__cause__ or (error.__context__ if contexts else None)

@@ -106,9 +106,6 @@ class Event:
     text: str = ""
 
 
-INTERRUPTIONS: Final = 16
-"""How many of the newest interruptions are kept with the cost of each."""
-
 SEGMENTS: Final = 256
 _FIRST_LIFE_S: Final = 3600.0
 """Of the first process at most this time counts as its preparation. A notebook's process may be
@@ -151,22 +148,12 @@ class Badput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interruption:
-    """An interruption that began at `at` (unix seconds). `lost_steps`: how many steps had to be
-    done again. `cost`: the cost of this interruption alone."""
-
-    at: float
-    lost_steps: int = 0
-    cost: Badput = Badput()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Goodput:
     """The goodput of a run on this machine from `since` to `until` (unix seconds).
 
     `productive_s`: seconds of the `steps` steps that no restore went back over. `step`: the newest
-    of them (-1: none), in the epoch `epoch`. `interruptions`: their number. `newest`: the last
-    interruptions, with their cost.
+    of them (-1: none), in the epoch `epoch`. `interruptions`: how many restores there were but the
+    first.
     """
 
     since: float
@@ -177,7 +164,6 @@ class Goodput:
     step: int = -1
     steps: int = 0
     interruptions: int = 0
-    newest: tuple[Interruption, ...] = ()
 
     @property
     def wall_s(self) -> float:
@@ -221,7 +207,6 @@ class Tally:
     process: float | None = None
     badput: Badput = Badput()
     interruptions: int = 0
-    newest: tuple[Interruption, ...] = ()
 
     @property
     def sane(self) -> bool:
@@ -229,16 +214,13 @@ class Tally:
         times = [self.since or 0.0, self.mark, self.ended or 0.0, self.process or 0.0]
         times += [seconds for _, seconds in self.badput.items()]
         times += [seconds for _, _, seconds in self.segments]
-        times += [seconds for one in self.newest for _, seconds in one.cost.items()]
-        counts = [self.interruptions, *(one.lost_steps for one in self.newest)]
         ranges = [0 < count <= step + 1 < _MOST_STEPS for step, count, _ in self.segments]
         return (
             all(0.0 <= one < _LONGEST_S for one in times)
-            and all(0 <= one < _MOST_STEPS for one in counts)
+            and 0 <= self.interruptions < _MOST_STEPS
             and all(ranges)
             and -1 <= self.step < _MOST_STEPS
             and len(self.segments) <= SEGMENTS
-            and len(self.newest) <= INTERRUPTIONS
         )
 
     def goodput(self, now: float) -> Goodput | None:
@@ -258,7 +240,6 @@ class Tally:
             step=self.step,
             steps=sum(count for _, count, _ in self.segments),
             interruptions=self.interruptions,
-            newest=self.newest,
         )
 
     def after(self, events: Iterable[Event]) -> Tally:
@@ -299,11 +280,15 @@ class Tally:
             if not self.starting:
                 return self
             waited = Badput(checkpoint_restore=max(0.0, event.at - self.mark))
-            return replace(self._charged(waited), mark=max(event.at, self.mark))
+            mark = max(event.at, self.mark)
+            return replace(self, badput=self.badput.plus(waited), mark=mark)
         parent = -1 if epoch.parent is None else epoch.parent.step
         begun = self._gap(event)
         if self.epoch is not None:
-            begun = begun._interrupted(self, back_to=parent)
+            kept, redone_s = _cut(begun.segments, parent)
+            badput = begun.badput.plus(Badput(wasted_progress=redone_s))
+            count = begun.interruptions + 1
+            begun = replace(begun, segments=kept, badput=badput, interruptions=count)
         return replace(
             begun,
             epoch=epoch.id,
@@ -328,21 +313,6 @@ class Tally:
         if self.epoch is not None:
             lost = lost._paid(process, "infrastructure_recovery")
         return lost._paid(begin, "training_prep")._paid(event.at, "checkpoint_restore")
-
-    def _interrupted(self, before: Tally, *, back_to: int) -> Tally:
-        """Count one more interruption, with its cost. Steps beyond `back_to` will be done again."""
-        kept, redone_s, redone = _cut(self.segments, back_to)
-        badput = self.badput.plus(Badput(wasted_progress=redone_s))
-        cost = _minus(badput, before.badput)
-        at = before.mark if before.ended is None else max(before.ended, before.mark)
-        one = Interruption(at=at, lost_steps=redone, cost=cost)
-        return replace(
-            self,
-            segments=kept,
-            badput=badput,
-            interruptions=self.interruptions + 1,
-            newest=(*self.newest, one)[-INTERRUPTIONS:],
-        )
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -385,16 +355,7 @@ class Tally:
         *others, (step, steps, seconds) = self.segments
         more = Badput(program_startup=max(0.0, seconds - steps * usual_s))
         left = (step, steps, seconds - more.program_startup)
-        return replace(self._charged(more), segments=(*others, left))
-
-    def _charged(self, more: Badput) -> Tally:
-        """Add `more`, also to the cost of the newest interruption. Every restore but the very first
-        one ended an interruption."""
-        newest = self.newest
-        if newest:
-            last = newest[-1]
-            newest = (*newest[:-1], replace(last, cost=last.cost.plus(more)))
-        return replace(self, badput=self.badput.plus(more), newest=newest)
+        return replace(self, badput=self.badput.plus(more), segments=(*others, left))
 
     def _paid(self, until: float, bucket: str) -> Tally:
         """Put the time from the mark to `until` into this bucket."""
@@ -416,21 +377,17 @@ def _fewer(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
     return (*pairs, *segments[half:])
 
 
-def _cut(segments: tuple[Segment, ...], back_to: int) -> tuple[tuple[Segment, ...], float, int]:
-    """(segments up to `back_to`, seconds of the steps beyond it, number of these steps).
+def _cut(segments: tuple[Segment, ...], back_to: int) -> tuple[tuple[Segment, ...], float]:
+    """(segments up to `back_to`, seconds of the steps beyond it).
 
     Rounding never makes the seconds negative, nor other than 0 if no steps lie beyond.
     """
     kept: list[Segment] = []
-    redone_s, redone = 0.0, 0
+    redone_s = 0.0
     for step, count, seconds in segments:
         left = min(count, max(0, count - (step - back_to)))
         share_s = seconds if left == count else min(seconds, seconds * left / count)
         if left:
             kept.append((step - (count - left), left, share_s))
-        redone_s, redone = redone_s + seconds - share_s, redone + count - left
-    return tuple(kept), redone_s, redone
-
-
-def _minus(badput: Badput, other: Badput) -> Badput:
-    return Badput(**{name: one - getattr(other, name) for name, one in badput.items()})
+        redone_s += seconds - share_s
+    return tuple(kept), redone_s

@@ -11,25 +11,27 @@ next one.
 
 from __future__ import annotations
 
-import operator
 from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from keepstep.core.commit_rule import (
+    ALL_RANKS,
     NO_NODE,
     Completeness,
     Coverage,
     Lineage,
     RankReport,
     Standing,
+    at_least,
     bitmap,
     bits,
     trace,
 )
 from keepstep.core.retention import Retention, left_behind, retired
 from keepstep.core.vote import is_early
+from keepstep.errors import few
 from keepstep.steps import IN_POD, NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
 
 
@@ -86,21 +88,15 @@ class FreshStartAcknowledged:
 
 
 @dataclass(frozen=True)
-class RankGone:
-    """What this node reported of this rank is out of reach, until it reports again."""
-
-    rank: int
-    node_rank: int = 0
-
-
-@dataclass(frozen=True)
-class NodeGone:
-    """Everything that this node reported is out of reach, until it reports again."""
+class Gone:
+    """What this node reported of this rank (None: of all) is out of reach, until it reports
+    again."""
 
     node_rank: int
+    rank: int | None = None
 
 
-Event = Reported | EpochStarted | FreshStartAcknowledged | RankGone | NodeGone
+Event = Reported | EpochStarted | FreshStartAcknowledged | Gone
 
 
 # --- actions -------------------------------------------------------------------------------------
@@ -153,15 +149,14 @@ Action = Committed | Retire | Alarm
 class RestorePlan:
     """Restore this step.
 
-    `tiers`: for each rank that saved the step, the nearest tier that holds its image. `world`: how
-    many ranks saved it. If another number of ranks runs now, these divide its boxes among
-    themselves. `by_twins`: ranks whose own image is gone. Their boxes are restored from a twin's
-    image, which is on the tier named in `tiers`.
+    `tiers`: for each rank that saved the step, the nearest tier that holds its image. If another
+    number of ranks runs now, these divide its boxes among themselves. `by_twins`: ranks whose own
+    image is gone. Their boxes are restored from a twin's image, which is on the tier named in
+    `tiers`.
     """
 
     id: StepId
     tiers: Mapping[int, Tier]
-    world: int = 0
     by_twins: tuple[int, ...] = ()
 
 
@@ -181,15 +176,6 @@ class Unknown:
 
     reason: str
     waits_for: tuple[tuple[int, Tier], ...] = ()
-
-
-_NAMED = 8
-
-
-def few(numbers: Collection[int]) -> str:
-    """These numbers as text, at most the lowest `_NAMED` of them."""
-    named = [str(number) for number in sorted(numbers)[:_NAMED]]
-    return ", ".join(named) + (", ..." if len(numbers) > _NAMED else "")
 
 
 def epoch_conflicts(
@@ -212,31 +198,11 @@ def epoch_conflicts(
 def two_writers(copies: Completeness) -> Iterator[Alarm]:
     """One rank was written twice: different images of one step, or memory on two nodes."""
     for id in copies.contested_steps:
-        text = f"two different images of step {id}, rank {few(copies.contested(id))}"
+        text = f"two different images of step {id}, rank {_named(copies.contested(id))}"
         yield Alarm(AlarmKind.TWO_WRITERS, text)
     for rank, nodes in sorted(copies.twice_in_memory().items()):
-        text = f"rank {rank} is in the memory of node ranks {few(nodes)}"
+        text = f"rank {rank} is in the memory of node ranks {_named(nodes)}"
         yield Alarm(AlarmKind.TWO_WRITERS, text)
-
-
-def world_changed(
-    copies: Completeness, newest: StepId | None, *, world: int | None
-) -> Iterator[Alarm]:
-    """`newest`, a complete step, was saved by another number of ranks than run now (`world`)."""
-    if newest is not None and world is not None:
-        for saved in copies.worlds(newest) - {world}:
-            text = f"step {newest} was saved by {saved} ranks, but {world} are running"
-            yield Alarm(AlarmKind.WORLD_CHANGED, text)
-
-
-def fresh_start(lineage: Lineage) -> Iterator[Alarm]:
-    """A run began at step 0 beside older steps."""
-    if lineage.fresh is not None:
-        yield Alarm(
-            AlarmKind.FRESH_START,
-            f"epoch {lineage.fresh} began at step 0 although older steps exist; they are kept "
-            "until somebody acknowledges the fresh start",
-        )
 
 
 class Signatures:
@@ -275,9 +241,9 @@ class Signatures:
             )
 
 
-_Kept = tuple[tuple[tuple[StepId, ...], Lineage, Retention], list[StepId], tuple[StepId, ...]]
+_Retired = tuple[list[StepId], tuple[StepId, ...]]
 _STEPS_NAMED = 3
-_RANKS_NAMED = 8
+_NAMED = 8
 
 
 def is_among(id: StepId, ids: Sequence[StepId]) -> bool:
@@ -306,9 +272,7 @@ class Ledger(Completeness):
         """The epochs of images for which the lineage was computed; None: compute it again."""
         self._conflicts: tuple[Alarm, ...] = ()
         self._committed: dict[Tier, tuple[StepId, ...]] = {}
-        self._unfinished: dict[Tier, set[StepId]] = {}
-        """By tier, the steps that somebody holds and that are not committed on that tier."""
-        self._kept: dict[Tier, _Kept] = {}
+        self._known_retired: dict[Tier, tuple[object, _Retired]] = {}
 
     def apply(self, event: Event) -> tuple[Action, ...]:
         """Take in one event. Applying the same event again changes nothing."""
@@ -318,11 +282,10 @@ class Ledger(Completeness):
             self._record(event.epoch)
         elif isinstance(event, FreshStartAcknowledged):
             self._acknowledge(event.epoch)
-        elif isinstance(event, RankGone):
-            self.drop(node_rank=event.node_rank, rank=event.rank)
         else:
-            self.drop(node_rank=event.node_rank)
-            self._sequences.pop(event.node_rank, None)
+            self.drop(node_rank=event.node_rank, rank=event.rank)
+            if event.rank is None:
+                self._sequences.pop(event.node_rank, None)
         self._look_again()
         return (*self._commits(), *self._retirements(), *self._alarms())
 
@@ -336,8 +299,10 @@ class Ledger(Completeness):
 
     def keep_archived(self, most: int) -> None:
         """When more than `most` steps are archived, remember only the newest `most // 2`."""
-        if self.steps_at(NO_NODE) > most:
-            self.keep_newest(NO_NODE, most // 2)
+        archived = self._held.get((NO_NODE, Tier.ARCHIVE), {})
+        if len(archived) > most:
+            for key in sorted(archived)[: -(most // 2)]:
+                self._take_out(archived[key], ALL_RANKS)
             self._look_again()
 
     def _look_again(self) -> None:
@@ -354,16 +319,9 @@ class Ledger(Completeness):
             if self._lineage != before:
                 self._committed.clear()
         for tier, ids in self._committed.items():
-            others, moved = self._unfinished[tier], set[StepId]()
-            for id in changed:
-                now = self._is_committed(id, tier)
-                if now != is_among(id, ids):
-                    moved.add(id)
-                waits = not now and self.is_there(id)
-                others.add(id) if waits else others.discard(id)
+            moved = {id for id in changed if self._is_committed(id, tier) != is_among(id, ids)}
             if moved:
                 self._committed[tier] = tuple(sorted(moved.symmetric_difference(ids)))
-                self._unfinished[tier] = set(others)  # a copy takes no more memory than it needs
 
     def _is_committed(self, id: StepId, tier: Tier) -> bool:
         return self.complete(id, tier) and self._lineage.restorable(id)
@@ -400,9 +358,8 @@ class Ledger(Completeness):
         For `Tier.MEMORY`: the steps that all ranks could restore, each from any tier.
         """
         if tier not in self._committed:
-            judged = [(id, self._is_committed(id, tier)) for id in self.steps]
-            self._committed[tier] = tuple(id for id, is_committed in judged if is_committed)
-            self._unfinished[tier] = {id for id, is_committed in judged if not is_committed}
+            committed = (id for id in self.steps if self._is_committed(id, tier))
+            self._committed[tier] = tuple(committed)
         return self._committed[tier]
 
     def watermark(self, tier: Tier) -> StepId | None:
@@ -439,26 +396,14 @@ class Ledger(Completeness):
                 continue
             coverage = self.coverage(id)
             if coverage is not None and coverage.whole:
-                complete = next(filter(self._is_complete, reversed(self.steps[:place])), None)
+                older = reversed(self.steps[:place])
+                complete = next((id for id in older if self._is_committed(id, Tier.MEMORY)), None)
                 if (
                     complete is None
                     or coverage.world != (world or coverage.world)
                     or not _nearby(coverage, self.coverage(complete))
                 ):
                     yield id
-
-    def _is_complete(self, id: StepId) -> bool:
-        return self._is_committed(id, Tier.MEMORY)
-
-    def without(self, *node_ranks: int, tier: Tier = Tier.LOCAL) -> StepId | None:
-        """The newest step that could be restored from this tier and stronger ones if everything
-        that these nodes reported were gone. Images in the archive would still be there."""
-        for id in reversed(self.steps):
-            if self._lineage.restorable(id):
-                left = self.coverage(id, tier, without=node_ranks)
-                if left is not None and left.whole:
-                    return id
-        return None
 
     def has_answered(self, rank: int) -> bool:
         """Whether it is known of every tier what it holds of this rank."""
@@ -493,28 +438,28 @@ class Ledger(Completeness):
         stronger tier. A step that is aside or lost is never named, because it may still be needed.
         """
         alive, gone = self._retired(tier, policy)
+        if not alive:
+            return ()
         by_standing: dict[Standing, list[StepId]] = {one: [] for one in Standing}
-        for id in self._unfinished[tier] if alive else ():
+        for id in {*self.steps}.difference(self.committed(tier)):
             by_standing[self._lineage.standing(id)].append(id)
         others = left_behind(
             alive, policy, dead=by_standing[Standing.DEAD], unfinished=by_standing[Standing.LIVE]
         )
         return tuple(sorted((*gone, *others))) if others else gone
 
-    def _retired(self, tier: Tier, policy: Retention) -> tuple[list[StepId], tuple[StepId, ...]]:
-        """The live committed steps, and those of them that the policy does not keep.
-
-        Computed again only when the committed steps, the lineage or the policy changed.
-        """
+    def _retired(self, tier: Tier, policy: Retention) -> _Retired:
+        """The live commits, and those of them that the policy does not keep. An archive may have
+        thousands, so this is computed again only when commits, lineage or policy changed."""
         of = self.committed(tier), self._lineage, policy
-        known = self._kept.get(tier)
-        timed = policy.every_s is not None  # depends on times, which may be reported after images
-        if timed or known is None or any(map(operator.is_not, known[0], of)):
+        known = self._known_retired.get(tier)
+        # times may be reported after images
+        if known is None or known[0] != of or policy.every_s is not None:
             alive = [id for id in of[0] if self._lineage.standing(id) is Standing.LIVE]
             times = None if policy.every_s is None else self.written_at(alive)
-            gone = tuple(retired(alive, policy, written_at=times)) if alive else ()
-            known = self._kept[tier] = of, alive, gone
-        return known[1:]
+            found = alive, retired(alive, policy, written_at=times) if alive else ()
+            known = self._known_retired[tier] = of, found
+        return known[1]
 
     def plan(self, ranks: Collection[int]) -> RestorePlan | Nothing | Unknown:
         """What `ranks` (all ranks of the run) should restore. A hint: their vote decides."""
@@ -523,8 +468,7 @@ class Ledger(Completeness):
             return found
         coverage = self.coverage(found)
         assert coverage is not None, "a step that is whole is covered"
-        tiers, by_twins = coverage.tiers, tuple(coverage.by_twins)
-        return RestorePlan(found, tiers, coverage.world, by_twins)
+        return RestorePlan(found, coverage.tiers, tuple(coverage.by_twins))
 
     def next_step(self, ranks: Collection[int]) -> StepId | Nothing | Unknown:
         """Only the step of `plan`. This is cheaper, because it does not look at every rank."""
@@ -547,7 +491,8 @@ class Ledger(Completeness):
         wanted = bitmap(ranks) if len(ranks) < chosen.world else -1
         silent = {tier: self.silent(tier) & wanted for tier in self.config.tiers}
         if not any(
-            silent[tier] & chosen.on(_from(tier)) | silent[tier] & chosen.twins for tier in silent
+            unknown & (chosen.on(at_least(tier)[1:]) | chosen.twins)
+            for tier, unknown in silent.items()
         ):
             return ()
         return tuple(
@@ -570,20 +515,18 @@ class Ledger(Completeness):
         }
         silent = tuple(place for place, said in answers.items() if said is Answer.UNKNOWN)
         if silent:
-            return Unknown(self._why_silent(silent), silent)
+            reason = f"no answer yet from {_places(silent)}"
+            if self.steps and all(self.out_of_reach(*place) for place in silent):
+                reason = (
+                    f"what {_places(silent)} had is out of reach, and without it no step is whole:"
+                    f" {self._incomplete()}"
+                )
+            return Unknown(reason, silent)
         if self.steps:
             return Unknown(f"steps were found, but none is complete: {self._incomplete()}")
         if found := tuple(place for place, said in answers.items() if said is not Answer.NONE):
             return Unknown(f"there is something that cannot be restored on {_places(found)}")
         return Nothing()
-
-    def _why_silent(self, silent: Collection[tuple[int, Tier]]) -> str:
-        if self.steps and all(self.out_of_reach(*place) for place in silent):
-            return (
-                f"what {_places(silent)} had is out of reach, and without it no step is whole: "
-                f"{self._incomplete()}"
-            )
-        return f"no answer yet from {_places(silent)}"
 
     def _incomplete(self) -> str:
         named = reversed(self.steps[-_STEPS_NAMED:])
@@ -597,11 +540,11 @@ class Ledger(Completeness):
         if standing is Standing.LOST:
             return "its successors are not known"
         if contested := self.contested(id):
-            return f"two different images of rank {few(contested)}"
+            return f"two different images of rank {_named(contested)}"
         if len(worlds := self.worlds(id)) != 1:
-            return f"saved by worlds of {few(worlds)}"
+            return f"saved by worlds of {_named(worlds)}"
         coverage = self.coverage(id)
-        return f"no copy of rank {few(coverage.lost if coverage else ())}"
+        return f"no copy of rank {_named(coverage.lost if coverage else ())}"
 
     # --- events --------------------------------------------------------------------------
 
@@ -652,20 +595,20 @@ class Ledger(Completeness):
                     if ranks := self.holders(id, tier):
                         yield Retire(tier, id, tuple(bits(ranks)))
 
-    def _newest_of_this_life(self) -> StepId | None:
-        """The newest complete step, if it is of the newest epoch; else None. A step of an older
-        epoch may have any world size, because the ranks that run now have gone on from it."""
-        newest = self.watermark(Tier.MEMORY)
-        return newest if newest is not None and newest.epoch == self._lineage.current else None
-
     def _alarms(self) -> Iterator[Alarm]:
-        now = {
-            *self._conflicts,
-            *two_writers(self),
-            *world_changed(self, self._newest_of_this_life(), world=self.config.world),
-            *self._signatures.stale(),
-            *fresh_start(self._lineage),
-        }
+        now = {*self._conflicts, *two_writers(self), *self._signatures.stale()}
+        newest, world = self.watermark(Tier.MEMORY), self.config.world
+        # a step of an older epoch may have any world: the ranks that run have gone on from it
+        if newest is not None and newest.epoch == self._lineage.current and world is not None:
+            for saved in self.worlds(newest) - {world}:
+                text = f"step {newest} was saved by {saved} ranks, but {world} are running"
+                now.add(Alarm(AlarmKind.WORLD_CHANGED, text))
+        if self._lineage.fresh is not None:
+            text = (
+                f"epoch {self._lineage.fresh} began at step 0 although older steps exist; they are"
+                " kept until somebody acknowledges the fresh start"
+            )
+            now.add(Alarm(AlarmKind.FRESH_START, text))
         fresh, self._alarmed = now - self._alarmed, now
         yield from sorted(fresh, key=lambda one: (one.kind, one.text))
 
@@ -677,14 +620,12 @@ def _nearby(of: Coverage, complete: Coverage | None) -> bool:
     return complete is not None and complete.world == of.world and not of.twins & ~complete.on(near)
 
 
-def _from(tier: Tier) -> tuple[Tier, ...]:
-    """The tiers that are farther than this one."""
-    return NEAREST_FIRST[NEAREST_FIRST.index(tier) + 1 :]
+def _named(numbers: Collection[int]) -> str:
+    return few([str(number) for number in sorted(numbers)], _NAMED)
 
 
 def _places(places: Collection[tuple[int, Tier]]) -> str:
-    named = [f"rank {rank} {tier}" for rank, tier in list(places)[:_RANKS_NAMED]]
-    return ", ".join(named) + (", ..." if len(places) > _RANKS_NAMED else "")
+    return few([f"rank {rank} {tier}" for rank, tier in places], _NAMED)
 
 
 # --- what a restart would do ---------------------------------------------------------------------

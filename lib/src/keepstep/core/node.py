@@ -438,8 +438,11 @@ class Node:
                 self._protect()
                 return self.planner.gone(rank)
             case Flush(ids, newest):
-                if ids is None:
-                    self._retry()
+                # all that matters is to be made durable: there may be room for what failed by now,
+                # and nothing comes after it
+                for rank in self._serves.ranks & self._slots.keys() if ids is None else ():
+                    if self._slots[rank].settled:
+                        self.planner.retry(rank, self._writable(rank))
                 return self.planner.flush(ids, newest=newest)
 
     def _serve(self, serves: Serves) -> Iterator[Write]:
@@ -464,13 +467,6 @@ class Node:
     def _settle(self, rank: int) -> Iterator[Write]:
         for id in sorted(self._writable(rank)):
             yield from self.planner.sealed(rank, id)
-
-    def _retry(self) -> None:
-        """What failed is tried again when all that matters is to be made durable: there may be room
-        by now, and nothing comes after it."""
-        for rank in self._serves.ranks & self._slots.keys():
-            if self._slots[rank].settled:
-                self.planner.retry(rank, self._writable(rank))
 
     def _writable(self, rank: int) -> set[StepId]:
         held = {id for table in self._slots[rank].tables() for id in table.sealed()}
@@ -530,8 +526,8 @@ class Node:
     def _report(self, event: Listed | Reported | EpochStarted) -> tuple[Action, ...]:
         if isinstance(event, Listed):
             for rank, report in event.ranks.items():
-                if (held := report.sealed.get(Tier.LOCAL)) is not None:
-                    self._durable[rank] = {one.step_id for one in held}
+                if (held := report.get(Tier.LOCAL)) is not None:
+                    self._durable[rank] = {one.step_id for one in held.shards}
             self._published, self._shown = frozenset(event.published), frozenset(event.shown)
             event = Reported(ranks=event.ranks)
         actions = self.ledger.apply(event)

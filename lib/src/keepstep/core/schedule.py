@@ -93,13 +93,9 @@ class Grid:
         if any(not 0 <= k <= MAX_EXPONENT for _, k in self.changes):
             raise ValueError(f"exponents must be 0..{MAX_EXPONENT}: {self.changes}")
 
-    def exponent(self, step: int) -> int:
-        """The k that holds at this step."""
-        return next((k for start, k in reversed(self.changes) if start <= step), 0)
-
     def interval(self, step: int) -> int:
         """Steps from one due step to the next, with the k that holds at this step."""
-        return self.base << self.exponent(step)
+        return self.base << next((k for start, k in reversed(self.changes) if start <= step), 0)
 
     @property
     def newest_interval(self) -> int:
@@ -243,14 +239,6 @@ def failures_seen(epochs: Iterable[Epoch], newest_step: int) -> tuple[int, int]:
     return len(parents) - 1, steps
 
 
-@dataclass
-class _Written:
-    """What was written of one step so far: seconds by drive, and bytes."""
-
-    seconds: dict[int, float] = field(default_factory=dict)
-    size_bytes: int = 0
-
-
 class Pacing:
     """Gathers what `auto_interval` needs, from events with their time in seconds.
 
@@ -279,7 +267,8 @@ class Pacing:
         self._times: deque[tuple[float, bool]] = deque(maxlen=_SAMPLES)
         self._in_flight = 0
         self._wrote = False
-        self._written: dict[StepId, _Written] = {}
+        self._written: dict[StepId, list[tuple[int, float, int]]] = {}
+        """Of each step that not all ranks have written: drive, seconds and bytes of each write."""
         self._writes: deque[tuple[float, int]] = deque(maxlen=_WRITES)
 
     def sealed(self, id: StepId, now: float) -> None:
@@ -304,15 +293,16 @@ class Pacing:
 
     def wrote(self, id: StepId, drive: int, *, seconds: float, size_bytes: int) -> None:
         """A rank's image of this step is durable."""
-        written = self._written.setdefault(id, _Written())
-        written.seconds[drive] = written.seconds.get(drive, 0.0) + seconds
-        written.size_bytes += size_bytes
+        self._written.setdefault(id, []).append((drive, seconds, size_bytes))
 
     def durable(self, id: StepId, epochs: Iterable[Epoch]) -> Interval | None:
         """All ranks of this node wrote this step. Returns the interval from now on; None: too few
         samples yet."""
-        if (written := self._written.get(id)) is not None:
-            self._writes.append((max(written.seconds.values()), written.size_bytes))
+        if written := self._written.get(id):
+            busy_s: dict[int, float] = {}
+            for drive, seconds, _ in written:
+                busy_s[drive] = busy_s.get(drive, 0.0) + seconds
+            self._writes.append((max(busy_s.values()), sum(size for _, _, size in written)))
         self._written = {other: one for other, one in self._written.items() if other > id}
         if self._newest is None or len(self._times) < _ENOUGH or not self._writes:
             return None
@@ -425,12 +415,9 @@ class PersistPlanner:
     other nodes change nothing.
     """
 
-    def __init__(
-        self, ranks: Iterable[int], grid: Grid, *, slots: int = 4, adaptive: bool = True
-    ) -> None:
+    def __init__(self, ranks: Iterable[int], grid: Grid, *, slots: int = 4) -> None:
         self._ranks = {rank: _Rank() for rank in ranks}
         self._every = slots <= 2
-        self._adaptive = adaptive
         self._pending: set[StepId] = set()
         self._demanded: set[StepId] = set()
         self._target: StepId | None = None
@@ -483,8 +470,10 @@ class PersistPlanner:
         one.writing = None if one.writing == id else one.writing
         if ok:
             one.done = set(sorted(one.done | {id})[-_DONE_KEPT:])
-        else:
-            self._fail(rank, id)
+        else:  # its image is no longer offered, so the step becomes impossible
+            one.held.discard(id)
+            one.failed = id
+            self.counts.failed += 1
         return self._advance()
 
     def removed(self, rank: int, id: StepId) -> None:
@@ -553,16 +542,22 @@ class PersistPlanner:
     # --- deciding ------------------------------------------------------------------------
 
     def _advance(self) -> tuple[Write, ...]:
-        self._drop_impossible()
+        lost = {id for id in self._pending if not self._possible(id)}
+        self._pending -= lost
+        self._demanded = {id for id in self._demanded if self._possible(id)}
+        self._skip(len(lost))
         writes = self._each_at_its_pace() if self._every else self._one_in_flight()
         for write in writes:
             self._ranks[write.rank].writing = write.id
         return tuple(writes)
 
     def _one_in_flight(self) -> list[Write]:
-        if self._target is not None and not self._is_coming(self._target):
-            self.counts.abandoned += 1
-            self._drop_target()
+        if self._target is not None:
+            # every rank has sealed it or still may, and at least one has
+            begun = any(one.has_sealed(self._target) for one in self._ranks.values())
+            if not (begun and self._possible(self._target)):
+                self.counts.abandoned += 1
+                self._drop_target()
         if self._target is not None and self.is_durable(self._target):
             self._finish(self._target)
         self._yield_to_flush()
@@ -620,7 +615,7 @@ class PersistPlanner:
         """Coarsen the grid if steps were skipped or are too close. Refine it if writing would keep
         up with half the interval, too."""
         newest = max((one.passed for one in self._ranks.values() if one.passed), default=id)
-        if not self._adaptive or newest.epoch != id.epoch:
+        if newest.epoch != id.epoch:
             return
         if self._skipped_since_change or self.grid.newest_interval < self.least:
             self.grid = self.grid.coarsen(newest.step + 1)
@@ -636,33 +631,16 @@ class PersistPlanner:
         self.counts.skipped += count
         self._skipped_since_change += count
 
-    def _drop_impossible(self) -> None:
-        lost = {id for id in self._pending if not self._possible(id)}
-        self._pending -= lost
-        self._demanded = {id for id in self._demanded if self._possible(id)}
-        self._skip(len(lost))
-
     def _drop_target(self) -> None:
         if self._target is not None:
             self._demanded.discard(self._target)
         self._target = None
-
-    def _fail(self, rank: int, id: StepId) -> None:
-        """Stop offering the rank's image for writing. So the step becomes impossible."""
-        one = self._ranks[rank]
-        one.held.discard(id)
-        one.failed = id
-        self.counts.failed += 1
 
     def _sealed_by_all(self, id: StepId) -> bool:
         return all(one.has_sealed(id) for one in self._ranks.values())
 
     def _possible(self, id: StepId) -> bool:
         return all(one.can_have(id) for one in self._ranks.values())
-
-    def _is_coming(self, id: StepId) -> bool:
-        """Whether every rank has sealed this step or still may, and at least one has sealed it."""
-        return any(one.has_sealed(id) for one in self._ranks.values()) and self._possible(id)
 
     def _is_new(self, id: StepId) -> bool:
         return id != self._target and not self.is_durable(id)

@@ -1,9 +1,8 @@
 """A shard, the value that ledger, inventory, listings and records share; and sets of ranks as runs.
 
 Ranks in the same place of each node are one run of equal distance, so a few numbers stand for
-thousands of ranks, in messages and in memory. A set that comes again and again, as twins do with
-each image, is kept once (`shared`). Except for `bits` and iteration, nothing here takes time or
-memory in proportion to a number that came in a message.
+thousands of ranks, in messages and in memory. Except for `bits` and iteration, nothing here takes
+time or memory in proportion to a number that came in a message.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ MOST_RUNS: Final = 64
 """The most runs of a set that is sent as runs. A set of more runs is not sent."""
 MOST_RANKS: Final = 1 << 16
 """A set that is sent as runs contains only ranks below this one."""
-_LONGEST_KEPT: Final = 4096
-"""The longest list whose runs are remembered. The images of one rank name the same list."""
 _KEPT: Final = 1024
-"""How many sets are remembered: enough for the different sets of a world in which FSDP spans this
-many ranks."""
+"""How many bitmaps are remembered: enough for the different sets of a world in which FSDP spans
+this many ranks. The images of one rank have the same twins, and so one bitmap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +46,13 @@ class Ranks:
     @classmethod
     def of(cls, ranks: Iterable[int]) -> Ranks:
         """The set of these ranks, given in any order."""
-        those = tuple(ranks)
-        return _kept_of(those) if len(those) <= _LONGEST_KEPT else _of(those)
+        runs: list[list[int]] = []
+        for rank in sorted(set(ranks)):
+            if runs and runs[-1][2] in (0, rank - runs[-1][1]):
+                runs[-1] = [runs[-1][0], rank, rank - runs[-1][1]]
+            else:
+                runs.append([rank, rank, 0])
+        return cls(tuple((first, last, step or 1) for first, last, step in runs))
 
     def __len__(self) -> int:
         return sum((last - first) // step + 1 for first, last, step in self.runs)
@@ -82,29 +84,6 @@ class Ranks:
 
 
 NOBODY: Final = Ranks()
-
-
-def _of(ranks: tuple[int, ...]) -> Ranks:
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and runs[-1][2] in (0, rank - runs[-1][1]):
-            runs[-1] = [runs[-1][0], rank, rank - runs[-1][1]]
-        else:
-            runs.append([rank, rank, 0])
-    return shared(Ranks(tuple((first, last, step or 1) for first, last, step in runs)))
-
-
-_kept_of = functools.lru_cache(maxsize=64)(_of)
-
-
-@functools.lru_cache(maxsize=_KEPT)
-def _shared(ranks: Ranks) -> Ranks:
-    return ranks
-
-
-def shared(ranks: Ranks) -> Ranks:
-    """An equal set: if it is short, one object for all equal sets."""
-    return _shared(ranks) if ranks.is_short else ranks
 
 
 def _bits(ranks: Ranks) -> int:
@@ -139,10 +118,8 @@ class Shard:
 
     def __post_init__(self) -> None:
         """Raises ValueError for twins that are no ranks of this world."""
-        if self.alike:
-            if self.alike.last >= self.world:
-                raise ValueError("twins that cannot be")
-            object.__setattr__(self, "alike", shared(self.alike))
+        if self.alike and self.alike.last >= self.world:
+            raise ValueError("twins that cannot be")
 
     @property
     def facts(self) -> dict[str, Any]:

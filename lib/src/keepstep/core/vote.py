@@ -50,7 +50,6 @@ class Candidate:
     id: StepId
     tier: Tier
     world: int
-    bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,8 +56,8 @@ from keepstep.errors import (
     few,
 )
 from keepstep.image import extras
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
-from keepstep.image.xxh3 import CHUNK_BYTES, HAVE_FAST
 from keepstep.restore.images import Images, W, fill, map_image
 from keepstep.restore.plan import (
     Box,
@@ -113,8 +113,8 @@ class Folder:
         _check_complete(path, self._manifests)
         self.id: StepId = self._manifests[0].control.id
         builder = IndexBuilder(len(shards))
-        for layout in (one.layout for one in self._manifests):
-            builder.add(layout, Tree.parse(layout.skeleton).boxes)
+        for one in self._manifests:
+            builder.add(one.layout)
         self.index: Index = builder.build()
 
     @property
@@ -125,8 +125,6 @@ class Folder:
     def verify(self, ranges: Iterable[tuple[int, int, int]]) -> None:
         """Check the digests of all chunks of these (rank, begin, end) that were not yet verified.
         Raises DigestError."""
-        if not HAVE_FAST:
-            log.warning("keepstep: without the xxhash package, verifying is very slow")
         wanted = {
             (rank, chunk)
             for rank, begin, end in ranges
@@ -348,9 +346,7 @@ class StepReader:
     def reach(cls, link: Session, id: StepId, *, timeout_s: float) -> StepReader:
         """Find the images through the sidecar, and read their headers. `timeout_s`: for one window
         of chunks. Raises SidecarError, ImageError, CoverageError."""
-        images = Images.find(
-            link, id, timeout_s, lambda skeleton: Tree.parse(skeleton).boxes, every=True
-        )
+        images = Images.find(link, id, timeout_s, every=True)
         return cls(images, id, where=f"step {id}", rank=link.rank)
 
     @classmethod
@@ -478,7 +474,7 @@ class StorageReader(storage.StorageReader):
     With a `path` (or a `checkpoint_id`) that is the directory of a step, it loads that directory,
     no matter which run it belongs to. This needs no sidecar, and has no effect on steps that are
     saved later. Every chunk that any rank needs is verified *before* any rank loads anything.
-    Without the `xxhash` package, this is very slow.
+    To verify needs the package `xxhash`.
 
     With any other path, it loads the step of the run that the path names (the number at the end of
     its last part), as `StorageWriter(path)` saved it. `step` names it likewise.

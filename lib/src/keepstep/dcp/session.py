@@ -27,10 +27,9 @@ import re
 import sys
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -41,8 +40,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from keepstep.client import copying
 from keepstep.client.slot import Slot, SlotMapping
@@ -50,14 +47,13 @@ from keepstep.core.vote import Candidates, limit_of
 from keepstep.core.vote import choose as choose_step
 from keepstep.errors import (
     FormatError,
-    KeepstepError,
     NotDurableError,
     NothingCommonError,
     RestoreError,
     SlotUnavailable,
     UsageError,
 )
-from keepstep.image import ControlPage, Entry, Layout, Section, TensorSpec, strictjson
+from keepstep.image import ControlPage, Layout, Section, TensorSpec, strictjson
 from keepstep.image.extras import capacity_for
 from keepstep.restore.collective import ask_candidates, begin_epoch
 from keepstep.save.agent import Agent
@@ -76,14 +72,12 @@ KeyPath = tuple[str | int, ...]
 class Tree:
     """The tree of one rank's image of a `dcp.save`.
 
-    `values`: names of the values that are not tensors. `boxes`: for each entry that is not named
-    after its tensor, the name of the tensor. `paths`: the path of each flat name in the nested
-    state dict; None if the planner did not flatten it. `foreign`: a `Checkpointer` made the image,
-    which has another kind of tree.
+    `values`: names of the values that are not tensors. `paths`: the path of each flat name in the
+    nested state dict; None if the planner did not flatten it. `foreign`: a `Checkpointer` made the
+    image, which has another kind of tree.
     """
 
     values: tuple[str, ...] = ()
-    boxes: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[str, KeyPath] | None = None
     foreign: bool = False
 
@@ -94,7 +88,6 @@ class Tree:
         tree = {
             _MARK: 1,
             "values": list(self.values),
-            "boxes": dict(self.boxes),
             "paths": None if self.paths is None else {k: list(p) for k, p in self.paths.items()},
         }
         return json.dumps(tree, separators=(",", ":"))
@@ -112,7 +105,6 @@ class Tree:
             paths = tree["paths"]
             return cls(
                 values=tuple(map(_text, tree["values"])),
-                boxes={_text(k): _text(v) for k, v in tree["boxes"].items()},
                 paths=None if paths is None else {k: _path(p) for k, p in paths.items()},
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -317,11 +309,6 @@ class Items:
         names = _entry_names(tensors)
         tree = Tree(
             values=tuple(one.index.fqn for one in values),
-            boxes={
-                name: one.index.fqn
-                for name, one in zip(names, tensors, strict=True)
-                if name != one.index.fqn
-            },
             paths=paths_of(plan.planner_data),
         )
         specs = tuple(_spec(name, one) for name, one in zip(names, tensors, strict=True))
@@ -396,92 +383,8 @@ def _spec(name: str, item: WriteItem) -> TensorSpec:
         section=Section.REST,
         offsets=tuple(data.chunk.offsets),
         global_shape=tuple(data.size),
+        tensor=None if name == item.index.fqn else item.index.fqn,
     )
-
-
-# --- staged before it is planned -------------------------------------------------------------
-#
-# `async_save` without a second copy of the state: tensors go straight into the slot.
-#
-# DCP stages before it plans. But if a state dict looks like the last one, its plan is the last
-# plan. So its tensors are copied at once to their places in a slot, and DCP gets a state dict of
-# views of that slot. When DCP's plan comes, `Staged.check` proves that every planned tensor is such
-# a view. Nothing else may get into the image, because the live tensors change in the meantime. A
-# state dict that looks different is staged in the trainer's own memory (`BlockingAsyncStager`).
-
-
-@dataclass(frozen=True, kw_only=True)
-class LastSave:
-    """What the next state dict must look like. `names`: everything that this rank offered to the
-    plan. `items`: the part of it that this rank had to write."""
-
-    names: frozenset[str]
-    items: Items
-    extras_bytes: int
-
-
-@dataclass(kw_only=True, eq=False)
-class Staged:
-    """A slot that holds the tensors of `items` and is not yet sealed.
-
-    `flat`: its bytes. The tensors that DCP got share its storage. The tensors of other saves do
-    not, even if the slot is the same.
-    """
-
-    taken: Slot
-    items: Items
-    flat: Tensor
-
-    def is_for(self, items: Items, planner: SavePlanner) -> bool:
-        """Whether the planned tensors were staged by this very `stage`."""
-        mine = self.flat.untyped_storage()._cdata
-        planned = [tensor for _, tensor in items.resolved(planner.resolve_data) if tensor.numel()]
-        return not planned or any(one.untyped_storage()._cdata == mine for one in planned)
-
-    def check(self, items: Items, planner: SavePlanner, *, extras_bytes: int) -> None:
-        """Check that this plan is the one that was staged. Raises KeepstepError, and the step is
-        lost."""
-        slot = self.taken.mapping
-        fits = (items.specs, items.tree) == (self.items.specs, self.items.tree)
-        if not fits or extras_bytes > slot.layout.extras_capacity_bytes:
-            raise KeepstepError("the plan is not the one of the save before")
-        for spec, tensor in items.resolved(planner.resolve_data):
-            target = slot.view(slot.layout.entries[spec.name])
-            if tensor.numel() and tensor.data_ptr() != target.data_ptr():
-                raise KeepstepError(f"{spec.name} was planned, but not staged")
-
-
-def view_of(memory: Tensor, entry: Entry) -> Tensor:
-    dtype = DTYPE_OF[entry.spec.dtype]
-    if entry.begin == entry.end:
-        return torch.empty(entry.spec.shape, dtype=dtype)
-    return memory[entry.begin : entry.end].view(dtype).view(entry.spec.shape)
-
-
-def local_of(one: Any) -> Any:
-    return one.to_local() if isinstance(one, DTensor) else one
-
-
-def is_box(one: Any, spec: TensorSpec) -> bool:
-    """Whether this is a plain tensor or DTensor of which this rank has the box `spec`."""
-    whole = spec.shape if spec.global_shape is None else spec.global_shape
-    if isinstance(one, DTensor):
-        shape, offsets = compute_local_shape_and_global_offset(
-            one.shape, one.device_mesh, one.placements
-        )
-        fits = (tuple(shape), tuple(offsets)) == (spec.shape, spec.offsets)
-    elif type(one) in (Tensor, torch.nn.Parameter):
-        fits = not any(spec.offsets)
-    else:
-        return False
-    local = local_of(one)
-    same = (tuple(local.shape), local.dtype) == (spec.shape, DTYPE_OF[spec.dtype])
-    return fits and same and tuple(one.shape) == whole
-
-
-def over(one: Tensor, view: Tensor) -> Tensor:
-    # from_local would move the view to the mesh's device
-    return DTensor(view, one._spec, requires_grad=False) if isinstance(one, DTensor) else view
 
 
 log = logging.getLogger("keepstep")
@@ -504,41 +407,10 @@ class Session:
         self._last_step = -1
         self.failed: set[StepId] = set()
         """Steps that a load could not read completely, since the last load that succeeded."""
-        self.last: LastSave | None = None
-        """What the writer remembers of the last save, as long as the lease lasts."""
-        self.turn = threading.RLock()
-        self.staged: Staged | None = None
-        """What an `async_save` staged and no save writes yet. `claim` takes it away."""
-        self._staged_at: dict[tuple[int, int], weakref.ref[memoryview]] = {}
+        self.turn = threading.Lock()
         self._saved: StepId | None = None
         self._layout: Layout | None = None
         self._shape: tuple[Sequence[TensorSpec], str] | None = None
-
-    @property
-    def joined(self) -> bool:
-        """Whether there is a lease, and an epoch to save in."""
-        return self._agent is not None and self._epoch is not None
-
-    def claim(self) -> Staged | None:
-        """Take `staged` away, so that the save's own thread and the next save never both
-        have it."""
-        staged, self.staged = self.staged, None
-        return staged
-
-    def note_staged(self, slot: SlotMapping) -> None:
-        """Note that an `async_save` has filled this slot, so that DCP has views of it."""
-        self._staged_at[slot.address, slot.layout.size_bytes] = weakref.ref(slot.memory)
-
-    def staged_ranges(self) -> list[tuple[int, int]]:
-        """Addresses and sizes of all slots that an `async_save` ever filled and that are still
-        mapped. Once a slot is unmapped, other tensors may lie at its addresses."""
-        mapped = {at: memory for at, memory in self._staged_at.items() if memory() is not None}
-        self._staged_at = mapped
-        return list(mapped)
-
-    def holds(self, taken: Slot) -> bool:
-        """Whether this slot is still the taken one, and neither staged nor put back."""
-        return self._agent is not None and self._agent.taken is taken
 
     @property
     def agent(self) -> Agent:
@@ -574,7 +446,7 @@ class Session:
     def _let_go(self) -> None:
         if self._agent is not None:
             self._agent.close()
-        self._agent = self._place = self._layout = self._shape = self.last = None
+        self._agent = self._place = self._layout = self._shape = None
         self._end_epoch()
 
     def _end_epoch(self) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor
 from torch.distributed.checkpoint import storage
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -24,19 +20,13 @@ from keepstep.dcp.session import (
     Agreed,
     Ballot,
     Items,
-    LastSave,
-    Staged,
     agree,
     group_place,
-    is_box,
-    local_of,
     names_step,
-    over,
     step_of,
-    view_of,
     warn_of_shared_group,
 )
-from keepstep.errors import KeepstepError, UsageError
+from keepstep.errors import UsageError
 from keepstep.image import extras
 from keepstep.state import accelerator
 from keepstep.steps import StepId
@@ -65,9 +55,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
     that existed before are neither continued nor deleted.
 
     `dcp.save` returns when the step is committed: durable on every rank. `dcp.async_save` blocks
-    only for the copy into the slot, and its future completes with the commit. The first time, and
-    whenever the state dict looks different than the last time, it instead blocks for a copy in the
-    trainer's memory.
+    for a copy in the trainer's memory, and its future completes with the commit.
 
     `AsyncCheckpointerType.PROCESS` is refused: the rank's lease and its epoch belong to the
     training process, and the sidecar already is the other process. `use_collectives=False` is
@@ -85,7 +73,6 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
             raise UsageError("either a path or a step: a path names the step that it ends with")
         BlockingAsyncStager.__init__(self)
         self._save = _Save(step, path)
-        self._names: frozenset[str] = frozenset()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
         """Begin a save. Raises UsageError for a checkpoint id without a step."""
@@ -112,8 +99,6 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
             )
         session = sessions.session()
         session.meet(*save.place)
-        if getattr(plan, "usable", True):
-            self._names = frozenset(one.index.fqn for one in plan.items)
         return replace(plan, storage_data=session.ballot(save.step))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -138,102 +123,26 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
             raise UsageError(_LOST)
         save.agreed = agreed = replace(plan.storage_data, step=save.step)
         session = sessions.session()
-        with session.turn:  # the next save stages once this one is durable, never into its slot
+        with session.turn:  # the next save takes a slot once this one is durable, never its slot
             session.begin(agreed)
             items = Items.of(plan)
             data = extras.encode({"dcp": items.read_values(planner)})
             taken = self._filled(items, planner, len(data))
             session.stage(taken, agreed, data)
-            session.last = LastSave(names=self._names, items=items, extras_bytes=len(data))
         return _done(_results(items, data))
 
     def _filled(self, items: Items, planner: SavePlanner, extras_bytes: int) -> Slot:
-        """A slot with all tensors: the one that `stage` filled, or another one, filled now."""
+        """A slot that holds all tensors."""
         session = sessions.session()
-        staged, taken = session.staged, None
+        taken = session.slot(items.specs, items.tree.render(), extras_bytes)
         try:
-            if staged is not None and staged.is_for(items, planner):
-                session.claim()
-                taken = staged.taken
-                staged.check(items, planner, extras_bytes=extras_bytes)
-                return taken
-            self._refuse_stale(items, planner)
-            self._drop_staged()  # it is from a save that failed, or that this one overtakes
-            taken = session.slot(items.specs, items.tree.render(), extras_bytes)
             accelerator.here().synchronize()
             taken.mapping.erase()
             items.copy_into(taken.mapping, planner.resolve_data)
         except BaseException:
-            session.last = None
-            if taken is not None and session.holds(taken):
-                session.agent.put_back()
+            session.agent.put_back()
             raise
         return taken
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Called by `dcp.async_save` in the training thread: copy what may change right after the
-        call."""
-        session = sessions.session()
-        with session.turn:
-            self._drop_staged()
-            if session.last is not None and session.joined:
-                views = self._staged_early(session.last, state_dict)
-                if views is not None:
-                    return views
-        return BlockingAsyncStager.stage(self, state_dict)
-
-    def _staged_early(self, last: LastSave, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Copy the tensors to their places in a slot. Returns the state dict over it; None for a
-        state dict that looks different than the last one."""
-        session = sessions.session()
-        flat, paths = flatten_state_dict(state_dict)
-        if flat.keys() != last.names or last.items.tree.boxes:
-            return None
-        mine = dict(
-            zip((one.index.fqn for one in last.items.tensors), last.items.specs, strict=True)
-        )
-        if not all(is_box(flat[name], spec) for name, spec in mine.items()):
-            return None
-        taken = session.slot(last.items.specs, last.items.tree.render(), last.extras_bytes)
-        try:
-            slot = taken.mapping
-            accelerator.here().synchronize()
-            slot.erase()
-            last.items.copy_into(slot, lambda item: local_of(flat[item.index.fqn]))
-            memory = torch.frombuffer(slot.memory, dtype=torch.uint8)
-            for name, one in flat.items():
-                if name in mine:
-                    flat[name] = over(one, view_of(memory, slot.layout.entries[name]))
-                elif not isinstance(one, Tensor):
-                    flat[name] = copy.deepcopy(one)
-        except BaseException:
-            session.agent.put_back()
-            raise
-        session.note_staged(slot)
-        session.staged = Staged(taken=taken, items=last.items, flat=memory)
-        views: dict[str, Any] = unflatten_state_dict(flat, paths)
-        return views
-
-    def _refuse_stale(self, items: Items, planner: SavePlanner) -> None:
-        """Raise KeepstepError for views of a slot that was taken back, because its contents may
-        have changed."""
-        mapped = sessions.session().staged_ranges()
-        if not mapped:
-            return
-        for spec, tensor in items.resolved(planner.resolve_data):
-            at = tensor.data_ptr()
-            if tensor.numel() and any(a <= at < a + size for a, size in mapped):
-                raise KeepstepError(
-                    f"{spec.name}: this save was overtaken by the next; wait for the future of one"
-                    " async_save before the next"
-                )
-
-    def _drop_staged(self) -> None:
-        """Give back the slot of a save that failed, or was overtaken, before it was written."""
-        session = sessions.session()
-        staged = session.claim()
-        if staged is not None and session.holds(staged.taken):
-            session.agent.put_back()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Return when the step is committed (coordinator only). Raises NotDurableError."""

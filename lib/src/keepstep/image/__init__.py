@@ -25,5 +25,6 @@ from keepstep.image.tensors import Parameters as Parameters
 from keepstep.image.tensors import Section as Section
 from keepstep.image.tensors import TensorSpec as TensorSpec
 from keepstep.image.tensors import base_of as base_of
+from keepstep.image.tensors import dim_order as dim_order
 from keepstep.image.tensors import local_name as local_name
 from keepstep.image.tensors import strides_with_gaps as strides_with_gaps

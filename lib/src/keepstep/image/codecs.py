@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 from keepstep.errors import FormatError
 from keepstep.image import strictjson
-from keepstep.image.tensors import strides_with_gaps
+from keepstep.image.tensors import dim_order, strides_with_gaps
 
 _MAX_FRACTION = 1 << 4096
 """Reducing a hostile fraction of larger numbers to its lowest terms would take long."""
@@ -508,17 +508,13 @@ def _tensor(value: Any) -> list[Any] | None:
     # Not .numpy(): torch works without numpy, and numpy has no bfloat16.
     data = ctypes.string_at(plain.data_ptr(), size) if size else b""
     text = base64.b64encode(data).decode("ascii")
-    more: dict[str, Any] = {} if value.is_contiguous() else {"order": _order(value)}
+    more: dict[str, Any] = {}
     if strides := strides_with_gaps(value.shape, value.stride()):
         more = {"strides": list(strides)}
+    elif order := dim_order(value.shape, value.stride()):
+        more = {"order": list(order)}
     more |= {"requires_grad": True} if value.requires_grad else {}
     return [_name(plain.dtype), list(plain.shape), text, *([more] if more else [])]
-
-
-def _order(tensor: Any) -> list[int]:
-    """The order of the dimensions in memory, the outermost first."""
-    strides, shape = tensor.stride(), tensor.shape
-    return sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
 
 
 def _to_numpy(value: Any) -> Any:

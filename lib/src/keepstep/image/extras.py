@@ -95,6 +95,20 @@ def decode(data: bytes | bytearray | memoryview, *, trusted: bool = False) -> An
     return value
 
 
+def tree_of(value: Any) -> Any:
+    """What `encode` makes JSON of, for a small value. Raises Unheld."""
+    encoder = _Encoder(trusted=False)
+    tree = encoder.encode(value, MAX_DEPTH)
+    if encoder.packed or encoder.twice:
+        raise Unheld("it holds many numbers, or one object twice")
+    return tree
+
+
+def builder() -> Callable[[strictjson.Pairs], Any]:
+    """The hook of `strictjson.loads` that rebuilds such values."""
+    return _Decoder(trusted=False, numbers=b"").build
+
+
 def capacity_for(size_bytes: int) -> int:
     """Bytes that a layout reserves for extras of `size_bytes`. They include room to grow, so that a
     growing list does not need a new layout at every step. The room is limited, so that a large

@@ -12,9 +12,11 @@ there. Entries are in the order of their bytes. docs/format.md specifies the for
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -34,13 +36,16 @@ from keepstep.image.tensors import (
     TensorSpec,
     strides_with_gaps,
 )
-from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
+from keepstep.image.xxh3 import DIGEST_BYTES
 
 FORMAT_VERSION = 1
 
 PAGE_BYTES = 4096
 """Header, digest table and control page fill whole pages, because O_DIRECT moves whole pages
 only."""
+
+CHUNK_BYTES = 8 << 20
+"""Bytes that one entry of an image's digest table covers, and that one write moves."""
 
 HUGE_PAGE_BYTES = 2 << 20
 """Large images fill whole huge pages, so that the memory of a slot may consist of huge pages."""
@@ -102,75 +107,52 @@ class Header:
         padded = round_up(8 + len(text)) - 8
         return padded.to_bytes(8, "little") + text.ljust(padded)
 
-    @property
-    def most_bytes(self) -> int:
-        """An upper bound for the bytes that `render` gives. It counts each name up to five times
-        and 21 characters for each number. Text that is escaped as JSON in JSON in JSON grows at
-        most sixteenfold."""
-        rows = [row for one in self.parameters.values() for row in one]
-        texts = 4 * sum(len(one.name) for one in self.specs) + sum(map(len, self._texts()))
-        numbers = sum(5 * len(one.shape) + len(one.unflattened or ()) + 10 for one in self.specs)
-        numbers += sum(len(shape) + 1 for _, shape in rows) + len(self.twins)
-        return 16 * texts + 21 * numbers + (1 << 16)
-
-    @property
-    def is_ascii(self) -> bool:
-        """Whether all text in the header is ASCII."""
-        return all(map(str.isascii, self._texts()))
-
-    def _texts(self) -> Iterator[str]:
-        yield from (one.name for one in self.specs)
-        yield from (name for one in self.parameters.values() for name, _ in one)
-        yield from (*self.aliases, *self.aliases.values(), *self.parameters, self.skeleton)
-
     def _reserved(self) -> Iterator[TensorSpec]:
         sizes = (self.extras_capacity_bytes, self.digests_bytes, PAGE_BYTES)
         for name, size in zip(reserved_names(self.rank), sizes, strict=True):
             yield TensorSpec(name, "U8", (size,), Section.REST)
 
     def _metadata(self) -> dict[str, str]:
-        boxes = {
-            spec.name: {"saved_offsets": spec.stored_offsets}
-            for spec in (*self.specs, *self._reserved())
-        }
-        ours = {
+        rows = {spec.name: _row(spec) for spec in (*self.specs, *self._reserved())}
+        ours: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "rank": self.rank,
             "world": self.world,
-            "sections": _runs(spec.section.value for spec in self.specs),
-            "dtypes": {one.name: one.dtype for one in self.specs if one.dtype in OPAQUE_BYTES},
-            "global_shapes": {
-                one.name: one.global_shape
-                for one in self.specs
-                if one.global_shape not in (None, one.shape)
-            },
             "aliases": dict(self.aliases),
             "skeleton": self.skeleton,
-            **self._hints(),
         }
+        if self.twins:
+            ours["twins"] = self.twins
+        if self.parameters:
+            ours["parameters"] = dict(self.parameters)
         return {
             "format": "pt",
             "DCP_VERSION": "1.0",
-            "DCP_SHARDING_INFO": _dumps(boxes),
+            "DCP_SHARDING_INFO": _dumps(rows),
             # ASCII, because Python strings may hold lone surrogates, which stock readers refuse.
             "keepstep": json.dumps(ours, separators=(",", ":")),
         }
 
-    def _hints(self) -> dict[str, Any]:
-        """Keys that only some images have."""
-        orders = {one.name: one.dim_order for one in self.specs if one.dim_order is not None}
-        strides = {one.name: one.strides for one in self.specs if one.strides is not None}
-        shapes = {one.name: one.unflattened for one in self.specs if one.unflattened is not None}
-        hints = {
-            "twins": self.twins,
-            "dim_orders": orders,
-            "strides": strides,
-            "unflattened_shapes": shapes,
-            "parameters": dict(self.parameters),
-        }
-        if self.specs and all(one.device is not None for one in self.specs):
-            hints["devices"] = _runs(one.device for one in self.specs)
-        return {key: value for key, value in hints.items() if value}
+
+def _row(spec: TensorSpec) -> dict[str, Any]:
+    """What the header says of a tensor beside its entry; see `_spec`."""
+    row = {
+        "saved_offsets": spec.stored_offsets,
+        "section": None if spec.section is Section.REST else spec.section.value,
+        "dtype": spec.dtype if spec.dtype in OPAQUE_BYTES else None,
+        "global_shape": None if spec.global_shape == spec.shape else spec.global_shape,
+        "tensor": spec.tensor,
+        "dim_order": spec.dim_order,
+        "strides": spec.strides,
+        "unflattened_shape": spec.unflattened,
+        "device": spec.device,
+    }
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def digest_of(text: bytes) -> bytes:
+    """BLAKE2b of 16 bytes: of headers (layout ids), of control pages (seals), of claims."""
+    return hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
 
 
 def reserved_names(rank: int) -> tuple[str, str, str]:
@@ -206,7 +188,7 @@ def parse_header(header: bytes) -> Header:
     if header[8:9] != b"{":
         raise FormatError("the header is not a JSON object")
     tree, texts = _entries(header)
-    ours = _ours(texts.pop("keepstep"), tree)
+    ours = _ours(texts.pop("keepstep"))
     check_version(ours.get("format_version"))
     world = strictjson.integer(ours.get("world"), "world", 1, _MAX_WORLD)
     rank = strictjson.integer(ours.get("rank"), "rank", 0, world - 1)
@@ -214,7 +196,7 @@ def parse_header(header: bytes) -> Header:
     if tuple(names[-3:]) != reserved_names(rank):
         raise FormatError(f"the header does not end with the reserved entries of rank {rank}")
     check_names(names[:-3])
-    *specs, extras, digests, _ = _specs(tree, _boxes(texts.pop("DCP_SHARDING_INFO"), tree), ours)
+    *specs, extras, digests, _ = _specs(tree, texts.pop("DCP_SHARDING_INFO"))
     return Header(
         rank=rank,
         world=world,
@@ -285,24 +267,7 @@ def _raw(name: str, value: object) -> _Raw:
     return _DTYPES[dtype], strictjson.sizes(shape, name), strictjson.sizes(place, name)
 
 
-def _boxes(text: str, tree: dict[str, _Raw]) -> dict[str, _Sizes]:
-    """By name, the `saved_offsets` of every entry."""
-    boxes: dict[str, _Sizes] = {}
-    zeros: dict[_Sizes, _Sizes] = {}
-    reader = Reader(text, what="DCP_SHARDING_INFO")
-    for name in reader.members(known=boxes):
-        if name not in tree:
-            raise FormatError("DCP_SHARDING_INFO does not list exactly the tensors of the header")
-        box = strictjson.mapping(reader.value(), name)
-        offsets = strictjson.sizes(box.get("saved_offsets"), name)
-        boxes[name] = offsets if any(offsets) else zeros.setdefault(offsets, offsets)
-    reader.end()
-    if len(boxes) != len(tree):
-        raise FormatError("DCP_SHARDING_INFO does not list exactly the tensors of the header")
-    return boxes
-
-
-def _ours(text: str, tree: dict[str, _Raw]) -> dict[str, Any]:
+def _ours(text: str) -> dict[str, Any]:
     """The known keys of the object `keepstep`. All values are small, except for those that name
     tensors of the image."""
     ours: dict[str, Any] = {}
@@ -310,14 +275,10 @@ def _ours(text: str, tree: dict[str, _Raw]) -> dict[str, Any]:
     for key in reader.members():
         if key == "skeleton":
             ours[key] = reader.string()
-        elif key in _BY_NAME:
+        elif key == "aliases":
             ours[key] = {}
             for name in reader.members(known=ours[key]):
-                if key != "aliases" and name not in tree:
-                    raise FormatError(f"{key}: {quoted(name)} is no tensor of this image")
-                ours[key][name] = _BY_NAME[key](reader.value(), name)
-        elif key in _RUNS:
-            ours[key] = _runs_of(reader, key, len(tree))
+                ours[key][name] = strictjson.text(reader.value(), name)
         elif key == "parameters":
             ours[key] = {name: _parameters(reader) for name in reader.members()}
         elif key in _SINGLE:
@@ -326,18 +287,6 @@ def _ours(text: str, tree: dict[str, _Raw]) -> dict[str, Any]:
             reader.skip()
     reader.end()
     return ours
-
-
-def _runs_of(reader: Reader, key: str, most: int) -> list[tuple[str, int]]:
-    runs: list[tuple[str, int]] = []
-    known: dict[str, str] = {}
-    for _ in reader.items():
-        run = strictjson.array(reader.value(), key)
-        if len(run) != 2 or not isinstance(run[0], str) or not _RUNS[key].fullmatch(run[0]):
-            raise FormatError(f"{key}: {quoted(run)} is not a {key[:-1]} and a count")
-        value = known.setdefault(run[0], run[0])
-        runs.append((value, strictjson.integer(run[1], key, 1, most)))
-    return runs
 
 
 def _parameters(reader: Reader) -> Parameters:
@@ -350,19 +299,7 @@ def _parameters(reader: Reader) -> Parameters:
     return tuple(rows)
 
 
-_SECTIONS = {section.value: section for section in Section}
-_RUNS = {"sections": re.compile("|".join(_SECTIONS)), "devices": _DEVICE}
-"""Keys with one value for each tensor, in the order of the tensors, run-length encoded."""
-
 _SINGLE = ("format_version", "rank", "world", "twins")
-_BY_NAME = {
-    "dtypes": strictjson.text,
-    "global_shapes": strictjson.sizes,
-    "dim_orders": strictjson.sizes,
-    "strides": strictjson.sizes,
-    "unflattened_shapes": strictjson.sizes,
-    "aliases": strictjson.text,
-}
 
 
 # --- what it means -------------------------------------------------------------------------------
@@ -392,24 +329,21 @@ def check_names(names: Iterable[str]) -> None:
             raise FormatError(f"{quoted(name)}: names must be valid Unicode")
 
 
-def _specs(
-    tree: dict[str, _Raw], boxes: dict[str, _Sizes], ours: dict[str, Any]
-) -> list[TensorSpec]:
+def _specs(tree: dict[str, _Raw], text: str) -> list[TensorSpec]:
     """All entries in the order of their bytes, the three reserved ones last."""
-    count = len(tree) - 3
-    sections = [_SECTIONS[one] for one in _spread(ours.get("sections", []), "sections", count)]
-    sections += [Section.REST] * 3
-    devices: list[str | None] = [None] * len(tree)
-    if "devices" in ours:
-        devices[:count] = _spread(ours["devices"], "devices", count)
-    for key in ("dtypes", "global_shapes"):
-        strictjson.mapping(ours.get(key), key)
     at, specs = 0, []
-    for name, section, device in zip(list(tree), sections, devices, strict=True):
-        raw = tree.pop(name)
-        spec = _spec(name, section, device, raw, boxes.pop(name), ours)
+    left = iter(tree.items())
+    reader = Reader(text, what="DCP_SHARDING_INFO")
+    for name in reader.members(known={}):  # a name that comes twice is out of order
+        here, raw = next(left, (None, None))
+        if raw is None or name != here:
+            raise FormatError(_NOT_THE_TENSORS)
+        spec = _spec(here, raw, strictjson.mapping(reader.value(), name))
         at = _check_place(spec, raw[2], at)
         specs.append(spec)
+    reader.end()
+    if next(left, None) is not None:
+        raise FormatError(_NOT_THE_TENSORS)
     if any(spec.stored_dtype != "U8" or len(spec.shape) != 1 for spec in specs[-3:]):
         raise FormatError("the reserved entries are not flat bytes")
     if specs[-1].size_bytes != PAGE_BYTES:
@@ -417,33 +351,62 @@ def _specs(
     return specs
 
 
-def _spec(
-    name: str,
-    section: Section,
-    device: str | None,
-    raw: _Raw,
-    offsets: _Sizes,
-    ours: dict[str, Any],
-) -> TensorSpec:
+_NOT_THE_TENSORS = "DCP_SHARDING_INFO does not list exactly the tensors of the header, in order"
+
+
+def _spec(name: str, raw: _Raw, row: dict[str, Any]) -> TensorSpec:
     stored, shape, _ = raw
+    offsets = strictjson.sizes(row.get("saved_offsets"), name)
     if len(offsets) != len(shape):
         raise FormatError(f"{quoted(name)}: its offsets do not suit its shape")
-    dtype = ours["dtypes"].get(name, stored)
+    dtype = strictjson.text(row.get("dtype", stored), name)
     if dtype != stored:
         shape, offsets = _opaque(name, dtype, stored, shape, offsets)
-    order = ours.get("dim_orders", {}).get(name)
+    order, strides = _sizes_in(row, "dim_order", name), _sizes_in(row, "strides", name)
     if order is not None and sorted(order) != list(range(len(shape))):
         raise FormatError(f"{quoted(name)}: {quoted(order)} is no order of its dimensions")
-    strides = ours.get("strides", {}).get(name)
     if strides is not None and (
         len(strides) != len(shape) or strides_with_gaps(shape, strides) is None
     ):
         raise FormatError(f"{quoted(name)}: {quoted(strides)} are no strides of its dimensions")
-    box = _box(name, shape, offsets, ours["global_shapes"].get(name, shape))
-    unflattened = ours.get("unflattened_shapes", {}).get(name)
+    whole = _sizes_in(row, "global_shape", name)
+    box = _box(name, shape, offsets, shape if whole is None else whole)
+    unflattened = _sizes_in(row, "unflattened_shape", name)
     if unflattened is not None and (math.prod(unflattened),) != (box[1] or shape):
         raise FormatError(f"{quoted(name)}: no vector that {quoted(unflattened)} can be made of")
-    return TensorSpec(name, dtype, shape, section, *box, order, device, unflattened, strides)
+    tensor = row.get("tensor")
+    return TensorSpec(
+        name,
+        sys.intern(dtype),
+        shape,
+        _section(name, row),
+        *box,
+        order,
+        _device(name, row),
+        unflattened,
+        strides,
+        None if tensor is None else strictjson.text(tensor, name),
+    )
+
+
+def _sizes_in(row: dict[str, Any], key: str, name: str) -> _Sizes | None:
+    return strictjson.sizes(row[key], name) if key in row else None
+
+
+def _section(name: str, row: dict[str, Any]) -> Section:
+    try:
+        return Section(row.get("section", Section.REST.value))
+    except ValueError:
+        raise FormatError(f"{quoted(name)}: {quoted(row['section'])} is not a section") from None
+
+
+def _device(name: str, row: dict[str, Any]) -> str | None:
+    if "device" not in row:
+        return None
+    device = strictjson.text(row["device"], name)
+    if not _DEVICE.fullmatch(device):
+        raise FormatError(f"{quoted(name)}: {quoted(device)} is not a device")
+    return sys.intern(device)
 
 
 def _opaque(
@@ -488,24 +451,6 @@ def _aliases(value: object, names: set[str]) -> dict[str, str]:
         if alias in names:
             raise FormatError(f"{quoted(alias)} is an alias and a tensor")
     return aliases
-
-
-def _runs(values: Iterable[str | None]) -> list[list[Any]]:
-    """Run-length encoding of `values`: one for each tensor, in the order of the tensors."""
-    runs: list[list[Any]] = []
-    for value in values:
-        if runs and runs[-1][0] == value:
-            runs[-1][1] += 1
-        else:
-            runs.append([value, 1])
-    return runs
-
-
-def _spread(runs: list[tuple[str, int]], key: str, count: int) -> list[str]:
-    """Inverse of `_runs`."""
-    if (told := sum(times for _, times in runs)) != count:
-        raise FormatError(f"{key}: {told} tensors, but the header has {count}")
-    return [value for value, times in runs for _ in range(times)]
 
 
 def _dumps(value: object) -> str:
@@ -593,15 +538,6 @@ class Layout(Header):
         )
 
     @classmethod
-    def check(cls, tensors: Iterable[TensorSpec], **rest: Any) -> None:
-        """Raises FormatError where `build` would, for tensors taken from a live state. It is faster
-        than `build`: it renders and parses a header only if that may be too long or is not
-        ASCII."""
-        header = header_of(tensors, **rest)
-        if header.most_bytes > MAX_HEADER_BYTES or not header.is_ascii:
-            cls.parse(memoryview(_render(header)))
-
-    @classmethod
     def parse(cls, buffer: bytes | memoryview, *, size_bytes: int | None = None) -> Layout:
         """Read and check the header at the beginning of `buffer`.
 
@@ -626,7 +562,7 @@ class Layout(Header):
         layout = cls(
             **vars(header),
             header=text,
-            id=xxh3_128(text).hex(),
+            id=digest_of(text).hex(),
             entries=MappingProxyType({one.name: Entry(one, a, b) for one, a, b in places}),
             extras_begin=begins[-1],
         )

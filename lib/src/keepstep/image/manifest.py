@@ -36,16 +36,18 @@ from keepstep.errors import (
 )
 from keepstep.image import strictjson
 from keepstep.image.layout import (
+    CHUNK_BYTES,
     FORMAT_VERSION,
     PAGE_BYTES,
     Layout,
     check_version,
+    digest_of,
     read_length,
     reserved_names,
 )
 from keepstep.image.strictjson import quoted, reason
 from keepstep.image.tensors import Section
-from keepstep.image.xxh3 import CHUNK_BYTES, DIGEST_BYTES, xxh3_128
+from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
 from keepstep.steps import Epoch, EpochId, StepId
 
 _SEAL_BEGIN = PAGE_BYTES - 32
@@ -55,7 +57,7 @@ _ZERO_PAGE = bytes(PAGE_BYTES)
 
 
 def _seal_of(text: bytes) -> bytes:
-    return xxh3_128(text).hex().encode()
+    return digest_of(text).hex().encode()
 
 
 @dataclass(frozen=True, kw_only=True)

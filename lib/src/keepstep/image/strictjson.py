@@ -297,7 +297,7 @@ def time(value: object, what: str) -> float:
 
 
 def digest(value: object, what: str) -> str:
-    """An xxh3_128 digest in lower-case hex."""
+    """A digest of 16 bytes in lower-case hex."""
     found = text(value, what)
     if len(found) != 32 or not set(found) <= _HEX:
         raise FormatError(f"{what}: {quoted(value)} is not a digest")

@@ -52,7 +52,8 @@ class TensorSpec(NamedTuple):
     where the tensor was: `cpu`, `cuda` (the process's own device) or `cuda:1`; None if the image
     does not say.
     `unflattened`: for a vector, the shape with which it is used, in row-major order; None for a
-    tensor that is used as it is.
+    tensor that is used as it is. `tensor`: the name of the tensor, where it is not the entry's,
+    because one rank has several boxes of it.
     """
 
     name: str
@@ -65,6 +66,7 @@ class TensorSpec(NamedTuple):
     device: str | None = None
     unflattened: tuple[int, ...] | None = None
     strides: tuple[int, ...] | None = None
+    tensor: str | None = None
 
     @property
     def element_bytes(self) -> int:
@@ -94,6 +96,19 @@ class TensorSpec(NamedTuple):
         """The offsets that stock readers see: one for each dimension, zeros for a whole tensor."""
         offsets = self.offsets or (0,) * len(self.shape)
         return (*offsets, 0) if self.dtype in OPAQUE_BYTES else offsets
+
+
+def dim_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """The order of the dimensions in memory, the outermost first; None for row-major.
+
+    Of dimensions with equal strides, the one with more elements is the outer one. So a tensor that
+    is made in this order has exactly the same strides, even for dimensions of one element, by which
+    torch tells its memory formats apart.
+    """
+    if len(strides) < 2 or (len(strides) == 2 and strides[0] > strides[1]):
+        return None
+    order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
+    return None if order == list(range(len(shape))) else tuple(order)
 
 
 def strides_with_gaps(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:

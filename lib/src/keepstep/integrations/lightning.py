@@ -188,7 +188,7 @@ class _Fit(Training):
             if self._resumes and not self._own_states():
                 loop._combined_loader_states_to_load = []
             original()
-            self.before_iterator = self._capture()
+            self.before_iterator = loaders.capture(self._loaders)
 
         def begin_epoch(original: Callable[..., Any]) -> Any:
             if self._resumes:
@@ -209,7 +209,8 @@ class _Fit(Training):
                 original(fetcher)
                 self._checkpointer.restore_rng()
             else:
-                iterator, before = fetcher.combined_loader._iterator, self._capture()
+                iterator = fetcher.combined_loader._iterator
+                before = loaders.capture(self._loaders)
                 original(fetcher)
                 if fetcher.combined_loader._iterator is not iterator:
                     self.before_iterator = before
@@ -285,13 +286,11 @@ class _Fit(Training):
 
     @property
     def _loaders(self) -> list[Any]:
-        combined = self.trainer.fit_loop._combined_loader
-        return list(combined.flattened) if combined is not None else []
+        return _loaders_in(self.trainer.fit_loop)
 
     @property
     def _validation_loaders(self) -> list[Any]:
-        combined = self.trainer.fit_loop.epoch_loop.val_loop._combined_loader
-        return list(combined.flattened) if combined is not None else []
+        return _loaders_in(self.trainer.fit_loop.epoch_loop.val_loop)
 
     def _load_callbacks(self) -> None:
         """Give callbacks the states of the step that will be restored."""
@@ -310,7 +309,9 @@ class _Fit(Training):
 
     def _restore(self) -> None:
         loop = self.trainer.fit_loop
-        self.metrics = list(_metrics(self.trainer.lightning_module))
+        # they are in a module's `state_dict` only when asked for
+        modules = self.trainer.lightning_module.named_modules()
+        self.metrics = [(name, one) for name, one in modules if hasattr(one, "metric_state")]
         components = self.callback.keepstep_components(self.trainer)
         self.components.update({**components, "trainer": self.kept})
         self._nothing_yet()
@@ -360,7 +361,11 @@ class _Fit(Training):
             for _ in range(batches):
                 next(fetcher)
         else:
-            self._say_where_it_cycles(batches)
+            if any(len(one) < batches for one in self._loaders):
+                log.warning(
+                    "keepstep: a loader that is shorter than the epoch began anew within it: its"
+                    " batches until the epoch's end are not those of an undisturbed run"
+                )
             with loaders.behind(self._loaders, batches, begun["before"]) as samplers:
                 iter(fetcher)
             rng.apply(begun["first"])
@@ -375,16 +380,6 @@ class _Fit(Training):
             hasattr(one, "state_dict") and not loaders.by_index(one) and _has_length(one)
             for one in self._loaders
         )
-
-    def _say_where_it_cycles(self, batches: int) -> None:
-        if any(len(one) < batches for one in self._loaders):
-            log.warning(
-                "keepstep: a loader that is shorter than the epoch began anew within it: its"
-                " batches until the epoch's end are not those of an undisturbed run"
-            )
-
-    def _capture(self) -> dict[str, Any]:
-        return loaders.capture(self._loaders)
 
     # --- state beside model and optimizer ------------------------------------------------------
 
@@ -488,13 +483,6 @@ def _made(one: dict[str, Any], trainer: Any) -> Any:
     return metric
 
 
-def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
-    """The torchmetrics in a module. They are in its `state_dict` only when asked for."""
-    for name, one in module.named_modules():
-        if hasattr(one, "metric_state"):
-            yield name, one
-
-
 def _arguments(trainer: Any) -> dict[str, Any]:
     """The arguments on which what is trained depends, and the sizes of the data."""
     found = {
@@ -519,6 +507,10 @@ def _restarting(loop: Any, value: bool) -> None:
     for name, one in vars(loop).items():
         if name != "trainer" and hasattr(one, "_restarting"):
             _restarting(one, value)
+
+
+def _loaders_in(loop: Any) -> list[Any]:
+    return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
 
 
 def _has_length(loader: Any) -> bool:

@@ -103,21 +103,8 @@ class _OwnState:
             setattr(self._trainer, name, value)
 
 
-def _reference_model(trainer: Any) -> nn.Module | None:
-    """The reference model that TRL's `sync_ref_model` trains along; None if it stays as it is."""
-    for one in trainer.callback_handler.callbacks:
-        if _is_sync(one):
-            model: nn.Module | None = one.ref_model
-            return model
-    return None
-
-
-def _is_trls(trainer: Any) -> bool:
-    """Whether it is a trainer of TRL, or derives from one."""
-    return any(one.__module__.partition(".")[0] == "trl" for one in type(trainer).__mro__)
-
-
 def _is_sync(callback: Any) -> bool:
+    """Whether it trains a reference model along: TRL's `sync_ref_model`."""
     return any(kind.__name__ == "SyncRefModelCallback" for kind in type(callback).__mro__)
 
 
@@ -365,7 +352,9 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         others = {
             "scheduler": self.lr_scheduler,
             "scaler": self.accelerator.scaler,
-            "reference": _reference_model(self),
+            "reference": next(
+                (one.ref_model for one in self.callback_handler.callbacks if _is_sync(one)), None
+            ),
             "own": own if (own := _OwnState(self)).names else None,
         }
         return components | {name: one for name, one in others.items() if one is not None}
@@ -667,7 +656,7 @@ def _refuse(trainer: Any) -> None:
             raise UsageError(
                 f"{kind.__name__} has a {name} of its own, which keepstep cannot follow"
             )
-    if _is_trls(trainer):
+    if any(one.__module__.partition(".")[0] == "trl" for one in kind.__mro__):
         require("trl", importlib.metadata.version("trl"), at_least="1.16", below="1.17")
     if trainer.is_deepspeed_enabled:
         raise UsageError(

@@ -28,7 +28,7 @@ import os
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
@@ -48,7 +48,7 @@ from keepstep.errors import (
     SidecarError,
 )
 from keepstep.image import ControlPage, Layout, Parameters, check_control
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.restore.plan import Block, Index, IndexBuilder, Piece, Plan, blocks, byte_range
 from keepstep.state import accelerator
 from keepstep.steps import NEAREST_FIRST, StepId, Tier
@@ -101,10 +101,6 @@ class Bytes(Protocol):
         requested."""
 
 
-TensorsOf = Callable[[str], Mapping[str, str]]
-"""For a skeleton: the tensor of each entry that is not named after its tensor."""
-
-
 class _UnusableError(KeepstepError):
     """A file that the sidecar named is not the expected image."""
 
@@ -124,7 +120,6 @@ class Images:
         link: Session,
         found: Sources,
         timeout_s: float = CHUNKS_S,
-        tensors_of: TensorsOf = lambda _: {},
         own: SlotMapping | None = None,
     ) -> None:
         """Map what can be mapped, and read all headers.
@@ -149,7 +144,7 @@ class Images:
         self._window: WindowReader | None = None
         builder = IndexBuilder(found.world)
         for layout in self._layouts():
-            builder.add(layout, tensors_of(layout.skeleton))
+            builder.add(layout)
             self._skeletons[layout.rank] = layout.skeleton
             self._extras_begin[layout.rank] = layout.extras_begin
             # most ranks have equal parameters, so one object serves all of them
@@ -181,7 +176,6 @@ class Images:
         link: Session,
         id: StepId,
         timeout_s: float = CHUNKS_S,
-        tensors_of: TensorsOf = lambda _: {},
         *,
         every: bool = False,
     ) -> Images:
@@ -196,7 +190,7 @@ class Images:
             request = SourcesRequest(lease=link.lease, id=id, bad=bad, every=every)
             found = link.call("/v1/sources", request, Sources, timeout_s=timeout_s)
             try:
-                return cls(link, found, timeout_s, tensors_of)
+                return cls(link, found, timeout_s)
             except _UnusableError as error:
                 if error.path in bad:
                     raise SidecarError(f"step {id}: {error}", code="not-verified") from error
@@ -257,13 +251,13 @@ class Images:
         begin, size = self._extras_begin[rank], self.found[rank].extras_bytes
         mapped = self.flat(rank)
         if mapped is not None:
-            return bytes(mapped[begin : begin + size].tolist())
+            return _bytes_of(mapped[begin : begin + size])
         chunks = range(begin // CHUNK_BYTES, -(-(begin + size) // CHUNK_BYTES))
         parts = []
         for wanted, frame in self.stream(Chunk(rank=rank, chunk=one, frame=0) for one in chunks):
             first = max(begin - wanted.chunk * CHUNK_BYTES, 0)
             last = min(begin + size - wanted.chunk * CHUNK_BYTES, CHUNK_BYTES)
-            parts.append(bytes(frame[first:last].tolist()))
+            parts.append(_bytes_of(frame[first:last]))
         return b"".join(parts)
 
     def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
@@ -439,23 +433,17 @@ def fill(
     must restore another step, or stop.
     """
     dtypes = [one.dtype for one in targets] if dtypes is None else dtypes
-    total = _wholes(plan, targets, images, dtypes) + _mapped(plan, targets, images, dtypes)
-    distant = (one for one in plan.parts() if images.flat(one.rank) is None)
-    for load, frame in images.stream(loads(distant, dtypes)):
+    plain = [copying.is_plain(one) for one in targets]
+    total = _mapped(plan, targets, images, dtypes, plain)
+    for load, frame in images.stream(_distant(plan, dtypes, images)):
         for want, block in load.parts:
             source = view_of(frame, dtypes[want], block, load.chunk * CHUNK_BYTES)
             total += put(_place(targets[want], block), source)
-    cut = set(plan.columns[:, 2].tolist())
-    _note_moves(targets[number] for number in cut if copying.is_plain(targets[number]))
+    for target, is_plain in zip(targets, plain, strict=True):
+        if is_plain and target.numel():  # memmove is no operation of torch
+            torch.autograd.graph.increment_version(target)
     accelerator.here().synchronize()
     return total
-
-
-def _note_moves(targets: Iterable[Tensor]) -> None:
-    """Increment the version counters, because memmove is no torch operation and leaves them
-    alone."""
-    for target in targets:
-        torch.autograd.graph.increment_version(target)
 
 
 def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Load]:
@@ -477,30 +465,20 @@ def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Lo
         yield current
 
 
-def chunk_runs(plan: Plan, targets: Sequence[Tensor], images: Bytes) -> tuple[ChunkRun, ...]:
-    """The chunks that `fill` may ask for, in its order: all of them, and hardly any other."""
-    columns, dims = plan.columns, plan.dims
-    if not len(columns):
-        return ()
-    element = torch.tensor([one.element_size() for one in targets], dtype=torch.int64)
-    stride = element[columns[:, 2]]
-    first, last = columns[:, 1].clone(), columns[:, 1] + stride - 1
-    sizes, low, extent, _ = columns[:, 3:].view(len(columns), 4, dims).unbind(1)
-    for dim in reversed(range(dims)):
-        held = extent[:, dim] > 0  # 0 is padding
-        first += torch.where(held, low[:, dim] * stride, 0)
-        last += torch.where(held, (low[:, dim] + extent[:, dim] - 1) * stride, 0)
-        stride = torch.where(held, stride * sizes[:, dim], stride)
-    spans = torch.stack([columns[:, 0], first // CHUNK_BYTES, last // CHUNK_BYTES + 1], dim=1)
+def chunk_runs(plan: Plan, dtypes: Sequence[torch.dtype], images: Bytes) -> tuple[ChunkRun, ...]:
+    """The chunks that `fill` will ask for, in its order."""
     runs: list[ChunkRun] = []
-    for rank, begin, end in torch.unique(spans, dim=0).tolist():
-        if images.flat(rank) is not None:
-            continue
-        if runs and runs[-1].rank == rank and begin <= runs[-1].end:
-            begin, end = runs[-1].first, max(end, runs[-1].end)
-            runs.pop()
-        runs.append(ChunkRun(rank=rank, first=begin, end=end))
+    for load in _distant(plan, dtypes, images):
+        first, end = load.chunk, load.chunk + 1
+        if runs and (runs[-1].rank, runs[-1].end) == (load.rank, load.chunk):
+            first = runs.pop().first
+        runs.append(ChunkRun(rank=load.rank, first=first, end=end))
     return tuple(runs)
+
+
+def _distant(plan: Plan, dtypes: Sequence[torch.dtype], images: Bytes) -> Iterator[Load]:
+    """What is needed of images that are not mapped."""
+    return loads((one for one in plan.parts() if images.flat(one.rank) is None), dtypes)
 
 
 def put(target: Tensor, source: Tensor) -> int:
@@ -538,47 +516,35 @@ def _narrow(tensor: Tensor, at: Sequence[int], extent: Sequence[int]) -> Tensor:
     return tensor
 
 
-def _wholes(
-    plan: Plan, targets: Sequence[Tensor], images: Bytes, dtypes: Sequence[torch.dtype]
-) -> int:
-    """Copy the wholes. Plain memory is copied by address, because making a view often costs more
-    than the copy."""
-    total, moves, copies, moved = 0, [], [], []
-    flats = {rank: images.flat(rank) for rank in {one.rank for one in plan.wholes}}
-    addresses = {rank: 0 if flat is None else flat.data_ptr() for rank, flat in flats.items()}
-    for rank, begin, want in plan.wholes:
-        target, dtype = targets[want], dtypes[want]
-        size = target.numel() * dtype.itemsize
-        total += size
-        if target.dtype == dtype and copying.is_plain(target):
-            moves.append(copying.Move(target.data_ptr(), addresses[rank] + begin, size))
-            moved.append(target)
-        else:
-            flat, shape = flats[rank], tuple(target.shape)
-            assert flat is not None, "wholes are in memory"
-            copies.append(copying.Copy(target, flat[begin : begin + size].view(dtype).view(shape)))
-    copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
-    _note_moves(moved)
-    return total
-
-
 def _mapped(
-    plan: Plan, targets: Sequence[Tensor], images: Bytes, dtypes: Sequence[torch.dtype]
+    plan: Plan,
+    targets: Sequence[Tensor],
+    images: Bytes,
+    dtypes: Sequence[torch.dtype],
+    plain: Sequence[bool],
 ) -> int:
-    total, moves, copies = 0, [], []
-    for piece in plan.parts():
+    """Copy what lies in mapped images. A whole tensor of plain memory is copied by address, because
+    making a view often costs more than the copy."""
+    total = 0
+    moves: list[copying.Move] = []
+    copies: list[copying.Copy] = []
+    for piece in plan.pieces():
         flat = images.flat(piece.rank)
         if flat is None:
             continue
-        whole = Block(piece.begin, piece.sizes, piece.low, piece.extent, piece.at)
-        target = _place(targets[piece.want], whole)
-        source = view_of(flat, dtypes[piece.want], whole, 0)
-        size = source.numel() * source.element_size()
+        target, dtype = targets[piece.want], dtypes[piece.want]
+        size = math.prod(piece.extent) * dtype.itemsize
         total += size
-        if _is_move(target, source):
-            moves.append(copying.Move(target.data_ptr(), source.data_ptr(), size))
+        is_whole = piece.extent == piece.sizes == target.shape
+        if is_whole and plain[piece.want] and target.dtype == dtype:
+            moves.append(copying.Move(target.data_ptr(), flat.data_ptr() + piece.begin, size))
         else:
-            copies.append(copying.Copy(target, source))
+            whole = Block(piece.begin, piece.sizes, piece.low, piece.extent, piece.at)
+            part, source = _place(target, whole), view_of(flat, dtype, whole, 0)
+            if _is_move(part, source):
+                moves.append(copying.Move(part.data_ptr(), source.data_ptr(), size))
+            else:
+                copies.append(copying.Copy(part, source))
         if len(moves) + len(copies) >= _MOVES_AT_ONCE:
             copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
             moves, copies = [], []

@@ -101,7 +101,9 @@ class Loader(Tensors):
         )
         # announced before any rank begins to copy, so that the ranks of a node know of each other's
         # chunks
-        self._images.announce(chunk_runs(self._plan, self._targets, self._images))
+        self._images.announce(
+            chunk_runs(self._plan, [one.dtype for one in self._targets], self._images)
+        )
 
     def _unused(self) -> list[str]:
         """Saved names that a module here could hold and does not."""

@@ -315,7 +315,11 @@ class OptimizerLoader:
                 saved = {key: one for key, one in saved.items() if key != "param_names"}
             merged.append({**saved, **own})
         branches = {**more, "state": state, "param_groups": merged}
-        load_exactly(self._optimizer, {key: branches[key] for key in keys}, own=self._is_own)
+        tree = {key: branches[key] for key in keys}
+        if self._is_own:
+            self._optimizer.load_state_dict(tree)
+        else:
+            load_exactly(self._optimizer, tree)
         place_generators(self._tensors.refill, self._optimizer.param_groups, merged)
 
 
@@ -376,15 +380,14 @@ def loads_in_its_own_way(optimizer: torch.optim.Optimizer) -> bool:
     return not all(isinstance(one, str) and one.startswith("torch.optim.") for one in origins)
 
 
-def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, own: bool) -> None:
-    """`load_state_dict`, and then every value of the state exactly as it was saved, where torch has
-    only cast it.
+def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """`load_state_dict`, and then every value of the state exactly as it was saved.
 
     torch alone would cast nested values to the parameter's dtype, make other strings of strings,
-    and accept no arrays. `own`: what the optimizer itself makes of a value stays.
+    and accept no arrays.
     """
     kept = state.get("state", {})
-    handed = {key: _plain(one, own=own) for key, one in kept.items()}
+    handed = {key: _plain(one) for key, one in kept.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Casting complex values to real")
         optimizer.load_state_dict({**state, "state": handed})
@@ -394,8 +397,7 @@ def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, own
     for key, one in kept.items():
         owner = owners.get(key, key) if type(key) is int else key
         if owner in optimizer.state:
-            loaded = optimizer.state[owner]
-            optimizer.state[owner] = _exact(one, handed[key], loaded, own=own)
+            optimizer.state[owner] = _exact(one, optimizer.state[owner])
 
 
 def group_numbers(tree: Any) -> list[list[int]] | None:
@@ -454,59 +456,20 @@ def live_numbers(
     return numbers | {one: one for one in unnamed if one < len(live) and one not in taken}
 
 
-def _plain(value: Any, *, own: bool) -> Any:
-    """A value in a form that torch's load_state_dict can cast. `own`: an optimizer that loads in
-    its own way also gets the text that torch would only spoil."""
+def _plain(value: Any) -> Any:
+    """A value in a form that torch's load_state_dict can cast."""
     if isinstance(value, dict):
-        return {key: _plain(one, own=own) for key, one in value.items()}
+        return {key: _plain(one) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_plain(one, own=own) for one in value)
-    if own and type(value) in (str, bytes, set, frozenset):
-        return value
+        return type(value)(_plain(one) for one in value)
     return value if isinstance(value, Tensor | int | float) else None
 
 
-def _exact(kept: Any, handed: Any, loaded: Any, *, own: bool) -> Any:
-    """`kept`, except where the optimizer made another value of it. `handed`: see `_plain`."""
-    if isinstance(kept, dict) and isinstance(loaded, dict):
-        if type(kept) is not dict:
-            return kept
-        exact = {
-            key: _exact(one, handed[key], loaded[key], own=own)
-            for key, one in kept.items()
-            if key in loaded
-        }
+def _exact(kept: Any, loaded: Any) -> Any:
+    """`kept`, with what torch has added to it."""
+    if type(kept) is dict and isinstance(loaded, dict):
+        exact = {key: _exact(one, loaded[key]) for key, one in kept.items() if key in loaded}
         return exact | {key: one for key, one in loaded.items() if key not in kept}
-    if own:
-        return kept if _is_cast(handed, loaded) else loaded
+    if isinstance(kept, dict):
+        return kept
     return kept if isinstance(kept, Tensor) == isinstance(loaded, Tensor) else loaded
-
-
-def _is_cast(handed: Any, loaded: Any) -> bool:
-    """Whether torch's `load_state_dict` alone would have made `loaded` of `handed`."""
-    if handed is loaded:
-        return True
-    if type(handed) is not type(loaded):
-        return False
-    if isinstance(handed, Tensor):
-        return handed.shape == loaded.shape and _same_bits(handed.to(loaded), loaded)
-    if isinstance(handed, list | tuple):
-        pairs = zip(handed, loaded, strict=False)
-        return len(handed) == len(loaded) and all(_is_cast(one, two) for one, two in pairs)
-    if isinstance(handed, dict):
-        return handed.keys() == loaded.keys() and all(
-            _is_cast(one, loaded[key]) for key, one in handed.items()
-        )
-    if type(handed) is str and loaded.startswith("<generator object "):  # so torch casts a text
-        return True
-    return bool(handed == loaded)
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    left, right = _bits(one), _bits(other)
-    return left.shape == right.shape and torch.equal(left, right)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    local = sharding.local_of(tensor) if sharding.is_dtensor(tensor) else tensor
-    return local.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)

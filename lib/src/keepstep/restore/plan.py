@@ -125,19 +125,14 @@ class IndexBuilder:
         self._conflicts: dict[str, str] = {}
         self._present: set[int] = set()
 
-    def add(self, layout: Layout, tensor_of: Mapping[str, str] | None = None) -> None:
-        """Add the image of one saved rank.
-
-        `tensor_of`: the tensor of each entry that is not named after its tensor, for example where
-        one rank has several boxes of a tensor.
-        """
+    def add(self, layout: Layout) -> None:
+        """Add the image of one saved rank."""
         self._present.add(layout.rank)
         self._aliases.update(layout.aliases)
-        tensors, tensor_of = self._tensors, tensor_of or {}
-        for name, entry in layout.entries.items():
-            if name in tensor_of:
-                name = tensor_of[name]
+        tensors = self._tensors
+        for entry in layout.entries.values():
             spec = entry.spec
+            name = spec.name if spec.tensor is None else spec.tensor
             shape = spec.shape if spec.global_shape is None else spec.global_shape
             at = spec.offsets or (0,) * len(shape)
             row = array("q", (layout.rank, entry.begin, *at, *spec.shape))
@@ -315,20 +310,10 @@ class Piece(NamedTuple):
     at: tuple[int, ...]
 
 
-class Whole(NamedTuple):
-    """A want that is exactly one saved box of an image in memory.
-
-    This is the simplest piece. If a rank goes on from its own image, all its pieces are like this.
-    """
-
-    rank: int
-    begin: int
-    want: int
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All pieces of a plan: the `wholes`, and the rows of `columns`.
+    """All pieces of a plan: the `wholes`, each exactly one saved box of an image in memory (a rank
+    that goes on from its own image has no others), and the rows of `columns`.
 
     A row has rank, begin, want, and then the four tuples of `Piece`, each padded in front to `dims`
     numbers. Rows are sorted by rank and begin, which is the order of the files. This order is the
@@ -338,14 +323,11 @@ class Plan:
     wants: Sequence[Want]
     columns: Tensor
     dims: int
-    wholes: Sequence[Whole] = ()
+    wholes: Sequence[Piece] = ()
 
     def pieces(self) -> Iterator[Piece]:
         """All pieces."""
-        for rank, begin, want in self.wholes:
-            sizes = self.wants[want].box.sizes
-            at = (0,) * len(sizes)
-            yield Piece(rank, begin, want, sizes, at, sizes, at)
+        yield from self.wholes
         yield from self.parts()
 
     def parts(self) -> Iterator[Piece]:
@@ -402,7 +384,7 @@ def _padded(rows: Tensor, dims: int) -> Tensor:
 class _Planner:
     def __init__(self, index: Index, rank: int, reader: int, nearness: Sequence[int]) -> None:
         self.rows: list[Tensor] = []
-        self.wholes: list[Whole] = []
+        self.wholes: list[Piece] = []
         self._nearness = nearness
         self._index = index
         self._rank, self._reader = rank, reader
@@ -433,7 +415,9 @@ class _Planner:
             return
         only = saved.only(want.box)
         if only is not None and not self._nearness[only[0]]:
-            self.wholes.append(Whole(*only, number))
+            sizes = want.box.sizes
+            at = (0,) * len(sizes)
+            self.wholes.append(Piece(*only, number, sizes, at, sizes, at))
             return
         hit, lows, highs = intersect(saved, want.box)
         order = (self._own_order if want.own else self._order)[saved.ranks[hit]]

@@ -265,13 +265,16 @@ class Agent:
         if pending is not None and pending.fenced.is_set():
             # the device has not come to the fence yet: training runs ahead of it by one step only
             pending.judged.wait(_COPY_S if timeout_s is None else timeout_s)
+        may_skip = timeout_s is None
         if timeout_s is None:
             timeout_s = self._patience_s() if self._patient and self.session.connected else 0.0
-            knows = self._knows if self._served else self._knows_or_is_away
-        else:
-            knows = self._knows
+
+        def is_known() -> bool:
+            away = may_skip and not (self._served or self.session.connected)
+            return self.at_hand is not None or bool(self.refusal) or self.closed or away
+
         began = time.monotonic()
-        self._changed.wait_for(knows, timeout_s=timeout_s)
+        self._changed.wait_for(is_known, timeout_s=timeout_s)
         if (waited_s := time.monotonic() - began) > _NOTED_S:
             log.warning(
                 "keepstep: rank %d: save() waited %.1f s for memory for its image",
@@ -288,12 +291,6 @@ class Agent:
             raise SlotUnavailable(self.refusal)
         away = not self.session.connected
         raise SlotUnavailable("the sidecar is away" if away else "no slot is free yet")
-
-    def _knows(self) -> bool:
-        return self.at_hand is not None or bool(self.refusal) or self.closed
-
-    def _knows_or_is_away(self) -> bool:
-        return self._knows() or not self.session.connected
 
     def _patience_s(self) -> float:
         """How long to wait for a slot, in seconds. Without the first slot of a layout no step can

@@ -168,15 +168,11 @@ class Replicas:
             store = _store()
             while not self._closed and (sample := self._samples.get()) is not None:
                 for group, samples in sorted(sample.groups.items()):
-                    if all(
-                        accelerator.here().await_told(one, self._is_closed) for one in sample.told
-                    ):
+                    await_told = accelerator.here().await_told
+                    if all(await_told(one, lambda: self._closed) for one in sample.told):
                         self._compare(store, group, sample.step, _digest(samples))
         except Exception as error:  # the store's server ends with rank 0
             log.debug("keepstep: replicas are not compared any more: %s", error)
-
-    def _is_closed(self) -> bool:
-        return self._closed
 
     def _compare(self, store: Any, group: Group, step: int, digest: bytes) -> None:
         place = f"{self._prefix}/{step}/{group[0]}.{len(group)}.{zlib.crc32(repr(group).encode())}"
@@ -189,10 +185,10 @@ class Replicas:
             found = {int(key.rpartition("/")[2]): store.get(key) for key in there}
             absent = self._absent_again(group, found)
             store.set(verdict, json.dumps([differing(found), absent]))
-            self._delete(store, there)
             self._verdicts.append(verdict)
-            while len(self._verdicts) > _VERDICTS_KEPT:
-                self._delete(store, [self._verdicts.popleft()])
+            old = [self._verdicts.popleft()] if len(self._verdicts) > _VERDICTS_KEPT else []
+            for key in (*there, *old):
+                store.delete_key(key)
         if self._await(store, [verdict], _WITHIN_S + _SLACK_S):
             differ, absent = json.loads(store.get(verdict))
             if differ:
@@ -218,10 +214,6 @@ class Replicas:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
         return True
-
-    def _delete(self, store: Any, keys: list[str]) -> None:
-        for key in keys:
-            store.delete_key(key)
 
     def _tell(self, text: str) -> None:
         if not self.difference:

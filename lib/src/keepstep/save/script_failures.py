@@ -16,13 +16,13 @@ import functools
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
 import torch
 
-from keepstep.client.uncaught import watch
+from keepstep.client.uncaught import chain, watch
 from keepstep.errors import KeepstepError
 
 _DIST_ERRORS: tuple[type[BaseException], ...] = (
@@ -85,7 +85,7 @@ def is_own(error: BaseException | None) -> bool:
     """
     if not isinstance(error, Exception) or _ENDING.was_asked():
         return False
-    return not any(map(_comes_from_outside, _chain(error)))
+    return not any(map(_comes_from_outside, chain(error, contexts=True)))
 
 
 def _comes_from_outside(error: BaseException) -> bool:
@@ -201,19 +201,12 @@ def _tells_of_a_peer(error: BaseException) -> bool:
     return isinstance(error, _DIST_ERRORS)
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def on_uncaught(tell: Callable[[BaseException], None]) -> None:
     """Call `tell` with an uncaught error of the script that ends this process.
 
     The previous excepthook still runs, and runs first. Errors that `tell` raises are ignored. After
-    an error about a lost peer, the process ends in time even if Python's own end hangs.
+    an error about a lost peer, the process ends in time, with status 1 and all stacks printed, even
+    if Python's own end hangs.
     """
     _ENDING.watch()
 
@@ -221,17 +214,10 @@ def on_uncaught(tell: Callable[[BaseException], None]) -> None:
         with contextlib.suppress(Exception):
             if is_own(error):
                 tell(error)
-            elif any(map(_tells_of_a_peer, _chain(error))):
-                _end_in_time()
+            elif any(map(_tells_of_a_peer, chain(error, contexts=True))):
+                # Python's end joins gloo's thread, and that thread may still wait for the lost
+                # peer, by default for half an hour. This timer is a thread of C, so it also runs
+                # while the interpreter ends.
+                faulthandler.dump_traceback_later(_ENDS_WITHIN_S, exit=True, file=2)
 
     watch(note)
-
-
-def _end_in_time() -> None:
-    """End the process with status 1 after a while, unless it has ended by then. All stacks are
-    printed before.
-
-    Python's end joins gloo's thread, and that thread may still wait for the lost peer, by default
-    for half an hour. This timer is a thread of C, so it also runs while the interpreter ends.
-    """
-    faulthandler.dump_traceback_later(_ENDS_WITHIN_S, exit=True, file=2)

@@ -20,6 +20,7 @@ from keepstep.image import (
     Section,
     TensorSpec,
     codecs,
+    dim_order,
     extras,
     strictjson,
     strides_with_gaps,
@@ -76,9 +77,6 @@ MAX_DEPTH = 200
 """The maximum depth of a tree. No walk at a save makes a deeper one."""
 
 Node = tuple[Any, ...]
-
-_KEY = "!key"
-"""The key of an object that stands for a key that is neither a text nor a whole number."""
 
 
 class TensorLeaf(NamedTuple):
@@ -154,7 +152,7 @@ class Taken:
                 section=leaf.section,
                 offsets=leaf.offsets,
                 global_shape=leaf.global_shape,
-                dim_order=dim_order(leaf.whole),
+                dim_order=dim_order(leaf.whole.shape, leaf.whole.stride()),
                 strides=strides_with_gaps(leaf.whole.shape, leaf.whole.stride()),
                 device=device_name(leaf.tensor.device),
                 unflattened=leaf.unflattened,
@@ -222,7 +220,7 @@ def parse(skeleton: str) -> dict[str, Node]:
 
     Every node is checked, so code that walks the trees need not check again. Raises FormatError.
     """
-    root = strictjson.loads(skeleton, what="the tree of this image")
+    root = strictjson.loads(skeleton, what="the tree of this image", hook=extras.builder())
     if not isinstance(root, list) or root[:1] != ["d"]:
         raise _senseless(root)
     nodes: list[tuple[Any, int]] = [(root, MAX_DEPTH)]
@@ -231,7 +229,7 @@ def parse(skeleton: str) -> dict[str, Node]:
         nodes += [(child, depth - 1) for child in _children(node)]
         if depth == 0:
             raise FormatError(f"the tree of this image is nested deeper than {MAX_DEPTH}")
-    return {str(name): node for name, node in _with_keys(root)[1]}
+    return {str(name): node for name, node in root[1]}
 
 
 def text_of(skeleton: Node) -> str:
@@ -251,41 +249,7 @@ def _as_json(node: Node) -> Any:
 
 
 def _key_as_json(key: Any) -> Any:
-    if type(key) is str or type(key) is int:
-        return key
-    return {_KEY: extras.encode(key).decode("latin-1")}
-
-
-def _with_keys(node: Any) -> Any:
-    """A tree of JSON whose nodes were checked, with its keys as they were."""
-    kind, inner = node[0], node[1]
-    if kind == "d":
-        items = [[_key_of(key), _with_keys(child)] for key, child in inner]
-        _check_keys([key for key, _ in items])
-        return [kind, items]
-    if kind == "l" or kind == "u":
-        return [kind, [_with_keys(child) for child in inner]]
-    return [kind, inner, _with_keys(node[2])] if kind == "x" else node
-
-
-def _check_keys(keys: list[Any]) -> None:
-    try:
-        extras.check_spread(keys)
-    except ValueError as error:
-        raise FormatError(f"the tree of this image: {error}") from None
-    if len(set(keys)) != len(keys):
-        raise FormatError("the tree of this image has a key twice")
-
-
-def _key_of(key: Any) -> Any:
-    if type(key) is not dict:
-        return key
-    made = extras.decode(key[_KEY].encode("latin-1", "replace"))
-    try:
-        hash(made)
-    except TypeError:
-        raise FormatError(f"a key of the tree of this image cannot be one: {made!r:.80}") from None
-    return made
+    return key if type(key) is str or type(key) is int else extras.tree_of(key)
 
 
 def _children(node: Any) -> list[Any]:
@@ -296,18 +260,20 @@ def _children(node: Any) -> list[Any]:
             return [child]
         case ["l" | "u", list(children)]:
             return children
-        case ["d", list(items)] if all(map(_is_item, items)):
+        case ["d", list(items)] if all(type(one) is list and len(one) == 2 for one in items):
+            _check_keys([key for key, _ in items])
             return [child for _, child in items]
     raise _senseless(node)
 
 
-def _is_item(item: Any) -> bool:
-    if not isinstance(item, list) or len(item) != 2:
-        return False
-    key = item[0]
-    if type(key) is dict:
-        return key.keys() == {_KEY} and type(key[_KEY]) is str
-    return type(key) in (str, int)
+def _check_keys(keys: list[Any]) -> None:
+    try:
+        extras.check_spread(keys)
+        twice = len(set(keys)) != len(keys)
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"the tree of this image: {strictjson.reason(error)}") from None
+    if twice:
+        raise FormatError("the tree of this image has a key twice")
 
 
 def _senseless(node: Any) -> FormatError:
@@ -352,21 +318,6 @@ def metadata_of(kept: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]] 
 
 PLAIN_METADATA = {"version": 1}
 """What a state dict says of a module that says nothing of itself."""
-
-
-def dim_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The order of the dimensions in memory, the outermost first; None for row-major.
-
-    Of dimensions with equal strides, the one with more elements is the outer one. So `empty`
-    reproduces exactly the same strides, even for dimensions of one element, by which torch tells
-    its memory formats apart.
-    """
-    strides = tensor.stride()
-    if len(strides) < 2 or (len(strides) == 2 and strides[0] > strides[1]):
-        return None
-    shape = tensor.shape
-    order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
-    return None if order == list(range(len(shape))) else tuple(order)
 
 
 def empty(

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from keepstep.errors import RestoreError, UsageError
-from keepstep.image.xxh3 import LEAST_BYTES, xxh3_128
+from keepstep.image.layout import digest_of
 
 
 class Sharing(NamedTuple):
@@ -277,7 +277,7 @@ def agree(
     """
     declaration, failure = _declare(claims)
     text = repr(declaration).encode("utf-8", "surrogatepass")
-    digest = xxh3_128(text.ljust(LEAST_BYTES))
+    digest = digest_of(text)
     said = f"rank {rank}: {failure}" if failure else ""
     told = gather((node, digest, said, isinstance(failure, UsageError)))
     if failure is not None:

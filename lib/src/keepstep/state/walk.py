@@ -799,7 +799,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 def _check_key(key: Any, path: str) -> None:
     try:
-        extras.encode(key)
+        extras.tree_of(key)
     except FormatError as error:
         raise UsageError(f"{path}: the key {key!r:.200} of a dict: {error}") from None
 

@@ -115,12 +115,10 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
-def _ignored(number: int) -> bool:
-    return signal.getsignal(number) is signal.SIG_IGN
-
-
 _NAME: Final = "keepstep.warm.server"
-_SERVER: Final = f"{SAFE_PATH}; from {_NAME} import start; start()"
+_ROOM: Final = " " * 4096
+"""Makes the server's command line long, so that those of its processes fit in its place."""
+_SERVER: Final = f"{SAFE_PATH}; from {_NAME} import start; start(){_ROOM}"
 
 
 class ForkServer:
@@ -196,7 +194,9 @@ class ForkServer:
             "directory": directory,
             "group": own_group,
             "session": own_session,
-            "ignored": [one for one in signal.valid_signals() if _ignored(one)],
+            "ignored": [
+                one for one in signal.valid_signals() if signal.getsignal(one) is signal.SIG_IGN
+            ],
         }
         request = json.dumps(asked).encode()
         if len(request) > LARGEST_BYTES:

@@ -20,7 +20,6 @@ import pkgutil
 import runpy
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -35,8 +34,7 @@ from typing import IO, Any, Final, NoReturn
 from keepstep import processes
 from keepstep.warm.client import ColdStart, ForkServer, Python, parse
 
-_PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
-_PAGE: Final = 4096
+_PR_SET_NAME: Final = 15
 _THREADS: Final = "OMP_NUM_THREADS"
 PATIENCE_S: Final = 30.0
 _PAUSE_S: Final = 0.05
@@ -95,8 +93,7 @@ def become(job: Job) -> None:
     if faults:
         faulthandler.enable(file=2)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    with contextlib.suppress(OSError, AttributeError, ValueError):  # only ps and pgrep need it
-        _retitle(job.argv, job.environment)
+    _retitle(job.argv)
 
 
 def _set_threads() -> None:
@@ -125,51 +122,17 @@ def _set_blas_threads(threads: int) -> None:
                     return
 
 
-def _retitle(argv: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Set /proc/PID/cmdline, environ and comm as exec would (prctl(2), PR_SET_MM_MAP; proc(5)
-    numbers the fields of stat). Raises OSError if the kernel does not support this."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_NAME, os.path.basename(argv[0]).encode()[:15], 0, 0, 0)
-    words = b"".join(os.fsencode(word) + b"\0" for word in argv)
-    variables = b"".join(os.fsencode(f"{name}={one}") + b"\0" for name, one in environment.items())
-    libc.mmap.restype = ctypes.c_void_p
-    size = (len(words) + len(variables) + _PAGE) // _PAGE * _PAGE
-    readable_writable, private_anonymous = 3, 0x22
-    at = libc.mmap(
-        None,
-        ctypes.c_size_t(size),
-        readable_writable,
-        private_anonymous,
-        -1,
-        ctypes.c_long(0),
-    )
-    if at is None or at == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), "mmap")
-    ctypes.memmove(at, words + variables, len(words) + len(variables))
+def _retitle(argv: Sequence[str]) -> None:
+    """Have ps and pgrep show this command line, as far as there is room for it where the kernel
+    finds that of the fork server (proc(5): fields 48 and 49 of stat)."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, os.path.basename(argv[0]).encode()[:15], 0, 0, 0)
     stat = processes.stat("self")
-    if stat is None:
-        raise OSError("no /proc/self/stat")
-    start_code, end_code, start_stack, start_data, end_data, start_brk = (
-        int(stat[number - 3]) for number in (26, 27, 28, 45, 46, 47)
-    )
-    libc.sbrk.restype = ctypes.c_void_p
-    end = at + len(words)
-    auxv = ctypes.create_string_buffer(Path("/proc/self/auxv").read_bytes())
-    layout = struct.pack(
-        "11QQIi",
-        *(start_code, end_code, start_data, end_data, start_brk, libc.sbrk(0), start_stack),
-        *(at, end, end, end + len(variables)),
-        *(ctypes.addressof(auxv), len(auxv) - 1, -1),
-    )
-    buffer = ctypes.create_string_buffer(layout)
-    if libc.prctl(
-        _PR_SET_MM,
-        ctypes.c_ulong(_PR_SET_MM_MAP),
-        ctypes.byref(buffer),
-        ctypes.c_ulong(len(layout)),
-        ctypes.c_ulong(0),
-    ):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_MM_MAP)")
+    begin, end = (int(stat[number - 3]) for number in (48, 49)) if stat else (0, 0)
+    title = os.fsencode(" ".join(argv))[: end - begin - 2] + b"\0"
+    if len(title) < end - begin:
+        # a last byte that is not zero tells the kernel that the rest is one string, up to a zero
+        ctypes.memset(begin, 1, end - begin)
+        ctypes.memmove(begin, title, len(title))
 
 
 # --- what the interpreter does -----------------------------------------------------------------

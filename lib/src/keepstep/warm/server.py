@@ -27,7 +27,15 @@ from typing import Any, Final
 
 from keepstep.processes import become_subreaper
 from keepstep.warm import process
-from keepstep.warm.client import GO, LARGEST_BYTES, ForkServer, late_differences, pair, parse
+from keepstep.warm.client import (
+    GO,
+    LARGEST_BYTES,
+    ColdStart,
+    ForkServer,
+    late_differences,
+    pair,
+    parse,
+)
 from keepstep.warm.process import Job
 
 # torch._dynamo: a process's first optimizer imports it, which takes longer than importing torch
@@ -46,10 +54,6 @@ _MODULES: Final = (
     "keepstep.checkpointer",
 )
 _IGNORED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
-
-class RefusedError(Exception):
-    """This process must not be forked; the message says why."""
 
 
 Stamps = dict[str, tuple[int, int, int] | None]
@@ -77,25 +81,25 @@ def _ended(path: str) -> bool:
 
 
 def preload(modules: list[str]) -> None:
-    """Import everything. Raises RefusedError if a fork of the result would be broken."""
+    """Import everything. Raises ColdStart if a fork of the result would be broken."""
     if getattr(sys.flags, "safe_path", False):
-        raise RefusedError("PYTHONSAFEPATH is set")
+        raise ColdStart("PYTHONSAFEPATH is set")
     _import(_MODULES)
     sys.path.insert(0, os.getcwd())  # from here on as `python -m` has it
     _import(modules)
     import torch
 
     if torch.cuda.is_initialized():
-        raise RefusedError("a preloaded module has initialised CUDA, which no fork survives")
+        raise ColdStart("a preloaded module has initialised CUDA, which no fork survives")
     # numpy's OpenBLAS starts threads when it is loaded, and ends them at the first fork
     probe = os.fork()
     if probe == 0:
         # CUDA may be in use without torch's knowledge: `torch.cuda.is_available()` is enough
         os._exit(torch.cuda._is_in_bad_fork())
     if os.waitpid(probe, 0)[1]:
-        raise RefusedError("a preloaded module has asked for CUDA devices: no fork may use them")
+        raise ColdStart("a preloaded module has asked for CUDA devices: no fork may use them")
     if names := _other_threads():
-        raise RefusedError(f"a preloaded module has started threads: {', '.join(names)}")
+        raise ColdStart(f"a preloaded module has started threads: {', '.join(names)}")
     gc.collect()
     gc.freeze()
 
@@ -106,7 +110,7 @@ def _import(modules: Sequence[str]) -> None:
         for name in modules:
             importlib.import_module(name)
     except Exception as error:
-        raise RefusedError(f"module {name} cannot be imported ({error!r})") from error
+        raise ColdStart(f"module {name} cannot be imported ({error!r})") from error
 
 
 def _other_threads() -> list[str]:
@@ -219,7 +223,7 @@ def main() -> None:
     environment = dict(os.environ)
     try:
         preload(sys.argv[3:])
-    except RefusedError as refused:
+    except ColdStart as refused:
         _send(connection, {"cold": str(refused)})
         os._exit(0)
     _send(connection, {"pid": os.getpid()})

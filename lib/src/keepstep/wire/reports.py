@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from keepstep.core.commit_rule import RankReport
+from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.history import Badput, Goodput
 from keepstep.core.ledger import Reported
 from keepstep.core.shard import Shard
 from keepstep.core.suspicion import Failure
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.status import RankCounters, TierProgress, VolumeUsage
 
 PATH = "/v1/reports"
@@ -30,23 +30,13 @@ after the operator had taken it for gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportedTier:
-    """What a tier holds of one rank, as `Shard.to_send`. `gone`: the removed steps, if `shards`
-    lists only what was added since the last report; None: `shards` lists everything."""
-
-    answer: Answer
-    shards: tuple[Shard, ...] = ()
-    gone: tuple[StepId, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReportedRank(RankCounters):
     """What a report says of one rank.
 
-    `staged_at`: unix seconds. `tiers`: a tier that is not named does not exist on this pod, or this
-    report does not cover it. Under `peer` are copies that this pod keeps of images of a rank that
-    another pod has, or had before the pods came back in another order; under `archive`, the rank's
-    images that were seen there.
+    `staged_at`: unix seconds. `tiers`: with shards as `Shard.to_send`; a tier that is not named
+    does not exist on this pod, or this report does not cover it. Under `peer` are copies that this
+    pod keeps of images of a rank that another pod has, or had before the pods came back in another
+    order; under `archive`, the rank's images that were seen there.
     """
 
     staged_at: float | None = None
@@ -125,8 +115,7 @@ class Peer:
 class Report:
     """POST /v1/reports.
 
-    `sequence`: grows with every report of one sidecar process. `sent_at`: the sidecar's clock in
-    unix seconds; only shown, never compared with another clock. `since`: the sequence of the
+    `sequence`: grows with every report of one sidecar process. `since`: the sequence of the
     earlier report to which this one has the changes (of `epochs`, `ranks`, `restores` and
     `goodput`); 0: this report is whole. `ready`: the volumes were scanned. `library`: version of
     the library in the training container; '' before the first trainer. `pinned`: what keeps slots
@@ -142,7 +131,6 @@ class Report:
     sidecar: str
     started_at: float
     sequence: int
-    sent_at: float
     since: int = 0
     ready: bool = False
     library: str = ""
@@ -152,10 +140,6 @@ class Report:
     restores: tuple[ReportedRestore, ...] = ()
     volumes: tuple[ReportedVolume, ...] = ()
     warnings: tuple[str, ...] = ()
-    persisted: int = 0
-    persist_skipped: int = 0
-    persist_bytes: int = 0
-    persist_seconds: float = 0.0
     flushing: bool = False
     peer_address: str = ""
     tiers: dict[Tier, TierProgress] = field(default_factory=dict)
@@ -170,7 +154,7 @@ class Report:
         because a restarted sidecar starts its `sequence` again."""
         return Reported(
             node_rank=node_rank,
-            ranks={one.rank: _rank_report(one) for one in self.ranks},
+            ranks={one.rank: one.tiers for one in self.ranks},
             epochs=self.epochs,
             sequence=ordered,
         )
@@ -228,14 +212,6 @@ class ReportReply:
     failures: tuple[Failure, ...] = ()
     begin_again: bool = False
     gone_for_good: bool = False
-
-
-def _rank_report(one: ReportedRank) -> RankReport:
-    return RankReport(
-        sealed={tier: told.shards for tier, told in one.tiers.items()},
-        answers={tier: told.answer for tier, told in one.tiers.items()},
-        gone={tier: told.gone for tier, told in one.tiers.items() if told.gone is not None},
-    )
 
 
 # --- certificates ----------------------------------------------------------------------------

@@ -108,14 +108,12 @@ class LeaseGranted(Message):
     """First line of the lease stream (JSON lines; each later line is a `LeaseNews`).
 
     `held`: those slots of `LeaseRequest.holding` that the trainer may still fill. `archive`: steps
-    also go to an archive. `huge_pages_dir`: a second directory in which slots may be; '': there is
-    none.
+    also go to an archive. `huge_pages_dir`: a directory on huge pages in which slots may be; '':
+    there is none.
     """
 
     lease: str
     run: str
-    sidecar: str
-    memory_dir: str
     huge_pages_dir: str = ""
     stage_every: int = 1
     held: tuple[str, ...] = ()
@@ -128,22 +126,25 @@ class LeaseNews(Message):
     warning: str = ""
 
 
-class UnseenRequest(Message):
-    """POST /v1/unseen: this trainer cannot use `LeaseGranted.huge_pages_dir`, for instance because
-    its container does not mount it. Answered once every image in it is also available elsewhere."""
+class OfLease(Message):
+    """A request of the trainer that holds this lease."""
 
     lease: str
+
+
+class UnseenRequest(OfLease):
+    """POST /v1/unseen: this trainer cannot use `LeaseGranted.huge_pages_dir`, for instance because
+    its container does not mount it. Answered once every image in it is also available elsewhere."""
 
 
 # --- slots -----------------------------------------------------------------------------------
 
 
-class LayoutRequest(Message):
+class LayoutRequest(OfLease):
     """POST /v1/layout: this rank's images have the layout of `header` (base64 of the header
     bytes). `filling`: an image of the former layout is still on its way. If not, a slot of that
     layout that this trainer was given is free."""
 
-    lease: str
     header: str
     filling: bool = True
 
@@ -158,10 +159,9 @@ class LayoutAccepted(Message):
     warning: str = ""
 
 
-class SlotRequest(Message):
+class SlotRequest(OfLease):
     """POST /v1/slot: the next slot to fill. Waits up to `timeout_s`. At most one is unsealed."""
 
-    lease: str
     layout: str
     timeout_s: float = 30.0
 
@@ -175,13 +175,12 @@ class SlotGranted(Message):
     generation: int = 0
 
 
-class StagedRequest(Message):
+class StagedRequest(OfLease):
     """POST /v1/staged: the image in `slot` is complete and sealed. The reply has the next slot.
 
     Times in seconds. `blocked_s`: how long this image blocked the training thread.
     """
 
-    lease: str
     slot: str
     generation: int
     epoch: Epoch
@@ -190,40 +189,36 @@ class StagedRequest(Message):
     blocked_s: float = 0.0
 
 
-class DiscardRequest(Message):
+class DiscardRequest(OfLease):
     """POST /v1/discard: the image in `slot` is not valid. The slot goes back to the sidecar."""
 
-    lease: str
     slot: str
     generation: int
     step: int
     reason: str
 
 
-class SkippedRequest(Message):
+class SkippedRequest(OfLease):
     """POST /v1/skipped: `count` steps could not be staged. `step`: the last of them. `unkeepable`:
     the state itself cannot be kept, now and at the next save."""
 
-    lease: str
     step: int
     reason: str
     count: int = 1
     unkeepable: bool = False
 
 
-class FailedRequest(Message):
+class FailedRequest(OfLease):
     """POST /v1/failed: the script itself failed when it had reached step `id`. The failure is
     recorded durably before the answer."""
 
-    lease: str
     id: StepId
     reason: str = ""
 
 
-class WarningRequest(Message):
+class WarningRequest(OfLease):
     """POST /v1/warning: `text` stands among the warnings of the status while this lease lasts."""
 
-    lease: str
     text: str
 
 
@@ -236,68 +231,59 @@ class UncaughtRequest(Message):
     repeats: bool = False
 
 
-class RefusedRequest(Message):
+class RefusedRequest(OfLease):
     """POST /v1/refused: the ranks found steps, but their vote refused to go on or to begin
     again. `reason`: the text of its error."""
 
-    lease: str
     reason: str
 
 
-class ReleaseRequest(Message):
+class ReleaseRequest(OfLease):
     """POST /v1/release: this trainer no longer writes into any slot. Its process may live on."""
-
-    lease: str
 
 
 # --- restore ---------------------------------------------------------------------------------
 
 
-class CandidatesRequest(Message):
+class CandidatesRequest(OfLease):
     """POST /v1/candidates: what this rank could restore. Answered when the scan of the volumes is
     done and the rank may vote (`core.readiness`)."""
 
-    lease: str
     timeout_s: float = 60.0
 
 
-class OpenRequest(Message):
+class OpenRequest(OfLease):
     """POST /v1/restore: bring this step's image into a slot and verify it.
 
     `bad`: path of a slot that an earlier answer named and that failed its verification; '': none.
     """
 
-    lease: str
     id: StepId
     timeout_s: float = 600.0
     bad: str = ""
 
 
 class Opened(Message):
-    """The verified image is in this slot, which is pinned until `RestoredRequest`. `tier`: where
-    the image came from."""
+    """The verified image is in the slot at `path`, which is pinned until `RestoredRequest`. `tier`:
+    where the image came from."""
 
-    slot: str
     path: str
     tier: Tier
-    bytes: int
-    seconds: float
 
 
-class RestoredRequest(Message):
+class RestoredRequest(OfLease):
     """POST /v1/restored: all ranks agreed on `epoch`. Its parent is the restored step, if any.
 
     `asked`: the step that the script itself named (`restore(step=...)`); None: it named none.
     """
 
-    lease: str
     epoch: Epoch
     tier: Tier | None = None
     seconds: float = 0.0
     asked: int | None = None
 
 
-class SourcesRequest(Message):
+class SourcesRequest(OfLease):
     """POST /v1/sources: where the images of all ranks that saved this step are.
 
     The named images stay where they are until `RestoredRequest` or the end of the lease. `bad`:
@@ -305,7 +291,6 @@ class SourcesRequest(Message):
     named.
     """
 
-    lease: str
     id: StepId
     bad: tuple[str, ...] = ()
     every: bool = False
@@ -340,10 +325,9 @@ class Sources(Message):
     left_out: tuple[int, ...] = ()
 
 
-class HeadersRequest(Message):
+class HeadersRequest(OfLease):
     """POST /v1/headers: the headers of these saved ranks' images."""
 
-    lease: str
     id: StepId
     ranks: tuple[int, ...]
 
@@ -354,11 +338,10 @@ class Headers(Message):
     headers: tuple[str, ...] = ()
 
 
-class WindowRequest(Message):
+class WindowRequest(OfLease):
     """POST /v1/window: shared memory through which verified chunks come. A lease has at most one
     window, until `RestoredRequest` or the end of the lease."""
 
-    lease: str
     frames: int = 6
 
 
@@ -387,7 +370,7 @@ class ChunkRun(Message):
     end: int
 
 
-class ChunksRequest(Message):
+class ChunksRequest(OfLease):
     """POST /v1/chunks: bring these chunks into the window, verified. Requests may overlap in time
     if they use different frames.
 
@@ -396,7 +379,6 @@ class ChunksRequest(Message):
     them. Empty: the rank will ask for no chunks. None: the earlier announcement still holds.
     """
 
-    lease: str
     id: StepId
     chunks: tuple[Chunk, ...]
     timeout_s: float = 600.0
@@ -406,21 +388,19 @@ class ChunksRequest(Message):
 class Chunks(Message):
     """All requested chunks are in their frames. `tier`: the farthest tier that was read."""
 
-    seconds: float = 0.0
     tier: Tier = Tier.MEMORY
 
 
 # --- progress --------------------------------------------------------------------------------
 
 
-class WaitRequest(Message):
+class WaitRequest(OfLease):
     """POST /v1/wait: wait until step `id` itself is, or was, in `state`.
 
     With state `archived`: wait until the newest step that the archive's schedule wants is in the
     archive. `flush`: persist this step now, even if the schedule would not.
     """
 
-    lease: str
     id: StepId
     state: str
     timeout_s: float = 60.0

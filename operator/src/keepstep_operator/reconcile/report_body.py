@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.shard import Ranks, Shard
 from keepstep.core.suspicion import KEPT, Failure
 from keepstep.steps import Epoch, EpochId, StepId, Tier
@@ -20,7 +21,6 @@ from keepstep.wire.reports import (
     Report,
     ReportedRank,
     ReportedRestore,
-    ReportedTier,
     ReportedVolume,
 )
 from keepstep.wire.status import TierProgress

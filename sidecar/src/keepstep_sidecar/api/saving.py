@@ -38,7 +38,6 @@ from keepstep.wire.trainer import (
     WaitRequest,
     WarningRequest,
 )
-from keepstep_sidecar import __version__
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes
@@ -120,8 +119,6 @@ class Saving:
         return lease, LeaseGranted(
             lease=lease.token,
             run=self.config.run,
-            sidecar=__version__,
-            memory_dir=str(self.config.memory_dir),
             huge_pages_dir=str(self.slots.directories.huge or ""),
             stage_every=self.config.stage_every,
             held=held,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from keepstep.core.commit_rule import RankReport, bits, is_full
+from keepstep.core.commit_rule import RankReport, ReportedTier, bits, is_full
 from keepstep.core.ledger import Reported
 from keepstep.core.node import Listed
 from keepstep.core.shard import NOBODY, Ranks, Shard
@@ -400,12 +400,12 @@ class RemoteInventory:
 
     def report(self, rank: int) -> RankReport:
         """What remote tiers hold of a rank, as a report for the ledger."""
-        sealed = {tier: tuple(self._of_rank.get(rank, {}).get(tier, ())) for tier in self.tiers}
-        answers = {tier: Answer.STEPS if found else Answer.NONE for tier, found in sealed.items()}
+        here = self._of_rank.get(rank, {})
+        found = {tier: ReportedTier.of(tuple(here.get(tier, ()))) for tier in self.tiers}
         for tier, one in self._inventories.items():
             if one.answer is Answer.UNKNOWN:
-                answers[tier.tier] = Answer.UNKNOWN
-        return RankReport(sealed=sealed, answers=answers)
+                found[tier.tier] = replace(found[tier.tier], answer=Answer.UNKNOWN)
+        return found
 
 
 def _with_last_seen(new: Inventory, old: Inventory) -> Inventory:
@@ -451,15 +451,11 @@ class Copies:
         memory, local = tuple(at.shard for at in sealed if at), self._local.of_rank(rank)
         is_known = self._local.scanned and not self._local.unreadable
         nothing = Answer.NONE if is_known else Answer.UNKNOWN
-        beyond = self._remotes.report(rank)
-        return RankReport(
-            sealed={Tier.MEMORY: memory, Tier.LOCAL: local, **beyond.sealed},
-            answers={
-                Tier.MEMORY: Answer.STEPS if memory else Answer.NONE,
-                Tier.LOCAL: Answer.STEPS if local else nothing,
-                **beyond.answers,
-            },
-        )
+        return {
+            Tier.MEMORY: ReportedTier.of(memory),
+            Tier.LOCAL: ReportedTier.of(local, nothing=nothing),
+            **self._remotes.report(rank),
+        }
 
     def beyond(self) -> Reported:
         """What remote tiers hold, for every rank of which they ever held something. For ranks known

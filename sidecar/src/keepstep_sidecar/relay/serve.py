@@ -93,7 +93,6 @@ def report(listing: Listing, *, address: str, started_at: float, sequence: int) 
         sidecar=__version__,
         started_at=started_at,
         sequence=sequence,
-        sent_at=time.time(),
         ready=listing.ready,
         epochs=listing.epochs,
         ranks=tuple(

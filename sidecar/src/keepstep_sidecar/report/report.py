@@ -10,14 +10,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from keepstep.core.commit_rule import RankReport
+from keepstep.core.commit_rule import RankReport, ReportedTier
 from keepstep.core.shard import Shard
 from keepstep.steps import IN_POD, Answer, Epoch, StepId, Tier
 from keepstep.wire.reports import (
     Report,
     ReportedGoodput,
     ReportedRank,
-    ReportedTier,
     ReportedVolume,
 )
 from keepstep.wire.status import TierProgress, VolumeStatus, VolumeUsage
@@ -27,7 +26,7 @@ from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.history import History
 from keepstep_sidecar.volume.volume import Volume
 
-_NOTHING = RankReport(answers=dict.fromkeys(IN_POD, Answer.NONE))
+_NOTHING = dict.fromkeys(IN_POD, ReportedTier.of(()))
 _RESTART_S = 120.0
 """A trainer that takes longer to come back will find the operator's plan anyway."""
 _WARNINGS = 10
@@ -48,12 +47,10 @@ def urgent(service: Service) -> bool:
 def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int) -> Report:
     """The whole report. `volumes`: measured just before, because that may block."""
     committer = service.committer
-    counts, totals = committer.node.counts, committer.images.totals
     return Report(
         sidecar=__version__,
         started_at=service.started_at,
         sequence=sequence,
-        sent_at=time.time(),
         ready=committer.local_shards.scanned,
         library=service.saving.library,
         pinned=_pinned(service),
@@ -62,10 +59,6 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         restores=tuple(service.restoring.restores),
         volumes=tuple(map(_volume, service.volumes.volumes, volumes)),
         warnings=tuple(text[:_WARNING_CHARACTERS] for text in look.warnings(service)[:_WARNINGS]),
-        persisted=counts.persisted,
-        persist_skipped=counts.skipped + counts.abandoned,
-        persist_bytes=totals.bytes,
-        persist_seconds=totals.seconds,
         flushing=service.flushing,
         peer_address=service.remote_tiers.address,
         tiers={
@@ -109,7 +102,7 @@ def _ranks(service: Service) -> tuple[ReportedRank, ...]:
 
 def _left(service: Service, rank: int) -> bool:
     held = service.committer.copies.of_rank(rank)
-    nothing = not held.sealed[Tier.MEMORY] and held.answers[Tier.LOCAL] is Answer.NONE
+    nothing = not held[Tier.MEMORY].shards and held[Tier.LOCAL].answer is Answer.NONE
     return rank in service.slots.moved and nothing
 
 
@@ -135,8 +128,8 @@ def _tiers(held: RankReport, kept: Collection[Shard]) -> dict[Tier, ReportedTier
     """What each tier holds of a rank. Copies are listed by the pods that keep them. Others only say
     whether they know of any."""
     told = {
-        tier: _listed(answer, () if tier is Tier.PEER else held.sealed.get(tier, ()))
-        for tier, answer in held.answers.items()
+        tier: _listed(one.answer, () if tier is Tier.PEER else one.shards)
+        for tier, one in held.items()
     }
     return told | _found({Tier.PEER: sorted(kept, key=lambda one: one.step_id)})
 
@@ -151,14 +144,12 @@ def _listed(answer: Answer, shards: Iterable[Shard]) -> ReportedTier:
 
 def _own(service: Service, rank: int) -> RankReport:
     """What is held of a rank, without the steps of another run from which this run begins."""
-    held = service.committer.copies.of_rank(rank)
-    sealed = {
-        tier: service.committer.epochs.without_foreign(found) for tier, found in held.sealed.items()
-    }
-    emptied = [tier for tier, found in sealed.items() if not found and held.sealed[tier]]
-    return RankReport(
-        sealed=sealed, answers={**held.answers, **dict.fromkeys(emptied, Answer.NONE)}
-    )
+    found: dict[Tier, ReportedTier] = {}
+    for tier, held in service.committer.copies.of_rank(rank).items():
+        shards = service.committer.epochs.without_foreign(held.shards)
+        emptied = bool(held.shards) and not shards
+        found[tier] = replace(held, shards=shards, answer=Answer.NONE if emptied else held.answer)
+    return found
 
 
 def _volume(volume: Volume, measured: VolumeStatus) -> ReportedVolume:
@@ -308,7 +299,6 @@ def news(report: Report) -> Report:
     return replace(
         report,
         sequence=0,
-        sent_at=0.0,
         volumes=tuple(steady),
         tiers=waiting,
         goodput=None,

@@ -13,7 +13,6 @@ import mmap
 import os
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from keepstep.errors import ImageError, NoMemoryError, StorageError
 from keepstep.image import Layout, chunk_bounds
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import (
     RESTORE_TIMEOUT_ENV,
@@ -174,7 +173,6 @@ class ChunkBuffers:
         Raises SidecarError: `bad-request`, `not-verified` (with the last place's reason), `no-slot`
         when the time is up; the window is then gone.
         """
-        started = time.monotonic()
         rank = self.leases.require(request.lease).rank
         if (window := self._buffers.get(rank)) is None:
             raise refuse("bad-request", "ask for a window first (POST /v1/window)")
@@ -195,7 +193,7 @@ class ChunkBuffers:
         except (ImageError, StorageError) as error:
             raise refuse("not-verified", f"step {request.id}: {error}") from error
         farthest = max(tiers, key=NEAREST_FIRST.index, default=Tier.MEMORY)
-        return Chunks(seconds=time.monotonic() - started, tier=farthest)
+        return Chunks(tier=farthest)
 
     async def _fill(self, rank: int, request: ChunksRequest, window: ChunkBuffer) -> list[Tier]:
         saved = sorted({one.rank for one in request.chunks})

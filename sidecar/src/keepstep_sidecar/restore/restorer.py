@@ -7,7 +7,6 @@ trainer still imports torch. The trainers' own vote decides.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -134,11 +133,9 @@ class Restorer:
 
     def _candidate(self, slots: RankSlots, id: StepId) -> Candidate | None:
         if (at := slots.find(id)) is not None:
-            return Candidate(id=id, tier=at.tier, world=at.layout.world, bytes=at.layout.size_bytes)
+            return Candidate(id=id, tier=at.tier, world=at.layout.world)
         for one in self._copies.origins(id, slots.rank):
-            return Candidate(
-                id=id, tier=one.tier, world=one.shard.world, bytes=one.shard.size_bytes
-            )
+            return Candidate(id=id, tier=one.tier, world=one.shard.world)
         return None
 
     def _why_nothing(self, lease: Lease, parts: Collection[Offer]) -> tuple[Answer, str]:
@@ -205,7 +202,6 @@ class Restorer:
         SidecarError: `unknown-step`, `not-verified` (the shard is quarantined: vote again),
         `no-slot`.
         """
-        started = time.monotonic()
         self.release(lease.rank)
         slots = self.pool.rank(lease.rank)
         if self.pool.sound(lease.rank, id, bad={bad}) is None:
@@ -216,14 +212,7 @@ class Restorer:
         assert slot is not None, f"step {id} of rank {slots.rank} is gone"
         slot.pin()
         self._pins[lease.rank] = slot
-        file = slot.file
-        return Opened(
-            slot=file.name,
-            path=str(file.path),
-            tier=slot.tier,
-            bytes=len(file.view),
-            seconds=time.monotonic() - started,
-        )
+        return Opened(path=str(slot.file.path), tier=slot.tier)
 
     async def _fetch(self, lease: Lease, id: StepId, *, timeout_s: float) -> None:
         if not self._copies.origins(id, lease.rank):

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from keepstep.errors import ForeignError, FormatError, UsageError
 from keepstep.image import PAGE_BYTES, ControlPage
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
-from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep_sidecar.concurrency import for_each_chunk
 from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
 from keepstep_sidecar.volume.files import aligned_buffer, fault_point, hashing

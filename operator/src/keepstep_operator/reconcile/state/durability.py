@@ -80,6 +80,25 @@ def sole_nodes(by_node: Mapping[str, int], *, world: int) -> frozenset[str] | No
     return frozenset(node for node, ranks in by_node.items() if ranks & sole)
 
 
+def least_left(
+    sole: Mapping[StepId, frozenset[str] | None], own: Mapping[StepId, frozenset[str] | None]
+) -> StepId | None:
+    """The step that a restart goes on from at the least, whichever single node is lost.
+
+    For each step, `sole_nodes`: in `sole` where twins count, in `own` where they do not. A restart
+    leaves out a step in which twins stand in for ranks that have their own images of an older
+    complete step (`keepstep.core.ledger.Ledger.whole`).
+    """
+
+    def newest(of: Mapping[StepId, frozenset[str] | None], node: str) -> StepId | None:
+        left = (id for id, nodes in of.items() if nodes is not None and node not in nodes)
+        return max(left, default=None)
+
+    nodes = {node for each in (*sole.values(), *own.values()) for node in each or ()}
+    found = [newest(own, node) or newest(sole, node) for node in ("", *nodes)]  # "": any other
+    return None if None in found else min(id for id in found if id is not None)
+
+
 def refuges(sole: Mapping[StepId, frozenset[str] | None]) -> frozenset[StepId]:
     """For each node, the newest step that survives its loss. `sole`: `sole_nodes` of each step."""
     unspared = frozenset().union(*(nodes for nodes in sole.values() if nodes))

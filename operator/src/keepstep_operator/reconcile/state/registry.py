@@ -23,7 +23,7 @@ from keepstep_operator.reconcile.state.run import Run
 
 REPORT_S = 0.0015
 """CPU seconds for one report with its connection, independent of the number of pods of its run
-(measured by tests/operator/reconcile/load.py and bench/scale.py)."""
+(measured by bench/scale.py)."""
 BUDGET = 0.3
 """The part of a core that reports may use. Each run gets an equal share of it, which limits how
 often its pods report."""

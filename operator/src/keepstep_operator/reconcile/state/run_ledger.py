@@ -9,21 +9,18 @@ but those of the reconciler's own clock, which are passed in.
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from keepstep.core.commit_rule import Holding, RankReport, bitmap, bits
+from keepstep.core.commit_rule import Holding, RankReport, ReportedTier, bitmap, bits
 from keepstep.core.ledger import (
     Action,
     FreshStartAcknowledged,
+    Gone,
     Ledger,
     LedgerConfig,
-    NodeGone,
     Nothing,
-    RankGone,
     Reported,
     Unknown,
     is_among,
@@ -31,7 +28,7 @@ from keepstep.core.ledger import (
 from keepstep.core.retention import Retention
 from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
-from keepstep_operator.reconcile.state.durability import refuges, sole_nodes
+from keepstep_operator.reconcile.state.durability import least_left, refuges, sole_nodes
 from keepstep_operator.reconcile.state.node_rank import (
     Place,
     Places,
@@ -44,8 +41,6 @@ from keepstep_operator.reconcile.state.node_rank import (
     renewed,
 )
 from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShards
-
-T = TypeVar("T")
 
 LARGEST_WORLD = 65_536
 MOST_RANKS = 1024
@@ -63,10 +58,10 @@ kept."""
 class Safety:
     """What the loss of one node would leave.
 
-    `step`: the newest step that survives the loss of any single node; it may be the archived
-    one. `archived`: the newest archived step. `sole`: nodes that hold the only copy of some part of
-    the newest commit. `refuges`: for each node, the newest step that survives its loss. `pod`: the
-    newest step that survives the loss of any single pod, with its volumes.
+    `step`: the step that a restart goes on from at the least, whichever node is lost; it may be the
+    archived one. `pod`: the same for the loss of any single pod with its volumes. `archived`: the
+    newest archived step. `sole`: nodes that hold the only copy of some part of the newest commit.
+    `refuges`: for each node, the newest step that survives its loss.
     """
 
     step: StepId | None = None
@@ -173,7 +168,7 @@ class RunLedger:
         if archived:
             heard, ranks = self._heard(node_rank), dict(event.ranks)
             for one in archived:
-                ranks[one.rank] = self._believed(one, ranks[one.rank], heard)
+                ranks[one.rank] = self._believed(one, heard)
             event = replace(event, ranks=ranks)
         said = self.core.apply(event)
         self.core.keep_archived(MOST_STEPS)
@@ -187,7 +182,7 @@ class RunLedger:
             if tier not in one.tiers or one.tiers[tier].gone is not None
         )
 
-    def _believed(self, one: ReportedRank, told: RankReport, heard: int) -> RankReport:
+    def _believed(self, one: ReportedRank, heard: int) -> RankReport:
         """What to believe of a pod that reports archived steps of a rank that is not its own.
 
         Each rank's own pod knows all archived steps of that rank. The pods of the first and the
@@ -196,15 +191,14 @@ class RunLedger:
         reported.
         """
         if heard >> one.rank & 1:
-            return replace(
-                told, sealed=_but_archive(told.sealed), answers=_but_archive(told.answers)
-            )
-        named = {held.step_id for held in one.shards(Tier.ARCHIVE)}
-        if Tier.ARCHIVE in told.gone or not named:
-            return told
+            return {tier: told for tier, told in one.tiers.items() if tier is not Tier.ARCHIVE}
+        archived = one.tiers[Tier.ARCHIVE]
+        named = {held.step_id for held in archived.shards}
+        if archived.gone is not None or not named:
+            return one.tiers
         there = self.core.archived_of(one.rank)
-        gone = [id for id in there if id > min(named) and id not in named]
-        return replace(told, gone={**told.gone, Tier.ARCHIVE: gone})
+        gone = tuple(id for id in there if id > min(named) and id not in named)
+        return {**one.tiers, Tier.ARCHIVE: replace(archived, gone=gone)}
 
     def _renewed(self, place: Place | None, sender: Sender, report: Report, at: float) -> Place:
         """The place after this report, which the ledger has already taken in."""
@@ -230,7 +224,7 @@ class RunLedger:
                 if local_stays:
                     return () if place.gone else self._memory_gone(node_rank)
                 self._told.pop(node_rank, None)
-                said = self.core.apply(NodeGone(node_rank))
+                said = self.core.apply(Gone(node_rank))
                 self._forget_epochs()
                 return said
         return ()
@@ -257,7 +251,7 @@ class RunLedger:
         self._told.pop(number, None)
         if self.helpers.pop(number, None) is None:
             return ()
-        said = self.core.apply(NodeGone(number))
+        said = self.core.apply(Gone(number))
         self._ask_all()
         self._forget_epochs()
         return said
@@ -274,7 +268,7 @@ class RunLedger:
         return self.core.apply(FreshStartAcknowledged(epoch))
 
     def _memory_gone(self, node_rank: int) -> tuple[Action, ...]:
-        lost = RankReport(sealed={Tier.MEMORY: ()}, answers={Tier.MEMORY: Answer.UNKNOWN})
+        lost = {Tier.MEMORY: ReportedTier(answer=Answer.UNKNOWN)}
         self._ordered += 1
         event = Reported(
             node_rank=node_rank,
@@ -289,7 +283,7 @@ class RunLedger:
         known = self._told.get(node_rank, 0)
         if report.ready and not report.since:
             for rank in bits(known & ~named):
-                yield from self.core.apply(RankGone(rank, node_rank))
+                yield from self.core.apply(Gone(node_rank, rank))
             known = 0
         self._told[node_rank] = known | named
 
@@ -430,22 +424,18 @@ class RunLedger:
     def _judge(self) -> Safety:
         archived = self.newest_archived()
         newest_first = self.core.committed(Tier.LOCAL)[::-1]
-        sole = {
-            id: self._sole_nodes(id, helpers=True)
-            for id in itertools.takewhile(
-                lambda id: archived is None or id > archived, newest_first
-            )
-        }
-        apart = next((id for id in newest_first if sole.get(id) == frozenset()), None)
-        safe = max((id for id in (apart, archived) if id is not None), default=None)
-        alone = sole.get(newest_first[0]) if newest_first else None
-        by_pods = (id for id in newest_first if self._sole_pods(id) == frozenset())
-        pod = max((id for id in (next(by_pods, None), archived) if id is not None), default=None)
+        unarchived = [id for id in newest_first if archived is None or id > archived]
+        sole = {id: self._sole_nodes(id) for id in unarchived}
+        left = least_left(sole, {id: self._sole_nodes(id, twins=False) for id in unarchived})
+        pod = least_left(
+            {id: self._sole_pods(id) for id in unarchived},
+            {id: self._sole_pods(id, twins=False) for id in unarchived},
+        )
         return Safety(
-            step=safe,
-            pod=pod,
+            step=archived if left is None else left,
+            pod=archived if pod is None else pod,
             archived=archived,
-            sole=alone or frozenset(),
+            sole=(sole.get(newest_first[0]) if newest_first else None) or frozenset(),
             refuges=refuges(sole),
         )
 
@@ -460,9 +450,11 @@ class RunLedger:
         newest = next(whole, None), self.newest_archived()
         return max((id for id in newest if id is not None), default=None)
 
-    def _sole_nodes(self, id: StepId, *, helpers: bool) -> frozenset[str] | None:
+    def _sole_nodes(
+        self, id: StepId, *, helpers: bool = True, twins: bool = True
+    ) -> frozenset[str] | None:
         """As `durability.sole_nodes`. Counts all drives that still exist, also those of pods that
-        are gone. Twins count, because ranks lend each other images; without `helpers`, only those
+        are gone. `twins` count, because ranks lend each other images; without `helpers`, only those
         of pods that serve peers, because what a helper serves is exact."""
         known = {**self.places, **(self.helpers if helpers else {})}
         by_node: dict[str, int] = {}
@@ -472,12 +464,12 @@ class RunLedger:
             place = known.get(node_rank)
             if place is not None and not place.dropped:
                 world = world or saved
-                twins = helpers or place.sidecar.peer_address
-                ranks = held.with_twins() if twins else held.ranks
+                lent = twins and (helpers or place.sidecar.peer_address)
+                ranks = held.with_twins() if lent else held.ranks
                 by_node[place.node] = by_node.get(place.node, 0) | ranks
         return sole_nodes(by_node, world=world) if world else None
 
-    def _sole_pods(self, id: StepId) -> frozenset[str] | None:
+    def _sole_pods(self, id: StepId, *, twins: bool = True) -> frozenset[str] | None:
         """The same for each pod instead of each node."""
         by_pod: dict[str, int] = {}
         world = 0
@@ -486,7 +478,8 @@ class RunLedger:
             place = self.places.get(node_rank)
             if place is not None and not place.gone:
                 world = world or saved
-                by_pod[place.pod] = by_pod.get(place.pod, 0) | held.with_twins()
+                ranks = held.with_twins() if twins else held.ranks
+                by_pod[place.pod] = by_pod.get(place.pod, 0) | ranks
         return sole_nodes(by_pod, world=world) if world else None
 
     def _on_drives(self, id: StepId) -> Iterator[Holding]:
@@ -540,7 +533,3 @@ class RunLedger:
 
 def _step_of(one: tuple[StepId, object]) -> StepId:
     return one[0]
-
-
-def _but_archive(told: Mapping[Tier, T]) -> dict[Tier, T]:
-    return {tier: each for tier, each in told.items() if tier is not Tier.ARCHIVE}

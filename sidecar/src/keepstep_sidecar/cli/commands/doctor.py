@@ -24,8 +24,7 @@ import click
 import keepstep.version
 from keepstep.errors import KeepstepError
 from keepstep.image import HUGE_PAGE_BYTES
-from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES, LEAST_ON_HUGE_PAGES_BYTES
 from keepstep.steps import StrEnum
 from keepstep_sidecar import __version__
 from keepstep_sidecar.cli import inventory, output, run_dir

@@ -91,7 +91,7 @@ def _without_times(held: Holdings) -> object:
 
 def _print_json(kept: RunDir, held: Holdings) -> None:
     goodput = inventory.goodput(kept, held)
-    shown = ("ratio", "wall_s", "seconds", "steps", "interruptions", "newest")
+    shown = ("ratio", "wall_s", "seconds", "steps", "interruptions")
     document = {
         "run": kept.run,
         "running": held.live is not None,

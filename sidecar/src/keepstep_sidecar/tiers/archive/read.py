@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from keepstep.core.shard import Shard
 from keepstep.errors import DigestError, ForeignError, ImageError
 from keepstep.image import PAGE_BYTES, ControlPage, Layout
-from keepstep.image.layout import read_length
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES, read_length
 from keepstep.steps import Tier
 from keepstep_sidecar.tiers.archive.step_record import own_pieces
 from keepstep_sidecar.tiers.archive.store import Store, Stored

@@ -15,8 +15,9 @@ from typing import Any
 from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.errors import FormatError, ImageError, TornError
 from keepstep.image import strictjson
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
-from keepstep.image.xxh3 import CHUNK_BYTES, xxh3_128
+from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import Epoch, StepId, shard_name
 from keepstep_sidecar import __version__
 from keepstep_sidecar.tiers.archive.store import Stored

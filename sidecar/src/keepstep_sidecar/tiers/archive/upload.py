@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from keepstep.core.shard import Shard
 from keepstep.errors import ForeignError, ImageError, StorageError
 from keepstep.image import PAGE_BYTES, ControlPage, Section
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
-from keepstep.image.xxh3 import CHUNK_BYTES
 from keepstep.steps import Epoch, StepId, merged, shard_name
 from keepstep_sidecar.concurrency import blocking, few_at_once
 from keepstep_sidecar.log import say, warn

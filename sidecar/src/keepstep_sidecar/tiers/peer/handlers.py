@@ -23,7 +23,7 @@ from keepstep.errors import (
     UsageError,
 )
 from keepstep.image import MAX_HEADER_BYTES, PAGE_BYTES
-from keepstep.image.xxh3 import CHUNK_BYTES
+from keepstep.image.layout import CHUNK_BYTES
 from keepstep.steps import StepId, shard_name
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.log import warn
