@@ -11,9 +11,9 @@ from keepstep.core.shard import Shard
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
 from keepstep_sidecar.commit.epochs import line
 from keepstep_sidecar.config.sidecar import ArchiveConfig
-from keepstep_sidecar.tiers.archive import open_store
 from keepstep_sidecar.tiers.archive.index import Survey, Surveyor
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
+from keepstep_sidecar.tiers.archive.store import open_store
 
 FIRST = Epoch(EpochId(1, "00000001"))
 SECOND = Epoch(EpochId(2, "00000002"), StepId(FIRST.id, 1500))

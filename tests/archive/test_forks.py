@@ -10,7 +10,7 @@ import pytest
 from keepstep.image import check_control
 from keepstep.steps import Answer, Tier
 from keepstep_sidecar.config.sidecar import ArchiveConfig, parse_restore_from
-from keepstep_sidecar.tiers.archive import open_store
+from keepstep_sidecar.tiers.archive.store import open_store
 from keepstep_sidecar.tiers.archive.tier import AncestorTier
 from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.volume import Volume

@@ -15,7 +15,7 @@ from keepstep.errors import StorageError
 from keepstep.image import PAGE_BYTES
 from keepstep.steps import Answer
 from keepstep_sidecar.config.sidecar import ArchiveConfig
-from keepstep_sidecar.tiers.archive import open_store
+from keepstep_sidecar.tiers.archive.store import open_store
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import Bucket, commit, running, write_step
 from tests.archive.gateway import free_port

@@ -172,27 +172,17 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         history=history,
     )
     service = Service(
-        config=config,
         tasks=tasks,
-        changes=changes,
         operator=operator,
         volumes=volumes,
         executors=(readers, *writers, names),
-        leases=leases,
         owner=Owner(changes),
-        slots=slots,
-        allocator=allocator,
-        committer=committer,
-        local_shards=committer.local_shards,
-        node=committer.node,
         remote_tiers=remote_tiers,
         image_sources=image_sources,
         chunk_buffers=chunk_buffers,
-        restorer=restorer,
         saving=saving,
         restoring=Restoring(saving, remote_tiers, operator),
         step_waits=StepWaits(saving, remote_tiers),
-        history=history,
         history_file=history_file,
     )
     if config.reporting is None or trust is None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from keepstep.core.node import Node, Serves
+from keepstep.core.node import Serves
 from keepstep.errors import StorageError
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import ReportReply
@@ -26,20 +25,13 @@ from keepstep.wire.trainer import (
 )
 from keepstep_sidecar.api.restoring import Restoring
 from keepstep_sidecar.api.saving import Saving, StepWaits
-from keepstep_sidecar.commit.committer import Committer
-from keepstep_sidecar.commit.inventory import LocalShards
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
-from keepstep_sidecar.concurrency import Changes, Tasks, detached
-from keepstep_sidecar.config.sidecar import Config
+from keepstep_sidecar.concurrency import Tasks, detached
 from keepstep_sidecar.errors import refuse
-from keepstep_sidecar.history import History
-from keepstep_sidecar.leases import Leases, Owner
+from keepstep_sidecar.leases import Owner
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.memory.allocator import Allocator
-from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.restore.chunks import ChunkBuffers
-from keepstep_sidecar.restore.restorer import Restorer
 from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.history_file import HistoryFile
 from keepstep_sidecar.volume.volume import VolumeSet
@@ -67,27 +59,17 @@ _RESCUE_S = 10.0
 class Service:
     """One run's sidecar on this machine. `app.build` makes the parts."""
 
-    config: Config
     tasks: Tasks
-    changes: Changes
     operator: OperatorLink
     volumes: VolumeSet
     executors: tuple[ThreadPoolExecutor, ...]
-    leases: Leases
     owner: Owner
-    slots: SlotPool
-    allocator: Allocator
-    committer: Committer
-    local_shards: LocalShards
-    node: Node
     remote_tiers: RemoteTiers
     image_sources: ImageSources
     chunk_buffers: ChunkBuffers
-    restorer: Restorer
     saving: Saving
     restoring: Restoring
     step_waits: StepWaits
-    history: History
     history_file: HistoryFile
     started_at: float = field(default_factory=time.time)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -100,6 +82,13 @@ class Service:
     _mending: asyncio.Lock = field(default_factory=asyncio.Lock)
     _outliving: bool = False
     _outlived: StepId | None = None
+
+    def __post_init__(self) -> None:
+        saving = self.saving
+        self.config, self.changes, self.history = saving.config, saving.changes, saving.history
+        self.leases, self.slots, self.allocator = saving.leases, saving.slots, saving.allocator
+        self.committer, self.restorer = saving.committer, saving.restorer
+        self.local_shards, self.node = self.committer.local_shards, self.committer.node
 
     # --- begin and end -----------------------------------------------------------------------
 
@@ -224,11 +213,7 @@ class Service:
                 while not self._is_alone():
                     await self.changes.until(self._is_alone, timeout_s=linger_s)
             say("nobody came back", linger_s=linger_s)
-            await self._leave()
-
-    async def _leave(self) -> None:
-        came = self._came
-        await self.stop(StopRequest(), unless=lambda: self._came != came)
+            await self.stop(StopRequest(), came=self._came)
 
     async def terminate(self) -> None:
         """SIGTERM: make the newest two steps durable and end. Memory stays for the next sidecar.
@@ -254,18 +239,16 @@ class Service:
         await self.operator.finish(timeout_s=_LAST_WORD_S)
         await self.committer.notes.take(at_once=True)
 
-    async def stop(
-        self, request: StopRequest, *, unless: Callable[[], bool] = lambda: False
-    ) -> Flushed:
+    async def stop(self, request: StopRequest, *, came: int | None = None) -> Flushed:
         """End this sidecar; `forget` frees its memory (see `_forget`), without `drain` in any case.
-        `unless`: asked once all is
-        durable, which may take as long as an archive that is away is waited for; then it stays."""
+        `came`: how often somebody had come when this was decided; it stays if somebody came since,
+        until all is durable, which may take as long as an archive that is away is waited for."""
         flushed = Flushed()
         if request.drain:
             flushed = await self.flush(FlushRequest(timeout_s=request.timeout_s))
             await self.remote_tiers.drain(timeout_s=request.timeout_s)
             await self.committer.refresh()  # nothing is in use any more
-        if unless():
+        if came not in (None, self._came):
             say("somebody came back")
             return flushed
         self._closing = True

@@ -157,7 +157,7 @@ def _refused(status: int, why: str) -> web.Response:
 # --- what all viewers see --------------------------------------------------------------------
 
 
-EVERY_S: Final = 0.5
+EVERY_S: Final = 0.9
 """A run is read again when it is asked for this long after the last read. A page asks every second,
 so a change is seen within 2 s."""
 

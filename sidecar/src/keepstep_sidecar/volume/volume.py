@@ -246,7 +246,7 @@ class Volume:
             seen = survey(self.root, run=self.record.run, filesystem=self.filesystem)
             for path in strangers(Tree(self.root), self.filesystem):
                 warn("foreign file in a step's directory: take it out", path=str(path))
-            moved = [self._settle(problem) for problem in seen.problems]
+            moved = [self.settle(problem) for problem in seen.problems]
             if all(problem.moved_to is None for problem in moved):
                 return replace(seen, problems=tuple(moved))
             return replace(
@@ -254,7 +254,8 @@ class Volume:
                 problems=tuple(moved),
             )
 
-    def _settle(self, problem: Refused) -> Refused:
+    def settle(self, problem: Refused) -> Refused:
+        """Move the file to quarantine, unless a newer keepstep can read it. Raises StorageError."""
         if isinstance(problem.error, VersionError):
             return problem
         return replace(problem, moved_to=self.quarantine(problem.path, _reason(problem.error)))
@@ -682,9 +683,6 @@ class Ownership:
 # --- all volumes of a run --------------------------------------------------------------------
 
 
-_T = TypeVar("_T")
-
-
 class VolumeSet:
     """The volumes of one run on this machine, at least one. Methods block, as those of `Volume`."""
 
@@ -881,7 +879,7 @@ class VolumeSet:
                 volume.unpublish(StepId.parse(path.parent.name))
 
 
-def _tried(work: Callable[[Volume], _T], volume: Volume) -> _T | StorageError:
+def _tried(work: Callable[[Volume], T], volume: Volume) -> T | StorageError:
     try:
         return work(volume)
     except StorageError as error:

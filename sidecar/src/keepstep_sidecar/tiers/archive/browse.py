@@ -15,10 +15,9 @@ from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
 from keepstep.steps import named, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import transfer
-from keepstep_sidecar.tiers.archive import open_store
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes, source
 from keepstep_sidecar.tiers.archive.read import ArchiveSource
-from keepstep_sidecar.tiers.archive.store import Store
+from keepstep_sidecar.tiers.archive.store import Store, open_store
 from keepstep_sidecar.tiers.receive import IncomingCopy, part_name
 from keepstep_sidecar.tiers.source import Cancel
 from keepstep_sidecar.tiers.tier import RemoteShard

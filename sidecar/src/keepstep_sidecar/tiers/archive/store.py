@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from keepstep_sidecar.config.sidecar import ArchiveConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
@@ -61,3 +63,15 @@ class Store(Protocol):
 
     async def close(self) -> None:
         """Close sockets and end threads."""
+
+
+def open_store(config: ArchiveConfig) -> Store:
+    """The store that `config` names. Nothing is asked yet. Raises StorageError, UsageError."""
+    if config.scheme == "file":
+        from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
+
+        return DirectoryStore(config.directory)
+    # 15 MB: imported only where it is used
+    from keepstep_sidecar.tiers.archive.object_store import open_objects
+
+    return open_objects(config)

@@ -19,7 +19,6 @@ from keepstep.errors import ImageError, KeepstepError, StorageError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep_sidecar.config.sidecar import ArchiveConfig, Config, Fork
 from keepstep_sidecar.log import say
-from keepstep_sidecar.tiers.archive import open_store
 from keepstep_sidecar.tiers.archive.index import (
     ArchivedStep,
     Survey,
@@ -31,7 +30,7 @@ from keepstep_sidecar.tiers.archive.index import (
     unkept,
 )
 from keepstep_sidecar.tiers.archive.step_record import found
-from keepstep_sidecar.tiers.archive.store import Store, Stored
+from keepstep_sidecar.tiers.archive.store import Store, Stored, open_store
 from keepstep_sidecar.tiers.archive.upload import Sender
 from keepstep_sidecar.tiers.replicator import Due, Key
 from keepstep_sidecar.tiers.source import ShardSource

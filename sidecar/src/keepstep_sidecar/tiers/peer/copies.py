@@ -22,7 +22,6 @@ from keepstep.errors import (
     KeepstepError,
     NoSpaceError,
     StorageError,
-    VersionError,
 )
 from keepstep.image.manifest import Manifest
 from keepstep.steps import StepId
@@ -104,16 +103,13 @@ class Copies:
             if refused.unread:  # of this file only; the others are still reported
                 self._doubt(volume, str(refused.error))
                 continue
-            moved_to = None
-            if not isinstance(refused.error, VersionError):
-                with contextlib.suppress(KeepstepError):
-                    reason = type(refused.error).__name__.removesuffix("Error")
-                    moved_to = volume.quarantine(refused.path, reason)
+            with contextlib.suppress(KeepstepError):
+                refused = volume.settle(refused)
             warn(
                 "copy refused",
                 path=str(refused.path),
                 reason=str(refused.error),
-                moved_to=moved_to and str(moved_to),
+                moved_to=refused.moved_to and str(refused.moved_to),
             )
         return {(one.step_id, one.rank): one for one in found.shards}
 
