@@ -148,20 +148,36 @@ async def few_at_once(calls: Sequence[Callable[[], Awaitable[T]]], *, most: int)
 # --- blocking work ---------------------------------------------------------------------------
 
 
-async def blocking(executor: Executor | None, work: Callable[[], T]) -> T:
+async def blocking(
+    executor: Executor | None, work: Callable[[], T], *, stop: Callable[[], None] | None = None
+) -> T:
     """Run `work` on a thread of `executor` (None: the loop's own).
 
-    A cancelled caller waits for the thread: a thread cannot be stopped, and it may still fill a
-    slot that the caller is about to give to another user.
+    A cancelled caller calls `stop` and waits for the thread, however often it is cancelled: a
+    thread cannot be stopped, and it may still fill a slot or write to a descriptor that the caller
+    is about to give to another user. Work that has not begun by then is not begun.
     """
-    future = asyncio.get_running_loop().run_in_executor(executor, work)
+    lock, begun, abandoned = threading.Lock(), False, False
+
+    def begin() -> T:
+        nonlocal begun
+        with lock:
+            begun = not abandoned
+        return work() if begun else cast("T", None)
+
+    future = asyncio.get_running_loop().run_in_executor(executor, begin)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
-        if not future.cancel():
-            await asyncio.wait([future])
-            if not future.cancelled():
-                future.exception()  # mark as retrieved: only the cancellation counts
+        with lock:
+            abandoned = True
+        if stop is not None:
+            stop()
+        while begun and not future.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
+        if future.done() and not future.cancelled():
+            future.exception()  # mark as retrieved: only the cancellation counts
         raise
 
 

@@ -6,7 +6,6 @@ root, and each chunk against the table. All functions block; `run` is for the ev
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -18,7 +17,7 @@ from keepstep.errors import ForeignError, FormatError, UsageError
 from keepstep.image import PAGE_BYTES, ControlPage
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
-from keepstep_sidecar.concurrency import for_each_chunk
+from keepstep_sidecar.concurrency import blocking, for_each_chunk
 from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
 from keepstep_sidecar.volume.files import aligned_buffer, fault_point, hashing
 
@@ -226,12 +225,4 @@ async def run(threads: Executor | None, work: Callable[[Cancel], T]) -> T:
     """Run `work(cancel)` on a thread. If this is cancelled, the reads are ended. It returns only
     after `work` has, so no thread touches the buffers of `work` any more."""
     cancel = Cancel()
-    future = asyncio.get_running_loop().run_in_executor(threads, work, cancel)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        cancel.cancel()
-        while not future.done():
-            await asyncio.wait([future])
-        future.exception()
-        raise
+    return await blocking(threads, lambda: work(cancel), stop=cancel.cancel)
