@@ -121,8 +121,11 @@ def history(kept: RunDir) -> tuple[Sequence[Event], Goodput | None]:
 
     files = [HistoryFile(Tree(root).history, run=kept.run) for root in kept.roots]
     found = [file.read(now=time.time()) for file in files]
-    events, before = max(found, key=lambda one: one[0][-1].until if one[0] else 0.0)
-    return events, before.after(events).goodput(events[-1].until) if events else None
+    known = [(events, before) for events, before in found if events]
+    if not known:
+        return (), None
+    events, before = max(known, key=lambda one: one[0][-1].until)
+    return events, before.after(events).goodput(events[-1].until)
 
 
 def survey(kept: RunDir) -> tuple[tuple[LocalShard, ...], tuple[Refused, ...]]:
