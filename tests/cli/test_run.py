@@ -329,7 +329,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 def test_an_end_that_waits_for_the_archive_says_so(keepstep: Keepstep) -> None:
     (keepstep.home / "archive").mkdir()
-    gone = 'import shutil; shutil.rmtree("archive"); checkpointer.close(timeout=2)'
+    gone = 'import shutil; shutil.rmtree("archive"); checkpointer.close(timeout=5)'
     keepstep.script("train.py", TRAIN.replace("checkpointer.close()", gone))
     options = ("--archive", "archive", "--archive-every", "1000", "--persist-every", "1")
     command = ("run", *options, "--", warm.python(), "train.py", "3", "-1")

@@ -17,6 +17,7 @@ import pytest
 
 from keepstep_operator.kube import PODS, RUNS
 from keepstep_sidecar.ui.timeline import RunPage
+from tests.harness import until
 from tests.operator.apiserver import TOKEN, ApiServer
 from tests.ui.conftest import Site, site_of
 
@@ -111,12 +112,14 @@ async def test_the_url_shows_the_run_as_it_changes_to_one_browser(
             assert "Run gpt" in await answer.text()
         async with client.get(f"{base}/static/page.js") as answer:
             assert int(answer.headers["Content-Length"]) == len(await answer.read())
-        async with client.get(f"{base}/runs/gpt/changes") as stream:
-            assert b"No sidecar runs" in await stream.content.readline()
-            site.views["gpt"] = RunPage(name="gpt", problems=("only one copy",))
-            async with asyncio.timeout(30):
-                while b"only one copy" not in await stream.content.readline():
-                    pass
+
+        async def shows(text: str) -> bool:
+            async with client.get(f"{base}/runs/gpt/changes") as answer:
+                return text in await answer.text()
+
+        assert await shows("No sidecar runs")
+        site.views["gpt"] = RunPage(name="gpt", problems=("only one copy",))
+        await until(lambda: shows("only one copy"), within_s=30)
     process.send_signal(signal.SIGINT)
     assert await asyncio.wait_for(process.wait(), 30) == 0
 
