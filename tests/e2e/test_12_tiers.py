@@ -52,7 +52,7 @@ def test_another_number_of_replicas_goes_on_where_the_old_one_stopped(
     enough for that."""
     stores.start(namespace)
     args = ["--steps", "100000", "--log-file", "-", "--step-seconds", "0.5", *jobs.SMALL]
-    job = jobs.pytorch_job(args=[*args, "--width", "320"])
+    job = jobs.pytorch_job(args=[*args, "--width", "320", "--layers", "3"])
     namespace.apply(jobs.policy(archive=stores.archive()), job)
     archived = tiers.beyond(namespace, "archive", 10)
     (store,) = namespace.list("pods", "app=s3")
