@@ -152,7 +152,7 @@ def _waits_and_begins_again(namespace: Kubectl, began: float) -> None:
     assert "what they hold together is not whole" in refused["message"]
     protected = runs.condition(namespace, "Protected")
     assert (protected["status"], protected["reason"]) == ("False", "RestoreRefused")
-    assert namespace.events("RestoreRefused")
+    namespace.eventually(lambda: namespace.events("RestoreRefused"), what="an Event")
     command = refused["message"].partition("`kubectl ")[2].partition("`")[0]
     assert runs.condition(namespace, "Committing")["status"] != "True"
     namespace(*command.split())
