@@ -70,7 +70,7 @@ def _kill_reconciler(cluster: Cluster) -> None:
     cluster.kill_container(pod, container)
 
 
-def test_an_api_server_that_is_killed_and_then_stands_still_for_a_minute_stops_nothing(
+def test_an_api_server_that_is_killed_and_then_stands_still_stops_nothing(
     cluster: Cluster, training: Kubectl, turn_alone: None
 ) -> None:
     namespace = training
@@ -85,7 +85,7 @@ def test_an_api_server_that_is_killed_and_then_stands_still_for_a_minute_stops_n
     _signal(cluster, "-STOP")
     try:
         assert not _answers(cluster), "the API server stands still"
-        time.sleep(60)
+        time.sleep(30)  # twice as long as a Lease lasts
     finally:
         _signal(cluster, "-CONT")
     namespace.eventually(lambda: namespace.list("pods"), what="it answers again")
