@@ -229,7 +229,9 @@ def parse(skeleton: str) -> dict[str, Node]:
         nodes += [(child, depth - 1) for child in _children(node)]
         if depth == 0:
             raise FormatError(f"the tree of this image is nested deeper than {MAX_DEPTH}")
-    return {str(name): node for name, node in root[1]}
+    if not all(isinstance(name, str) for name, _ in root[1]):
+        raise FormatError("the tree of this image has a component whose name is no text")
+    return dict(root[1])
 
 
 def text_of(skeleton: Node) -> str:
@@ -256,7 +258,7 @@ def _children(node: Any) -> list[Any]:
     match node:
         case ["t", str()] | ["v", _]:  # `check_values` checks the number of a value
             return []
-        case ["x", int(), child]:
+        case ["x", number, child] if _is_number(number):
             return [child]
         case ["l" | "u", list(children)]:
             return children
@@ -264,6 +266,11 @@ def _children(node: Any) -> list[Any]:
             _check_keys([key for key, _ in items])
             return [child for _, child in items]
     raise _senseless(node)
+
+
+def _is_number(value: Any) -> bool:
+    """Of an object: not one of the integers without bounds that a key may be."""
+    return type(value) is int and value.bit_length() < 64
 
 
 def _check_keys(keys: list[Any]) -> None:
@@ -285,9 +292,10 @@ def check_values(node: Node, *, count: int) -> None:
     FormatError."""
     for path, leaf in leaves_of(node):
         if leaf[0] == "v" and not (type(leaf[1]) is int and 0 <= leaf[1] < count):
-            where = "/".join(map(str, path))
+            where = "/".join(key if type(key) is str else strictjson.quoted(key) for key in path)
+            value = strictjson.quoted(leaf[1])
             raise FormatError(
-                f"the tree of this image names value {leaf[1]!r} at {where}, but it holds {count}"
+                f"the tree of this image names value {value} at {where}, but it holds {count}"
             )
 
 
