@@ -158,6 +158,24 @@ def test_nobody_to_tell_and_a_new_shard_let_go_what_lies_between_commit_and_newe
     assert retired(one.step(listed(4, 5, 10, 11, 12, 13, 14), SILENT_AFTER_S + 1)) == [12]
 
 
+def test_what_all_ranks_restored_stays_although_nobody_says_that_it_was_committed() -> None:
+    restored = StepId(EpochId(0, "0000000b"), 10)
+    one = Node({0: OneRank(14)}, grid=Grid(1), managed=True)
+    one.step(EpochStarted(Epoch(restored.epoch, None)))
+    one.step(EpochStarted(Epoch(EPOCH, restored)))
+    held = listed(11, 12, 13)
+    shards = (Shard(step_id=restored, rank=0, world=2, root="r"), *held.ranks[0][Tier.LOCAL].shards)
+    local = ReportedTier(answer=Answer.STEPS, shards=shards)
+    one.step(Listed(ranks={0: {Tier.LOCAL: local, Tier.MEMORY: ReportedTier.of(())}}))
+    one.step(Serves(frozenset({0}), 4))
+    one.step(Wrote(0, step(14)))
+    fourth = Shard(step_id=step(14), rank=0, world=2, root="r")
+    local = ReportedTier(answer=Answer.STEPS, shards=(*shards, fourth))
+    actions = one.step(Listed(ranks={0: {Tier.LOCAL: local}}), SILENT_AFTER_S + 1)
+    gone = [action.id for action in actions if isinstance(action, Retire)]
+    assert gone == [step(11), step(12)]
+
+
 def test_what_could_not_be_written_is_tried_once_more_by_a_flush_and_by_nothing_else() -> None:
     one = Node({0: OneRank(9)}, grid=Grid(1))
     one.step(EpochStarted(Epoch(EPOCH, None)))

@@ -380,6 +380,13 @@ class Node:
         """The newest step that is known to be committed and is not dead."""
         return max(self.commits(), default=None)
 
+    def _last_whole(self) -> StepId | None:
+        """The last commit, or the step that all ranks restored since: it may be all that the run
+        has, although nothing says that it was committed."""
+        current = self.ledger.lineage.current
+        parent = None if current is None else self.ledger.parent(current)
+        return max((id for id in (self.last_commit(), parent) if id is not None), default=None)
+
     def common(self) -> StepId | None:
         """The newest step that every rank here has in a slot."""
         return newest_common(self._memories())
@@ -584,7 +591,7 @@ class Node:
         grown, self._grown = self._grown, False
         if view.silent(now):
             live = self._live(here) if grown else ()
-            return unwatched(live, last_commit=self.last_commit(), pinned=view.word.pinned)
+            return unwatched(live, last_commit=self._last_whole(), pinned=view.word.pinned)
         return dismissed(view.word.retire, last_commit=view.commit, pinned=view.word.pinned)
 
     def _never_whole(self, here: Collection[StepId]) -> list[StepId]:
