@@ -11,7 +11,8 @@ twins exists.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import TypeAlias
 
 from keepstep.core.commit_rule import is_full
 from keepstep.steps import StepId
@@ -64,7 +65,10 @@ def survives(
     return tuple(one for one, outlived in held.items() if outlived)
 
 
-def sole_nodes(by_node: Mapping[str, int], *, world: int) -> frozenset[str] | None:
+Sole: TypeAlias = "frozenset[str] | None"
+
+
+def sole_nodes(by_node: Mapping[str, int], *, world: int) -> Sole:
     """The nodes that each hold the only copy of some part of a step; None: the step is incomplete.
 
     `by_node`: for each node, the ranks, as bits, of which its drives hold an image of this step, or
@@ -80,32 +84,38 @@ def sole_nodes(by_node: Mapping[str, int], *, world: int) -> frozenset[str] | No
     return frozenset(node for node, ranks in by_node.items() if ranks & sole)
 
 
-def least_left(
-    sole: Mapping[StepId, frozenset[str] | None], own: Mapping[StepId, frozenset[str] | None]
-) -> StepId | None:
+def least_left(newest_first: Iterable[tuple[StepId, Sole, Sole]]) -> StepId | None:
     """The step that a restart goes on from at the least, whichever single node is lost.
 
-    For each step, `sole_nodes`: in `sole` where twins count, in `own` where they do not. A restart
-    leaves out a step in which twins stand in for ranks that have their own images of an older
-    complete step (`keepstep.core.ledger.Ledger.whole`).
+    By step: `sole_nodes` where twins count, and where they do not. A restart leaves out a step in
+    which twins stand in for ranks that have their own images of an older complete step
+    (`keepstep.core.ledger.Ledger.whole`).
     """
+    with_twins: dict[StepId, Sole] = {}
+    alone: dict[StepId, Sole] = {}
+    for id, with_twins[id], own in newest_first:
+        alone[id] = own
+        if own == frozenset():
+            break  # no older step decides
+    nodes = _named(with_twins) | _named(alone) | {""}  # "": any node that no step needs
+    left = _left(with_twins, nodes) | _left(alone, nodes)
+    return min(left.values()) if left.keys() == nodes else None
 
-    def newest(of: Mapping[StepId, frozenset[str] | None], node: str) -> StepId | None:
-        left = (id for id, nodes in of.items() if nodes is not None and node not in nodes)
-        return max(left, default=None)
 
-    nodes = {node for each in (*sole.values(), *own.values()) for node in each or ()}
-    found = [newest(own, node) or newest(sole, node) for node in ("", *nodes)]  # "": any other
-    return None if None in found else min(id for id in found if id is not None)
-
-
-def refuges(sole: Mapping[StepId, frozenset[str] | None]) -> frozenset[StepId]:
+def refuges(sole: Mapping[StepId, Sole]) -> frozenset[StepId]:
     """For each node, the newest step that survives its loss. `sole`: `sole_nodes` of each step."""
-    unspared = frozenset().union(*(nodes for nodes in sole.values() if nodes))
-    found = set()
+    return frozenset(_left(sole, _named(sole)).values())
+
+
+def _named(sole: Mapping[StepId, Sole]) -> frozenset[str]:
+    return frozenset().union(*(nodes for nodes in sole.values() if nodes))
+
+
+def _left(sole: Mapping[StepId, Sole], unspared: frozenset[str]) -> dict[str, StepId]:
+    """By node, the newest step that survives its loss, of those that have one."""
+    found: dict[str, StepId] = {}
     for id in sorted(sole, reverse=True):
-        nodes = sole[id]
-        if nodes is not None and unspared - nodes:
-            found.add(id)
+        if (nodes := sole[id]) is not None:
+            found |= dict.fromkeys(unspared - nodes, id)
             unspared &= nodes
-    return frozenset(found)
+    return found

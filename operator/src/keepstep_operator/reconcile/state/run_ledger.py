@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from keepstep.core.commit_rule import Holding, RankReport, ReportedTier, bitmap, bits
@@ -28,7 +28,7 @@ from keepstep.core.ledger import (
 from keepstep.core.retention import Retention
 from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
-from keepstep_operator.reconcile.state.durability import least_left, refuges, sole_nodes
+from keepstep_operator.reconcile.state.durability import Sole, least_left, refuges, sole_nodes
 from keepstep_operator.reconcile.state.node_rank import (
     Place,
     Places,
@@ -425,12 +425,12 @@ class RunLedger:
         archived = self.newest_archived()
         newest_first = self.core.committed(Tier.LOCAL)[::-1]
         unarchived = [id for id in newest_first if archived is None or id > archived]
-        sole = {id: self._sole_nodes(id) for id in unarchived}
-        left = least_left(sole, {id: self._sole_nodes(id, twins=False) for id in unarchived})
-        pod = least_left(
-            {id: self._sole_pods(id) for id in unarchived},
-            {id: self._sole_pods(id, twins=False) for id in unarchived},
-        )
+        drives = self._drives({**self.places, **self.helpers})
+        nodes = [(id, *self._sole(id, drives)) for id in unarchived]
+        left = least_left(nodes)
+        pods = {rank: place.pod for rank, place in self.places.items() if not place.gone}
+        pod = least_left((id, *self._sole(id, pods)) for id in unarchived)
+        sole = {id: of for id, of, _ in nodes}
         return Safety(
             step=archived if left is None else left,
             pod=archived if pod is None else pod,
@@ -441,46 +441,43 @@ class RunLedger:
 
     def unaided(self) -> StepId | None:
         """The newest step that is complete on drives, or archived, without the shards that helper
-        pods serve."""
+        pods serve. Twins count only of pods that serve peers, because what a helper serves is
+        exact."""
+        drives = self._drives(self.places)
+        lenders = {rank for rank, place in self.places.items() if place.sidecar.peer_address}
         whole = (
             id
             for id in reversed(self.core.steps)
-            if self.core.lineage.restorable(id) and self._sole_nodes(id, helpers=False) is not None
+            if self.core.lineage.restorable(id) and self._sole(id, drives, lenders)[0] is not None
         )
         newest = next(whole, None), self.newest_archived()
         return max((id for id in newest if id is not None), default=None)
 
-    def _sole_nodes(
-        self, id: StepId, *, helpers: bool = True, twins: bool = True
-    ) -> frozenset[str] | None:
-        """As `durability.sole_nodes`. Counts all drives that still exist, also those of pods that
-        are gone. `twins` count, because ranks lend each other images; without `helpers`, only those
-        of pods that serve peers, because what a helper serves is exact."""
-        known = {**self.places, **(self.helpers if helpers else {})}
-        by_node: dict[str, int] = {}
-        world = 0
-        for held in self._on_drives(id):
-            node_rank, _, saved = held.place
-            place = known.get(node_rank)
-            if place is not None and not place.dropped:
-                world = world or saved
-                lent = twins and (helpers or place.sidecar.peer_address)
-                ranks = held.with_twins() if lent else held.ranks
-                by_node[place.node] = by_node.get(place.node, 0) | ranks
-        return sole_nodes(by_node, world=world) if world else None
+    @staticmethod
+    def _drives(places: Mapping[int, Place]) -> dict[int, str]:
+        """By node rank, the node of all drives that still exist, also of pods that are gone."""
+        return {rank: place.node for rank, place in places.items() if not place.dropped}
 
-    def _sole_pods(self, id: StepId, *, twins: bool = True) -> frozenset[str] | None:
-        """The same for each pod instead of each node."""
-        by_pod: dict[str, int] = {}
+    def _sole(
+        self, id: StepId, names: Mapping[int, str], lenders: Collection[int] | None = None
+    ) -> tuple[Sole, Sole]:
+        """`durability.sole_nodes` over what the node ranks are called that have a copy: where twins
+        count, because ranks lend each other images, and where they do not. `lenders`: the node
+        ranks whose twins count; None: all."""
+        by_twins: dict[str, int] = {}
+        own: dict[str, int] = {}
         world = 0
         for held in self._on_drives(id):
             node_rank, _, saved = held.place
-            place = self.places.get(node_rank)
-            if place is not None and not place.gone:
+            if (name := names.get(node_rank)) is not None:
                 world = world or saved
-                ranks = held.with_twins() if twins else held.ranks
-                by_pod[place.pod] = by_pod.get(place.pod, 0) | ranks
-        return sole_nodes(by_pod, world=world) if world else None
+                lent = held.with_twins() if lenders is None or node_rank in lenders else held.ranks
+                by_twins[name] = by_twins.get(name, 0) | lent
+                own[name] = own.get(name, 0) | held.ranks
+        if not world:
+            return None, None
+        sole = sole_nodes(by_twins, world=world)
+        return sole, sole if own == by_twins else sole_nodes(own, world=world)
 
     def _on_drives(self, id: StepId) -> Iterator[Holding]:
         """Each copy of the step on a drive."""
