@@ -116,3 +116,22 @@ def test_a_tree_of_what_is_no_node_is_refused(skeleton: str) -> None:
 def test_extras_without_values_are_refused(kept: object) -> None:
     with pytest.raises(FormatError, match="hold no values"):
         leaves.values_of(kept)
+
+
+_LONG = {"!int": "f" * 4000}
+_RARE = {"!torch.Tensor": ["int7", [8], "AAAAAAAAAAA="]}
+
+
+@pytest.mark.parametrize("key", [_LONG, _RARE, {"!tuple": [1, _LONG]}, {"!tuple": [_RARE]}])
+def test_a_key_that_no_message_can_name_is_refused(key):
+    item = [key, ["t", "a.b"]]
+    with pytest.raises(FormatError, match="tree of this image"):
+        leaves.parse(json.dumps(["d", [["a", ["d", [item]]]]]))
+    with pytest.raises(FormatError, match="tree of this image"):
+        leaves.parse(json.dumps(["d", [item]]))
+
+
+@pytest.mark.parametrize("name", [3, {"!tuple": [1]}, {"!torch.Size": [2]}])
+def test_a_component_has_a_text_for_its_name(name):
+    with pytest.raises(FormatError, match="a component whose name is no text"):
+        leaves.parse(json.dumps(["d", [[name, ["t", "a"]]]]))
