@@ -37,7 +37,8 @@ demo: $(READY) ## train a small GPT, kill it four times, compare the loss curves
 
 # what the tests look for beyond Python: command:package of Debian's; what cannot be installed is named,
 # and the tests that need it fail or are skipped with that reason
-PACKAGES := chromium:chromium chromedriver:chromium-driver mkfs.ext4:e2fsprogs mkfs.xfs:xfsprogs mkfs.btrfs:btrfs-progs
+PACKAGES := chromium:chromium chromedriver:chromium-driver mkfs.ext4:e2fsprogs mkfs.xfs:xfsprogs mkfs.btrfs:btrfs-progs \
+	slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge ip:iproute2
 
 packages:
 	@lacking() { for one in $(PACKAGES); do PATH=$$PATH:/usr/sbin:/sbin command -v $${one%:*} >/dev/null || echo $${one#*:}; done; }; \
