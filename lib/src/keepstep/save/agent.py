@@ -360,8 +360,7 @@ class Agent:
     def reads(self, storage: torch.UntypedStorage) -> bool:
         """Whether a copy, or the comparison after it, may still read this memory."""
         pending = self.pending
-        guard = None if pending is None or pending.judged.is_set() else pending.guard
-        return guard is not None and guard.fingerprint.holds(storage)
+        return pending is not None and pending.may_read(storage)
 
     def _await_copy(self, pending: Pending, timeout_s: float) -> bool:
         if not pending.copied.is_set():
