@@ -5,8 +5,8 @@
 
 The state is a module of linear layers under AdamW: two weights a layer, and for each of them two
 moments and a step counter. Every step is saved. The floor reads the address of every tensor once.
-`save`: the call alone. `fence`: the fence before the next step. `first`: the save that takes the
-state apart.
+`save`: the call alone; `cpu`: what this thread computed in it. `fence`: the fence before the next
+step. `first`: the save that takes the state apart.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class State:
 def measure(state: State, directory: Path, device: str) -> dict[str, float]:
     """Medians in seconds."""
     saver = KeepstepLazy(state, directory)
-    times: list[tuple[float, float, float]] = []
+    times: list[tuple[float, ...]] = []
     try:
         for step in range(_WARM + _SAVES):
             state.step_off_cpu(step)
             if device == "cuda":
                 torch.cuda.synchronize()
-            begun = time.perf_counter()
+            begun, spent = time.perf_counter(), time.thread_time()
             saver.save(step)
-            saved = time.perf_counter()
+            saved, spent = time.perf_counter(), time.thread_time() - spent
             saver.wait_staged() if device == "cpu" else time.sleep(0.02)
             resumed = time.perf_counter()
             saver.fence()
@@ -78,15 +78,17 @@ def measure(state: State, directory: Path, device: str) -> dict[str, float]:
             tensors = list(state.tensors().values())
             read = time.perf_counter()
             list(map(Tensor.data_ptr, tensors))
-            times.append((saved - begun, fenced - resumed, time.perf_counter() - read))
+            floor = time.perf_counter() - read
+            times.append((saved - begun, spent, fenced - resumed, floor))
             saver.wait_staged()
             saver.wait_ready()
         skipped = saver.extra()["skipped"]
     finally:
         saver.close()
     columns = list(zip(*times[_WARM:], strict=True))
-    save, fence, floor = map(statistics.median, columns)
-    return {"save": save, "fence": fence, "floor": floor, "first": times[0][0], "skipped": skipped}
+    names = ("save", "cpu", "fence", "floor")
+    medians = dict(zip(names, map(statistics.median, columns), strict=True))
+    return medians | {"first": times[0][0], "skipped": skipped}
 
 
 def main() -> None:

@@ -680,7 +680,22 @@ class Again(Walker):
             return modules.stayed()
         if not _all_same(_held(self._inner), self._before.held[name]):
             return False
-        return self._same(self._tree(name, component), node, name)
+        states = self._states_of(name, node)
+        found = states and states.read()
+        if states is None or found is None:
+            return self._same(self._tree(name, component), node, name)
+        return self._same_rows(states.table, found[0], name) and self._same(
+            found[1], states.groups, name
+        )
+
+    def _states_of(self, name: str, node: Node) -> _States | None:
+        if not self._lazy:
+            return None
+        known: dict[str, _States | None] = self._before.cache.setdefault("states", {})
+        states = known.get(name)
+        if name not in known or (states is not None and states.inner is not self._inner):
+            states = known[name] = _States.of(self._inner, node, self._table_of)
+        return states
 
     def _modules_of(self, name: str, node: Node) -> _Modules | None:
         if not self._module:
@@ -883,18 +898,69 @@ class _Table(NamedTuple):
 
     def entries(self, tree: Mapping[Any, Any]) -> list[Any] | None:
         """All entries of all rows; None unless it has these keys, and rows of these fields."""
-        if not {dict}.issuperset(map(type, tree.values())):
+        same = list(tree) == self.keys and [*map(type, tree)] == [*map(type, self.keys)]
+        return self.entries_of(tree.values()) if same else None
+
+    def entries_of(self, rows: Collection[Any]) -> list[Any] | None:
+        """The same for the rows alone."""
+        if not {dict}.issuperset(map(type, rows)) or [*map(len, rows)] != self.lengths:
             return None
-        rows: Collection[dict[Any, Any]] = tree.values()
         fields = list(chain.from_iterable(rows))
-        same = (
-            list(tree) == self.keys
-            and list(map(type, tree)) == list(map(type, self.keys))
-            and list(map(len, rows)) == self.lengths
-            and fields == self.fields
-            and {str}.issuperset(map(type, fields))
-        )
-        return list(chain.from_iterable(map(dict.values, rows))) if same else None
+        if fields != self.fields or not {str}.issuperset(map(type, fields)):
+            return None
+        return list(chain.from_iterable(map(dict.values, rows)))
+
+
+class _States:
+    """What torch's `Optimizer.state_dict` reads, beside the parameters. It is read without a call,
+    which numbers all parameters again."""
+
+    def __init__(self, inner: Any, table: _Table, groups: Node, tree: dict[str, Any]) -> None:
+        self.table, self.groups = table, groups
+        self.inner = inner
+        self._owners = list(inner.state)
+        self._numbers = [group["params"] for group in tree["param_groups"]]
+
+    @classmethod
+    def of(
+        cls, inner: Any, node: Node, table_of: Callable[[Node], _Table | None]
+    ) -> _States | None:
+        """None if code other than torch's takes part, or if this is not what was taken apart."""
+        match node:
+            case ("d", (("state", ("d", _) as states), ("param_groups", groups))):
+                if (table := table_of(states)) is None or not cls._is_plain(inner):
+                    return None
+                tree = inner.state_dict()
+                made = cls(inner, table, groups, tree)
+                packed = [[*group] for group in made._packed()]
+                same = list(tree["state"]) == table.keys
+                same = same and packed == [[*group] for group in tree["param_groups"]]
+                return made if same else None
+        return None
+
+    @staticmethod
+    def _is_plain(inner: Any) -> bool:
+        hooks = inner._optimizer_state_dict_pre_hooks or inner._optimizer_state_dict_post_hooks
+        own = hooks or "state_dict" in vars(inner)
+        return not own and type(inner).state_dict is torch.optim.Optimizer.state_dict
+
+    def read(self) -> tuple[list[Any], list[Any]] | None:
+        """The entries of the table, and the groups; None if not all is of these parameters."""
+        inner = self.inner
+        sizes = [len(group["params"]) for group in inner.param_groups]
+        if not self._is_plain(inner) or sizes != list(map(len, self._numbers)):
+            return None
+        entries = self.table.entries_of(inner.state.values())
+        if entries is None or not _all_same(list(inner.state), self._owners):
+            return None
+        return entries, self._packed()
+
+    def _packed(self) -> list[dict[str, Any]]:
+        """The groups as `state_dict` gives them."""
+        return [
+            {key: one for key, one in group.items() if key != "params"} | {"params": numbers}
+            for group, numbers in zip(self.inner.param_groups, self._numbers, strict=True)
+        ]
 
 
 _CODE = ("state_dict", "_save_to_state_dict", "get_extra_state")
