@@ -17,6 +17,7 @@ import random
 import subprocess
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 import keepstep
 from keepstep import checkpointer as checkpointers
-from keepstep.client import session
+from keepstep.client import copying, session
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import TornError, UsageError
 from keepstep.image import Layout
@@ -465,6 +466,139 @@ def test_nothing_here_asks_a_device_that_nobody_uses(monkeypatch):
     one.synchronize()
     one.quiesce()
     assert "cuda" not in rng.capture()
+
+
+# --- to a device, through pinned buffers ---------------------------------------------------------
+
+
+class Late(accelerator.Accelerator):
+    """Two devices in memory of the host that copy when something waits for them, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pins: dict[int, int] = {}
+        self.can_pin, self.fails = True, False
+        self.carried = 0
+        self._places: dict[int, torch.device] = {}
+        self._now = threading.local()
+        self._computing = {place: LateStream() for place in _PLACES}
+
+    def made(self, tensor: Tensor, place: torch.device) -> Tensor:
+        self._places[tensor.untyped_storage().data_ptr()] = place
+        return tensor
+
+    def device_of(self, tensor: Tensor) -> torch.device | None:
+        return self._places.get(tensor.untyped_storage().data_ptr())
+
+    def current_device(self) -> int | None:
+        return 0
+
+    def stream(self, device: torch.device) -> Any:
+        return LateStream()
+
+    def computing(self, device: torch.device) -> Any:
+        return self._computing[device]
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        self._now.stream = stream
+        yield
+        del self._now.stream
+
+    def copy(self, targets: Any, sources: Any) -> None:
+        if self.fails:
+            raise RuntimeError("no such device")
+        for target, source in zip(targets, sources, strict=True):
+            (begin, size), *_ = self.pins.items()
+            assert begin <= source.data_ptr()
+            assert source.data_ptr() + source.nbytes <= begin + size
+            self._now.stream.queue.append(functools.partial(target.copy_, source))
+            self.carried += source.nbytes
+
+    def pin(self, address: int, size_bytes: int, device: int | None) -> bool:
+        if self.can_pin:
+            self.pins[address] = size_bytes
+        return self.can_pin
+
+    def unpin(self, address: int) -> None:
+        del self.pins[address]
+
+
+class LateStream:
+    """Runs what is queued in it when it is waited for."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], object]] = []
+        self.done = 0
+
+    def run(self, until: int) -> None:
+        for work in self.queue[self.done : until]:
+            work()
+        self.done = max(until, self.done)
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(synchronize=functools.partial(self.run, len(self.queue)))
+
+    def wait_stream(self, other: LateStream) -> None:
+        other.synchronize()
+
+    def synchronize(self) -> None:
+        self.run(len(self.queue))
+
+
+@pytest.fixture
+def late(monkeypatch):
+    here = Late()
+    monkeypatch.setattr(accelerator, "_HERE", here)
+    monkeypatch.setattr(copying, "_BUFFER_BYTES", 4096)
+    monkeypatch.setattr(copying, "_WORTH_BYTES", 4096)
+    return here
+
+
+def to_devices(late: Late) -> tuple[list[copying.Copy], list[Tensor]]:
+    """Copies of tensors of all sizes and kinds, and what must come of them."""
+    sources = [
+        *(torch.arange(size, dtype=torch.float32) for size in (0, 1, 7, 1023, 1024, 1025, 30_000)),
+        *(torch.full((size % 50,), size % 251, dtype=torch.uint8) for size in range(600)),
+        torch.tensor(True),
+        torch.randn(33, dtype=torch.complex128),
+        torch.randn(1000).bfloat16(),
+        torch.randn(40, 50),
+    ]
+    copies = []
+    for at, source in enumerate(sources):
+        target = nn.Parameter(torch.zeros_like(source), requires_grad=False)
+        copies.append(copying.Copy(late.made(target, _PLACES[at % 2]), source))
+    over = late.made(torch.zeros(50, 40), _PLACES[0]).t()  # of other strides
+    as_other = late.made(torch.zeros(40, 50, dtype=torch.float64), _PLACES[0])
+    copies += [copying.Copy(over, sources[-1]), copying.Copy(as_other, sources[-1])]
+    return copies, [*sources, sources[-1], sources[-1].double()]
+
+
+def test_bytes_reach_devices_through_pinned_buffers_which_are_not_used_too_early(late):
+    copies, expected = to_devices(late)
+    versions = [one.target._version for one in copies]
+    copying.run(copying.Transfers(copies=copies))
+    assert all(map(torch.equal, (one.target for one in copies), expected))
+    assert late.carried == sum(one.source.nbytes for one in copies[:-2])
+    assert not late.pins
+    grown = [one.target._version > was for one, was in zip(copies, versions, strict=True)]
+    assert all(grew for grew, one in zip(grown, copies, strict=True) if one.source.nbytes)
+
+
+def test_without_pinned_memory_bytes_reach_devices_all_the_same(late):
+    late.can_pin = False
+    copies, expected = to_devices(late)
+    copying.run(copying.Transfers(copies=copies))
+    assert all(map(torch.equal, (one.target for one in copies), expected))
+    assert not late.carried
+
+
+def test_a_copy_to_a_device_that_fails_is_raised_and_leaves_nothing_pinned(late):
+    late.fails = True
+    with pytest.raises(RuntimeError, match="no such device"):
+        copying.run(copying.Transfers(copies=to_devices(late)[0]))
+    assert not late.pins
 
 
 # --- the batch call of the CUDA runtime -----------------------------------------------------------

@@ -203,7 +203,6 @@ class Restore:
             images: Images = LentImages(self._link, self._id, shown)
             self._refuse_dcp(images)
         elif slot is not None:
-            slot.pin()
             images = Images.of_slot(self._link, slot, self._control)
         else:
             images = self._all_images()

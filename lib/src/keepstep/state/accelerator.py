@@ -186,8 +186,12 @@ class Accelerator:
     def copying(self, device: torch.device) -> torch.Stream:
         """The stream that copies from this device."""
         if device not in self._copying:
-            self._copying[device] = torch.Stream(device)
+            self._copying[device] = self.stream(device)
         return self._copying[device]
+
+    def stream(self, device: torch.device) -> torch.Stream:
+        """A new stream."""
+        return torch.Stream(device)
 
     @contextlib.contextmanager
     def on(self, stream: torch.Stream) -> Iterator[None]:
