@@ -681,7 +681,7 @@ class Again(Walker):
         if not _all_same(_held(self._inner), self._before.held[name]):
             return False
         states = self._states_of(name, node)
-        found = states and states.read()
+        found = None if states is None else states.read()
         if states is None or found is None:
             return self._same(self._tree(name, component), node, name)
         return self._same_rows(states.table, found[0], name) and self._same(
