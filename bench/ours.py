@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -92,6 +93,9 @@ class KeepstepLazy(Saver):
             self._sidecar.forget_memory()
         self._sidecar.start()
         self._sidecar.wait_sealed()
+        for thread in threading.enumerate():
+            if thread.name == "keepstep-unmap":  # no real restart has mapped the old slots
+                thread.join()
         self._checkpointer = Checkpointer(self.state.components(), lazy=self.lazy)
         begun = time.perf_counter()
         restored = self._checkpointer.restore()

@@ -147,7 +147,7 @@ class DcpAsyncReused(_DcpAsync):
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         cuda = torch.cuda.is_available()
-        return DefaultStager(
+        stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=cuda,
                 use_shared_memory=True,
@@ -155,6 +155,11 @@ class DcpAsyncReused(_DcpAsync):
                 use_non_blocking_copy=cuda,
             )
         )
+        # torch 2.11 closes what is inside after each save, and the next one fails with
+        # `KeyError: <class 'type'>` (pytorch#183424)
+        inner: Any = stager._state_dict_stager
+        inner.close = lambda: None
+        return stager
 
 
 class TorchCheckpointing(Saver):

@@ -14,6 +14,8 @@ where one waits, and where it calls a stream or an event. Time passes when nothi
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from keepstep.state.accelerator import Accelerator
+from keepstep.state.accelerator import Accelerator, Batch
 
 Choose = Callable[[int], int]
 
@@ -95,6 +97,10 @@ class Device(TorchDispatchMode):
         self._computing: dict[torch.device, Stream] = {}
         self.copies_left: int | None = None
         """Copies to the host that are queued before one fails; None: none does."""
+        self.pinned: dict[int, int] = {}
+        """The sizes of pinned parts of host memory, by address."""
+        self.holds: Callable[[torch.UntypedStorage], bool] = lambda _: False
+        """Whether something refers to memory that the script has let go of."""
 
     # --- memory ------------------------------------------------------------------------------
 
@@ -112,10 +118,13 @@ class Device(TorchDispatchMode):
         self._kept.setdefault(tensor.untyped_storage().data_ptr(), set()).add(stream)
 
     def free(self, tensor: Tensor) -> None:
-        """Other data is in its memory from here on, as seen by the computing stream: the allocator
-        gives it away at once, but for streams that it was kept for."""
+        """The script's last reference goes. Unless there are others, other data is in its memory
+        from here on, as seen by the computing stream: the allocator gives it away at once, but for
+        streams that it was kept for."""
         place = self.place(tensor)
         assert place is not None
+        if self.holds(tensor.untyped_storage()):
+            return
         computing = self.computing(place)
         for stream in self._kept.pop(tensor.untyped_storage().data_ptr(), ()):
             computing.wait_stream(stream)
@@ -219,6 +228,22 @@ class Device(TorchDispatchMode):
         if blocking:
             self._finish(stream)
 
+    def copy_bytes(self, place: torch.device, target: int, source: int, size: int) -> None:
+        """Queue a copy by addresses, which must lie inside what there is."""
+        inside = any(
+            begin <= source < source + size <= begin + storage.nbytes()
+            for begin, (where, storage) in self._memory.items()
+            if where == place
+        )
+        assert inside, f"{size} bytes at {source:#x} are not memory of {place}"
+        assert any(
+            begin <= target < target + size <= begin + many for begin, many in self.pinned.items()
+        ), f"{size} bytes at {target:#x} are not pinned"
+        cut = size // 2
+        for at, many in ((0, cut), (cut, size - cut)):
+            part = functools.partial(ctypes.memmove, target + at, source + at, many)
+            self.computing(place).add(lambda part=part: part() and None)
+
 
 def _halves(args: Sequence[Any]) -> list[list[Any]]:
     """Arguments for one half and for the other, where all tensors have one shape."""
@@ -269,6 +294,17 @@ class Simulated(Accelerator):
         self.device.turns.wait_for(lambda: bool(told) or give_up(), None)
         return int(told)
 
+    def copy_batch(self, batch: Batch, place: torch.device) -> bool:
+        """A driver may have no such call, or fail in the middle of it."""
+        self.device.run_some()
+        for target, source, size in zip(*batch, strict=True):
+            if self.device.copies_left is not None:
+                self.device.copies_left -= 1
+            if (self.device.copies_left or 0) < 0 or not self.device.choose(16):
+                return False
+            self.device.copy_bytes(place, target, source, size)
+        return True
+
     def keep(self, tensor: Tensor, stream: Any) -> None:
         self.device.keep(tensor, stream)
 
@@ -280,7 +316,13 @@ class Simulated(Accelerator):
             stream.synchronize()
 
     def pin(self, address: int, size_bytes: int, device: int | None) -> bool:
-        return False
+        """As torch on a device without such a call, every now and then."""
+        if self.device.choose(4):
+            self.device.pinned[address] = size_bytes
+        return address in self.device.pinned
+
+    def unpin(self, address: int) -> None:
+        self.device.pinned.pop(address, None)
 
 
 class Turns:

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import functools
 import os
 import random
+import subprocess
+import sysconfig
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +31,7 @@ from torch import Tensor, nn
 
 import keepstep
 from keepstep import checkpointer as checkpointers
-from keepstep.client import session
+from keepstep.client import copying, session
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import TornError, UsageError
 from keepstep.image import Layout
@@ -269,6 +274,12 @@ class Trainer:
         there.copy_(layer.data)
         layer.data = there
 
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the image on its way refers to this memory."""
+        pending = self.agent.pending
+        lots = [] if pending is None else [lot for lots in pending.reads.values() for lot in lots]
+        return any(lot.holds(storage) for lot in lots)
+
     def mutate(self) -> None:
         with self.checkpointer.mutating():
             self.change_data()
@@ -330,6 +341,7 @@ def training(*, pace: str = "any", seed: int = 0, lazy: bool = True) -> Iterator
         )
         patch.setenv("KEEPSTEP_SOCKET", "/nowhere")
         trainer = Trainer(slots, device, lazy=lazy)
+        device.holds = trainer.holds
         try:
             with device:
                 yield trainer
@@ -454,6 +466,254 @@ def test_nothing_here_asks_a_device_that_nobody_uses(monkeypatch):
     one.synchronize()
     one.quiesce()
     assert "cuda" not in rng.capture()
+
+
+# --- to a device, through pinned buffers ---------------------------------------------------------
+
+
+class Late(accelerator.Accelerator):
+    """Two devices in memory of the host that copy when something waits for them, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pins: dict[int, int] = {}
+        self.can_pin, self.fails = True, False
+        self.carried = 0
+        self._places: dict[int, torch.device] = {}
+        self._now = threading.local()
+        self._computing = {place: LateStream() for place in _PLACES}
+
+    def made(self, tensor: Tensor, place: torch.device) -> Tensor:
+        self._places[tensor.untyped_storage().data_ptr()] = place
+        return tensor
+
+    def device_of(self, tensor: Tensor) -> torch.device | None:
+        return self._places.get(tensor.untyped_storage().data_ptr())
+
+    def current_device(self) -> int | None:
+        return 0
+
+    def stream(self, device: torch.device) -> Any:
+        return LateStream()
+
+    def computing(self, device: torch.device) -> Any:
+        return self._computing[device]
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        self._now.stream = stream
+        yield
+        del self._now.stream
+
+    def copy(self, targets: Any, sources: Any) -> None:
+        if self.fails:
+            raise RuntimeError("no such device")
+        for target, source in zip(targets, sources, strict=True):
+            (begin, size), *_ = self.pins.items()
+            assert begin <= source.data_ptr()
+            assert source.data_ptr() + source.nbytes <= begin + size
+            self._now.stream.queue.append(functools.partial(target.copy_, source))
+            self.carried += source.nbytes
+
+    def pin(self, address: int, size_bytes: int, device: int | None) -> bool:
+        if self.can_pin:
+            self.pins[address] = size_bytes
+        return self.can_pin
+
+    def unpin(self, address: int) -> None:
+        del self.pins[address]
+
+
+class LateStream:
+    """Runs what is queued in it when it is waited for."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], object]] = []
+        self.done = 0
+
+    def run(self, until: int) -> None:
+        for work in self.queue[self.done : until]:
+            work()
+        self.done = max(until, self.done)
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(synchronize=functools.partial(self.run, len(self.queue)))
+
+    def wait_stream(self, other: LateStream) -> None:
+        other.synchronize()
+
+    def synchronize(self) -> None:
+        self.run(len(self.queue))
+
+
+@pytest.fixture
+def late(monkeypatch):
+    here = Late()
+    monkeypatch.setattr(accelerator, "_HERE", here)
+    monkeypatch.setattr(copying, "_BUFFER_BYTES", 4096)
+    monkeypatch.setattr(copying, "_WORTH_BYTES", 4096)
+    return here
+
+
+def to_devices(late: Late) -> tuple[list[copying.Copy], list[Tensor]]:
+    """Copies of tensors of all sizes and kinds, and what must come of them."""
+    sources = [
+        *(torch.arange(size, dtype=torch.float32) for size in (0, 1, 7, 1023, 1024, 1025, 30_000)),
+        *(torch.full((size % 50,), size % 251, dtype=torch.uint8) for size in range(600)),
+        torch.tensor(True),
+        torch.randn(33, dtype=torch.complex128),
+        torch.randn(1000).bfloat16(),
+        torch.randn(40, 50),
+    ]
+    copies = []
+    for at, source in enumerate(sources):
+        target = nn.Parameter(torch.zeros_like(source), requires_grad=False)
+        copies.append(copying.Copy(late.made(target, _PLACES[at % 2]), source))
+    over = late.made(torch.zeros(50, 40), _PLACES[0]).t()  # of other strides
+    as_other = late.made(torch.zeros(40, 50, dtype=torch.float64), _PLACES[0])
+    copies += [copying.Copy(over, sources[-1]), copying.Copy(as_other, sources[-1])]
+    return copies, [*sources, sources[-1], sources[-1].double()]
+
+
+def test_bytes_reach_devices_through_pinned_buffers_which_are_not_used_too_early(late):
+    copies, expected = to_devices(late)
+    versions = [one.target._version for one in copies]
+    copying.run(copying.Transfers(copies=copies))
+    assert all(map(torch.equal, (one.target for one in copies), expected))
+    assert late.carried == sum(one.source.nbytes for one in copies[:-2])
+    assert not late.pins
+    grown = [one.target._version > was for one, was in zip(copies, versions, strict=True)]
+    assert all(grew for grew, one in zip(grown, copies, strict=True) if one.source.nbytes)
+
+
+def test_without_pinned_memory_bytes_reach_devices_all_the_same(late):
+    late.can_pin = False
+    copies, expected = to_devices(late)
+    copying.run(copying.Transfers(copies=copies))
+    assert all(map(torch.equal, (one.target for one in copies), expected))
+    assert not late.carried
+
+
+def test_a_copy_to_a_device_that_fails_is_raised_and_leaves_nothing_pinned(late):
+    late.fails = True
+    with pytest.raises(RuntimeError, match="no such device"):
+        copying.run(copying.Transfers(copies=to_devices(late)[0]))
+    assert not late.pins
+
+
+# --- the batch call of the CUDA runtime -----------------------------------------------------------
+
+RUNTIME = """
+#include <stddef.h>
+#include <string.h>
+
+enum { DEVICE = 1, HOST = 2, STREAM_ORDER = 1 };
+struct location { int type; int id; };
+struct attributes { int order; struct location source, target; unsigned flags; };
+
+int calls, fails, forgotten;
+
+int cudaGetLastError(void) { return ++forgotten; }
+
+int cudaMemcpyBatchAsync(void **dsts, void **srcs, size_t *sizes, size_t count,
+                         struct attributes *attrs, size_t *first, size_t many
+#ifdef TWELVE
+                         , size_t *failed
+#endif
+                         , void *stream)
+{
+    calls++;
+    if (many != 1 || *first != 0 || stream != (void *)0x7f0000001234) return 1;
+    if (attrs->order != STREAM_ORDER || attrs->flags != 0) return 2;
+    if (attrs->source.type != DEVICE || attrs->source.id != 3) return 3;
+    if (attrs->target.type != HOST || attrs->target.id != 0) return 4;
+#ifdef TWELVE
+    if (*failed != 0) return 5;
+#endif
+    for (size_t at = 0; at < count; at++) {
+        if (fails && at == 1) return 801;
+        memcpy(dsts[at], srcs[at], sizes[at]);
+    }
+    return 0;
+}
+"""
+"""What the headers of CUDA 12.8 and 13 declare, over memory of the host."""
+
+
+@pytest.fixture(params=[12, 13])
+def runtime(request, tmp_path):
+    """A runtime of this version, compiled from C."""
+    made, source = tmp_path / "libcudart.so", tmp_path / "cudart.c"
+    source.write_text(RUNTIME)
+    define = ["-DTWELVE"] if request.param == 12 else []
+    compiler = sysconfig.get_config_var("CC").split()[0]
+    subprocess.run([compiler, "-shared", "-fPIC", *define, "-o", made, source], check=True)
+    library = ctypes.CDLL(str(made))
+    counts = {name: ctypes.c_int.in_dll(library, name) for name in ("calls", "fails", "forgotten")}
+    return accelerator.BatchCall(library, major=request.param), SimpleNamespace(**counts)
+
+
+def some_copies() -> tuple[list[Tensor], list[Tensor]]:
+    sources = [
+        torch.arange(6.0).reshape(2, 3),
+        torch.zeros(0),
+        torch.arange(8).reshape(2, 4).t(),
+        torch.tensor(7, dtype=torch.int16),
+        torch.tensor([1 + 2j]).conj(),
+        nn.Parameter(torch.ones(1000, dtype=torch.bfloat16)),
+    ]
+    return [torch.full(one.shape, 9, dtype=one.dtype) for one in sources], sources
+
+
+def test_the_runtime_copies_what_is_plain_bytes_in_one_call(runtime):
+    call, library = runtime
+    targets, sources = some_copies()
+    copies = accelerator.Copies(targets, sources)
+    assert call(copies.batch, 3, 0x7F0000001234)
+    assert int(library.calls.value) == 1
+    assert all(torch.equal(targets[at], sources[at]) for at in (0, 3, 5))
+    assert [id(one) for one in copies.rest[1]] == [id(sources[at]) for at in (1, 2, 4)]
+    assert all((targets[at] == 9).all() for at in (2, 4)), "these are not their bytes"
+
+
+def test_a_runtime_that_fails_in_the_middle_is_not_called_again_and_leaves_no_error(runtime):
+    call, library = runtime
+    targets, sources = some_copies()
+    library.fails.value = 1
+    batch = accelerator.Copies(targets, sources).batch
+    assert [call(batch, 3, 0x7F0000001234) for _ in range(3)] == [False] * 3
+    assert (library.calls.value, library.forgotten.value) == (1, 1)
+
+
+@pytest.mark.parametrize("works", [True, False])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_all_copies_arrive_whether_or_not_there_is_a_batch_call(monkeypatch, works, pinned):
+    class Here(accelerator.Accelerator):
+        def copy_batch(self, batch: accelerator.Batch, place: torch.device) -> bool:
+            for target, source, size in zip(*batch, strict=True):
+                if works:
+                    ctypes.memmove(target, source, size)
+            return works
+
+    targets, sources = some_copies()
+    Here().copy_again(accelerator.Copies(targets, sources), _PLACES[0], pinned=pinned)
+    assert all(map(torch.equal, targets, sources))
+
+
+def test_there_is_no_batch_call_without_a_runtime_of_cuda_that_torch_has_loaded(
+    monkeypatch, caplog
+):
+    for version in (None, "0.1"):
+        accelerator._runtime.cache_clear()
+        accelerator._batch_call.cache_clear()
+        monkeypatch.setattr(torch.version, "cuda", version)
+        copies = accelerator.Copies(*some_copies())
+        with caplog.at_level("DEBUG", logger="keepstep"):
+            for _ in range(2):
+                assert not accelerator.Accelerator().copy_batch(copies.batch, _PLACES[0])
+    accelerator._runtime.cache_clear()
+    accelerator._batch_call.cache_clear()
+    assert [one.levelname for one in caplog.records] == ["DEBUG"] * 2
 
 
 # --- devices of a state --------------------------------------------------------------------------

@@ -20,6 +20,13 @@ from keepstep.state.sharding import ALONE
 from keepstep.state.take import retake, take
 
 
+class Silent(nn.Linear):
+    """A layer that keeps nothing."""
+
+    def _save_to_state_dict(self, *_: object) -> None:
+        pass
+
+
 class State:
     """What a script hands over: a module, an optimizer, a dict of all kinds of things."""
 
@@ -49,6 +56,7 @@ def same(one, other) -> None:
     assert one.skeleton == other.skeleton
     assert repr(one.values) == repr(other.values)
     assert (one.aliases, one.parameters) == (other.aliases, other.parameters)
+    assert one.metadata == other.metadata
     assert one.signature() == other.signature()
     for a, b in zip(one.tensors, other.tensors, strict=True):
         assert (a.name, a.lazy, a.section) == (b.name, b.lazy, b.section)
@@ -74,7 +82,15 @@ def alias(state: State) -> None:
     state.extra["more"]["list"][0] = state.extra["more"]["tuple"][0]
 
 
+def tied(state: State) -> None:
+    state.model[1].weight = nn.Parameter(state.model[1].weight.detach())
+    state.model[1].bias = state.model[1].weight
+
+
+MORE = torch.ones(1)
 MOVES = {
+    "two parameters that are one now": tied,
+    "another version of a layer": lambda s: setattr(s.model[0], "_version", 7),
     "another parameter": lambda s: setattr(s.model[0], "weight", nn.Parameter(torch.ones(4, 4))),
     "other memory": lambda s: setattr(s.model[0].weight, "data", torch.ones(4, 4)),
     "one more": lambda s: s.model.append(nn.Linear(4, 1)),
@@ -84,6 +100,45 @@ MOVES = {
     "a key of another type": lambda s: s.extra.update({"1": s.extra.pop(1)}),
     "another name": lambda s: setattr(
         s, "extra", {{"grid": "grod"}.get(key, key): one for key, one in s.extra.items()}
+    ),
+    "a buffer that nobody keeps": lambda s: s.model[1]._non_persistent_buffers_set.add(
+        "running_mean"
+    ),
+    "one buffer more": lambda s: s.model[0].register_buffer("seen", torch.zeros(1)),
+    "no parameter any more": lambda s: setattr(s.model[0], "bias", None),
+    "a hook of a state": lambda s: s.model[0].register_state_dict_post_hook(
+        lambda module, state, prefix, _: state.update({f"{prefix}more": MORE})
+    ),
+    "a state of its own": lambda s: setattr(
+        s.model[1], "state_dict", lambda *_, destination, prefix, **__: destination
+    ),
+    "another class": lambda s: setattr(s.model[0], "__class__", Silent),
+    "one more field": lambda s: s.optimizer.state[s.model[0].weight].update(x=torch.ones(1)),
+    "a field of another name": lambda s: s.optimizer.state[s.model[0].weight].update(
+        y=s.optimizer.state[s.model[0].weight].pop("exp_avg")
+    ),
+    "another moment": lambda s: s.optimizer.state[s.model[0].weight].update(
+        exp_avg=torch.ones(4, 4)
+    ),
+    "a moment over the same memory": lambda s: s.optimizer.state[s.model[0].weight].update(
+        exp_avg=moment(s).detach()
+    ),
+    "moments that changed places": lambda s: s.optimizer.state[s.model[0].weight].update(
+        exp_avg=s.optimizer.state[s.model[0].weight]["exp_avg_sq"], exp_avg_sq=moment(s)
+    ),
+    "a number for a moment": lambda s: s.optimizer.state[s.model[0].weight].update(exp_avg=1),
+    "rows of another order": lambda s: s.optimizer.state.update(
+        {s.model[0].weight: s.optimizer.state.pop(s.model[0].weight)}
+    ),
+    "no state of a parameter": lambda s: s.optimizer.state.pop(s.model[0].weight),
+    "a moment that is transposed in place": lambda s: moment(s).t_(),
+    "a moment of other memory": lambda s: setattr(moment(s), "data", torch.ones(4, 4)),
+    "a buffer of other memory": lambda s: setattr(s.model[1].running_mean, "data", torch.ones(4)),
+    "a parameter of another shape in place": lambda s: setattr(
+        s.model[0].weight, "data", s.model[0].weight.data.view(2, 8)
+    ),
+    "a parameter that is negated lazily": lambda s: setattr(
+        s.model[1].running_mean, "data", torch._neg_view(s.model[1].running_mean.data)
     ),
     "another order": lambda s: s.extra.update(grid=s.extra.pop("grid")),
     "a tensor for a number": lambda s: s.extra["more"]["list"].__setitem__(1, torch.ones(1)),
@@ -118,6 +173,8 @@ STAYS = {
     "values": lambda s: s.extra.update(losses=[0.5, {"a": [0.25]}]),
     "a learning rate": lambda s: s.optimizer.param_groups[0].update(lr=0.5),
     "the loader's place": lambda s: s.extra["more"]["list"].__setitem__(1, 4),
+    "evaluation": lambda s: s.model.eval(),
+    "a gradient": lambda s: s.model[0].weight.requires_grad_(False),
 }
 
 
@@ -126,6 +183,8 @@ def around(change) -> tuple:
     take it; and its components."""
     state = State()
     before = take(state.components())
+    for _ in range(2):  # what is compared is gathered the first time
+        assert retake(before, state.components(), ALONE).tensors is before.tensors
     change(state)
     now = retake(before, state.components(), ALONE)
     same(now, take(state.components()))
@@ -143,6 +202,72 @@ def test_what_moved_is_found(move):
 def test_tensors_that_stayed_are_those_of_before(change):
     before, now, _ = around(change)
     assert now.tensors is before.tensors
+
+
+def test_a_layer_that_moves_to_the_next_module_is_found():
+    """All lists of what there is stay the same, but for where each module's part ends."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential())
+    before = take({"model": model})
+    assert retake(before, {"model": model}, ALONE).tensors is before.tensors
+    model[1].add_module("0", model[0].pop(0))
+    now = retake(before, {"model": model}, ALONE)
+    assert [leaf.name for leaf in now.tensors] == ["model.1.0.weight", "model.1.0.bias"]
+
+
+def test_tied_weights_and_a_shared_layer_stay():
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(layer, layer, nn.Linear(2, 2))
+    model[2].weight = layer.weight
+    parts = {"model": model, "again": {"w": layer.weight.detach()}}
+    before = take(parts)
+    for _ in range(3):
+        assert retake(before, parts, ALONE).tensors is before.tensors
+    model[2].weight = nn.Parameter(layer.weight.detach().clone())
+    same(retake(before, parts, ALONE), take(parts))
+
+
+class Extra(nn.Linear):
+    """A layer with a state beside its tensors."""
+
+    asked = 0
+
+    def get_extra_state(self) -> int:
+        self.asked += 1
+        return 5
+
+
+def of_a_class() -> nn.Module:
+    return Extra(2, 2)
+
+
+def with_a_hook() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.asked = 0
+    layer.register_state_dict_pre_hook(
+        lambda module, *_: setattr(module, "asked", module.asked + 1)
+    )
+    return layer
+
+
+def of_an_object() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.asked = 0
+
+    def save(destination, prefix, keep_vars) -> None:
+        layer.asked += 1
+        nn.Linear._save_to_state_dict(layer, destination, prefix, keep_vars)
+
+    layer._save_to_state_dict = save
+    return layer
+
+
+@pytest.mark.parametrize("make", [of_a_class, with_a_hook, of_an_object])
+def test_code_of_a_module_that_makes_its_state_is_called_each_time(make):
+    model = nn.Sequential(nn.Linear(2, 2), make())
+    before = take({"model": model})
+    for _ in range(3):
+        same(retake(before, {"model": model}, ALONE), before)
+    assert model[1].asked == 4
 
 
 def test_components_that_came_went_or_changed_places():

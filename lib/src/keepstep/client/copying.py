@@ -1,23 +1,26 @@
 """Copies live tensors into a slot, and back.
 
 On a CPU the copy is `memmove` without the GIL, as fast as a bare memcpy. Several threads share it
-when the training thread waits for it. Tensors that are not plain contiguous CPU memory are copied
-with `Tensor.copy_`. A tensor without memory of its own is an error here, because reading it would
-end the process.
+when the training thread waits for it. What goes to a device goes through small pinned buffers
+(`_bring`). Tensors that are not plain contiguous memory are copied with `Tensor.copy_`. A tensor
+without memory of its own is an error here, because reading it would end the process.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from keepstep.errors import KeepstepError
+from keepstep.state import accelerator
 from keepstep.state.accelerator import has_memory
 
 # CDLL functions release the GIL; ctypes.memmove and mmap.madvise do not.
@@ -95,7 +98,7 @@ def run(transfers: Transfers, *, threads: int = 1) -> None:
     else:
         _run_parallel(moves, threads)
     with torch.no_grad():
-        for copy in copies:
+        for copy in _bring(copies):
             copy.target.copy_(copy.source)
 
 
@@ -142,6 +145,140 @@ def _pieces(moves: Sequence[Move]) -> Iterable[Move]:
         for begin in range(0, move.bytes, PIECE_BYTES):
             size = min(PIECE_BYTES, move.bytes - begin)
             yield Move(move.target + begin, move.source + begin, size)
+
+
+# --- to a device ---------------------------------------------------------------------------------
+#
+# A copy from memory that is not pinned runs at a tenth of the bus's speed, and to pin the memory
+# takes longer than the copy. So threads move it into a few pinned buffers, from which the device
+# copies meanwhile.
+
+
+_BUFFER_BYTES = 8 << 20
+_BUFFERS = 2
+_MOST_BRINGERS = 12
+_WORTH_BYTES = 32 << 20
+_ALIGNED_BYTES = 64
+_MOST_PARTS = 512
+
+_Part = tuple[Tensor, int]
+"""Bytes on a device, and the address from which they come."""
+
+
+def _bring(copies: Sequence[Copy]) -> Sequence[Copy]:
+    """Make the copies of plain memory of the host into plain tensors of devices. Returns the copies
+    that are left: the others, or all of them if they are few bytes or nothing can be pinned."""
+    here = accelerator.here()
+    plain = [one for one in copies if _goes_to_device(one)]
+    total = sum(one.source.nbytes for one in plain)
+    threads = min(_MOST_BRINGERS, len(os.sched_getaffinity(0)), total // _WORTH_BYTES)
+    if not threads:
+        return copies
+    memory = torch.frombuffer(mmap.mmap(-1, threads * _BUFFERS * _BUFFER_BYTES), dtype=torch.uint8)
+    if not here.pin(memory.data_ptr(), memory.nbytes, here.current_device()):
+        return copies
+    try:
+        _carry(plain, memory.chunk(threads))
+    finally:
+        here.unpin(memory.data_ptr())
+    brought = set(map(id, plain))
+    return [one for one in copies if id(one) not in brought]
+
+
+def _goes_to_device(copy: Copy) -> bool:
+    target = copy.target
+    return (
+        accelerator.here().device_of(target) is not None
+        and target.dtype == copy.source.dtype
+        and target.is_contiguous()
+        and not target.is_conj()
+        and not target.is_neg()
+        and is_plain(copy.source)
+    )
+
+
+def _carry(copies: Sequence[Copy], parts_of_memory: Sequence[Tensor]) -> None:
+    """Make these copies with one thread for each part of pinned memory."""
+    here = accelerator.here()
+    loads, lock, failures = _loads(copies), threading.Lock(), list[BaseException]()
+
+    def next_load() -> list[_Part] | None:
+        with lock:
+            return None if failures else next(loads, None)
+
+    def work(memory: Tensor, streams: dict[torch.device, torch.Stream]) -> None:
+        try:
+            with torch.no_grad():
+                _carry_alone(iter(next_load, None), memory, streams)
+        except BaseException as error:
+            failures.append(error)
+
+    helpers = []
+    for memory in parts_of_memory:
+        places = {place for one in copies if (place := here.device_of(one.target)) is not None}
+        streams = {place: here.stream(place) for place in places}
+        for place, stream in streams.items():  # what made the tensors comes before
+            stream.wait_stream(here.computing(place))
+        helpers.append(threading.Thread(target=work, args=(memory, streams), name="keepstep-copy"))
+    for helper in helpers:
+        helper.start()
+    for helper in helpers:
+        helper.join()
+    if failures:
+        raise failures[0]
+
+
+def _carry_alone(
+    loads: Iterable[list[_Part]], memory: Tensor, streams: dict[torch.device, torch.Stream]
+) -> None:
+    here = accelerator.here()
+    buffers: deque[tuple[Tensor, torch.Event | None]] = deque(
+        (buffer, None) for buffer in memory.chunk(_BUFFERS)
+    )
+    for load in loads:
+        buffer, done = buffers.popleft()
+        if done is not None:
+            done.synchronize()
+        at, sources = 0, []
+        for target, source in load:
+            sources.append(buffer[at : at + target.numel()])
+            move(sources[-1].data_ptr(), source, target.numel())
+            at += _aligned(target.numel())
+        place = here.device_of(load[0][0])
+        assert place is not None, "it goes to a device"
+        with here.on(streams[place]):
+            here.copy([target for target, _ in load], sources)
+        buffers.append((buffer, streams[place].record_event()))
+    for stream in streams.values():
+        stream.synchronize()
+
+
+def _loads(copies: Sequence[Copy]) -> Iterator[list[_Part]]:
+    """The copies in parts, of which as many as go through a buffer at once."""
+    load: list[_Part] = []
+    size = 0
+    for place, part in _parts(copies):
+        bytes_of = _aligned(part[0].numel())
+        full = size + bytes_of > _BUFFER_BYTES or len(load) == _MOST_PARTS
+        if load and (full or accelerator.here().device_of(load[0][0]) != place):
+            yield load
+            load, size = [], 0
+        load.append(part)
+        size += bytes_of
+    if load:
+        yield load
+
+
+def _parts(copies: Sequence[Copy]) -> Iterator[tuple[torch.device | None, _Part]]:
+    for target, source in copies:
+        flat, address = target.detach().reshape(-1).view(torch.uint8), source.data_ptr()
+        place = accelerator.here().device_of(target)
+        for begin in range(0, flat.numel(), _BUFFER_BYTES):
+            yield place, (flat[begin : begin + _BUFFER_BYTES], address + begin)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 # --- page tables: filled in one call instead of fault by fault ---------------------------------

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from keepstep.client.session import RESTORE_S, Session
-from keepstep.client.slot import SlotMapping
+from keepstep.client.slot import SlotMapping, let_go
 from keepstep.core.vote import Decision
 from keepstep.errors import (
     CoverageError,
@@ -165,12 +164,11 @@ class Restore:
         return show(self._shows)
 
     def release(self) -> None:
-        """Unmap the image, in a thread of its own: unmapping takes the kernel about a tenth of the
-        time of the copy."""
+        """Unmap the image; see `let_go`."""
         held: list[object] = [self._slot, self._loader, self._shows, self._lending]
         self._slot = self._shows = self._lending = None
         del self._loader
-        threading.Thread(target=held.clear, name="keepstep-unmap", daemon=True).start()
+        let_go(held)
 
     @_without_collections()
     def _map(self, path: str) -> None:
@@ -203,7 +201,6 @@ class Restore:
             images: Images = LentImages(self._link, self._id, shown)
             self._refuse_dcp(images)
         elif slot is not None:
-            slot.pin()
             images = Images.of_slot(self._link, slot, self._control)
         else:
             images = self._all_images()

@@ -25,7 +25,7 @@ import torch
 
 from keepstep.client.embedded import Keeper
 from keepstep.client.session import Changes, Client, Session
-from keepstep.client.slot import Slot, SlotMapping
+from keepstep.client.slot import Slot, SlotMapping, let_go
 from keepstep.errors import (
     FormatError,
     NoMemoryError,
@@ -179,6 +179,7 @@ class Agent:
         self.closed = False
         self._thread: threading.Thread | None = None
         self._device: int | None = None
+        self._flying = False  # whether a device may still copy into a slot when this ends
 
     # --- called by the training thread -------------------------------------------------------
 
@@ -360,8 +361,7 @@ class Agent:
     def reads(self, storage: torch.UntypedStorage) -> bool:
         """Whether a copy, or the comparison after it, may still read this memory."""
         pending = self.pending
-        guard = None if pending is None or pending.judged.is_set() else pending.guard
-        return guard is not None and guard.fingerprint.holds(storage)
+        return pending is not None and pending.may_read(storage)
 
     def _await_copy(self, pending: Pending, timeout_s: float) -> bool:
         if not pending.copied.is_set():
@@ -505,6 +505,14 @@ class Agent:
         if self.closed:
             self.session.close(goodbye=True)  # the loop ended, so no image is on its way
             self._client.close()
+            self._forget_slots()
+
+    def _forget_slots(self) -> None:
+        """Unmap all slots now: else the training thread would do it, at some garbage collection."""
+        held: list[object] = [self._mappings, self._held, self.staged_step]
+        self._mappings, self._held, self.staged_step = {}, None, None
+        if not self._flying:
+            let_go(held)
 
     def _is_due(self) -> bool:
         return self.closed or self._next() is not None
@@ -785,6 +793,7 @@ class Agent:
     def _abandon(self) -> None:
         pending = self.pending
         if pending is not None:
+            self._flying = not all(map(bool, pending.told.values()))
             self._lose(pending, "the trainer ended before it was reported")
             self._clear(pending)
 

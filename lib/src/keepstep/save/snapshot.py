@@ -24,6 +24,7 @@ result. So the training thread does not wait until the device has come there.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import functools
 import sys
@@ -31,7 +32,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -41,7 +44,7 @@ from keepstep.client.session import Gate
 from keepstep.client.slot import Slot, SlotMapping
 from keepstep.image import ControlPage, Layout
 from keepstep.state import accelerator
-from keepstep.state.accelerator import check_memory
+from keepstep.state.accelerator import Copies, check_memory
 from keepstep.state.leaves import Taken, TensorLeaf
 from keepstep.steps import Epoch
 
@@ -59,25 +62,50 @@ class Verdict(enum.Enum):
     LOST = "lost"
 
 
+_VERSION = attrgetter("_version")
+
+
+class Watched:
+    """Tensors as a guard watches them: flat lists, which are read and compared as a whole."""
+
+    def __init__(self, leaves: Sequence[TensorLeaf]) -> None:
+        # in-place operations on a DTensor and on its part are counted apart
+        apart = [leaf for leaf in leaves if leaf.live is not leaf.tensor]
+        self._names = [leaf.name for leaf in (*leaves, *apart)]
+        self._tensors = [leaf.tensor for leaf in leaves]
+        self._counting = [*self._tensors, *(leaf.live for leaf in apart)]
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+
+    def versions(self) -> list[int]:
+        """Their version counters, which grow with each in-place operation."""
+        return list(map(_VERSION, self._counting))
+
+    def moved(self, versions: list[int]) -> str:
+        """The name of a tensor whose version or address changed, or ''."""
+        now = self.versions(), list(map(Tensor.data_ptr, self._tensors))
+        for marks, before in zip(now, (versions, self._addresses), strict=True):
+            if marks != before:
+                return self.name(next(at for at, one in enumerate(marks) if one != before[at]))
+        return ""
+
+    def name(self, at: int) -> str:
+        """The name of the tensor of a version, or of the tensor of this number."""
+        return self._names[at]
+
+
 class Guard(NamedTuple):
     """What must be the same before and after a lazy copy."""
 
-    leaves: tuple[TensorLeaf, ...]
-    versions: tuple[int, ...]
-    pointers: tuple[int, ...]
+    watched: Watched
+    versions: list[int]
     fingerprint: Fingerprint
     samples: list[torch.Tensor]
 
     @classmethod
-    def take(cls, leaves: Sequence[TensorLeaf], fingerprint: Fingerprint) -> Guard:
-        """Remember the leaves as they are now."""
-        return cls(
-            tuple(leaves),
-            tuple(map(_version, leaves)),
-            tuple(leaf.tensor.data_ptr() for leaf in leaves),
-            fingerprint,
-            fingerprint.take(),
-        )
+    def take(cls, watched: Watched, fingerprint: Fingerprint) -> Guard:
+        """Remember the tensors as they are now. They must lie where they lay when both were
+        made."""
+        return cls(watched, watched.versions(), fingerprint, fingerprint.take())
 
     def changed(self) -> str:
         """The name of a tensor that changed, or ''."""
@@ -85,10 +113,7 @@ class Guard(NamedTuple):
 
     def moved(self) -> str:
         """The name of a tensor whose version or address changed, or ''. Waits for no device."""
-        for leaf, version, pointer in zip(self.leaves, self.versions, self.pointers, strict=True):
-            if _version(leaf) != version or leaf.tensor.data_ptr() != pointer:
-                return leaf.name
-        return ""
+        return self.watched.moved(self.versions)
 
     def differences(self) -> list[Tensor]:
         """Whether the fingerprints differ: a truth value per group, where its samples are."""
@@ -104,14 +129,8 @@ class Guard(NamedTuple):
         for group, (one, other) in enumerate(zip(now, before, strict=True)):
             if not torch.equal(one, other):
                 sample = int(torch.ne(one, other).nonzero()[0])
-                return self.leaves[self.fingerprint.tensor_of(group, sample)].name
+                return self.watched.name(self.fingerprint.tensor_of(group, sample))
         return ""
-
-
-def _version(leaf: TensorLeaf) -> int:
-    """Grows with each in-place operation on the tensor, or on the DTensor whose part it is: they
-    count apart."""
-    return leaf.tensor._version + leaf.live._version
 
 
 @dataclass(eq=False)
@@ -120,7 +139,8 @@ class Pending:
 
     `control`: the control page that seals it. `transfers`: builds the remaining copies; called on
     the agent thread. `done`: per accelerator, the event after its queued copies; `told`: what tells
-    the agent thread of it. `late`: writes into the slot that must wait for them. `samples`: those
+    the agent thread of it; `reads`: what they read, which is not freed until then. `late`: writes
+    into the slot that must wait for them. `samples`: those
     of the guard, in host memory once the copies are done. `thread`: the thread that trains.
     `fenced`: of an image of an accelerator, whether its copies are done and the devices were asked
     to compare.
@@ -133,6 +153,7 @@ class Pending:
     late: list[Callable[[], object]] = field(default_factory=list)
     done: dict[torch.device, torch.Event] = field(default_factory=dict)
     told: dict[torch.device, Tensor] = field(default_factory=dict)
+    reads: dict[torch.device, tuple[_Lot, ...]] = field(default_factory=dict)
     samples: list[Tensor] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
     copied: Gate = field(default_factory=Gate)
@@ -277,7 +298,25 @@ class Pending:
         self.verdict, self.reason = verdict, reason or self.reason
         self.guard = None
         self.transfers, self.late, self._differences = None, [], []
+        self._let_go()
         self.judged.set()
+
+    def may_read(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a copy, or the comparison after it, may still read this memory."""
+        guard = self.guard
+        if self.judged.is_set() or guard is None:
+            return False
+        lots = (lot for lots in self.reads.values() for lot in lots)
+        return guard.fingerprint.holds(storage) or any(lot.holds(storage) for lot in lots)
+
+    def _let_go(self) -> None:
+        """Memory that a copy still reads, of an image that was given up, waits for its stream."""
+        device = accelerator.here()
+        for place, lots in self.reads.items():
+            if not (place in self.told and bool(self.told[place])):
+                for tensor in (tensor for lot in lots for tensor in lot.tensors):
+                    device.keep(tensor, device.copying(place))
+        self.reads = {}
 
 
 def _position(thread: int) -> tuple[tuple[int, int], ...]:
@@ -323,7 +362,8 @@ def sampled(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 class Fingerprint:
-    """Sample positions of a set of dense tensors; `take` reads them.
+    """Sample positions of a set of dense tensors; `take` reads them, and they must lie where they
+    lay.
 
     `aliases`: the same tensors. They hold the memory that the live ones had, so that a copy never
     reads memory that was freed because a live tensor was given other memory.
@@ -342,14 +382,15 @@ class Fingerprint:
                 continue
             tensor = of_bits(tensor)
             size = tensor.element_size()
-            group = groups.setdefault((device_of(tensor), size), _Group(size))
+            place = device_of(tensor)
+            group = groups.setdefault((place, size), _Group(size, in_host=place is None))
             group.add(number, tensor, begin)
         self._groups = list(groups.values())
         self._storages: frozenset[int] | None = None
 
     def take(self) -> list[Tensor]:
         """The current samples: one small tensor per device and element size."""
-        return [torch.cat(group.views) for group in self._groups]
+        return [group.take() for group in self._groups]
 
     def in_image(self, memory: memoryview) -> list[Tensor]:
         """The samples of an image, in the same order."""
@@ -362,34 +403,64 @@ class Fingerprint:
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether one of the tensors lies in this storage."""
         if self._storages is None:
-            self._storages = frozenset(one.untyped_storage()._cdata for one in self.aliases)
+            self._storages = _storages_of(self.aliases)
         return storage._cdata in self._storages
+
+
+def _storages_of(tensors: Sequence[Tensor]) -> frozenset[int]:
+    return frozenset(one.untyped_storage()._cdata for one in tensors)
 
 
 class _Group:
     """The samples of tensors of one device and element size."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self.views: list[Tensor] = []
+    def __init__(self, size: int, *, in_host: bool) -> None:
+        self._size, self._in_host = size, in_host
+        self._views: list[Tensor] = []
         self._tensors: list[tuple[int, Tensor, int, int]] = []
         self._places: Tensor | None = None
 
     def add(self, number: int, tensor: Tensor, begin: int) -> None:
         view, stride = sampled(tensor)
-        self.views.append(view)
+        self._views.append(view)
         self._tensors.append((number, tensor, stride, begin // self._size))
+
+    def take(self) -> Tensor:
+        """The samples. Those in memory of the host are read as elements of one tensor over all of
+        it, because `cat` takes microseconds for each tensor."""
+        begin, count, places = self._by_address
+        if not count:
+            return torch.cat(self._views)
+        memory = (ctypes.c_ubyte * (count * self._size)).from_address(begin)
+        # indexing with `[]` wakes threads of torch's, which costs more than it saves
+        return torch.frombuffer(memory, dtype=_BITS[self._size]).index_select(0, places)
+
+    @functools.cached_property
+    def _by_address(self) -> tuple[int, int, Tensor]:
+        """Where the samples lie: the first address, how many elements from there, and the samples'
+        places among them. No elements if they are a device's, or not aligned."""
+        starts = [view.data_ptr() for view in self._views]
+        begin, size = min(starts), self._size
+        if not self._in_host or any((start - begin) % size for start in starts):
+            return 0, 0, torch.empty(0, dtype=torch.int64)
+        places = torch.cat(
+            [
+                torch.arange(view.numel()) * view.stride(0) + (start - begin) // size
+                for view, start in zip(self._views, starts, strict=True)
+            ]
+        )
+        return begin, int(places.max()) + 1, places
 
     def in_image(self, memory: memoryview) -> Tensor:
         if self._places is None:
             self._places = torch.cat([_places(*one[1:]) for one in self._tensors])
         count = len(memory) // self._size
         image = torch.frombuffer(memory, dtype=_BITS[self._size], count=count)
-        return image[self._places]
+        return image.index_select(0, self._places)
 
     def tensor_of(self, sample: int) -> int:
         left = sample
-        for view, (number, *_) in zip(self.views, self._tensors, strict=True):
+        for view, (number, *_) in zip(self._views, self._tensors, strict=True):
             left -= view.numel()
             if left < 0:
                 return number
@@ -409,30 +480,119 @@ def _places(tensor: Tensor, stride: int, begin: int) -> Tensor:
     return places
 
 
-class _Divided:
-    """The leaves of a state by when they are copied (`now`, or `later` if `lazy`). Those of each
-    accelerator again: `urgent` are copied before the next forward pass, `patient` beside it."""
+class _Lot:
+    """Leaves that are copied together, with the memory that they have; and their copies into each
+    slot, which are made once."""
 
-    def __init__(self, tensors: tuple[TensorLeaf, ...], *, lazy: bool) -> None:
-        self.now: list[TensorLeaf] = []
-        self.later: list[TensorLeaf] = []
-        self.urgent: dict[torch.device, list[TensorLeaf]] = {}
-        self.patient: dict[torch.device, list[TensorLeaf]] = {}
-        self._in_host_memory: list[TensorLeaf] = []
+    def __init__(self, leaves: Sequence[TensorLeaf], tensors: Sequence[Tensor]) -> None:
+        """`tensors`: those of the leaves, or others over the same memory."""
+        self.leaves, self.tensors = leaves, list(tensors)
+        self._addresses = list(map(Tensor.data_ptr, self.tensors))
+        self._storages: frozenset[int] | None = None
+        self._transfers = WeakKeyDictionary[SlotMapping, copying.Transfers]()
+        self._copies = WeakKeyDictionary[SlotMapping, Copies]()
+
+    def transfers(self, mapping: SlotMapping) -> copying.Transfers:
+        """Copies of what lies in memory of the host. Raises UsageError for a tensor that has lost
+        its memory."""
+        transfers = self._transfers.get(mapping)
+        if transfers is None or list(map(Tensor.data_ptr, self.tensors)) != self._addresses:
+            transfers = self._transfers[mapping] = self._make_transfers(mapping)
+        return transfers
+
+    def _make_transfers(self, mapping: SlotMapping) -> copying.Transfers:
+        moves, copies = [], []
+        for leaf, tensor in zip(self.leaves, self.tensors, strict=True):
+            entry = mapping.layout.entries[leaf.name]
+            if copying.is_plain(tensor):
+                target = mapping.address + entry.begin
+                size = entry.end - entry.begin
+                moves.append(copying.Move(target, tensor.data_ptr(), size))
+            else:
+                check_memory(tensor, leaf.name)
+                copies.append(copying.Copy(mapping.view(entry), tensor))
+        return copying.Transfers(moves, copies, holds=self.tensors)
+
+    def copies(self, mapping: SlotMapping) -> Copies:
+        """Copies of what lies on a device."""
+        if mapping not in self._copies:
+            self._copies[mapping] = Copies(self.places_in(mapping), self.tensors)
+        return self._copies[mapping]
+
+    def places_in(self, mapping: SlotMapping) -> list[Tensor]:
+        """Where the leaves belong in an image."""
+        entries = mapping.layout.entries
+        return [mapping.view(entries[leaf.name]) for leaf in self.leaves]
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether one of the tensors lies in this storage."""
+        if self._storages is None:
+            self._storages = _storages_of(self.tensors)
+        return storage._cdata in self._storages
+
+
+class _Aside:
+    """Values in memory of the host beside those of an accelerator: an optimizer's step counters.
+    They are taken aside at `save`, because the slot may still hold another image."""
+
+    def __init__(self, leaves: Sequence[TensorLeaf]) -> None:
+        self._lot = _Lot(leaves, [leaf.tensor for leaf in leaves])
+        self._kept: list[Tensor] = []
+
+    def take(self) -> None:
+        """Take them. At most one image is on its way, so none waits for those of the last save."""
+        if not self._kept:
+            self._kept = [torch.empty_like(one) for one in self._lot.tensors]
+        with torch.no_grad():
+            torch._foreach_copy_(self._kept, self._lot.tensors)
+
+    def write(self, mapping: SlotMapping) -> None:
+        """Write what was taken into a slot."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._lot.places_in(mapping), self._kept)
+
+
+class _Divided:
+    """The leaves of a state by when they are copied: `now`, or `later` if `lazy`, which
+    `fingerprint` guards. Those of each accelerator again: `urgent` are copied before the next
+    forward pass, `patient` beside it; and then `aside`."""
+
+    def __init__(
+        self,
+        leaves: tuple[TensorLeaf, ...],
+        fingerprint_of: Callable[[Sequence[TensorLeaf]], Fingerprint],
+        *,
+        lazy: bool,
+    ) -> None:
+        now: list[TensorLeaf] = []
+        later: list[TensorLeaf] = []
+        host: list[TensorLeaf] = []
+        urgent: dict[torch.device, list[TensorLeaf]] = {}
+        patient: dict[torch.device, list[TensorLeaf]] = {}
         device_of = accelerator.here().device_of
-        for leaf in tensors:
+        for leaf in leaves:
             waits = lazy and leaf.lazy and may_wait(leaf.tensor)
-            (self.later if waits else self.now).append(leaf)
+            (later if waits else now).append(leaf)
             place = device_of(leaf.tensor)
             if place is None:
-                self._in_host_memory.append(leaf)
+                host.append(leaf)
             else:
-                (self.patient if waits else self.urgent).setdefault(place, []).append(leaf)
+                (patient if waits else urgent).setdefault(place, []).append(leaf)
+        self.fingerprint = fingerprint_of(later) if later else None
+        self.watched = Watched(later)
+        self.now = _Lot(now, [leaf.tensor for leaf in now])
+        self.later = _Lot(later, self.fingerprint.aliases if self.fingerprint else [])
+        self.aside = _Aside(host) if host and (urgent or patient) else None
+        self.urgent = {place: _lot(some) for place, some in urgent.items()}
+        self.patient = {place: _lot(some) for place, some in patient.items()}
 
-    def host_values(self) -> dict[str, torch.Tensor]:
-        """The values that host memory holds now. Beside those of an accelerator they are small: an
-        optimizer's step counters."""
-        return {leaf.name: leaf.tensor.clone() for leaf in self._in_host_memory}
+    def guard(self) -> Guard | None:
+        """A guard of what is copied later, as it is now."""
+        return Guard.take(self.watched, self.fingerprint) if self.fingerprint else None
+
+
+def _lot(leaves: Sequence[TensorLeaf]) -> _Lot:
+    return _Lot(leaves, [leaf.tensor.detach() for leaf in leaves])
 
 
 class Snapshots:
@@ -442,7 +602,7 @@ class Snapshots:
         self.layout = layout
         self._run = run
         self._signature = taken.signature()
-        self._fingerprint: tuple[tuple[int, ...], Fingerprint] | None = None
+        self._fingerprint: tuple[list[int], Fingerprint] | None = None
         self._zero_pages: dict[torch.device, torch.Tensor] = {}
         self._ones: dict[torch.device, torch.Tensor] = {}
 
@@ -468,10 +628,7 @@ class Snapshots:
         left to copy."""
         mapping = slot.mapping
         assert mapping.layout.id == self.layout.id, "a slot of another layout"
-        divided = taken.cache.get(("divided", lazy))
-        if divided is None:
-            divided = taken.cache["divided", lazy] = _Divided(taken.tensors, lazy=lazy)
-        later = divided.later
+        divided = self._divided(taken, lazy=lazy)
         control = ControlPage.staged(
             self.layout,
             run=self._run,
@@ -480,19 +637,25 @@ class Snapshots:
             extras_bytes=len(extras),
             staged_at=time.time(),
         )
-        guard = Guard.take(later, self._fingerprint_of(later)) if later else None
+        guard = divided.guard()
         pending = Pending(slot, control, guard, samples=list(guard.samples) if guard else [])
         if divided.urgent or divided.patient:
             self._queue(pending, divided, extras)
         else:
             mapping.erase()
             mapping.write_extras(extras)
-            now = [leaf.tensor for leaf in divided.now]
-            transfers = self._transfers(mapping, divided.now, now)
-            copying.run(transfers, threads=copying.default_threads())
-            held = guard.fingerprint.aliases if guard is not None else []
-            pending.transfers = functools.partial(self._transfers, mapping, later, held)
+            copying.run(divided.now.transfers(mapping), threads=copying.default_threads())
+            pending.transfers = functools.partial(divided.later.transfers, mapping)
         return pending
+
+    def _divided(self, taken: Taken, *, lazy: bool) -> _Divided:
+        # the layout says where a tensor's samples are in an image
+        key = "divided", lazy, self.layout.id
+        divided: _Divided | None = taken.cache.get(key)
+        if divided is None:
+            divided = _Divided(taken.tensors, self._fingerprint_of, lazy=lazy)
+            taken.cache[key] = divided
+        return divided
 
     def _queue(self, pending: Pending, divided: _Divided, extras: bytes) -> None:
         """Queue all copies on side streams; the CPU waits for none of them.
@@ -504,7 +667,9 @@ class Snapshots:
         """
         device, mapping = accelerator.here(), pending.slot.mapping
         pending.late.append(functools.partial(mapping.write_extras, extras))
-        pending.late.append(functools.partial(self._write, mapping, divided.host_values()))
+        if divided.aside is not None:
+            divided.aside.take()
+            pending.late.append(functools.partial(divided.aside.write, mapping))
         urgent, patient = divided.urgent, divided.patient
         places = list(urgent | patient)
         first = device.copying(places[0])
@@ -514,12 +679,15 @@ class Snapshots:
         for place in places[1:]:
             device.copying(place).wait_stream(first)
         for place in places:
-            self._copy(mapping, place, urgent.get(place, []))
+            lots = tuple(some[place] for some in (urgent, patient) if place in some)
+            pending.reads[place] = lots
+        for place in places:
+            self._copy(mapping, place, urgent.get(place))
             # the next forward pass changes buffers in the computing stream, which waits for these
             # few copies
             device.computing(place).wait_stream(device.copying(place))
         for place in places:
-            self._copy(mapping, place, patient.get(place, []))
+            self._copy(mapping, place, patient.get(place))
             self._bring_samples(pending, place)
             pending.done[place] = device.copying(place).record_event()
             with device.on(device.copying(place)):
@@ -538,10 +706,6 @@ class Snapshots:
                 pending.samples[at].copy_(samples, non_blocking=True)
                 device.keep(samples, stream)
 
-    def _write(self, mapping: SlotMapping, values: dict[str, torch.Tensor]) -> None:
-        for name, value in values.items():
-            mapping.view(self.layout.entries[name]).copy_(value)
-
     def _erase(self, mapping: SlotMapping, place: torch.device, stream: torch.Stream) -> None:
         device, begin = accelerator.here(), self.layout.control_begin
         control = torch.frombuffer(mapping.memory, dtype=torch.uint8, offset=begin)
@@ -551,16 +715,11 @@ class Snapshots:
         with device.on(stream):
             device.copy([control], [self._zero_pages[place]])
 
-    def _copy(self, mapping: SlotMapping, place: torch.device, leaves: list[TensorLeaf]) -> None:
-        if not leaves:
-            return
-        device = accelerator.here()
-        stream = device.copying(place)
-        with device.on(stream), torch.no_grad():
-            targets = [mapping.view(self.layout.entries[leaf.name]) for leaf in leaves]
-            device.copy(targets, [leaf.tensor for leaf in leaves])
-            for leaf in leaves:
-                device.keep(leaf.tensor, stream)
+    def _copy(self, mapping: SlotMapping, place: torch.device, lot: _Lot | None) -> None:
+        if lot is not None:
+            device = accelerator.here()
+            with device.on(device.copying(place)), torch.no_grad():
+                device.copy_again(lot.copies(mapping), place, pinned=mapping.pinned)
 
     def guard_of_all(self, taken: Taken) -> Guard | None:
         """A guard of all tensors; None if changes of one of them cannot be detected."""
@@ -569,33 +728,17 @@ class Snapshots:
         fingerprint = taken.cache.get("all")
         if fingerprint is None:
             fingerprint = taken.cache["all"] = self._fingerprint_over(taken.tensors)
-        return Guard.take(taken.tensors, fingerprint)
+        return Guard.take(Watched(taken.tensors), fingerprint)
 
-    def _fingerprint_of(self, leaves: list[TensorLeaf]) -> Fingerprint:
-        pointers = tuple(leaf.tensor.data_ptr() for leaf in leaves)
-        if self._fingerprint is None or self._fingerprint[0] != pointers:
-            self._fingerprint = pointers, self._fingerprint_over(leaves)
+    def _fingerprint_of(self, leaves: Sequence[TensorLeaf]) -> Fingerprint:
+        addresses = [leaf.tensor.data_ptr() for leaf in leaves]
+        if self._fingerprint is None or self._fingerprint[0] != addresses:
+            self._fingerprint = addresses, self._fingerprint_over(leaves)
         return self._fingerprint[1]
 
     def _fingerprint_over(self, leaves: Sequence[TensorLeaf]) -> Fingerprint:
         begins = [self.layout.entries[leaf.name].begin for leaf in leaves]
         return Fingerprint([leaf.tensor for leaf in leaves], begins)
-
-    def _transfers(
-        self, mapping: SlotMapping, leaves: list[TensorLeaf], tensors: list[torch.Tensor]
-    ) -> copying.Transfers:
-        """Copies of the leaves' `tensors` into their places."""
-        moves, copies = [], []
-        for leaf, tensor in zip(leaves, tensors, strict=True):
-            entry = self.layout.entries[leaf.name]
-            if copying.is_plain(tensor):
-                target = mapping.address + entry.begin
-                size = entry.end - entry.begin
-                moves.append(copying.Move(target, tensor.data_ptr(), size))
-            else:
-                check_memory(tensor, leaf.name)
-                copies.append(copying.Copy(mapping.view(entry), tensor))
-        return copying.Transfers(moves, copies, holds=tensors)
 
 
 def may_wait(tensor: torch.Tensor) -> bool:

@@ -133,11 +133,20 @@ class Taken:
     metadata: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     cache: dict[Any, Any] = field(default_factory=dict)
 
+    @property
+    def by_name(self) -> dict[str, TensorLeaf]:
+        """The tensors by each of their names."""
+        leaves: dict[str, TensorLeaf] | None = self.cache.get("by_name")
+        if leaves is None:
+            leaves = {leaf.name: leaf for leaf in self.tensors}
+            leaves |= {alias: leaves[name] for alias, name in self.aliases.items()}
+            self.cache["by_name"] = leaves
+        return leaves
+
     @cached_property
     def by_path(self) -> dict[tuple[Any, ...], TensorLeaf]:
         """The tensors by path: the component, and the keys in it that lead to the tensor."""
-        leaves = {leaf.name: leaf for leaf in self.tensors}
-        leaves |= {alias: leaves[name] for alias, name in self.aliases.items()}
+        leaves = self.by_name
         return {path: leaves[leaf[1]] for path, leaf in leaves_of(self.skeleton) if leaf[0] == "t"}
 
     @cached_property

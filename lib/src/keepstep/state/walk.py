@@ -14,10 +14,12 @@ of them. A module's own tensors are filled where they are, and are only bases.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -482,6 +484,9 @@ class Walker:
         children: list[tuple[Any, Any, Node | None]] = []
         found = False
         self._enter(tree, path)
+        if kind != "d" and _PLAIN.issuperset(map(type, tree)):  # may be long
+            self._open.pop()
+            return None
         for key, child in tree.items() if kind == "d" else enumerate(tree):
             node = None
             if type(child) not in _PLAIN and not (self._loose and self._is_loose(child, path, key)):
@@ -633,16 +638,22 @@ class Walker:
 
 class Again(Walker):
     """A walk beside an earlier one, which collects new values as long as every tensor is the one
-    that was there, unchanged but for its elements. It costs a fraction of a walk, and the training
-    thread pays for one at each save."""
+    that was there, unchanged but for its elements.
+
+    The training thread pays for one at each save. So whole lists are compared, which takes a
+    fraction of a walk: what `state_dict` reads of a module (`_Modules`), the rows of an optimizer's
+    state (`_Table`), and where all tensors lie (`_Marks`).
+    """
 
     def __init__(self, before: Taken, *, loose: Loose = NOWHERE) -> None:
         super().__init__({}, ALONE, loose=loose)
         self._before = before
         self._forms: dict[int, GradForm] = before.cache.get("forms", {})
         self.values = [None] * len(before.values)
-        self._leaves = {leaf.name: leaf for leaf in before.tensors}
         self._met: dict[int, Any] = {}
+        self._found_own: list[Tensor] = []
+        self._found_new: list[Tensor] = []
+        self._found_names: tuple[list[str], list[str]] = [], []
 
     def finds(self, components: Mapping[str, Any]) -> bool:
         """Whether these are the same components, with the same tensors in the same tree."""
@@ -655,15 +666,45 @@ class Again(Walker):
                     self._finds(name, components[name], node)
                     for name, node in self._before.skeleton[1]
                 )
-                return found and not self.misses_some(self._before.tensors)
+                return found and self._fit() and not self.misses_some(self._before.tensors)
         except (UsageError, RuntimeError):  # of a tensor without an address; a walk says where
             return False
 
     def _finds(self, name: str, component: Any, node: Node) -> bool:
         self._begin(component)
+        modules = self._modules_of(name, node)
+        if modules is not None:
+            self._meet(modules.tensors, modules.names, new=True)
+            if name in self._before.metadata:
+                self.metadata[name] = self._before.metadata[name]
+            return modules.stayed()
         if not _all_same(_held(self._inner), self._before.held[name]):
             return False
-        return self._same(self._tree(name, component), node, name)
+        states = self._states_of(name, node)
+        found = None if states is None else states.read()
+        if states is None or found is None:
+            return self._same(self._tree(name, component), node, name)
+        return self._same_rows(states.table, found[0], name) and self._same(
+            found[1], states.groups, name
+        )
+
+    def _states_of(self, name: str, node: Node) -> _States | None:
+        if not self._lazy:
+            return None
+        known: dict[str, _States | None] = self._before.cache.setdefault("states", {})
+        states = known.get(name)
+        if name not in known or (states is not None and states.inner is not self._inner):
+            states = known[name] = _States.of(self._inner, node, self._table_of)
+        return states
+
+    def _modules_of(self, name: str, node: Node) -> _Modules | None:
+        if not self._module:
+            return None
+        known: dict[str, _Modules | None] = self._before.cache.setdefault("modules", {})
+        modules = known.get(name)
+        if name not in known or (modules is not None and modules.root is not self._inner):
+            modules = known[name] = _Modules.of(self._inner, node, self._before.by_name)
+        return modules
 
     def _same(self, tree: Any, node: Node, path: str) -> bool:
         kind, inner = node[0], node[1]
@@ -678,10 +719,7 @@ class Again(Walker):
             same = isinstance(tree, nn.Parameter) is form.parameter
             return same and self._is_there(tree, node[2][1])
         if kind == "v":
-            self.values[inner] = tree
-            if type(tree) in _PLAIN or (self._loose and self._is_small(tree)):
-                return True
-            return self._branch(tree, path) is None
+            return self._is_value(tree, inner, path)
         if self._formed and kind != "u" and kind != "x":  # it may have become one of two places
             if id(tree) in self._met:
                 return False
@@ -691,6 +729,9 @@ class Again(Walker):
                 return False
             if self._formed and type(tree) in _FORMS:
                 return False
+            table = None if self._formed else self._table_of(node)
+            if table is not None and (entries := table.entries(tree)) is not None:
+                return self._same_rows(table, entries, path)
             for (key, child), (was, below) in zip(tree.items(), inner, strict=True):
                 if key != was or type(key) is not type(was) or not self._same(child, below, path):
                     return False
@@ -701,6 +742,30 @@ class Again(Walker):
             return False
         return all(self._same(child, below, path) for child, below in zip(tree, inner, strict=True))
 
+    def _table_of(self, node: Node) -> _Table | None:
+        # nodes are the skeleton's, which lives as long as the cache
+        known: dict[int, _Table | None] = self._before.cache.setdefault("tables", {})
+        if id(node) not in known:
+            known[id(node)] = _Table.of(node, self._before.aliases)
+        return known[id(node)]
+
+    def _same_rows(self, table: _Table, entries: list[Any], path: str) -> bool:
+        tensors = [entries[at] for at in table.tensors] if table.values else entries
+        if _KINDS.issuperset(map(type, tensors)):
+            self._meet(tensors, table.names, new=False)
+        elif not all(
+            isinstance(one, Tensor) and self._is_there(one, name)
+            for one, name in zip(tensors, table.names, strict=True)
+        ):
+            return False
+        return all(self._is_value(entries[at], value, path) for at, value in table.values)
+
+    def _is_value(self, tree: Any, at: int, path: str) -> bool:
+        self.values[at] = tree
+        if type(tree) in _PLAIN or (self._loose and self._is_small(tree)):
+            return True
+        return self._branch(tree, path) is None
+
     def _is_small(self, tree: Any) -> bool:
         """Whether small tensors alone make this no value. The places of values have no names here:
         where there are loose ones, each may hold small tensors."""
@@ -710,23 +775,276 @@ class Again(Walker):
         return self._is_small(child)
 
     def _is_there(self, live: Tensor, name: str) -> bool:
-        """Whether a tensor is the one that had this name.
+        """Whether a tensor may be the one that had this name; `_fit` compares where it lies.
 
         `state_dict` makes new objects of a module's tensors. Any other tensor must be the same
         object: another one over the same memory may be changed without its version counter.
         """
-        leaf = self._leaves.get(name)
-        if leaf is None:  # the first of several names stands for all
-            leaf = self._leaves[self._before.aliases[name]]
-        elif not self._module and live is not leaf.live:
+        leaf = self._before.by_name[name]
+        new = self._module or name in self._before.aliases  # the first name stands for all
+        if not new and live is not leaf.live:
             return False
-        if type(live) is Tensor or type(live) is nn.Parameter:
-            return leaf.mark == mark_of(live, live) and leaf.live is leaf.whole
-        return (
-            sharding.is_dtensor(live)
-            and sharding.placed_alike(live, leaf.live)
-            and leaf.mark == mark_of(live, sharding.local_of(live))
+        if type(live) in _KINDS:
+            self._meet((live,), (name,), new=True)
+            return leaf.live is leaf.whole
+        if not sharding.is_dtensor(live):
+            return False
+        self._meet((sharding.local_of(live),), (name,), new=True)
+        return live.shape == leaf.live.shape and sharding.placed_alike(live, leaf.live)
+
+    def _meet(self, tensors: Iterable[Tensor], names: Iterable[str], *, new: bool) -> None:
+        """`new`: whether the objects need not be the ones that were there."""
+        (self._found_new if new else self._found_own).extend(tensors)
+        self._found_names[new].extend(names)
+
+    def _fit(self) -> bool:
+        """Whether all tensors that were met lie where they lay."""
+        marks: _Marks | None = self._before.cache.get("marks")
+        if marks is None or marks.names != self._found_names:
+            marks = self._before.cache["marks"] = _Marks(self._before.by_name, self._found_names)
+        return marks.fit(self._found_own, self._found_new)
+
+
+_KINDS = frozenset({Tensor, nn.Parameter})
+_READ: tuple[Callable[[Any], Any], ...] = (
+    Tensor.data_ptr,
+    attrgetter("dtype"),
+    attrgetter("shape"),
+    Tensor.stride,
+    attrgetter("device"),
+    Tensor.is_conj,
+    Tensor.is_neg,
+)
+"""What a mark has of a tensor that is no DTensor; see `mark_of`."""
+
+
+class _Marks:
+    """The marks of tensors, by kind of mark. `names`: of objects that must be the same, and of
+    others."""
+
+    def __init__(
+        self, leaves: Mapping[str, TensorLeaf], names: tuple[list[str], list[str]]
+    ) -> None:
+        self.names = names
+        self._objects = [leaves[name].live for name in names[0]]
+        marks = [leaves[name].mark for part in names for name in part]
+        self._columns = [list(one) for one in zip(*marks, strict=True)] or [[]] * 8
+        del self._columns[2]  # the shape of a DTensor
+        self._check: Callable[..., bool] | None = None
+
+    def fit(self, own: list[Tensor], new: list[Tensor]) -> bool:
+        """Whether these tensors have these marks."""
+        tensors = own + new
+        if not _all_same(own, self._objects):
+            return False
+        if self._check is not None and self._check(*tensors):
+            return list(map(Tensor.data_ptr, tensors)) == self._columns[0]
+        same = all(
+            list(map(read, tensors)) == column
+            for read, column in zip(_READ, self._columns, strict=True)
         )
+        self._check = _check_of(tensors) if same else None
+        return same
+
+
+def _check_of(tensors: list[Tensor]) -> Callable[..., bool] | None:
+    """What tells whether tensors have the types, dtypes, shapes, strides and devices of these, and
+    are conjugated or negated as these are.
+
+    It is what torch.compile checks its guards by: one call, in a quarter of the time of `_READ`.
+    As it is not public, the marks are read where it is absent, and where it says no for any reason.
+    """
+    try:
+        guards: Any = importlib.import_module("torch._C._dynamo.guards").TensorGuards
+        made = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        check: Callable[..., bool] = made.check
+    except Exception:
+        return None
+    return check
+
+
+class _Table(NamedTuple):
+    """A dict of dicts of tensors and values, as flat lists: the state of an optimizer, by
+    parameter. `tensors`, `values`: where they are among the entries; a value with its number."""
+
+    keys: list[Any]
+    fields: list[str]
+    lengths: list[int]
+    tensors: list[int]
+    names: list[str]
+    values: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, node: Node, aliases: Collection[str]) -> _Table | None:
+        """None if it is something else."""
+        if any(child[0] != "d" for _, child in node[1]):
+            return None
+        rows = [child[1] for _, child in node[1]]
+        leaves = [leaf for row in rows for _, leaf in row]
+        fields = [name for row in rows for name, _ in row]
+        if not {str}.issuperset(map(type, fields)) or any(
+            leaf[0] != "v" and (leaf[0] != "t" or leaf[1] in aliases) for leaf in leaves
+        ):
+            return None
+        tensors = [at for at, leaf in enumerate(leaves) if leaf[0] == "t"]
+        return cls(
+            [key for key, _ in node[1]],
+            fields,
+            list(map(len, rows)),
+            tensors,
+            [leaves[at][1] for at in tensors],
+            [(at, leaf[1]) for at, leaf in enumerate(leaves) if leaf[0] == "v"],
+        )
+
+    def entries(self, tree: Mapping[Any, Any]) -> list[Any] | None:
+        """All entries of all rows; None unless it has these keys, and rows of these fields."""
+        same = list(tree) == self.keys and [*map(type, tree)] == [*map(type, self.keys)]
+        return self.entries_of(tree.values()) if same else None
+
+    def entries_of(self, rows: Collection[Any]) -> list[Any] | None:
+        """The same for the rows alone."""
+        if not {dict}.issuperset(map(type, rows)) or [*map(len, rows)] != self.lengths:
+            return None
+        fields = list(chain.from_iterable(rows))
+        if fields != self.fields or not {str}.issuperset(map(type, fields)):
+            return None
+        return list(chain.from_iterable(map(dict.values, rows)))
+
+
+class _States:
+    """What torch's `Optimizer.state_dict` reads, beside the parameters. It is read without a call,
+    which numbers all parameters again."""
+
+    def __init__(self, inner: Any, table: _Table, groups: Node, tree: dict[str, Any]) -> None:
+        self.table, self.groups = table, groups
+        self.inner = inner
+        self._owners = list(inner.state)
+        self._numbers = [group["params"] for group in tree["param_groups"]]
+
+    @classmethod
+    def of(
+        cls, inner: Any, node: Node, table_of: Callable[[Node], _Table | None]
+    ) -> _States | None:
+        """None if code other than torch's takes part, or if this is not what was taken apart."""
+        match node:
+            case ("d", (("state", ("d", _) as states), ("param_groups", groups))):
+                if (table := table_of(states)) is None or not cls._is_plain(inner):
+                    return None
+                tree = inner.state_dict()
+                made = cls(inner, table, groups, tree)
+                packed = [[*group] for group in made._packed()]
+                same = list(tree["state"]) == table.keys
+                same = same and packed == [[*group] for group in tree["param_groups"]]
+                return made if same else None
+        return None
+
+    @staticmethod
+    def _is_plain(inner: Any) -> bool:
+        hooks = inner._optimizer_state_dict_pre_hooks or inner._optimizer_state_dict_post_hooks
+        own = hooks or "state_dict" in vars(inner)
+        return not own and type(inner).state_dict is torch.optim.Optimizer.state_dict
+
+    def read(self) -> tuple[list[Any], list[Any]] | None:
+        """The entries of the table, and the groups; None if not all is of these parameters."""
+        inner = self.inner
+        sizes = [len(group["params"]) for group in inner.param_groups]
+        if not self._is_plain(inner) or sizes != list(map(len, self._numbers)):
+            return None
+        entries = self.table.entries_of(inner.state.values())
+        if entries is None or not _all_same(list(inner.state), self._owners):
+            return None
+        return entries, self._packed()
+
+    def _packed(self) -> list[dict[str, Any]]:
+        """The groups as `state_dict` gives them."""
+        return [
+            {key: one for key, one in group.items() if key != "params"} | {"params": numbers}
+            for group, numbers in zip(self.inner.param_groups, self._numbers, strict=True)
+        ]
+
+
+_CODE = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_DICTS = frozenset({dict, OrderedDict})
+
+
+class _Modules:
+    """All that `nn.Module.state_dict` reads of a module and of those below it, as flat lists. It is
+    read without a call of `state_dict`, which makes a new tensor of each."""
+
+    def __init__(self, root: nn.Module, tensors: list[Tensor], names: list[str]) -> None:
+        self.root, self.tensors, self.names = root, tensors, names
+        self._all = list(root.modules())
+        self._kinds = set(map(type, self._all))
+        self._values, self._objects = self._read()
+
+    @classmethod
+    def of(cls, root: nn.Module, node: Node, leaves: Mapping[str, TensorLeaf]) -> _Modules | None:
+        """None if code other than torch's takes part, or if this is not what was taken apart."""
+        if node[0] != "d" or any(child[0] != "t" for _, child in node[1]):
+            return None
+        if not all(map(_is_plain, root.modules())):
+            return None
+        found = dict(_tensors_in(root))
+        names = [child[1] for _, child in node[1]]
+        if list(found) != [key for key, _ in node[1]]:
+            return None
+        # a tensor of several names is met once
+        once = {id(found[key]): (found[key], name) for key, name in zip(found, names, strict=True)}
+        if not _KINDS.issuperset(type(one) for one, _ in once.values()) or any(
+            leaves[name].live is not leaves[name].whole for name in names
+        ):
+            return None
+        return cls(root, *map(list, zip(*once.values(), strict=True)))
+
+    def stayed(self) -> bool:
+        """Whether nothing came, went or was replaced."""
+        values, objects = self._read()
+        return (
+            values == self._values
+            and _all_same(objects, self._objects)
+            and all(map(_has_no_code, self._kinds))
+        )
+
+    def _read(self) -> tuple[list[Any], list[object]]:
+        """What must be equal, and which objects must be the same."""
+        values: list[Any] = []
+        objects: list[object] = []
+        for module in self._all:
+            of = vars(module)
+            parameters, buffers, children = of["_parameters"], of["_buffers"], of["_modules"]
+            values += (type(module), type(parameters), type(buffers), type(children))
+            values += (*parameters, None, *buffers, None, *children, None)
+            values += (*of["_non_persistent_buffers_set"], None, module._version)
+            values += (len(of["_state_dict_hooks"]), len(of["_state_dict_pre_hooks"]))
+            values += ("state_dict" in of, "_save_to_state_dict" in of, "get_extra_state" in of)
+            objects += (*parameters.values(), *buffers.values(), *children.values())
+        return values, objects
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether torch's own code alone makes this module's part of a state."""
+    of = vars(module)
+    parts = of["_parameters"], of["_buffers"], of["_modules"]
+    hooks = of["_state_dict_hooks"] or of["_state_dict_pre_hooks"]
+    own = hooks or not of.keys().isdisjoint(_CODE)
+    return not own and _DICTS.issuperset(map(type, parts)) and _has_no_code(type(module))
+
+
+def _has_no_code(kind: type[nn.Module]) -> bool:
+    return all(getattr(kind, name) is getattr(nn.Module, name) for name in _CODE)
+
+
+def _tensors_in(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The entries of a module's state, as torch names and orders them."""
+    for path, module in root.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        hidden = module._non_persistent_buffers_set
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield prefix + name, parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in hidden:
+                yield prefix + name, buffer
 
 
 def _held(inner: Any) -> list[Any]:
