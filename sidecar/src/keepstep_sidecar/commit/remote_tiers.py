@@ -12,7 +12,7 @@ from typing import Any
 from keepstep.core.shard import Shard
 from keepstep.core.vote import NEVER, View
 from keepstep.steps import StepId, Tier
-from keepstep.wire.reports import Peer
+from keepstep.wire.reports import Agent, Peer
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.log import warn
@@ -31,7 +31,7 @@ class RemoteTiers:
 
     committer: Committer
     changes: Changes
-    _told: tuple[tuple[Peer, ...], str, bool] | None = None
+    _told: tuple[tuple[Peer, ...], tuple[Agent, ...], str, bool] | None = None
     _looked_at: float = NEVER
     _told_at: float = -NEVER
     _meeting: int = 0
@@ -77,7 +77,7 @@ class RemoteTiers:
 
     def view(self, *, held: bool, heard_at: float) -> View:
         """The facts that decide whether a rank may vote; `held`, `heard_at`: as in `View`."""
-        peers, others = self._remotes.peers, bool(self._told and self._told[0])
+        peers, others = self._remotes.peers, bool(self._told and any(self._told[:2]))
         return View(
             scanned_at=self._local_shards.scanned_at,
             heard_at=heard_at,
@@ -95,16 +95,22 @@ class RemoteTiers:
         )
 
     def meet(
-        self, peers: tuple[Peer, ...], spawn: Spawn, *, awaits: str = "", complete: bool = True
+        self,
+        peers: tuple[Peer, ...],
+        spawn: Spawn,
+        *,
+        agents: tuple[Agent, ...] = (),
+        awaits: str = "",
+        complete: bool = True,
     ) -> None:
-        """The operator names the other pods of the run. `awaits`: what it is making reachable.
-        `complete`: all pods have reported to it."""
-        if self._told == (told := (peers, awaits, complete)):
+        """The operator names the other pods of the run, and agents of nodes. `awaits`: what it is
+        making reachable. `complete`: all pods have reported to it."""
+        if self._told == (told := (peers, agents, awaits, complete)):
             return
         self._told, self._told_at, self.awaits = told, time.monotonic(), awaits
         self.changes.ring()
         if self._remotes.peers is not None:
-            self._remotes.peers.peers_are(peers, awaits=awaits, complete=complete)
+            self._remotes.peers.peers_are(peers, agents=agents, awaits=awaits, complete=complete)
             self._meeting += 1
             spawn(self._look_at_peers(), "look at peers")
 

@@ -1,0 +1,76 @@
+"""The agents of nodes on which places of a run left shards: whom they serve. Pure.
+
+A place is named the agents of the nodes that it left, until the run holds a newer commit without
+these shards. An agent that is not ready yet is waited for, but not on a node that is down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from keepstep.steps import StepId
+from keepstep.wire.reports import Agent
+from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard
+
+if TYPE_CHECKING:
+    from keepstep_operator.reconcile.state.run import Run
+
+
+def reachable(run: Run) -> Iterator[OrphanedShard]:
+    """The shards that lie on nodes that are up. If nodes are not watched, all are."""
+    for left in run.ledger.orphans:
+        node = run.nodes.get(left.node)
+        if node.ready if node is not None else not run.nodes:
+            yield left
+
+
+def agents(run: Run, node_rank: int) -> tuple[Agent, ...]:
+    """The agents that serve what this place left."""
+    found = (run.agents.get(one.node) for one in reachable(run) if one.node_rank == node_rank)
+    return tuple(Agent(node=one.node, address=one.address) for one in found if one and one.address)
+
+
+def awaits(run: Run, node_rank: int) -> str:
+    """Why the vote of this place's pod must wait; '': it need not."""
+    for left in reachable(run):
+        agent = run.agents.get(left.node)
+        if left.node_rank == node_rank and agent is not None and not agent.address:
+            return (
+                f"shards of node rank {node_rank} lie on node {left.node}, whose agent is not"
+                " ready yet"
+            )
+    return ""
+
+
+def restart_step(run: Run) -> StepId | None:
+    """The step that a restart goes on from with what agents serve; None if they serve nothing, or
+    not all that was left."""
+    left = list(run.ledger.orphans)
+    if any(not agents(run, one.node_rank) for one in left):
+        return None
+    return max((one.step for one in left), default=None)
+
+
+def served(run: Run) -> str:
+    """A message: which shards are served from which node; '': none are."""
+    return _said(
+        (one for one in reachable(run) if agents(run, one.node_rank)), "served by the agent of node"
+    )
+
+
+def unserved(run: Run) -> str:
+    """The same of shards that no agent serves although their node is up."""
+    return _said(
+        (one for one in reachable(run) if not agents(run, one.node_rank)),
+        "not served, as no agent is ready, on node",
+    )
+
+
+def _said(left: Iterator[OrphanedShard], how: str) -> str:
+    ranks: dict[str, list[str]] = {}
+    for one in left:
+        ranks.setdefault(one.node, []).append(str(one.node_rank))
+    return "; ".join(
+        f"shards of node ranks {', '.join(of)} are {how} {node}" for node, of in ranks.items()
+    )
