@@ -150,11 +150,13 @@ class Cluster:
 
     def install(self, *values: str) -> None:
         """`helm upgrade --install` of this chart, and wait until all of it is ready. What a run
-        that is gone left on nodes is cleaned after half a minute, not after a day."""
+        that is gone left on nodes is cleaned after half a minute, not after a day. No agent runs
+        on the control plane, which has no image of it."""
         self.helm(
             "upgrade", "--install", RELEASE, "charts/keepstep", "-n", NAMESPACE,
             "--create-namespace", "--set", f"hostPaths={{{HOST_PATH}}}",
-            "--set", "agent.cleanAfterSeconds=30", *values, "--wait", "--timeout", "540s",
+            "--set", "agent.cleanAfterSeconds=30", "--set", "agent.tolerations=null",
+            *values, "--wait", "--timeout", "540s",
         )  # fmt: skip
 
     def helm(self, *arguments: str) -> str:

@@ -20,7 +20,8 @@ from tests.e2e.kubectl import Kubectl, Object
 def spread(cluster: Cluster, namespace: Kubectl) -> tuple[str, str]:
     """The nodes of the master and of the worker of a job of which some steps are committed."""
     stays, left = cluster.workers()
-    namespace.apply(jobs.policy("node-local", host_path=True), _spread(stays, left))
+    policy = jobs.policy("node-local", host_path=True, runTTL="1m")
+    namespace.apply(policy, _spread(stays, left))
     runs.committed_beyond(namespace, 20)
     return stays, left
 
@@ -71,7 +72,8 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
     namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=400)
     namespace.eventually(lambda: not namespace.list("pods"), within_s=150, what="the pods are gone")
     assert set(_directories(cluster, namespace.namespace, run)) == {stays, left}
-    namespace("delete", "ckrun", run)
+    namespace.eventually(lambda: not namespace.list("ckrun"), within_s=180, what="its runTTL")
+    assert set(_directories(cluster, namespace.namespace, run)) == {stays, left}
     namespace.eventually(
         lambda: _directories(cluster, namespace.namespace, run) == {},
         within_s=120,

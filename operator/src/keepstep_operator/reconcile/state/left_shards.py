@@ -6,7 +6,7 @@ these shards. An agent that is not ready yet is waited for, but not on a node th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from keepstep.steps import StepId
@@ -27,15 +27,17 @@ def reachable(run: Run) -> Iterator[OrphanedShard]:
 
 def agents(run: Run, node_rank: int) -> tuple[Agent, ...]:
     """The agents that serve what this place left."""
-    found = (run.agents.get(one.node) for one in reachable(run) if one.node_rank == node_rank)
-    return tuple(Agent(node=one.node, address=one.address) for one in found if one and one.address)
+    return tuple(
+        Agent(node=one.node, address=run.agents[one.node].address)
+        for one in _served(run)
+        if one.node_rank == node_rank
+    )
 
 
 def awaits(run: Run, node_rank: int) -> str:
     """Why the vote of this place's pod must wait; '': it need not."""
-    for left in reachable(run):
-        agent = run.agents.get(left.node)
-        if left.node_rank == node_rank and agent is not None and not agent.address:
+    for left in _unserved(run):
+        if left.node_rank == node_rank and left.node in run.agents:
             return (
                 f"shards of node rank {node_rank} lie on node {left.node}, whose agent is not"
                 " ready yet"
@@ -44,30 +46,32 @@ def awaits(run: Run, node_rank: int) -> str:
 
 
 def restart_step(run: Run) -> StepId | None:
-    """The step that a restart goes on from with what agents serve; None if they serve nothing, or
-    not all that was left."""
-    left = list(run.ledger.orphans)
-    if any(not agents(run, one.node_rank) for one in left):
-        return None
-    return max((one.step for one in left), default=None)
+    """The newest step of which something was left, if agents serve all of that; else None."""
+    newest = run.ledger.orphans.newest
+    needed = {one for one in run.ledger.orphans if one.step == newest}
+    return newest if needed <= {*_served(run)} else None
 
 
 def served(run: Run) -> str:
     """A message: which shards are served from which node; '': none are."""
-    return _said(
-        (one for one in reachable(run) if agents(run, one.node_rank)), "served by the agent of node"
-    )
+    return _said(_served(run), "served by the agent of node")
 
 
 def unserved(run: Run) -> str:
     """The same of shards that no agent serves although their node is up."""
-    return _said(
-        (one for one in reachable(run) if not agents(run, one.node_rank)),
-        "not served, as no agent is ready, on node",
-    )
+    return _said(_unserved(run), "not served, as no agent is ready, on node")
 
 
-def _said(left: Iterator[OrphanedShard], how: str) -> str:
+def _served(run: Run) -> list[OrphanedShard]:
+    return [one for one in reachable(run) if (at := run.agents.get(one.node)) and at.address]
+
+
+def _unserved(run: Run) -> list[OrphanedShard]:
+    served = _served(run)
+    return [one for one in reachable(run) if one not in served]
+
+
+def _said(left: Iterable[OrphanedShard], how: str) -> str:
     ranks: dict[str, list[str]] = {}
     for one in left:
         ranks.setdefault(one.node, []).append(str(one.node_rank))

@@ -601,8 +601,12 @@ class Run:
         id, known = self.ledger.committed(), self.commit
         if id is None:
             # lost with a pod, or only out of sight: a pod has not reported, or an agent serves it
-            left = any(one.step >= known.id for one in left_shards.reachable(self)) if known else 0
-            if known is not None and self.ledger.settled and not left:
+            left = [one.step for one in left_shards.reachable(self)]
+            if (
+                known is not None
+                and self.ledger.settled
+                and not any(one >= known.id for one in left)
+            ):
                 self.commit, self.commit_lost = None, known.id
             return
         if known is not None and (id == known.id or not self._is_news(id, known)):
