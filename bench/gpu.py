@@ -26,14 +26,20 @@ from torch.nn import functional
 
 from bench import machine
 from bench.ours import KeepstepEager, KeepstepLazy
-from bench.peers import DcpAsyncReused, PeerMissing, TorchCheckpointing
+from bench.peers import DcpAsyncReused, LmResiliency, PeerMissing, TorchCheckpointing
 from bench.processes import ROOT, memory_limit_bytes
 from bench.report import table
 from bench.savers import Saver
 
 Figures = dict[str, float | str]
 _WARM_STEPS = 3
-SAVERS: tuple[type[Saver], ...] = (KeepstepLazy, KeepstepEager, DcpAsyncReused, TorchCheckpointing)
+SAVERS: tuple[type[Saver], ...] = (
+    KeepstepLazy,
+    LmResiliency,
+    KeepstepEager,
+    DcpAsyncReused,
+    TorchCheckpointing,
+)
 
 
 @dataclass(frozen=True)
@@ -310,6 +316,8 @@ def main() -> None:
     }
     try:
         for shape in TINY if options.smoke else SHAPES:
+            if options.shapes not in shape.name:
+                continue
             # `figures` is filled during the measurement, so that a failure keeps earlier figures
             figures: dict[str, Figures] = {}
             results["training"][shape.name] = figures
@@ -348,6 +356,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--smoke", action="store_true", help="tiny: does the code run?")
+    parser.add_argument("--shapes", default="", help="only those whose names have this in them")
     parser.add_argument("--minutes", type=float, default=7.0, help="time budget")
     parser.add_argument("--dir", type=Path, default=ROOT / "build", help="on the disk to measure")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")

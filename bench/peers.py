@@ -197,6 +197,45 @@ class TorchCheckpointing(Saver):
         super().close()
 
 
+class LmResiliency(Saver):
+    name = "LM-Resiliency GEMINI"
+    note = "save_tensors of every step into two pinned buffers, no peer; durable is flush_to_disk"
+
+    def __init__(self, state: Savable, directory: Path) -> None:
+        super().__init__(state, directory)
+        _see_peers()
+        try:
+            manager = importlib.import_module("lm_resiliency.checkpointing.manager")
+            config = importlib.import_module("lm_resiliency.checkpointing.config")
+        except ImportError as error:
+            raise PeerMissing(f"lm_resiliency is not installed: {error}") from error
+        settings = config.InMemoryCkptConfig(
+            interval=1,
+            disk_flush_interval=0,
+            disk_folder=str(directory / "lm-resiliency"),
+            run_id="bench",
+            pin_memory=torch.cuda.is_available(),
+        )
+        self._manager = manager.InMemoryCheckpointManager(settings)
+        self._tensors = list(state.tensors().values())
+        self._last = 0
+
+    def save(self, step: int) -> None:
+        self._last = step
+        self._manager.save_tensors(self._tensors, step)
+
+    def fence(self) -> None:
+        self._manager.maybe_wait()
+
+    def wait_durable(self) -> None:
+        self._manager.flush_to_disk(self._last)
+        fsync_tree(self.directory)
+
+    def close(self) -> None:
+        self._manager.close()
+        super().close()
+
+
 class FastPersist(Saver):
     name = "DeepSpeed FastPersist"
     note = (
@@ -257,6 +296,7 @@ PEERS: tuple[type[Saver], ...] = (
     DcpAsyncProcess,
     DcpAsyncReused,
     TorchCheckpointing,
+    LmResiliency,
     FastPersist,
 )
 

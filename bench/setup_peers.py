@@ -14,6 +14,7 @@ from bench.peers import PEERS_DIR
 
 _PACKAGES = (
     "torch-checkpointing==0.1.1",
+    "lm-resiliency==0.2.0",
     "deepspeed==0.19.8",
     # needed to import deepspeed, which is installed without its dependency torch
     "hjson",
