@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.steps import Answer, Tier
-from keepstep.wire.reports import Agent, Peer
+from keepstep.wire.reports import Peer
 from keepstep_sidecar.agent.serve import LeftShards
 from keepstep_sidecar.config.sidecar import Files, PeerSettings
 from keepstep_sidecar.tiers.peer.server import Server
@@ -45,11 +45,11 @@ def agent_files(authority: Authority, node: str = NODE) -> Files:
 
 
 @contextlib.asynccontextmanager
-async def serving(host: Path, files: Files, *, node: str = NODE) -> AsyncIterator[Agent]:
+async def serving(host: Path, files: Files, *, node: str = NODE) -> AsyncIterator[dict[str, str]]:
     server = Server("127.0.0.1:0", FileCredentials(files), LeftShards([host]).of)
     server.start()
     try:
-        yield Agent(node=node, address=f"127.0.0.1:{server.port}")
+        yield {node: f"127.0.0.1:{server.port}"}
     finally:
         await asyncio.to_thread(server.stop)
 
@@ -83,8 +83,8 @@ async def test_a_shard_that_was_left_comes_back_byte_for_byte(
     tier = fetching(tmp_path, authority.files(1))
     assert tier.address == ""
     assert (await tier.look()).answer is Answer.NONE, "without an operator it is as without"
-    async with serving(tmp_path / "host", agent_files(authority)) as agent:
-        tier.peers_are((), agents=(agent,))
+    async with serving(tmp_path / "host", agent_files(authority)) as agents:
+        tier.peers_are((), agents=agents)
         (remote,) = (await tier.look()).shards
         assert (remote.step_id, remote.rank, remote.tier) == (found.step_id, 1, Tier.PEER)
         view = empty_slot(slot.layout)
@@ -101,8 +101,8 @@ async def test_an_agent_beside_a_pod_of_node_rank_0_is_no_buddy_and_both_are_ask
     node = Node(tmp_path, 0, authority.files(0))
     own = node.write(6, rank=0)[1]
     tier = fetching(tmp_path, authority.files(1))
-    async with running(node), serving(tmp_path / "host", agent_files(authority)) as agent:
-        tier.peers_are((Peer(node_rank=0, address=node.address),), agents=(agent,))
+    async with running(node), serving(tmp_path / "host", agent_files(authority)) as agents:
+        tier.peers_are((Peer(node_rank=0, address=node.address),), agents=agents)
         seen = await tier.look()
         assert {one.step_id for one in seen.shards} == {found.step_id, own.step_id}
         assert tier.status().where == "no buddy"
@@ -117,8 +117,8 @@ async def test_a_pod_of_another_run_gets_nothing_of_this_one(
 ) -> None:
     write(left, 5)
     tier = fetching(tmp_path, authority.files(1, namespace=namespace, run=run))
-    async with serving(tmp_path / "host", agent_files(authority)) as agent:
-        tier.peers_are((), agents=(agent,))
+    async with serving(tmp_path / "host", agent_files(authority)) as agents:
+        tier.peers_are((), agents=agents)
         seen = await tier.look()
         assert (seen.answer, seen.shards) == (Answer.UNKNOWN, ())
         assert f"nothing of run {namespace}/{run} lies on this node" in seen.reason
@@ -135,8 +135,8 @@ async def test_only_the_agent_of_that_node_is_believed(
     }
     for name, files in strangers.items():
         tier = fetching(tmp_path / name.replace("/", "-"), authority.files(1))
-        async with serving(tmp_path / "host", files) as agent:
-            tier.peers_are((), agents=(agent,))
+        async with serving(tmp_path / "host", files) as agents:
+            tier.peers_are((), agents=agents)
             seen = await tier.look()
             assert seen.answer is Answer.UNKNOWN
             assert f"is {name}, not the agent of node {NODE}" in seen.reason
@@ -151,8 +151,8 @@ async def test_an_agent_is_no_client_of_pods_nor_of_agents(
     node = Node(tmp_path, 0, authority.files(0))
     node.write(6, rank=0)
     tier = fetching(tmp_path, files)
-    async with running(node), serving(tmp_path / "host", files) as agent:
-        tier.peers_are((Peer(node_rank=0, address=node.address),), agents=(agent,))
+    async with running(node), serving(tmp_path / "host", files) as agents:
+        tier.peers_are((Peer(node_rank=0, address=node.address),), agents=agents)
         assert (await tier.look()).shards == ()
     await tier.close()
 
@@ -162,8 +162,8 @@ async def test_a_pod_of_the_run_cannot_pass_for_an_agent_among_its_peers(
 ) -> None:
     write(left, 5)
     tier = fetching(tmp_path, authority.files(1))
-    async with serving(tmp_path / "host", agent_files(authority)) as agent:
-        tier.peers_are((Peer(node_rank=0, address=agent.address),))
+    async with serving(tmp_path / "host", agent_files(authority)) as agents:
+        tier.peers_are((Peer(node_rank=0, address=agents[NODE]),))
         assert "not of this run" in (await tier.look()).reason
     await tier.close()
 
@@ -193,9 +193,9 @@ async def test_copies_of_others_are_served_too_and_nobody_can_add_or_want_them_a
             await until(lambda: sender.remote_tier.status().sent > sent)  # noqa: B023
     before = _files(tmp_path / "host")
     again = Node(tmp_path / "again", 0, authority.files(0))
-    async with serving(tmp_path / "host", agent_files(authority)) as agent, running(again):
+    async with serving(tmp_path / "host", agent_files(authority)) as agents, running(again):
         _, new = again.write(6, rank=0)
-        again.remote_tier.peers_are((), agents=(agent,))
+        again.remote_tier.peers_are((), agents=agents)
         (known,) = again.remote_tier._directory.known.values()
         known.buddy = True  # as no operator would have it
         durable(again.remote_tier, new)
@@ -214,8 +214,8 @@ async def test_no_link_is_followed_to_what_others_keep(
     place.parent.mkdir(parents=True)
     place.symlink_to(tmp_path / "precious" / link)
     tier = fetching(tmp_path, authority.files(1))
-    async with serving(tmp_path / "host", agent_files(authority)) as agent:
-        tier.peers_are((), agents=(agent,))
+    async with serving(tmp_path / "host", agent_files(authority)) as agents:
+        tier.peers_are((), agents=agents)
         seen = await tier.look()
         assert (seen.answer, seen.shards) == (Answer.UNKNOWN, ())
     await tier.close()
@@ -227,8 +227,8 @@ async def test_a_drive_that_is_not_mounted_is_not_an_empty_one(
     (tmp_path / "host").mkdir()
     tier = fetching(tmp_path, authority.files(1))
     for host in (tmp_path / "host", tmp_path / "nothing"):
-        async with serving(host, agent_files(authority)) as agent:
-            tier.peers_are((), agents=(agent,))
+        async with serving(host, agent_files(authority)) as agents:
+            tier.peers_are((), agents=agents)
             seen = await tier.look()
             assert (seen.answer, "is its drive mounted?" in seen.reason) == (Answer.UNKNOWN, True)
     await tier.close()
@@ -239,8 +239,8 @@ async def test_what_is_written_and_published_meanwhile_is_seen_by_the_next_look(
 ) -> None:
     _, first = write(left, 5)
     tier = fetching(tmp_path, authority.files(1))
-    async with serving(tmp_path / "host", agent_files(authority)) as agent:
-        tier.peers_are((), agents=(agent,))
+    async with serving(tmp_path / "host", agent_files(authority)) as agents:
+        tier.peers_are((), agents=agents)
         assert len((await tier.look()).shards) == 1
         volume = Volume(left / RUN, run=RUN)
         volume.publish(first.step_id)
@@ -256,8 +256,8 @@ async def test_many_connections_leave_no_descriptors(
 ) -> None:
     write(left, 5)
     tier = fetching(tmp_path, authority.files(1))
-    async with serving(tmp_path / "host", agent_files(authority)) as agent:
-        tier.peers_are((), agents=(agent,))
+    async with serving(tmp_path / "host", agent_files(authority)) as agents:
+        tier.peers_are((), agents=agents)
         await tier.look()
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(20):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from keepstep.wire.reports import Agent
 from keepstep_operator.api.model import AgentRecord, NodeRecord
 from keepstep_operator.reconcile.parsing import parse_agent
 from keepstep_operator.reconcile.state import left_shards
@@ -12,7 +11,7 @@ from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard
 from keepstep_operator.reconcile.state.run import Run
 from tests.operator.reconcile.samples import KEY, T0, Play, Sidecar, later, pod, run_object, step
 
-LEFT = Agent(node="node-1", address="10.1.0.1:26741")
+LEFT = {"node-1": "10.1.0.1:26741"}
 
 
 def agent(node: str = "node-1", *, ready: bool = True, uid: str = "") -> AgentRecord:
@@ -50,11 +49,11 @@ class Move(Play):
 
 def test_a_pod_that_moved_is_named_the_agent_of_the_node_it_left() -> None:
     play = Move()
-    assert play.told(play.second).agents == ()
+    assert play.told(play.second).agents == {}
     play.move()
     told = play.told(play.moved)
-    assert (told.agents, told.awaits, told.peers) == ((LEFT,), "", ())
-    assert play.told(play.first).agents == (), "only who left something is"
+    assert (told.agents, told.awaits, told.peers) == (LEFT, "", ())
+    assert play.told(play.first).agents == {}, "only who left something is"
     status, reason, message = play.condition("LeftShardsServed")
     assert (status, reason) == ("True", "Served")
     assert message == "shards of node ranks 1 are served by the agent of node node-1"
@@ -71,11 +70,11 @@ def test_the_agent_is_named_until_a_newer_step_is_committed_without_it() -> None
     b = Sidecar(rank=1, started_at=T0 + 9, epochs=[]).restored(epoch).staged(41, epoch=epoch)
     play.a.restored(epoch).staged(41, epoch=epoch)
     play.hear_all((play.first, play.a), (play.moved, b))
-    assert play.told(play.moved).agents == (LEFT,), "restored, but nothing newer is on a drive"
+    assert play.told(play.moved).agents == LEFT, "restored, but nothing newer is on a drive"
     play.a.durable(41, epoch=epoch)
     b.durable(41, epoch=epoch)
     play.hear_all((play.first, play.a), (play.moved, b))
-    assert play.told(play.moved).agents == ()
+    assert play.told(play.moved).agents == {}
     assert play.run.ledger.committed() == step(41, epoch)
     assert [one.node for one in play.status.holders] == ["node-0", "node-2"]
     assert all(one.type != "LeftShardsServed" for one in play.status.conditions)
@@ -86,7 +85,7 @@ def test_an_agent_that_is_not_ready_is_waited_for_unless_its_node_is_down() -> N
     play.registry.agent_seen(agent(ready=False))
     play.move()
     told = play.told(play.moved)
-    assert told.agents == ()
+    assert told.agents == {}
     assert "node-1, whose agent is not ready yet" in told.awaits, "its vote must not come before"
     assert play.told(play.first).awaits == ""
     assert play.condition("LeftShardsServed")[:2] == ("False", "NoAgent")
@@ -97,7 +96,7 @@ def test_an_agent_that_is_not_ready_is_waited_for_unless_its_node_is_down() -> N
     assert play.told(play.moved).awaits == ""
     play.registry.node_seen(NodeRecord(name="node-1"))
     play.registry.agent_seen(agent())
-    assert play.told(play.moved).agents == (LEFT,)
+    assert play.told(play.moved).agents == LEFT
 
 
 def test_a_node_without_an_agent_is_not_waited_for() -> None:
@@ -105,7 +104,7 @@ def test_a_node_without_an_agent_is_not_waited_for() -> None:
     play.registry.agent_gone("agent-node-1")
     play.move()
     told = play.told(play.moved)
-    assert (told.agents, told.awaits) == ((), "")
+    assert (told.agents, told.awaits) == ({}, "")
 
 
 def test_an_agent_that_was_replaced_does_not_take_the_new_one_with_it() -> None:
@@ -113,7 +112,7 @@ def test_an_agent_that_was_replaced_does_not_take_the_new_one_with_it() -> None:
     play.registry.agent_seen(agent(uid="new"))
     play.registry.agent_gone("agent-node-1")
     play.move()
-    assert play.told(play.moved).agents == (LEFT,)
+    assert play.told(play.moved).agents == LEFT
 
 
 def test_shards_that_were_left_on_two_nodes_are_served_from_both() -> None:
@@ -122,7 +121,7 @@ def test_shards_that_were_left_on_two_nodes_are_served_from_both() -> None:
     play.run.ledger.orphans._held["node-2", 1] = OrphanedShard(
         node="node-2", node_rank=1, step=step(40)
     )
-    assert {one.node for one in play.told(play.moved).agents} == {"node-1", "node-2"}
+    assert set(play.told(play.moved).agents) == {"node-1", "node-2"}
     assert left_shards.served(play.run).count("node ranks 1") == 2
 
 
@@ -137,7 +136,7 @@ def test_a_reconciler_that_begins_anew_knows_from_the_status_what_lies_where() -
     for one in (before.first, before.moved):
         play.see(one)
     play.find(run_object(written))
-    assert play.told(before.moved).agents == (LEFT,), "with the first reply"
+    assert play.told(before.moved).agents == LEFT, "with the first reply"
 
 
 def _pod(*, ready: str = "True", **metadata: Any) -> dict[str, Any]:

@@ -107,14 +107,6 @@ class Peer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agent:
-    """The agent of a node, which serves what lies on its drives. `address`: as of a `Peer`."""
-
-    node: str
-    address: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
     """POST /v1/reports.
 
@@ -177,7 +169,7 @@ class ReportReply:
     list is unchanged and not repeated.
     `restore_from`: a person wants the next epoch to go on from exactly this step, so no newer one
     is a candidate; None: no such wish.
-    `agents`: the agents of nodes on whose drives lie shards that this pod's place left there.
+    `agents`: the addresses of agents, by node, that serve shards which this pod's place left there.
     `awaits`: such shards of which no agent is ready yet; '': none. A vote waits for them for a
     while, and does not answer NONE meanwhile.
     `all_peers`: every pod of the run has reported, so `peers` names all that serve. Otherwise a pod
@@ -205,7 +197,7 @@ class ReportReply:
     pinned: tuple[StepId, ...] = ()
     peers: tuple[Peer, ...] = ()
     peers_version: str = ""
-    agents: tuple[Agent, ...] = ()
+    agents: dict[str, str] = field(default_factory=dict)
     restore_from: StepId | None = None
     awaits: str = ""
     all_peers: bool = False
@@ -227,8 +219,7 @@ class ReportReply:
 
 CERTIFICATES_PATH = "/v1/certificates"
 AGENTS = "~agent"
-"""Stands for the namespace in the identity of a node's agent, `keepstep://~agent/<node>/0`. No
-namespace can have this name."""
+"""In place of a namespace, in an agent's identity: `keepstep://~agent/<node>/0`."""
 
 
 @dataclass(frozen=True, kw_only=True)

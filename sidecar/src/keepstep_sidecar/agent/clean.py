@@ -24,15 +24,15 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from keepstep.directory import Directory
-from keepstep.errors import KeepstepError, StorageError, UsageError
+from keepstep.errors import KeepstepError, StorageError
 from keepstep_sidecar import log
 from keepstep_sidecar.agent import directories
-from keepstep_sidecar.agent.directories import DNS_LABEL, NODE_RANK, mount_of
+from keepstep_sidecar.agent.directories import DNS_LABEL, NODE_RANK
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.volume.directories import LOCK, RECORD
 
@@ -53,69 +53,44 @@ class StillUsedError(StorageError):
 # --- one directory -------------------------------------------------------------------------------
 
 
-def clean(directory: Path, *, gone_since: float = math.inf) -> int:
-    """Remove `directory`; returns the number of files removed, 0 if it is missing. Idempotent.
+def clean(namespace: Directory, run: str, *, gone_since: float = math.inf) -> int:
+    """Remove the run's directory; returns the number of files removed.
 
     `gone_since`: Unix seconds; a later write is a sign of life. Raises StillUsedError for such a
-    write and for a sidecar that uses the directory, UsageError when the path is not
-    `<volume>/<namespace>/<run>`, and StorageError when it does not look like that of a run, or
-    something cannot be removed.
+    write and for a sidecar that uses the directory, StorageError when it does not look like that of
+    a run, OSError when something cannot be removed.
     """
-    directory = Path(os.path.abspath(directory))
-    _check_name(directory)
-    aside = _ASIDE.format(directory.name)
-    try:
-        parent = _opened(directory.parent)
-        files = parent.remove(aside)  # of an attempt that was cut short
-        with _unused(parent, directory, gone_since):
-            parent.rename(directory.name, aside)
-        return files + parent.remove(aside)
-    except FileNotFoundError:
-        return 0
-    except OSError as error:
-        raise StorageError(f"{directory}: cannot be removed: {error}") from error
+    aside = _ASIDE.format(run)
+    with _unused(namespace, run, gone_since):
+        namespace.rename(run, aside)
+    return namespace.remove(aside)
 
 
-def _finish(parent: Directory) -> None:
+def _finish(namespace: Directory) -> None:
     """Remove what is left of runs that an earlier process set aside here. Raises OSError."""
-    for name in filter(_SET_ASIDE.fullmatch, parent.names()):
-        found = parent.lstat(name)
+    for name in filter(_SET_ASIDE.fullmatch, namespace.names()):
+        found = namespace.lstat(name)
         if found is not None and found.st_uid == os.geteuid():
-            say("run removed", path=str(parent.path / name), files=parent.remove(name))
-
-
-def _check_name(directory: Path) -> None:
-    mount = mount_of(directory)
-    if directory == mount:
-        raise UsageError(f"{directory}: a whole volume is no directory of a run")
-    names = directory.parts[-2:]
-    if directory.parent == mount or not all(map(DNS_LABEL.fullmatch, names)):
-        raise UsageError(f"{directory} is no directory of a run: <volume>/<namespace>/<run>")
-
-
-def _opened(directory: Path) -> Directory:
-    """Open a directory. No link below the mount point is followed."""
-    start = mount_of(directory)
-    return Directory.opened(start).inside(*directory.relative_to(start).parts)
+            say("run removed", path=str(namespace.path / name), files=namespace.remove(name))
 
 
 @contextlib.contextmanager
-def _unused(parent: Directory, directory: Path, latest: float) -> Iterator[None]:
+def _unused(namespace: Directory, name: str, latest: float) -> Iterator[None]:
     """Hold every lock that a sidecar would hold, `<node rank>/<run>/.lock`, and that of the run's
     directory, which `directories.prepare` takes for a pod that starts. Raises StorageError."""
     with contextlib.ExitStack() as held:
-        run = parent.inside(directory.name)
+        run = namespace.inside(name)
         if not _locked(held, os.open(".", os.O_RDONLY | os.O_CLOEXEC, dir_fd=run.fd)):
-            raise StillUsedError(f"{directory}: a pod starts there; nothing was removed")
+            raise StillUsedError(f"{run.path}: a pod starts there; nothing was removed")
         for rank in run.names():
             place = _place(run, rank)
             if place is None or not NODE_RANK.fullmatch(rank):
-                raise _not_a_run(directory, f"{directory}/{rank} is no node rank's directory")
+                raise _not_a_run(run, f"{run.path}/{rank} is no node rank's directory")
             _check_age(place, latest)
-            for name in place.names():
-                inner = _place(place, name)
-                if inner is None or name != directory.name:
-                    raise _not_a_run(directory, f"{directory}/{rank}/{name} is not this run's")
+            for inside in place.names():
+                inner = _place(place, inside)
+                if inner is None or inside != name:
+                    raise _not_a_run(run, f"{place.path}/{inside} is not this run's")
                 _check_lock(held, inner)
                 _check_age(inner, latest)
         yield
@@ -158,9 +133,9 @@ def _check_age(directory: Directory, latest: float) -> None:
         )
 
 
-def _not_a_run(directory: Path, why: str) -> StorageError:
+def _not_a_run(run: Directory, why: str) -> StorageError:
     return StorageError(
-        f"{directory} is not the directory of one run: {why}; nothing was removed. Look at what"
+        f"{run.path} is not the directory of one run: {why}; nothing was removed. Look at what"
         " lies there, and remove by hand what nobody needs"
     )
 
@@ -197,33 +172,31 @@ class Cleaner:
         """Look at all runs once. What cannot be removed stays, is logged, and is tried again."""
         before, self._gone_since = self._gone_since, {}
         complaints, self._complaints = self._complaints, {}
-        for place, is_run in directories.places(self._tops):
-            if why := self._failed(place, is_run, before.get(place.path)):
-                self._complaints[place.path] = why
-                if why != complaints.get(place.path):
-                    warn("not removed", path=str(place.path), reason=why)
+        for place, runs in directories.places(self._tops):
+            for name in ("", *runs):
+                path = place.path / name
+                if why := self._failed(place, name, before.get(path)):
+                    self._complaints[path] = why
+                    if why != complaints.get(path):
+                        warn("not removed", path=str(path), reason=why)
 
-    def _failed(self, place: Directory, is_run: bool, since: float | None) -> str:
-        """Clean one directory. Returns why something had to stay; '': nothing that is known to be
-        gone."""
+    def _failed(self, place: Directory, run: str, since: float | None) -> str:
+        """Clean one run, or finish what was begun (''). Returns why something had to stay."""
         try:
-            if is_run:
-                self._look_at(place.path, since)
-            else:
-                _finish(place)
+            self._look_at(place, run, since) if run else _finish(place)
         except (KeepstepError, OSError) as error:
             return str(error)
         return ""
 
-    def _look_at(self, path: Path, since: float | None) -> None:
-        now = self._clock()
-        if self._exists(*path.parts[-2:]):
+    def _look_at(self, namespace: Directory, run: str, since: float | None) -> None:
+        now, path = self._clock(), namespace.path / run
+        if self._exists(namespace.path.name, run):
             return
         since = self._gone_since[path] = now if since is None else since
         if now - since < self._grace_s:
             return
         try:
-            files = clean(path, gone_since=since)
+            files = clean(namespace, run, gone_since=since)
         except StillUsedError:
             self._gone_since[path] = now
             raise
@@ -283,20 +256,18 @@ class ApiServer:
             return response.status, response.read(_LARGEST_BYTES)
 
 
-class _Details(msgspec.Struct):
-    name: str = ""
-    kind: str = ""
+class _NotFound(msgspec.Struct):
+    """The API server's Status of a request for an object that does not exist."""
 
-
-class _Status(msgspec.Struct):
-    reason: str = ""
-    details: _Details | None = None
+    reason: str
+    details: dict[str, Any]
 
 
 def _names(body: bytes, run: str) -> bool:
     """Whether this answer is about a CheckpointRun of this name that was not found."""
     try:
-        found = msgspec.json.decode(body, type=_Status)
+        found = msgspec.json.decode(body, type=_NotFound)
     except (ValueError, RecursionError):
         return False
-    return found.reason == "NotFound" and found.details == _Details(run, "checkpointruns")
+    about = found.details.get("kind"), found.details.get("name")
+    return found.reason == "NotFound" and about == ("checkpointruns", run)

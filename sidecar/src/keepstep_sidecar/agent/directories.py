@@ -125,26 +125,22 @@ def _is_given(fd: int, *, uid: int, gid: int) -> bool:
 
 DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 NODE_RANK: Final = re.compile(r"[0-9]+")
-_DEEPEST: Final = 6
-"""So many names below a hostPath prefix at most are those of a run's directory: its own, that of
-its namespace, and four of a policy's own subdirectory."""
+_DEEPEST: Final = 5
+"""How far below a hostPath prefix the directory of a namespace may lie: in one of the policy's own,
+which has four names more than the prefix."""
 _MOST: Final = 20_000
 """How many directories are looked into, if others keep theirs below the same prefix."""
 
 
-def runs(tops: Sequence[Path]) -> Iterator[Directory]:
-    """The directories of runs below `tops`, without what is removed meanwhile."""
-    return (place for place, is_run in places(tops) if is_run)
-
-
-def places(tops: Sequence[Path]) -> Iterator[tuple[Directory, bool]]:
-    """All directories down to those of runs, and whether each is one."""
+def places(tops: Sequence[Path]) -> Iterator[tuple[Directory, list[str]]]:
+    """All directories below `tops` down to those of namespaces, with the names of the runs whose
+    directories lie in each."""
     for top in tops:
         with contextlib.suppress(OSError):  # not there (yet)
             yield from _places(Directory.opened(top))
 
 
-def _places(root: Directory) -> Iterator[tuple[Directory, bool]]:
+def _places(root: Directory) -> Iterator[tuple[Directory, list[str]]]:
     waiting: deque[tuple[str, ...]] = deque([()])
     for _ in range(_MOST):
         if not waiting:
@@ -153,12 +149,12 @@ def _places(root: Directory) -> Iterator[tuple[Directory, bool]]:
         try:
             place = root.inside(*way)
             inner = list(_directories(place))
-            is_run = len(way) > 1 and _is_run(place, inner)
+            runs = [name for name in inner if way and _is_run(place, name)]
         except OSError:  # removed meanwhile, or not ours to read
             continue
-        yield place, is_run
-        if len(way) < _DEEPEST and not is_run:
-            waiting.extend((*way, name) for name in inner)
+        yield place, runs
+        if len(way) < _DEEPEST:
+            waiting.extend((*way, name) for name in inner if name not in runs)
     warn("too many directories; not all were looked into", path=str(root.path), most=_MOST)
 
 
@@ -169,15 +165,14 @@ def _directories(place: Directory) -> Iterator[str]:
                 yield one.name
 
 
-def _is_run(place: Directory, inner: Sequence[str]) -> bool:
-    """Whether a pod's directory lies in it: a node rank's, which `prepare` gave to the sidecar, or
-    with the sidecar's own of the same name as this one."""
-    if not all(map(DNS_LABEL.fullmatch, place.path.parts[-2:])):
+def _is_run(namespace: Directory, name: str) -> bool:
+    """Whether a pod's directory lies there: a node rank's, which `prepare` gave to the sidecar, or
+    with the sidecar's own of the same name."""
+    if not all(map(DNS_LABEL.fullmatch, (namespace.path.name, name))):
         return False
-    ranks = (place.inside(name) for name in inner if NODE_RANK.fullmatch(name))
-    return any(
-        os.fstat(rank.fd).st_uid == USER_ID or place.path.name in rank.names() for rank in ranks
-    )
+    run = namespace.inside(name)
+    ranks = [run.inside(one) for one in _directories(run) if NODE_RANK.fullmatch(one)]
+    return any(os.fstat(one.fd).st_uid == USER_ID or name in one.names() for one in ranks)
 
 
 def volumes(run: Directory) -> Iterator[Directory]:

@@ -51,9 +51,9 @@ class LeftShards:
         return ServerContext(shards, none, buffers=self._buffers, large=self._large)
 
     def _volumes(self, namespace: str, run: str) -> Iterator[Volume]:
-        for found in directories.runs(self._tops):
-            if found.path.parts[-2:] == (namespace, run):
-                for left in directories.volumes(found):
+        for place, runs in directories.places(self._tops):
+            if place.path.name == namespace and run in runs:
+                for left in directories.volumes(place.inside(run)):
                     yield _read_only(left, run)
                     if copies.DIRECTORY in left.names():
                         yield _read_only(left.inside(copies.DIRECTORY), run)

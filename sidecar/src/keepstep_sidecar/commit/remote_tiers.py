@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from keepstep.core.shard import Shard
 from keepstep.core.vote import NEVER, View
 from keepstep.steps import StepId, Tier
-from keepstep.wire.reports import Agent, Peer
+from keepstep.wire.reports import Peer
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.log import warn
@@ -31,7 +32,7 @@ class RemoteTiers:
 
     committer: Committer
     changes: Changes
-    _told: tuple[tuple[Peer, ...], tuple[Agent, ...], str, bool] | None = None
+    _told: tuple[tuple[Peer, ...], Mapping[str, str], str, bool] | None = None
     _looked_at: float = NEVER
     _told_at: float = -NEVER
     _meeting: int = 0
@@ -99,7 +100,7 @@ class RemoteTiers:
         peers: tuple[Peer, ...],
         spawn: Spawn,
         *,
-        agents: tuple[Agent, ...] = (),
+        agents: Mapping[str, str] = MappingProxyType({}),
         awaits: str = "",
         complete: bool = True,
     ) -> None:

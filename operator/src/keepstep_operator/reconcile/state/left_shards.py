@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from keepstep.steps import StepId
-from keepstep.wire.reports import Agent
 from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard
 
 if TYPE_CHECKING:
@@ -25,13 +24,10 @@ def reachable(run: Run) -> Iterator[OrphanedShard]:
             yield left
 
 
-def agents(run: Run, node_rank: int) -> tuple[Agent, ...]:
-    """The agents that serve what this place left."""
-    return tuple(
-        Agent(node=one.node, address=run.agents[one.node].address)
-        for one in _served(run)
-        if one.node_rank == node_rank
-    )
+def agents(run: Run, node_rank: int) -> dict[str, str]:
+    """The agents that serve what this place left: node -> address."""
+    found = [one.node for one in _served(run) if one.node_rank == node_rank]
+    return {node: run.agents[node].address for node in found}
 
 
 def awaits(run: Run, node_rank: int) -> str:

@@ -7,12 +7,13 @@ by its certificate. Until such a pod has been reached once, it is not chosen as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, StepId, Tier, merged
-from keepstep.wire.reports import Agent, Peer
+from keepstep.wire.reports import Peer
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
@@ -66,7 +67,7 @@ class Directory:
         peers: Iterable[Peer],
         *,
         own: str,
-        agents: Iterable[Agent] = (),
+        agents: Mapping[str, str] = MappingProxyType({}),
         awaits: str = "",
         complete: bool = True,
     ) -> None:
@@ -80,10 +81,10 @@ class Directory:
             known = before.get(one.address) or Known(address=one.address)
             known.node_rank, known.buddy, known.node = one.node_rank, one.buddy, ""
             self.known[one.address] = known
-        for agent in agents:
-            known = before.get(agent.address) or Known(address=agent.address)
-            known.node_rank, known.buddy, known.node = None, False, agent.node
-            self.known[agent.address] = known
+        for node, address in agents.items():
+            known = before.get(address) or Known(address=address)
+            known.node_rank, known.buddy, known.node = None, False, node
+            self.known[address] = known
 
     def choose(self, own_node_rank: int, replicas: int) -> None:
         """Choose the buddies of a static list: the next known pods in the ring."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from keepstep.core.shard import Shard
 from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.steps import Tier
-from keepstep.wire.reports import Agent, Peer
+from keepstep.wire.reports import Peer
 from keepstep_sidecar.config.sidecar import PeerSettings, Reporting
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer.buddy import Buddy, due, wanted
@@ -61,8 +62,7 @@ class PeerTier(RemoteTier):
         self._copies = Copies(
             volumes.volumes, run=run, commit=lambda: self.facts.commit(), pace=volumes.pace
         )
-        self._shards = Shards(volumes, self._copies, run=run)
-        self._served = ServerContext(self._shards, self._copies)
+        self._served = ServerContext(Shards(volumes, self._copies, run=run), self._copies)
         self._calls = Calls(credentials)
         self._pace = RateLimit(settings.bytes_per_second)
         self._places: dict[str, Buddy] = {}
@@ -134,7 +134,7 @@ class PeerTier(RemoteTier):
         self,
         peers: tuple[Peer, ...],
         *,
-        agents: tuple[Agent, ...] = (),
+        agents: Mapping[str, str] = MappingProxyType({}),
         awaits: str = "",
         complete: bool = True,
     ) -> None:
@@ -195,7 +195,7 @@ class PeerTier(RemoteTier):
                 continue
             if address == OWN:
                 where = f"step {shard.step_id}, rank {shard.rank} from the copy on this pod"
-                found.append(self._shards.source(shard, where=where))
+                found.append(self._served.shards.source(shard, where=where))
                 continue
             known = self._directory.known.get(address)
             found.append(
@@ -239,7 +239,7 @@ class PeerTier(RemoteTier):
             one.address,
             expected=one.node_rank,
             calls=self._calls,
-            shards=self._shards,
+            shards=self._served.shards,
             pace=self._pace,
             wanted=lambda: wanted(self.facts.local()),
         )
