@@ -20,7 +20,9 @@ import math
 import os
 import random
 import re
+import signal
 import ssl
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -205,8 +207,9 @@ class Cleaner:
 
 
 def run(tops: Sequence[Path], *, grace_s: float) -> None:
-    """Clean for ever. Agents of all nodes start at once, and ask the API server one by one."""
+    """Clean until SIGTERM. Agents of all nodes start at once, and ask the API server one by one."""
     log.configure("agent")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # of process 1, the kernel would drop it
     cleaner = Cleaner(tops, exists=ApiServer().exists, grace_s=grace_s)
     every_s = min(max(_EVERY_S[0], grace_s / 100), _EVERY_S[1])
     time.sleep(random.uniform(0.0, every_s))
