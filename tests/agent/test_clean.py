@@ -160,6 +160,26 @@ def test_a_rank_with_files_and_without_a_lock_is_not_understood_and_stays(tmp_pa
     assert len(list(run.rglob("*.safetensors"))) == 2
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+def test_what_lies_in_the_place_of_a_lock_is_not_followed_and_nothing_goes(
+    tmp_path: Path, kind: str
+) -> None:
+    run, precious = _run(tmp_path), tmp_path / "precious"
+    precious.touch()
+    lock = run / "1" / "gpt" / ".lock"
+    lock.unlink()
+    match kind:
+        case "link":
+            lock.symlink_to(precious)
+        case "pipe":
+            os.mkfifo(lock)
+        case _:
+            lock.mkdir()
+    with pytest.raises(OSError, match="not a regular file"):
+        _clean(run)
+    assert len(list(run.rglob("*.safetensors"))) == 2
+
+
 # --- all runs of a node --------------------------------------------------------------------------
 
 GRACE_S = 100.0
