@@ -155,7 +155,7 @@ class Cluster:
         self.helm(
             "upgrade", "--install", RELEASE, "charts/keepstep", "-n", NAMESPACE,
             "--create-namespace", "--set", f"hostPaths={{{HOST_PATH}}}",
-            "--set", "agent.cleanAfterSeconds=30", "--set", "agent.tolerations=null",
+            "--set", "agent.cleanAfterSeconds=30", "--set", "agent.nodeSelector.trains=yes",
             *values, "--wait", "--timeout", "540s",
         )  # fmt: skip
 
