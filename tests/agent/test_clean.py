@@ -248,6 +248,19 @@ def test_nothing_goes_while_the_api_server_does_not_say_that_it_may(tmp_path: Pa
     assert not run.exists()
 
 
+def test_an_api_server_that_is_away_for_a_while_begins_no_time_of_grace_anew(
+    tmp_path: Path,
+) -> None:
+    run, node = _run(tmp_path), Node(tmp_path)
+    node.round()
+    node.silent = True
+    node.round(after_s=GRACE_S)
+    assert run.exists()
+    node.silent = False
+    node.round()
+    assert not run.exists()
+
+
 def test_an_agent_that_begins_anew_waits_for_the_whole_time_of_grace(tmp_path: Path) -> None:
     run, node = _run(tmp_path), Node(tmp_path)
     node.round()

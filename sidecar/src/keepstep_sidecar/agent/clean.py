@@ -192,9 +192,12 @@ class Cleaner:
 
     def _look_at(self, namespace: Directory, run: str, since: float | None) -> None:
         now, path = self._clock(), namespace.path / run
+        if since is not None:
+            self._gone_since[path] = since  # also if the API server does not answer now
         if self._exists(namespace.path.name, run):
+            self._gone_since.pop(path, None)
             return
-        since = self._gone_since[path] = now if since is None else since
+        since = self._gone_since.setdefault(path, now)
         if now - since < self._grace_s:
             return
         try:
