@@ -10,6 +10,7 @@ from keepstep_operator.api import job_kinds
 from tests.chart.charts import ROOT, Chart, Object, Refused, is_hook, of_kind, pod_specs
 
 COMPONENTS = ("admission", "reconcile", "certificates")
+GRANTED = (*COMPONENTS, "agent")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class Grant:
 
 def test_the_table_of_rights_is_what_the_chart_renders(chart: Chart) -> None:
     objects = chart.render({"hostPaths": ["/mnt/nvme0"]})
-    rendered = {grant for component in COMPONENTS for grant in _rendered(objects, component)}
+    rendered = {grant for component in GRANTED for grant in _rendered(objects, component)}
     documented = _documented()
     assert rendered - documented == set(), "granted, but not in docs/security.md"
     assert documented - rendered == set(), "in docs/security.md, but not granted"
@@ -122,7 +123,6 @@ def _rendered(objects: list[Object], component: str) -> set[Grant]:
     places = (
         ("ClusterRole", name, "cluster"),
         ("Role", name, "namespace"),
-        ("Role", f"{name}-helpers", "helpers"),
     )
     for kind, called, scope in places:
         role = of_kind([one for one in objects if not is_hook(one)], kind).get(called)
@@ -146,7 +146,7 @@ def _documented() -> set[Grant]:
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in text.splitlines()
-        if line.startswith(tuple(f"| {component} |" for component in COMPONENTS))
+        if line.startswith(tuple(f"| {component} |" for component in GRANTED))
     ]
     return {
         Grant(
@@ -165,25 +165,16 @@ def _listed(cell: str) -> frozenset[str]:
     return frozenset(one.strip() for one in cell.split(",") if one.strip())
 
 
-def test_without_helper_pods_no_right_to_make_pods_is_granted(chart: Chart) -> None:
-    objects = chart.render({"helpers": {"enabled": False}})
-    assert not any(
-        "create" in one.verbs and one.resources & {"pods", "configmaps"}
-        for one in _rendered(objects, "reconcile")
-    )
-    assert "keepstep-helpers" not in of_kind(objects, "ServiceAccount")
-    spec = of_kind(objects, "Deployment")["keepstep-reconcile"]["spec"]["template"]["spec"]
-    assert not any("helper" in one for one in spec["containers"][0]["args"])
+def test_nobody_may_make_pods(chart: Chart) -> None:
+    objects = chart.render({"hostPaths": ["/mnt/nvme0"]})
+    roles = [*of_kind(objects, "ClusterRole").values(), *of_kind(objects, "Role").values()]
+    rules = [rule for one in roles if not is_hook(one) for rule in one["rules"]]
+    assert not any("create" in one["verbs"] and "pods" in one["resources"] for one in rules)
 
 
-def test_helper_pods_have_an_account_that_nothing_is_granted_to(chart: Chart) -> None:
-    plain = chart.render({"hostPaths": ["/mnt/nvme0"]})
-    account = of_kind(plain, "ServiceAccount")["keepstep-helpers"]
-    assert account["automountServiceAccountToken"] is False
-    bound = {
-        subject["name"]
-        for kind in ("ClusterRoleBinding", "RoleBinding")
-        for one in of_kind(plain, kind).values()
-        for subject in one["subjects"]
-    }
-    assert "keepstep-helpers" not in bound
+def test_agents_are_there_where_directories_of_nodes_are_and_see_whether_runs_exist(
+    chart: Chart,
+) -> None:
+    assert _rendered(chart.render(), "agent") == set()
+    (grant,) = _rendered(chart.render({"hostPaths": ["/mnt/nvme0"]}), "agent")
+    assert (grant.resources, grant.verbs) == ({"checkpointruns"}, {"get"})

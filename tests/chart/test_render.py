@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from typing import Any
 
@@ -23,9 +22,10 @@ EVERYTHING: Object = {
         "training": {"namespaces": ["ml", "vision"], "egress": True},
     },
     "logLevel": "debug",
-    "helpers": {
+    "agent": {
         "priorityClassName": "system-node-critical",
-        "resources": {"requests": {"cpu": "50m"}, "limits": {"memory": "1Gi"}},
+        "nodeSelector": {"accelerator": "yes"},
+        "cleanAfterSeconds": 3600,
     },
     "certificates": {"serviceAccount": {"create": False, "name": "ours"}},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
@@ -92,10 +92,8 @@ def test_helm_lint_finds_nothing(chart: Chart, name: str) -> None:
 
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_kubernetes_knows_every_field(rendered: list[Object], version: str) -> None:
-    since_1_30 = {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
-    unknown = OURS | {"CustomResourceDefinition"} | (since_1_30 if version == "1.29" else set())
     for one in rendered:
-        if one["kind"] not in unknown:
+        if one["kind"] not in OURS | {"CustomResourceDefinition"}:
             kubernetes_validate.validate(one, version, strict=True)
 
 
@@ -133,8 +131,8 @@ def test_every_container_is_restricted(rendered: list[Object]) -> None:
 
 
 def test_selectors_choose_the_pods_that_they_mean(rendered: list[Object]) -> None:
-    deployments = of_kind(rendered, "Deployment") | of_kind(rendered, "StatefulSet")
-    for one in deployments.values():
+    deployments = of_kind(rendered, "Deployment")
+    for one in (*deployments.values(), *of_kind(rendered, "DaemonSet").values()):
         chosen = one["spec"]["selector"]["matchLabels"]
         assert chosen.items() <= one["spec"]["template"]["metadata"]["labels"].items()
     for one in of_kind(rendered, "Service").values():
@@ -275,11 +273,31 @@ def test_cert_manager_makes_the_secrets_that_are_mounted_and_its_issuer_is_the_o
     assert not of_kind(chart.render(), "Certificate")
 
 
-def test_helper_pods_are_told_their_priority_and_resources(chart: Chart) -> None:
-    arguments = _arguments(chart.render(EVERYTHING), "keepstep-reconcile")
-    assert "--helper-priority-class=system-node-critical" in arguments
-    (resources,) = (one for one in arguments if one.startswith("--helper-resources="))
-    assert json.loads(resources.partition("=")[2]) == EVERYTHING["helpers"]["resources"]
+def test_what_serves_on_a_node_writes_nowhere_and_what_cleans_listens_nowhere(chart: Chart) -> None:
+    objects = chart.render(EVERYTHING)
+    agent = of_kind(objects, "DaemonSet")["keepstep-agent"]["spec"]["template"]["spec"]
+    serve, clean = agent["containers"]
+    assert serve["command"] == ["keepstep-sidecar", "agent", "serve"]
+    assert serve["securityContext"]["runAsUser"] == 65532
+    assert serve["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert all(one["readOnly"] for one in serve["volumeMounts"])
+    assert "api" not in {one["name"] for one in serve["volumeMounts"]}
+    assert clean["command"] == ["keepstep-sidecar", "agent", "clean"]
+    assert "ports" not in clean
+    assert clean["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["DAC_OVERRIDE"]}
+    for one in agent["containers"]:
+        assert one["securityContext"]["readOnlyRootFilesystem"]
+        assert not one["securityContext"]["allowPrivilegeEscalation"]
+        assert [at for at in one["args"] if at.startswith("/")] == ["/host/0", "/host/1"]
+    assert "--after=3600" in clean["args"]
+    paths = [one["hostPath"]["path"] for one in agent["volumes"] if "hostPath" in one]
+    assert paths == EVERYTHING["hostPaths"]
+    assert (agent["priorityClassName"], agent["nodeSelector"]) == (
+        "system-node-critical",
+        {"accelerator": "yes"},
+    )
+    assert not agent["automountServiceAccountToken"]
+    assert not of_kind(chart.render(), "DaemonSet")
 
 
 def test_what_goes_out_is_the_api_server_and_dns(chart: Chart) -> None:
@@ -352,8 +370,6 @@ def _cluster_wide(one: Object) -> bool:
         "ClusterRoleBinding",
         "MutatingWebhookConfiguration",
         "Namespace",
-        "ValidatingAdmissionPolicy",
-        "ValidatingAdmissionPolicyBinding",
     }
 
 

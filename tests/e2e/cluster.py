@@ -26,7 +26,6 @@ OPERATOR = f"keepstep/operator:{VERSION}"
 SIDECAR = f"keepstep/sidecar:{VERSION}"
 TRAINER = f"keepstep/example-gpt:{VERSION}"
 RELEASE, NAMESPACE = "keepstep", "keepstep-system"
-HELPERS = f"{NAMESPACE}-helpers"
 HOST_PATH = "/var/lib/keepstep"
 HUGE_PAGES = 160
 """On each node: a kubelet counts them when it starts."""
@@ -151,11 +150,13 @@ class Cluster:
 
     def install(self, *values: str) -> None:
         """`helm upgrade --install` of this chart, and wait until all of it is ready. What a run
-        that is gone left on nodes is cleaned at once, not after a day."""
+        that is gone left on nodes is cleaned after half a minute, not after a day. No agent runs
+        on the control plane, which has no image of it."""
         self.helm(
             "upgrade", "--install", RELEASE, "charts/keepstep", "-n", NAMESPACE,
             "--create-namespace", "--set", f"hostPaths={{{HOST_PATH}}}",
-            "--set", "helpers.cleanAfterSeconds=0", *values, "--wait", "--timeout", "540s",
+            "--set", "agent.cleanAfterSeconds=30", "--set", "agent.nodeSelector.trains=yes",
+            *values, "--wait", "--timeout", "540s",
         )  # fmt: skip
 
     def helm(self, *arguments: str) -> str:

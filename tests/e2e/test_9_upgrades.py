@@ -20,11 +20,16 @@ def test_upgrade_rollback_and_uninstall_leave_the_job_training(
     committed = runs.committed_beyond(namespace, 5)
 
     fewer, of_release = _chart_without_dashboards(tmp_path), (RELEASE, "-n", NAMESPACE)
-    values = ("--reset-values", "--set", "admission.replicas=3,hostPaths={/var/lib/keepstep}")
-    cluster.helm("upgrade", *of_release, str(fewer), *values, "--wait", "--timeout", "540s")
+    values = "admission.replicas=3,hostPaths={/var/lib/keepstep},agent.nodeSelector.trains=yes"
+    reset = ("--reset-values", "--set", values, "--wait", "--timeout", "540s")
+    cluster.helm("upgrade", *of_release, str(fewer), *reset)
     cluster.helm(*_documented_upgrade())
     kept = json.loads(cluster.helm("get", "values", *of_release, "-o", "json"))
-    assert kept == {"admission": {"replicas": 3}, "hostPaths": ["/var/lib/keepstep"]}
+    assert kept == {
+        "admission": {"replicas": 3},
+        "hostPaths": ["/var/lib/keepstep"],
+        "agent": {"nodeSelector": {"trains": "yes"}},
+    }
     committed = runs.committed_beyond(namespace, committed)
     cluster.helm("rollback", RELEASE, "-n", NAMESPACE, "--wait", "--timeout", "540s")
     committed = runs.committed_beyond(namespace, committed)

@@ -26,7 +26,8 @@ from tests.operator.apiserver import ApiServer, bound_to
 from tests.operator.reconcile.samples import pod_body, pod_path
 from tests.operator.reconcile.serving import Served, serving
 
-GOOD = "good-token"
+GOOD, AGENT, POSER = "good-token", "agent-token", "poser-token"
+SYSTEM = "keepstep-system"
 
 
 def request_of(
@@ -41,8 +42,26 @@ def request_of(
 
 @asynccontextmanager
 async def playing(tmp_path: Path, *, ca: bool = True) -> AsyncIterator[Served]:
-    cluster = ApiServer(tokens={GOOD: bound_to("team", "gpt-worker-0", "pod-0")})
+    cluster = ApiServer(
+        tokens={
+            GOOD: bound_to("team", "gpt-worker-0", "pod-0"),
+            AGENT: bound_to(SYSTEM, "keepstep-agent-x", "agent-0"),
+            POSER: bound_to("team", "keepstep-agent-y", "agent-1"),
+        }
+    )
     cluster.objects[pod_path("gpt-worker-0")] = pod_body(0)
+    for name, namespace, uid in (("x", SYSTEM, "agent-0"), ("y", "team", "agent-1")):
+        body = {
+            "metadata": {
+                "name": f"keepstep-agent-{name}",
+                "namespace": namespace,
+                "uid": uid,
+                "resourceVersion": "1",
+                "labels": {"keepstep.dev/agent": "true"},
+            },
+            "spec": {"nodeName": "node-7.zone"},
+        }
+        cluster.objects[pod_path(f"keepstep-agent-{name}", namespace)] = body
     authority = tmp_path / "peer-ca"
     authority.mkdir()
     if ca:
@@ -51,7 +70,8 @@ async def playing(tmp_path: Path, *, ca: bool = True) -> AsyncIterator[Served]:
         (authority / "tls.key").write_bytes(made.key)
         old = make_authority("peers", now=datetime.now(UTC), life=timedelta(days=3))
         (authority / "previous.crt").write_bytes(old.certificate)
-    async with serving(cluster, tmp_path) as served:
+    more = {"host_paths": ("/mnt/nvme0",), "namespace": SYSTEM}
+    async with serving(cluster, tmp_path, **more) as served:
         served.parts.reports._signing = PeerCertificates(authority)
         await until(lambda: not served.parts.ready(), what="policies and runs are listed")
         yield served
@@ -75,14 +95,18 @@ async def test_the_certificate_names_the_pods_own_place_and_not_what_was_asked_f
         assert status == 200
         issued = msgspec.json.decode(body, type=IssuedCertificate)
         read = x509.load_pem_x509_certificate(issued.certificate.encode())
-        names = read.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-        assert uris == ["keepstep://team/gpt-1a2b3c4d/0"]
+        assert _uris(issued) == ["keepstep://team/gpt-1a2b3c4d/0"]
         assert read.public_key() == key.public_key()
         assert read.not_valid_after_utc - datetime.now(UTC) <= timedelta(hours=24)
         current, previous = x509.load_pem_x509_certificates(issued.authorities.encode())
         read.verify_directly_issued_by(current)
         assert previous != current
+
+
+def _uris(issued: IssuedCertificate) -> list[str]:
+    read = x509.load_pem_x509_certificate(issued.certificate.encode())
+    names = read.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return names.get_values_for_type(x509.UniformResourceIdentifier)
 
 
 async def test_a_sidecar_keeps_itself_a_certificate_that_works_in_both_directions(
@@ -105,6 +129,18 @@ async def test_a_sidecar_keeps_itself_a_certificate_that_works_in_both_direction
             keeping.cancel()
         identity = issued.current().identity
         assert identity == Identity(namespace="team", run="gpt-1a2b3c4d", node_rank=0)
+
+
+async def test_an_agent_gets_the_name_of_its_node_and_its_label_elsewhere_gives_none(
+    tmp_path: Path,
+) -> None:
+    request = request_of(ec.generate_private_key(ec.SECP256R1()))
+    async with playing(tmp_path) as served:
+        status, body = await ask(served, request, token=AGENT)
+        issued = msgspec.json.decode(body, type=IssuedCertificate)
+        assert (status, _uris(issued)) == (200, [Identity.of_agent("node-7.zone").uri])
+        assert (await ask(served, request, token=POSER))[0] == 403
+        assert (await served.post(b"{}", token=AGENT))[0] == 403, "it reports nothing"
 
 
 @pytest.mark.parametrize("token", ["", "wrong"])

@@ -89,7 +89,7 @@ async def test_a_peer_whose_list_promises_another_root_is_named(
     here, liar = node(0), node(1)
     async with running(here, liar):
         slot, _ = await two_copies(here, liar, parameters=6000)
-        truth = liar.remote_tier._shards.listing
+        truth = liar.remote_tier._served.shards.listing
 
         def lie() -> protocol.Listing:
             listing = truth()
@@ -97,7 +97,7 @@ async def test_a_peer_whose_list_promises_another_root_is_named(
                 listing, shards=tuple(replace(one, root="0" * 32) for one in listing.shards)
             )
 
-        monkeypatch.setattr(liar.remote_tier._shards, "listing", lie)
+        monkeypatch.setattr(liar.remote_tier._served.shards, "listing", lie)
         (remote,) = (await here.remote_tier.look()).shards
         with pytest.raises(DigestError, match=r"node rank 1 .*was promised"):
             await reading.load(here.remote_tier, remote, empty_slot(slot.layout))

@@ -143,7 +143,7 @@ def test_a_shard_that_is_renamed_while_it_is_looked_for_is_a_clear_error(
 ) -> None:
     here = node(0)
     _, found = here.write(1, rank=0)
-    shards = here.remote_tier._shards
+    shards = here.remote_tier._served.shards
     path, engine = shards._find(found.step_id, 0, found.world)
     monkeypatch.setattr(shards, "_find", lambda *which: (path.with_name("gone"), engine))
     with pytest.raises(StorageError, match="any more"), shards.open(found.step_id, 0, found.world):

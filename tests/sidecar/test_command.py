@@ -322,7 +322,16 @@ def test_prepare_makes_a_directory_and_gives_it_to_the_sidecar(tmp_path: Path) -
     for path in (directory, tmp_path / "other"):
         found = path.stat()
         assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (65532, 65532, 0o2770)
-    assert stat.S_IMODE(directory.parent.stat().st_mode) == 0o711
+    passage = directory.parent.stat()
+    assert (passage.st_uid, passage.st_gid, stat.S_IMODE(passage.st_mode)) == (0, 65532, 0o750)
+
+
+def test_the_agents_commands_name_what_they_lack(tmp_path: Path) -> None:
+    done = run("agent", "serve", "--peer-listen", ":26741", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Missing --report-url, --report-ca-file, --report-token-file." in done.stderr
+    done = run("agent", "clean", str(tmp_path))
+    assert (done.returncode, "Missing option '--after'" in done.stderr) == (2, True)
 
 
 @pytest.mark.root

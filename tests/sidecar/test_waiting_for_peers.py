@@ -38,9 +38,7 @@ class Peers(RemoteTier):
         await self.answers.wait()
         return Inventory(answer=Answer.NONE, epochs=known)
 
-    def peers_are(
-        self, peers: tuple[Peer, ...], *, awaits: str = "", complete: bool = True
-    ) -> None:
+    def peers_are(self, peers: tuple[Peer, ...], **more: Any) -> None:
         self.known = (MET,)
 
 

@@ -18,14 +18,6 @@
 {{- default (printf "%s-test" (include "keepstep.fullname" .)) .Values.test.namespace }}
 {{- end }}
 
-{{- define "keepstep.helpersNamespace" -}}
-{{- $name := default (printf "%s-helpers" (.Release.Namespace | trunc 55)) .Values.helpers.namespace }}
-{{- if eq $name .Release.Namespace }}
-{{- fail "helpers.namespace must be another one than the release's: whoever may make pods there can mount its keys" }}
-{{- end }}
-{{- $name }}
-{{- end }}
-
 {{- define "keepstep.labels" -}}
 {{ include "keepstep.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}

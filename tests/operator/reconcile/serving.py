@@ -48,8 +48,9 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(cluster: ApiServer, directory: Path) -> AsyncIterator[Served]:
-    """Everything that `keepstep-operator reconcile` runs, until the block ends."""
+async def serving(cluster: ApiServer, directory: Path, **more: Any) -> AsyncIterator[Served]:
+    """Everything that `keepstep-operator reconcile` runs, until the block ends. `more`: of the
+    `Reconciler`."""
     authority = make_certificate(directory)
     tls = ServerTls(directory)
     connector = aiohttp.TCPConnector(ssl=trusting(authority))
@@ -59,7 +60,7 @@ async def serving(cluster: ApiServer, directory: Path) -> AsyncIterator[Served]:
         aiohttp.ClientSession(connector=connector) as session,
         asyncio.TaskGroup() as group,
     ):
-        parts = Reconciler(client, group=group, clock=Clock())
+        parts = Reconciler(client, group=group, clock=Clock(), **more)
         parts.start()
         async with listening(
             parts.reports.application(),

@@ -24,10 +24,6 @@ PATH = "/v1/reports"
 AUDIENCE = "reports.keepstep.dev"
 """Audience of the projected service-account token that a sidecar shows."""
 
-STILL_USED_EXIT = 3
-"""Exit status of a pod that had to remove a run's directories, but found that the run was alive
-after the operator had taken it for gone."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedRank(RankCounters):
@@ -173,8 +169,9 @@ class ReportReply:
     list is unchanged and not repeated.
     `restore_from`: a person wants the next epoch to go on from exactly this step, so no newer one
     is a candidate; None: no such wish.
-    `awaits`: shards of this pod's ranks that are being made reachable; '': none. A vote waits for
-    them for a while, and does not answer NONE meanwhile.
+    `agents`: the addresses of agents, by node, that serve shards which this pod's place left there.
+    `awaits`: such shards of which no agent is ready yet; '': none. A vote waits for them for a
+    while, and does not answer NONE meanwhile.
     `all_peers`: every pod of the run has reported, so `peers` names all that serve. Otherwise a pod
     that is not named may hold images, too.
     `authorities`: PEM of all authorities by which the operator is recognized from now on, replacing
@@ -200,6 +197,7 @@ class ReportReply:
     pinned: tuple[StepId, ...] = ()
     peers: tuple[Peer, ...] = ()
     peers_version: str = ""
+    agents: dict[str, str] = field(default_factory=dict)
     restore_from: StepId | None = None
     awaits: str = ""
     all_peers: bool = False
@@ -220,6 +218,8 @@ class ReportReply:
 
 
 CERTIFICATES_PATH = "/v1/certificates"
+AGENTS = "~agent"
+"""In place of a namespace, in an agent's identity: `keepstep://~agent/<node>/0`."""
 
 
 @dataclass(frozen=True, kw_only=True)

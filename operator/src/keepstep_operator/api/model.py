@@ -78,7 +78,6 @@ class PodRecord:
     trouble: str = ""
     warnings: tuple[str, ...] = ()
     volumes: tuple[VolumeKind, ...] = ()
-    host_paths: tuple[str, ...] = ()
     policy: str = ""
     policy_generation: int = 0
     sidecar_image: str = ""
@@ -113,6 +112,15 @@ class PolicyRecord:
     policy: Policy | None = None
     problem: tuple[str, str] | None = None
     advice: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRecord:
+    """The agent of a node, which serves what runs left there. `address`: '' while it does not."""
+
+    uid: str
+    node: str
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

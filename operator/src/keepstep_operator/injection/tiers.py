@@ -103,7 +103,7 @@ def _of_peers(policy: Policy, ports: Ports) -> list[Body]:
     """The sidecar's variables for peers. The pod's address comes before the variables that refer to
     it; otherwise `$(...)` would not be replaced."""
     if (peers := policy.peers) is None:
-        # it fetches from helper pods, which serve what earlier pods left on nodes
+        # it fetches from agents of nodes, which serve what earlier pods left there
         fetches = [{"name": "KEEPSTEP_PEER_FETCH", "value": "true"}]
         return fetches if policy.host_paths else []
     settings: dict[str, str | int | None] = {

@@ -5,7 +5,6 @@
     errands       carries out the actions that the state asks for
     reports_api   takes reports (token_auth: from whom), signs (peer_certificates), answers
     report_body   decodes reports in small parts (turns), within bounds
-    helpers       pods that serve or clean up what a run left on nodes
     writers       statuses, Checkpoints, Events
     status        what people read of a run
     state         what is known of all runs: pure, time is passed in

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import time
 from collections.abc import Callable, Coroutine
@@ -15,7 +14,6 @@ import click
 
 from keepstep_operator import journal
 from keepstep_operator.api.model import RunKey
-from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import Access, Client, Feed, find_access, follow
 from keepstep_operator.names import REPORTS_PORT
@@ -27,8 +25,6 @@ from keepstep_operator.reconcile.gc_tuning import (
     give_back_freed,
     spare_what_stays,
 )
-from keepstep_operator.reconcile.helpers.controller import HelperController
-from keepstep_operator.reconcile.helpers.pod_spec import HelperDefaults
 from keepstep_operator.reconcile.leadership import FencedClient, Leadership
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
@@ -70,33 +66,8 @@ class Settings:
     port: int
     metrics_port: int
     namespace: str
-    helper_image: str
-    helper_pull_policy: str
-    helper_pull_secrets: tuple[str, ...]
-    helper_namespace: str
-    helper_account: str
-    helper_priority_class: str
-    helper_resources: Body | None
-    reports_url: str
     lease: str
     pod_name: str
-    clean_after: float | None
-
-    def helpers(self, reports_ca: Callable[[], str]) -> HelperDefaults | None:
-        """The settings of helper pods; None if they are switched off, or may mount no directory."""
-        if not self.helper_image or not self.host_paths:
-            return None
-        return HelperDefaults(
-            image=self.helper_image,
-            namespace=self.helper_namespace or self.namespace,
-            account=self.helper_account,
-            reports_url=self.reports_url,
-            reports_ca=reports_ca,
-            pull_policy=self.helper_pull_policy,
-            pull_secrets=self.helper_pull_secrets,
-            priority_class=self.helper_priority_class,
-            resources=self.helper_resources,
-        )
 
 
 class Clock:
@@ -107,16 +78,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self._wall + time.monotonic()
-
-
-def _resources(ctx: click.Context, param: click.Parameter, value: str | None) -> Body | None:
-    try:
-        read = None if value is None else json.loads(value)
-    except ValueError as error:
-        raise click.BadParameter(f"{error}", ctx, param) from error
-    if read is not None and not isinstance(read, dict):
-        raise click.BadParameter("it must be an object with requests and limits", ctx, param)
-    return read
 
 
 @click.command(short_help="Watch runs, take their sidecars' reports, tell what is protected.")
@@ -135,36 +96,6 @@ def _resources(ctx: click.Context, param: click.Parameter, value: str | None) ->
     " trusted.  [default: none is signed]",
 )
 @option(
-    "--helper-image",
-    default="",
-    metavar="IMAGE",
-    help="Of the sidecar, for helper pods: they serve what a run's pods left on a node, and clean"
-    " it when the run is gone.  [default: there are none]",
-)
-@option("--helper-pull-policy", default="IfNotPresent", metavar="POLICY", help="Of that image.")
-@option(
-    "--helper-pull-secret",
-    "helper_pull_secrets",
-    multiple=True,
-    metavar="NAME",
-    help="Secret of the helpers' namespace for that image; may be repeated.",
-)
-@option(
-    "--helper-namespace",
-    default="",
-    metavar="NAME",
-    help="Of helper pods, and of what is noted of runs' directories.  [default: --namespace]",
-)
-@option("--helper-account", default="", metavar="NAME", help="Helper pods' service account.")
-@option("--helper-priority-class", default="", metavar="NAME", help="Of helper pods.")
-@option(
-    "--helper-resources",
-    metavar="JSON",
-    callback=_resources,
-    help="Requests and limits of a helper pod's container.  [default: what each kind needs]",
-)
-@option("--reports-url", default="", metavar="URL", help="Where helper pods report.")
-@option(
     "--lease",
     default="",
     metavar="NAME",
@@ -172,12 +103,6 @@ def _resources(ctx: click.Context, param: click.Parameter, value: str | None) ->
     "  [default: this is the only one]",
 )
 @option("--pod-name", default="", metavar="NAME", help="Of this replica, as holder of the Lease.")
-@option(
-    "--clean-after",
-    type=click.FloatRange(min=0),
-    metavar="SECONDS",
-    help="A run's directories on nodes are removed when it is gone for so long.  [default: never]",
-)
 @port_option(REPORTS_PORT)
 @log_level_option
 @metrics_port_option
@@ -210,12 +135,11 @@ class Reconciler:
         watch_nodes: bool = False,
         host_paths: tuple[str, ...] = (),
         peer_ca_dir: Path | None = None,
-        helpers: HelperDefaults | None = None,
-        clean_after_s: float | None = None,
+        namespace: str = "",
         clock: Callable[[], float],
         authorities: Callable[[], str] = str,
     ) -> None:
-        self.registry = Registry(helper_paths=host_paths if helpers is not None else ())
+        self.registry = Registry()
         self.metrics = Metrics(self.registry)
         self._client = client
         self._group = group
@@ -248,6 +172,8 @@ class Reconciler:
             clock=clock,
         )
         self.objects, self.pods = handlers.objects(), handlers.pods()
+        if host_paths:  # known before a report is answered, which names them
+            self.objects.append(handlers.agents(namespace))
         self.nodes = [handlers.nodes()] if watch_nodes else []
         self._uninjected = Uninjected(handlers, client)
         self.reports = ReportsApi(
@@ -262,27 +188,10 @@ class Reconciler:
             shown=self.pods.shown,
             authorities=authorities,
         )
-        self.helper_controller: HelperController | None = None
-        if helpers is not None:
-            self.helper_controller = HelperController(
-                self.registry,
-                client,
-                helpers,
-                carry_out=self.errands.carry_out,
-                metrics=self.metrics,
-                clock=clock,
-                host_paths=host_paths,
-                grace_s=clean_after_s,
-            )
 
     def start(self) -> None:
         """Start all tasks."""
         feeds: list[Feed[Any]] = [*self.objects, self.pods, *self.nodes]
-        seen = [feed.loaded for feed in feeds]
-        if self.helper_controller is not None:
-            feeds += [self.helper_controller.pods, self.helper_controller.records]
-            # it makes or deletes nothing before all existing objects are seen
-            self._spawn(self.helper_controller.run(seen), "look after helper pods")
         self._spawn(follow(self._client, feeds), "follow")
         self._spawn(self._uninjected.run(), "look for pods without a sidecar")
         self._spawn(self.writer.run(), "write statuses")
@@ -340,8 +249,7 @@ async def serve(settings: Settings) -> None:
                 watch_nodes=settings.watch_nodes,
                 host_paths=settings.host_paths,
                 peer_ca_dir=settings.peer_ca_dir,
-                helpers=settings.helpers(lambda: tls.authorities),
-                clean_after_s=settings.clean_after,
+                namespace=settings.namespace,
                 clock=Clock(),
                 authorities=lambda: tls.authorities,
             )

@@ -149,7 +149,7 @@ class Metrics:
         self._left_out = Counter(
             "keepstep_run_failures",
             "Runs that a part of the reconciler failed at, and left out: tick, status, checkpoints,"
-            " events, helpers",
+            " events",
             ("part",),
             registry=self.registry,
         )

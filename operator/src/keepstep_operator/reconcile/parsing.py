@@ -11,6 +11,7 @@ import msgspec
 from keepstep_operator import names
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.model import (
+    AgentRecord,
     JobState,
     NodeRecord,
     PodRecord,
@@ -92,7 +93,6 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         trouble=cut(_trouble(status) if injected else said.message),
         warnings=tuple(_shared(cut(one, longest=_LONGEST_WARNING)) for one in warnings),
         volumes=_volumes(body),
-        host_paths=_host_paths(body),
         policy=_shared(cut(said.policy, longest=_LONGEST_NAME)),
         policy_generation=said.generation,
         sidecar_image=_shared(said.image),
@@ -102,6 +102,23 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         uncounted=is_queued_by_template(pod),
         job=said.job or root_of(pod),
         deleting=pod.deleting,
+    )
+
+
+def parse_agent(body: Body) -> AgentRecord:
+    """The agent's pod on a node. It serves while it is ready and stays."""
+    metadata, status = body.get("metadata") or {}, body.get("status") or {}
+    ready = any(
+        one.get("type") == "Ready" and one.get("status") == "True"
+        for one in status.get("conditions") or []
+    )
+    address = str(status.get("podIP") or "")
+    host = f"[{address}]" if ":" in address else address
+    serves = ready and address and not metadata.get("deletionTimestamp")
+    return AgentRecord(
+        uid=str(metadata.get("uid") or ""),
+        node=str((body.get("spec") or {}).get("nodeName") or ""),
+        address=f"{host}:{names.SIDECAR_PEER_PORT}" if serves else "",
     )
 
 
@@ -129,12 +146,6 @@ def _container_status(status: Body, name: str) -> Body:
 
 def _volumes(body: Body) -> tuple[VolumeKind, ...]:
     return tuple(kind for one in _added(body) for kind in VolumeKind if kind.value in one)
-
-
-def _host_paths(body: Body) -> tuple[str, ...]:
-    """The node's directories that the pod mounts as volumes of its policy."""
-    sources = (one.get("hostPath") for one in _added(body))
-    return tuple(str(source.get("path") or "") for source in sources if source)
 
 
 def _added(body: Body) -> Iterator[Body]:

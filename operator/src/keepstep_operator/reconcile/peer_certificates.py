@@ -1,9 +1,9 @@
 """Certificates by which the pods of a run know each other. Their sidecars ask for them.
 
-Of a request, only its public key gets into the certificate: namespace, run and node rank come from
-our own record of the pod. The authority differs from those of the webhook and of the reports API:
-with a pod's certificate one can pose as that pod to its own run, and nothing more. The authority is
-mounted, so that this process needs no right to read Secrets.
+Of a request, only its public key gets into the certificate: namespace, run and node rank, or the
+node of an agent, come from our own record of the pod. The authority differs from those of the
+webhook and of the reports API: with a pod's certificate one can pose as that pod to its own run,
+and nothing more. The authority is mounted, so that this process needs no right to read Secrets.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-from keepstep.wire.reports import CertificateRequest, IssuedCertificate
-from keepstep_operator.api.model import PodRecord
+from keepstep.wire.reports import AGENTS, CertificateRequest, IssuedCertificate
+from keepstep_operator.api.model import AgentRecord, PodRecord
 from keepstep_operator.journal import say
 from keepstep_operator.reconcile.token_auth import Refused
 
@@ -30,21 +30,20 @@ class PeerCertificates:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
 
-    def issue(self, pod: PodRecord, request: CertificateRequest) -> IssuedCertificate:
-        """A certificate for this pod's place in its run. Raises Refused."""
+    def issue(self, uri: str, request: CertificateRequest) -> IssuedCertificate:
+        """A certificate for this identity. Raises Refused."""
         from keepstep_operator.certificates import peers  # large: only with peers
 
         if len(request.request) > LARGEST_REQUEST:
             raise Refused(400, "bad-request", "this is no certificate request")
         authority, bundle = self._read()
-        uri = identity(pod)
         try:
             signed = peers.sign(
                 authority, request.request.encode(), uri=uri, now=datetime.now(UTC), life=LIFE
             )
         except ValueError as error:
             raise Refused(400, "bad-request", f"no usable certificate request: {error}") from error
-        say("peer certificate signed", pod=pod.name, namespace=pod.namespace, identity=uri)
+        say("peer certificate signed", identity=uri)
         return IssuedCertificate(certificate=signed.decode(), authorities=bundle.decode())
 
     def _read(self) -> tuple[tuple[bytes, bytes], bytes]:
@@ -60,7 +59,13 @@ class PeerCertificates:
         return (signer, key), bundle
 
 
-def identity(pod: PodRecord) -> str:
-    """The identity that sidecars check: `keepstep://<namespace>/<run>/<node rank>`."""
+def of_pod(pod: PodRecord) -> str:
+    """The identity of a pod's place that sidecars check:
+    `keepstep://<namespace>/<run>/<node rank>`."""
     names = quote(pod.namespace, safe=""), quote(pod.run.name, safe="")
     return f"keepstep://{names[0]}/{names[1]}/{pod.node_rank}"
+
+
+def of_agent(agent: AgentRecord) -> str:
+    """The identity of the agent of a node, which no pod of a run can have."""
+    return f"keepstep://{AGENTS}/{quote(agent.node, safe='')}/0"

@@ -26,7 +26,7 @@ from keepstep_operator.kube import PODS, Client, KubeError, NotFound
 from keepstep_operator.reconcile import report_body
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.parsing import parse_pod_record
-from keepstep_operator.reconcile.peer_certificates import PeerCertificates
+from keepstep_operator.reconcile.peer_certificates import PeerCertificates, of_agent, of_pod
 from keepstep_operator.reconcile.ratelimit import Buckets, Throttle
 from keepstep_operator.reconcile.state.actions import Action
 from keepstep_operator.reconcile.state.registry import BUDGET, Registry
@@ -99,14 +99,8 @@ class ReportsApi:
         app.add_routes([*mine, *health_routes(self._ready)])
         return app
 
-    async def _sender(self, request: web.Request) -> PodRecord:
-        """The pod that sent the request, by its token and our own record. Raises Refused."""
-        if reason := self._ready():
-            raise Refused(503, "starting", reason)
-        source = request.remote or "?"
-        identity = await self._tokens.identify(_bearer(request), source=source)
-        if (helper := self._registry.helpers.get(identity.pod_uid)) is not None:
-            return helper
+    async def _pod(self, identity: Identity) -> PodRecord:
+        """The pod of this token, by our own record. Raises Refused."""
         pod = self._registry.pod(identity.pod_uid) or await self._look_up(identity)
         if pod.namespace != identity.namespace or not pod.injected:
             raise Refused(403, "not-injected", f"pod {pod.name} was not given this sidecar")
@@ -114,24 +108,33 @@ class ReportsApi:
             raise Refused(403, "run-taken", reason)
         return pod
 
+    async def _identity(self, request: web.Request) -> Identity:
+        """Whose token came with the request. Raises Refused."""
+        if reason := self._ready():
+            raise Refused(503, "starting", reason)
+        return await self._tokens.identify(_bearer(request), source=request.remote or "?")
+
     async def _sign(self, request: web.Request) -> web.Response:
-        """Sign a certificate. A pod needs one a day; further ones use up the budget that its
-        namespace has for reports."""
-        pod = await self._sender(request)
-        self._require_budget(pod.namespace)
+        """Sign a certificate for a sidecar, or for the agent of a node. Each needs one a day;
+        further ones use up the budget that its namespace has for reports."""
+        identity = await self._identity(request)
+        agent = self._registry.agent(identity.pod_uid)
+        namespace = identity.namespace
+        uri = of_agent(agent) if agent is not None else of_pod(await self._pod(identity))
+        self._require_budget(namespace)
         if not 0 < (request.content_length or 0) <= _LARGEST_REQUEST_BYTES:
             raise Refused(413, "bad-request", "this is no certificate request")
-        with self._one_of_few(pod.namespace):
+        with self._one_of_few(namespace):
             body = await _body(request)
-        return await self._turns.work(self._signed(pod, body), tenant=pod.namespace)
+        return await self._turns.work(self._signed(uri, namespace, body), tenant=namespace)
 
-    def _signed(self, pod: PodRecord, body: bytes) -> Parts[web.Response]:
-        self._require_budget(pod.namespace)
+    def _signed(self, uri: str, namespace: str, body: bytes) -> Parts[web.Response]:
+        self._require_budget(namespace)
         yield
-        return _json(self._signing.issue(pod, _decode_request(body)))
+        return _json(self._signing.issue(uri, _decode_request(body)))
 
     async def _take(self, request: web.Request) -> web.Response:
-        pod = await self._sender(request)
+        pod = await self._pod(await self._identity(request))
         self._require_pace(pod)
         with self._one_of_few(pod.namespace):
             body = await _body(request)

@@ -30,6 +30,7 @@ from keepstep_operator.reconcile.errands import Errands
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.parsing import (
     asks,
+    parse_agent,
     parse_node,
     parse_pod_record,
     parse_policy_record,
@@ -107,6 +108,20 @@ class Handlers:
             key_of=_uid_if_ours,
             seen=self.pod_seen,
             gone=self.pod_gone,
+            told=self._metrics.following,
+        )
+
+    def agents(self, namespace: str) -> Feed[str]:
+        """The feed of the agents of nodes, in the namespace of this process: nobody else may make
+        pods there."""
+        return Feed[str](
+            name="agents",
+            resource=PODS,
+            labels=names.AGENT_LABEL,
+            namespace=namespace,
+            key_of=lambda body: str((body.get("metadata") or {}).get("uid") or "") or None,
+            seen=lambda body: self._registry.agent_seen(parse_agent(body)),
+            gone=self._registry.agent_gone,
             told=self._metrics.following,
         )
 

@@ -311,7 +311,11 @@ class Service:
         before = self.node.heard.plan
         await self.committer.hear(reply)
         self.remote_tiers.meet(
-            reply.peers, self.tasks.spawn, awaits=reply.awaits, complete=reply.all_peers
+            reply.peers,
+            self.tasks.spawn,
+            agents=reply.agents,
+            awaits=reply.awaits,
+            complete=reply.all_peers,
         )
         if reply.plan is not None and reply.plan != before and self.local_shards.scanned:
             self.tasks.spawn(self.restorer.prefetch(), "prefetch")

@@ -1,4 +1,4 @@
-"""The group `keepstep-sidecar`: `serve` and `relay` serve; the others query or prepare a sidecar.
+"""The group `keepstep-sidecar`: `serve` and `agent` serve; the others query or prepare a sidecar.
 
 Only the commands that serve import the servers.
 """
@@ -6,20 +6,17 @@ Only the commands that serve import the servers.
 from __future__ import annotations
 
 import asyncio
-import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from keepstep.errors import StorageError, UsageError
-from keepstep.wire.reports import STILL_USED_EXIT
 from keepstep_sidecar import __version__
 from keepstep_sidecar.cli.options import Group
 from keepstep_sidecar.cli.probe import probe
 from keepstep_sidecar.config.settings import Setting
-from keepstep_sidecar.config.sidecar import SETTINGS, Config, options
+from keepstep_sidecar.config.sidecar import SETTINGS, Config, Reporting, options
 
 
 class _Program(Group):
@@ -132,63 +129,62 @@ def prepare(directories: tuple[Path, ...]) -> None:
     Example:
       keepstep-sidecar prepare /host/nvme0/team-a/gpt/0
     """
-    from keepstep_sidecar.relay.directories import prepare
+    from keepstep_sidecar.agent.directories import prepare
 
     for directory in directories:
         prepare(directory)
         click.echo(f"{directory} is ready")
 
 
-@program.command()
-@options(_named("run", "peer", "report"))
+@program.group()
+def agent() -> None:
+    """Be the agent of a node, for what runs left on its drives."""
+
+
+@agent.command("serve")
+@options(_named("peer_listen", "report_url", "report_ca_file", "report_token_file"))
 @_directories
-def relay(values: dict[str, Any], directories: tuple[Path, ...]) -> None:
-    """Serve what pods that left this node have in each DIR, for the run's others.
+def agent_serve(values: dict[str, Any], directories: tuple[Path, ...]) -> None:
+    """Serve each run what its pods left below each DIR, a hostPath.
 
     \b
     Example:
-      keepstep-sidecar relay --run gpt --peer-listen :9465 --report-url https://... /nvme0/gpt/1
+      keepstep-sidecar agent serve --peer-listen :26741 --report-url https://... /host/0
     """
-    # A relay has no slots, so it needs no memory. It serves from the directories.
-    config = Config.of({**values, "memory_dir": Path("/"), "volumes": directories})
-    if config.peer_settings is None or config.reporting is None:
-        raise click.UsageError("Missing options '--peer-listen' and '--report-url'.")
-    from keepstep_sidecar.relay.serve import Serving, serve
+    from keepstep_sidecar.agent.serve import serve
 
-    serve(
-        Serving(
-            run=config.run,
-            directories=directories,
-            peers=config.peer_settings,
-            reporting=config.reporting,
-        )
+    needed = ("peer_listen", "report_url", "report_ca_file", "report_token_file")
+    if missing := [f"--{name.replace('_', '-')}" for name in needed if name not in values]:
+        raise click.UsageError(f"Missing {', '.join(missing)}.")
+    authorities: Path = values["report_ca_file"]
+    reporting = Reporting(
+        url=values["report_url"],
+        ca=authorities.read_text(),
+        ca_file=authorities,
+        token_file=values["report_token_file"],
     )
+    serve(values["peer_listen"], reporting, directories)
 
 
-@program.command()
+@agent.command("clean")
 @click.option(
-    "--gone-since",
-    type=float,
-    default=math.inf,
-    metavar="UNIX",
-    help="Exit with 3, and remove nothing, if the run wrote anything after that.",
+    "--after",
+    type=click.FloatRange(min=0),
+    required=True,
+    metavar="SECONDS",
+    help="Remove what is left of a run whose CheckpointRun is gone for so long.",
 )
 @_directories
-def clean(directories: tuple[Path, ...], gone_since: float) -> None:
-    """Remove each DIR, <volume>/<namespace>/<run> of a run that is gone; as root.
+def agent_clean(directories: tuple[Path, ...], after: float) -> None:
+    """Remove what gone runs left below each DIR, a hostPath; as root, until it is ended.
 
     \b
     Example:
-      keepstep-sidecar clean --gone-since 1767225600 /host/0/team-a/gpt
+      keepstep-sidecar agent clean --after 86400 /host/0
     """
-    from keepstep_sidecar.relay.directories import StillUsedError, clean
+    from keepstep_sidecar.agent import clean
 
-    try:
-        for directory in directories:
-            click.echo(f"{directory}: {clean(directory, gone_since=gone_since)} files removed")
-    except StillUsedError as error:
-        click.echo(f"keepstep-sidecar: {error}", err=True)
-        sys.exit(STILL_USED_EXIT)
+    clean.run(directories, grace_s=after)
 
 
 program.add_command(probe)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from keepstep.core.shard import Shard
@@ -31,7 +32,7 @@ class RemoteTiers:
 
     committer: Committer
     changes: Changes
-    _told: tuple[tuple[Peer, ...], str, bool] | None = None
+    _told: tuple[tuple[Peer, ...], Mapping[str, str], str, bool] | None = None
     _looked_at: float = NEVER
     _told_at: float = -NEVER
     _meeting: int = 0
@@ -77,7 +78,7 @@ class RemoteTiers:
 
     def view(self, *, held: bool, heard_at: float) -> View:
         """The facts that decide whether a rank may vote; `held`, `heard_at`: as in `View`."""
-        peers, others = self._remotes.peers, bool(self._told and self._told[0])
+        peers, others = self._remotes.peers, bool(self._told and any(self._told[:2]))
         return View(
             scanned_at=self._local_shards.scanned_at,
             heard_at=heard_at,
@@ -95,16 +96,22 @@ class RemoteTiers:
         )
 
     def meet(
-        self, peers: tuple[Peer, ...], spawn: Spawn, *, awaits: str = "", complete: bool = True
+        self,
+        peers: tuple[Peer, ...],
+        spawn: Spawn,
+        *,
+        agents: Mapping[str, str] = MappingProxyType({}),
+        awaits: str = "",
+        complete: bool = True,
     ) -> None:
-        """The operator names the other pods of the run. `awaits`: what it is making reachable.
-        `complete`: all pods have reported to it."""
-        if self._told == (told := (peers, awaits, complete)):
+        """The operator names the other pods of the run, and agents of nodes. `awaits`: what it is
+        making reachable. `complete`: all pods have reported to it."""
+        if self._told == (told := (peers, agents, awaits, complete)):
             return
         self._told, self._told_at, self.awaits = told, time.monotonic(), awaits
         self.changes.ring()
         if self._remotes.peers is not None:
-            self._remotes.peers.peers_are(peers, awaits=awaits, complete=complete)
+            self._remotes.peers.peers_are(peers, agents=agents, awaits=awaits, complete=complete)
             self._meeting += 1
             spawn(self._look_at_peers(), "look at peers")
 

@@ -99,7 +99,7 @@ class Volume:
 
     def __init__(
         self,
-        root: Path,
+        root: Path | Directory,
         *,
         run: str,
         io_threads: int = IO_THREADS,
@@ -109,14 +109,15 @@ class Volume:
         verify: Verify = Verify.FULL,
         read_only: str = "",
     ) -> None:
-        """Make and lock the directory, and find out which engine works (`engine` forces one).
+        """Make and lock the directory, and find out which engine works (`engine` forces one). An
+        open directory is only read, wherever its path leads now.
 
         `verify`: what is checked when a shard is loaded. `read_only`: see the class; nothing is
         then made or locked. Raises StorageError when another process owns the directory (the
         message names its pid) or when it cannot be written, ForeignError when it belongs to another
         run.
         """
-        self.root = root.absolute()
+        self.root = root.path if isinstance(root, Directory) else root.absolute()
         self.failed = self.read_only = read_only
         self._unscanned = ""
         """`failed` as the last scan set it, while there is no worse error."""
@@ -130,7 +131,7 @@ class Volume:
             self.engine, self.engine_reason = Engine.BUFFERED, "read only"
             self.record = RunRecord(run=run)
             with contextlib.suppress(OSError, ImageError):
-                self.filesystem.hold(self.root)
+                self.filesystem.hold(root)
                 self.drive_id = drive_id(self.filesystem.directory(self.root).fd)
                 self.record = run_record.load(Tree(self.root).record, run=run)
         else:

@@ -24,7 +24,6 @@ import msgspec
 from keepstep.wire.reports import Peer
 from keepstep_operator.api.model import NodeRecord
 from keepstep_operator.api.tiers import HOSTNAME, Peers
-from keepstep_operator.reconcile.state import helper_plan
 from keepstep_operator.reconcile.state.node_rank import Place
 from keepstep_operator.reconcile.state.reply import NOBODY, may_be_old_s
 
@@ -43,7 +42,6 @@ class _Listed:
 
     at: float
     of: tuple[object, ...]
-    helpers: tuple[Peer, ...]
     entries: Mapping[int, bytes]
     digest: bytes
 
@@ -78,9 +76,8 @@ class PeerAssignment:
 
     def _list(self, at: float) -> _Listed:
         run, known = self._run, self._listed
-        helpers = helper_plan.peers(run)
         of = (run.policy is not None and run.policy.peers is not None, run.ledger.places.moved)
-        if known is not None and known.helpers == helpers:
+        if known is not None:
             waits = known.of[0] == of[0] and not run.ledger.settled
             if known.of == of or (waits and 0 <= at - known.at < may_be_old_s(run.ledger.world)):
                 return known
@@ -90,9 +87,8 @@ class PeerAssignment:
             for rank, place in serving
             if _serves(place)
         }
-        entries |= {one.node_rank: _entry(one.node_rank, one.address, False) for one in helpers}
         digest = hashlib.blake2b(b",".join(entries.values()), digest_size=12).digest()
-        self._listed = _Listed(at=at, of=of, helpers=helpers, entries=entries, digest=digest)
+        self._listed = _Listed(at=at, of=of, entries=entries, digest=digest)
         return self._listed
 
     def _buddy(self, node_rank: int) -> bytes:

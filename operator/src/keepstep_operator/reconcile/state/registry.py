@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from keepstep.wire.reports import Report
 from keepstep_operator.api.model import (
+    AgentRecord,
     Job,
     JobState,
     NodeRecord,
@@ -33,11 +34,9 @@ LONGEST_GAP_S = 30.0
 class Registry:
     """The state of all runs."""
 
-    def __init__(self, *, helper_paths: tuple[str, ...] = ()) -> None:
-        """`helper_paths`: prefixes of node directories below which helper pods may be started."""
-        self.helpers: dict[str, PodRecord] = {}
-        """Helper pods by uid. Each has its number instead of a node rank."""
-        self._helper_paths = helper_paths
+    def __init__(self) -> None:
+        self.agents: dict[str, AgentRecord] = {}
+        """The agents by node."""
         self.runs: dict[RunKey, Run] = {}
         self._runs_of: dict[str, dict[RunKey, Run]] = {}
         """The same by namespace, so that an event in one namespace needs no walk over all runs."""
@@ -113,18 +112,21 @@ class Registry:
         lives = any(pod.injected and pod.node and not pod.over for pod in run.pods.values())
         self._living.add(run.key) if lives else self._living.discard(run.key)
 
-    # --- helper pods ---------------------------------------------------------------------
+    # --- agents of nodes -----------------------------------------------------------------
 
-    def helper_seen(self, helper: PodRecord) -> None:
-        """A helper pod of ours exists: its reports are accepted from now on."""
-        self.helpers[helper.uid] = helper
+    def agent(self, uid: str) -> AgentRecord | None:
+        """The agent whose pod has this uid."""
+        return next((one for one in self.agents.values() if one.uid == uid), None)
 
-    def helper_gone(self, uid: str, *, at: float) -> list[Action]:
-        """A helper pod was deleted or has ended."""
-        helper = self.helpers.pop(uid, None)
-        if helper is None or helper.run not in self.runs:
-            return []
-        return self.runs[helper.run].helper_gone(helper, at=at)
+    def agent_seen(self, agent: AgentRecord) -> None:
+        """The agent of a node exists or has changed. Runs learn of it with their next replies."""
+        if agent.node:
+            self.agents[agent.node] = agent
+
+    def agent_gone(self, uid: str) -> None:
+        """The agent's pod was deleted."""
+        if (agent := self.agent(uid)) is not None:
+            del self.agents[agent.node]
 
     # --- objects -------------------------------------------------------------------------
 
@@ -182,23 +184,18 @@ class Registry:
 
     def reported(self, uid: str, report: Report, *, at: float) -> list[Action]:
         """Take in the report of this pod's sidecar. Raises KeyError for an unknown pod."""
-        if (helper := self.helpers.get(uid)) is not None:
-            return self.runs[helper.run].helped(helper, report, at=at)
         run = self.runs[self._run_of_pod[uid]]
         return run.reported(run.pods[uid], report, at=at)
 
     def reply(self, uid: str, *, holds: str = "", at: float) -> Reply:
         """What to tell the sidecar of this pod. `holds`: the version of the list of peers that it
         has. Raises KeyError for an unknown pod."""
-        if uid in self.helpers:
-            return Reply()
         run = self.runs[self._run_of_pod[uid]]
         gap_s = self.least_gap_s(run)
         return run.reply(run.pods[uid], holds=holds, least_gap_s=gap_s, at=at)
 
     def least_gap_of(self, uid: str) -> float:
-        """`least_gap_s` for the run of this pod; 1 s for a helper pod, which has little to report,
-        and for an unknown pod."""
+        """`least_gap_s` for the run of this pod; 1 s for an unknown pod."""
         run = self.runs.get(self._run_of_pod.get(uid) or RunKey("", ""))
         return self.least_gap_s(run) if run is not None else 1.0
 
@@ -235,8 +232,7 @@ class Registry:
 
     def _run(self, key: RunKey) -> Run:
         if key not in self.runs:
-            self.runs[key] = run = Run(key, nodes=self._nodes)
-            run.host_paths = self._helper_paths
+            self.runs[key] = run = Run(key, nodes=self._nodes, agents=self.agents)
             self._runs_of.setdefault(key.namespace, {})[key] = run
         return self.runs[key]
 

@@ -8,7 +8,7 @@ from the CheckpointRun's status.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -22,6 +22,7 @@ from keepstep.wire.reports import Report
 from keepstep_operator import names
 from keepstep_operator.api.job_kinds import kind_of
 from keepstep_operator.api.model import (
+    AgentRecord,
     Job,
     JobState,
     NodeRecord,
@@ -32,7 +33,7 @@ from keepstep_operator.api.model import (
 )
 from keepstep_operator.api.policy import OnLoss, Policy, VolumeKind
 from keepstep_operator.api.run import MOST_RECENT, RecentStatus, RunStatus, cut, utc
-from keepstep_operator.reconcile.state import helper_plan, messages
+from keepstep_operator.reconcile.state import left_shards, messages
 from keepstep_operator.reconcile.state.actions import (
     Action,
     AskJob,
@@ -48,6 +49,7 @@ from keepstep_operator.reconcile.state.durability import volumes_outlive_pod
 from keepstep_operator.reconcile.state.goodput import RunGoodput
 from keepstep_operator.reconcile.state.health import LIBRARY_S, Health, look
 from keepstep_operator.reconcile.state.node_rank import Sender
+from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard
 from keepstep_operator.reconcile.state.peer_assignment import PeerAssignment
 from keepstep_operator.reconcile.state.previous_status import (
     FINISHED,
@@ -84,7 +86,8 @@ UNKNOWN_JOB_S = 30 * 24 * 3600.0
 class Run:
     """The state of one run. Methods that are named after events return what the shell has to do.
 
-    `nodes`: the cluster's nodes by name; empty if nodes are not watched.
+    `nodes`: the cluster's nodes by name; empty if nodes are not watched. `agents`: those of nodes,
+    by the node's name.
     """
 
     def __init__(
@@ -92,11 +95,11 @@ class Run:
         key: RunKey,
         *,
         nodes: Mapping[str, NodeRecord] = MappingProxyType({}),
+        agents: Mapping[str, AgentRecord] = MappingProxyType({}),
     ) -> None:
         self.key = key
         self.nodes = nodes
-        self.host_paths: tuple[str, ...] = ()
-        """Prefixes of node directories below which helper pods may be started."""
+        self.agents = agents
         self.ledger = RunLedger()
         self.drives = Drives()
         self._other_drives = ""
@@ -427,6 +430,7 @@ class Run:
         """Take in a sidecar's report. A report that comes too late changes nothing."""
         before = self.ledger.progress.step if self.ledger.progress else self._past_step
         place, settled = self.ledger.places.get(pod.node_rank), self.ledger.settled
+        left = set(self.ledger.orphans)
         sender = Sender(
             pod=pod.uid,
             node_rank=pod.node_rank,
@@ -474,47 +478,18 @@ class Run:
             *self._warned(pod, report),
             *self._refused(pod, report),
             *self._compare_drives(pod, report),
+            *self._newly_served(left),
             *self._acknowledge(at=at),
             *self._restarted(at),
             *(self._changed_outlook(self._look(at), at) if troubled and self._may_look(at) else ()),
         ]
 
-    def helped(self, helper: PodRecord, report: Report, *, at: float) -> list[Action]:
-        """Take in the report of a helper pod, which serves the shards that were left on its
-        node."""
-        new = helper.node_rank not in self.ledger.helpers
-        sender = Sender(
-            pod=helper.uid,
-            node_rank=helper.node_rank,
-            node=helper.node,
-            created_at=helper.created_at,
-            local_stays=True,
-        )
-        said = [*self._alarmed(self.ledger.helped(sender, report, at=at), at=at)]
-        self._adviser.forget()
-        if new:
-            served = helper_plan.served(helper_plan.wanted(self), self.ledger.helpers)
-            message = served or f"pod {helper.name} serves what was left"
-            said.append(self._event("LeftShardsServed", message, topic=helper.node))
-        return [WriteStatus(self.key), *said]
-
-    def helper_gone(self, helper: PodRecord, *, at: float) -> list[Action]:
-        """A helper pod was deleted or has ended."""
-        known = self.ledger.helpers.get(helper.node_rank)
-        if known is None or known.pod != helper.uid:
-            return []
-        said = self.ledger.helper_gone(helper.node_rank)
-        return [WriteStatus(self.key), *self._alarmed(said, at=at)]
-
-    @property
-    def helper_paths(self) -> tuple[str, ...]:
-        """Those hostPaths of the newest pod with any that the administrator (still) allows."""
-        newest = max(
-            (pod for pod in self.pods.values() if pod.host_paths),
-            key=lambda pod: pod.created_at,
-            default=None,
-        )
-        return helper_plan.allowed(newest.host_paths, self.host_paths) if newest else ()
+    def _newly_served(self, before: Collection[OrphanedShard]) -> Iterator[Action]:
+        """Report that agents serve shards of a pod that is on another node now."""
+        if any(one not in before for one in self.ledger.orphans) and (
+            message := left_shards.served(self)
+        ):
+            yield self._event("LeftShardsServed", message, topic=message)
 
     def _warned(self, pod: PodRecord, report: Report) -> Iterator[Action]:
         """Report each kind of warning once an hour. Warnings that differ only in numbers and step
@@ -580,7 +555,10 @@ class Run:
     def outlook(self) -> Outlook:
         """What a restart would do now, as far as reports show."""
         world = self.ledger.world or 0
-        return outlook(self.ledger.core, world=world, fleeting=self.gone_for_good)
+        found = outlook(self.ledger.core, world=world, fleeting=self.gone_for_good)
+        if found.restart is not Restart.GOES_ON and (left := left_shards.restart_step(self)):
+            return Outlook(Restart.GOES_ON, left)
+        return found
 
     def begins_again(self) -> bool:
         """Whether a person asked to begin at step 0 if no step can be restored: until an epoch
@@ -607,7 +585,8 @@ class Run:
             pinned=self.pins,
             peers=peers,
             peers_version=version,
-            awaits=helper_plan.awaits(self, pod.node_rank),
+            agents=left_shards.agents(self, pod.node_rank),
+            awaits=left_shards.awaits(self, pod.node_rank),
             all_peers=self.ledger.settled,
             leaving=bool(self._leaving),
             restore_from=self.restore_request.tell(pod.uid),
@@ -621,8 +600,13 @@ class Run:
     def _committed(self, at: float) -> Iterator[Action]:
         id, known = self.ledger.committed(), self.commit
         if id is None:
-            # lost with a pod, or only out of sight while a pod has not reported
-            if known is not None and self.ledger.settled:
+            # lost with a pod, or only out of sight: a pod has not reported, or an agent serves it
+            left = [one.step for one in left_shards.reachable(self)]
+            if (
+                known is not None
+                and self.ledger.settled
+                and not any(one >= known.id for one in left)
+            ):
                 self.commit, self.commit_lost = None, known.id
             return
         if known is not None and (id == known.id or not self._is_news(id, known)):

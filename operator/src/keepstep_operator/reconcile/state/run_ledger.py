@@ -79,8 +79,6 @@ class RunLedger:
         self._config = LedgerConfig()  # without retention: see `expendable`
         self.core = Ledger(self._config)
         self.places = Places()
-        self.helpers: dict[int, Place] = {}
-        """Helper pods, by the number that they have instead of a node rank."""
         self.orphans = OrphanedShards()
         self.progress: StepId | None = None
         self._acknowledged: set[EpochId] = set()
@@ -229,33 +227,6 @@ class RunLedger:
                 return said
         return ()
 
-    def helped(self, sender: Sender, report: Report, *, at: float) -> tuple[Action, ...]:
-        """Take in a helper pod's report. It serves copies of other pods' shards and has none of its
-        own."""
-        before = self.helpers.get(sender.node_rank)
-        if before is not None and overtaken(before, sender, report):
-            return ()
-        if report.since:
-            return ()  # helpers are never allowed to report changes only
-        self._changes += 1
-        self._ordered += 1
-        said = list(self._forget_unnamed(sender.node_rank, report))
-        event = report.as_reported(sender.node_rank, ordered=self._ordered)
-        said += self.core.apply(event)
-        self.helpers[sender.node_rank] = self._renewed(before, sender, report, at)
-        return tuple(said)
-
-    def helper_gone(self, number: int) -> tuple[Action, ...]:
-        """This helper pod no longer serves."""
-        self._changes += 1
-        self._told.pop(number, None)
-        if self.helpers.pop(number, None) is None:
-            return ()
-        said = self.core.apply(Gone(number))
-        self._ask_all()
-        self._forget_epochs()
-        return said
-
     def _ask_all(self) -> None:
         """Ask all node ranks for whole reports. A pod that reported archived steps no longer does
         so; the other pods, which were not believed about its ranks, must say again what they
@@ -299,8 +270,8 @@ class RunLedger:
             self.core.keep_epochs(on_record)
 
     def _on_record(self) -> list[Epoch]:
-        """All epochs on record at the places and helpers that are not dropped."""
-        places = (*self.places.values(), *self.helpers.values())
+        """All epochs on record at the places that are not dropped."""
+        places = self.places.values()
         return [epoch for place in places if not place.dropped for epoch in place.epochs]
 
     def _heard(self, but: int) -> int:
@@ -425,7 +396,7 @@ class RunLedger:
         archived = self.newest_archived()
         newest_first = self.core.committed(Tier.LOCAL)[::-1]
         unarchived = [id for id in newest_first if archived is None or id > archived]
-        drives = self._drives({**self.places, **self.helpers})
+        drives = self._drives()
         nodes = [(id, *self._sole(id, drives)) for id in unarchived]
         left = least_left(nodes)
         pods = {rank: place.pod for rank, place in self.places.items() if not place.gone}
@@ -440,10 +411,9 @@ class RunLedger:
         )
 
     def unaided(self) -> StepId | None:
-        """The newest step that is complete on drives, or archived, without the shards that helper
-        pods serve. Twins count only of pods that serve peers, because what a helper serves is
-        exact."""
-        drives = self._drives(self.places)
+        """The newest step that is complete on drives, or archived, without the shards that agents
+        serve. Twins count only of pods that serve peers, because what an agent serves is exact."""
+        drives = self._drives()
         lenders = {rank for rank, place in self.places.items() if place.sidecar.peer_address}
         whole = (
             id
@@ -453,10 +423,9 @@ class RunLedger:
         newest = next(whole, None), self.newest_archived()
         return max((id for id in newest if id is not None), default=None)
 
-    @staticmethod
-    def _drives(places: Mapping[int, Place]) -> dict[int, str]:
+    def _drives(self) -> dict[int, str]:
         """By node rank, the node of all drives that still exist, also of pods that are gone."""
-        return {rank: place.node for rank, place in places.items() if not place.dropped}
+        return {rank: place.node for rank, place in self.places.items() if not place.dropped}
 
     def _sole(
         self, id: StepId, names: Mapping[int, str], lenders: Collection[int] | None = None

@@ -25,10 +25,9 @@ from keepstep_operator.api.run import (
     RunStatus,
     StallStatus,
 )
-from keepstep_operator.reconcile.state import helper_plan
+from keepstep_operator.reconcile.state import left_shards
 from keepstep_operator.reconcile.state.durability import Survives, survives
 from keepstep_operator.reconcile.state.health import Health
-from keepstep_operator.reconcile.state.helper_plan import Helper
 from keepstep_operator.reconcile.state.node_rank import Place
 from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard
 from keepstep_operator.reconcile.state.previous_status import Commit, parse_steps
@@ -52,13 +51,14 @@ class RunView:
     `newest`: by node rank and tier, the newest step that all ranks of its own hold there; only for
     the node ranks that are shown. `on_drives`: by node rank, the newest step of which its drives
     hold any image, its own or a copy. `own_drives`: node ranks whose drives hold shards of their
-    own. `slowest`: if commits stall, the pod that is the farthest behind. `serving`: numbers of
-    those `helpers` that have reported. `outlook`: what a restart does now. `gone_for_good`: the run
-    begins again where a part of every step is gone. `other_drives`: where other file systems lie
-    than those of the run's shards. `drives`: those of the shards. `settled`: what no pod reports is
-    certainly not there. `rivals`: for each pod of another job with the run's label, what to do
-    about it. `commit_lost`: the last commit, if a part of it is gone. `refusals`, `refused`: how
-    often the ranks' own vote refused since the last restore, and why.
+    own. `slowest`: if commits stall, the pod that is the farthest behind. `served`, `unserved`: on
+    which nodes agents serve shards of pods that left, and on which not. `outlook`: what a restart
+    does now. `gone_for_good`: the run begins again where a part of every step is gone.
+    `other_drives`: where other file systems lie than those of the run's shards. `drives`: those
+    of the shards. `settled`: what no pod reports is certainly not there. `rivals`: for each pod
+    of another job with the run's label, what to do about it. `commit_lost`: the last commit, if
+    a part of it is gone. `refusals`, `refused`: how often the ranks' own vote refused since the
+    last restore, and why.
     """
 
     key: RunKey
@@ -110,8 +110,8 @@ class RunView:
     buddies: Mapping[int, tuple[int, ...]]
     orphans: tuple[OrphanedShard, ...]
     drives: tuple[DriveStatus, ...]
-    helpers: tuple[Helper, ...]
-    serving: frozenset[int]
+    served: str
+    unserved: str
     restore_stage: Stage
     restore_known: bool
     restore_step: StepId | None
@@ -199,8 +199,8 @@ def view_of(run: Run) -> RunView:
         buddies=run.peer_assignment.ring(),
         orphans=tuple(ledger.orphans),
         drives=tuple(run.drives.rows(most=MOST_HOLDERS)),
-        helpers=tuple(helper_plan.wanted(run)),
-        serving=frozenset(ledger.helpers),
+        served=left_shards.served(run),
+        unserved=left_shards.unserved(run),
         restore_stage=run.restore_request.stage,
         restore_known=run.restore_request.is_known_by(place.pod for place in ledger.places.there()),
         restore_step=run.restore_request.id,

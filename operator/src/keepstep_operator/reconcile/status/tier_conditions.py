@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from keepstep.steps import Tier
 from keepstep_operator import names
 from keepstep_operator.api.run import RestoreFromStatus, cut
-from keepstep_operator.reconcile.state import helper_plan
 from keepstep_operator.reconcile.state.restore_request import Stage
 from keepstep_operator.reconcile.state.run_view import RunView
 from keepstep_operator.reconcile.status.condition import NO_REPORTS, OVER, ConditionState, few
@@ -116,13 +115,11 @@ def _unresolved(run: RunView, asked: RestoreFromStatus) -> ConditionState:
 def left_served(run: RunView) -> ConditionState | None:
     """Whether shards that pods left on another node can be reached. Shown only while they are
     needed."""
-    if not run.helpers:
+    if run.finished or not (run.unserved or run.served):
         return None
-    missing = [helper.node for helper in run.helpers if helper.number not in run.serving]
-    if missing:
-        said = f"a helper pod that serves what was left there is being started on {few(missing)}"
-        return ConditionState("False", "Starting", said)
-    return ConditionState("True", "Served", cut(helper_plan.served(run.helpers, run.serving)))
+    if run.unserved:
+        return ConditionState("False", "NoAgent", cut(run.unserved))
+    return ConditionState("True", "Served", cut(run.served))
 
 
 def _early(run: RunView) -> ConditionState | None:

@@ -46,6 +46,18 @@ _SLOWEST_BYTES_PER_S = 100 << 20
 """The least speed expected of a receiver that reads what its predecessor left."""
 
 
+Expected = int | str | None
+"""Who must answer: the pod of this node rank, the agent of this node, or any pod of the run."""
+
+
+def named(expected: Expected, address: str) -> str:
+    """A name for people."""
+    if expected is None:
+        return address
+    what = f"node rank {expected}" if isinstance(expected, int) else f"the agent of node {expected}"
+    return f"{what} ({address})"
+
+
 class Refused(StorageError):
     """The other pod refused; `code` as in its Problem."""
 
@@ -58,9 +70,8 @@ class Link:
     """A connection to `address`. `identity`: the pod there; None until it has answered."""
 
     def __init__(
-        self, address: str, credentials: Credentials, *, expected: int | None = None
+        self, address: str, credentials: Credentials, *, expected: Expected = None
     ) -> None:
-        """`expected`: the node rank that must answer; None for any pod of the run."""
         self.address = address
         self.identity: Identity | None = None
         self._credentials = credentials
@@ -77,8 +88,9 @@ class Link:
     @property
     def name(self) -> str:
         """A name for people."""
-        rank = self._expected if self.identity is None else self.identity.node_rank
-        return self.address if rank is None else f"node rank {rank} ({self.address})"
+        known = self._expected if self.identity is None else self.identity.node_rank
+        expected = known if isinstance(self._expected, int | None) else self._expected
+        return named(expected, self.address)
 
     # --- requests; all raise StorageError ----------------------------------------------------
 
@@ -195,6 +207,12 @@ class Link:
         return secure
 
     def _checked(self, who: Identity, tls: Any) -> Identity:
+        if isinstance(self._expected, str):
+            if who != Identity.of_agent(self._expected):
+                raise StorageError(
+                    f"{self.address} is {who}, not the agent of node {self._expected}"
+                )
+            return who
         if not who.shares_run(tls.identity):
             raise StorageError(f"{self.address} is {who}, not of this run ({tls.identity})")
         if self._expected not in (None, who.node_rank):
@@ -296,7 +314,7 @@ class Links:
         credentials: Credentials,
         cancel: Cancel,
         *,
-        expected: int | None = None,
+        expected: Expected = None,
     ) -> None:
         self._make: Callable[[], Link] = functools.partial(
             Link, address, credentials, expected=expected
@@ -344,7 +362,7 @@ class Calls:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="peer")
 
     async def run(
-        self, work: Callable[[Links], T], address: str, *, expected: int | None = None
+        self, work: Callable[[Links], T], address: str, *, expected: Expected = None
     ) -> T:
         """Run `work(links)` on a thread. When this is cancelled, the links are aborted. It ends
         only after `work` has."""
@@ -369,12 +387,12 @@ class Calls:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSource(ShardSource):
-    """See `ShardSource`. `expected`: the node rank that must answer. `received`: called with the
+    """See `ShardSource`. `expected`: who must answer. `received`: called with the
     bytes and seconds of a read. A read takes enough chunks that the round trip of a request does
     not matter."""
 
     address: str
-    expected: int | None
+    expected: Expected
     credentials: Credentials = field(compare=False, repr=False)
     received: Callable[[int, float], None] = field(compare=False, repr=False)
     streams: int = protocol.STREAMS
@@ -382,9 +400,9 @@ class PeerSource(ShardSource):
     chunks_per_read: int = 4
 
     @classmethod
-    def at(cls, address: str, shard: Shard, *, expected: int | None, **more: Any) -> PeerSource:
+    def at(cls, address: str, shard: Shard, *, expected: Expected, **more: Any) -> PeerSource:
         """The shard at this pod. `more`: the other fields."""
-        name = address if expected is None else f"node rank {expected} ({address})"
+        name = named(expected, address)
         where = f"step {shard.step_id}, rank {shard.rank} from {name}"
         return cls(shard=shard, where=where, address=address, expected=expected, **more)
 

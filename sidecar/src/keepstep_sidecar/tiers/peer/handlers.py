@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from mmap import mmap
 from typing import Any, Final
@@ -81,14 +82,14 @@ class Buffers:
             return None
 
 
+@dataclass
 class ServerContext:
-    """What every request needs."""
+    """What every request needs. `buffers` and `large` bound the memory of all requests together."""
 
-    def __init__(self, shards: Shards, copies: Copies) -> None:
-        self.shards = shards
-        self.copies = copies
-        self.buffers = Buffers()
-        self.large = threading.BoundedSemaphore(1)
+    shards: Shards
+    copies: Copies
+    buffers: Buffers = field(default_factory=Buffers)
+    large: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(1))
 
 
 class Handler(BaseHTTPRequestHandler):

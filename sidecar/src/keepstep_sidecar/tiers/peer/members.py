@@ -1,4 +1,5 @@
-"""The other pods of the run, and what each was last heard to hold.
+"""The other pods of the run, and agents of nodes that its pods left, with what each was last heard
+to hold.
 
 They are known from a static list or from the operator. A pod of a static list tells its node rank
 by its certificate. Until such a pod has been reached once, it is not chosen as a buddy.
@@ -6,8 +7,9 @@ by its certificate. Until such a pod has been reached once, it is not chosen as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, StepId, Tier, merged
@@ -22,9 +24,11 @@ OWN = ""
 
 @dataclass(kw_only=True)
 class Known:
-    """One other pod. `listing` is None while the pod cannot be reached; `reason` then says why."""
+    """One other pod, or the agent of `node`. `listing` is None while it cannot be reached; `reason`
+    then says why."""
 
     address: str
+    node: str = ""
     node_rank: int | None = None
     buddy: bool = False
     listing: Listing | None = None
@@ -33,7 +37,14 @@ class Known:
     @property
     def name(self) -> str:
         """A name for people."""
+        if self.node:
+            return f"the agent of node {self.node}"
         return self.address if self.node_rank is None else f"node rank {self.node_rank}"
+
+    @property
+    def expected(self) -> int | str | None:
+        """Who must answer at the address: see `client.Expected`."""
+        return self.node or self.node_rank
 
 
 @dataclass(kw_only=True)
@@ -52,18 +63,28 @@ class Directory:
         return bool(self.known or self.awaits)
 
     def peers_are(
-        self, peers: Iterable[Peer], *, own: str, awaits: str = "", complete: bool = True
+        self,
+        peers: Iterable[Peer],
+        *,
+        own: str,
+        agents: Mapping[str, str] = MappingProxyType({}),
+        awaits: str = "",
+        complete: bool = True,
     ) -> None:
-        """Take over the operator's list. If it is not `complete`, pods that have not reported yet
-        are missing from it, and these may hold something."""
+        """Take over the operator's lists. If they are not `complete`, pods that have not reported
+        yet are missing, and these may hold something."""
         self.complete, self.awaits = complete, awaits
         before, self.known = self.known, {}
         for one in peers:
             if one.address == own:
                 continue
             known = before.get(one.address) or Known(address=one.address)
-            known.node_rank, known.buddy = one.node_rank, one.buddy
+            known.node_rank, known.buddy, known.node = one.node_rank, one.buddy, ""
             self.known[one.address] = known
+        for node, address in agents.items():
+            known = before.get(address) or Known(address=address)
+            known.node_rank, known.buddy, known.node = None, False, node
+            self.known[address] = known
 
     def choose(self, own_node_rank: int, replicas: int) -> None:
         """Choose the buddies of a static list: the next known pods in the ring."""

@@ -1,9 +1,9 @@
 """Listens for other pods: first mutual TLS, then the pod's identity, then its requests.
 
 Each connection has a thread; there are a few dozen at most. A client without a certificate of the
-run's authority, or with an expired one, fails the handshake. A pod of another run is told that it
-is refused. Until it is identified, a client is a stranger (see `connections`). Pods of the run have
-places of their own that strangers cannot take.
+run's authority, or with an expired one, fails the handshake. One that is not served here is told
+that it is refused. Until it is identified, a client is a stranger (see `connections`). Pods of the
+run have places of their own that strangers cannot take.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ _ACCEPT_S = 0.5
 class Server:
     """Serves from `start` to `stop`."""
 
-    def __init__(self, listen: str, credentials: Credentials, context: ServerContext) -> None:
-        """Binds the address. Raises StorageError when that is not possible."""
+    def __init__(
+        self, listen: str, credentials: Credentials, context_of: Callable[[Identity], ServerContext]
+    ) -> None:
+        """Binds the address. Raises StorageError when that is not possible. `context_of`: what is
+        served to a client; raises UsageError or StorageError to refuse it."""
         self._credentials = credentials
-        self._desk = context
+        self._context_of = context_of
         self._strangers = Strangers(
             _cut, most=_MOST_STRANGERS, most_each=_MOST_OF_AN_ADDRESS, seconds=_HANDSHAKE_S
         )
@@ -166,21 +169,14 @@ class Server:
 
     def _talk(self, secure: ssl.SSLSocket, where: str) -> None:
         try:
-            sender = self._checked(of_peer(secure.getpeercert(), whose=where), where)
-        except UsageError as error:
+            sender = of_peer(secure.getpeercert(), whose=where)
+            context = self._context_of(sender)
+        except (UsageError, StorageError) as error:
             _refuse(secure, str(error))
             raise
-        handler = type("_", (Handler,), {"context": self._desk, "sender": sender})
+        handler = type("_", (Handler,), {"context": context, "sender": sender})
         with self._admitted(secure, where):
             handler(secure, where, self)
-
-    def _checked(self, sender: Identity, where: str) -> Identity:
-        own = self._credentials.current().identity
-        if not sender.shares_run(own):
-            raise UsageError(
-                f"{where} is {sender}; here is {own}, and pods of other runs are not served"
-            )
-        return sender
 
 
 def _cut(secure: socket.socket) -> None:

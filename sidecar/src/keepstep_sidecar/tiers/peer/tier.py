@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from keepstep.core.shard import Shard
-from keepstep.errors import KeepstepError, StorageError
+from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.steps import Tier
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.config.sidecar import PeerSettings, Reporting
@@ -22,7 +23,12 @@ from keepstep_sidecar.tiers.peer.members import OWN, Directory, Known
 from keepstep_sidecar.tiers.peer.protocol import Listing
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.server import Server
-from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, IssuedCredentials
+from keepstep_sidecar.tiers.peer.tls import (
+    Credentials,
+    FileCredentials,
+    Identity,
+    IssuedCredentials,
+)
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus
 from keepstep_sidecar.volume.files import RateLimit
@@ -56,7 +62,7 @@ class PeerTier(RemoteTier):
         self._copies = Copies(
             volumes.volumes, run=run, commit=lambda: self.facts.commit(), pace=volumes.pace
         )
-        self._shards = Shards(volumes, self._copies, run=run)
+        self._served = ServerContext(Shards(volumes, self._copies, run=run), self._copies)
         self._calls = Calls(credentials)
         self._pace = RateLimit(settings.bytes_per_second)
         self._places: dict[str, Buddy] = {}
@@ -74,12 +80,12 @@ class PeerTier(RemoteTier):
         """Bind the address to listen on, if there is one. If its port is taken, maybe by the
         training script, any free one will do where the operator tells the others. Never raises: a
         sidecar that did not start would keep training from starting."""
-        wanted, context = self._settings.listen, ServerContext(self._shards, self._copies)
+        wanted = self._settings.listen
         by_hand, before = self._settings.files is not None, self.warning
         any_port = f"{wanted.rpartition(':')[0]}:0"
         for address in (wanted, *(() if by_hand else (any_port,))) if wanted else ():
             try:
-                self._server = Server(address, self._credentials, context)
+                self._server = Server(address, self._credentials, self._context)
                 break
             except StorageError as error:
                 self.warning = _taken(str(error), by_hand=by_hand)
@@ -89,6 +95,15 @@ class PeerTier(RemoteTier):
             self.warning = ""
         if self.warning not in ("", before):
             warn("peers are not served as asked", reason=self.warning)
+
+    def _context(self, sender: Identity) -> ServerContext:
+        """What is served to this client. Raises UsageError for a pod of another run."""
+        own = self._credentials.current().identity
+        if not sender.shares_run(own):
+            raise UsageError(
+                f"this is {sender}; here is {own}, and pods of other runs are not served"
+            )
+        return self._served
 
     async def _keep_serving(self) -> None:
         """Start to serve, once there is a port: what took it may have been there only briefly."""
@@ -116,14 +131,21 @@ class PeerTier(RemoteTier):
         return self._directory.complete
 
     def peers_are(
-        self, peers: tuple[Peer, ...], *, awaits: str = "", complete: bool = True
+        self,
+        peers: tuple[Peer, ...],
+        *,
+        agents: Mapping[str, str] = MappingProxyType({}),
+        awaits: str = "",
+        complete: bool = True,
     ) -> None:
-        """Take over the operator's list of the run's other pods. `awaits`: see `ReportReply`.
+        """Take over the operator's lists. `peers`, `agents`, `awaits`: see `ReportReply`.
         `complete`: no other pod can hold anything. A static list takes precedence. If this pod
         serves nothing, the other pods do not either, and the list counts as complete."""
         if not self._settings.peers:
             whole = complete or not self._settings.listen
-            self._directory.peers_are(peers, own=self.address, awaits=awaits, complete=whole)
+            self._directory.peers_are(
+                peers, own=self.address, agents=agents, awaits=awaits, complete=whole
+            )
             self.replicator.compare()
 
     # --- what is where -----------------------------------------------------------------------
@@ -150,12 +172,12 @@ class PeerTier(RemoteTier):
         try:
             async with asyncio.timeout(_LOOK_TIMEOUT_S):
                 listing, node_rank = await self._calls.run(
-                    lambda links: links.ask(ask), one.address, expected=one.node_rank
+                    lambda links: links.ask(ask), one.address, expected=one.expected
                 )
         except (KeepstepError, TimeoutError) as error:
             self._directory.heard(one.address, None, str(error) or "no answer in time")
             return
-        one.node_rank = node_rank
+        one.node_rank = None if one.node else node_rank
         self._directory.heard(one.address, listing)
 
     def _choose_buddies(self) -> None:
@@ -173,14 +195,14 @@ class PeerTier(RemoteTier):
                 continue
             if address == OWN:
                 where = f"step {shard.step_id}, rank {shard.rank} from the copy on this pod"
-                found.append(self._shards.source(shard, where=where))
+                found.append(self._served.shards.source(shard, where=where))
                 continue
             known = self._directory.known.get(address)
             found.append(
                 PeerSource.at(
                     address,
                     shard,
-                    expected=known.node_rank if known is not None else None,
+                    expected=known.expected if known is not None else None,
                     run=self._run,
                     credentials=self._credentials,
                     received=self.replicator.traffic.count_received,
@@ -217,7 +239,7 @@ class PeerTier(RemoteTier):
             one.address,
             expected=one.node_rank,
             calls=self._calls,
-            shards=self._shards,
+            shards=self._served.shards,
             pace=self._pace,
             wanted=lambda: wanted(self.facts.local()),
         )

@@ -2,7 +2,9 @@
 
 A certificate names its pod by a URI among its alternative names:
 `keepstep://<namespace>/<run>/<node rank>`. The namespace is the border of trust. A pod of another
-run is refused even if the same authority signed for it.
+run is refused even if the same authority signed for it. The agent of a node is named
+`keepstep://~agent/<node>/0`, which no pod of a run can be: it is a server to all runs, each of
+which gets its own steps, and a client to none.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import aiohttp
 import msgspec
 
 from keepstep.errors import KeepstepError, StorageError, UsageError
-from keepstep.wire.reports import CERTIFICATES_PATH, CertificateRequest, IssuedCertificate
+from keepstep.wire.reports import AGENTS, CERTIFICATES_PATH, CertificateRequest, IssuedCertificate
 from keepstep_sidecar.config.sidecar import Files, Reporting
 from keepstep_sidecar.log import say, warn
 
@@ -42,7 +44,14 @@ class Identity:
     run: str
     node_rank: int
 
+    @classmethod
+    def of_agent(cls, node: str) -> Identity:
+        """The agent of a node."""
+        return cls(namespace=AGENTS, run=node, node_rank=0)
+
     def __str__(self) -> str:
+        if self.namespace == AGENTS:
+            return f"the agent of node {self.run}"
         return f"node rank {self.node_rank} of run {self.namespace}/{self.run}"
 
     @property
