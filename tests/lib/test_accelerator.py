@@ -18,6 +18,7 @@ import subprocess
 import sysconfig
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +35,8 @@ from keepstep import checkpointer as checkpointers
 from keepstep.client import copying, session
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import TornError, UsageError
-from keepstep.image import Layout
+from keepstep.image import Layout, Section, TensorSpec
+from keepstep.save.agent import Agent
 from keepstep.state import accelerator, rng
 from keepstep.steps import Epoch, EpochId
 from keepstep.wire.trainer import LayoutAccepted, SlotGranted
@@ -427,6 +429,14 @@ def test_a_save_that_fails_erases_no_slot_before_the_device_came_to_it(seed, fai
     assert trainer.slots.staged == [1, 2, 4]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_memory_that_the_script_lets_go_of_is_not_given_away_while_it_is_copied(seed):
+    with training(pace="late", seed=seed) as trainer:
+        for action in ["save", "offload", "train", "save", "offload", "drain"]:
+            getattr(trainer, action)()
+    assert trainer.slots.staged == [1, 2]
+
+
 # --- the seam over torch, as far as it can be seen without a device ------------------------------
 
 
@@ -599,6 +609,55 @@ def test_a_copy_to_a_device_that_fails_is_raised_and_leaves_nothing_pinned(late)
     with pytest.raises(RuntimeError, match="no such device"):
         copying.run(copying.Transfers(copies=to_devices(late)[0]))
     assert not late.pins
+
+
+# --- slots that are pinned beforehand ------------------------------------------------------------
+
+
+@pytest.fixture
+def an_agent(tmp_path, late):
+    """An agent of a process that uses a device, and the paths of the slots of its layout."""
+    table = Slots(tmp_path)
+    layout = Layout.build(
+        [TensorSpec("w", "F32", (4,), Section.PARAMS)],
+        rank=0,
+        world=1,
+        aliases={},
+        skeleton="[]",
+        extras_capacity_bytes=100,
+        parameters={},
+    )
+    table._lay_out(SimpleNamespace(header=base64.b64encode(layout.header)))
+    paths = [one.path for one in table.mappings.values()]
+    agent = Agent("/nowhere", rank=0, world=1)
+    agent.use_layout(layout)
+    return agent, paths
+
+
+def test_slots_that_come_later_are_mapped_and_pinned_beforehand(an_agent, late):
+    agent, (path, *others) = an_agent
+    gone = f"{path}-gone"
+    agent._keep(SlotGranted(slot="a", path=path, others=(gone, *others)))
+    assert agent.at_hand is not None, "it waits for no other slot"
+    agent._preparing.join(10)
+    assert agent._mappings.keys() == {path, *others}
+    assert len(late.pins) == 2
+    again = agent._mappings[others[0]]
+    agent._held = None
+    agent._keep(SlotGranted(slot="b", path=others[0], others=(path,)))
+    assert agent.at_hand.mapping is again
+
+
+def test_slots_of_a_former_layout_are_let_go(an_agent, late):
+    agent, (path, *others) = an_agent
+    agent._keep(SlotGranted(slot="a", path=path, others=tuple(others)))
+    agent._preparing.join(10)
+    agent.use_layout(SimpleNamespace(id="another"))
+    deadline = time.monotonic() + 10
+    while late.pins and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not late.pins
+    assert not agent._mappings
 
 
 # --- the batch call of the CUDA runtime -----------------------------------------------------------

@@ -13,7 +13,12 @@ from keepstep.wire.trainer import Chunk, ChunksRequest, SlotGranted, Waited, fro
 
 
 def test_a_message_has_the_defaults_of_what_it_is_not_given():
-    assert SlotGranted(slot="0").__dict__ == {"slot": "0", "path": "", "generation": 0}
+    assert SlotGranted(slot="0").__dict__ == {
+        "slot": "0",
+        "path": "",
+        "generation": 0,
+        "others": (),
+    }
     assert dataclasses.asdict(Waited(reached=True)) == {
         "reached": True,
         "reason": "",

@@ -11,13 +11,14 @@ reported. When anything raises, anywhere, the affected step is counted and repor
 from __future__ import annotations
 
 import base64
+import contextlib
 import gc
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -179,6 +180,8 @@ class Agent:
         self.closed = False
         self._thread: threading.Thread | None = None
         self._device: int | None = None
+        self._mapping = threading.Lock()
+        self._preparing: threading.Thread | None = None
         self._flying = False  # whether a device may still copy into a slot when this ends
 
     # --- called by the training thread -------------------------------------------------------
@@ -247,7 +250,8 @@ class Agent:
             self._device = accelerator.here().current_device()
             self.refusal = ""
             self._drop_ready()
-            self._mappings.clear()
+            let_go([self._mappings])
+            self._mappings = {}
             self._patient, self._served = True, False
         self._changed.ring()
 
@@ -481,7 +485,7 @@ class Agent:
         """In a forked child: drop everything. Nothing here belongs to this process, and no lock can
         be trusted."""
         self.closed = True
-        self._lock, self._thread = threading.RLock(), None
+        self._lock, self._mapping, self._thread = threading.RLock(), threading.Lock(), None
         self._held = None
         self._mappings = {}
         self.session.forget()
@@ -699,20 +703,41 @@ class Agent:
             self._patient = self._served = True
         self._failures, self._retry_at = 0, 0.0
         self._changed.ring()
+        others = [path for path in granted.others if path not in self._mappings]
+        if self._device is not None and others:
+            self._prepare(others, layout)
 
     def _mapped(self, path: str, layout: Layout) -> SlotMapping:
         """The mapping of the slot at `path`. A sidecar that lost its memory makes new files of the
         same name, so a replaced file is mapped again."""
-        mapping = self._mappings.get(path)
-        if mapping is not None and not mapping.is_replaced():
+        with self._mapping:  # or another thread maps it just now
+            mapping = self._mappings.get(path)
+            if mapping is not None and not mapping.is_replaced():
+                return mapping
+            for known, old in list(self._mappings.items()):
+                if old.is_replaced():
+                    self._mappings.pop(known, None)
+            mapping = SlotMapping(path, layout)
+            mapping.populate()
+            mapping.pin(self._device)
             return mapping
-        for known, old in list(self._mappings.items()):
-            if old.is_replaced():
-                self._mappings.pop(known, None)
-        mapping = SlotMapping(path, layout)
-        mapping.populate()
-        mapping.pin(self._device)
-        return mapping
+
+    def _prepare(self, paths: Sequence[str], layout: Layout) -> None:
+        """Map slots that will be granted later, in a thread of its own: to pin one for an
+        accelerator takes as long as several steps, which would find no slot."""
+
+        def work() -> None:
+            for path in paths:
+                with contextlib.suppress(OSError, FormatError):  # it is gone, or of another layout
+                    mapping = self._mapped(path, layout)
+                    with self._lock:
+                        if self.closed or self._layout is not layout:
+                            return
+                        self._mappings.setdefault(path, mapping)
+
+        if self._preparing is None or not self._preparing.is_alive():
+            self._preparing = threading.Thread(target=work, name="keepstep-map", daemon=True)
+            self._preparing.start()
 
     def _register(self) -> None:
         layout = self._layout

@@ -168,11 +168,13 @@ class SlotRequest(OfLease):
 
 class SlotGranted(Message):
     """`slot` None: no slot became free in time. `path`: the slot's file. `generation`: a number for
-    this use of the slot."""
+    this use of the slot. `others`: the files of the layout's other slots, which may be granted
+    later."""
 
     slot: str | None
     path: str = ""
     generation: int = 0
+    others: tuple[str, ...] = ()
 
 
 class StagedRequest(OfLease):

@@ -276,7 +276,12 @@ class Saving:
         if assigned.lost is not None and slots.find(assigned.lost) is None:
             self.committer.feed(Overwritten(slots.rank, assigned.lost))
         file = slot_set.files[assigned.index]
-        return SlotGranted(slot=file.name, path=str(file.path), generation=assigned.generation)
+        return SlotGranted(
+            slot=file.name,
+            path=str(file.path),
+            generation=assigned.generation,
+            others=tuple(str(one.path) for _, one in slot_set.present() if one is not file),
+        )
 
     def staged(self, request: StagedRequest) -> SlotGranted:
         """An image is complete. Returns the next slot, if there is one right now.
