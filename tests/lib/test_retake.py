@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from keepstep.errors import UsageError
@@ -458,6 +459,34 @@ def test_a_sharded_tensor_stays_as_long_as_it_is_placed_alike(mesh):
     ):
         module.part = other
         assert retake(before, {"m": module}, ALONE).tensors is not before.tensors
+
+
+def test_a_module_under_fsdp2_is_read_as_sharded_and_without_a_call_of_state_dict(mesh):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for one in (*model, model):
+        fully_shard(one, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()  # which registers its hooks
+    optimizer.step()
+    parts = {"model": model, "optimizer": optimizer}
+    before = take(parts)
+    for _ in range(3):
+        model[0].unshard()
+        assert not isinstance(model[0].weight, DTensor)
+        assert retake(before, parts, ALONE).tensors is before.tensors
+        assert isinstance(model[0].weight, DTensor)
+    assert before.cache["modules"]["model"] is not None
+    state = optimizer.state[model[0].weight]
+    for change in (
+        lambda: setattr(state["exp_avg"], "_local_tensor", torch.ones(4, 4)),
+        lambda: state.update(exp_avg=state["exp_avg"].detach()),
+        lambda: setattr(model[1].weight, "_local_tensor", torch.ones(4, 4)),
+    ):
+        change()
+        now = retake(before, parts, ALONE)
+        assert now.tensors is not before.tensors
+        same(now, take(parts))
+        before = now
 
 
 def test_a_part_that_does_not_fit_its_sharding_is_refused_as_at_first(mesh):

@@ -703,7 +703,7 @@ class Again(Walker):
         known: dict[str, _Modules | None] = self._before.cache.setdefault("modules", {})
         modules = known.get(name)
         if name not in known or (modules is not None and modules.root is not self._inner):
-            modules = known[name] = _Modules.of(self._inner, node, self._before.by_name)
+            modules = known[name] = _Modules.of(self._inner, node)
         return modules
 
     def _same(self, tree: Any, node: Node, path: str) -> bool:
@@ -751,13 +751,7 @@ class Again(Walker):
 
     def _same_rows(self, table: _Table, entries: list[Any], path: str) -> bool:
         tensors = [entries[at] for at in table.tensors] if table.values else entries
-        if _KINDS.issuperset(map(type, tensors)):
-            self._meet(tensors, table.names, new=False)
-        elif not all(
-            isinstance(one, Tensor) and self._is_there(one, name)
-            for one, name in zip(tensors, table.names, strict=True)
-        ):
-            return False
+        self._meet(tensors, table.names, new=False)
         return all(self._is_value(entries[at], value, path) for at, value in table.values)
 
     def _is_value(self, tree: Any, at: int, path: str) -> bool:
@@ -775,22 +769,14 @@ class Again(Walker):
         return self._is_small(child)
 
     def _is_there(self, live: Tensor, name: str) -> bool:
-        """Whether a tensor may be the one that had this name; `_fit` compares where it lies.
+        """Meet a tensor that may be the one that had this name.
 
         `state_dict` makes new objects of a module's tensors. Any other tensor must be the same
         object: another one over the same memory may be changed without its version counter.
         """
-        leaf = self._before.by_name[name]
         new = self._module or name in self._before.aliases  # the first name stands for all
-        if not new and live is not leaf.live:
-            return False
-        if type(live) in _KINDS:
-            self._meet((live,), (name,), new=True)
-            return leaf.live is leaf.whole
-        if not sharding.is_dtensor(live):
-            return False
-        self._meet((sharding.local_of(live),), (name,), new=True)
-        return live.shape == leaf.live.shape and sharding.placed_alike(live, leaf.live)
+        self._meet((live,), (name,), new=new)
+        return True
 
     def _meet(self, tensors: Iterable[Tensor], names: Iterable[str], *, new: bool) -> None:
         """`new`: whether the objects need not be the ones that were there."""
@@ -817,6 +803,9 @@ _READ: tuple[Callable[[Any], Any], ...] = (
 )
 """What a mark has of a tensor that is no DTensor; see `mark_of`."""
 
+_DIVISION = attrgetter("placements", "device_mesh", "shape")
+"""How a DTensor is divided, and the shape of the whole."""
+
 
 class _Marks:
     """The marks of tensors, by kind of mark. `names`: of objects that must be the same, and of
@@ -826,16 +815,31 @@ class _Marks:
         self, leaves: Mapping[str, TensorLeaf], names: tuple[list[str], list[str]]
     ) -> None:
         self.names = names
-        self._objects = [leaves[name].live for name in names[0]]
-        marks = [leaves[name].mark for part in names for name in part]
+        found = [leaves[name] for part in names for name in part]
+        self._objects = [leaf.live for leaf in found[: len(names[0])]]
+        self._sharded = [at for at, leaf in enumerate(found) if leaf.live is not leaf.whole]
+        sharded = [found[at].live for at in self._sharded]
+        self._kinds = set(map(type, sharded))
+        self._divisions = list(map(_DIVISION, sharded))
+        marks = [leaf.mark for leaf in found]
         self._columns = [list(one) for one in zip(*marks, strict=True)] or [[]] * 8
         del self._columns[2]  # the shape of a DTensor
         self._check: Callable[..., bool] | None = None
 
     def fit(self, own: list[Tensor], new: list[Tensor]) -> bool:
         """Whether these tensors have these marks."""
-        tensors = own + new
         if not _all_same(own, self._objects):
+            return False
+        tensors = own + new
+        if self._sharded:
+            sharded: list[Any] = [tensors[at] for at in self._sharded]
+            if not self._kinds.issuperset(map(type, sharded)):
+                return False
+            if list(map(_DIVISION, sharded)) != self._divisions:
+                return False
+            for at, one in zip(self._sharded, sharded, strict=True):
+                tensors[at] = one.to_local()
+        if not _KINDS.issuperset(map(type, tensors)):
             return False
         if self._check is not None and self._check(*tensors):
             return list(map(Tensor.data_ptr, tensors)) == self._columns[0]
@@ -965,39 +969,49 @@ class _States:
 
 _CODE = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _DICTS = frozenset({dict, OrderedDict})
+_Hook = tuple[Callable[..., object], nn.Module, str]
+"""A hook with its arguments: the module, and the prefix of its names."""
 
 
 class _Modules:
     """All that `nn.Module.state_dict` reads of a module and of those below it, as flat lists. It is
-    read without a call of `state_dict`, which makes a new tensor of each."""
+    read without a call of `state_dict`, which makes a new tensor of each. Of hooks, only those of
+    FSDP2 are called."""
 
-    def __init__(self, root: nn.Module, tensors: list[Tensor], names: list[str]) -> None:
-        self.root, self.tensors, self.names = root, tensors, names
+    def __init__(
+        self, root: nn.Module, hooks: list[_Hook], tensors: list[Tensor], names: list[str]
+    ) -> None:
+        self.root, self.tensors, self.names, self._hooks = root, tensors, names, hooks
         self._all = list(root.modules())
         self._kinds = set(map(type, self._all))
         self._values, self._objects = self._read()
 
     @classmethod
-    def of(cls, root: nn.Module, node: Node, leaves: Mapping[str, TensorLeaf]) -> _Modules | None:
+    def of(cls, root: nn.Module, node: Node) -> _Modules | None:
         """None if code other than torch's takes part, or if this is not what was taken apart."""
         if node[0] != "d" or any(child[0] != "t" for _, child in node[1]):
             return None
         if not all(map(_is_plain, root.modules())):
             return None
+        hooks = [
+            (hook, module, f"{path}." if path else "")
+            for path, module in root.named_modules(remove_duplicate=False)
+            for hook in module._state_dict_pre_hooks.values()
+        ]
+        for hook, module, prefix in hooks:
+            hook(module, prefix, False)
         found = dict(_tensors_in(root))
         names = [child[1] for _, child in node[1]]
         if list(found) != [key for key, _ in node[1]]:
             return None
         # a tensor of several names is met once
         once = {id(found[key]): (found[key], name) for key, name in zip(found, names, strict=True)}
-        if not _KINDS.issuperset(type(one) for one, _ in once.values()) or any(
-            leaves[name].live is not leaves[name].whole for name in names
-        ):
-            return None
-        return cls(root, *map(list, zip(*once.values(), strict=True)))
+        return cls(root, hooks, *map(list, zip(*once.values(), strict=True)))
 
     def stayed(self) -> bool:
         """Whether nothing came, went or was replaced."""
+        for hook, module, prefix in self._hooks:
+            hook(module, prefix, False)
         values, objects = self._read()
         return (
             values == self._values
@@ -1015,7 +1029,7 @@ class _Modules:
             values += (type(module), type(parameters), type(buffers), type(children))
             values += (*parameters, None, *buffers, None, *children, None)
             values += (*of["_non_persistent_buffers_set"], None, module._version)
-            values += (len(of["_state_dict_hooks"]), len(of["_state_dict_pre_hooks"]))
+            values += (len(of["_state_dict_hooks"]), *of["_state_dict_pre_hooks"].values())
             values += ("state_dict" in of, "_save_to_state_dict" in of, "get_extra_state" in of)
             objects += (*parameters.values(), *buffers.values(), *children.values())
         return values, objects
@@ -1025,9 +1039,14 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether torch's own code alone makes this module's part of a state."""
     of = vars(module)
     parts = of["_parameters"], of["_buffers"], of["_modules"]
-    hooks = of["_state_dict_hooks"] or of["_state_dict_pre_hooks"]
+    hooks = of["_state_dict_hooks"] or not all(map(_is_fsdps, of["_state_dict_pre_hooks"].values()))
     own = hooks or not of.keys().isdisjoint(_CODE)
     return not own and _DICTS.issuperset(map(type, parts)) and _has_no_code(type(module))
+
+
+def _is_fsdps(hook: Any) -> bool:
+    """Whether it is the hook by which FSDP2 puts the sharded parameters in their places."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard.")
 
 
 def _has_no_code(kind: type[nn.Module]) -> bool:
