@@ -53,7 +53,8 @@ class KeepstepLazy(Saver):
             self._last = step
 
     def fence(self) -> None:
-        self._checkpointer.fence()
+        # as the hook before an optimizer's step: what `fence` waits for beyond it, the device does
+        self._checkpointer._fence(decided=False)
 
     def wait_ready(self) -> None:
         self._sidecar.wait_slots()

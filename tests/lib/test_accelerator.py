@@ -152,7 +152,15 @@ class Trainer:
         for one in self.optimizers:
             one.step()  # makes its state
         wave = torch.tensor([1 + 2j, 3 - 4j]).conj()
-        self.extra = {"on": torch.zeros(3), "host": torch.zeros(3), "wave": wave, "step": 0}
+        self.beside = {  # on the host
+            "host": torch.zeros(3),
+            "spins": torch.arange(25.0).to(torch.complex128),
+            "rows": torch.arange(40.0).view(5, 8)[:, ::2],
+            "many": torch.arange(100),
+            "turned": torch.arange(12.0).view(3, 4).t(),
+            "none": torch.zeros(0),
+        }
+        self.extra = {"on": torch.zeros(3), **self.beside, "wave": wave, "step": 0}
         state = [part["momentum_buffer"] for part in self.optimizers[0].state.values()]
         kept = [*self.model.parameters(), *self.model.buffers(), *state]
         for at, one in enumerate([*kept, self.extra["on"], self.extra["wave"]]):
@@ -198,7 +206,8 @@ class Trainer:
             for buffer in model.buffers():
                 buffer.add_(1)
         self.extra["on"].add_(1)
-        self.extra["host"].add_(1)
+        for one in self.beside.values():
+            one.add_(1)
         for optimizer in self.optimizers:
             optimizer.step()
 

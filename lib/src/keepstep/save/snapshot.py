@@ -361,6 +361,11 @@ def sampled(tensor: Tensor) -> tuple[Tensor, int]:
     return flat.view(_BITS[size])[::stride], stride
 
 
+def _is_sampled_whole(tensor: Tensor) -> bool:
+    """Whether a fingerprint has every element of the tensor."""
+    return may_wait(tensor) and of_bits(tensor).numel() < 2 * _SAMPLES
+
+
 class Fingerprint:
     """Sample positions of a set of dense tensors; `take` reads them, and they must lie where they
     lay.
@@ -396,6 +401,11 @@ class Fingerprint:
         """The samples of an image, in the same order."""
         return [group.in_image(memory) for group in self._groups]
 
+    def write(self, memory: memoryview, samples: Sequence[Tensor]) -> None:
+        """Write samples to where they belong in an image."""
+        for group, one in zip(self._groups, samples, strict=True):
+            group.write(memory, one)
+
     def tensor_of(self, group: int, sample: int) -> int:
         """The number of the tensor from which a sample of a group comes."""
         return self._groups[group].tensor_of(sample)
@@ -418,7 +428,6 @@ class _Group:
         self._size, self._in_host = size, in_host
         self._views: list[Tensor] = []
         self._tensors: list[tuple[int, Tensor, int, int]] = []
-        self._places: Tensor | None = None
 
     def add(self, number: int, tensor: Tensor, begin: int) -> None:
         view, stride = sampled(tensor)
@@ -452,11 +461,19 @@ class _Group:
         return begin, int(places.max()) + 1, places
 
     def in_image(self, memory: memoryview) -> Tensor:
-        if self._places is None:
-            self._places = torch.cat([_places(*one[1:]) for one in self._tensors])
+        return self._image(memory).index_select(0, self._places)
+
+    def write(self, memory: memoryview, samples: Tensor) -> None:
+        self._image(memory).index_copy_(0, self._places, samples)
+
+    def _image(self, memory: memoryview) -> Tensor:
         count = len(memory) // self._size
-        image = torch.frombuffer(memory, dtype=_BITS[self._size], count=count)
-        return image.index_select(0, self._places)
+        return torch.frombuffer(memory, dtype=_BITS[self._size], count=count)
+
+    @functools.cached_property
+    def _places(self) -> Tensor:
+        """Where the samples are in an image."""
+        return torch.cat([_places(*one[1:]) for one in self._tensors])
 
     def tensor_of(self, sample: int) -> int:
         left = sample
@@ -535,21 +552,31 @@ class _Aside:
     """Values in memory of the host beside those of an accelerator: an optimizer's step counters.
     They are taken aside at `save`, because the slot may still hold another image."""
 
-    def __init__(self, leaves: Sequence[TensorLeaf]) -> None:
-        self._lot = _Lot(leaves, [leaf.tensor for leaf in leaves])
-        self._kept: list[Tensor] = []
+    def __init__(
+        self,
+        leaves: Sequence[TensorLeaf],
+        fingerprint_over: Callable[[Sequence[TensorLeaf]], Fingerprint],
+    ) -> None:
+        # a fingerprint has all elements of small tensors, and reads those of many at once
+        small = [leaf for leaf in leaves if _is_sampled_whole(leaf.tensor)]
+        self._small = fingerprint_over(small)
+        names = {leaf.name for leaf in small}
+        rest = [leaf for leaf in leaves if leaf.name not in names]
+        self._rest = _Lot(rest, [leaf.tensor for leaf in rest])
 
-    def take(self) -> None:
-        """Take them. At most one image is on its way, so none waits for those of the last save."""
-        if not self._kept:
-            self._kept = [torch.empty_like(one) for one in self._lot.tensors]
+    def take(self) -> Callable[[SlotMapping], None]:
+        """Take the values. Returns what writes them into a slot."""
+        samples = self._small.take()
         with torch.no_grad():
-            torch._foreach_copy_(self._kept, self._lot.tensors)
+            clones = [one.clone() for one in self._rest.tensors]
 
-    def write(self, mapping: SlotMapping) -> None:
-        """Write what was taken into a slot."""
-        with torch.no_grad():
-            torch._foreach_copy_(self._lot.places_in(mapping), self._kept)
+        def write(mapping: SlotMapping) -> None:
+            self._small.write(mapping.memory, samples)
+            with torch.no_grad():
+                for place, value in zip(self._rest.places_in(mapping), clones, strict=True):
+                    place.copy_(value)
+
+        return write
 
 
 class _Divided:
@@ -561,6 +588,7 @@ class _Divided:
         self,
         leaves: tuple[TensorLeaf, ...],
         fingerprint_of: Callable[[Sequence[TensorLeaf]], Fingerprint],
+        fingerprint_over: Callable[[Sequence[TensorLeaf]], Fingerprint],
         *,
         lazy: bool,
     ) -> None:
@@ -582,7 +610,7 @@ class _Divided:
         self.watched = Watched(later)
         self.now = _Lot(now, [leaf.tensor for leaf in now])
         self.later = _Lot(later, self.fingerprint.aliases if self.fingerprint else [])
-        self.aside = _Aside(host) if host and (urgent or patient) else None
+        self.aside = _Aside(host, fingerprint_over) if host and (urgent or patient) else None
         self.urgent = {place: _lot(some) for place, some in urgent.items()}
         self.patient = {place: _lot(some) for place, some in patient.items()}
 
@@ -653,7 +681,8 @@ class Snapshots:
         key = "divided", lazy, self.layout.id
         divided: _Divided | None = taken.cache.get(key)
         if divided is None:
-            divided = _Divided(taken.tensors, self._fingerprint_of, lazy=lazy)
+            ways = self._fingerprint_of, self._fingerprint_over
+            divided = _Divided(taken.tensors, *ways, lazy=lazy)
             taken.cache[key] = divided
         return divided
 
@@ -668,8 +697,7 @@ class Snapshots:
         device, mapping = accelerator.here(), pending.slot.mapping
         pending.late.append(functools.partial(mapping.write_extras, extras))
         if divided.aside is not None:
-            divided.aside.take()
-            pending.late.append(functools.partial(divided.aside.write, mapping))
+            pending.late.append(functools.partial(divided.aside.take(), mapping))
         urgent, patient = divided.urgent, divided.patient
         places = list(urgent | patient)
         first = device.copying(places[0])
