@@ -48,7 +48,7 @@ from keepstep.image import Layout, extras
 from keepstep.restore.collective import Agreed, Collective, Gather, Unkept, telling
 from keepstep.restore.modules import check_loads
 from keepstep.restore.rehearsal import COMPONENT, Structure, changes, rehearse, structure_of
-from keepstep.restore.restore import PartialRestore, Restore
+from keepstep.restore.restore import PartialRestore, Restore, without_collections
 from keepstep.save.agent import Agent, Stats
 from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
 from keepstep.save.snapshot import Guard, Snapshots
@@ -323,7 +323,7 @@ class Checkpointer:
         collective = Collective(session, rank=self._rank, world=self._world, step=step)
         try:
             waits = telling(self._socket, lambda: collective.doing, rank=self._rank)
-            with waits, PartialRestore() as partial:
+            with waits, without_collections(), PartialRestore() as partial:
                 begin = functools.partial(self._restoring, partial)
                 agreed = collective.restore(
                     self._connect, begin, meet=self._meet, begin_anew=self._begin_anew

@@ -55,9 +55,9 @@ Stage = Callable[[Sequence[Any]], Any]
 
 
 @contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Turn off garbage collection: a plan is many small objects and no garbage, so a collection
-    only wastes time."""
+def without_collections() -> Iterator[None]:
+    """Turn off garbage collection: a restore makes many small objects and no garbage, so a
+    collection, which also walks through all of torch, only wastes time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -170,7 +170,7 @@ class Restore:
         del self._loader
         let_go(held)
 
-    @_without_collections()
+    @without_collections()
     def _map(self, path: str) -> None:
         """Map a slot and read everything in it that is not a tensor.
 
@@ -189,7 +189,7 @@ class Restore:
         values_of(self._kept)
         self._control, self._slot = control, slot
 
-    @_without_collections()
+    @without_collections()
     def _plan(self, shown: Sequence[Any]) -> tuple[bytes, tuple[ChunkRun, ...]]:
         """Plan this rank's copies. Returns the saved names for which this rank has no place, and
         the chunks that other ranks are to lend it."""
