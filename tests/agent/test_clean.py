@@ -353,6 +353,20 @@ def test_what_an_earlier_agent_had_set_aside_is_finished_although_its_run_is_bac
     assert len(list(again.rglob("*.safetensors"))) == 2
 
 
+@pytest.mark.root
+def test_what_others_own_stays_whatever_its_name_is(tmp_path: Path) -> None:
+    namespace, node = tmp_path / "team", Node(tmp_path, grace_s=0.0)
+    aside, run = namespace / ".gpt.keepstep-removed", namespace / "data"
+    for path in (aside, run / "0"):
+        path.mkdir(parents=True)
+        (path / "file").write_bytes(b"x")
+        os.chown(path, 1000, 1000)
+    node.round()
+    assert node.asked == []
+    assert (aside / "file").exists()
+    assert (run / "0" / "file").exists()
+
+
 def test_what_others_keep_below_the_same_prefix_is_never_even_asked_about(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     for path in ("a/b/c/d", "team/data/0", "team/data/1/other", "Team/gpt/0/gpt", "x_y/gpt/0/gpt"):
