@@ -288,8 +288,7 @@ class Trainer:
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether the image on its way refers to this memory."""
         pending = self.agent.pending
-        lots = [] if pending is None else [lot for lots in pending.reads.values() for lot in lots]
-        return any(lot.holds(storage) for lot in lots)
+        return pending is not None and any(lot.holds(storage) for lot in pending.reads)
 
     def mutate(self) -> None:
         with self.checkpointer.mutating():

@@ -168,9 +168,13 @@ _Part = tuple[Tensor, int]
 def _bring(copies: Sequence[Copy]) -> Sequence[Copy]:
     """Make the copies of plain memory of the host into plain tensors of devices. Returns the copies
     that are left: the others, or all of them if they are few bytes or nothing can be pinned."""
-    here = accelerator.here()
-    plain = [one for one in copies if _goes_to_device(one)]
-    total = sum(one.source.nbytes for one in plain)
+    here, plain = accelerator.here(), dict[torch.device, list[Copy]]()
+    for one in copies:
+        place = here.device_of(one.target)
+        if place is not None and _is_bytewise(one):
+            plain.setdefault(place, []).append(one)
+    brought = {id(one) for some in plain.values() for one in some}
+    total = sum(one.source.nbytes for some in plain.values() for one in some)
     threads = min(_MOST_BRINGERS, len(os.sched_getaffinity(0)), total // _WORTH_BYTES)
     if not threads:
         return copies
@@ -178,48 +182,40 @@ def _bring(copies: Sequence[Copy]) -> Sequence[Copy]:
     if not here.pin(memory.data_ptr(), memory.nbytes, here.current_device()):
         return copies
     try:
-        _carry(plain, memory.chunk(threads))
+        for place, some in plain.items():
+            _carry(some, place, memory.chunk(threads))
     finally:
         here.unpin(memory.data_ptr())
-    brought = set(map(id, plain))
     return [one for one in copies if id(one) not in brought]
 
 
-def _goes_to_device(copy: Copy) -> bool:
+def _is_bytewise(copy: Copy) -> bool:
     target = copy.target
-    return (
-        accelerator.here().device_of(target) is not None
-        and target.dtype == copy.source.dtype
-        and target.is_contiguous()
-        and not target.is_conj()
-        and not target.is_neg()
-        and is_plain(copy.source)
-    )
+    same = target.dtype == copy.source.dtype and target.is_contiguous()
+    return same and not target.is_conj() and not target.is_neg() and is_plain(copy.source)
 
 
-def _carry(copies: Sequence[Copy], parts_of_memory: Sequence[Tensor]) -> None:
+def _carry(copies: Sequence[Copy], place: torch.device, parts_of_memory: Sequence[Tensor]) -> None:
     """Make these copies with one thread for each part of pinned memory."""
-    here = accelerator.here()
-    loads, lock, failures = _loads(copies), threading.Lock(), list[BaseException]()
+    here, lock, failures = accelerator.here(), threading.Lock(), list[BaseException]()
+    loads = _loads(copies)
 
     def next_load() -> list[_Part] | None:
         with lock:
             return None if failures else next(loads, None)
 
-    def work(memory: Tensor, streams: dict[torch.device, torch.Stream]) -> None:
+    def work(memory: Tensor, stream: torch.Stream) -> None:
         try:
-            with torch.no_grad():
-                _carry_alone(iter(next_load, None), memory, streams)
+            with torch.no_grad(), here.on(stream):
+                _carry_alone(iter(next_load, None), memory, stream)
         except BaseException as error:
             failures.append(error)
 
     helpers = []
     for memory in parts_of_memory:
-        places = {place for one in copies if (place := here.device_of(one.target)) is not None}
-        streams = {place: here.stream(place) for place in places}
-        for place, stream in streams.items():  # what made the tensors comes before
-            stream.wait_stream(here.computing(place))
-        helpers.append(threading.Thread(target=work, args=(memory, streams), name="keepstep-copy"))
+        stream = here.stream(place)
+        stream.wait_stream(here.computing(place))  # what made the tensors comes before
+        helpers.append(threading.Thread(target=work, args=(memory, stream), name="keepstep-copy"))
     for helper in helpers:
         helper.start()
     for helper in helpers:
@@ -228,28 +224,23 @@ def _carry(copies: Sequence[Copy], parts_of_memory: Sequence[Tensor]) -> None:
         raise failures[0]
 
 
-def _carry_alone(
-    loads: Iterable[list[_Part]], memory: Tensor, streams: dict[torch.device, torch.Stream]
-) -> None:
-    here = accelerator.here()
+def _carry_alone(loads: Iterable[list[_Part]], memory: Tensor, stream: torch.Stream) -> None:
     buffers: deque[tuple[Tensor, torch.Event | None]] = deque(
         (buffer, None) for buffer in memory.chunk(_BUFFERS)
     )
-    for load in loads:
-        buffer, done = buffers.popleft()
-        if done is not None:
-            done.synchronize()
-        at, sources = 0, []
-        for target, source in load:
-            sources.append(buffer[at : at + target.numel()])
-            move(sources[-1].data_ptr(), source, target.numel())
-            at += _aligned(target.numel())
-        place = here.device_of(load[0][0])
-        assert place is not None, "it goes to a device"
-        with here.on(streams[place]):
-            here.copy([target for target, _ in load], sources)
-        buffers.append((buffer, streams[place].record_event()))
-    for stream in streams.values():
+    try:
+        for load in loads:
+            buffer, done = buffers.popleft()
+            if done is not None:
+                done.synchronize()
+            at, sources = 0, []
+            for target, source in load:
+                sources.append(buffer[at : at + target.numel()])
+                move(sources[-1].data_ptr(), source, target.numel())
+                at += _aligned(target.numel())
+            accelerator.here().copy([target for target, _ in load], sources)
+            buffers.append((buffer, stream.record_event()))
+    finally:  # the buffers are not pinned much longer
         stream.synchronize()
 
 
@@ -257,24 +248,22 @@ def _loads(copies: Sequence[Copy]) -> Iterator[list[_Part]]:
     """The copies in parts, of which as many as go through a buffer at once."""
     load: list[_Part] = []
     size = 0
-    for place, part in _parts(copies):
-        bytes_of = _aligned(part[0].numel())
-        full = size + bytes_of > _BUFFER_BYTES or len(load) == _MOST_PARTS
-        if load and (full or accelerator.here().device_of(load[0][0]) != place):
+    for part in _parts(copies):
+        more = _aligned(part[0].numel())
+        if load and (size + more > _BUFFER_BYTES or len(load) == _MOST_PARTS):
             yield load
             load, size = [], 0
         load.append(part)
-        size += bytes_of
+        size += more
     if load:
         yield load
 
 
-def _parts(copies: Sequence[Copy]) -> Iterator[tuple[torch.device | None, _Part]]:
+def _parts(copies: Sequence[Copy]) -> Iterator[_Part]:
     for target, source in copies:
         flat, address = target.detach().reshape(-1).view(torch.uint8), source.data_ptr()
-        place = accelerator.here().device_of(target)
         for begin in range(0, flat.numel(), _BUFFER_BYTES):
-            yield place, (flat[begin : begin + _BUFFER_BYTES], address + begin)
+            yield flat[begin : begin + _BUFFER_BYTES], address + begin
 
 
 def _aligned(size: int) -> int:

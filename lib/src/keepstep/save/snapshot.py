@@ -153,7 +153,7 @@ class Pending:
     late: list[Callable[[], object]] = field(default_factory=list)
     done: dict[torch.device, torch.Event] = field(default_factory=dict)
     told: dict[torch.device, Tensor] = field(default_factory=dict)
-    reads: dict[torch.device, tuple[_Lot, ...]] = field(default_factory=dict)
+    reads: tuple[_Lot, ...] = ()
     samples: list[Tensor] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
     copied: Gate = field(default_factory=Gate)
@@ -303,20 +303,17 @@ class Pending:
 
     def may_read(self, storage: torch.UntypedStorage) -> bool:
         """Whether a copy, or the comparison after it, may still read this memory."""
-        guard = self.guard
-        if self.judged.is_set() or guard is None:
-            return False
-        lots = (lot for lots in self.reads.values() for lot in lots)
-        return guard.fingerprint.holds(storage) or any(lot.holds(storage) for lot in lots)
+        return not self.judged.is_set() and any(lot.holds(storage) for lot in self.reads)
 
     def _let_go(self) -> None:
-        """Memory that a copy still reads, of an image that was given up, waits for its stream."""
+        """Memory that a device still reads, of an image that was given up, waits for its stream."""
         device = accelerator.here()
-        for place, lots in self.reads.items():
-            if not (place in self.told and bool(self.told[place])):
-                for tensor in (tensor for lot in lots for tensor in lot.tensors):
+        if not all(map(bool, self.told.values())):
+            for tensor in (tensor for lot in self.reads for tensor in lot.tensors):
+                place = device.device_of(tensor)
+                if place is not None:
                     device.keep(tensor, device.copying(place))
-        self.reads = {}
+        self.reads = ()
 
 
 def _position(thread: int) -> tuple[tuple[int, int], ...]:
@@ -391,7 +388,6 @@ class Fingerprint:
             group = groups.setdefault((place, size), _Group(size, in_host=place is None))
             group.add(number, tensor, begin)
         self._groups = list(groups.values())
-        self._storages: frozenset[int] | None = None
 
     def take(self) -> list[Tensor]:
         """The current samples: one small tensor per device and element size."""
@@ -409,16 +405,6 @@ class Fingerprint:
     def tensor_of(self, group: int, sample: int) -> int:
         """The number of the tensor from which a sample of a group comes."""
         return self._groups[group].tensor_of(sample)
-
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether one of the tensors lies in this storage."""
-        if self._storages is None:
-            self._storages = _storages_of(self.aliases)
-        return storage._cdata in self._storages
-
-
-def _storages_of(tensors: Sequence[Tensor]) -> frozenset[int]:
-    return frozenset(one.untyped_storage()._cdata for one in tensors)
 
 
 class _Group:
@@ -505,7 +491,6 @@ class _Lot:
         """`tensors`: those of the leaves, or others over the same memory."""
         self.leaves, self.tensors = leaves, list(tensors)
         self._addresses = list(map(Tensor.data_ptr, self.tensors))
-        self._storages: frozenset[int] | None = None
         self._transfers = WeakKeyDictionary[SlotMapping, copying.Transfers]()
         self._copies = WeakKeyDictionary[SlotMapping, Copies]()
 
@@ -543,9 +528,11 @@ class _Lot:
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether one of the tensors lies in this storage."""
-        if self._storages is None:
-            self._storages = _storages_of(self.tensors)
         return storage._cdata in self._storages
+
+    @functools.cached_property
+    def _storages(self) -> frozenset[int]:
+        return frozenset(one.untyped_storage()._cdata for one in self.tensors)
 
 
 class _Aside:
@@ -674,6 +661,7 @@ class Snapshots:
             mapping.write_extras(extras)
             copying.run(divided.now.transfers(mapping), threads=copying.default_threads())
             pending.transfers = functools.partial(divided.later.transfers, mapping)
+            pending.reads = (divided.later,)
         return pending
 
     def _divided(self, taken: Taken, *, lazy: bool) -> _Divided:
@@ -706,9 +694,7 @@ class Snapshots:
         self._erase(mapping, places[0], first)
         for place in places[1:]:
             device.copying(place).wait_stream(first)
-        for place in places:
-            lots = tuple(some[place] for some in (urgent, patient) if place in some)
-            pending.reads[place] = lots
+        pending.reads = (*urgent.values(), *patient.values())
         for place in places:
             self._copy(mapping, place, urgent.get(place))
             # the next forward pass changes buffers in the computing stream, which waits for these

@@ -67,15 +67,6 @@ def local_of(tensor: Any) -> Tensor:
     return local
 
 
-def placed_alike(tensor: Any, other: Any) -> bool:
-    """Whether two tensors are DTensors that are divided alike."""
-    return bool(
-        is_dtensor(other)
-        and tensor.placements == other.placements
-        and tensor.device_mesh == other.device_mesh
-    )
-
-
 def sharing_of(tensor: Any, name: str) -> Sharing:
     """The box of a DTensor. Raises UsageError for placements that have none."""
     shape = tuple(tensor.shape)
