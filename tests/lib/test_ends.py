@@ -56,6 +56,19 @@ def test_a_script_that_ends_without_close_exits_with_0_and_keeps_its_last_step(s
     assert sidecar.get("/v1/status")["ranks"][0]["staged"]["step"] == 5
 
 
+def test_a_script_may_end_while_its_slots_are_unmapped():
+    ended = script(
+        """
+        import mmap
+        from keepstep.client.slot import let_go
+        memory = torch.frombuffer(mmap.mmap(-1, 64 << 20), dtype=torch.uint8).fill_(1)
+        let_go([memory[at : at + 9] for at in range(2000)] + [memory])
+        del memory
+        """
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_close_makes_the_last_step_durable_where_only_every_fourth_is_staged(sidecars, monkeypatch):
     sidecar = sidecars().start("--stage-every", "4")
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))

@@ -130,9 +130,10 @@ class Slot(NamedTuple):
 
 def let_go(held: list[object]) -> None:
     """Drop the last references to mappings in a thread of its own: to unmap and to unpin takes the
-    kernel and the driver about a tenth of the time of the copy."""
+    kernel and the driver about a tenth of the time of the copy. The process ends only after it: a
+    thread that is cut off inside torch would abort the process."""
     with contextlib.suppress(RuntimeError):  # the interpreter ends, and does it all the same
-        threading.Thread(target=held.clear, name="keepstep-unmap", daemon=True).start()
+        threading.Thread(target=held.clear, name="keepstep-unmap").start()
 
 
 _MAPPED: weakref.WeakSet[SlotMapping] = weakref.WeakSet()

@@ -456,8 +456,9 @@ class Agent:
         # lease
         self.session.close(goodbye=self.pending is None, timeout_s=min(2.0, timeout_s))
         self._client.end()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        for thread in (self._thread, self._preparing):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
     def _begin_closing(self) -> None:
         self.closed = True
@@ -728,6 +729,8 @@ class Agent:
 
         def work() -> None:
             for path in paths:
+                if self.closed:
+                    return
                 with contextlib.suppress(OSError, FormatError):  # it is gone, or of another layout
                     mapping = self._mapped(path, layout)
                     with self._lock:
