@@ -53,7 +53,7 @@ def test_a_job_whose_time_is_up_is_requeued_and_goes_on_without_a_lost_step(
     slurm: Slurm, submitted: tuple[str, Path], expected: dict[int, str]
 ) -> None:
     job, log = submitted
-    slurm.command("scancel", "--signal=TERM", job)  # as --signal=TERM@120 does
+    slurm.command("scancel", "--batch", "--signal=TERM", job)  # as --signal=B:TERM@180 does
     _finishes(slurm, job)
     first, second = (event for event in events_of(log) if "first" in event)
     assert first["tier"] is None
