@@ -8,7 +8,6 @@ full speed.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -130,10 +129,12 @@ class Slot(NamedTuple):
 
 def let_go(held: list[object]) -> None:
     """Drop the last references to mappings in a thread of its own: to unmap and to unpin takes the
-    kernel and the driver about a tenth of the time of the copy. The process ends only after it: a
-    thread that is cut off inside torch would abort the process."""
-    with contextlib.suppress(RuntimeError):  # the interpreter ends, and does it all the same
-        threading.Thread(target=held.clear, name="keepstep-unmap").start()
+    kernel and the driver about a tenth of the time of the copy.
+
+    The interpreter's end waits for the thread, because torch aborts the process if it is ended
+    within. So this must not be called by what runs after that wait, as functions of atexit do.
+    """
+    threading.Thread(target=held.clear, name="keepstep-unmap").start()
 
 
 _MAPPED: weakref.WeakSet[SlotMapping] = weakref.WeakSet()

@@ -182,7 +182,7 @@ class Agent:
         self._device: int | None = None
         self._mapping = threading.Lock()
         self._preparing: threading.Thread | None = None
-        self._flying = False  # whether a device may still copy into a slot when this ends
+        self._leaves_slots = False
 
     # --- called by the training thread -------------------------------------------------------
 
@@ -474,6 +474,7 @@ class Agent:
         """
         if self.closed or self._thread is None:
             return
+        self._leaves_slots = True
         if self._thread is threading.current_thread():  # garbage-collected in the agent thread
             self._begin_closing()
             return
@@ -513,10 +514,11 @@ class Agent:
             self._forget_slots()
 
     def _forget_slots(self) -> None:
-        """Unmap all slots now: else the training thread would do it, at some garbage collection."""
-        held: list[object] = [self._mappings, self._held, self.staged_step]
-        self._mappings, self._held, self.staged_step = {}, None, None
-        if not self._flying:
+        """Unmap all slots now: else the training thread would do it, at some garbage collection.
+        Not while a device may still copy into one, nor at the end of the process, which does it."""
+        if not self._leaves_slots:
+            held: list[object] = [self._mappings, self._held, self.staged_step]
+            self._mappings, self._held, self.staged_step = {}, None, None
             let_go(held)
 
     def _is_due(self) -> bool:
@@ -739,7 +741,7 @@ class Agent:
                         self._mappings.setdefault(path, mapping)
 
         if self._preparing is None or not self._preparing.is_alive():
-            self._preparing = threading.Thread(target=work, name="keepstep-map", daemon=True)
+            self._preparing = threading.Thread(target=work, name="keepstep-map")
             self._preparing.start()
 
     def _register(self) -> None:
@@ -821,7 +823,7 @@ class Agent:
     def _abandon(self) -> None:
         pending = self.pending
         if pending is not None:
-            self._flying = not all(map(bool, pending.told.values()))
+            self._leaves_slots |= not all(map(bool, pending.told.values()))
             self._lose(pending, "the trainer ended before it was reported")
             self._clear(pending)
 
