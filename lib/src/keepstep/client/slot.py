@@ -129,10 +129,8 @@ class Slot(NamedTuple):
 
 def let_go(held: list[object]) -> None:
     """Drop the last references to mappings in a thread of its own: to unmap and to unpin takes the
-    kernel and the driver about a tenth of the time of the copy.
-
-    The interpreter's end waits for the thread, because torch aborts the process if it is ended
-    within. So this must not be called by what runs after that wait, as functions of atexit do.
+    kernel and the driver about a tenth of the time of the copy. The interpreter's end waits for it,
+    as torch aborts a process that ends within; so nothing that runs after that wait may call this.
     """
     threading.Thread(target=held.clear, name="keepstep-unmap").start()
 
