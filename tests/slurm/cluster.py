@@ -131,13 +131,7 @@ class Slurm:
 
     def command(self, *arguments: str) -> str:
         """The output of one of Slurm's commands, at the controller."""
-        done = subprocess.run(
-            self._inside(_CONTROLLER, *arguments),
-            env=self._environment, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(arguments)}: {done.stderr.strip()}")
-        return done.stdout
+        return self._run(*self._inside(_CONTROLLER, *arguments))
 
     def logs(self) -> str:
         """The end of what each daemon said."""
@@ -166,21 +160,21 @@ class Slurm:
     def _make_network(self) -> None:
         """A bridge in the controller's namespace, where no firewall of this machine counts."""
         for place in self._places:
-            _ip("netns", "add", self._namespace(place))
-            self._undo.callback(_ip, "netns", "delete", self._namespace(place))
+            self._ip("netns", "add", self._namespace(place))
+            self._undo.callback(self._ip, "netns", "delete", self._namespace(place))
             self._undo.callback(self._kill_all, place)
-            _ip("-n", self._namespace(place), "link", "set", "lo", "up")
+            self._ip("-n", self._namespace(place), "link", "set", "lo", "up")
         controller = self._namespace(_CONTROLLER)
-        _ip("-n", controller, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", controller, "address", "add", "10.77.0.1/24", "dev", "bridge")
-        _ip("-n", controller, "link", "set", "bridge", "up")
+        self._ip("-n", controller, "link", "add", "bridge", "type", "bridge")
+        self._ip("-n", controller, "address", "add", "10.77.0.1/24", "dev", "bridge")
+        self._ip("-n", controller, "link", "set", "bridge", "up")
         for at, node in enumerate(self.nodes):
             own, port = self._namespace(node), f"port{at}"
-            _ip("link", "add", port, "netns", controller, "type", "veth",
+            self._ip("link", "add", port, "netns", controller, "type", "veth",
                 "peer", "name", "eth0", "netns", own)  # fmt: skip
-            _ip("-n", controller, "link", "set", port, "master", "bridge", "up")
-            _ip("-n", own, "address", "add", f"10.77.0.{_FIRST_NODE + at}/24", "dev", "eth0")
-            _ip("-n", own, "link", "set", "eth0", "up")
+            self._ip("-n", controller, "link", "set", port, "master", "bridge", "up")
+            self._ip("-n", own, "address", "add", f"10.77.0.{_FIRST_NODE + at}/24", "dev", "eth0")
+            self._ip("-n", own, "link", "set", "eth0", "up")
 
     def _namespace(self, place: str) -> str:
         return f"{self._prefix}-{place}"
@@ -199,10 +193,20 @@ class Slurm:
         self._undo.callback(daemon.wait)
         self._undo.callback(daemon.kill)
 
+    def _ip(self, *arguments: str) -> str:
+        return self._run("ip", *arguments)
+
+    def _run(self, *command: str) -> str:
+        done = subprocess.run(
+            command, env=self._environment, capture_output=True, text=True, timeout=60
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+        return done.stdout
+
     def _kill_all(self, place: str) -> None:
         """Kill what runs in a namespace, jobs and what they left behind, too."""
-        pids = subprocess.run(["ip", "netns", "pids", self._namespace(place)],
-                              capture_output=True, text=True, check=True).stdout  # fmt: skip
+        pids = self._ip("netns", "pids", self._namespace(place))
         for pid in pids.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -219,7 +223,3 @@ class Slurm:
             return self.command("sinfo", "--noheader", "--format=%D %T").strip()
         except RuntimeError:
             return ""  # the controller does not answer yet
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
