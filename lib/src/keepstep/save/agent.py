@@ -182,7 +182,6 @@ class Agent:
         self._device: int | None = None
         self._mapping = threading.Lock()
         self._preparing: threading.Thread | None = None
-        self._leaves_slots = False
 
     # --- called by the training thread -------------------------------------------------------
 
@@ -474,7 +473,6 @@ class Agent:
         """
         if self.closed or self._thread is None:
             return
-        self._leaves_slots = True
         if self._thread is threading.current_thread():  # garbage-collected in the agent thread
             self._begin_closing()
             return
@@ -511,15 +509,6 @@ class Agent:
         if self.closed:
             self.session.close(goodbye=True)  # the loop ended, so no image is on its way
             self._client.close()
-            self._forget_slots()
-
-    def _forget_slots(self) -> None:
-        """Unmap all slots now: else the training thread would do it, at some garbage collection.
-        Not while a device may still copy into one, nor at the end of the process, which does it."""
-        if not self._leaves_slots:
-            held: list[object] = [self._mappings, self._held, self.staged_step]
-            self._mappings, self._held, self.staged_step = {}, None, None
-            let_go(held)
 
     def _is_due(self) -> bool:
         return self.closed or self._next() is not None
@@ -823,7 +812,6 @@ class Agent:
     def _abandon(self) -> None:
         pending = self.pending
         if pending is not None:
-            self._leaves_slots |= not all(map(bool, pending.told.values()))
             self._lose(pending, "the trainer ended before it was reported")
             self._clear(pending)
 
