@@ -56,14 +56,19 @@ def test_a_script_that_ends_without_close_exits_with_0_and_keeps_its_last_step(s
     assert sidecar.get("/v1/status")["ranks"][0]["staged"]["step"] == 5
 
 
-def test_a_script_may_end_while_its_slots_are_unmapped():
+@pytest.mark.parametrize("daemon", [False, True])
+def test_a_script_may_end_while_its_slots_are_unmapped(daemon):
+    """Also if a daemon let them go."""
     ended = script(
-        """
-        import mmap
+        f"""
+        import mmap, threading
         from keepstep.client.slot import let_go
         memory = torch.frombuffer(mmap.mmap(-1, 64 << 20), dtype=torch.uint8).fill_(1)
-        let_go([memory[at : at + 9] for at in range(2000)] + [memory])
+        held = [memory[at : at + 9] for at in range(2000)] + [memory]
         del memory
+        thread = threading.Thread(target=let_go, args=(held,), daemon={daemon})
+        thread.start()
+        thread.join()
         """
     )
     assert ended.returncode == 0, ended.stderr

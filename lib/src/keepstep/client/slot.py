@@ -132,7 +132,8 @@ def let_go(held: list[object]) -> None:
     kernel and the driver about a tenth of the time of the copy. The interpreter's end waits for it,
     as torch aborts a process that ends within; so nothing that runs after that wait may call this.
     """
-    threading.Thread(target=held.clear, name="keepstep-unmap").start()
+    # said, because a thread of a daemon would be a daemon, too
+    threading.Thread(target=held.clear, name="keepstep-unmap", daemon=False).start()
 
 
 _MAPPED: weakref.WeakSet[SlotMapping] = weakref.WeakSet()

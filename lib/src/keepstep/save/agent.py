@@ -730,7 +730,7 @@ class Agent:
                         self._mappings.setdefault(path, mapping)
 
         if self._preparing is None or not self._preparing.is_alive():
-            self._preparing = threading.Thread(target=work, name="keepstep-map")
+            self._preparing = threading.Thread(target=work, name="keepstep-map", daemon=True)
             self._preparing.start()
 
     def _register(self) -> None:
