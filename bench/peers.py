@@ -171,12 +171,7 @@ class TorchCheckpointing(Saver):
 
     def __init__(self, state: Savable, directory: Path) -> None:
         super().__init__(state, directory)
-        _see_peers()
-        try:
-            package = importlib.import_module("torch_checkpointing")
-            storage = importlib.import_module("torch_checkpointing.storage.filesystem")
-        except ImportError as error:
-            raise PeerMissing(f"torch_checkpointing is not installed: {error}") from error
+        package, storage = _of_peer("torch_checkpointing", "", ".storage.filesystem")
         buffered = storage.LocalFileSystemStorageConfig(use_direct_io=False)
         self._manager = package.CheckpointManager.Config(storage_config=buffered).build()
         self._write: Any = None
@@ -208,12 +203,8 @@ class LmResiliency(Saver):
 
     def __init__(self, state: Savable, directory: Path) -> None:
         super().__init__(state, directory)
-        _see_peers()
-        try:
-            manager = importlib.import_module("lm_resiliency.checkpointing.manager")
-            config = importlib.import_module("lm_resiliency.checkpointing.config")
-        except ImportError as error:
-            raise PeerMissing(f"lm_resiliency is not installed: {error}") from error
+        parts = ".checkpointing.manager", ".checkpointing.config"
+        manager, config = _of_peer("lm_resiliency", *parts)
         settings = config.InMemoryCkptConfig(
             interval=1,
             disk_flush_interval=0,
@@ -313,6 +304,15 @@ class _NoCasts:
 
     def load(self) -> type[_NoCasts]:
         return _NoCasts
+
+
+def _of_peer(package: str, *modules: str) -> list[Any]:
+    """Modules of a peer's package. Raises PeerMissing."""
+    _see_peers()
+    try:
+        return [importlib.import_module(f"{package}{module}") for module in modules]
+    except ImportError as error:
+        raise PeerMissing(f"{package} is not installed: {error}") from error
 
 
 def _see_peers() -> None:
