@@ -227,6 +227,10 @@ class RunLedger:
                 return said
         return ()
 
+    def ask(self, node_rank: int) -> None:
+        """Ask this node rank for a whole report."""
+        self._asked.add(node_rank)
+
     def _ask_all(self) -> None:
         """Ask all node ranks for whole reports. A pod that reported archived steps no longer does
         so; the other pods, which were not believed about its ranks, must say again what they

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -71,6 +72,7 @@ class Service:
     restoring: Restoring
     step_waits: StepWaits
     history_file: HistoryFile
+    run_warnings: Callable[[], Iterable[str]] = tuple
     started_at: float = field(default_factory=time.time)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """It is time to close the socket."""

@@ -274,7 +274,7 @@ def warnings(service: Service) -> tuple[str, ...]:
         if one.trouble
     ]
     found += [one.warning for one in service.remote_tiers.remote_tiers]
-    found.append(service.no_metrics)
+    found += [service.no_metrics, *service.run_warnings()]
     # Pods come and go, so an unknown peer is no warning. An archive that does not answer is one.
     found.append(committer.remotes.why_unknown(Tier.ARCHIVE))
     found += [

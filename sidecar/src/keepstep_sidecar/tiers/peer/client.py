@@ -29,11 +29,11 @@ from keepstep.errors import DigestError, FormatError, KeepstepError, NoSpaceErro
 from keepstep.steps import Tier, shard_name
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.concurrency import blocking
-from keepstep_sidecar.config.sidecar import PeerSettings, split
+from keepstep_sidecar.config.sidecar import split
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.protocol import Listing, receive
-from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, Identity, of_peer
+from keepstep_sidecar.tiers.peer.tls import Credentials, Identity, explain, of_peer
 from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
 
 T = TypeVar("T")
@@ -76,6 +76,7 @@ class Link:
         self.identity: Identity | None = None
         self._credentials = credentials
         self._expected = expected
+        self._remedy = ""
         self._connection: http.client.HTTPConnection | None = None
         self._aborted = threading.Event()
 
@@ -192,6 +193,7 @@ class Link:
 
     def _secured(self) -> ssl.SSLSocket:
         tls = self._credentials.current()
+        self._remedy = tls.remedy
         plain = socket.create_connection(split(self.address), timeout=CONNECT_S)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -265,7 +267,7 @@ class Link:
         except (ssl.SSLError, ConnectionError) as error:
             why = self._last_words() or error
             self.close()
-            raise StorageError(f"{self.name}: {_tls_text(why)}") from error
+            raise StorageError(f"{self.name}: {explain(why, self._remedy)}") from error
         except TimeoutError as error:
             self.close()
             raise StorageError(f"{self.name} does not answer") from error
@@ -290,16 +292,6 @@ def _fill(response: http.client.HTTPResponse, secure: socket.socket, into: memor
     if (done := receive(response.fp, secure, into)) < len(into):
         raise http.client.HTTPException(f"it ended {len(into) - done} bytes too early")
     response.length = left - done
-
-
-def _tls_text(error: ssl.SSLError | ConnectionError) -> str:
-    """A text that says what to do. OpenSSL's words alone do not say which side is meant."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is refused: {error.verify_message}; see --peer-ca on this side"
-    if not isinstance(error, ssl.SSLError):
-        return str(error) or type(error).__name__
-    reason = (error.reason or str(error)).replace("_", " ").lower()
-    return f"TLS: {reason}; where it says alert, our certificate was refused there (--peer-cert)"
 
 
 # --- several at once -------------------------------------------------------------------------
@@ -429,12 +421,10 @@ class PeerSource(ShardSource):
 _LOOK_TIMEOUT_S = 10.0
 
 
-async def look(settings: PeerSettings, *, run: str) -> tuple[list[PeerSource], tuple[str, ...]]:
-    """All that the peers hold, and which peers do not answer and why. If the operator names the
-    peers and signs for them, none of them can be asked from here."""
-    if settings.files is None:
-        return [], ("peers, as only the sidecar has a certificate for them",)
-    credentials = FileCredentials(settings.files)
+async def look(
+    addresses: Sequence[str], credentials: Credentials, *, run: str
+) -> tuple[list[PeerSource], tuple[str, ...]]:
+    """All that the peers hold, and which of them do not answer and why."""
     calls = Calls(credentials)
     found: list[PeerSource] = []
     silent: list[str] = []
@@ -459,7 +449,7 @@ async def look(settings: PeerSettings, *, run: str) -> tuple[list[PeerSource], t
         )
 
     try:
-        await asyncio.gather(*map(ask, settings.peers))
+        await asyncio.gather(*map(ask, addresses))
     finally:
         calls.close()
     return found, tuple(silent)
