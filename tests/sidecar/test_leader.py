@@ -51,3 +51,22 @@ def test_a_step_is_committed_on_all_machines_soon_after_the_last_has_written_it(
     assert slowest < 0.3
     eventually(lambda: two.machines[1].steps() == {7}, what="older steps go on all machines")
     eventually(lambda: two.machines[0].steps() == {7}, what="older steps go on all machines")
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_replaced_machine_restores_from_its_buddy_and_writes_its_shard_again(
+    run: Callable[[int], Run], lost: int
+) -> None:
+    two = run(2).start("--persist-every", "1")
+    id = two.reach(3)
+    for machine in two.machines:
+        eventually(lambda one=machine: 3 in one.copies(), what="each keeps the other's shard")
+    two.disconnect()
+    machine = two.machines[lost]
+    machine.kill()
+    machine.lose_memory()
+    shutil.rmtree(machine.volume)
+    machine.start("--persist-every", "1")
+    two.come_back()
+    assert two.restore() == id
+    eventually(lambda: machine.steps() == {3}, what="the copy on its own volume is made again")

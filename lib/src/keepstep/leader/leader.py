@@ -166,11 +166,13 @@ class Leader:
         }
 
     def _owner(self, rank: int) -> int | None:
-        """The connected member at which this rank trains."""
-        owner = self._owners.get(rank)
+        """The connected member at which this rank trains in the newest epoch."""
+        owner, current = self._owners.get(rank), self._ledger.core.lineage.current
         if owner is None or not self._members[owner].connected:
             return None
-        return owner if self._ledger.places[owner].alive >> rank & 1 else None
+        staged = self._ledger.places[owner].staged
+        trains = any(id.epoch == current and ranks >> rank & 1 for id, ranks in staged)
+        return owner if trains else None
 
     def _written(self, node_rank: int, rank: int) -> set[StepId]:
         on_drives = self._ledger.core.of_node(node_rank, Tier.LOCAL)
