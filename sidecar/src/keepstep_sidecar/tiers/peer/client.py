@@ -33,7 +33,7 @@ from keepstep_sidecar.config.sidecar import PeerSettings, split
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.protocol import Listing, receive
-from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, Identity, of_peer
+from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, Identity, explain, of_peer
 from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
 
 T = TypeVar("T")
@@ -76,6 +76,7 @@ class Link:
         self.identity: Identity | None = None
         self._credentials = credentials
         self._expected = expected
+        self._remedy = ""
         self._connection: http.client.HTTPConnection | None = None
         self._aborted = threading.Event()
 
@@ -192,6 +193,7 @@ class Link:
 
     def _secured(self) -> ssl.SSLSocket:
         tls = self._credentials.current()
+        self._remedy = tls.remedy
         plain = socket.create_connection(split(self.address), timeout=CONNECT_S)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -265,7 +267,7 @@ class Link:
         except (ssl.SSLError, ConnectionError) as error:
             why = self._last_words() or error
             self.close()
-            raise StorageError(f"{self.name}: {_tls_text(why)}") from error
+            raise StorageError(f"{self.name}: {explain(why, self._remedy)}") from error
         except TimeoutError as error:
             self.close()
             raise StorageError(f"{self.name} does not answer") from error
@@ -290,16 +292,6 @@ def _fill(response: http.client.HTTPResponse, secure: socket.socket, into: memor
     if (done := receive(response.fp, secure, into)) < len(into):
         raise http.client.HTTPException(f"it ended {len(into) - done} bytes too early")
     response.length = left - done
-
-
-def _tls_text(error: ssl.SSLError | ConnectionError) -> str:
-    """A text that says what to do. OpenSSL's words alone do not say which side is meant."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is refused: {error.verify_message}; see --peer-ca on this side"
-    if not isinstance(error, ssl.SSLError):
-        return str(error) or type(error).__name__
-    reason = (error.reason or str(error)).replace("_", " ").lower()
-    return f"TLS: {reason}; where it says alert, our certificate was refused there (--peer-cert)"
 
 
 # --- several at once -------------------------------------------------------------------------

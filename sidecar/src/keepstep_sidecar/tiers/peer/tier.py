@@ -22,7 +22,7 @@ from keepstep_sidecar.tiers.peer.handlers import ServerContext
 from keepstep_sidecar.tiers.peer.members import OWN, Directory, Known
 from keepstep_sidecar.tiers.peer.protocol import Listing
 from keepstep_sidecar.tiers.peer.serve import Shards
-from keepstep_sidecar.tiers.peer.server import Server
+from keepstep_sidecar.tiers.peer.server import Join, Server
 from keepstep_sidecar.tiers.peer.tls import (
     Credentials,
     FileCredentials,
@@ -52,13 +52,15 @@ class PeerTier(RemoteTier):
         run: str,
         credentials: Credentials,
         keep_fresh: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        join: Join | None = None,
     ) -> None:
         """Binds the address, if it can be had. `keep_fresh`: renews the credentials while `run`
-        runs."""
+        runs. `join`: takes members over, where this sidecar leads the run."""
         self._settings = settings
         self._run = run
         self._credentials = credentials
         self._keep_fresh = keep_fresh
+        self._join = join
         self._copies = Copies(
             volumes.volumes, run=run, commit=lambda: self.facts.commit(), pace=volumes.pace
         )
@@ -85,7 +87,7 @@ class PeerTier(RemoteTier):
         any_port = f"{wanted.rpartition(':')[0]}:0"
         for address in (wanted, *(() if by_hand else (any_port,))) if wanted else ():
             try:
-                self._server = Server(address, self._credentials, self._context)
+                self._server = Server(address, self._credentials, self._context, join=self._join)
                 break
             except StorageError as error:
                 self.warning = _taken(str(error), by_hand=by_hand)
