@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -3,7 +3,8 @@
 Each connection has a thread; there are a few dozen at most. A client without a certificate of the
 run's authority, or with an expired one, fails the handshake. One that is not served here is told
 that it is refused. Until it is identified, a client is a stranger (see `connections`). Pods of the
-run have places of their own that strangers cannot take.
+run have places of their own that strangers cannot take. A client that asks for membership of the
+run is handed over to its leader's hub, which needs no thread for it.
 """
 
 from __future__ import annotations
@@ -23,24 +24,41 @@ from keepstep.wire.trainer import Problem
 from keepstep_sidecar.config.sidecar import split
 from keepstep_sidecar.connections import ACCEPT_PAUSE_S, FAILED_PAUSE_S, Strangers
 from keepstep_sidecar.log import Seldom, say
+from keepstep_sidecar.tiers.peer import frames
 from keepstep_sidecar.tiers.peer.handlers import Handler, ServerContext
-from keepstep_sidecar.tiers.peer.tls import Credentials, Identity, of_peer
+from keepstep_sidecar.tiers.peer.tls import MEMBERSHIP, Credentials, Identity, explain, of_peer
 
 _HANDSHAKE_S = 5.0
 _MOST_STRANGERS, _MOST_OF_AN_ADDRESS = 64, 16
 _MOST_PEERS = 128
+_MOST_REFUSALS = 16
+_BACKLOG = 1024
+"""All members of a run may come at once, after their leader was away."""
+_TOO_SLOW = "it took too long to say who it is"
 _ACCEPT_S = 0.5
 """How long to wait for a connection before overdue connections are ended."""
 
 
+Join = Callable[[ssl.SSLSocket, Identity, str], None]
+"""Takes over the connection of a member at an address; from any thread."""
+
+
 class Server:
-    """Serves from `start` to `stop`."""
+    """Serves from `start` to `stop`. `refusals`: why clients were refused last, by host."""
 
     def __init__(
-        self, listen: str, credentials: Credentials, context_of: Callable[[Identity], ServerContext]
+        self,
+        listen: str,
+        credentials: Credentials,
+        context_of: Callable[[Identity], ServerContext],
+        *,
+        join: Join | None = None,
     ) -> None:
         """Binds the address. Raises StorageError when that is not possible. `context_of`: what is
-        served to a client; raises UsageError or StorageError to refuse it."""
+        served to a client; raises UsageError or StorageError to refuse it. `join`: None unless this
+        sidecar leads the run."""
+        self.refusals: dict[str, str] = {}
+        self._join = join
         self._credentials = credentials
         self._context_of = context_of
         self._strangers = Strangers(
@@ -54,7 +72,9 @@ class Server:
         host, port = split(listen)
         try:
             self._socket = socket.create_server(
-                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64
+                (host, port),
+                family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+                backlog=_BACKLOG,
             )
         except OSError as error:
             raise StorageError(f"--peer-listen {listen}: cannot listen: {error}") from error
@@ -133,16 +153,32 @@ class Server:
     def _serve(self, secure: ssl.SSLSocket, where: str) -> None:
         try:
             secure.do_handshake()
-            self._talk(secure, where)
+            taken_over = self._talk(secure, where)
         except (OSError, KeepstepError, ValueError) as error:  # ValueError: it was cut meanwhile
+            taken_over = False
             self._refused(where, error)
         finally:
             self._strangers.leave(secure)
+        if not taken_over:
             secure.close()
 
     def _refused(self, where: str, error: Exception) -> None:
-        if not self._stopping:
-            self._complain("peer refused", address=where, reason=_why(error))
+        """Log each reason of a host once: clients come again and again."""
+        host, reason = where.rpartition(":")[0], self._why(error)
+        if self._stopping or self.refusals.get(host) == reason:
+            return
+        with self._lock:
+            self.refusals.pop(host, None)
+            self.refusals[host] = reason
+            while len(self.refusals) > _MOST_REFUSALS:
+                del self.refusals[next(iter(self.refusals))]
+        self._complain("peer refused", address=where, reason=reason)
+
+    def _why(self, error: Exception) -> str:
+        remedy = ""
+        with contextlib.suppress(KeepstepError):
+            remedy = self._credentials.current().remedy
+        return explain(error, remedy)
 
     def _secured(self, plain: socket.socket) -> ssl.SSLSocket:
         plain.settimeout(_HANDSHAKE_S)
@@ -156,7 +192,7 @@ class Server:
         """A place among the peers. Raises UsageError if there is none or the client was too
         slow."""
         if not self._strangers.leave(secure):
-            raise UsageError("it took too long to say who it is")
+            raise UsageError(_TOO_SLOW)
         with self._lock:
             if len(self._peers) >= _MOST_PEERS:
                 raise UsageError(f"{_MOST_PEERS} connections of other pods are open")
@@ -167,16 +203,28 @@ class Server:
             with self._lock:
                 self._peers.discard(secure)
 
-    def _talk(self, secure: ssl.SSLSocket, where: str) -> None:
+    def _talk(self, secure: ssl.SSLSocket, where: str) -> bool:
+        """Returns whether the connection was taken over."""
+        member = secure.selected_alpn_protocol() == MEMBERSHIP
         try:
             sender = of_peer(secure.getpeercert(), whose=where)
             context = self._context_of(sender)
+            if member and self._join is None:
+                raise UsageError("this sidecar does not lead the run")
         except (UsageError, StorageError) as error:
-            _refuse(secure, str(error))
+            _refuse(secure, str(error), member=member)
             raise
+        with self._lock:
+            self.refusals.pop(where.rpartition(":")[0], None)
+        if member and self._join is not None:
+            if not self._strangers.leave(secure):
+                raise UsageError(_TOO_SLOW)
+            self._join(secure, sender, where)
+            return True
         handler = type("_", (Handler,), {"context": context, "sender": sender})
         with self._admitted(secure, where):
             handler(secure, where, self)
+        return False
 
 
 def _cut(secure: socket.socket) -> None:
@@ -186,17 +234,15 @@ def _cut(secure: socket.socket) -> None:
         socket.socket.shutdown(secure, socket.SHUT_RDWR)
 
 
-def _refuse(secure: ssl.SSLSocket, message: str) -> None:
+def _refuse(secure: ssl.SSLSocket, message: str, *, member: bool) -> None:
     """Read the request, then refuse it: a client that is still sending would miss the answer."""
     with contextlib.suppress(OSError):
         secure.recv(1 << 16)
-        body = msgspec.json.encode(Problem(code="ForeignError", message=message))
-        head = f"HTTP/1.1 403 Forbidden\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
-        secure.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        secure.sendall(frames.refusal(message) if member else _forbidden(message))
         secure.unwrap()
 
 
-def _why(error: BaseException) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate was refused: {error.verify_message}"
-    return str(error) or type(error).__name__
+def _forbidden(message: str) -> bytes:
+    body = msgspec.json.encode(Problem(code="ForeignError", message=message))
+    head = f"HTTP/1.1 403 Forbidden\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Content-Type: application/json\r\n\r\n".encode() + body

@@ -56,7 +56,6 @@ class PeerTier(RemoteTier):
         runs. `join`: takes members over, where this sidecar leads the run."""
         self._settings = settings
         self._run = run
-        self._credentials = credentials
         self._keep_fresh = keep_fresh
         self._join = join
         self._copies = Copies(
@@ -83,7 +82,9 @@ class PeerTier(RemoteTier):
         any_port = f"{wanted.rpartition(':')[0]}:0"
         for address in (wanted, *(() if by_hand else (any_port,))) if wanted else ():
             try:
-                self._server = Server(address, self._credentials, self._context, join=self._join)
+                self._server = Server(
+                    address, self._calls.credentials, self._context, join=self._join
+                )
                 break
             except StorageError as error:
                 self.warning = _taken(str(error), by_hand=by_hand)
@@ -96,7 +97,7 @@ class PeerTier(RemoteTier):
 
     def _context(self, sender: Identity) -> ServerContext:
         """What is served to this client. Raises UsageError for a pod of another run."""
-        own = self._credentials.current().identity
+        own = self._calls.credentials.current().identity
         if not sender.shares_run(own):
             raise UsageError(
                 f"this is {sender}; here is {own}, and pods of other runs are not served"
@@ -194,7 +195,7 @@ class PeerTier(RemoteTier):
                     shard,
                     expected=known.expected if known is not None else None,
                     run=self._run,
-                    credentials=self._credentials,
+                    credentials=self._calls.credentials,
                     received=self.replicator.traffic.count_received,
                 )
             )

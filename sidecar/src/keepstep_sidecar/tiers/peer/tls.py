@@ -4,7 +4,8 @@ A certificate names its pod by a URI among its alternative names:
 `keepstep://<namespace>/<run>/<node rank>`. The namespace is the border of trust. A pod of another
 run is refused even if the same authority signed for it. The agent of a node is named
 `keepstep://~agent/<node>/0`, which no pod of a run can be: it is a server to all runs, each of
-which gets its own steps, and a client to none.
+which gets its own steps, and a client to none. Machines that share a secret instead of a cluster
+(see `secret`) are named `keepstep://~secret/<run>/<node rank>`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from urllib.parse import quote, unquote, urljoin
 
 import aiohttp
@@ -32,6 +33,11 @@ from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.wire.reports import AGENTS, CERTIFICATES_PATH, CertificateRequest, IssuedCertificate
 from keepstep_sidecar.config.sidecar import Files, Reporting
 from keepstep_sidecar.log import say, warn
+
+SHARED_SECRET: Final = "~secret"
+"""In place of a namespace, where a secret is the border of trust; no namespace has this name."""
+MEMBERSHIP: Final = "keepstep-membership"
+"""What a member of a run asks for in the handshake (ALPN), instead of speaking HTTP."""
 
 _URI = re.compile(r"keepstep://([^/]+)/([^/]+)/(\d{1,9})", re.ASCII)
 
@@ -52,6 +58,8 @@ class Identity:
     def __str__(self) -> str:
         if self.namespace == AGENTS:
             return f"the agent of node {self.run}"
+        if self.namespace == SHARED_SECRET:
+            return f"node rank {self.node_rank} of run {self.run}"
         return f"node rank {self.node_rank} of run {self.namespace}/{self.run}"
 
     @property
@@ -102,6 +110,7 @@ def of_peer(certificate: Mapping[str, Any] | None, *, whose: str) -> Identity:
 
 
 _LOOK_EVERY_S = 5.0
+_REMEDY = "see --peer-cert and --peer-ca on both sides"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +124,14 @@ class Pem:
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """The contexts for connections, and this pod's identity in them."""
+    """The contexts for connections, and this pod's identity in them. `member`: for a client that
+    asks for `MEMBERSHIP`. `remedy`: what to do where a certificate is refused."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
+    member: ssl.SSLContext
     identity: Identity
+    remedy: str
 
 
 class Credentials(Protocol):
@@ -184,16 +196,35 @@ def _warn_of_readers(key: Path) -> None:
             warn("peer key not private", path=str(key), mode=f"{mode:04o}", reason=why)
 
 
-def contexts(pem: Pem, *, whose: str) -> Tls:
+def contexts(pem: Pem, *, whose: str, remedy: str = _REMEDY) -> Tls:
     """Contexts that show the certificate and demand one. Raises UsageError that names `whose`."""
     try:
-        return Tls(
+        tls = Tls(
             server=_filled(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), pem),
             client=_filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), pem),
+            member=_filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), pem),
             identity=of_uris(_uris(pem.certificate), whose=whose),
+            remedy=remedy,
         )
     except (ssl.SSLError, ValueError, OSError) as error:
         raise UsageError(f"{whose}: certificate, key or authorities are no use: {error}") from error
+    for context in (tls.server, tls.member):
+        context.set_alpn_protocols([MEMBERSHIP])
+    return tls
+
+
+def explain(error: Exception, remedy: str = "") -> str:
+    """A text that says what to do. OpenSSL's words alone do not say which side is meant."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is refused here: {error.verify_message}; {remedy}"
+    if not isinstance(error, ssl.SSLError):
+        number = getattr(error, "errno", None) or 0  # those of names are negative
+        text = os.strerror(number) if number > 0 else getattr(error, "strerror", None)
+        return text or str(error) or type(error).__name__
+    reason = (error.reason or str(error)).replace("_", " ").lower()
+    if "alert" in reason:
+        return f"our certificate is refused there: TLS {reason}; {remedy}"
+    return f"TLS: {reason}"
 
 
 def _filled(context: ssl.SSLContext, pem: Pem) -> ssl.SSLContext:
@@ -238,6 +269,7 @@ def _uris(certificate: bytes) -> list[str]:
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0, connect=5.0)
 _RETRY_S = (1.0, 60.0)
 _DUE = 2 / 3
+_ISSUED_REMEDY = "both sides must have certificates of the same operator; check the clocks"
 _LARGEST_BYTES = 1 << 20
 
 
@@ -274,7 +306,7 @@ class IssuedCredentials:
             issued = await self._ask(request)
             certificate, authorities = issued.certificate.encode(), issued.authorities.encode()
             pem = Pem(certificate=certificate, key=key, authorities=authorities)
-            self._tls = contexts(pem, whose=self._address())
+            self._tls = contexts(pem, whose=self._address(), remedy=_ISSUED_REMEDY)
             due_s = _due_s(certificate)
         except (KeepstepError, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             reason = str(error) or type(error).__name__

@@ -1,0 +1,164 @@
+"""The leader's side of its members' connections.
+
+The peers' server shakes hands on a thread, checks the certificate, and hands the connection over to
+the event loop: 2,048 members cost no 2,048 threads. Members do not count among its 128 peers; there
+are at most two for each node rank of the run. Two only while it is not known which of them is the
+place's sidecar: the old one may be lost, or there may be two pods with one node rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from keepstep_sidecar.log import Seldom
+from keepstep_sidecar.tiers.peer.frames import LIMITS, Frames, Kind, Limits
+from keepstep_sidecar.tiers.peer.tls import Identity, explain
+
+HELLO_BYTES: Final = 16
+_MOST_NODES: Final = 4096
+_MOST_OF_A_NODE: Final = 2
+
+_complain = Seldom()
+
+
+class Member:
+    """One connection of a member, that of the sidecar at `address`."""
+
+    def __init__(self, hub: Hub, secure: ssl.SSLSocket, identity: Identity, address: str) -> None:
+        self.identity, self.address = identity, address
+        self.sidecar = b""
+        self._hub = hub
+        self._frames = Frames(
+            secure,
+            take=self._take,
+            ended=lambda reason: hub.leave(self, reason),
+            explain=explain,
+            limits=hub.limits,
+        )
+
+    def __str__(self) -> str:
+        return f"node rank {self.node_rank} ({self.address})"
+
+    @property
+    def node_rank(self) -> int:
+        """As its certificate says."""
+        return self.identity.node_rank
+
+    @property
+    def quiet_s(self) -> float:
+        """For how long nothing was heard. Beyond `Limits.keep_alive_s` it is likely lost."""
+        return self._frames.quiet_s
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame, in place of one that still waits. Never blocks, and never raises."""
+        self._frames.send(frame)
+
+    def refuse(self, reason: str) -> None:
+        """Tell the member why, then close its connection. Nothing is taken from it any more."""
+        self._frames.refuse(reason)
+
+    def close(self, reason: str) -> None:
+        """Close the connection at once."""
+        self._frames.close(reason)
+
+    def _take(self, kind: Kind, body: bytes) -> None:
+        if kind is Kind.HELLO and not self.sidecar and len(body) == HELLO_BYTES:
+            self.sidecar = body
+            self._hub.enter(self)
+        elif kind is not Kind.MESSAGE or not self.sidecar:
+            self.refuse("a member says hello once, before all else")
+        elif body:
+            self._hub.take(self, body)
+
+
+class Hub:
+    """All members of a run, on the event loop on which it is made.
+
+    `take(member, frame)`: a member has sent a frame. `gone(member)`: its connection has ended;
+    called once for each member that was connected, also after `Member.refuse`. A new connection
+    replaces an earlier one of the same sidecar, or one that has missed a sign of life. Otherwise
+    the user has two members of one node rank, and decides which to refuse.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[Member, bytes], None],
+        gone: Callable[[Member], None],
+        *,
+        nodes: int = _MOST_NODES,
+        limits: Limits = LIMITS,
+    ) -> None:
+        """`nodes`: how many the run has, at most."""
+        self.take, self.limits = take, limits
+        self._gone = gone
+        self._nodes = nodes
+        self._loop = asyncio.get_running_loop()
+        self._arriving: dict[int, Member] = {}
+        self._members: dict[int, list[Member]] = {}
+        self._closed = False
+
+    def __iter__(self) -> Iterator[Member]:
+        """All that are connected."""
+        for members in list(self._members.values()):
+            yield from list(members)
+
+    def join(self, secure: ssl.SSLSocket, identity: Identity, address: str) -> None:
+        """Take over the connection of a pod of this run; from any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._arrive, secure, identity, address)
+        except RuntimeError:  # the loop is closed
+            secure.close()
+
+    def close(self) -> None:
+        """Close all connections, and take no others."""
+        self._closed = True
+        for member in (*self._arriving.values(), *self):
+            member.close("the leader ends")
+
+    # --- members come and go -----------------------------------------------------------------
+
+    def _arrive(self, secure: ssl.SSLSocket, identity: Identity, address: str) -> None:
+        if self._closed:
+            return secure.close()
+        member = Member(self, secure, identity, address)
+        if identity.node_rank >= self._nodes:
+            return member.refuse(f"the run has {self._nodes} nodes at most")
+        before = self._arriving.get(identity.node_rank)
+        if before is not None:
+            before.close("another connection came before it said hello")
+        self._arriving[identity.node_rank] = member
+        return None
+
+    def enter(self, member: Member) -> None:
+        """It has said hello."""
+        rank = member.node_rank
+        if self._arriving.get(rank) is member:
+            del self._arriving[rank]
+        for other in list(self._members.get(rank, ())):
+            if other.sidecar == member.sidecar or other.quiet_s > 1.5 * self.limits.keep_alive_s:
+                reason = "the member has connected again"
+                self.leave(other, reason)
+                other.close(reason)
+        members = self._members.setdefault(rank, [])
+        if len(members) >= _MOST_OF_A_NODE:
+            where = " and ".join(one.address for one in members)
+            return member.refuse(f"sidecars at {where} have the same node rank, {rank}")
+        members.append(member)
+        member.send(b"")
+        return None
+
+    def leave(self, member: Member, reason: str) -> None:
+        """Its connection has ended."""
+        rank = member.node_rank
+        if self._arriving.get(rank) is member:
+            del self._arriving[rank]
+        members = self._members.get(rank, [])
+        if member in members:
+            members.remove(member)
+            if not members:
+                del self._members[rank]
+            _complain("member lost", member=str(member), reason=reason)
+            self._gone(member)

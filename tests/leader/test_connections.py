@@ -1,0 +1,304 @@
+"""Members are connected to their leader, and again after each loss; frames keep their order."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+
+import psutil
+
+from keepstep_sidecar.leader.hub import Member
+from keepstep_sidecar.tiers.peer.frames import Kind, Limits
+from tests.harness import free_port, until
+from tests.leader.runs import QUICK, Leader, Linked, credentials, leading, running
+from tests.leader.wire import Proxy, Raw
+
+
+async def test_frames_arrive_in_order_and_answers_come_back() -> None:
+    async with leading() as leader:
+        one = Linked(leader.address)
+        assert not one.link.send(b"too early")
+        async with running(one):
+            await until(lambda: one.link.connected)
+            assert one.link.reason == ""
+            for number in range(50):
+                assert one.link.send(b"%d" % number)
+                await until(lambda: len(leader.frames) == number + 1)  # noqa: B023
+            await until(lambda: len(one.frames) == 50)
+    assert leader.bodies() == [b"%d" % number for number in range(50)]
+    assert one.frames == [b"re: %d" % number for number in range(50)]
+    ((member, _), *_) = leader.frames
+    assert (member.node_rank, member.identity.run) == (1, "gpt")
+    assert member.address.startswith("127.0.0.1:")
+
+
+async def test_a_member_connects_again_soon_after_the_leader_is_back() -> None:
+    port = free_port()
+    async with leading(port=port) as first:
+        one = Linked(first.address)
+        task = running(one)
+        await task.__aenter__()
+        await until(lambda: one.link.connected)
+    await until(lambda: not one.link.connected and "Connection refused" in one.link.reason)
+    assert f"the leader at 127.0.0.1:{port}" in one.link.reason
+    await asyncio.sleep(3.0)  # the pauses between attempts have grown
+    async with leading(port=port) as second:
+        begin = time.monotonic()
+        await until(lambda: one.link.connected)
+        assert time.monotonic() - begin < 5.0
+        one.link.send(b"everything")
+        await until(lambda: second.bodies() == [b"everything"])
+        await task.__aexit__(None, None, None)
+    assert [connected for connected, _ in one.changes].count(True) == 2
+
+
+async def test_a_connection_that_is_reset_is_made_again_and_the_hub_knows_one_member() -> None:
+    async with leading() as leader:
+        proxy = Proxy(leader.address)
+        async with proxy.running() as address:
+            one = Linked(address)
+            async with running(one):
+                for times in range(1, 4):
+                    await until(lambda: one.link.connected)
+                    one.link.send(b"%d" % times)
+                    await until(lambda: len(leader.frames) == times)  # noqa: B023
+                    proxy.cut()
+                    await until(lambda: len(leader.lost) == times)  # noqa: B023
+                await until(lambda: one.link.connected)
+                (member,) = leader.hub
+                assert member not in leader.lost
+
+
+async def test_a_newer_frame_replaces_one_that_was_not_sent_and_memory_is_bounded() -> None:
+    async with leading() as leader:
+        leader.answers = False
+        with await asyncio.to_thread(Raw, leader.address) as slow:
+            (member,) = await until(lambda: list(leader.hub))
+            before = psutil.Process().memory_info().rss
+            for number in range(300):
+                member.send(b"%03d" % number + bytes(1 << 20))
+            assert psutil.Process().memory_info().rss - before < 32 << 20
+
+            def read() -> list[bytes]:
+                found: list[bytes] = []
+                while found[-1:] != [b"299"]:
+                    frame = slow.read()
+                    assert frame is not None
+                    if frame[1]:
+                        found.append(frame[1][:3])
+                return found
+
+            found = await asyncio.to_thread(read)
+    assert found == sorted(found)
+    assert len(found) < 10, "what waits is replaced"
+
+
+async def test_a_member_that_does_not_read_is_let_go_and_others_do_not_wait_for_it() -> None:
+    async with leading() as leader:
+        with await asyncio.to_thread(Raw, leader.address) as slow:
+            (member,) = await until(lambda: list(leader.hub))
+            quick = Linked(leader.address, node_rank=2)
+            async with running(quick):
+                await until(lambda: quick.link.connected)
+                member.send(bytes(8 << 20))
+                while not leader.lost:
+                    await asyncio.to_thread(slow.send, b"alive")  # it sends, but does not read
+                    quick.link.send(b"more")
+                    await asyncio.sleep(0.05)
+                assert leader.lost == [member]
+                assert leader.bodies(2)
+                assert quick.link.connected
+
+
+async def test_silence_ends_the_connection_on_both_sides() -> None:
+    async with leading() as leader:
+        proxy = Proxy(leader.address)
+        async with proxy.running() as address:
+            one = Linked(address)
+            async with running(one):
+                await until(lambda: one.link.connected)
+                await asyncio.sleep(2 * QUICK.silence_s)
+                assert one.link.connected, "both sides say that they are there"
+                assert [connected for connected, _ in one.changes] == [True]
+                proxy.drops = True
+                begin = time.monotonic()
+                await until(lambda: leader.lost and not one.link.connected)
+                assert time.monotonic() - begin < 2 * QUICK.silence_s
+                assert "silent for 1 s" in one.link.reason
+                proxy.drops = False
+                await until(lambda: one.link.connected)
+
+
+async def test_a_frame_that_is_too_long_is_refused_with_the_reason() -> None:
+    limits = Limits(largest_bytes=1000)
+    async with leading(limits=limits) as leader:
+        one = Linked(leader.address)
+        async with running(one):
+            await until(lambda: one.link.connected)
+            one.link.send(bytes(1001))
+            await until(lambda: "1001 bytes; 1000 bytes are the most" in one.link.reason)
+            await until(lambda: leader.lost)
+            await until(lambda: one.link.connected)
+            one.link.send(bytes(1000))
+            await until(lambda: leader.bodies() == [bytes(1000)])
+
+
+async def test_a_frame_of_the_largest_size_passes_both_ways() -> None:
+    async with leading() as leader:
+        one = Linked(leader.address)
+        async with running(one):
+            await until(lambda: one.link.connected)
+            body = bytes(range(256)) * (8 << 12)
+            one.link.send(body)
+            await until(lambda: leader.bodies() == [body])
+            leader.frames[0][0].send(body)
+            await until(lambda: body in one.frames)
+
+
+async def test_a_frame_that_is_sent_too_slowly_is_refused_with_the_reason() -> None:
+    async with leading() as leader:
+        with await asyncio.to_thread(Raw, leader.address) as slow:
+
+            def trickle() -> str:
+                slow.secure.sendall(b"\0\0\0\x10\0")
+                slow.secure.settimeout(0.1)
+                while True:
+                    slow.secure.sendall(b"x")
+                    try:
+                        return slow.refusal()
+                    except TimeoutError:
+                        continue
+
+            assert await asyncio.to_thread(trickle) == "a frame was not sent within 1 s"
+        await until(lambda: leader.lost)
+        assert leader.frames == []
+
+
+async def test_a_member_that_is_killed_in_the_midst_of_a_frame_is_gone_and_nothing_is_taken() -> (
+    None
+):
+    async with leading() as leader:
+        with await asyncio.to_thread(Raw, leader.address) as killed:
+            killed.secure.sendall(b"\0\0\0\x10\0half of it")
+            (member,) = await until(lambda: list(leader.hub))
+        await until(lambda: leader.lost == [member])
+        assert leader.frames == []
+
+
+async def test_300_members_cost_no_threads_and_little_memory() -> None:
+    async with leading(limits=Limits()) as leader:
+        threads = threading.active_count()
+        every = [
+            Linked(leader.address, node_rank=rank, limits=Limits(), connect_s=10.0)
+            for rank in range(1, 301)
+        ]
+        gc.collect()
+        before = psutil.Process().memory_info().rss
+        async with running(*every):
+            await until(lambda: all(one.link.connected for one in every))
+            for one in every:
+                one.link.send(b"x" * 1000)
+            await until(lambda: len(leader.frames) == 300)
+            await until(lambda: threading.active_count() <= threads)
+            grown = psutil.Process().memory_info().rss - before
+            assert len(list(leader.hub)) == 300
+            assert grown < 300 * (256 << 10), "both ends of each connection"
+        await until(lambda: len(leader.lost) == 300)
+
+
+# --- one node rank, several sidecars -------------------------------------------------------------
+
+
+async def test_the_same_sidecar_replaces_its_connection_and_another_one_is_passed_on() -> None:
+    async with leading(limits=Limits()) as leader:
+
+        async def connected(sidecar: bytes, count: int) -> Raw:
+            raw = await asyncio.to_thread(Raw, leader.address, sidecar=sidecar)
+            await asyncio.to_thread(raw.read)
+            assert len(list(leader.hub)) == count
+            return raw
+
+        with await connected(b"a" * 16, 1), await connected(b"a" * 16, 1) as again:
+            (member,) = leader.hub
+            assert len(leader.lost) == 1
+            with await connected(b"b" * 16, 2) as other:
+                other.send(b"other")
+                await until(lambda: leader.frames)
+                assert leader.frames[0][0] is not member
+                with await asyncio.to_thread(Raw, leader.address, sidecar=b"c" * 16) as third:
+                    assert "have the same node rank, 1" in await asyncio.to_thread(third.refusal)
+                leader.frames[0][0].refuse("node rank 1 is at another address")
+                assert await asyncio.to_thread(other.refusal) == "node rank 1 is at another address"
+            await until(lambda: len(leader.lost) == 2)
+            assert list(leader.hub) == [member]
+            again.send(b"still here")
+            await until(lambda: len(leader.frames) == 2)
+
+
+async def test_a_sidecar_that_has_missed_a_sign_of_life_is_replaced_by_another_one() -> None:
+    limits = Limits(keep_alive_s=0.2, silence_s=60.0)
+    async with leading(limits=limits) as leader:
+        with await asyncio.to_thread(Raw, leader.address, sidecar=b"a" * 16):
+            (lost,) = await until(lambda: list(leader.hub))
+            await until(lambda: lost.quiet_s > 0.3)
+            with await asyncio.to_thread(Raw, leader.address, sidecar=b"b" * 16):
+                await until(lambda: leader.lost == [lost])
+                (member,) = leader.hub
+                assert isinstance(member, Member)
+                assert member.sidecar == b"b" * 16
+
+
+async def test_a_refused_link_says_what_its_leader_said() -> None:
+    async with leading() as leader:
+        one = Linked(leader.address)
+        async with running(one):
+            (member,) = await until(lambda: list(leader.hub))
+            member.refuse("this run has a world of 8 ranks, and not of 16")
+            await until(lambda: "this run has a world of 8 ranks" in one.link.reason)
+            assert leader.lost == [member]
+
+
+async def test_a_node_rank_that_the_run_cannot_have_is_refused() -> None:
+    async with leading(nodes=4) as leader:
+        for rank, why in ((4, "the run has 4 nodes at most"), (3, "")):
+            one = Linked(leader.address, node_rank=rank)
+            async with running(one):
+                await until(lambda: one.link.connected or (why and why in one.link.reason))  # noqa: B023
+                assert one.link.connected is not bool(why)
+
+
+async def test_who_does_not_keep_to_the_order_of_frames_is_refused() -> None:
+    async with leading() as leader:
+        with await asyncio.to_thread(Raw, leader.address, sidecar=None) as raw:
+            raw.send(b"no hello")
+            assert "says hello once" in await asyncio.to_thread(raw.refusal)
+        with await asyncio.to_thread(Raw, leader.address) as raw:
+            raw.secure.sendall(bytes([Kind.HELLO]) + b"\0\0\0\x10" + b"s" * 16)
+            assert "says hello once" in await asyncio.to_thread(raw.refusal)
+        with await asyncio.to_thread(Raw, leader.address) as raw:
+            raw.secure.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert "no kind of frame: 71" in await asyncio.to_thread(raw.refusal)
+        assert leader.frames == []
+
+
+async def test_an_error_of_the_user_ends_one_connection_and_not_the_hub(
+    caplog: object,
+) -> None:
+    leader = Leader(credentials(0))
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: errors.append(told))
+    leader.hub.take = lambda member, frame: (
+        1 / 0 if frame == b"bad" else leader._take(member, frame)
+    )
+    one, other = Linked(leader.address), Linked(leader.address, node_rank=2)
+    async with running(one, other):
+        await until(lambda: one.link.connected and other.link.connected)
+        one.link.send(b"bad")
+        await until(lambda: leader.lost)
+        other.link.send(b"good")
+        await until(lambda: leader.bodies(2))
+        await until(lambda: one.link.connected)
+    await leader.close()
+    assert len(errors) == 1

@@ -1,0 +1,234 @@
+"""Who is not let in, and what each side says of it: in words for a person, within seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from keepstep.errors import StorageError, UsageError
+from keepstep_sidecar.leader.link import Link
+from keepstep_sidecar.tiers.peer.server import Server
+from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, Tls
+from tests.harness import free_port, until
+from tests.leader.runs import SECRET, Leader, Linked, credentials, leading, running
+from tests.leader.wire import Raw
+from tests.peer.authority import Authority
+
+
+async def refused(linked: Linked, *, because: str) -> None:
+    """The link says why, within ten seconds, and is never connected."""
+    async with running(linked):
+        await until(lambda: because in linked.link.reason, within_s=10.0, what=because)
+        assert linked.link.reason.startswith(f"the leader at {linked.link.address}: ")
+    assert not any(connected for connected, _ in linked.changes)
+
+
+async def refused_there(leader: Leader, *, because: str) -> None:
+    await until(lambda: because in leader.server.refusals.get("127.0.0.1", ""), within_s=10.0)
+    assert not list(leader.hub)
+    assert leader.frames == []
+
+
+@pytest.mark.parametrize("other", [{"secret": SECRET + b"!"}, {"run": "bert"}])
+async def test_another_secret_or_run_is_said_on_both_sides_and_logged_once(
+    other: dict[str, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with leading() as leader:
+        one = Linked(leader.address, credentials(1, **other))
+        same = "the secret and the run's name must be the same on all machines"
+        async with running(one):
+            await until(lambda: "is refused here" in one.link.reason, within_s=10.0)
+            assert same in one.link.reason
+            await refused_there(leader, because="our certificate is refused there")
+            assert same in leader.server.refusals["127.0.0.1"]
+            await asyncio.sleep(2.0)  # a dozen attempts
+        told = [one.message for one in caplog.records]
+        assert told.count("peer refused") == 1
+        assert told.count("leader not connected") == 1
+        async with running(now := Linked(leader.address)):
+            await until(lambda: now.link.connected)
+        assert leader.server.refusals == {}, "it is served now"
+
+
+def of(files: object) -> FileCredentials:
+    return FileCredentials(files)  # type: ignore[arg-type]
+
+
+async def test_another_run_of_the_same_authority_is_said_on_both_sides(
+    authority: Authority,
+) -> None:
+    async with leading(of(authority.files(0))) as leader:
+        other = Linked(leader.address, of(authority.files(1, run="bert")))
+        await refused(
+            other, because="there is node rank 0 of run team/gpt, and here is node rank 1"
+        )
+    # a member that does not look whom it talks to
+    async with leading(of(authority.files(0))) as leader:
+        with await asyncio.to_thread(
+            Raw, leader.address, own=of(authority.files(1, run="bert"))
+        ) as raw:
+            told = await asyncio.to_thread(raw.refusal)
+        assert told == "this is node rank 1 of run team/bert; here is another run"
+        await refused_there(leader, because="node rank 1 of run team/bert")
+
+
+async def test_a_certificate_that_only_the_leader_refuses_is_said_on_both_sides(
+    authority: Authority,
+) -> None:
+    async with leading(of(authority.files(0))) as leader:
+        expired = of(authority.files(1, ends=-timedelta(minutes=1)))
+        await refused(Linked(leader.address, expired), because="our certificate is refused there")
+        await refused_there(leader, because="its certificate is refused here: certificate has exp")
+
+
+async def test_only_node_rank_0_is_taken_for_the_leader() -> None:
+    async with leading(credentials(2)) as leader:
+        await refused(
+            Linked(leader.address), because="there is node rank 2 of run gpt, and node rank 0 leads"
+        )
+
+
+async def test_a_sidecar_that_does_not_lead_the_run_says_so() -> None:
+    server = Server("127.0.0.1:0", credentials(0), lambda _: None)  # type: ignore[arg-type, return-value]
+    server.start()
+    try:
+        await refused(
+            Linked(f"127.0.0.1:{server.port}"), because="this sidecar does not lead the run"
+        )
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+# --- where nothing answers -----------------------------------------------------------------------
+
+
+async def test_a_name_that_does_not_resolve_is_an_ordinary_failure_until_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with leading() as leader:
+        port = leader.server.port
+        one = Linked(f"leader.keepstep.invalid:{port}")
+        real = socket.getaddrinfo
+        async with running(one):
+            await until(lambda: "the name does not resolve (yet)" in one.link.reason)
+            assert f"leader.keepstep.invalid:{port}" in one.link.reason
+            monkeypatch.setattr(
+                socket, "getaddrinfo", lambda _, port, **how: real("127.0.0.1", port, **how)
+            )
+            await until(lambda: one.link.connected, within_s=5.0)
+
+
+async def test_each_attempt_takes_the_next_address_of_the_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with leading() as leader:
+        real = socket.getaddrinfo
+
+        def both(_: str, port: int, **how: int) -> object:
+            return [*real("127.0.0.9", port, **how), *real("127.0.0.1", port, **how)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", both)
+        async with running(one := Linked(f"leader:{leader.server.port}")):
+            await until(lambda: one.link.connected)
+        assert "127.0.0.9: Connection refused" in one.changes[0][1]
+
+
+@contextlib.contextmanager
+def deaf() -> Iterator[int]:
+    """A port that drops what comes, as a firewall does: its queue is full."""
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        yield full.getsockname()[1]
+
+
+async def test_a_firewall_that_drops_is_told_from_a_port_where_nothing_listens() -> None:
+    with deaf() as port:
+        await refused(
+            Linked(f"127.0.0.1:{port}", connect_s=0.5),
+            because=f"no answer of port {port} of 127.0.0.1: it is not there, or a firewall drops",
+        )
+    port = free_port()
+    await refused(
+        Linked(f"127.0.0.1:{port}"), because=f"port {port} of 127.0.0.1: Connection refused"
+    )
+
+
+async def test_a_port_that_is_not_keepsteps_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        await refused(
+            Linked(f"127.0.0.1:{port}", connect_s=0.5),
+            because="takes the connection, but no TLS: is it keepstep's? (after 0.5 s)",
+        )
+
+
+def test_an_address_without_a_port_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="is no address"):
+        Link("leader", credentials(1), take=lambda _: None, changed=lambda: None)
+
+
+async def test_a_machine_that_has_no_certificate_yet_says_so() -> None:
+    class Later(Credentials):
+        own: Credentials | None = None
+
+        def current(self) -> Tls:
+            if self.own is None:
+                raise StorageError("the operator has issued no certificate for peers")
+            return self.own.current()
+
+    async with leading() as leader:
+        later = Later()
+        async with running(one := Linked(leader.address, later)):
+            await until(lambda: "has issued no certificate" in one.link.reason)
+            later.own = credentials(1)
+            await until(lambda: one.link.connected)
+
+
+# --- strangers -----------------------------------------------------------------------------------
+
+
+async def test_strangers_who_do_not_speak_keep_no_member_out() -> None:
+    async with leading() as leader:
+        with contextlib.ExitStack() as stack:
+            for _ in range(100):
+                stack.enter_context(
+                    socket.create_connection(("127.0.0.1", leader.server.port), timeout=10)
+                )
+            begin = time.monotonic()
+            async with running(one := Linked(leader.address)):
+                await until(lambda: one.link.connected)
+            assert time.monotonic() - begin < 5.0
+
+
+async def test_a_member_that_never_says_hello_is_let_go_and_holds_one_place() -> None:
+    async with leading() as leader:
+        with contextlib.ExitStack() as stack:
+            mute = [
+                stack.enter_context(await asyncio.to_thread(Raw, leader.address, sidecar=None))
+                for _ in range(10)
+            ]
+            async with running(one := Linked(leader.address)):
+                await until(lambda: one.link.connected)
+                assert next(str(member) for member in leader.hub).startswith("node rank 1 (")
+            ends: Callable[[Raw], str] = Raw.refusal
+            for raw in mute:
+                with contextlib.suppress(OSError):
+                    assert await asyncio.to_thread(ends, raw) in ("", "silent for 1 s")
+
+
+async def test_a_closed_hub_takes_no_connection(tmp_path: Path) -> None:
+    async with leading() as leader:
+        leader.hub.close()
+        async with running(one := Linked(leader.address)):
+            await until(lambda: "the other side closed the connection" in one.link.reason)
