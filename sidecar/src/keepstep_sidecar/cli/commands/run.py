@@ -126,6 +126,10 @@ def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> Ru
             f" {config.stage_every}, and only a staged step can be made durable; for example"
             f" --persist-every {config.persist_base}"
         )
+    if config.nodes > 1:
+        from keepstep_sidecar.tiers.peer.secret import read_secret
+
+        read_secret(config.secret_file)  # rather here than in the sidecar's log
     if config.wish is None:
         return kept
     # the rollback has happened once an epoch newer than this began from its step; forks need none
