@@ -274,4 +274,6 @@ def _remote_tiers(
             credentials=None if led is None else led.credentials,
             join=None if led is None else led.join,
         )
+        if led is not None:
+            led.refused = peers.refused
     return RemoteInventory(peers=peers, archive=archive, ancestor=ancestor)

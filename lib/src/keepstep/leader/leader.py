@@ -32,6 +32,10 @@ from keepstep.wire.reports import (
     ReportReply,
 )
 
+DUPLICATE = (
+    "DuplicateNodeRank: two sidecars have node rank {}: give each machine a --node-rank of its own,"
+    " or end the one that is left over"
+)
 INTERVAL_S = 10.0
 _LEAST_GAP_S = 0.05
 
@@ -120,6 +124,11 @@ class Leader:
         if told.pins.version > self.pins.version:
             self.pin(told.pins)
 
+    def meet(self, told: MemberReport) -> None:
+        """Another node rank 0 has come. Raises UsageError unless it is this sidecar itself."""
+        if told.life != self._life:
+            raise UsageError(DUPLICATE.format(0))
+
     def _member(self, node_rank: int, told: MemberReport) -> _Member:
         if told.nodes != self.nodes or not 0 <= node_rank < self.nodes:
             raise UsageError(
@@ -130,10 +139,7 @@ class Leader:
         if known is not None and known.life == told.life:
             return known
         if known is not None and known.connected:
-            raise UsageError(
-                f"DuplicateNodeRank: two sidecars have node rank {node_rank}: give each machine a"
-                " --node-rank of its own, or end the one that is left over"
-            )
+            raise UsageError(DUPLICATE.format(node_rank))
         return _Member(life=told.life, order=0)
 
     def _believed(self, node_rank: int, report: Report) -> tuple[ReportedRank, ...]:

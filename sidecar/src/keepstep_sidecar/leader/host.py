@@ -59,6 +59,9 @@ class Host:
         """A frame of a member."""
         try:
             told = _decode(frame)
+            if member.node_rank == OWN:
+                self.leader.meet(told)  # this sidecar itself, which looks who is at its address
+                return
             report = told.report
             address = _reachable(report.peer_address, member.address)
             told = replace(told, report=replace(report, peer_address=address))

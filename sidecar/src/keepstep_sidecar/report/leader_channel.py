@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -29,6 +30,7 @@ class _Channel:
 
     def __init__(
         self,
+        link: Link,
         *,
         life: str,
         nodes: int,
@@ -36,6 +38,8 @@ class _Channel:
         epoch: Callable[[], EpochId | None],
         pins: Pins,
     ) -> None:
+        self._link = link
+        self._running: asyncio.Task[None] | None = None
         self._life, self._nodes = life, nodes
         self._changes, self._epoch = changes, epoch
         self.pins = pins
@@ -44,6 +48,15 @@ class _Channel:
         self._closing = False
         self._peers: tuple[Peer, ...] = ()
         self._peers_version = ""
+
+    async def __aenter__(self) -> _Channel:
+        self._running = asyncio.create_task(self._link.run(), name="leader")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
 
     @property
     def asked(self) -> bool:
@@ -84,25 +97,30 @@ class _Channel:
 
 
 class OwnChannel(_Channel):
-    """The leader is in this process."""
+    """The leader is in this process. The link finds out whether another one is at its address."""
 
     address = "this sidecar"
 
-    def __init__(self, host: Host, **options: object) -> None:
-        super().__init__(**options)  # type: ignore[arg-type]
+    def __init__(self, host: Host, link: Link, **options: Any) -> None:
+        super().__init__(link, **options)
         self._host = host
         host.own = self.push
 
-    async def __aenter__(self) -> OwnChannel:
-        return self
-
     async def __aexit__(self, *_: object) -> None:
         await self._host.finish(timeout_s=_LAST_WORD_S)
+        await super().__aexit__()
+        self._host.close()
+
+    def take(self, frame: bytes) -> None:
+        """A frame of another leader: this one does not answer itself."""
 
     async def exchange(self, report: Report) -> ReportReply:
         """See `reporter.Channel`."""
+        told = self._frame(report)
+        short = Report(sidecar=report.sidecar, started_at=report.started_at, sequence=0)
+        self._link.send(msgspec.json.encode(replace(told, report=short)))
         try:
-            return self._taken(self._host.take_own(self._frame(report)))
+            return self._taken(self._host.take_own(told))
         except UsageError as error:
             raise ReportFailed("refused", str(error)) from error
 
@@ -110,20 +128,9 @@ class OwnChannel(_Channel):
 class LinkChannel(_Channel):
     """The leader is elsewhere."""
 
-    def __init__(self, link: Link, **options: object) -> None:
-        super().__init__(**options)  # type: ignore[arg-type]
+    def __init__(self, link: Link, **options: Any) -> None:
+        super().__init__(link, **options)
         self.address = link.address
-        self._link = link
-        self._running: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> LinkChannel:
-        self._running = asyncio.create_task(self._link.run(), name="leader")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait({self._running})
 
     def take(self, frame: bytes) -> None:
         """A frame of the leader."""

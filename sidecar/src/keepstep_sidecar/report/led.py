@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
-from keepstep.leader.leader import Leader
+from keepstep.leader.leader import DUPLICATE, Leader
 from keepstep.steps import EpochId, Tier
 from keepstep.wire.reports import Pins
 from keepstep_sidecar.concurrency import Changes
@@ -27,6 +27,7 @@ class Led:
         secret = read_secret(config.secret_file)
         self.credentials = SecretCredentials(secret, config.run, config.node_rank)
         self.join: Join | None = None
+        self.refused: Callable[[], Iterable[str]] = tuple
         self._config, self._changes = config, changes
         self._life = os.urandom(8).hex()
         self._host: Host | None = None
@@ -57,8 +58,6 @@ class Led:
             "epoch": epoch,
             "pins": pins,
         }
-        if self._host is not None:
-            return OwnChannel(self._host, **options)
         assert self._config.leader is not None, "Config checks that"
         self._link = link = Link(
             self._config.leader,
@@ -66,13 +65,22 @@ class Led:
             take=lambda frame: channel.take(frame),
             changed=self._changes.ring,
         )
-        channel = LinkChannel(link, **options)
+        channel: OwnChannel | LinkChannel
+        if self._host is not None:
+            channel = OwnChannel(self._host, link, **options)
+        else:
+            channel = LinkChannel(link, **options)
         return channel
 
-    def warnings(self) -> Iterable[str]:
+    def warnings(self) -> Iterator[str]:
         """What keeps the machines of the run apart."""
+        yield from self.refused()
         if self._host is not None:
-            return self._host.warnings()
-        if self._link is not None and not self._link.connected:
-            return (self._link.reason,)
-        return ()
+            yield from self._host.warnings()
+        if self._link is not None and self._link.reason and self._concerns(self._link.reason):
+            yield self._link.reason
+
+    def _concerns(self, reason: str) -> bool:
+        """Whether a person has to mend it: node rank 0 need not find itself at --leader, but no
+        other one may be there."""
+        return self._host is None or DUPLICATE.partition(":")[0] in reason

@@ -124,6 +124,11 @@ class PeerTier(RemoteTier):
             return wanted
         return f"{wanted.rpartition(':')[0]}:{self._server.port}"
 
+    def refused(self) -> list[str]:
+        """Which clients were refused last, and why."""
+        told = dict(self._server.refusals) if self._server is not None else {}
+        return [f"a machine at {host} was refused: {why}" for host, why in told.items()]
+
     @property
     def introduced(self) -> bool:
         """Whether all other pods are known."""
