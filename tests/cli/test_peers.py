@@ -68,6 +68,8 @@ def train(
     told: list[list[str]],
     last: int,
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    code: int = 3,
 ) -> list[str]:
     """Both machines, until the script ends; what each said."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -80,8 +82,17 @@ def train(
         words = ("run", *told[rank], "--", warm.python(), "train.py", str(last))
         started.append(one.start(*words))
     ended = [(*one.communicate(timeout=120), one.returncode) for one in started]
-    assert [code for _, _, code in ended] == [3, 3], ended
+    assert [ended_with for _, _, ended_with in ended] == [code, code], ended
     return [out.strip() for out, _, _ in ended]
+
+
+TRAIN_AND_CLOSE = (
+    TRAIN.partition("checkpointer.wait")[0]
+    + """
+checkpointer.close()
+torch.distributed.destroy_process_group()
+"""
+)
 
 
 def await_copies(machines: tuple[Keepstep, Keepstep]) -> None:
@@ -142,6 +153,19 @@ def test_what_a_machine_lacks_is_exported_from_its_copies_and_from_peers(
     assert "those of rank 1 are not on this machine's volumes" in " ".join(said_now.split())
     assert f"away: 127.0.0.1:{ports[1]}" in said_now
     assert not (here.home / "none").exists()
+
+
+@pytest.mark.timeout(120)
+def test_two_machines_end_with_their_last_step_committed_on_both(
+    machines: tuple[Keepstep, Keepstep], secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports = [free_port(), free_port()]
+    for one in machines:
+        one.script("train.py", TRAIN_AND_CLOSE)
+    train(machines, [options(secret, rank, ports) for rank in (0, 1)], 30, monkeypatch, code=0)
+    for one in machines:
+        assert one.sidecars() == []
+        assert list((one.directory / "train").glob("0*-000000029")), "where readers see it"
 
 
 def test_machines_without_a_secret_are_refused_before_anything_starts(
