@@ -94,6 +94,7 @@ async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make) -> N
         file.seek(-10, 2)
         file.write(b"x")
     again = node(1)
+    again.knows()
     async with running(again):
         assert (await again.remote_tier.look()).answer is Answer.NONE
     assert [one.name for one in (again.root / "quarantine").iterdir()] == [
