@@ -12,7 +12,9 @@ import pytest
 from machines import Machine, Run
 from trainer import FakeTrainer
 
-from tests.harness import eventually, free_port
+from keepstep.wire.trainer import Pinned
+from keepstep_sidecar.cli import calls
+from tests.harness import SidecarProcess, eventually, free_port
 
 
 @pytest.fixture
@@ -158,3 +160,50 @@ def test_commits_go_on_within_seconds_after_a_sidecar_was_killed(
     assert time.monotonic() - began < 5
     for one in two.machines:
         eventually(lambda one=one: one.steps() == {2}, what="older steps go again")
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_pinned_step_stays_on_all_machines_over_restarts_until_it_is_unpinned(
+    run: Callable[[int], Run], at: int
+) -> None:
+    options = ("--persist-every", "1", "--keep", "1")
+    two = run(2).start(*options)
+    pinned = two.reach(1)
+    told = calls.pin(two.machines[at].socket, pinned, pinned=True)
+    assert told is not None
+    assert told.steps == (pinned,)
+    two.reach(2)
+    newest = two.reach(3)
+    for one in two.machines:
+        eventually(lambda one=one: one.steps() == {1, 3}, what="it stays on all machines")
+    two.disconnect()
+    for one in two.machines:
+        one.kill()
+    two.start_sidecars(*options)
+    two.come_back()
+    assert two.restore() == newest
+    two.reach(4)
+    for one in two.machines:
+        eventually(lambda one=one: one.steps() == {1, 4}, what="it stays after a restart")
+    assert calls.pin(two.machines[1 - at].socket, pinned, pinned=False) == Pinned()
+    for one in two.machines:
+        eventually(lambda one=one: one.steps() == {4}, what="it goes when it is unpinned")
+
+
+def test_a_step_that_is_pinned_on_the_only_machine_stays(
+    sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer]
+) -> None:
+    options = ("--persist-every", "1", "--keep", "1")
+    sidecar = sidecars().start(*options)
+    trainer = trainers(sidecar.socket).begin_run()
+    ids = [trainer.stage(step) for step in range(2)]
+    assert trainer.wait(ids[1], "committed").reached
+    assert calls.pin(sidecar.socket, ids[1], pinned=True) == Pinned(steps=(ids[1],))
+    for step in (2, 3):
+        assert trainer.wait(trainer.stage(step), "committed").reached
+    eventually(lambda: sidecar.published() == [1, 3], what="the pinned step stays")
+    sidecar.kill()
+    sidecar.start(*options)
+    eventually(lambda: sidecar.published() == [1, 3], what="also after a restart")
+    calls.pin(sidecar.socket, ids[1], pinned=False)
+    eventually(lambda: sidecar.published() == [3], what="it goes when it is unpinned")

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from keepstep.core.schedule import Grid, Pacing
 from keepstep.errors import ImageError, StorageError, UsageError
 from keepstep.steps import Epoch
-from keepstep.wire.reports import Pins
 from keepstep_sidecar import connections, log
+from keepstep_sidecar.api.pinning import Pinning
 from keepstep_sidecar.api.restoring import Restoring
 from keepstep_sidecar.api.saving import Saving, StepWaits
 from keepstep_sidecar.api.server import listen
@@ -190,14 +190,18 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         saving=saving,
         restoring=Restoring(saving, remote_tiers, operator),
         step_waits=StepWaits(saving, remote_tiers),
+        pinning=Pinning(
+            committer,
+            changes,
+            share=None if led is None else led.pin,
+            operator=config.reporting is not None,
+        ),
         history_file=history_file,
         run_warnings=lambda: () if led is None else led.warnings(),
     )
     channel: Channel
     if led is not None:
-        channel = led.channel(
-            Pins(steps=tuple(volumes.record.pinned)), lambda: committer.node.ledger.lineage.current
-        )
+        channel = led.channel(volumes.record.pinned, lambda: committer.node.ledger.lineage.current)
     elif config.reporting is not None and trust is not None:
         channel = OperatorChannel(config.reporting, trust)
     else:

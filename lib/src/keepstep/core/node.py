@@ -596,7 +596,7 @@ class Node:
         """
         view = self.operator_view
         if not view.managed:
-            return sorted({*self._retired, *self._never_whole(here)})
+            return sorted({*self._retired, *self._never_whole(here)} - view.word.pinned)
         grown, self._grown = self._grown, False
         if view.silent(now):
             live = self._live(here) if grown else ()

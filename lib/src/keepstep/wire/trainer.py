@@ -448,6 +448,20 @@ class OwnerRequest(Message):
     pid: int
 
 
+class PinRequest(Message):
+    """POST /v1/pin: this step stays until it is unpinned (`pinned` false), on the volumes of all
+    machines and in the archive."""
+
+    id: StepId
+    pinned: bool = True
+
+
+class Pinned(Message):
+    """All pinned steps, oldest first."""
+
+    steps: tuple[StepId, ...] = ()
+
+
 class Problem(Message):
     """Body of every response that is not 200. `code` is stable; `message` says what to do."""
 

@@ -77,6 +77,7 @@ def application(service: Service, tasks: Tasks) -> web.Application:
             _post("/v1/wait", service.step_waits.wait),
             _post("/v1/flush", service.flush),
             _post("/v1/owner", service.own),
+            _post("/v1/pin", service.pinning.pin),
             _post("/v1/stop", service.stop),
             web.get("/v1/status", routes.status),
             web.get("/v1/history", routes.history),

@@ -24,6 +24,7 @@ from keepstep.wire.trainer import (
     StopRequest,
     UnseenRequest,
 )
+from keepstep_sidecar.api.pinning import Pinning
 from keepstep_sidecar.api.restoring import Restoring
 from keepstep_sidecar.api.saving import Saving, StepWaits
 from keepstep_sidecar.commit.operator_link import OperatorLink
@@ -71,6 +72,7 @@ class Service:
     saving: Saving
     restoring: Restoring
     step_waits: StepWaits
+    pinning: Pinning
     history_file: HistoryFile
     run_warnings: Callable[[], Iterable[str]] = tuple
     started_at: float = field(default_factory=time.time)

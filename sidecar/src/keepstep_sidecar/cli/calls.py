@@ -11,8 +11,16 @@ from typing import Any, TypeVar
 
 from keepstep.client.session import Client
 from keepstep.errors import SidecarAbsent
+from keepstep.steps import StepId
 from keepstep.wire.status import History, Status
-from keepstep.wire.trainer import Flushed, FlushRequest, OwnerRequest, StopRequest
+from keepstep.wire.trainer import (
+    Flushed,
+    FlushRequest,
+    OwnerRequest,
+    Pinned,
+    PinRequest,
+    StopRequest,
+)
 
 T = TypeVar("T")
 
@@ -45,6 +53,11 @@ def flush(path: Path, *, timeout_s: float) -> Flushed | None:
 def own(path: Path, pid: int) -> None:
     """Tell the sidecar not to end by itself while process `pid` lives. Raises SidecarError."""
     _call(path, "/v1/owner", OwnerRequest(pid=pid), dict)
+
+
+def pin(path: Path, id: StepId, *, pinned: bool) -> Pinned | None:
+    """Pin or unpin a step; None when no process listens. Raises SidecarError."""
+    return _call(path, "/v1/pin", PinRequest(id=id, pinned=pinned), Pinned)
 
 
 def stop(path: Path, *, forget: bool, timeout_s: float, drain: bool = True) -> bool:

@@ -12,7 +12,7 @@ from keepstep_sidecar.cli.commands.inspect import inspect_file
 from keepstep_sidecar.cli.commands.run import run, start, stop
 from keepstep_sidecar.cli.commands.secret import secret
 from keepstep_sidecar.cli.commands.status import status
-from keepstep_sidecar.cli.commands.steps import rm, steps, verify
+from keepstep_sidecar.cli.commands.steps import pin, rm, steps, unpin, verify
 from keepstep_sidecar.cli.commands.ui import ui
 from keepstep_sidecar.cli.options import Group
 
@@ -38,6 +38,6 @@ def cli() -> None:
 
 for _command in (
     *(run, start, status, steps, ui, verify, inspect_file, archive, export, doctor, rm, stop),
-    secret,
+    *(pin, unpin, secret),
 ):
     cli.add_command(_command)

@@ -438,6 +438,14 @@ class Committer:
         if before != (view.commit, view.word.plan):
             self._changes.ring()
 
+    async def pin(self, pinned: frozenset[StepId]) -> None:
+        """From now on these steps are pinned, where this machine is alone. Raises StorageError."""
+        view = self.node.operator_view
+        await self.local_shards.change_record(lambda record: replace(record, pinned=pinned))
+        view.remember(replace(view.word, pinned=pinned))
+        await self.refresh()
+        self._changes.ring()
+
     # --- epochs ------------------------------------------------------------------------------
 
     async def start_epoch(self, epoch: Epoch, *, asked: int | None = None) -> None:

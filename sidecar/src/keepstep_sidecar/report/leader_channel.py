@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from keepstep.errors import UsageError
-from keepstep.steps import EpochId
+from keepstep.steps import EpochId, StepId
 from keepstep.wire.reports import LeaderReply, MemberReport, Peer, Pins, Report, ReportReply
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leader.host import Host
@@ -45,7 +45,7 @@ class _Channel:
         self.pins = pins
         self._news: LeaderReply | None = None
         self._heard = 0
-        self._closing = False
+        self._closing = self._pinned = False
         self._peers: tuple[Peer, ...] = ()
         self._peers_version = ""
 
@@ -60,8 +60,15 @@ class _Channel:
 
     @property
     def asked(self) -> bool:
-        """A leader that ends waits until it knows that its last reply was acted on."""
-        return self._closing
+        """A leader that ends waits until it knows that its last reply was acted on, and a person
+        waits until it knows the pins."""
+        return self._closing or self._pinned
+
+    def pin(self, pinned: Collection[StepId]) -> None:
+        """From now on these steps are pinned, once the leader has said so."""
+        self.pins = Pins(version=self.pins.version + 1, steps=tuple(sorted(pinned)))
+        self._pinned = True
+        self._changes.ring()
 
     def pushed(self) -> ReportReply | None:
         news, self._news = self._news, None
@@ -73,7 +80,7 @@ class _Channel:
         self._changes.ring()
 
     def _frame(self, report: Report) -> MemberReport:
-        self._closing = False
+        self._closing = self._pinned = False
         return MemberReport(
             life=self._life,
             nodes=self._nodes,
@@ -85,7 +92,7 @@ class _Channel:
     def _taken(self, told: LeaderReply) -> ReportReply:
         """What it says, with the list of peers also where that did not change."""
         self._heard, self._closing = told.number, told.closing
-        if told.pins.version > self.pins.version:
+        if told.pins.version >= self.pins.version:
             self.pins = told.pins
         reply, epoch = told.reply, self._epoch()
         if reply.peers_version == self._peers_version:

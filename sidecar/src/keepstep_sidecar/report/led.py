@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from keepstep.leader.leader import DUPLICATE, Leader
-from keepstep.steps import EpochId, Tier
+from keepstep.steps import EpochId, StepId, Tier
 from keepstep.wire.reports import Pins
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Config
@@ -32,6 +32,7 @@ class Led:
         self._life = os.urandom(8).hex()
         self._host: Host | None = None
         self._link: Link | None = None
+        self._channel: OwnChannel | LinkChannel | None = None
         if config.node_rank == OWN:
             self._host = Host(self._leader(), changes)
             hub = Hub(self._host.take, self._host.gone, nodes=config.nodes)
@@ -49,14 +50,15 @@ class Led:
             replicas=config.peer_replicas,
         )
 
-    def channel(self, pins: Pins, epoch: Callable[[], EpochId | None]) -> Channel:
-        """How this machine reports. `pins`: those on record here. `epoch`: see `leader_channel`."""
+    def channel(self, pinned: Collection[StepId], epoch: Callable[[], EpochId | None]) -> Channel:
+        """How this machine reports. `pinned`: the steps on record here. `epoch`: see
+        `leader_channel`."""
         options = {
             "life": self._life,
             "nodes": self._config.nodes,
             "changes": self._changes,
             "epoch": epoch,
-            "pins": pins,
+            "pins": Pins(version=1, steps=tuple(sorted(pinned))) if pinned else Pins(),
         }
         assert self._config.leader is not None, "Config checks that"
         self._link = link = Link(
@@ -70,7 +72,13 @@ class Led:
             channel = OwnChannel(self._host, link, **options)
         else:
             channel = LinkChannel(link, **options)
+        self._channel = channel
         return channel
+
+    def pin(self, pinned: Collection[StepId]) -> None:
+        """From now on these steps are pinned, on all machines."""
+        if self._channel is not None:
+            self._channel.pin(pinned)
 
     def warnings(self) -> Iterator[str]:
         """What keeps the machines of the run apart."""

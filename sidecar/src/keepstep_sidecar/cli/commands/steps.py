@@ -13,7 +13,7 @@ import click
 
 from keepstep.errors import DigestError, ImageError, UsageError, VersionError
 from keepstep.steps import IN_POD, NEAREST_FIRST
-from keepstep_sidecar.cli import inventory, launcher, output, run_dir
+from keepstep_sidecar.cli import calls, inventory, launcher, output, run_dir
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.settings import format_duration, format_size
@@ -215,3 +215,49 @@ def rm(
     else:
         names = ", ".join(str(one.id) for one in doomed)
         output.echo(f"removed {names} from {where}: {format_size(freed_bytes)}")
+
+
+# --- pin and unpin ---------------------------------------------------------------------------
+
+
+@click.command()
+@which_run
+@json_option
+@click.argument("word", metavar="STEP")
+def pin(directory: Path, run: str | None, as_json: bool, word: str) -> None:
+    """Keep a step until it is unpinned: on the volumes of all machines, and in the archive.
+
+    STEP is a number, or a full name as in `keepstep steps`. The run's sidecar must be there.
+
+    \b
+    Examples:
+      keepstep pin 1200
+      keepstep pin --run gpt 0003.1f9c2d7a-000001200
+    """
+    _pin(directory, run, word, as_json=as_json, pinned=True)
+
+
+@click.command()
+@which_run
+@json_option
+@click.argument("word", metavar="STEP")
+def unpin(directory: Path, run: str | None, as_json: bool, word: str) -> None:
+    """Let a pinned step go when its turn comes.
+
+    \b
+    Example:
+      keepstep unpin 1200
+    """
+    _pin(directory, run, word, as_json=as_json, pinned=False)
+
+
+def _pin(directory: Path, run: str | None, word: str, *, as_json: bool, pinned: bool) -> None:
+    kept = run_dir.find(directory, run)
+    (step,) = inventory.chosen(inventory.read(kept).steps, (word,))
+    told = calls.pin(kept.socket, step.id, pinned=pinned)
+    if told is None:
+        raise UsageError(f"run {kept.run!r} has no sidecar now; pin its steps while it runs")
+    if as_json:
+        output.print_json({"pinned": list(told.steps)})
+    else:
+        output.echo(f"pinned: {', '.join(map(str, told.steps)) or 'no step'}")

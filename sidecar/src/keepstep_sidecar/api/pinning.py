@@ -1,0 +1,45 @@
+"""Steps that a person has pinned: they stay on the volumes and in the archive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from keepstep.steps import StepId
+from keepstep.wire.trainer import Pinned, PinRequest
+from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.errors import refuse
+
+_SHARED_S = 8.0
+"""How long the leader may take to say that it has the pins."""
+
+
+@dataclass(eq=False)
+class Pinning:
+    """`share`: hands the pins to the run's leader; None where this machine is alone. `operator`: an
+    operator says what is pinned."""
+
+    committer: Committer
+    changes: Changes
+    share: Callable[[frozenset[StepId]], None] | None
+    operator: bool
+
+    async def pin(self, request: PinRequest) -> Pinned:
+        """Pin or unpin a step. Raises SidecarError `pins`."""
+        node, id = self.committer.node, request.id
+        if self.operator:
+            raise refuse("pins", "the operator says what is pinned: spec.pins of the CheckpointRun")
+        known = {*self.committer.local_shards.shards, *self.committer.remotes.ids}
+        if request.pinned and id not in known:
+            raise refuse("pins", f"step {id} is not here, and in no archive")
+        now = node.heard.pinned | {id} if request.pinned else node.heard.pinned - {id}
+        if self.share is None:
+            await self.committer.pin(now)
+        else:
+            self.share(now)
+            shared = await self.changes.until(lambda: node.heard.pinned == now, timeout_s=_SHARED_S)
+            if not shared:
+                raise refuse("pins", "the leader of the run does not answer; try again")
+            await self.committer.notes.take(at_once=True)
+        return Pinned(steps=tuple(sorted(now)))
