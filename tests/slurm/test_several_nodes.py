@@ -53,7 +53,9 @@ def job(slurm: Slurm, tmp_path: Path) -> str:
     }.items():
         assert named in script
         script = script.replace(named, here)
-    job = slurm.submit(f"export GLOO_SOCKET_IFNAME=eth0\n{script}", "--nodes=2")
+    job = slurm.submit(
+        script.replace("\nexport MASTER", "\nexport GLOO_SOCKET_IFNAME=eth0\nexport MASTER")
+    )
     eventually(lambda: "saved 40" in slurm.output(job), what=lambda: slurm.output(job))
     return job
 

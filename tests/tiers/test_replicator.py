@@ -62,6 +62,13 @@ def test_without_a_newer_step_the_older_ones_follow_oldest_first() -> None:
     assert best(after=at(8)) is None
 
 
+def test_after_an_outage_the_newest_step_comes_first_and_the_older_ones_follow() -> None:
+    ids = frozenset(map(at, (64, 65, 66)))
+    due = Due(shards=dict.fromkeys(ids, HELD), owed=ids, settled=ids)
+    assert chosen(due, ids, after=at(63), outage=True) == at(66)
+    assert chosen(due, ids - {at(66)}, after=at(66)) == at(64)
+
+
 def test_of_steps_that_not_all_members_have_yet_the_oldest_comes_first() -> None:
     owed = frozenset({at(7), at(8), at(9)})
     waiting = Due(shards=dict.fromkeys(owed, HELD), owed=owed)

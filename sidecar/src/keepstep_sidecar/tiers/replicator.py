@@ -239,7 +239,8 @@ class _Lane:
 
     def _next(self) -> StepId | None:
         due = self._replicator.due
-        return chosen(due, {id for id, _ in self._missing()}, after=self._newest)
+        missing = {id for id, _ in self._missing()}
+        return chosen(due, missing, after=self._newest, outage=self._failures > 0)
 
     def needs(self, id: StepId) -> bool:
         """Whether the step is being sent, comes next, or is the oldest that was not passed over: of
@@ -361,8 +362,11 @@ class _Lane:
 # --- which step is sent ----------------------------------------------------------------------
 
 
-def chosen(due: Due, missing: Collection[StepId], *, after: StepId | None) -> StepId | None:
+def chosen(
+    due: Due, missing: Collection[StepId], *, after: StepId | None, outage: bool = False
+) -> StepId | None:
     """The step to send next; None when no step is missing. `after`: the newest step that was sent.
+    `outage`: the place was away until now, so the newest step comes first.
 
     A step survives a node, or counts in an archive, only if all its shards were sent, and every
     member of the run chooses by itself. Of members that cannot send all steps before they are
@@ -372,7 +376,7 @@ def chosen(due: Due, missing: Collection[StepId], *, after: StepId | None) -> St
     """
     newer = [id for id in missing if id in due.settled and (after is None or id > after)]
     if newer:
-        return max(newer, key=_merit)
+        return max(newer) if outage else max(newer, key=_merit)
     return min((id for id in missing if id in due.owed), default=None)
 
 
