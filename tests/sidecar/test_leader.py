@@ -207,3 +207,16 @@ def test_a_step_that_is_pinned_on_the_only_machine_stays(
     eventually(lambda: sidecar.published() == [1, 3], what="also after a restart")
     calls.pin(sidecar.socket, ids[1], pinned=False)
     eventually(lambda: sidecar.published() == [3], what="it goes when it is unpinned")
+
+
+def test_a_full_volume_on_one_machine_costs_no_step(run: Callable[[int], Run]) -> None:
+    two = run(2)
+    here, there = two.machines
+    here.start("--persist-every", "1")
+    there.start("--persist-every", "1", "--capacity", "300Ki")
+    for one in two.come_back():
+        one.restored(one.epoch)
+        one.register()
+    for step in range(30):
+        two.reach(step, timeout_s=5.0)
+    assert 29 in there.steps()

@@ -72,5 +72,6 @@ def test_a_job_of_two_nodes_is_requeued_and_goes_on_though_a_node_lost_its_drive
     eventually(lambda: slurm.state(job) == "COMPLETED", what=lambda: slurm.output(job), every_s=1.0)
     starts = re.findall(r"rank (\d) from (\S+)", slurm.output(job))
     assert sorted(starts[:2]) == [("0", "None"), ("1", "None")]
-    assert all(int(step) >= 40 for _, step in starts[2:])
+    assert len(starts) == 4, slurm.output(job)
+    assert all(int(step) >= 40 for _, step in starts[2:]), slurm.output(job)
     assert slurm.output(job).count("done") == 2
