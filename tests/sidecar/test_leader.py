@@ -213,10 +213,11 @@ def test_a_full_volume_on_one_machine_costs_no_step(run: Callable[[int], Run]) -
     two = run(2)
     here, there = two.machines
     here.start("--persist-every", "1")
-    there.start("--persist-every", "1", "--capacity", "300Ki")
+    there.start("--persist-every", "1", "--capacity", "400Ki")
     for one in two.come_back():
         one.restored(one.epoch)
         one.register()
     for step in range(30):
         two.reach(step, timeout_s=5.0)
     assert 29 in there.steps()
+    assert '"evicted"' in there.text(), "five shards fit: not two steps, one more, and copies"

@@ -65,7 +65,7 @@ def test_a_job_of_two_nodes_is_requeued_and_goes_on_though_a_node_lost_its_drive
     slurm: Slurm, job: str, lost: str
 ) -> None:
     slurm.command("scancel", "--batch", "--signal=TERM", job)  # as --signal=B:TERM@180 does
-    eventually(lambda: slurm.state(job) == "PENDING", what=lambda: slurm.output(job))
+    eventually(lambda: slurm.state(job) == "PENDING", what=lambda: _story(slurm, job))
     if lost:
         shutil.rmtree(slurm.scratch / f"local-{lost}" / "keepstep")
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")
@@ -75,3 +75,7 @@ def test_a_job_of_two_nodes_is_requeued_and_goes_on_though_a_node_lost_its_drive
     assert len(starts) == 4, slurm.output(job)
     assert all(int(step) >= 40 for _, step in starts[2:]), slurm.output(job)
     assert slurm.output(job).count("done") == 2
+
+
+def _story(slurm: Slurm, job: str) -> str:
+    return f"{slurm.state(job)}, {slurm.output(job)}"
