@@ -31,7 +31,7 @@ async def refused(linked: Linked, *, because: str) -> None:
 
 
 async def refused_there(leader: Leader, *, because: str) -> None:
-    await until(lambda: because in leader.server.refusals.get("127.0.0.1", ""), within_s=10.0)
+    await until(lambda: because in leader.server.refusals().get("127.0.0.1", ""), within_s=10.0)
     assert not list(leader.hub)
     assert leader.frames == []
 
@@ -47,14 +47,14 @@ async def test_another_secret_or_run_is_said_on_both_sides_and_logged_once(
             await until(lambda: "is refused here" in one.link.reason, within_s=10.0)
             assert same in one.link.reason
             await refused_there(leader, because="our certificate is refused there")
-            assert same in leader.server.refusals["127.0.0.1"]
+            assert same in leader.server.refusals()["127.0.0.1"]
             await asyncio.sleep(2.0)  # a dozen attempts
         told = [one.message for one in caplog.records]
         assert told.count("peer refused") == 1
         assert told.count("leader not connected") == 1
         async with running(now := Linked(leader.address)):
             await until(lambda: now.link.connected)
-        assert leader.server.refusals == {}, "it is served now"
+        assert leader.server.refusals() == {}, "it is served now"
 
 
 def of(files: object) -> FileCredentials:

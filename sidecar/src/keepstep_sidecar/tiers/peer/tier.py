@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -274,6 +274,11 @@ class PeerTier(RemoteTier):
     def status(self) -> TierStatus:
         where = ", ".join(self._places) or "no buddy"
         return self.replicator.status(where, shared_bytes=self._copies.shared_bytes)
+
+    def warnings(self) -> Iterable[str]:
+        """Also which hosts are refused here, and why: they may be machines of this run."""
+        refusals = self._server.refusals() if self._server is not None else {}
+        return (self.warning, *(f"{host} is refused: {why}" for host, why in refusals.items()))
 
     async def close(self) -> None:
         """Call this when `run` has ended."""
