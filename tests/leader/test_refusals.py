@@ -17,7 +17,7 @@ from keepstep_sidecar.leader.link import Link
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, Tls
 from tests.harness import free_port, until
-from tests.leader.runs import SECRET, Leader, Linked, credentials, leading, running
+from tests.leader.runs import QUICK, SECRET, Leader, Linked, credentials, leading, running
 from tests.leader.wire import Raw
 from tests.peer.authority import Authority
 
@@ -212,19 +212,19 @@ async def test_strangers_who_do_not_speak_keep_no_member_out() -> None:
 
 
 async def test_a_member_that_never_says_hello_is_let_go_and_holds_one_place() -> None:
-    async with leading() as leader:
+    async with leading(limits=QUICK) as leader:
         with contextlib.ExitStack() as stack:
             mute = [
                 stack.enter_context(await asyncio.to_thread(Raw, leader.address, sidecar=None))
                 for _ in range(10)
             ]
-            async with running(one := Linked(leader.address)):
+            async with running(one := Linked(leader.address, limits=QUICK)):
                 await until(lambda: one.link.connected)
                 assert next(str(member) for member in leader.hub).startswith("node rank 1 (")
             ends: Callable[[Raw], str] = Raw.refusal
             for raw in mute:
                 with contextlib.suppress(OSError):
-                    assert await asyncio.to_thread(ends, raw) in ("", "silent for 1 s")
+                    assert await asyncio.to_thread(ends, raw) in ("", "silent for 2 s")
 
 
 async def test_a_closed_hub_takes_no_connection(tmp_path: Path) -> None:
