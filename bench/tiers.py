@@ -23,6 +23,7 @@ from bench.ours import slots_for
 from bench.processes import Sidecar
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.xxh3 import xxh3_128
+from keepstep_sidecar.tiers.peer.secret import make_secret
 from tests.archive.gateway import ACCESS, SECRET, Gateway, free_port
 from tests.peer.authority import Authority
 
@@ -33,14 +34,20 @@ _LIMIT_S = 180.0
 
 def peers(size_bytes: int, directory: Path) -> Figures:
     """A step is copied to a buddy; then the machine loses memory and drive, and restores it."""
-    authority = Authority(directory / "certificates")
+    files = Authority(directory / "certificates").files(0)  # of the floor
+    secret = directory / "secret"
+    secret.write_text(make_secret())
+    secret.chmod(0o600)
     ports = [free_port(), free_port()]
     nodes = []
     for rank in (0, 1):
-        files = authority.files(rank, namespace="default", run="bench")
-        options = ["--peer-listen", f"127.0.0.1:{ports[rank]}"]
-        options += ["--peer", f"127.0.0.1:{ports[1 - rank]}", "--peer-cert", str(files.certificate)]
-        options += ["--peer-key", str(files.key), "--peer-ca", str(files.authorities)]
+        options = ["--nodes", "2", "--node-rank", str(rank), "--secret-file", str(secret)]
+        options += [
+            "--leader",
+            f"127.0.0.1:{ports[0]}",
+            "--peer-listen",
+            f"127.0.0.1:{ports[rank]}",
+        ]
         slots = slots_for(size_bytes)
         nodes.append(Sidecar(directory / f"node-{rank}", slots=slots, options=(*options,)))
     here, buddy = nodes

@@ -13,7 +13,6 @@ import safetensors.torch
 from tests import warm
 from tests.cli.conftest import Keepstep
 from tests.harness import eventually, free_port
-from tests.peer.authority import Authority
 
 TRAIN = """
 import os, sys
@@ -50,13 +49,18 @@ def machines(tmp_path: Path) -> Iterator[tuple[Keepstep, Keepstep]]:
         one.end()
 
 
-def options(authority: Authority, rank: int, ports: list[int], run: str = "train") -> list[str]:
-    files = authority.files(rank, run=run)
+def options(secret: Path, rank: int, ports: list[int]) -> list[str]:
     return [
-        *("--peer-listen", f"127.0.0.1:{ports[rank]}", "--peer", f"127.0.0.1:{ports[1 - rank]}"),
-        *("--peer-cert", str(files.certificate), "--peer-key", str(files.key)),
-        *("--peer-ca", str(files.authorities)),
+        *("--nodes", "2", "--node-rank", str(rank), "--leader", f"127.0.0.1:{ports[0]}"),
+        *("--peer-listen", f"127.0.0.1:{ports[rank]}", "--secret-file", str(secret)),
     ]
+
+
+@pytest.fixture
+def secret(tmp_path: Path, machines: tuple[Keepstep, Keepstep]) -> Path:
+    file = tmp_path / "secret"
+    machines[0]("secret", str(file))
+    return file
 
 
 def train(
@@ -64,6 +68,8 @@ def train(
     told: list[list[str]],
     last: int,
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    code: int = 3,
 ) -> list[str]:
     """Both machines, until the script ends; what each said."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -76,8 +82,17 @@ def train(
         words = ("run", *told[rank], "--", warm.python(), "train.py", str(last))
         started.append(one.start(*words))
     ended = [(*one.communicate(timeout=120), one.returncode) for one in started]
-    assert [code for _, _, code in ended] == [3, 3], ended
+    assert [ended_with for _, _, ended_with in ended] == [code, code], ended
     return [out.strip() for out, _, _ in ended]
+
+
+TRAIN_AND_CLOSE = (
+    TRAIN.partition("checkpointer.wait")[0]
+    + """
+checkpointer.close()
+torch.distributed.destroy_process_group()
+"""
+)
 
 
 def await_copies(machines: tuple[Keepstep, Keepstep]) -> None:
@@ -91,10 +106,10 @@ def await_copies(machines: tuple[Keepstep, Keepstep]) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_machine_that_lost_its_drive_goes_on_from_the_other_ones_copies(
-    machines: tuple[Keepstep, Keepstep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machines: tuple[Keepstep, Keepstep], secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    authority, ports = Authority(tmp_path), [free_port(), free_port()]
-    told = [options(authority, rank, ports) for rank in (0, 1)]
+    ports = [free_port(), free_port()]
+    told = [options(secret, rank, ports) for rank in (0, 1)]
 
     first = train(machines, told, 4, monkeypatch)
     assert [one.split(" sum")[0] for one in first] == ["from None"] * 2
@@ -112,13 +127,13 @@ def test_a_machine_that_lost_its_drive_goes_on_from_the_other_ones_copies(
 
 @pytest.mark.timeout(300)
 def test_what_a_machine_lacks_is_exported_from_its_copies_and_from_peers(
-    machines: tuple[Keepstep, Keepstep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machines: tuple[Keepstep, Keepstep], secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    authority, ports = Authority(tmp_path), [free_port(), free_port()]
-    said = train(machines, [options(authority, rank, ports) for rank in (0, 1)], 4, monkeypatch)
+    ports = [free_port(), free_port()]
+    said = train(machines, [options(secret, rank, ports) for rank in (0, 1)], 4, monkeypatch)
     await_copies(machines)
     here, other = machines
-    settings = ("--config", str(here.directory / "train" / "sidecar.toml"))
+    settings = ("--secret-file", str(secret), "--peer", f"127.0.0.1:{ports[1]}")
 
     def exported(rank: int, out: str) -> float:
         here("export", "3", "--only", f"model{rank}", "--to", out, *settings)
@@ -140,9 +155,24 @@ def test_what_a_machine_lacks_is_exported_from_its_copies_and_from_peers(
     assert not (here.home / "none").exists()
 
 
-def test_peers_without_certificates_are_refused_before_anything_starts(
-    keepstep: Keepstep,
+@pytest.mark.timeout(120)
+def test_two_machines_end_with_their_last_step_committed_on_both(
+    machines: tuple[Keepstep, Keepstep], secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown = keepstep("run", "--peer-listen", "127.0.0.1:0", "--", sys.executable, "-V", code=2)
-    assert "--peer-cert, --peer-key and --peer-ca" in " ".join(shown.stderr.split())
+    ports = [free_port(), free_port()]
+    for one in machines:
+        one.script("train.py", TRAIN_AND_CLOSE)
+    train(machines, [options(secret, rank, ports) for rank in (0, 1)], 30, monkeypatch, code=0)
+    for one in machines:
+        assert one.sidecars() == []
+        assert list((one.directory / "train").glob("0*-000000029")), "where readers see it"
+
+
+def test_machines_without_a_secret_are_refused_before_anything_starts(
+    keepstep: Keepstep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KEEPSTEP_SECRET", raising=False)
+    several = ("--nodes", "2", "--leader", "127.0.0.1:9465")
+    shown = keepstep("run", *several, "--", sys.executable, "-V", code=2)
+    assert "keepstep secret FILE" in " ".join(shown.stderr.split())
     assert keepstep.sidecars() == []

@@ -75,8 +75,7 @@ def test_a_record_gives_data_and_no_settings(tmp_path: Path) -> None:
     kept = RunDir.of(
         tmp_path, "a", slots=3, keep=9, archive="s3://b/x", archive_endpoint="https://e",
         restore_from="7", owner_pid=1, report_url="https://r", report_ca="ca",
-        report_token_file=Path("/token"), peer_listen="h:1", peers=("i:2",),
-        peer_cert=Path("/c"), peer_key=Path("/k"), peer_ca=Path("/a"),
+        report_token_file=Path("/token"), peer_listen="h:1",
     )  # fmt: skip
     kept.home.mkdir(parents=True)
     save(kept)

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 import keepstep.dcp
 from keepstep.image.layout import CHUNK_BYTES
 from tests.harness import SidecarProcess, eventually, flip
-from tests.peer.authority import Authority
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
@@ -64,7 +63,9 @@ def test_two_ranks_come_back_from_the_archive_in_any_world(
 def test_two_ranks_come_back_from_a_buddy_in_any_world(
     sidecars: Callable[..., SidecarProcess], ranks: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    authority = Authority(tmp_path / "certificates")
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of the tests")
+    secret.chmod(0o600)
     ports = free_ports(2)
     lost, buddy = (
         sidecars(),
@@ -73,7 +74,7 @@ def test_two_ranks_come_back_from_a_buddy_in_any_world(
         ),
     )
     buddy.memory.mkdir()
-    options = [peer_options(authority, number, ports) for number in range(2)]
+    options = [peer_options(secret, number, ports) for number in range(2)]
     named = {"KEEPSTEP_SOCKET": str(lost.socket)}
     try:
         buddy.start(*options[1])
@@ -89,13 +90,10 @@ def test_two_ranks_come_back_from_a_buddy_in_any_world(
         buddy.end()
 
 
-def peer_options(authority: Authority, number: int, ports: list[int]) -> list[str]:
-    files = authority.files(number, run="run")
+def peer_options(secret: Path, number: int, ports: list[int]) -> list[str]:
     return [
-        *("--peer-listen", f"127.0.0.1:{ports[number]}"),
-        *("--peer", f"127.0.0.1:{ports[1 - number]}"),
-        *("--peer-cert", str(files.certificate), "--peer-key", str(files.key)),
-        *("--peer-ca", str(files.authorities)),
+        *("--nodes", "2", "--node-rank", str(number), "--leader", f"127.0.0.1:{ports[0]}"),
+        *("--peer-listen", f"127.0.0.1:{ports[number]}", "--secret-file", str(secret)),
     ]
 
 

@@ -40,7 +40,7 @@ class Node:
 
     def make(self, **settings: Any) -> PeerTier:
         return PeerTier(
-            PeerSettings(listen="127.0.0.1:0", files=self.files, **settings),
+            PeerSettings(listen="127.0.0.1:0", **settings),
             self.volumes,
             run=RUN,
             credentials=FileCredentials(self.files, look_every_s=0.0),

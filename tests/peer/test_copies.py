@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +94,7 @@ async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make) -> N
         file.seek(-10, 2)
         file.write(b"x")
     again = node(1)
+    again.knows()
     async with running(again):
         assert (await again.remote_tier.look()).answer is Answer.NONE
     assert [one.name for one in (again.root / "quarantine").iterdir()] == [
@@ -189,16 +189,3 @@ async def test_a_buddy_that_never_has_all_lets_go_of_old_copies_and_its_former_t
         await until(lambda: (11, 0) in buddy.copies())
         assert seen[1:] == [("no space there", 2), *[("", 2)] * 9], "trouble, backlog"
         assert buddy.copies()[0] >= (9, 0)
-
-
-async def test_the_ring_is_built_of_a_static_list_and_certificates(
-    node: Make, tmp_path: Path
-) -> None:
-    nodes = [node(rank) for rank in (0, 1, 2)]
-    await nodes[1].remote_tier.close()
-    nodes[1].remote_tier = nodes[1].make(peers=(nodes[0].address, nodes[2].address))
-    async with running(*nodes):
-        _, found = nodes[1].write(5, rank=1)
-        durable(nodes[1].remote_tier, found)
-        await until(lambda: nodes[2].copies() == [(5, 1)])
-        assert nodes[0].copies() == []

@@ -20,7 +20,7 @@ def _tier(tmp_path: Path, authority: Authority, *, port: int, by_hand: bool) -> 
     settings = PeerSettings(
         listen=f"127.0.0.1:{port}",
         advertise=f"10.0.0.7:{port}",
-        files=files if by_hand else None,
+        fixed=by_hand,
     )
     volumes = VolumeSet([Volume(tmp_path / RUN, run=RUN)])
     return PeerTier(settings, volumes, run=RUN, credentials=FileCredentials(files))

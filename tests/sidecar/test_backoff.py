@@ -11,6 +11,7 @@ from operator_host import make_identity
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Reporting, believing
+from keepstep_sidecar.report.operator_channel import OperatorChannel
 from keepstep_sidecar.report.reporter import Look, Reporter
 
 
@@ -21,9 +22,11 @@ async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait(
     unused: Any = None
     ca = make_identity(tmp_path / "tls").pem
     reporter = Reporter(
-        Reporting(url="https://localhost:1", ca=ca, token_file=tmp_path / "token"),
+        OperatorChannel(
+            Reporting(url="https://localhost:1", ca=ca, token_file=tmp_path / "token"),
+            believing(ca),
+        ),
         Look(measure=unused, report=unused, urgent=lambda: waiting),
-        trust=believing(ca),
         operator=OperatorLink(changes, present=True),
         obey=unused,
         changes=changes,

@@ -20,7 +20,6 @@ from trainer import FakeTrainer, lose_memory_and_damage
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.sidecar import program
 from tests.harness import SidecarProcess, eventually, free_port
-from tests.peer.authority import Authority
 
 Trainers = Callable[..., FakeTrainer]
 COMMAND = (sys.executable, "-m", "keepstep_sidecar")
@@ -244,18 +243,21 @@ def test_a_script_that_opens_the_port_first_keeps_it_and_is_kept_by_the_sidecar(
         socket.create_server(("0.0.0.0", 0)) as peers,
     ):
         options = ("--metrics-port", str(metrics.getsockname()[1]))
-        files = Authority(tmp_path).files(0)
-        options += ("--peer-listen", f"127.0.0.1:{peers.getsockname()[1]}")
-        options += ("--peer-cert", str(files.certificate), "--peer-key", str(files.key))
-        options += ("--peer-ca", str(files.authorities))
-        sidecar = sidecars().start(*options)
+        address = f"127.0.0.1:{peers.getsockname()[1]}"
+        options += ("--nodes", "2", "--leader", address, "--peer-listen", address)
+        sidecar = sidecars().start(*options, KEEPSTEP_SECRET="a secret of the tests")
         trainer = FakeTrainer(sidecar.socket).begin_run()
-        assert trainer.wait(trainer.stage(1), "committed").reached
+        assert trainer.wait(trainer.stage(1), "durable").reached
         trainer.disconnect()
         told = " ".join(sidecar.get("/v1/status")["warnings"])
         assert "no metrics are served" in told
         assert "peers are not served" in told
-    eventually(lambda: sidecar.get("/v1/status")["warnings"] == [])
+
+    def is_served() -> bool:
+        told = sidecar.get("/v1/status")["warnings"]
+        return [one.partition(":")[0] for one in told] == ["no connection from node ranks 1"]
+
+    eventually(is_served, what="only the other machine is missing")
 
 
 def test_while_its_owner_lives_a_sidecar_does_not_count_its_linger(

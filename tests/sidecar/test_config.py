@@ -34,15 +34,15 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "archive_keep_every": ("1000", "1000"),
     "archive_endpoint": ("https://s3.example.com", "https://s3.example.com"),
     "archive_region": ("eu-1", "eu-1"),
+    "nodes": ("4", 4),
+    "node_rank": ("1", 1),
+    "leader": ("n1:9465", "n1:9465"),
+    "secret_file": ("/secret", Path("/secret")),
     "peer_listen": (":9465", ":9465"),
     "peer_advertise": ("10.0.0.7:9465", "10.0.0.7:9465"),
     "peer_fetch": ("true", True),
-    "peers": ("a:1 b:2", ("a:1", "b:2")),
     "peer_replicas": ("0", 0),
     "peer_bytes_per_second": ("500Mi", 500 << 20),
-    "peer_cert": ("/pem/cert", Path("/pem/cert")),
-    "peer_key": ("/pem/key", Path("/pem/key")),
-    "peer_ca": ("/pem/ca", Path("/pem/ca")),
     "io_threads": ("2", 2),
     "bytes_per_second": ("1Gi", 1 << 30),
     "verify": ("seal", Verify.SEAL),
@@ -60,12 +60,14 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "ui_port": ("26742", 26742),
 }
 """Of each key: what a person writes, and what the sidecar has then."""
+_ONE_MACHINE = {"nodes": 1, "node_rank": 0}
+"""Nodes go without an operator."""
 EXPECTED = {key.field: EXAMPLES[key.name][1] for key in SETTINGS}
 
 
 def _written(name: str) -> Any:
     text = EXAMPLES[name][0]
-    return text.split() if name in ("volumes", "peers") else text
+    return text.split() if name == "volumes" else text
 
 
 def _flags(setting: Setting) -> tuple[str, ...]:
@@ -112,7 +114,7 @@ def test_a_flag_counts_before_the_environment_and_that_before_the_file(
 
 
 def test_what_is_written_is_what_is_read(file: Path) -> None:
-    config = Config.of(values_of("--config", str(file)))
+    config = Config.of({**values_of("--config", str(file)), **_ONE_MACHINE})
     file.write_text(to_toml(SETTINGS, config))
     assert Config.of(values_of("--config", str(file))) == config
     plain = Config(run="gpt", memory_dir=Path("/m"), volumes=(Path("/v"),))
@@ -193,14 +195,20 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> 
         assert str(tmp_path / name) in str(caught.value)
 
 
+_NODES = {"report_url": None, "nodes": 4, "node_rank": 1}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"run": "../x"}, "cannot name a run"),
         ({"volumes": ()}, "'--volume' (or KEEPSTEP_VOLUMES)"),
         ({"memory_dir": Path("/" + "x" * 100)}, "choose a shorter --memory-dir"),
-        ({"peer_key": None}, "--peer-cert, --peer-key and --peer-ca go together"),
-        ({"peer_listen": None}, "--peer-listen HOST:PORT"),
+        ({**_NODES, "node_rank": 4}, "the last has --node-rank 3"),
+        ({**_NODES, "leader": None}, "with --leader HOST:PORT"),
+        ({**_NODES, "leader": "n1"}, "'n1' is no address"),
+        ({"report_url": None}, "one machine alone has no peers"),
+        ({"nodes": 4}, "--nodes goes without --report-url"),
         ({"peer_listen": "nowhere"}, "'nowhere' is no address"),
         ({"report_ca": None}, "--report-url needs --report-ca and --report-token-file"),
         ({"report_url": "http://x"}, "https:// only"),
@@ -211,5 +219,5 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> 
 )
 def test_values_that_cannot_work_together_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as caught:
-        Config.of({**EXPECTED, **change})
+        Config.of({**EXPECTED, **_ONE_MACHINE, **change})
     assert said in str(caught.value)

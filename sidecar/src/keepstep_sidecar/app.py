@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from keepstep.core.schedule import Grid, Pacing
 from keepstep.errors import ImageError, StorageError, UsageError
 from keepstep.steps import Epoch
+from keepstep.wire.reports import Pins
 from keepstep_sidecar import connections, log
 from keepstep_sidecar.api.restoring import Restoring
 from keepstep_sidecar.api.saving import Saving, StepWaits
@@ -33,13 +35,17 @@ from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.directories import DirectoryLock, SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.report import report
-from keepstep_sidecar.report.reporter import Look, Reporter
+from keepstep_sidecar.report.operator_channel import OperatorChannel
+from keepstep_sidecar.report.reporter import Channel, Look, Reporter
 from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.fetch import Fetcher, Prefetcher
 from keepstep_sidecar.restore.restorer import Restorer
 from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.history_file import HistoryFile
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
+
+if TYPE_CHECKING:
+    from keepstep_sidecar.report.led import Led
 
 _MOST_READS = 32
 """How many images and groups of chunks are read at the same time, from all sources together."""
@@ -115,8 +121,9 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     names, readers = _threads("names", 1), _threads("read", _MOST_READS)
     writers = [_threads(f"write-{number}", 1) for number in range(drives)]
     changes = Changes()
+    led = _led(config, changes)
     trust = _trust(config.reporting)
-    operator = OperatorLink(changes, present=trust is not None)
+    operator = OperatorLink(changes, present=led is not None or trust is not None)
     leases = Leases(changes)
     history_file = HistoryFile(volumes.history, run=config.run)
     history = _history(history_file)
@@ -128,7 +135,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     committer = Committer(
         volumes,
         slots,
-        remotes=_remote_tiers(config, volumes, epochs=lambda: committer.epochs.own()),
+        remotes=_remote_tiers(config, volumes, led, epochs=lambda: committer.epochs.own()),
         names=names,
         writers=writers,
         changes=changes,
@@ -136,7 +143,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         keep=config.retention,
         grid=Grid(config.persist_base, milestones=_milestones(config)),
         pacing=_pacing(config),
-        managed=config.reporting is not None,
+        managed=config.reporting is not None or led is not None,
         wish=config.wish,
         history=history,
     )
@@ -184,22 +191,32 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         restoring=Restoring(saving, remote_tiers, operator),
         step_waits=StepWaits(saving, remote_tiers),
         history_file=history_file,
+        run_warnings=lambda: () if led is None else led.warnings(),
     )
-    if config.reporting is None or trust is None:
+    channel: Channel
+    if led is not None:
+        channel = led.channel(
+            Pins(steps=tuple(volumes.record.pinned)), lambda: committer.node.ledger.lineage.current
+        )
+    elif config.reporting is not None and trust is not None:
+        channel = OperatorChannel(config.reporting, trust)
+    else:
         return service, None
     look = Look(
         measure=lambda: volume_status(service),
         report=lambda volumes, sequence: report.report(service, volumes, sequence=sequence),
         urgent=lambda: report.urgent(service),
     )
-    return service, Reporter(
-        config.reporting,
-        look,
-        trust=trust,
-        operator=operator,
-        obey=service.obey,
-        changes=changes,
-    )
+    return service, Reporter(channel, look, operator=operator, obey=service.obey, changes=changes)
+
+
+def _led(config: Config, changes: Changes) -> Led | None:
+    """How this machine is led, or leads; None where it is alone, or an operator sees the run."""
+    if config.nodes == 1:
+        return None
+    from keepstep_sidecar.report.led import Led
+
+    return Led(config, changes)
 
 
 def _milestones(config: Config) -> frozenset[int]:
@@ -238,7 +255,7 @@ def _trust(reporting: Reporting | None) -> ssl.SSLContext | None:
 
 
 def _remote_tiers(
-    config: Config, volumes: VolumeSet, *, epochs: Callable[[], tuple[Epoch, ...]]
+    config: Config, volumes: VolumeSet, led: Led | None, *, epochs: Callable[[], tuple[Epoch, ...]]
 ) -> RemoteInventory:
     """The configured remote tiers. Their modules are imported only when they are configured."""
     peers = archive = ancestor = None
@@ -250,6 +267,13 @@ def _remote_tiers(
         from keepstep_sidecar.tiers.peer.tier import remote_tier
 
         peers = remote_tier(
-            config.peer_settings, volumes, run=config.run, reporting=config.reporting
+            config.peer_settings,
+            volumes,
+            run=config.run,
+            reporting=config.reporting,
+            credentials=None if led is None else led.credentials,
+            join=None if led is None else led.join,
         )
+        if led is not None:
+            led.refused = peers.refused
     return RemoteInventory(peers=peers, archive=archive, ancestor=ancestor)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from keepstep.leader.orphaned_shards import OrphanedShard
 from keepstep_operator.api.model import AgentRecord, NodeRecord
 from keepstep_operator.reconcile.parsing import parse_agent
 from keepstep_operator.reconcile.state import left_shards
-from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard
 from keepstep_operator.reconcile.state.run import Run
 from tests.operator.reconcile.samples import KEY, T0, Play, Sidecar, later, pod, run_object, step
 

@@ -7,9 +7,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.leader.buddies import Spot, buddies
 from keepstep.wire.reports import ReportReply
 from keepstep_operator.api.tiers import Peers
-from keepstep_operator.reconcile.state.peer_assignment import Spot, buddies
 from tests.operator.reconcile.samples import Play, Sidecar, pod, policy
 
 _SPOTS = st.dictionaries(

@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Ranks, Shard
+from keepstep.leader.durability import refuges, sole_nodes
+from keepstep.leader.node_rank import Sender
+from keepstep.leader.run_ledger import RunLedger
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 from keepstep.wire.status import TierProgress
@@ -20,10 +23,7 @@ from keepstep_operator.api.policy import OnLoss, VolumeKind
 from keepstep_operator.api.run import as_json
 from keepstep_operator.api.tiers import Archive, Bucket, Peers
 from keepstep_operator.reconcile.state.actions import WriteStatus
-from keepstep_operator.reconcile.state.durability import refuges, sole_nodes
-from keepstep_operator.reconcile.state.node_rank import Sender
 from keepstep_operator.reconcile.state.run import Run
-from keepstep_operator.reconcile.state.run_ledger import RunLedger
 from keepstep_operator.reconcile.state.run_view import is_certain, kept_steps
 from keepstep_operator.reconcile.status.conditions import PROTECTED
 from keepstep_operator.reconcile.status.tier_conditions import ARCHIVED, REPLICATED, RESTORE_FROM

@@ -551,18 +551,27 @@ class Node:
             for table in slots.tables():
                 table.forget(self.ledger.is_dead)
         writes = self.planner.forget(self.ledger.is_dead)
-        return self._begin((*writes, *self._only_one(event.epoch.parent)))
+        return self._begin((*writes, *self._healed(event.epoch.parent)))
 
-    def _only_one(self, parent: StepId | None) -> Iterable[Write]:
-        """Write the parent of a new epoch where no commit is known. If that parent were in memory
-        only, nothing would be durable. Even a parent that was written before may have to be written
-        again, because newer steps may have taken its place on the volumes."""
-        if parent is None or self.last_commit() is not None:
+    def _healed(self, parent: StepId | None) -> Iterable[Write]:
+        """Write the parent of a new epoch where it is missing on the volumes: if it is a commit, or
+        if no commit is whole here. It may lie in memory only, or with others, and the next loss
+        would take that. Even a parent that was written before may be missing, because newer steps
+        may have taken its place."""
+        held = [self._durable.get(rank, set()) for rank in self._serves.ranks]
+        commits = self.commits()
+        whole = any(all(id in one for one in held) for id in commits)
+        if parent is None or (whole and parent not in commits):
             return ()
-        for rank in self._serves.ranks:
+        writes: list[Write] = []
+        for rank in sorted(self._serves.ranks):
             if parent not in self._durable.get(rank, ()):
                 self.planner.removed(rank, parent)
-        return self.planner.flush((parent,))
+                if rank in self._slots and parent in self._writable(
+                    rank
+                ):  # also one that was fetched
+                    writes += self.planner.sealed(rank, parent)
+        return (*writes, *self.planner.flush((parent,)))
 
     def _conclude(self, now: float) -> tuple[Action, ...]:
         here = self._here()

@@ -237,3 +237,48 @@ class IssuedCertificate:
 
     certificate: str
     authorities: str
+
+
+# --- a run that leads itself -----------------------------------------------------------------
+#
+# The same reports and replies, between the sidecar of node rank 0, the leader, and those of all
+# other node ranks (docs/adr/0020-a-run-leads-itself.md): JSON in frames over mutual TLS.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """The steps that a person pinned. `version` grows with each change; the highest one counts."""
+
+    version: int = 0
+    steps: tuple[StepId, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberReport:
+    """A member's frame. `life`: names its sidecar's process. `nodes`: how many machines it takes
+    the run to have. `heard`: the number of the newest reply that it has acted on. `pins`: those
+    that it has on record."""
+
+    life: str
+    nodes: int
+    report: Report
+    heard: int = 0
+    pins: Pins = field(default_factory=Pins)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderReply:
+    """The leader's frame: an answer, or sent because something has changed.
+
+    `leader`: names its sidecar's process. `epoch`: the newest one that it knows of. `number` grows
+    with every reply to this member. `answers`: the sequence of the newest report that it took from
+    the member. `closing`: the leader ends once its members have acted on this reply.
+    """
+
+    leader: str
+    number: int
+    reply: ReportReply
+    epoch: EpochId | None = None
+    answers: int = 0
+    closing: bool = False
+    pins: Pins = field(default_factory=Pins)

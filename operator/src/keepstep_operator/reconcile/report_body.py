@@ -15,8 +15,27 @@ import msgspec
 
 from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.shard import Ranks, Shard
-from keepstep.core.suspicion import KEPT, Failure
-from keepstep.steps import Epoch, EpochId, StepId, Tier
+from keepstep.core.suspicion import Failure
+from keepstep.errors import UsageError
+from keepstep.leader.bounds import (
+    LONGEST_ADDRESS,
+    LONGEST_NAME,
+    MOST_BITS_OF_ALL,
+    MOST_DOUBTED,
+    MOST_EPOCHS,
+    MOST_IMAGES,
+    MOST_OTHERS,
+    MOST_RESTORES,
+    MOST_VOLUMES,
+    MOST_WARNINGS,
+    check_epochs,
+    check_rank,
+    is_step,
+    newest,
+)
+from keepstep.leader.node_rank import epochs_needed, kept
+from keepstep.leader.run_ledger import LARGEST_WORLD, MOST_RANKS
+from keepstep.steps import Epoch, StepId, Tier
 from keepstep.wire.reports import (
     Report,
     ReportedRank,
@@ -25,38 +44,9 @@ from keepstep.wire.reports import (
 )
 from keepstep.wire.status import TierProgress
 from keepstep_operator.api.run import cut
-from keepstep_operator.reconcile.state.node_rank import epochs_needed, kept
-from keepstep_operator.reconcile.state.run_ledger import LARGEST_WORLD, MOST_RANKS
 from keepstep_operator.reconcile.token_auth import Refused
 from keepstep_operator.reconcile.turns import Parts
 
-MOST_OTHERS: Final = 8192
-"""The most ranks of other pods of which one report has only archived images. A sidecar reports at
-most this many copies of other pods' ranks."""
-MOST_IMAGES: Final = 4096
-"""The most images of one rank."""
-MOST_STEPS: Final = 1024
-"""The most steps of one rank on one tier. If there are more, the newest count, and the older ones
-are left alone."""
-_MOST_BITS: Final = 1 << 23
-"""A step takes a bit for each rank up to its highest, so fewer steps count for ranks beyond
-8,192."""
-MOST_BITS_OF_ALL: Final = 1 << 26
-"""The same for all ranks and tiers of a report together: 8 MiB. The bitmaps of all different sets
-of twins must fit into as many."""
-MOST_EPOCHS: Final = 1024
-"""The most epochs that a step, a restore or another epoch's parent names. Further ones are dropped
-and not refused, since a run may have begun any number of times."""
-MOST_WARNINGS: Final = 32
-MOST_RESTORES: Final = 16 * MOST_RANKS
-MOST_DOUBTED: Final = KEPT * KEPT
-"""The most steps that the reported failures of the script name."""
-MOST_VOLUMES: Final = 64
-LONGEST_ADDRESS: Final = 280
-LONGEST_NAME: Final = 256
-LARGEST_STEP: Final = 10**15
-LARGEST_EPOCH: Final = 10**9
-_HEX: Final = frozenset("0123456789abcdef")
 _SMALL_BYTES: Final = 16 << 10
 """A rank of up to this size is decoded at once."""
 _ALL_DOUBTED_BYTES: Final = 256 * MOST_DOUBTED
@@ -117,6 +107,13 @@ _text: Final = msgspec.json.Decoder(str).decode
 def read(body: bytes) -> Parts[Report]:
     """Decode the report. Raises Refused, msgspec.DecodeError, UnicodeDecodeError,
     RecursionError."""
+    try:
+        return (yield from _read(body))
+    except UsageError as error:
+        raise Refused(400, "bad-report", str(error)) from error
+
+
+def _read(body: bytes) -> Parts[Report]:
     outer = _outer(body)
     if len(outer.ranks) > LARGEST_WORLD:
         raise Refused(400, "bad-report", "more ranks than one pod can have")
@@ -137,7 +134,7 @@ def read(body: bytes) -> Parts[Report]:
         told[name] = cut(told[name], longest=LONGEST_NAME)
     report = Report(**told | {"pinned": cut(outer.pinned), "refused": cut(outer.refused)})
     yield
-    _check_epochs(report)
+    check_epochs(report)
     if not all(0 <= one.rank < LARGEST_WORLD for one in report.restores):
         raise Refused(400, "bad-report", "a restore of a rank that cannot be")
     return replace(report, epochs=epochs_needed(report, most=MOST_EPOCHS))
@@ -155,7 +152,7 @@ def _failures(raw: Sequence[msgspec.Raw]) -> tuple[Failure, ...]:
     if len(raw) <= MOST_DOUBTED and sum(len(memoryview(one)) for one in raw) <= _ALL_DOUBTED_BYTES:
         failures = tuple(map(_failure, raw))
         doubted = [id for one in failures for id in (one.at, *one.after)]
-        if len(doubted) <= MOST_DOUBTED and all(map(_is_step, doubted)):
+        if len(doubted) <= MOST_DOUBTED and all(map(is_step, doubted)):
             return failures
     raise Refused(400, "bad-report", "failures that cannot be")
 
@@ -169,11 +166,11 @@ def _ranks(raw: Sequence[msgspec.Raw]) -> Parts[tuple[ReportedRank, ...]]:
         held += bool(told.shards(Tier.PEER)) or not kept(told)
         if held > MOST_RANKS or len(found) >= held + MOST_OTHERS:
             raise Refused(400, "bad-report", "more ranks than one pod can have")
-        _check_rank(told)
+        check_rank(told)
         runs.update(image.alike for image in told.shards())
         if sum(each.last + 1 for each in runs) > MOST_BITS_OF_ALL:
             raise Refused(400, "bad-report", "more twins than one pod can tell of")
-        found.append(_newest(told))
+        found.append(newest(told))
         yield
     if (yield from _bits(found)) > MOST_BITS_OF_ALL:
         raise Refused(400, "bad-report", "more steps of more ranks than one pod can tell of")
@@ -200,15 +197,6 @@ def _checked_shard(raw: msgspec.Raw) -> Shard:
     if is_long and len(memoryview(_outer_shard(raw).alike)) > _SMALL_BYTES:
         raise Refused(400, "bad-report", "more runs of twins than are read")
     return _shard(raw)
-
-
-def _check_epochs(report: Report) -> None:
-    epochs = [*report.epochs, *(one.epoch for one in report.restores)]
-    parents = [one.parent for one in epochs if one.parent is not None]
-    if not all(_is_epoch(one.id) and len(one.origin) <= LONGEST_NAME for one in epochs) or not all(
-        map(_is_step, parents)
-    ):
-        raise Refused(400, "bad-report", "an epoch that cannot be")
 
 
 def _bits(ranks: Sequence[ReportedRank]) -> Parts[int]:
@@ -238,43 +226,3 @@ def _short_progress(one: TierProgress) -> TierProgress:
     if len(one.where) <= LONGEST_NAME and len(one.trouble) <= LONGEST_NAME:
         return one
     return replace(one, where=cut(one.where, longest=LONGEST_NAME), trouble=cut(one.trouble))
-
-
-def _newest(one: ReportedRank) -> ReportedRank:
-    most = min(MOST_STEPS, _MOST_BITS // (one.rank + 1))
-    if all(len(told.shards) <= most for told in one.tiers.values()):
-        return one
-    tiers = {
-        tier: replace(
-            told, shards=tuple(sorted(told.shards, key=lambda shard: shard.step_id)[-most:])
-        )
-        for tier, told in one.tiers.items()
-    }
-    return replace(one, tiers=tiers)
-
-
-def _check_rank(one: ReportedRank) -> None:
-    """Raises Refused."""
-    held = one.shards()
-    worlds = {one.world, *(image.world for image in held)}
-    if not 0 <= one.rank < one.world or not all(0 < world <= LARGEST_WORLD for world in worlds):
-        raise Refused(400, "bad-report", f"rank {one.rank} of {one.world} cannot be")
-    if any(image.rank != one.rank or not image.is_possible for image in held):
-        raise Refused(400, "bad-report", f"rank {one.rank} tells of another one or of twins")
-    gone = [id for told in one.tiers.values() for id in told.gone or ()]
-    if len(held) + len(gone) > MOST_IMAGES:
-        raise Refused(400, "bad-report", f"rank {one.rank} tells of too many images")
-    if not all(0 <= image.size_bytes < 1 << 62 for image in held):
-        raise Refused(400, "bad-report", f"rank {one.rank} tells of a size that cannot be")
-    staged = (one.staged,) if one.staged is not None else ()
-    if not all(map(_is_step, (*staged, *gone, *(image.step_id for image in held)))):
-        raise Refused(400, "bad-report", f"rank {one.rank} tells of a step that cannot be")
-
-
-def _is_step(id: StepId) -> bool:
-    return 0 <= id.step < LARGEST_STEP and _is_epoch(id.epoch)
-
-
-def _is_epoch(id: EpochId) -> bool:
-    """Whether `EpochId.parse` can read it back from a status or a directory's name."""
-    return 0 <= id.number < LARGEST_EPOCH and len(id.nonce) == 8 and set(id.nonce) <= _HEX

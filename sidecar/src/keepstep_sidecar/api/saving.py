@@ -102,9 +102,8 @@ class Saving:
             raise
         self.refused.pop(request.rank, None)
         self.library, self.changed_at = request.library, time.monotonic()
-        ranks_here = local_world(
-            request, environment=os.environ, alone=self.config.reporting is None
-        )
+        alone = self.config.reporting is None and self.config.nodes == 1
+        ranks_here = local_world(request, environment=os.environ, alone=alone)
         request = replace(request, local_world=ranks_here)
         lease = await self.leases.take(request, peer_pid=peer_pid)
         self.unequal_steps.came(lease.rank, time.monotonic())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -71,6 +72,7 @@ class Service:
     restoring: Restoring
     step_waits: StepWaits
     history_file: HistoryFile
+    run_warnings: Callable[[], Iterable[str]] = tuple
     started_at: float = field(default_factory=time.time)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """It is time to close the socket."""
@@ -231,11 +233,14 @@ class Service:
             await self._archive_newest(flushed.steps, timeout_s=min(left_s(), _COMMIT_S))
             await self.remote_tiers.drain(timeout_s=left_s(), whole=False)
             await self.committer.refresh()  # nothing is in use any more
-            await self._last_word()
+            await self._last_word(flushed.steps, timeout_s=left_s())
             self._end()
 
-    async def _last_word(self) -> None:
-        """Tell the operator what the flush has made durable, and record its answer."""
+    async def _last_word(self, flushed: tuple[StepId, ...], *, timeout_s: float) -> None:
+        """Tell the operator what the flush has made durable, and record its answer. In a run that
+        leads itself the machines end together, so wait for the others' shards of the last step."""
+        if flushed and self.config.nodes > 1 and self.committer.operator_answers:
+            await self.step_waits.until_committed(flushed, timeout_s=min(timeout_s, _COMMIT_S))
         await self.operator.finish(timeout_s=_LAST_WORD_S)
         await self.committer.notes.take(at_once=True)
 
@@ -253,7 +258,7 @@ class Service:
             return flushed
         self._closing = True
         try:
-            await self._last_word()
+            await self._last_word(flushed.steps, timeout_s=_COMMIT_S)
             if request.forget:
                 await self.step_waits.drain(timeout_s=request.timeout_s)
                 await asyncio.to_thread(self.allocator.stop)

@@ -273,9 +273,8 @@ def warnings(service: Service) -> tuple[str, ...]:
         for one in service.remote_tiers.statuses().values()
         if one.trouble
     ]
-    for remote_tier in service.remote_tiers.remote_tiers:
-        found += remote_tier.warnings()
-    found.append(service.no_metrics)
+    found += [one.warning for one in service.remote_tiers.remote_tiers]
+    found += [service.no_metrics, *service.run_warnings()]
     # Pods come and go, so an unknown peer is no warning. An archive that does not answer is one.
     found.append(committer.remotes.why_unknown(Tier.ARCHIVE))
     found += [

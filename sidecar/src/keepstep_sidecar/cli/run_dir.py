@@ -47,6 +47,7 @@ from keepstep_sidecar.config.settings import (
     PLACE,
     STEP,
     URL,
+    Setting,
     to_toml,
     toml_value,
 )
@@ -59,6 +60,8 @@ _RECORD: Final = "sidecar.toml"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _NO_DATA: Final = (ADDRESS, PATH, PEM, PLACE, STEP, URL)
 """Kinds of settings that are never taken from a record."""
+_OF_SEVERAL: Final = ("nodes", "node_rank")
+"""Nor these: without the leader's address they are of no use."""
 _PYTHON_FILE = re.compile(r"\.py[w]?$")
 
 
@@ -247,6 +250,10 @@ def is_recorded(kept: RunDir) -> bool:
         return False
 
 
+def _is_data(setting: Setting) -> bool:
+    return setting.for_run and setting.kind not in _NO_DATA and setting.name not in _OF_SEVERAL
+
+
 def _text(kept: RunDir, home: Directory) -> bytes:
     found = os.fstat(home.fd)
     text = (
@@ -276,7 +283,7 @@ def load(directory: Path, run: str) -> RunDir:
         values = {
             one.field: one.read(written[one.name], where=f"{home / _RECORD}: {one.name}")
             for one in SETTINGS
-            if one.name in written and one.for_run and one.kind not in _NO_DATA
+            if one.name in written and _is_data(one)
         }
         config = Config.of({**values, **_memory(_began_in(home, origin), run)})
     except FileNotFoundError:

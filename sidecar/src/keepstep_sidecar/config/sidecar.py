@@ -130,30 +130,23 @@ class Files:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSettings:
-    """`listen`, `advertise`, `peers`: `host:port`. `replicas`: copies of each shard on other pods.
+    """`listen`, `advertise`: `host:port`. `replicas`: copies of each shard on other pods.
 
-    `listen` '': serve no other pod, and fetch only from pods that the operator names.
-
-    `files` None: the operator issues certificates and names the other pods. `peers`: all other
-    pods, if no operator names them. `bytes_per_second`: limit of all copies that are sent; a
-    restore is never held back.
+    `listen` '': serve no other pod, and fetch only from pods that the operator names. `fixed`: no
+    other port will do, because members find their leader there. `bytes_per_second`: limit of all
+    copies that are sent; a restore is never held back.
     """
 
     listen: str
     advertise: str = ""
-    peers: tuple[str, ...] = ()
     replicas: int = 1
-    files: Files | None = None
+    fixed: bool = False
     bytes_per_second: int | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError when the values cannot work together."""
-        for address in filter(None, (self.listen, self.advertise, *self.peers)):
+        for address in filter(None, (self.listen, self.advertise)):
             split(address)
-        if self.peers and self.files is None:
-            raise UsageError(
-                "--peer needs certificates: give --peer-cert, --peer-key and --peer-ca"
-            )
 
 
 def split(address: str) -> tuple[str, int]:
@@ -250,6 +243,9 @@ def parse_restore_from(text: str, *, since: int = 0) -> Wish | Fork:
 IO_THREADS: Final = 16
 """On huge pages, so many chunks at a time are written as fast as the drive can; 4 take a tenth
 longer. On small pages there is no difference."""
+
+PEER_PORT: Final = 9465
+"""Where a machine of a run serves the others, unless it is told otherwise."""
 
 _LONGEST_SOCKET_PATH: Final = 107
 """The size of a unix socket's `sun_path` without its closing zero (unix(7))."""
@@ -428,34 +424,39 @@ class Config:
         URL, None, "Address of an S3 store that is not Amazon's, like https://s3.example.com."
     )
     archive_region: str | None = setting(TEXT, None, "Region of the S3 store.")
-    peer_listen: str | None = setting(ADDRESS, None, "Serve the other pods of the run.")
+    nodes: int = setting(
+        whole(1), 1, "How many machines the run has; under srun, as many as the step has."
+    )
+    node_rank: int = setting(
+        whole(0), 0, "Which of them this one is, from 0; under srun, as Slurm counts."
+    )
+    leader: str | None = setting(
+        ADDRESS, None,
+        "Where machine 0 is found, whose sidecar leads the run; under srun, the step's first node.",
+    )
+    secret_file: Path | None = setting(
+        PATH, None,
+        "The secret by which the machines know each other (`keepstep secret`), of mode 0600."
+        "  [default: the variable KEEPSTEP_SECRET, which holds the secret itself]",
+    )
+    peer_listen: str | None = setting(
+        ADDRESS, None,
+        "Where this machine serves the others.  [default: on several machines, port 9465; on"
+        " machine 0 that of --leader]",
+    )
     peer_advertise: str | None = setting(
-        ADDRESS, None, "Where they find this pod.  [default: --peer-listen]"
+        ADDRESS, None, "Where they find it, if that is elsewhere."
     )
     peer_fetch: bool = setting(
         SWITCH, False,
         "Without --peer-listen: serve nobody, but fetch from whom the operator names.",
         for_run=False,
     )
-    peers: tuple[str, ...] = setting(
-        ADDRESS, (),
-        "Another pod of the run, where no operator tells; may be repeated.",
-        several=True,
-    )
     peer_replicas: int = setting(
-        whole(0), 1, "Copies of each shard on other pods, where no operator chooses them."
+        whole(0), 1, "Copies of each shard on other machines, where no operator chooses them."
     )
     peer_bytes_per_second: int | None = setting(
         RATE, None, "Limit of all copies that are sent, like 500Mi."
-    )
-    peer_cert: Path | None = setting(
-        PATH, None,
-        "PEM: this pod's certificate, with keepstep://NAMESPACE/RUN/NODE-RANK as URI."
-        "  [default: the operator issues one]",
-    )
-    peer_key: Path | None = setting(PATH, None, "PEM: its key.")
-    peer_ca: Path | None = setting(
-        PATH, None, "PEM: the only authorities that other pods are believed by."
     )
     io_threads: int = setting(whole(1), IO_THREADS, "Chunks under way at a time at each volume.")
     bytes_per_second: int | None = setting(RATE, None, "Limit of all writes together, like 500Mi.")
@@ -527,11 +528,10 @@ class Config:
             raise UsageError("a sidecar needs at least one volume: pass --volume DIR")
         archive, peers = self.archive_config, self.peer_settings
         reporting, fork = self.reporting, self.fork
-        if peers is not None and peers.files is None and reporting is None:
-            raise UsageError(
-                "--peer-listen without --report-url needs certificates: give --peer-cert,"
-                " --peer-key and --peer-ca"
-            )
+        if peers is not None and reporting is None and self.nodes == 1:
+            raise UsageError("--peer-listen goes with --nodes: one machine alone has no peers")
+        if self.nodes > 1:
+            self._check_nodes()
         if fork is not None and archive is None:
             raise UsageError(
                 f"--restore-from {fork}: a step of another run comes from the archive that both"
@@ -543,6 +543,20 @@ class Config:
                 f"{self.socket}: a unix socket's path has at most {_LONGEST_SOCKET_PATH} bytes;"
                 " choose a shorter --memory-dir"
             )
+
+    def _check_nodes(self) -> None:
+        if self.reporting is not None:
+            raise UsageError("--nodes goes without --report-url: the operator knows the pods")
+        if self.node_rank >= self.nodes:
+            raise UsageError(
+                f"--node-rank {self.node_rank}: of {self.nodes} nodes the last has"
+                f" --node-rank {self.nodes - 1}"
+            )
+        if self.leader is None:
+            raise UsageError(
+                f"--nodes {self.nodes}: say where machine 0 is found, with --leader HOST:PORT"
+            )
+        split(self.leader)
 
     @property
     def socket(self) -> Path:
@@ -576,21 +590,15 @@ class Config:
     @cached_property
     def peer_settings(self) -> PeerSettings | None:
         """Which pods keep copies for which; None without peers."""
-        files = None
-        if self.peer_cert and self.peer_key and self.peer_ca:
-            files = Files(certificate=self.peer_cert, key=self.peer_key, authorities=self.peer_ca)
-        elif self.peer_cert or self.peer_key or self.peer_ca:
-            raise UsageError("--peer-cert, --peer-key and --peer-ca go together")
-        if self.peer_listen is None:
-            if self.peers or files:
-                raise UsageError("peers need an address to listen on: --peer-listen HOST:PORT")
+        if self.nodes == 1 and self.peer_listen is None:
             return PeerSettings(listen="", replicas=0) if self.peer_fetch else None
+        leads = self.nodes > 1 and self.node_rank == 0
+        port = split(self.leader)[1] if leads and self.leader else PEER_PORT
         return PeerSettings(
-            listen=self.peer_listen,
-            advertise=self.peer_advertise or "",
-            peers=self.peers,
+            listen=self.peer_listen or f"0.0.0.0:{port}",
+            advertise=self.peer_advertise or (self.leader if leads and self.leader else ""),
             replicas=self.peer_replicas,
-            files=files,
+            fixed=leads,
             bytes_per_second=self.peer_bytes_per_second,
         )
 

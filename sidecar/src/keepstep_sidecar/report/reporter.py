@@ -1,6 +1,6 @@
-"""Tells the operator what this pod holds, and passes on the operator's answers.
+"""Tells the operator, or the run's leader, what this machine holds, and passes on the answers.
 
-Nothing waits for it. While the operator is away, slow or not trusted, training, commits on this pod
+Nothing waits for it. While that one is away, slow or not trusted, training, commits on this pod
 and restores go on. A report is sent on a change, but not more often than the operator allows, and
 after a silence. It is whole, or it tells what changed since the last report, if an operator
 answered that one that knows all of it. No report is ever sent again.
@@ -11,29 +11,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import socket
-import ssl
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-
-import aiohttp
-import msgspec
+from dataclasses import dataclass
+from typing import Protocol
 
 from keepstep.core.vote import NEVER
-from keepstep.errors import KeepstepError, UsageError
-from keepstep.wire.reports import Peer, Report, ReportReply
+from keepstep.errors import KeepstepError
+from keepstep.wire.reports import Report, ReportReply
 from keepstep.wire.status import VolumeStatus
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.report.report import changes, news
 
 _log = logging.getLogger("keepstep.sidecar")
 
-_TIMEOUT = aiohttp.ClientTimeout(total=10.0, connect=5.0)
 _LONGEST_BACKOFF_S = 30.0
 _FIRST_BACKOFF_S = 5.0
 _FIRST_FAILURES = 30
@@ -41,9 +34,6 @@ _FIRST_FAILURES = 30
 _LOOKING_S = 2.0
 """The longest pause between these retries while the connection fails: there is no operator that
 they could overload."""
-_NOBODY_S = 3
-"""A node that acknowledges nothing for so long is taken for lost. The kernel of a slow process
-still acknowledges."""
 _AT_ONCE_S = 0.5
 """A broken connection is retried within this time: the next one may lead to another replica."""
 _LONGEST_URGENT_BACKOFF_S = 4.0
@@ -52,16 +42,12 @@ _LONGEST_URGENT_BACKOFF_S = 4.0
 _URGENT_S = 1.0
 _MEASURE_EVERY_S = 10.0
 _MEASURE_TIMEOUT_S = 5.0
-_REPLY_LIMIT_BYTES = 1 << 20
 _BOUNDS_INTERVAL_S = (1.0, 600.0)
 _BOUNDS_GAP_S = (0.05, 60.0)
 
 
-_decode = msgspec.json.Decoder(ReportReply).decode
-
-
-class _Failed(Exception):
-    """The operator did not accept a report. `kind`: short and stable; each kind is logged once."""
+class ReportFailed(Exception):
+    """A report was not taken. `kind`: short and stable; each kind is logged once."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -116,63 +102,26 @@ class Rhythm:
         return min(exponential, longest) * (0.5 + 0.5 * chance)
 
 
-class _Channel:
-    """How the operator is reached: what it is trusted by, and what it need not repeat."""
+class Channel(Protocol):
+    """How those who see the whole run are reached: the operator, or the run's leader.
 
-    def __init__(self, config: Reporting, trust: ssl.SSLContext) -> None:
-        self.address = config.address
-        self._config = config
-        self._trust = trust
-        self._authorities = config.authorities()
-        self._peers: tuple[Peer, ...] = ()
-        self._peers_version = ""
+    `address`: for the log. `asked`: a report is wanted now.
+    """
 
-    async def exchange(self, session: aiohttp.ClientSession, report: Report) -> ReportReply:
-        """Send a report; the reply, with the list of peers also where it did not change. Raises
-        _Failed."""
-        reply = await self._post(session, replace(report, peers_version=self._peers_version))
-        if reply.peers_version == self._peers_version:
-            return replace(reply, peers=self._peers)
-        self._peers, self._peers_version = reply.peers, reply.peers_version
-        return reply
+    address: str
 
-    async def learn(self, authorities: str) -> None:
-        """Take over the authorities by which the operator is trusted from now on. A new authority
-        signs only a day after it was announced, and the key of an old one may be in other hands."""
-        if not authorities or authorities == self._authorities:
-            return
-        self._authorities = authorities
-        try:
-            self._trust = await asyncio.to_thread(self._config.learn, authorities)
-        except (UsageError, OSError) as error:
-            warn("authorities of the operator not taken over", reason=str(error))
-        else:
-            say("authorities of the operator taken over")
+    @property
+    def asked(self) -> bool: ...
 
-    async def _post(self, session: aiohttp.ClientSession, report: Report) -> ReportReply:
-        headers = {
-            "Authorization": f"Bearer {_token(self._config.token_file)}",
-            "Content-Type": "application/json",
-        }
-        body = msgspec.json.encode(report)
-        try:
-            # No redirects: the token is for this address only.
-            async with session.post(
-                self.address,
-                data=body,
-                headers=headers,
-                allow_redirects=False,
-                ssl=self._trust,
-            ) as response:
-                data = await _read(response)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _Failed(_kind(error), f"{error or type(error).__name__}") from error
-        if response.status != 200:
-            raise _Failed(f"status {response.status}", data[:300].decode(errors="replace"))
-        try:
-            return _decode(data)
-        except (ValueError, RecursionError) as error:
-            raise _Failed("reply", f"the answer is none: {error}") from error
+    async def __aenter__(self) -> object: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def exchange(self, report: Report) -> ReportReply:
+        """Send a report, and return the answer. Raises ReportFailed."""
+
+    def pushed(self) -> ReportReply | None:
+        """The newest reply that came without a report, once."""
 
 
 class _Volumes:
@@ -203,15 +152,14 @@ class Reporter:
 
     def __init__(
         self,
-        config: Reporting,
+        channel: Channel,
         look: Look,
         *,
-        trust: ssl.SSLContext,
         operator: OperatorLink,
         obey: Callable[[ReportReply], Awaitable[None]],
         changes: Changes,
     ) -> None:
-        self._channel = _Channel(config, trust)
+        self._channel = channel
         self._operator = operator
         self._look = look
         self._volumes = _Volumes(look.measure)
@@ -231,14 +179,13 @@ class Reporter:
     async def run(self) -> None:
         """Report until `OperatorLink.finish`."""
         self._operator.ended = False
-        connector = aiohttp.TCPConnector(limit=1, socket_factory=_socket)
         try:
-            async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session:
+            async with self._channel:
                 while not self._operator.finishing:
                     await self._until_due()
                     if not self._operator.finishing:
-                        await self._guarded(session)
-                await self._guarded(session)
+                        await self._guarded()
+                await self._guarded()
         finally:
             self._operator.ended = True
             self._changes.ring()
@@ -279,17 +226,17 @@ class Reporter:
 
     def _is_due(self, report: Report) -> bool:
         """Whether this report is worth sending now."""
-        if self._operator.finishing or self._failures or self._sent is None:
+        if self._operator.finishing or self._failures or self._sent is None or self._channel.asked:
             return True
         silence_s = self._rhythm.silence_s(urgent=self._look.urgent(), chance=0.0)
         return self._since() >= silence_s or news(report) != self._sent
 
     # --- what --------------------------------------------------------------------------------
 
-    async def _guarded(self, session: aiohttp.ClientSession) -> None:
+    async def _guarded(self) -> None:
         """Exchange one report. An error in our own code costs this report, but not later ones."""
         try:
-            await self._exchange(session)
+            await self._exchange()
         except Exception:
             self._failures += 1
             _log.exception("report failed")
@@ -297,8 +244,10 @@ class Reporter:
             self._operator.tried_at = time.monotonic()
             self._changes.ring()
 
-    async def _exchange(self, session: aiohttp.ClientSession) -> None:
+    async def _exchange(self) -> None:
         self._seen = self._changes.count
+        if (pushed := self._channel.pushed()) is not None:
+            await self._obey(pushed)
         report = self._look.report(await self._volumes.measured(), self._sequence + 1)
         if not self._is_due(report):
             return
@@ -306,17 +255,16 @@ class Reporter:
         self._tried_at = time.monotonic()
         told, self._known = changes(self._known, report), None
         try:
-            reply = await self._channel.exchange(session, told)
-        except _Failed as failure:
+            reply = await self._channel.exchange(told)
+        except ReportFailed as failure:
             self._failed(failure)
             return
         self._succeeded(report, told, reply)
-        await self._channel.learn(reply.authorities)
         await self._obey(reply)
 
     # --- how it went -------------------------------------------------------------------------
 
-    def _failed(self, failure: _Failed) -> None:
+    def _failed(self, failure: ReportFailed) -> None:
         self._failures += 1
         self._broken = failure.kind == "connection"
         if failure.kind not in self._logged:
@@ -338,40 +286,5 @@ class Reporter:
         self._rhythm = Rhythm.of(reply)
 
 
-def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket that gives up a lost node after `_NOBODY_S` seconds, while it connects as well as
-    later. (The first SYN is repeated once, after a second, and given up two seconds later.)"""
-    made = socket.socket(*address[:3])
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _NOBODY_S * 1000)
-    return made
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    data = b""
-    async for piece in response.content.iter_chunked(1 << 16):
-        data += piece
-        if len(data) > _REPLY_LIMIT_BYTES:
-            raise _Failed("reply", "the operator's answer is too long")
-    return data
-
-
 def _within(value: float, bounds: tuple[float, float]) -> float:
     return min(max(value, bounds[0]), bounds[1])
-
-
-def _token(path: Path) -> str:
-    """Read the token anew each time: Kubernetes replaces the file before the token expires."""
-    try:
-        token = path.read_text().strip()
-    except (OSError, ValueError) as error:
-        raise _Failed("token", f"cannot read the token: {error}") from error
-    if not token or not token.isprintable() or " " in token:
-        raise _Failed("token", f"{path} holds no token")
-    return token
-
-
-def _kind(error: BaseException) -> str:
-    if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientSSLError):
-        return "tls"
-    return "timeout" if isinstance(error, TimeoutError) else "connection"

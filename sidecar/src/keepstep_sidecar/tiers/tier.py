@@ -12,7 +12,7 @@ trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +95,7 @@ class RemoteTier:
     """A name for people; it never contains a credential."""
 
     warning: str = ""
-    """What is wrong with how this tier was set up; '' for nothing."""
+    """What people should know of this tier besides what `status` says; '' for nothing."""
 
     def __init__(
         self,
@@ -124,10 +124,6 @@ class RemoteTier:
     def status(self) -> TierStatus:
         """The state of the tier and its transfers."""
         return self.replicator.status(self.where)
-
-    def warnings(self) -> Iterable[str]:
-        """All that people should know of this tier besides what `status` says."""
-        return (self.warning,)
 
     def wake(self) -> None:
         """What this machine holds has changed: compare soon."""

@@ -6,11 +6,14 @@ these shards. An agent that is not ready yet is waited for, but not on a node th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from keepstep.steps import StepId
-from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard
+from keepstep.leader.orphaned_shards import OrphanedShard
+from keepstep.steps import EpochId, StepId
+from keepstep_operator.api.run import HolderStatus
+from keepstep_operator.spans import numbers
 
 if TYPE_CHECKING:
     from keepstep_operator.reconcile.state.run import Run
@@ -74,3 +77,20 @@ def _said(left: Iterable[OrphanedShard], how: str) -> str:
     return "; ".join(
         f"shards of node ranks {', '.join(of)} are {how} {node}" for node, of in ranks.items()
     )
+
+
+def written(
+    holders: Iterable[HolderStatus], *, commit: StepId | None, epoch: EpochId | None
+) -> Iterator[OrphanedShard]:
+    """The orphaned shards that an earlier reconciler wrote down.
+
+    If no commit is known any more, the shards are needed for the newest step that lies there.
+    """
+    for holder in holders:
+        step = commit
+        if step is None and epoch is not None and holder.step is not None:
+            with contextlib.suppress(ValueError):  # the status was edited
+                step = StepId(epoch, holder.step)
+        if step is not None:
+            for node_rank in numbers(holder.node_ranks):
+                yield OrphanedShard(node=holder.node, node_rank=node_rank, step=step)

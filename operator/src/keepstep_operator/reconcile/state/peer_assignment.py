@@ -2,12 +2,7 @@
 
 The ring consists of the existing pods and of the places whose pods will come back, so the restart
 of a pod moves no copies. There is no ring until every pod has a node: a ring of half the run would
-send gigabytes to buddies that are replaced a second later.
-
-The ring is ordered so that neighbours are in different domains as far as possible. A domain is a
-value of the policy's topologyKey, usually a node. The order is: one place of each domain, by node
-rank, then a second place of each, and so on. The buddy of a place is the next place on another
-node. So every place keeps as many copies as it sends, if the domains are of equal size. Pure.
+send gigabytes to buddies that are replaced a second later. Pure.
 """
 
 from __future__ import annotations
@@ -15,16 +10,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from keepstep.leader.buddies import Spot, buddies
+from keepstep.leader.node_rank import Place
 from keepstep.wire.reports import Peer
 from keepstep_operator.api.model import NodeRecord
 from keepstep_operator.api.tiers import HOSTNAME, Peers
-from keepstep_operator.reconcile.state.node_rank import Place
 from keepstep_operator.reconcile.state.reply import NOBODY, may_be_old_s
 
 if TYPE_CHECKING:
@@ -138,14 +134,6 @@ class PeerAssignment:
         return _spot_of(node, known.labels.get(peers.topology_key) or node)
 
 
-@dataclass(frozen=True)
-class Spot:
-    """Where a place of the run is. `domain`: the value of the node's label topologyKey."""
-
-    node: str
-    domain: str
-
-
 @functools.lru_cache(maxsize=_KEPT)
 def _spot_of(node: str, domain: str) -> Spot:
     return Spot(node, domain)
@@ -158,60 +146,3 @@ def _entry(node_rank: int, address: str, buddy: bool) -> bytes:
 
 def _serves(place: Place) -> bool:
     return not place.gone and bool(place.sidecar.peer_address)
-
-
-def buddies(spots: Mapping[int, Spot], *, replicas: int) -> dict[int, tuple[int, ...]]:
-    """node rank -> the node ranks that it sends its shards to, best first.
-
-    At most `replicas`, each on another node, none on the sender's own node; fewer if the run has
-    fewer nodes. Domains without a copy come first.
-    """
-    ring = _ring(spots)
-    domains = len({spot.domain for spot in spots.values()})
-    nodes = len({spot.node for spot in spots.values()})
-    return {
-        sender: tuple(_chosen(ring, at, spots, replicas, domains=domains, nodes=nodes))
-        for at, sender in enumerate(ring)
-    }
-
-
-def _ring(spots: Mapping[int, Spot]) -> list[int]:
-    members: dict[str, list[int]] = {}
-    for rank in sorted(spots):
-        members.setdefault(spots[rank].domain, []).append(rank)
-    turns = [
-        (turn, ranks[0], rank) for ranks in members.values() for turn, rank in enumerate(ranks)
-    ]
-    return [rank for _, _, rank in sorted(turns)]
-
-
-def _chosen(
-    ring: list[int], at: int, spots: Mapping[int, Spot], replicas: int, *, domains: int, nodes: int
-) -> Iterator[int]:
-    """The buddies of the place at index `at`. `domains`, `nodes`: how many exist, so that the
-    search stops when all have a copy."""
-    chosen = [spots[ring[at]]]
-    for _ in range(replicas):
-        found = None
-        if len({one.domain for one in chosen}) < domains:
-            found = _next(ring, at, spots, chosen, other_domain=True)
-        if found is None and len({one.node for one in chosen}) < nodes:
-            found = _next(ring, at, spots, chosen, other_domain=False)
-        if found is None:
-            return
-        chosen.append(spots[found])
-        yield found
-
-
-def _next(
-    ring: list[int], at: int, spots: Mapping[int, Spot], chosen: list[Spot], *, other_domain: bool
-) -> int | None:
-    """The first place after `at` on a node without a chosen place. With `other_domain`, its domain
-    has no chosen place either."""
-    nodes, domains = {one.node for one in chosen}, {one.domain for one in chosen}
-    for ahead in range(1, len(ring)):
-        rank = ring[(at + ahead) % len(ring)]
-        spot = spots[rank]
-        if spot.node not in nodes and not (other_domain and spot.domain in domains):
-            return rank
-    return None

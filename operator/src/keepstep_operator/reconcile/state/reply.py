@@ -7,9 +7,9 @@ from typing import Final
 
 import msgspec
 
+from keepstep.leader.run_ledger import RunLedger
 from keepstep.steps import StepId
 from keepstep.wire.reports import ReportReply
-from keepstep_operator.reconcile.state.run_ledger import RunLedger
 
 NOBODY: Final = msgspec.Raw(b"[]")
 _SMALL_WORLD: Final = 64

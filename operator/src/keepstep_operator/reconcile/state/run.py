@@ -17,6 +17,9 @@ from keepstep.core.ledger import AlarmKind, Outlook, Restart, is_among, outlook
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import on_grid, stands_in
 from keepstep.core.suspicion import Failure, newest
+from keepstep.leader.node_rank import Sender
+from keepstep.leader.orphaned_shards import OrphanedShard
+from keepstep.leader.run_ledger import LARGEST_WORLD, MOST_RANKS, RunLedger
 from keepstep.steps import EpochId, StepId, Tier
 from keepstep.wire.reports import Report
 from keepstep_operator import names
@@ -48,8 +51,6 @@ from keepstep_operator.reconcile.state.drives import Drives, PlaceDrives
 from keepstep_operator.reconcile.state.durability import volumes_outlive_pod
 from keepstep_operator.reconcile.state.goodput import RunGoodput
 from keepstep_operator.reconcile.state.health import LIBRARY_S, Health, look
-from keepstep_operator.reconcile.state.node_rank import Sender
-from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard
 from keepstep_operator.reconcile.state.peer_assignment import PeerAssignment
 from keepstep_operator.reconcile.state.previous_status import (
     FINISHED,
@@ -62,7 +63,6 @@ from keepstep_operator.reconcile.state.previous_status import (
 from keepstep_operator.reconcile.state.reply import AdviceCache, Reply, may_be_old_s
 from keepstep_operator.reconcile.state.restart_history import RestartHistory
 from keepstep_operator.reconcile.state.restore_request import RestoreRequest
-from keepstep_operator.reconcile.state.run_ledger import LARGEST_WORLD, MOST_RANKS, RunLedger
 
 FRESH_START_S = 120.0
 """How long an acknowledgement of "newest" waits for the reports that show which epoch it means."""
@@ -384,7 +384,9 @@ class Run:
         self.commit = past.commit
         commit = past.commit.id if past.commit else None
         self.drives.resume(past.status.drives)
-        self.ledger.orphans.resume(past.status.holders, commit=commit, epoch=past.epoch)
+        self.ledger.orphans.resume(
+            left_shards.written(past.status.holders, commit=commit, epoch=past.epoch)
+        )
         self.job = self.job or past.job
         self.finished_at = past.finished_at if self.idle else None
 

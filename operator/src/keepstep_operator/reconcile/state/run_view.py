@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from keepstep.core.ledger import Outlook, Restart
+from keepstep.leader.node_rank import Place
+from keepstep.leader.orphaned_shards import OrphanedShard
+from keepstep.leader.run_ledger import Safety
 from keepstep.steps import NEAREST_FIRST, Answer, EpochId, StepId, Tier
 from keepstep_operator.api.model import Job, PodRecord, PolicyRecord, RunKey
 from keepstep_operator.api.policy import Policy, VolumeKind
@@ -28,11 +31,8 @@ from keepstep_operator.api.run import (
 from keepstep_operator.reconcile.state import left_shards
 from keepstep_operator.reconcile.state.durability import Survives, survives
 from keepstep_operator.reconcile.state.health import Health
-from keepstep_operator.reconcile.state.node_rank import Place
-from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard
 from keepstep_operator.reconcile.state.previous_status import Commit, parse_steps
 from keepstep_operator.reconcile.state.restore_request import Stage
-from keepstep_operator.reconcile.state.run_ledger import Safety
 
 if TYPE_CHECKING:
     from keepstep_operator.reconcile.state.run import Run

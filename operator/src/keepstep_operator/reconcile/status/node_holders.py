@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from keepstep.core.commit_rule import bits
+from keepstep.leader.node_rank import Place
+from keepstep.leader.orphaned_shards import OrphanedShard
 from keepstep_operator.api.run import MOST_HOLDERS, HolderStatus
-from keepstep_operator.reconcile.state.node_rank import Place
-from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShard
 from keepstep_operator.reconcile.state.run_view import RunView
 from keepstep_operator.spans import spans
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from keepstep_sidecar.cli.commands.archive import archive_of
 from keepstep_sidecar.cli.options import directory_option, json_option, run_option
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.settings import format_size, size_option
-from keepstep_sidecar.config.sidecar import SETTINGS, ArchiveConfig, PeerSettings, options
+from keepstep_sidecar.config.sidecar import SETTINGS, ArchiveConfig, options, split
 
 if TYPE_CHECKING:
     from keepstep.export import Exported
@@ -33,10 +32,7 @@ if TYPE_CHECKING:
 
 _NEWEST = "latest"
 _OPENED_AT_ONCE = 16
-_ELSEWHERE = (
-    *("archive", "archive_endpoint", "archive_region"),
-    *("peer_listen", "peers", "peer_cert", "peer_key", "peer_ca"),
-)
+_ELSEWHERE = ("archive", "archive_endpoint", "archive_region", "secret_file")
 
 
 @click.command()
@@ -68,6 +64,13 @@ _ELSEWHERE = (
     is_flag=True,
     help="Of tensors that ranks have for themselves, write the lowest rank's though they differ.",
 )
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    metavar="HOST:PORT",
+    help="Another machine of the run, for what is not here; may be repeated.",
+)
 @click.argument("word", metavar="STEP")
 def export(
     word: str,
@@ -85,8 +88,8 @@ def export(
     may be of any world and layout: shards are put together, names are those of the model. Every
     byte is verified; DIR appears when all of it is written. With --archive all comes from there.
     With --config .keepstep/RUN/sidecar.toml, what is not on this machine's volumes is read from the
-    peers and the archive with which the run was started. A training that goes on is not disturbed.
-    Needs torch.
+    archive with which the run was started; with --peer, from other machines of the run. A training
+    that goes on is not disturbed. Needs torch.
 
     \b
     Examples:
@@ -232,6 +235,7 @@ async def _with_step(
     directory: Path,
     run: str | None,
     archive_alone: bool,
+    peers: tuple[str, ...],
 ) -> tuple[StepId, Exported]:
     """Find the step that `word` names, and do `work` on a thread. Raises KeepstepError."""
     from keepstep_sidecar.tiers import transfer
@@ -243,7 +247,6 @@ async def _with_step(
     if archive is not None and archive_alone:
         return await _from_archive(archive, run, word, {}, finish)
     kept = run_dir.find(directory, run)
-    peers = dataclasses.replace(kept.config, **values).peer_settings
     held = await asyncio.to_thread(_on_volumes, kept)
     epochs = await asyncio.to_thread(inventory.epochs, kept)
     silent: tuple[str, ...] = ()
@@ -251,8 +254,8 @@ async def _with_step(
     known = (await asyncio.to_thread(inventory.read, kept)).steps
     suspects = frozenset(one.id for one in known if one.suspect)
     id = _committed(held, epochs, word, suspects)
-    if peers is not None and (id is None or word == _NEWEST):
-        silent = await _add_peers(kept, peers, held)
+    if peers and (id is None or word == _NEWEST):
+        silent = await _add_peers(kept, peers, held, values.get("secret_file"))
         id = _committed(held, epochs, word, suspects)
     if id is not None:
         for doubt in _doubts(id, epochs, suspects):
@@ -322,12 +325,18 @@ def _on_volumes(kept: RunDir) -> _Held:
     return held
 
 
-async def _add_peers(kept: RunDir, settings: PeerSettings, held: _Held) -> tuple[str, ...]:
-    """Ask the peers of a static list what they hold, and add it to `held`. Returns which peers do
-    not answer, and why."""
+async def _add_peers(
+    kept: RunDir, peers: Sequence[str], held: _Held, secret: Path | None
+) -> tuple[str, ...]:
+    """Ask the peers what they hold, and add it to `held`. Returns which of them do not answer, and
+    why. Raises UsageError."""
     from keepstep_sidecar.tiers.peer import client
+    from keepstep_sidecar.tiers.peer.secret import SecretCredentials, read_secret
 
-    found, silent = await client.look(settings, run=kept.run)
+    for address in peers:
+        split(address)
+    credentials = SecretCredentials(read_secret(secret), kept.run, kept.config.node_rank)
+    found, silent = await client.look(peers, credentials, run=kept.run)
     for source in found:
         held.setdefault(source.shard.step_id, {}).setdefault(source.shard.rank, source)
     return silent

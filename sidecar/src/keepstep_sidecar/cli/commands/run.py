@@ -15,6 +15,7 @@ from keepstep.processes import Process
 from keepstep_sidecar.cli import calls, inventory, launcher, messages, output, run_dir
 from keepstep_sidecar.cli.options import directory_option, json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir, make_home
+from keepstep_sidecar.cli.slurm import nodes_of_step
 from keepstep_sidecar.config.sidecar import SETTINGS, options
 
 _FOR_RUN: Final = [one for one in SETTINGS if one.for_run]
@@ -118,6 +119,8 @@ def _program(name: str) -> str:
 def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> RunDir:
     """The run as the options ask for it. Raises UsageError."""
     given = {"linger_s": _LINGER_S, **values}
+    if "nodes" not in given:
+        given = {**nodes_of_step(os.environ), **given}
     name = given.pop("run", None) or run_dir.run_name(command)
     config = (kept := RunDir.of(directory, name, **given)).config
     if config.persist_every is not None and config.persist_every % config.stage_every:
@@ -126,6 +129,10 @@ def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> Ru
             f" {config.stage_every}, and only a staged step can be made durable; for example"
             f" --persist-every {config.persist_base}"
         )
+    if config.nodes > 1:
+        from keepstep_sidecar.tiers.peer.secret import read_secret
+
+        read_secret(config.secret_file)  # rather here than in the sidecar's log
     if config.wish is None:
         return kept
     # the rollback has happened once an epoch newer than this began from its step; forks need none

@@ -29,11 +29,11 @@ from keepstep.errors import DigestError, FormatError, KeepstepError, NoSpaceErro
 from keepstep.steps import Tier, shard_name
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.concurrency import blocking
-from keepstep_sidecar.config.sidecar import PeerSettings, split
+from keepstep_sidecar.config.sidecar import split
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.protocol import Listing, receive
-from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, Identity, explain, of_peer
+from keepstep_sidecar.tiers.peer.tls import Credentials, Identity, explain, of_peer
 from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
 
 T = TypeVar("T")
@@ -421,12 +421,10 @@ class PeerSource(ShardSource):
 _LOOK_TIMEOUT_S = 10.0
 
 
-async def look(settings: PeerSettings, *, run: str) -> tuple[list[PeerSource], tuple[str, ...]]:
-    """All that the peers hold, and which peers do not answer and why. If the operator names the
-    peers and signs for them, none of them can be asked from here."""
-    if settings.files is None:
-        return [], ("peers, as only the sidecar has a certificate for them",)
-    credentials = FileCredentials(settings.files)
+async def look(
+    addresses: Sequence[str], credentials: Credentials, *, run: str
+) -> tuple[list[PeerSource], tuple[str, ...]]:
+    """All that the peers hold, and which of them do not answer and why."""
     calls = Calls(credentials)
     found: list[PeerSource] = []
     silent: list[str] = []
@@ -451,7 +449,7 @@ async def look(settings: PeerSettings, *, run: str) -> tuple[list[PeerSource], t
         )
 
     try:
-        await asyncio.gather(*map(ask, settings.peers))
+        await asyncio.gather(*map(ask, addresses))
     finally:
         calls.close()
     return found, tuple(silent)

@@ -1,8 +1,7 @@
 """The other pods of the run, and agents of nodes that its pods left, with what each was last heard
 to hold.
 
-They are known from a static list or from the operator. A pod of a static list tells its node rank
-by its certificate. Until such a pod has been reached once, it is not chosen as a buddy.
+They are known from the operator, or from the leader of the run.
 """
 
 from __future__ import annotations
@@ -86,13 +85,6 @@ class Directory:
             known.node_rank, known.buddy, known.node = None, False, node
             self.known[address] = known
 
-    def choose(self, own_node_rank: int, replicas: int) -> None:
-        """Choose the buddies of a static list: the next known pods in the ring."""
-        by_rank = {one.node_rank: one for one in self.known.values() if one.node_rank is not None}
-        chosen = buddies(own_node_rank, by_rank, replicas)
-        for one in self.known.values():
-            one.buddy = one.node_rank in chosen
-
     def heard(self, address: str, listing: Listing | None, reason: str = "") -> None:
         """Record a pod's answer, or why it did not answer."""
         if (one := self.known.get(address)) is not None:
@@ -153,11 +145,3 @@ def _remote(
         holders.insert(0, OWN)
         shards.insert(0, own)
     return RemoteShard.of(shards[0], tier=Tier.PEER, key=tuple(holders))
-
-
-def buddies(own: int, others: Iterable[int], replicas: int) -> list[int]:
-    """The next `replicas` node ranks after `own`, in a ring. So every pod keeps as many copies as
-    it sends, and the loss of two neighbours costs the copies of one pod, not of several."""
-    known = sorted(set(others) - {own})
-    after = [rank for rank in known if rank > own] + [rank for rank in known if rank < own]
-    return after[:replicas]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +24,6 @@ from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.server import Join, Server
 from keepstep_sidecar.tiers.peer.tls import (
     Credentials,
-    FileCredentials,
     Identity,
     IssuedCredentials,
 )
@@ -69,9 +67,7 @@ class PeerTier(RemoteTier):
         self._places: dict[str, Buddy] = {}
         super().__init__(due=lambda: due(self.facts.local()), places=self._buddies)
         self._changes = self.replicator.changes
-        self._directory = Directory(complete=bool(settings.files) or not settings.listen)
-        for address in settings.peers:
-            self._directory.known[address] = Known(address=address)
+        self._directory = Directory(complete=not settings.listen)
         self._scanned = False
         self._scanning = asyncio.Lock()
         self._server: Server | None = None
@@ -82,7 +78,7 @@ class PeerTier(RemoteTier):
         training script, any free one will do where the operator tells the others. Never raises: a
         sidecar that did not start would keep training from starting."""
         wanted = self._settings.listen
-        by_hand, before = self._settings.files is not None, self.warning
+        by_hand, before = self._settings.fixed, self.warning
         any_port = f"{wanted.rpartition(':')[0]}:0"
         for address in (wanted, *(() if by_hand else (any_port,))) if wanted else ():
             try:
@@ -128,6 +124,11 @@ class PeerTier(RemoteTier):
             return wanted
         return f"{wanted.rpartition(':')[0]}:{self._server.port}"
 
+    def refused(self) -> list[str]:
+        """Which clients were refused last, and why."""
+        refusals = self._server.refusals() if self._server is not None else {}
+        return [f"a machine at {host} was refused: {why}" for host, why in refusals.items()]
+
     @property
     def introduced(self) -> bool:
         """Whether all other pods are known."""
@@ -141,15 +142,14 @@ class PeerTier(RemoteTier):
         awaits: str = "",
         complete: bool = True,
     ) -> None:
-        """Take over the operator's lists. `peers`, `agents`, `awaits`: see `ReportReply`.
-        `complete`: no other pod can hold anything. A static list takes precedence. If this pod
-        serves nothing, the other pods do not either, and the list counts as complete."""
-        if not self._settings.peers:
-            whole = complete or not self._settings.listen
-            self._directory.peers_are(
-                peers, own=self.address, agents=agents, awaits=awaits, complete=whole
-            )
-            self.replicator.compare()
+        """Take over the operator's lists, or the leader's. `peers`, `agents`, `awaits`: see
+        `ReportReply`. `complete`: no other pod can hold anything. If this pod serves nothing, the
+        other pods do not either, and the list counts as complete."""
+        whole = complete or not self._settings.listen
+        self._directory.peers_are(
+            peers, own=self.address, agents=agents, awaits=awaits, complete=whole
+        )
+        self.replicator.compare()
 
     # --- what is where -----------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class PeerTier(RemoteTier):
         await self._scan()
         known = list(self._directory.known.values())
         await asyncio.gather(*map(self._ask, known))
-        self._choose_buddies()
+        self.replicator.compare()
         return self._directory.inventory(self._copies.all())
 
     async def _scan(self) -> None:
@@ -182,13 +182,6 @@ class PeerTier(RemoteTier):
             return
         one.node_rank = None if one.node else node_rank
         self._directory.heard(one.address, listing)
-
-    def _choose_buddies(self) -> None:
-        if self._settings.peers:
-            with contextlib.suppress(KeepstepError):
-                own = self._calls.credentials.current().identity.node_rank
-                self._directory.choose(own, self._settings.replicas)
-        self.replicator.compare()
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
         """One source for each pod that holds the shard."""
@@ -266,19 +259,14 @@ class PeerTier(RemoteTier):
         await keep_fresh()
 
     async def _keep_looking(self) -> None:
-        """Static peers become buddies once they have been reached."""
+        """Find out which copies were removed."""
         while True:
-            await (self.look() if self._settings.peers else self._scan())
+            await self._scan()
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def status(self) -> TierStatus:
         where = ", ".join(self._places) or "no buddy"
         return self.replicator.status(where, shared_bytes=self._copies.shared_bytes)
-
-    def warnings(self) -> Iterable[str]:
-        """Also which hosts are refused here, and why: they may be machines of this run."""
-        refusals = self._server.refusals() if self._server is not None else {}
-        return (self.warning, *(f"{host} is refused: {why}" for host, why in refusals.items()))
 
     async def close(self) -> None:
         """Call this when `run` has ended."""
@@ -302,14 +290,18 @@ def _taken(reason: str, *, by_hand: bool) -> str:
 
 
 def remote_tier(
-    settings: PeerSettings, volumes: VolumeSet, *, run: str, reporting: Reporting | None
+    settings: PeerSettings,
+    volumes: VolumeSet,
+    *,
+    run: str,
+    reporting: Reporting | None,
+    credentials: Credentials | None,
+    join: Join | None = None,
 ) -> PeerTier:
-    """The peer tier of this pod. `reporting`: the operator, which signs when no files are given.
-
-    Raises UsageError for unusable certificates.
-    """
-    if settings.files is not None:
-        return PeerTier(settings, volumes, run=run, credentials=FileCredentials(settings.files))
+    """The peer tier of this machine. `reporting`: the operator, which signs where there are no
+    `credentials`. `join`: see `PeerTier`."""
+    if credentials is not None:
+        return PeerTier(settings, volumes, run=run, credentials=credentials, join=join)
     assert reporting is not None, "Config checks that"
     issued = IssuedCredentials(reporting)
     return PeerTier(settings, volumes, run=run, credentials=issued, keep_fresh=issued.keep_fresh)

@@ -1,8 +1,7 @@
 """A node rank of a run: the pod that holds it, and what its sidecar reported last.
 
 Only the ledger knows where images lie; this module has the rest of each report. Ranks are bits of
-an integer, as in the ledger. Objects that each report creates anew are not tracked by the garbage
-collector (`gc=False`), because they are part of no cycle.
+an integer, as in the ledger.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import msgspec
-
 from keepstep.core.commit_rule import RankUnion
 from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
@@ -24,7 +21,8 @@ MOST_PAST = 64
 """The most replaced sidecars of one pod whose late reports are recognized."""
 
 
-class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SidecarState:
     """What a sidecar reports of itself and of its pod. `failed`: pairs of name and reason, for
     volumes that take no writes. `refusals`, `refused`: see `Report`."""
 
@@ -67,7 +65,8 @@ class SidecarState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.ready, self.library, self.failed, self.warnings, served, ways, refused
 
 
-class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankState:
     """What was reported of one rank besides its images. `own`: it trains, or trained, in this pod.
     Otherwise the pod only keeps copies of it (`copied`), or saw it archived."""
 

@@ -26,10 +26,8 @@ from keepstep.core.ledger import (
     is_among,
 )
 from keepstep.core.retention import Retention
-from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank
-from keepstep_operator.reconcile.state.durability import Sole, least_left, refuges, sole_nodes
-from keepstep_operator.reconcile.state.node_rank import (
+from keepstep.leader.durability import Sole, least_left, refuges, sole_nodes
+from keepstep.leader.node_rank import (
     Place,
     Places,
     RankState,
@@ -40,7 +38,9 @@ from keepstep_operator.reconcile.state.node_rank import (
     rank_state,
     renewed,
 )
-from keepstep_operator.reconcile.state.orphaned_shards import OrphanedShards
+from keepstep.leader.orphaned_shards import OrphanedShards
+from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
+from keepstep.wire.reports import Report, ReportedRank
 
 LARGEST_WORLD = 65_536
 MOST_RANKS = 1024
@@ -226,6 +226,10 @@ class RunLedger:
                 self._forget_epochs()
                 return said
         return ()
+
+    def ask(self, node_rank: int) -> None:
+        """Ask this node rank for a whole report."""
+        self._asked.add(node_rank)
 
     def _ask_all(self) -> None:
         """Ask all node ranks for whole reports. A pod that reported archived steps no longer does

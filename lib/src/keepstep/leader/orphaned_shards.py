@@ -7,14 +7,11 @@ reconciler, from CheckpointRun.status.holders.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from keepstep.steps import EpochId, StepId
-from keepstep_operator.api.run import HolderStatus
-from keepstep_operator.reconcile.state.node_rank import Place
-from keepstep_operator.spans import numbers
+from keepstep.leader.node_rank import Place
+from keepstep.steps import StepId
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,21 +69,8 @@ class OrphanedShards:
             del self._held[key]
         return bool(done)
 
-    def resume(
-        self, holders: Iterable[HolderStatus], *, commit: StepId | None, epoch: EpochId | None
-    ) -> None:
+    def resume(self, left: Iterable[OrphanedShard]) -> None:
         """Take over what an earlier reconciler wrote down. Pods that still exist take their shards
-        back.
-
-        If no commit is known any more, the shards are needed for the newest step that lies there.
-        """
-        for holder in holders:
-            step = commit
-            if step is None and epoch is not None and holder.step is not None:
-                with contextlib.suppress(ValueError):  # the status was edited
-                    step = StepId(epoch, holder.step)
-            if step is None:
-                continue
-            for node_rank in numbers(holder.node_ranks):
-                left = OrphanedShard(node=holder.node, node_rank=node_rank, step=step)
-                self._held.setdefault((holder.node, node_rank), left)
+        back."""
+        for one in left:
+            self._held.setdefault((one.node, one.node_rank), one)

@@ -1,0 +1,138 @@
+"""The host of the run's leader: frames in, replies to whom they are news."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import msgspec
+
+from keepstep.errors import UsageError
+from keepstep.leader.leader import Leader
+from keepstep.wire.reports import LeaderReply, MemberReport
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.config.sidecar import split
+from keepstep_sidecar.leader.hub import Hub, Member
+from keepstep_sidecar.log import warn
+
+OWN = 0
+"""The node rank of the leader itself."""
+_TOGETHER_S = 0.02
+"""Reports that come within this time are answered together: all ranks write a step at once."""
+_ANYWHERE = ("", "0.0.0.0", "::")
+_REFUSED_S = 60.0
+"""How long a refused member is shown."""
+
+_decode = msgspec.json.Decoder(MemberReport).decode
+
+
+class Host:
+    """On one event loop. `own`: is given what the leader's own sidecar is to be told without being
+    asked. Without a `hub` the run is this machine alone."""
+
+    def __init__(self, leader: Leader, changes: Changes) -> None:
+        self.leader = leader
+        self.own: Callable[[LeaderReply], None] = lambda reply: None
+        self.hub: Hub | None = None
+        self._changes = changes
+        self._members: dict[int, Member] = {}
+        self._refused: dict[int, tuple[float, str]] = {}
+        self._due: asyncio.TimerHandle | None = None
+
+    def connect(self, hub: Hub) -> None:
+        """From now on there are members elsewhere, too."""
+        self.hub = hub
+
+    # --- frames ------------------------------------------------------------------------------
+
+    def take_own(self, told: MemberReport) -> LeaderReply:
+        """The report of this machine. Raises UsageError."""
+        self.leader.take(OWN, told, at=time.monotonic())
+        reply = self.leader.news(OWN)
+        assert reply is not None, "each report has an answer"
+        self._soon()
+        return reply
+
+    def take(self, member: Member, frame: bytes) -> None:
+        """A frame of a member."""
+        try:
+            told = _decode(frame)
+            if member.node_rank == OWN:
+                self.leader.meet(told)  # this sidecar itself, which looks who is at its address
+                return
+            report = told.report
+            address = _reachable(report.peer_address, member.address)
+            told = replace(told, report=replace(report, peer_address=address))
+            self.leader.take(member.node_rank, told, at=time.monotonic())
+        except (UsageError, ValueError, RecursionError) as error:
+            self._refuse(member, str(error))
+            return
+        self._members[member.node_rank] = member
+        self._refused.pop(member.node_rank, None)
+        self._soon()
+
+    def _refuse(self, member: Member, reason: str) -> None:
+        now = time.monotonic()
+        if self._refused.get(member.node_rank, (0.0, ""))[1] != reason:
+            warn("member refused", member=str(member), reason=reason)
+        self._refused[member.node_rank] = now, reason
+        member.refuse(reason)
+        self._changes.ring()
+
+    def gone(self, member: Member) -> None:
+        """A connection has ended."""
+        if self._members.get(member.node_rank) is member:
+            del self._members[member.node_rank]
+            self.leader.left(member.node_rank)
+            self._soon()
+
+    # --- replies -----------------------------------------------------------------------------
+
+    def _soon(self) -> None:
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_later(_TOGETHER_S, self._tell)
+
+    def _tell(self) -> None:
+        self._due = None
+        for rank, member in list(self._members.items()):
+            if (reply := self.leader.news(rank)) is not None:
+                member.send(msgspec.json.encode(reply))
+        if OWN in self.leader.connected and (reply := self.leader.news(OWN)) is not None:
+            self.own(reply)
+        self._changes.ring()
+
+    async def finish(self, *, timeout_s: float) -> None:
+        """Return when all members have acted on what the leader knows, or after `timeout_s`."""
+        self.leader.closing = True
+        self._tell()
+        await self._changes.until(self.leader.heard_all, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """End all connections."""
+        if self._due is not None:
+            self._due.cancel()
+        if self.hub is not None:
+            self.hub.close()
+
+    def warnings(self) -> Iterator[str]:
+        """What a person has to mend."""
+        if missing := self.leader.missing():
+            names = ", ".join(map(str, missing))
+            yield f"no connection from node ranks {names}: no step is deleted until all are there"
+        for at, reason in self._refused.values():
+            if time.monotonic() - at < _REFUSED_S:
+                yield reason
+
+
+def _reachable(address: str, seen: str) -> str:
+    """The address at which other machines find a member that listens everywhere: it came from
+    there. '' if it serves nothing."""
+    if not address:
+        return ""
+    host, port = split(address)
+    if host not in _ANYWHERE:
+        return address
+    host = split(seen)[0]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,158 @@
+"""Reports to the run's leader: in this process, or over the member's connection to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from keepstep.errors import UsageError
+from keepstep.steps import EpochId
+from keepstep.wire.reports import LeaderReply, MemberReport, Peer, Pins, Report, ReportReply
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.leader.host import Host
+from keepstep_sidecar.leader.link import Link
+from keepstep_sidecar.log import Seldom
+from keepstep_sidecar.report.reporter import ReportFailed
+
+_ANSWER_S = 10.0
+_LAST_WORD_S = 3.0
+
+_decode = msgspec.json.Decoder(LeaderReply).decode
+_complain = Seldom()
+
+
+class _Channel:
+    """See `reporter.Channel`. `epoch`: returns the newest epoch that this machine knows of."""
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        life: str,
+        nodes: int,
+        changes: Changes,
+        epoch: Callable[[], EpochId | None],
+        pins: Pins,
+    ) -> None:
+        self._link = link
+        self._running: asyncio.Task[None] | None = None
+        self._life, self._nodes = life, nodes
+        self._changes, self._epoch = changes, epoch
+        self.pins = pins
+        self._news: LeaderReply | None = None
+        self._heard = 0
+        self._closing = False
+        self._peers: tuple[Peer, ...] = ()
+        self._peers_version = ""
+
+    async def __aenter__(self) -> _Channel:
+        self._running = asyncio.create_task(self._link.run(), name="leader")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
+
+    @property
+    def asked(self) -> bool:
+        """A leader that ends waits until it knows that its last reply was acted on."""
+        return self._closing
+
+    def pushed(self) -> ReportReply | None:
+        news, self._news = self._news, None
+        return None if news is None else self._taken(news)
+
+    def push(self, reply: LeaderReply) -> None:
+        """The leader has said something."""
+        self._news = reply
+        self._changes.ring()
+
+    def _frame(self, report: Report) -> MemberReport:
+        self._closing = False
+        return MemberReport(
+            life=self._life,
+            nodes=self._nodes,
+            report=replace(report, peers_version=self._peers_version),
+            heard=self._heard,
+            pins=self.pins,
+        )
+
+    def _taken(self, told: LeaderReply) -> ReportReply:
+        """What it says, with the list of peers also where that did not change."""
+        self._heard, self._closing = told.number, told.closing
+        if told.pins.version > self.pins.version:
+            self.pins = told.pins
+        reply, epoch = told.reply, self._epoch()
+        if reply.peers_version == self._peers_version:
+            reply = replace(reply, peers=self._peers)
+        self._peers, self._peers_version = reply.peers, reply.peers_version
+        if epoch is not None and (told.epoch is None or told.epoch < epoch):
+            return replace(reply, retire=())  # it does not know yet what is dead
+        return reply
+
+
+class OwnChannel(_Channel):
+    """The leader is in this process. The link finds out whether another one is at its address."""
+
+    address = "this sidecar"
+
+    def __init__(self, host: Host, link: Link, **options: Any) -> None:
+        super().__init__(link, **options)
+        self._host = host
+        host.own = self.push
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._host.finish(timeout_s=_LAST_WORD_S)
+        await super().__aexit__()
+        self._host.close()
+
+    def take(self, frame: bytes) -> None:
+        """A frame of another leader: this one does not answer itself."""
+
+    async def exchange(self, report: Report) -> ReportReply:
+        """See `reporter.Channel`."""
+        told = self._frame(report)
+        short = Report(sidecar=report.sidecar, started_at=report.started_at, sequence=0)
+        self._link.send(msgspec.json.encode(replace(told, report=short)))
+        try:
+            return self._taken(self._host.take_own(told))
+        except UsageError as error:
+            raise ReportFailed("refused", str(error)) from error
+
+
+class LinkChannel(_Channel):
+    """The leader is elsewhere."""
+
+    def __init__(self, link: Link, **options: Any) -> None:
+        super().__init__(link, **options)
+        self.address = link.address
+
+    def take(self, frame: bytes) -> None:
+        """A frame of the leader."""
+        try:
+            self.push(_decode(frame))
+        except (ValueError, RecursionError) as error:
+            _complain("leader's reply not understood", reason=str(error))
+
+    async def exchange(self, report: Report) -> ReportReply:
+        """See `reporter.Channel`."""
+        link = self._link
+
+        def is_over() -> bool:
+            answered = self._news is not None and self._news.answers >= report.sequence
+            return answered or not link.connected
+
+        if not await self._changes.until(lambda: link.connected, timeout_s=_ANSWER_S):
+            raise ReportFailed("connection", link.reason)
+        link.send(msgspec.json.encode(self._frame(report)))
+        over = await self._changes.until(is_over, timeout_s=_ANSWER_S)
+        news = self._news
+        if news is None or news.answers < report.sequence:
+            raise ReportFailed("connection" if over else "timeout", link.reason or "no answer")
+        self._news = None
+        return self._taken(news)

@@ -1,0 +1,107 @@
+"""Machines of one run without an operator: each a real sidecar, which knows the run's secret."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer import FakeTrainer, content, read_image
+
+from keepstep.core.vote import choose
+from keepstep.steps import StepId
+from tests.harness import SidecarProcess, free_port
+
+SECRET = "a secret of the tests"
+
+
+class Machine(SidecarProcess):
+    """`leader`: where node rank 0 listens."""
+
+    def __init__(self, node_rank: int, *, memory: Path, home: Path, leader: str) -> None:
+        home.mkdir(parents=True, exist_ok=True)
+        memory.mkdir(parents=True, exist_ok=True)
+        super().__init__("run", memory, home / "volume", home / "log")
+        self.node_rank, self.leader = node_rank, leader
+        self.port = int(leader.rpartition(":")[2]) if node_rank == 0 else free_port()
+
+    def start(self, *options: str, nodes: int = 2, **environment: str) -> Machine:
+        places = (
+            *("--nodes", str(nodes), "--node-rank", str(self.node_rank)),
+            *("--leader", self.leader, "--peer-listen", f"127.0.0.1:{self.port}"),
+        )
+        super().start(*places, *options, **{"KEEPSTEP_SECRET": SECRET, **environment})
+        return self
+
+    def status(self) -> Any:
+        return self.get("/v1/status")
+
+    def warnings(self) -> str:
+        return "\n".join(self.status()["warnings"])
+
+    def steps(self) -> set[int]:
+        """Steps of which shards lie on the volume, published or not."""
+        found = [*self.root.glob("0*/rank-*"), *self.root.glob("pending/0*/rank-*")]
+        return {int(path.parent.name.rsplit("-", 1)[1]) for path in found}
+
+    def copies(self) -> set[int]:
+        """Steps of which it keeps whole copies for others."""
+        found = self.root.glob("peers/0*/rank-*.safetensors")
+        return {int(path.parent.name.rsplit("-", 1)[1]) for path in found}
+
+
+class Run:
+    """Some machines, and a rank on each."""
+
+    def __init__(self, machines: list[Machine], trainers: Callable[..., FakeTrainer]) -> None:
+        self.machines, self._trainers = machines, trainers
+        self.ranks: list[FakeTrainer] = []
+
+    def start(self, *options: str) -> Run:
+        """All sidecars, and the ranks in their first epoch."""
+        self.start_sidecars(*options)
+        for one in self.come_back():
+            one.restored(one.epoch)
+            one.register()
+        return self
+
+    def start_sidecars(self, *options: str) -> None:
+        for machine in self.machines:
+            machine.start(*options, nodes=len(self.machines))
+
+    def come_back(self) -> list[FakeTrainer]:
+        """Ranks that have not restored yet."""
+        world = len(self.machines)
+        self.ranks = [
+            self._trainers(one.socket, rank, world) for rank, one in enumerate(self.machines)
+        ]
+        for one in self.ranks:
+            one.connect(local_world=1)
+        return self.ranks
+
+    def restore(self, epoch: str = "00000002") -> StepId:
+        """As the library does: vote, open, verify, begin the next epoch."""
+        decision = choose([one.candidates() for one in self.ranks])
+        assert decision.id is not None
+        for one in self.ranks:
+            opened = one.open(decision.id)
+            assert read_image(one.layout, opened.path) == content(one.layout, decision.id.step)
+        for one in self.ranks:
+            one.restored(decision.epoch(epoch))
+            one.register()
+        return decision.id
+
+    def stage(self, step: int) -> StepId:
+        (id,) = {one.stage(step) for one in self.ranks}
+        return id
+
+    def reach(self, step: int, state: str = "committed", *, timeout_s: float = 20.0) -> StepId:
+        """Stage a step on all, and wait until all see it in this state."""
+        id = self.stage(step)
+        for one in self.ranks:
+            assert one.wait(id, state, flush=True, timeout_s=timeout_s).reached, state
+        return id
+
+    def disconnect(self) -> None:
+        for one in self.ranks:
+            one.disconnect()

@@ -1,0 +1,160 @@
+"""Machines without an operator: the sidecar of node rank 0 leads the run."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from machines import Machine, Run
+from trainer import FakeTrainer
+
+from tests.harness import eventually, free_port
+
+
+@pytest.fixture
+def run(tmp_path: Path, trainers: Callable[..., FakeTrainer]) -> Iterator[Callable[[int], Run]]:
+    """Makes a run of some machines (not started); kills their sidecars at the end."""
+    memory = Path(tempfile.mkdtemp(prefix="keepstep-machines-", dir="/dev/shm"))
+    made: list[Machine] = []
+
+    def make(nodes: int) -> Run:
+        leader = f"127.0.0.1:{free_port()}"
+        for rank in range(nodes):
+            places = {"memory": memory / str(rank), "home": tmp_path / str(rank)}
+            made.append(Machine(rank, **places, leader=leader))
+        return Run(made[-nodes:], trainers)
+
+    yield make
+    for one in made:
+        one.end()
+    shutil.rmtree(memory, ignore_errors=True)
+
+
+def test_a_step_is_committed_on_all_machines_soon_after_the_last_has_written_it(
+    run: Callable[[int], Run],
+) -> None:
+    two = run(2).start("--persist-every", "1", "--keep", "1")
+    two.reach(0)
+    slowest = 0.0
+    for step in range(1, 8):
+        id = two.stage(step)
+        for one in two.ranks:
+            assert one.wait(id, "durable").reached
+        began = time.monotonic()
+        for one in two.ranks:
+            assert one.wait(id, "committed").reached
+        slowest = max(slowest, time.monotonic() - began)
+    assert slowest < 0.3
+    eventually(lambda: two.machines[1].steps() == {7}, what="older steps go on all machines")
+    eventually(lambda: two.machines[0].steps() == {7}, what="older steps go on all machines")
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_replaced_machine_restores_from_its_buddy_and_writes_its_shard_again(
+    run: Callable[[int], Run], lost: int
+) -> None:
+    two = run(2).start("--persist-every", "1")
+    id = two.reach(3)
+    for machine in two.machines:
+        eventually(lambda one=machine: 3 in one.copies(), what="each keeps the other's shard")
+    two.disconnect()
+    machine = two.machines[lost]
+    machine.kill()
+    machine.lose_memory()
+    shutil.rmtree(machine.volume)
+    machine.start("--persist-every", "1")
+    two.come_back()
+    assert two.restore() == id
+    eventually(lambda: machine.steps() == {3}, what="the copy on its own volume is made again")
+
+
+def test_a_second_sidecar_of_a_node_rank_is_refused_and_both_sides_say_so(
+    run: Callable[[int], Run], tmp_path: Path
+) -> None:
+    two = run(2).start("--persist-every", "1", "--keep", "1")
+    two.reach(1)
+    here, there = two.machines
+    for rank in (0, 1):
+        home = tmp_path / f"second-{rank}"
+        second = Machine(rank, memory=home / "m", home=home, leader=here.leader)
+        second.port = free_port()
+        try:
+            second.start("--persist-every", "1")
+            for one in (second, here):
+                eventually(
+                    lambda one=one, rank=rank: (
+                        f"DuplicateNodeRank: two sidecars have node rank {rank}" in one.warnings()
+                    ),
+                    what="both say so",
+                    within_s=10,
+                )
+        finally:
+            second.end()
+    two.reach(2)
+    for one in (here, there):
+        eventually(lambda one=one: one.steps() == {2}, what="the run goes on as before")
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "here_says", "there_says"),
+    [
+        (("--nodes", "3"), {}, "node rank 1 of 3 nodes came to a run of 2", "a run of 2"),
+        (("--run", "other"), {}, "was refused", "the secret and the run's name must be the same"),
+        (
+            (),
+            {"KEEPSTEP_SECRET": "quite another secret"},
+            "was refused",
+            "the secret and the run's name must be the same",
+        ),
+    ],
+    ids=["another-world", "another-run", "another-secret"],
+)
+def test_a_machine_that_does_not_belong_here_is_refused_and_both_sides_say_why(
+    run: Callable[[int], Run],
+    options: tuple[str, ...],
+    environment: dict[str, str],
+    here_says: str,
+    there_says: str,
+) -> None:
+    here, there = run(2).machines
+    here.start()
+    there.start(*options, **environment)
+    eventually(lambda: there_says in there.warnings(), what="it says why", within_s=10)
+    eventually(lambda: here_says in here.warnings(), what="the leader says why", within_s=10)
+
+
+def test_what_was_committed_stays_and_nothing_goes_while_a_machine_is_away(
+    run: Callable[[int], Run],
+) -> None:
+    two = run(2).start("--persist-every", "1", "--keep", "1")
+    two.reach(1)
+    here, there = two.machines
+    there.kill()
+    later = two.ranks[0].stage(2)
+    assert two.ranks[0].wait(later, "durable").reached
+    assert not two.ranks[0].wait(later, "committed", timeout_s=2.0).reached
+    assert here.steps() == {1, 2}
+    assert "no connection from node ranks 1" in here.warnings()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_commits_go_on_within_seconds_after_a_sidecar_was_killed(
+    run: Callable[[int], Run], lost: int
+) -> None:
+    two = run(2).start("--persist-every", "1", "--keep", "1")
+    two.reach(1)
+    two.disconnect()
+    machine = two.machines[lost]
+    machine.kill()
+    machine.start("--persist-every", "1", "--keep", "1")
+    two.come_back()
+    assert two.restore().step == 1
+    began = time.monotonic()
+    two.reach(2)
+    assert time.monotonic() - began < 5
+    for one in two.machines:
+        eventually(lambda one=one: one.steps() == {2}, what="older steps go again")

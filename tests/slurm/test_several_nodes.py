@@ -1,0 +1,74 @@
+"""The second job script of docs/slurm.md in a real Slurm: two nodes, of which one leads the run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, eventually
+from tests.slurm.cluster import Slurm
+
+TRAIN = """
+import sys, time
+import torch
+import keepstep
+
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+torch.manual_seed(rank)
+model = torch.nn.Linear(64, 64)
+checkpointer = keepstep.Checkpointer({f"model{rank}": model})
+at = checkpointer.restore()
+print("rank", rank, "from", at.step if at else None, flush=True)
+for step in range(at.step + 1 if at else 0, int(sys.argv[1])):
+    with checkpointer.mutating(), torch.no_grad():
+        model.weight += 1.0
+    torch.distributed.barrier()
+    checkpointer.save(step)
+    print("saved", step, flush=True)
+    time.sleep(0.05)
+checkpointer.close()
+print("rank", rank, "done", flush=True)
+torch.distributed.destroy_process_group()
+"""
+_STEPS = 200
+
+
+@pytest.fixture
+def job(slurm: Slurm, tmp_path: Path) -> str:
+    """The page's job on both nodes, once it has trained for 40 steps."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    script = re.findall(
+        "```bash\n#!/bin/bash\n(.*?)```", (ROOT / "docs" / "slurm.md").read_text(), re.S
+    )[1]
+    for named, here in {
+        "--nodes=4": "--nodes=2",
+        "/local/keepstep": str(slurm.local / "keepstep"),
+        "--nproc-per-node 8": "--nproc-per-node 1",
+        "train.py": f"{tmp_path / 'train.py'} {_STEPS}",
+    }.items():
+        assert named in script
+        script = script.replace(named, here)
+    job = slurm.submit(f"export GLOO_SOCKET_IFNAME=eth0\n{script}", "--nodes=2")
+    eventually(lambda: "saved 40" in slurm.output(job), what=lambda: slurm.output(job))
+    return job
+
+
+@pytest.mark.parametrize("lost", ["", "n1", "n2"], ids=["none", "the-leaders", "another"])
+def test_a_job_of_two_nodes_is_requeued_and_goes_on_though_a_node_lost_its_drive(
+    slurm: Slurm, job: str, lost: str
+) -> None:
+    slurm.command("scancel", "--batch", "--signal=TERM", job)  # as --signal=B:TERM@180 does
+    eventually(lambda: slurm.state(job) == "PENDING", what=lambda: slurm.output(job))
+    if lost:
+        shutil.rmtree(slurm.scratch / f"local-{lost}" / "keepstep")
+    slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")
+    eventually(lambda: slurm.state(job) == "COMPLETED", what=lambda: slurm.output(job), every_s=1.0)
+    starts = re.findall(r"rank (\d) from (\S+)", slurm.output(job))
+    assert sorted(starts[:2]) == [("0", "None"), ("1", "None")]
+    assert all(int(step) >= 40 for _, step in starts[2:])
+    assert slurm.output(job).count("done") == 2
