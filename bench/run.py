@@ -4,9 +4,10 @@
     python -m bench.run --machines 64 --every 1 --seconds 60
 
 The leader is the product's own code: hub, host and ledger in a process of their own, on the port of
-a real peers' server. Each other machine has a real connection (TCP, TLS, an address of its own) and
-the product's own reporter. Only its 8 ranks are simulated: what they hold follows from the clock,
-and they delete what they are told to delete. A machine also keeps copies for the one before it.
+a real peers' server. Each other machine has a real connection (TCP, TLS, an address of its own).
+Simulated are the machines behind these: what the 8 ranks of each hold follows from the clock, they
+delete what they are told to delete, and each keeps copies for the machine before it. They send the
+same reports as the product's reporter: four for each step.
 
 Printed: each figure, its bar, and their ratio. *commit*: from the moment at which the last rank of
 all is durable to that at which a machine knows of the commit. *known again*: from the start of a
@@ -27,29 +28,29 @@ import resource
 import socket
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Shard
 from keepstep.leader.leader import Leader
-from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import Pins, Report, ReportedRank, ReportedVolume, ReportReply
-from keepstep_sidecar.commit.operator_link import OperatorLink
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.wire.reports import LeaderReply, MemberReport, Report, ReportedRank, ReportedVolume
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.leader.host import Host
+from keepstep_sidecar.leader.host import OWN, Host
 from keepstep_sidecar.leader.hub import Hub
 from keepstep_sidecar.leader.link import Link
-from keepstep_sidecar.report.leader_channel import LinkChannel, OwnChannel
-from keepstep_sidecar.report.reporter import Look, Reporter
 from keepstep_sidecar.tiers.peer.secret import SecretCredentials
 from keepstep_sidecar.tiers.peer.server import Server
 
 RANKS: Final = 8
+_decode: Final = msgspec.json.Decoder(LeaderReply).decode
 SECRET: Final = b"a secret of this benchmark"
 EPOCH: Final = EpochId(1, "0123abcd")
 COPIED_S: Final = 0.1
@@ -90,131 +91,144 @@ class Clock:
 
 
 class Machine:
-    """A simulated machine: what it holds now, and when that changes. `seen`: when it heard first of
-    each commit."""
+    """A simulated machine: what it holds, said as the product's reporter says it: whole at first,
+    then only what changed since the last answer; one report at a time. `seen`: when it heard first
+    of each commit. `send`: sends a report, False if that is not possible now."""
 
     def __init__(self, clock: Clock, node_rank: int) -> None:
-        self.changes = Changes()
         self.seen: dict[int, float] = {}
+        self.send: Callable[[MemberReport], bool] = lambda report: False
         self._clock, self._node_rank = clock, node_rank
-        self._started_at = time.time()
-        self._gone: set[StepId] = set()
-        first = max(0, int((time.monotonic() - clock.begin) / clock.every_s) - 2)
-        self._steps = list(range(first, first + 2)) if time.monotonic() > clock.begin else []
+        self._before = (node_rank - 1) % clock.machines
+        self._life, self._started_at = os.urandom(8).hex(), time.time()
+        self._sequence, self._answered, self._follows = 0, 0, 0
+        self._held: dict[Tier, set[int]] = {tier: set() for tier in _TIERS}
+        self._told: dict[Tier, set[int]] = {tier: set() for tier in _TIERS}
+        self._sent: dict[Tier, set[int]] = {}
+        self._peers_version, self._heard = "", 0
 
     async def live(self) -> None:
-        """Ring at each change."""
-        clock, step = self._clock, self._steps[-1] + 1 if self._steps else 0
+        """Hold each step in time: first in memory, then on the drive, then the other's copy."""
+        clock, now = self._clock, time.monotonic()
+        step = max(0, int((now - clock.begin) / clock.every_s))
         while True:
-            self._steps.append(step)
-            durable_at = clock.durable_at(step, self._node_rank)
-            copied_at = clock.durable_at(step, self._before) + COPIED_S
-            for at in (clock.staged_at(step), *sorted((durable_at, copied_at))):
+            times = (
+                (clock.staged_at(step), Tier.MEMORY),
+                (clock.durable_at(step, self._node_rank), Tier.LOCAL),
+                (clock.durable_at(step, self._before) + COPIED_S, Tier.PEER),
+            )
+            for at, tier in sorted(times):
                 await asyncio.sleep(max(at - time.monotonic(), 0.0))
-                self.changes.ring()
+                self._held[tier].add(step)
+                self._held[Tier.MEMORY] = set(sorted(self._held[Tier.MEMORY])[-4:])
+                self.report()
             step += 1
 
-    @property
-    def _before(self) -> int:
-        return (self._node_rank - 1) % self._clock.machines
+    def connected(self) -> None:
+        """On a new connection everything is said anew."""
+        self._follows, self._answered = 0, self._sequence
+        self.report()
 
-    def report(self, sequence: int) -> Report:
-        own = [self._rank(rank) for rank in self._ranks(self._node_rank)]
-        copies = [self._copies(rank) for rank in self._ranks(self._before)]
-        return Report(
+    def report(self) -> None:
+        """Say what changed, unless an answer is still awaited."""
+        whole = not self._follows
+        if self._answered < self._sequence or (self._held == self._told and not whole):
+            return
+        self._sent = {tier: set(steps) for tier, steps in self._held.items()}
+        ranks = [
+            self._rank(rank, whole, alive=True, tiers=(Tier.MEMORY, Tier.LOCAL))
+            for rank in _ranks(self._node_rank)
+        ]
+        ranks += [
+            self._rank(rank, whole, alive=False, tiers=(Tier.PEER,))
+            for rank in _ranks(self._before)
+        ]
+        report = Report(
             sidecar="bench",
             started_at=self._started_at,
-            sequence=sequence,
+            sequence=self._sequence + 1,
+            since=0 if whole else self._follows,
             ready=True,
             library="bench",
             pinned="mlock",
-            epochs=(Epoch(EPOCH),),
-            ranks=(*own, *copies),
+            epochs=(Epoch(EPOCH),) if whole else (),
+            ranks=tuple(one for one in ranks if one.tiers),
             volumes=(ReportedVolume(name="/nvme", engine="direct", used_bytes=1, free_bytes=2),),
             peer_address=f"10.{self._node_rank >> 8}.{self._node_rank & 255}.1:9465",
+            peers_version=self._peers_version,
         )
-
-    def _ranks(self, machine: int) -> range:
-        return range(machine * RANKS, (machine + 1) * RANKS)
-
-    def _rank(self, rank: int) -> ReportedRank:
-        clock, now = self._clock, time.monotonic()
-        staged = [step for step in self._steps if clock.staged_at(step) <= now]
-        durable = [step for step in staged if clock.durable_at(step, self._node_rank) <= now]
-        return ReportedRank(
-            rank=rank,
-            world=clock.machines * RANKS,
-            alive=True,
-            staged=StepId(EPOCH, staged[-1]) if staged else None,
-            saves=len(staged),
-            tiers={
-                Tier.MEMORY: self._held(rank, staged[-4:]),
-                Tier.LOCAL: self._held(rank, durable),
-            },
+        told = MemberReport(
+            life=self._life, nodes=self._clock.machines, report=report, heard=self._heard
         )
+        self._sequence += 1
+        if not self.send(told):
+            self._answered = self._sequence
 
-    def _copies(self, rank: int) -> ReportedRank:
-        clock, now = self._clock, time.monotonic()
-        copied = [
-            step for step in self._steps if clock.durable_at(step, self._before) + COPIED_S <= now
-        ]
-        tiers = {Tier.PEER: self._held(rank, copied)}
-        return ReportedRank(rank=rank, world=clock.machines * RANKS, alive=False, tiers=tiers)
-
-    def _held(self, rank: int, steps: list[int]) -> ReportedTier:
-        kept = (StepId(EPOCH, step) for step in steps)
-        return ReportedTier.of(
-            tuple(
-                Shard(
-                    step_id=id,
-                    rank=rank,
-                    world=self._clock.machines * RANKS,
-                    size_bytes=16 << 30,
-                    root=f"{id.step:016x}{rank:016x}",
+    def _rank(
+        self, rank: int, whole: bool, *, alive: bool, tiers: tuple[Tier, ...]
+    ) -> ReportedRank:
+        world = self._clock.machines * RANKS
+        told = {}
+        for tier in tiers:
+            before = set() if whole else self._told[tier]
+            if whole or before != self._held[tier]:
+                told[tier] = ReportedTier(
+                    answer=Answer.STEPS if self._held[tier] else Answer.NONE,
+                    shards=tuple(
+                        Shard(
+                            step_id=StepId(EPOCH, step),
+                            rank=rank,
+                            world=world,
+                            size_bytes=16 << 30,
+                            root=None if tier is Tier.MEMORY else f"{step:016x}{rank:016x}",
+                        )
+                        for step in sorted(self._held[tier] - before)
+                    ),
+                    gone=None
+                    if whole
+                    else tuple(StepId(EPOCH, step) for step in sorted(before - self._held[tier])),
                 )
-                for id in kept
-                if id not in self._gone
-            )
-        )
+        newest = max(self._held[Tier.MEMORY], default=None) if alive else None
+        staged = None if newest is None else StepId(EPOCH, newest)
+        return ReportedRank(rank=rank, world=world, alive=alive, staged=staged, tiers=told)
 
-    async def obey(self, reply: ReportReply) -> None:
-        now = time.monotonic()
+    def take(self, told: LeaderReply) -> None:
+        """A reply of the leader."""
+        now, reply = time.monotonic(), told.reply
         newest = reply.committed.get(str(Tier.LOCAL))
         for id in reply.commits if newest is None else (*reply.commits, newest):
             self.seen.setdefault(id.step, now)
-        if new := set(reply.retire) - self._gone:
-            self._gone |= new
-            self._steps = [one for one in self._steps if StepId(EPOCH, one) not in self._gone]
-            self.changes.ring()
+        self._heard, self._peers_version = told.number, reply.peers_version
+        if told.answers == self._sequence > self._answered:
+            self._answered, self._follows = self._sequence, 0
+            if reply.changes_since == self._sequence:
+                self._follows, self._told = self._sequence, self._sent
+        gone = {id.step for id in reply.retire}
+        self._held[Tier.LOCAL] -= gone
+        if newest is not None:  # a buddy keeps the newest commit, and what is newer
+            kept = {step for step in self._held[Tier.PEER] if step >= newest.step}
+            self._held[Tier.PEER] = kept
+        self.report()
 
-    async def measure(self) -> tuple[()]:
-        return ()
 
-    def tasks(self, channel: OwnChannel | LinkChannel) -> list[asyncio.Task[None]]:
-        look = Look(
-            measure=self.measure,
-            report=lambda _, sequence: self.report(sequence),
-            urgent=lambda: False,
-        )
-        operator = OperatorLink(self.changes, present=True)
-        reporter = Reporter(channel, look, operator=operator, obey=self.obey, changes=self.changes)
-        return [asyncio.create_task(one) for one in (reporter.run(), self.live())]
+_TIERS: Final = (Tier.MEMORY, Tier.LOCAL, Tier.PEER)
 
-    def options(self, life: str) -> dict[str, Any]:
-        return {
-            "life": life,
-            "nodes": self._clock.machines,
-            "changes": self.changes,
-            "epoch": lambda: EPOCH,
-            "pins": Pins(),
-        }
+
+def _ranks(machine: int) -> range:
+    return range(machine * RANKS, (machine + 1) * RANKS)
 
 
 class _Link(Link):
-    """From an address of its own, as a machine has one."""
+    """The connection of a machine, from an address of its own."""
 
-    def __init__(self, node_rank: int, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, node_rank: int, address: str, machine: Machine) -> None:
+        super().__init__(
+            address,
+            SecretCredentials(SECRET, "bench", node_rank),
+            take=lambda frame: machine.take(_decode(frame)),
+            changed=lambda: machine.connected() if self.connected else None,
+        )
+        machine.send = lambda report: self.send(msgspec.json.encode(report))
         self._own = f"127.1.{node_rank // 200}.{1 + node_rank % 200}"
 
     def _socket(self, family: int) -> socket.socket:
@@ -235,27 +249,33 @@ def lead(clock: Clock, port: int, told: Connection) -> None:
 async def _lead(clock: Clock, port: int, told: Connection) -> None:
     began, life = time.monotonic(), os.urandom(8).hex()
     alone_mib = _rss_mib()
-    credentials = SecretCredentials(SECRET, "bench", 0)
     leader = Leader(
         life=life, nodes=clock.machines, keep=Retention(last=2), beyond=(Tier.PEER,), replicas=1
     )
-    machine = Machine(clock, 0)
-    host = Host(leader, machine.changes)
+    machine = Machine(clock, OWN)
+    host = Host(leader, Changes())
     hub = Hub(host.take, host.gone, nodes=clock.machines)
     host.connect(hub)
-    server = Server(f"127.0.0.1:{port}", credentials, lambda _: None, join=hub.join)  # type: ignore[arg-type, return-value]
-    server.start()
-    link = Link(
+    host.own = machine.take
+    server = Server(
         f"127.0.0.1:{port}",
-        credentials,
-        take=lambda frame: channel.take(frame),
-        changed=machine.changes.ring,
+        SecretCredentials(SECRET, "bench", OWN),
+        lambda _: None,  # type: ignore[arg-type, return-value]
+        join=hub.join,
     )
-    channel = OwnChannel(host, link, **machine.options(life))
-    tasks = machine.tasks(channel)
+    server.start()
+    loop = asyncio.get_running_loop()
+
+    def send(report: MemberReport) -> bool:
+        loop.call_soon(machine.take, host.take_own(report))
+        return True
+
+    machine.send = send
+    machine.connected()
+    living = asyncio.create_task(machine.live())
     known_at = 0.0
     cpu_s, since = time.process_time(), time.monotonic()
-    while not any(one.done() for one in tasks):
+    while not living.done():
         await asyncio.sleep(0.05)
         if leader.all_here and not known_at:
             known_at = time.monotonic()
@@ -270,9 +290,7 @@ async def _lead(clock: Clock, port: int, told: Connection) -> None:
             }
             told.send((figures, machine.seen))
             cpu_s, since = time.process_time(), now
-    for one in tasks:
-        if one.done():
-            one.result()
+    living.result()
 
 
 def _rss_mib() -> float:
@@ -320,26 +338,15 @@ async def _others(clock: Clock, port: int) -> AsyncIterator[list[Machine]]:
     machines, tasks = [], []
     for node_rank in range(1, clock.machines):
         machine = Machine(clock, node_rank)
-        credentials = SecretCredentials(SECRET, "bench", node_rank)
-        link = _Link(
-            node_rank,
-            f"127.0.0.1:{port}",
-            credentials,
-            take=lambda frame, at=node_rank: channels[at].take(frame),
-            changed=machine.changes.ring,
-        )
-        channels[node_rank] = LinkChannel(link, **machine.options(os.urandom(8).hex()))
-        tasks += machine.tasks(channels[node_rank])
+        link = _Link(node_rank, f"127.0.0.1:{port}", machine)
         machines.append(machine)
+        tasks += [asyncio.create_task(one) for one in (link.run(), machine.live())]
     try:
         yield machines
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-channels: dict[int, LinkChannel] = {}
 
 
 async def measure(machines: int, every_s: float, seconds: float) -> dict[str, float]:
