@@ -126,8 +126,8 @@ class PeerTier(RemoteTier):
 
     def refused(self) -> list[str]:
         """Which clients were refused last, and why."""
-        told = dict(self._server.refusals) if self._server is not None else {}
-        return [f"a machine at {host} was refused: {why}" for host, why in told.items()]
+        refusals = self._server.refusals() if self._server is not None else {}
+        return [f"a machine at {host} was refused: {why}" for host, why in refusals.items()]
 
     @property
     def introduced(self) -> bool:
