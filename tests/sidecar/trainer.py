@@ -164,9 +164,10 @@ class FakeTrainer:
         return False
 
     def _has_more(self) -> bool:
-        """Whether a line, or the end, has come. What was read ahead of its line is in no select."""
+        """Whether a line, or the end, has come. No select shows what was read ahead: it is behind
+        the end of the chunk that was the last line."""
         self._sock.setblocking(False)
-        ahead = self._stream.fp.peek(1)
+        ahead = self._stream.fp.peek(1).removeprefix(b"\r\n")
         self._sock.settimeout(60)
         return bool(ahead) or bool(select.select([self._sock], [], [], 0)[0])
 
