@@ -514,6 +514,20 @@ def test_a_lost_step_that_is_whole_is_gone_on_from_before_the_run_begins_anew() 
     assert run.ledger.parent(run.epoch.id) == newest
 
 
+def test_an_exact_step_from_before_another_world_does_not_come_before_one_by_twins() -> None:
+    """Step 1 is of four ranks, and whole by twins, as node 0 is lost. Two ranks went on from it."""
+    run = Tiers()
+    run.begin(nodes=2, per_node=1, replicated=True, peers=True, archive=False)
+    run.the_run_goes_on([(1, set(), set(), set())])
+    run.the_trainers_start(per_node=2, turned=0)
+    run.the_run_goes_on([(1, set(), {0}, set())])
+    run.a_node_is_lost(0)
+    run.the_trainers_start(per_node=1, turned=0)
+    run.some_ranks_are_a_step_ahead({0})
+    run.the_trainers_start(per_node=1, turned=0)
+    assert set(run.at.values()) == {2}
+
+
 def test_an_exact_step_that_only_all_sidecars_see_together_comes_before_one_by_twins() -> None:
     """Node 0 is lost. Its ranks can get step 0 from node 1 and step 1 by twins. Ranks 2 and 3 have
     step 0 in the memory of their node, which node 0 does not see."""
