@@ -43,7 +43,8 @@ _LEAST_GAP_S = 0.05
 @dataclass(kw_only=True)
 class _Member:
     """What the leader knows of a member beside its place in the ledger. `order`: grows with each
-    sidecar that is a member. `holds`: the version of the list of peers that it has."""
+    sidecar that is a member. `holds`: the version of the list of peers that it has. `last`: the
+    number of the reply that said that the leader ends."""
 
     life: str
     order: int
@@ -52,6 +53,7 @@ class _Member:
     sequence: int = 0
     heard: int = 0
     number: int = 0
+    last: int | None = None
     sent: LeaderReply | None = None
 
 
@@ -63,8 +65,17 @@ class _Advice:
     commits: tuple[StepId, ...]
     plan: StepId | None
     expendable: tuple[StepId, ...]
-    peers: Mapping[int, str]
+    peers: _Peers
+
+
+@dataclass(frozen=True)
+class _Peers:
+    """The addresses of all machines by node rank, and who sends copies to whom. Empty until all
+    node ranks have reported: a list that grows with each of them would be sent to all each time."""
+
+    addresses: Mapping[int, str]
     ring: Mapping[int, tuple[int, ...]]
+    digest: bytes
 
 
 class Leader:
@@ -93,6 +104,9 @@ class Leader:
         self._failures: tuple[Failure, ...] = ()
         self._lives = 0
         self._advice: _Advice | None = None
+        self._peers: tuple[int, _Peers] | None = None
+        self._reported: set[int] = set()
+        self._told: tuple[object, ...] = ()
         self._configure()
 
     # --- members -------------------------------------------------------------------------
@@ -107,6 +121,7 @@ class Leader:
             member.order = self._lives
             self._members[node_rank] = member
         member.connected = True
+        self._reported.add(node_rank)
         member.holds, member.heard, self._advice = report.peers_version, told.heard, None
         sender = Sender(
             pod=member.life,
@@ -216,12 +231,21 @@ class Leader:
         return sorted({*range(self.nodes)}.difference(self.connected))
 
     def heard_all(self) -> bool:
-        """Whether all connected members have acted on the newest reply."""
+        """Whether all connected members have acted on the reply that the leader ends."""
         return all(
-            one.heard >= one.number
+            one.last is not None and one.heard >= one.last
             for one in self._members.values()
             if one.connected and one.life != self._life
         )
+
+    def waiting(self) -> list[int]:
+        """The members for whom there may be news: all if what all are told has changed, else those
+        that have reported since."""
+        told = (self._advise(), self.all_here, self.closing, self.pins, self._failures)
+        changed, self._told = told != self._told, told
+        ranks = [one for one in self.connected if changed or one in self._reported]
+        self._reported.clear()
+        return ranks
 
     def news(self, node_rank: int) -> LeaderReply | None:
         """What the member is to be told now; None if it knows that already."""
@@ -230,14 +254,16 @@ class Leader:
         if member.sent is not None and replace(member.sent, number=0) == reply:
             return None
         member.number += 1
+        if self.closing and member.last is None:
+            member.last = member.number
         member.sent = replace(reply, number=member.number)
         return member.sent
 
     def _reply(self, node_rank: int, member: _Member) -> LeaderReply:
-        if self._advice is None:
-            self._advice = self._work_out()
-        advice, held = self._advice, sorted(self._ledger.local(node_rank))
-        version, peers = self._peers(node_rank, advice)
+        advice, held = self._advise(), sorted(self._ledger.local(node_rank))
+        own = advice.peers.ring.get(node_rank, ())
+        said = b"%d %b %b" % (node_rank, repr(own).encode(), advice.peers.digest)
+        version = blake2b(said, digest_size=12).hexdigest()
         may_go = self.all_here
         current = self._ledger.core.lineage.current
         return LeaderReply(
@@ -255,7 +281,7 @@ class Leader:
                 plan=advice.plan,
                 retire=tuple(id for id in held if may_go and is_among(id, advice.expendable)),
                 pinned=self.pins.steps,
-                peers=() if version == member.holds else peers,
+                peers=() if version == member.holds else _listed(advice.peers, node_rank),
                 peers_version=version,
                 all_peers=may_go,
                 changes_since=self._ledger.follows(node_rank, member.life),
@@ -263,29 +289,38 @@ class Leader:
             ),
         )
 
-    def _work_out(self) -> _Advice:
-        ledger = self._ledger
-        served = {
-            rank: place.sidecar.peer_address
-            for rank, place in sorted(ledger.places.items())
-            if place.sidecar.peer_address
-        }
-        spots = {rank: Spot(str(rank), str(rank)) for rank in served}
-        return _Advice(
-            committed={str(tier): id for tier, id in ledger.watermarks().items()},
-            commits=ledger.commits(),
-            plan=ledger.plan(),
-            expendable=ledger.expendable(),
-            peers=served,
-            ring=buddies(spots, replicas=self._replicas) if len(served) == self.nodes else {},
-        )
+    def _advise(self) -> _Advice:
+        if self._advice is None:
+            ledger = self._ledger
+            self._advice = _Advice(
+                committed={str(tier): id for tier, id in ledger.watermarks().items()},
+                commits=ledger.commits(),
+                plan=ledger.plan(),
+                expendable=ledger.expendable(),
+                peers=self._introduced(),
+            )
+        return self._advice
 
-    def _peers(self, node_rank: int, advice: _Advice) -> tuple[str, tuple[Peer, ...]]:
-        """The other machines, and the version of this list."""
-        own = advice.ring.get(node_rank, ())
-        peers = tuple(
-            Peer(node_rank=rank, address=address, buddy=rank in own)
-            for rank, address in advice.peers.items()
-            if rank != node_rank
-        )
-        return blake2b(repr(peers).encode(), digest_size=12).hexdigest(), peers
+    def _introduced(self) -> _Peers:
+        places = self._ledger.places
+        if self._peers is None or self._peers[0] != places.moved:
+            served = {
+                rank: place.sidecar.peer_address
+                for rank, place in sorted(places.items())
+                if place.sidecar.peer_address and len(places) == self.nodes
+            }
+            spots = {rank: Spot(str(rank), str(rank)) for rank in served}
+            ring = buddies(spots, replicas=self._replicas)
+            digest = blake2b(repr(served).encode(), digest_size=12).digest()
+            self._peers = places.moved, _Peers(served, ring, digest)
+        return self._peers[1]
+
+
+def _listed(peers: _Peers, node_rank: int) -> tuple[Peer, ...]:
+    """The other machines, as this one is told."""
+    own = peers.ring.get(node_rank, ())
+    return tuple(
+        Peer(node_rank=rank, address=address, buddy=rank in own)
+        for rank, address in peers.addresses.items()
+        if rank != node_rank
+    )
