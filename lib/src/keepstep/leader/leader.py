@@ -131,11 +131,14 @@ class Leader:
             local_stays=False,
         )
         most_world = MOST_RANKS * self.nodes
-        report = replace(report, ranks=self._believed(node_rank, report))
+        ranks = self._believed(node_rank, report)
+        doubted, report = ranks != report.ranks, replace(report, ranks=ranks)
         member.sequence = report.sequence
         if self._ledger.take(sender, report, at=at, most_world=most_world) is not None:
             self._failures = newest((*self._failures, *report.failures))
             self._owners |= {one.rank: node_rank for one in report.ranks if one.alive}
+        if doubted:
+            self._ledger.ask(node_rank)  # its owner may say so yet
         if told.pins.version > self.pins.version:
             self.pin(told.pins)
 
@@ -165,8 +168,6 @@ class Leader:
             owner = self._owner(one.rank)
             written = None if owner in (None, node_rank) else self._written(owner, one.rank)
             tiers = one.tiers if written is None else self._known(one.tiers, written)
-            if tiers != one.tiers:
-                self._ledger.ask(node_rank)  # its owner may say so yet
             found.append(replace(one, tiers=tiers))
         return tuple(found)
 
