@@ -264,6 +264,10 @@ class PeerTier(RemoteTier):
             await self._scan()
             await asyncio.sleep(_LOOK_EVERY_S)
 
+    async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
+        """See `RemoteTier`. A buddy that cannot be reached may have ended, too."""
+        return await super().drain(timeout_s=timeout_s, whole=False)
+
     def status(self) -> TierStatus:
         where = ", ".join(self._places) or "no buddy"
         return self.replicator.status(where, shared_bytes=self._copies.shared_bytes)
