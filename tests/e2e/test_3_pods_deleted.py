@@ -25,7 +25,7 @@ def test_a_deleted_pod_flushes_and_its_successor_restores_that_step(
         jobs.policy("node-local", host_path=True, persist={"mode": "Fixed", "every": 1000}),
         jobs.pytorch_job(**_HOST, spec=_on(node)),
     )
-    before = runs.training_beyond(namespace, 40)
+    before = runs.training_beyond(namespace, 20)
     status = namespace.eventually(lambda: runs.status(namespace), what="a status")
     assert status.get("committed", {}).get("step", 0) == 0
     old = _uid(namespace, "gpt-worker-0")
