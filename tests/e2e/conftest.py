@@ -47,9 +47,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _rank(item: pytest.Item) -> int:
-    """Who needs others to be away comes after them."""
+    """Who needs others to be away comes after them, who waits for minutes before them."""
     asks = getattr(item, "fixturenames", ())
-    return 2 if "cluster_alone" in asks else 1 if "turn_alone" in asks else 0
+    first = item.get_closest_marker("long") is not None
+    return 2 if "cluster_alone" in asks else 1 if "turn_alone" in asks else -first
 
 
 @pytest.hookimpl(hookwrapper=True)

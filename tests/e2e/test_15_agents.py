@@ -36,6 +36,7 @@ def _cordoned(cluster: Cluster, node: str) -> Iterator[None]:
         cluster.kubectl("uncordon", node)
 
 
+@pytest.mark.long
 def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_cleaned_in_the_end(
     cluster: Cluster,
     namespace: Kubectl,

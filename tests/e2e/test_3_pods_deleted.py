@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from tests.e2e import jobs, runs
 from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl, Object
@@ -43,6 +45,7 @@ def test_a_deleted_pod_flushes_and_its_successor_restores_that_step(
     assert str(life.first - 1) in restored[-1]["message"]
 
 
+@pytest.mark.long
 def test_all_pods_deleted_at_once_then_the_job_made_again(
     cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
 ) -> None:
