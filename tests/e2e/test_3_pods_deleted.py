@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.e2e import jobs, runs
+from tests.e2e import jobs, runs, tiers
 from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
@@ -64,7 +64,7 @@ def test_all_pods_deleted_at_once_then_the_job_made_again(
     assert after["badputSeconds"]["infrastructureRecovery"] > 0, "no pod was there for a while"
 
     committed = runs.committed_beyond(namespace, life.first)
-    _delete_job(namespace)
+    tiers.went(namespace)
     # without the label: another run, from step 0, and the old steps are kept
     namespace.apply(jobs.pytorch_job(**_HOST, spec=_on(node)))
     anew = runs.training_beyond(namespace, 5)
@@ -72,17 +72,12 @@ def test_all_pods_deleted_at_once_then_the_job_made_again(
     kept = namespace.get("ckrun", _RUN)
     assert kept is not None
     assert kept["status"]["committed"]["step"] >= committed
-    _delete_job(namespace)
+    tiers.went(namespace)
     # with it: the run goes on
     namespace.apply(named)
     again = runs.restarted(namespace, within_s=180)
     assert again.first > committed - 2
     runs.same_losses(again, reference)
-
-
-def _delete_job(kubectl: Kubectl) -> None:
-    kubectl("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=400)
-    kubectl.eventually(lambda: not kubectl.list("pods"), within_s=150, what="the pods are gone")
 
 
 def _on(node: str) -> Object:
