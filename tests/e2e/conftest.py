@@ -47,10 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _rank(item: pytest.Item) -> int:
-    """Who needs others to be away comes after them, who waits for minutes before them."""
-    asks = getattr(item, "fixturenames", ())
-    first = item.get_closest_marker("long") is not None
-    return 2 if "cluster_alone" in asks else 1 if "turn_alone" in asks else -first
+    """Who waits for minutes comes first; who needs others to be away after them, at first those
+    whose jobs start meanwhile."""
+    asks = set(getattr(item, "fixturenames", ()))
+    if "cluster_alone" in asks:
+        return 3
+    if "turn_alone" in asks:
+        return 1 if asks & {"training", "shelf"} else 2
+    return -1 if item.get_closest_marker("long") else 0
 
 
 @pytest.hookimpl(hookwrapper=True)
