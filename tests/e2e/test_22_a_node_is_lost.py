@@ -41,7 +41,7 @@ def test_a_lost_node_costs_no_more_than_is_promised_and_comes_back(
     copied.apply(jobs.policy(peers={"replicas": 1}), _spread(safe, doomed))
     plain.apply(jobs.policy(), _spread(safe, doomed))
     far.apply(jobs.policy(), jobs.pytorch_job(workers=0, spec=_on(safe)))
-    there.apply(jobs.policy(), jobs.pytorch_job(workers=0, spec=_on(doomed)))
+    there.apply(jobs.policy(), jobs.pytorch_job(spec=_on(doomed)))
     for namespace in (copied, plain, far, there):
         runs.committed_beyond(namespace, 10)
     runs.becomes(copied, "Replicated")
