@@ -230,7 +230,7 @@ class Frames:
             # The other side may have said why, in bytes that are not read yet.
             self._failure = self._explain(error)
             self._loop.call_soon(self._read)
-        if self._sending and not self._failure:
+        if (self._sending or self._next) and not self._failure:
             self._loop.add_writer(self._secure, self._read)
         else:
             self._loop.remove_writer(self._secure)
@@ -241,7 +241,7 @@ class Frames:
         due, reason = min(self._deadlines())
         if due <= now:
             return self.refuse(reason)
-        if not self._sending and self._sent_at + keep_alive_s <= now:
+        if not (self._sending or self._next) and self._sent_at + keep_alive_s <= now:
             self.send(b"")
         again = keep_alive_s + (now if self._sending else self._sent_at)
         self._timer = self._loop.call_at(min(due, again), self._watch)
