@@ -187,4 +187,23 @@ def test_a_projects_own_modules_neither_run_in_the_sidecar_nor_stop_the_training
         timeout=_LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
+    (script.parent / "beside.py").touch()
+    (script.parent / "imports.py").write_text("import beside")
+    for socket in ({}, {"KEEPSTEP_SOCKET": str(tmp_path / "none.sock")}):  # and in a pod
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "keepstep.warm",
+                "--",
+                sys.executable,
+                script.parent / "imports.py",
+            ],
+            cwd=keepstep.home,
+            env={**os.environ, **socket},
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+        )
+        assert done.returncode == 0, done.stderr
     assert not (tmp_path / "ran").exists()
