@@ -217,6 +217,13 @@ class Directory:
         return inner
 
 
+def open_regular(path: Path) -> int:
+    """Open the regular file at `path`, or where a link there leads, for reading: a path that a user
+    names. Returns a descriptor that the caller closes. Raises OSError."""
+    real = Path(os.path.realpath(path))
+    return Directory.opened(real.parent).open(real.name, os.O_RDONLY)
+
+
 def _entered(name: str, path: Path, above: int | None) -> int:
     try:
         return os.open(name, _ENTER, dir_fd=above)
