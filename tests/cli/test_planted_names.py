@@ -160,7 +160,6 @@ READ_FROM = {
     f"far/train/{STEP}": ARCHIVED,
     f"far/train/{STEP}/{SHARD}": ARCHIVED,
     f"far/train/{STEP}/step.json": ARCHIVED,
-    "pulled": ARCHIVED[2:],
     f"pulled/{STEP}": ARCHIVED[2:],
     f"pulled/.{STEP}.pulling": ARCHIVED[2:],
     f"pulled/.{STEP}.pulling/{SHARD}": ARCHIVED[2:],
