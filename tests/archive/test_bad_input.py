@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 
 from keepstep.steps import Answer, Epoch, EpochId, StepId
 from keepstep_sidecar.config.sidecar import ArchiveConfig
-from keepstep_sidecar.tiers.archive import index
+from keepstep_sidecar.tiers.archive import index, step_record
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, write_step
 from tests.harness import until
@@ -133,6 +136,46 @@ async def test_records_are_read_from_the_newest_on_up_to_a_limit(
         held = await remote_tier.look()
         assert held.complete == {step_id(20)}
         assert f"{step_id(10)}/step.json: {index.TOO_MUCH}" in held.reason
+
+
+_LOOK = """
+import asyncio, sys
+from pathlib import Path
+import keepstep_sidecar.app
+from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
+from keepstep_sidecar.tiers.archive.index import Surveyor
+
+surveyor = Surveyor(DirectoryStore(Path(sys.argv[1])), sys.argv[2])
+for _ in range(2):
+    print(len(asyncio.run(surveyor.survey()).faults))
+print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+"""
+
+
+@pytest.mark.parametrize("of", ["shards", "epochs"])
+def test_large_records_take_less_memory_than_a_sidecar_has_beside_its_slots(
+    archive_dir: Path, of: str
+) -> None:
+    """256Mi by default."""
+    name = "rank-00000-of-00001.safetensors"
+    shard = {"rank": 0, "name": name, "bytes": 1, "root": "r", "params": None}
+    many: dict[str, list[object]] = {"epochs": [], "shards": [shard]}
+    one, length = (shard, 180_000) if of == "shards" else ({"id": "0001.0123abcd"}, 600_000)
+    many[of] = [one] * length
+    more = {"format_version": 1, "keepstep": "x", "run": RUN, "world": 1, "written_at": 1.0}
+    for number in range(4):
+        step = archive_dir / RUN / str(step_id(number))
+        body = {**more, **many, "step": str(step_id(number))}
+        step.mkdir(parents=True)
+        text = json.dumps({**body, "seal": step_record._seal(body)}, separators=(",", ":"))
+        assert 12 << 20 < len(text) < step_record.LIMIT_BYTES
+        (step / "step.json").write_text(text)
+    words = [sys.executable, "-c", _LOOK, str(archive_dir), RUN]
+    *faults, peak_kib = subprocess.run(
+        words, capture_output=True, check=True, timeout=60
+    ).stdout.split()
+    assert faults == [b"4", b"4"]
+    assert int(peak_kib) < 200 << 10
 
 
 @pytest.mark.parametrize("size_bytes", [0, (16 << 20) + 1, 1 << 40])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,16 @@ def test_ls_shows_steps_and_names_what_is_wrong(keepstep: Keepstep, archived: Pa
     assert "rank-00001-of-00002.safetensors is missing" in shown
     steps = keepstep.json("archive", "ls", "--archive", str(archived), "--run", RUN)["steps"]
     assert [(one["step"], one["complete"]) for one in steps] == [(10, False), (20, True)]
+
+
+def test_ls_removes_no_file_of_a_writer(keepstep: Keepstep, archived: Path) -> None:
+    for place in (archived / RUN / str(step_id(10)), archived / RUN):
+        hidden = place / ".step.json.tmp-0123abcd"
+        hidden.write_text("another machine's")
+        os.utime(hidden, (0, 0))
+    before = sorted(archived.rglob("*"))
+    assert "damaged" not in keepstep("archive", "ls", "--archive", str(archived)).stdout
+    assert sorted(archived.rglob("*")) == before
 
 
 def test_verify_reads_every_byte_and_names_the_damaged_chunk(

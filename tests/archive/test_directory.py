@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import errno
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -288,3 +290,49 @@ async def test_what_the_archive_does_not_keep_is_not_sent_again_while_it_is_stil
             assert remote_tier.status().backlog == 0
             assert remote_tier.status().sent == sent
             assert {id.step for id in (await remote_tier.look()).complete} == {3}
+
+
+async def test_directories_deeper_than_those_of_steps_are_not_walked(
+    local: Volume, archive_dir: Path
+) -> None:
+    async with running(config(archive_dir)) as remote_tier:
+        commit(remote_tier, write_step(local, 10))
+        assert await remote_tier.drain(timeout_s=10)
+        step = archive_dir / RUN / str(step_id(10))
+        (step / "a" / "b").mkdir(parents=True)
+        (step / "a" / "file").touch()
+        store = DirectoryStore(archive_dir)
+        below = [one.name for one in await store.list_below("")]
+        assert below == [one.name for one in await store.list_below(RUN)]
+        assert below == [f"{RUN}/{step.name}/{name}" for name in sorted(os.listdir(step))[1:]]
+        assert await store.list_below(f"{RUN}/{step.name}") == await store.list_below(RUN)
+        assert (await remote_tier.look()).complete == {step_id(10)}
+
+
+def test_a_process_ends_though_a_listing_of_its_archive_does_not(archive_dir: Path) -> None:
+    """As on a server that is away: here, the listing waits for ever in a pipe that nobody fills."""
+    os.mkfifo(archive_dir / "pipe")
+    code = """
+import asyncio, sys
+from pathlib import Path
+from keepstep.directory import Directory
+from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
+
+root = Path(sys.argv[1])
+Directory.names = lambda directory: (root / "pipe").read_text().split()
+
+async def list_it():
+    store = DirectoryStore(root)
+    try:
+        async with asyncio.timeout(0.2):
+            await store.list_below("run")
+    except TimeoutError:
+        await store.close()
+        print("given up")
+
+(root / "run").mkdir()
+asyncio.run(list_it())
+"""
+    words = [sys.executable, "-c", code, str(archive_dir)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "given up\n"), ended.stderr

@@ -58,6 +58,10 @@ RIGHT: list[Object] = [
     {"archive": {"azure": {"container": "ckpt", "account": "us"}}},
     {"archive": {"directory": {"claimName": "archive"}}},
     {"archive": {"directory": {"path": "/mnt/nfs/keepstep"}}},
+    {
+        "volumes": [{"name": "a", "hostPath": {"path": "/mnt/nfs/keep"}}],
+        "archive": {"directory": {"path": "/mnt/nfs/keepstep"}},
+    },
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,28 @@ def test_places_that_lie_in_each_other_are_refused_at_the_start(
         given["archive"] = os.path.normpath(archive.format(place))
     with pytest.raises(UsageError, match=r"one in the other|lies in the other"):
         RunDir.of(place, "a", **{name: one for name, one in given.items() if one})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
+@pytest.mark.parametrize(
+    ("archive", "volumes"), [("", ()), ("far", ()), ("", ("v",)), (None, ("v", "../bound/v"))]
+)
+def test_a_bind_mount_of_a_volume_is_no_other_place(
+    tmp_path: Path, archive: str | None, volumes: tuple[str, ...]
+) -> None:
+    place, bound = tmp_path / "kept", tmp_path / "bound"
+    (place / "v").mkdir(parents=True)
+    bound.mkdir()
+    given: dict[str, Any] = {"volumes": tuple(place / one for one in volumes)} if volumes else {}
+    if archive is not None:
+        given["archive"] = str(bound / archive)
+    RunDir.of(place, "a", **given)
+    subprocess.run(["mount", "--bind", str(place), str(bound)], check=True)
+    try:
+        with pytest.raises(UsageError, match=r"one in the other|lies in the other"):
+            RunDir.of(place, "a", **given)
+    finally:
+        subprocess.run(["umount", str(bound)], check=True)
 
 
 def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:

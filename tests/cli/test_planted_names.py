@@ -8,6 +8,7 @@ either works or says what is in its way; the file and the directory elsewhere st
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep_sidecar.tiers.receive import part_name
 from tests.cli.conftest import MARK, Keepstep
 
 _TRAIN = """
@@ -122,6 +124,7 @@ def test_no_command_follows_what_stands_in_the_place_of_a_name(
         for words in (
             ("run", "--run", "train", "--keep", "1", "--", "true"),
             ("steps",),
+            ("status",),
             ("verify",),
             ("rm", "--yes", "0"),
             ("stop",),
@@ -133,6 +136,67 @@ def test_no_command_follows_what_stands_in_the_place_of_a_name(
                 assert ".keepstep" in told[1], (name, words, told)
         elsewhere.check()
         _remove(keepstep.directory / name)
+
+
+STEP = "STEP"  # stands for the step's directory
+SHARD = "rank-00000-of-00001.safetensors"
+READ = (
+    ("steps",),
+    ("status",),
+    ("verify",),
+    ("doctor",),
+    ("inspect", f".keepstep/train/{STEP}/{SHARD}"),
+    ("export", "latest", "--to", "out"),
+)
+ARCHIVED = (
+    ("archive", "ls", "--archive", "far"),
+    ("archive", "verify", "--archive", "far", "--run", "train"),
+    ("archive", "pull", "2", "pulled", "--archive", "far", "--run", "train"),
+)
+READ_FROM = {
+    f".keepstep/train/{STEP}": READ,
+    f".keepstep/train/{STEP}/{SHARD}": READ,
+    "far/train": ARCHIVED,
+    f"far/train/{STEP}": ARCHIVED,
+    f"far/train/{STEP}/{SHARD}": ARCHIVED,
+    f"far/train/{STEP}/step.json": ARCHIVED,
+    f"pulled/{STEP}": ARCHIVED[2:],
+    f"pulled/.{STEP}.pulling": ARCHIVED[2:],
+    f"pulled/.{STEP}.pulling/{SHARD}": ARCHIVED[2:],
+    f"pulled/.{STEP}.pulling/{part_name(SHARD)}": ARCHIVED[2:],
+    "out": READ[-1:],
+    "out/model.safetensors": READ[-1:],
+    ".out.exporting": READ[-1:],
+    ".out.exporting/model.safetensors": READ[-1:],
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda one: one.__name__)
+def test_no_command_that_reads_steps_or_copies_them_follows_what_stands_there(
+    keepstep: Keepstep, tmp_path: Path, plant: Callable[[Path, Elsewhere], None]
+) -> None:
+    script = keepstep.script("train.py", _TRAIN)
+    elsewhere = Elsewhere(tmp_path / "elsewhere")
+    (keepstep.home / "far").mkdir()
+    archive = ("--archive", "far", "--archive-every", "1")
+    keepstep("run", *archive, "--", sys.executable, script)
+    keepstep("stop")
+    (step,) = (one.name for one in (keepstep.home / "far" / "train").glob("*-000000002"))
+    for place in (".keepstep", "far"):
+        shutil.copytree(keepstep.home / place, tmp_path / "base" / place, symlinks=True)
+    for name, commands in READ_FROM.items():
+        for place in (".keepstep", "far", "pulled", "out", ".out.exporting"):
+            _remove(keepstep.home / place)
+            if (base := tmp_path / "base" / place).exists():
+                shutil.copytree(base, keepstep.home / place, symlinks=True)
+        planted = keepstep.home / name.replace(STEP, step)
+        _remove(planted)
+        planted.parent.mkdir(parents=True, exist_ok=True)
+        plant(planted, elsewhere)
+        for words in commands:
+            done = keepstep(*(one.replace(STEP, step) for one in words), code=None)
+            assert done.returncode in (0, 1, 2), (name, words, done)
+        elsewhere.check()
 
 
 def _remove(path: Path) -> None:
@@ -187,4 +251,23 @@ def test_a_projects_own_modules_neither_run_in_the_sidecar_nor_stop_the_training
         timeout=_LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
+    (script.parent / "beside.py").touch()
+    (script.parent / "imports.py").write_text("import beside")
+    for socket in ({}, {"KEEPSTEP_SOCKET": str(tmp_path / "none.sock")}):  # and in a pod
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "keepstep.warm",
+                "--",
+                sys.executable,
+                script.parent / "imports.py",
+            ],
+            cwd=keepstep.home,
+            env={**os.environ, **socket},
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+        )
+        assert done.returncode == 0, done.stderr
     assert not (tmp_path / "ran").exists()

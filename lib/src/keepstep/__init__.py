@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
+
+# `python -m keepstep.warm` in a project's directory: Python has put that first on the path, and a
+# queue.py there is not the module that is meant below. argv[0] is "-m" while its packages load.
+if (
+    sys.argv[:1] == ["-m"]
+    and "keepstep.warm" in sys.orig_argv
+    and not getattr(sys.flags, "safe_path", False)
+):
+    del sys.path[0]
+
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -153,23 +153,20 @@ class Directory:
             self.unlink(temporary)
             raise
 
-    def walk(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """All that is below it but directories: where, relative to it, and what it is. Links are
-        not followed, and what is removed meanwhile is left out."""
-        places = [Path()]
-        while places:
-            place = places.pop()
-            try:
-                directory = self.inside(*place.parts)
-                names = directory.names()
-            except (FileNotFoundError, NotADirectoryError):
+    def walk(self, *, levels: int) -> Iterator[tuple[Path, os.stat_result]]:
+        """All that is at most `levels` names below it but directories: where, relative to it, and
+        what it is. Links are not followed, and what is removed meanwhile is left out. One directory
+        of each level is open at a time."""
+        for name in self.names():
+            found = self.lstat(name)
+            if found is None:
                 continue
-            for name in names:
-                found = directory.lstat(name)
-                if found is not None and stat.S_ISDIR(found.st_mode):
-                    places.append(place / name)
-                elif found is not None:
-                    yield place / name, found
+            if not stat.S_ISDIR(found.st_mode):
+                yield Path(name), found
+            elif levels > 1:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    for path, one in self.inside(name).walk(levels=levels - 1):
+                        yield name / path, one
 
     def remove(self, name: str) -> int:
         """Remove a file, or a directory with all that is in it. Returns how many files that were, 0
@@ -218,6 +215,13 @@ class Directory:
         if os.fstat(inner.fd).st_dev != os.fstat(self.fd).st_dev:
             raise OSError(errno.EXDEV, "another file system is mounted there", str(inner.path))
         return inner
+
+
+def open_regular(path: Path) -> int:
+    """Open the regular file at `path`, or where a link there leads, for reading: a path that a user
+    names. Returns a descriptor that the caller closes. Raises OSError."""
+    real = Path(os.path.realpath(path))
+    return Directory.opened(real.parent).open(real.name, os.O_RDONLY)
 
 
 def _entered(name: str, path: Path, above: int | None) -> int:

@@ -507,7 +507,7 @@ def _holds(target: Path, files: list[_File]) -> bool:
         raise UsageError(f"{target} is a file; name a directory that is to be made") from None
     if not there:
         return False
-    if all(one.name in there and _is(target / one.name, one) for one in files) and (
+    if all(one.name in there and _is(target, one) for one in files) and (
         len(files) == 1 or _INDEX in there
     ):
         return True
@@ -517,10 +517,12 @@ def _holds(target: Path, files: list[_File]) -> bool:
     )
 
 
-def _is(path: Path, expected: _File) -> bool:
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == expected.size_bytes:
-            return file.read(len(expected.header)) == expected.header
+def _is(target: Path, expected: _File) -> bool:
+    with contextlib.suppress(OSError):
+        fd = Directory.opened(target).open(expected.name, os.O_RDONLY)
+        with open(fd, "rb") as file:
+            if os.fstat(fd).st_size == expected.size_bytes:
+                return file.read(len(expected.header)) == expected.header
     return False
 
 

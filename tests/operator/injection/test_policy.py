@@ -125,6 +125,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"archive": {"azure": {"container": "a"}}}, r"archive.azure.account: None is not"),
     ({"archive": {"directory": {}}}, r"archive.directory: exactly one of claimName and path"),
+    *(
+        (
+            {
+                "volumes": [EMPTY_DIR, {"name": "a", "hostPath": {"path": local}}],
+                "archive": {"directory": {"path": shared}},
+            },
+            f"spec.archive.directory: path {shared} and the volume a .* are one place",
+        )
+        for local, shared in (("/mnt/a", "/mnt/a"), ("/mnt/a", "/mnt/a/b"), ("/mnt/a", "/mnt"))
+    ),
     ({"archive": {"directory": {"path": "nfs"}}}, r"directory.path: an absolute directory"),
     (
         {

@@ -42,6 +42,7 @@ from torch.futures import Future
 from keepstep.client.session import Session, restore_timeout_s
 from keepstep.dcp import session as sessions
 from keepstep.dcp.session import KeyPath, LoadBallot, Tree, choose, group_place, names_step, step_of
+from keepstep.directory import open_regular
 from keepstep.errors import (
     CoverageError,
     ForeignError,
@@ -198,7 +199,7 @@ def _manifest(path: Path) -> Manifest:
     """Header, digest table and seal of a file. Raises ImageError and StorageError, which name the
     file."""
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             fd = file.fileno()
             return Manifest.read(
                 lambda begin, end: os.pread(fd, end - begin, begin),

@@ -221,12 +221,14 @@ def parse_policy(body: Body) -> Policy:
     cpu = resources.millicores("cpu", "100m")
     metrics_port, peer_port = _ports(sidecar.child("ports"))
     stage_every = spec.child("stage").number("every", 1, least=1, most=1_000_000)
+    volumes, archive = _volumes(spec.value("volumes")), parse_archive(spec)
+    _check_apart(volumes, archive)
     return Policy(
         namespace=str(metadata.get("namespace", "")),
         name=str(metadata.get("name", "")),
         generation=int(metadata.get("generation") or 0),
         memory_limit_bytes=memory.size("limit", reason="InvalidMemory"),
-        volumes=_volumes(spec.value("volumes")),
+        volumes=volumes,
         slots=memory.number("slots", 4, least=2, most=16),
         huge_pages=memory.choice("hugePages", HugePages.NONE),
         stage_every=stage_every,
@@ -247,7 +249,7 @@ def parse_policy(body: Body) -> Policy:
         on_loss=spec.choice("onLoss", OnLoss.RESTART),
         run_ttl_s=spec.duration("runTTL", "168h", least=60, most=8760 * 3600),
         peers=parse_peers(spec),
-        archive=parse_archive(spec),
+        archive=archive,
         spec=spec.fields,
     )
 
@@ -320,6 +322,20 @@ def _volumes(listed: object) -> tuple[Volume, ...]:
     if len(set(names)) < len(names):
         raise PolicyError("volumes", f"names must differ: {', '.join(names)}")
     return volumes
+
+
+def _check_apart(volumes: Iterable[Volume], archive: Archive | None) -> None:
+    shared = archive.directory.path if archive and archive.directory else None
+    for volume in volumes:
+        if shared is None or not isinstance(volume.source, HostPath):
+            continue
+        one, other = PurePosixPath(volume.source.path), PurePosixPath(shared)
+        if one.is_relative_to(other) or other.is_relative_to(one):
+            raise PolicyError(
+                "archive.directory",
+                f"path {shared} and the volume {volume.name} ({one}) are one place, or one lies in"
+                " the other: the archive is to outlive the volume; name a directory apart from it",
+            )
 
 
 def _volume(fields: Fields) -> Volume:

@@ -302,7 +302,18 @@ def check_apart(volumes: Iterable[Path], run: str, archive: ArchiveConfig | None
 
 
 def _overlap(one: Path, other: Path) -> bool:
-    return one.is_relative_to(other) or other.is_relative_to(one)
+    first, second = ([_identity(at) for at in (path, *path.parents)] for path in (one, other))
+    return first[0] in second or second[0] in first
+
+
+def _identity(path: Path) -> tuple[int | str, ...]:
+    """Device and inode, which a bind mount shares with what it shows. Of what is not there yet:
+    those of the nearest directory above, and the names below."""
+    try:
+        found = path.stat()
+    except OSError:
+        return (*_identity(path.parent), path.name)
+    return found.st_dev, found.st_ino
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,9 +173,10 @@ class Filesystem:
         return found is not None and stat.S_ISREG(found.st_mode)
 
     def walk(self, path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-        """All files below the directory `path`, and what they are; links are files."""
+        """All files below the directory `path`, at most eight levels deep (keepstep's own are
+        three), and what they are; links are files."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for place, found in self.directory(path).walk():
+            for place, found in self.directory(path).walk(levels=8):
                 yield path / place, found
 
     def open(self, path: Path, flags: int) -> int:

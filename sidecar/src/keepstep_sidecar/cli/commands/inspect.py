@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from keepstep.errors import ImageError
+from keepstep.directory import open_regular
+from keepstep.errors import ImageError, StorageError
 from keepstep.image import ControlPage, Layout, read_control, read_layout
 from keepstep_sidecar.cli import output
 from keepstep_sidecar.cli.options import json_option
@@ -27,7 +28,10 @@ def inspect_file(file: Path, as_json: bool) -> None:
     Examples:
       keepstep inspect .keepstep/train/0001.4be1a09c-000001200/rank-00000-of-00002.safetensors
     """
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fd = open_regular(file)
+    except OSError as error:
+        raise StorageError(str(error)) from None
     try:
         try:
             layout = read_layout(fd)

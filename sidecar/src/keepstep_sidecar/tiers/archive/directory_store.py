@@ -12,20 +12,22 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from keepstep.directory import Directory, NoFileError
 from keepstep.errors import FormatError, NoSpaceError, StorageError
-from keepstep_sidecar.concurrency import blocking
+from keepstep_sidecar.concurrency import blocking, detached
 from keepstep_sidecar.tiers.archive.store import Stored
 from keepstep_sidecar.volume.files import FULL, DurableFile, Filesystem, forget_cache
 
 T = TypeVar("T")
 
 _THREADS = 4
+_LEVELS = 3
+"""<run>/<step>/<file>: what lies deeper is nobody's object, and may be deep without end."""
 _LEFTOVER_S = 86400.0
 """After a day, no writer is still writing such a file."""
 
@@ -49,13 +51,14 @@ class DirectoryStore:
                 below = self._opened().inside(*Path(prefix).parts)
             except FileNotFoundError:
                 return []
-            files = [one for one in below.walk() if not one[0].name.startswith(".")]
+            found = below.walk(levels=_LEVELS - len(Path(prefix).parts))
+            files = [one for one in found if not one[0].name.startswith(".")]
             return sorted(
                 (_stored(Path(prefix) / path, found) for path, found in files),
                 key=lambda one: one.name,
             )
 
-        return await self._do(work)
+        return await self._look(work)
 
     async def directories(self, prefix: str) -> list[str]:
         def work() -> list[str]:
@@ -67,7 +70,7 @@ class DirectoryStore:
             named = [name for name, one in found.items() if one and stat.S_ISDIR(one.st_mode)]
             return sorted(map(_text, named))
 
-        return await self._do(work)
+        return await self._look(work)
 
     async def find(self, name: str) -> Stored | None:
         def work() -> Stored | None:
@@ -77,7 +80,7 @@ class DirectoryStore:
                 return None
             return None if found is None else _stored(Path(name), found)
 
-        return await self._do(work)
+        return await self._look(work)
 
     async def read(self, name: str, begin: int, view: memoryview) -> None:
         def work() -> None:
@@ -181,9 +184,18 @@ class DirectoryStore:
             ) from None
 
     async def _do(self, work: Callable[[], T]) -> T:
-        """Run `work` on a thread. An OSError becomes a StorageError that names the archive."""
+        """Run `work` on a thread."""
+        return await self._named(blocking(self._threads, work))
+
+    async def _look(self, work: Callable[[], T]) -> T:
+        """Run `work`, which changes nothing, on a thread. A sidecar that ends does not wait for it:
+        a server that is away, or a directory without end, may take for ever."""
+        return await self._named(detached(work, "keepstep-archive-look"))
+
+    async def _named(self, work: Awaitable[T]) -> T:
+        """An OSError becomes a StorageError that names the archive."""
         try:
-            return await blocking(self._threads, work)
+            return await work
         except OSError as error:
             kind = NoSpaceError if error.errno in FULL else StorageError
             raise kind(f"the archive {self.root}: {error}") from error
@@ -200,7 +212,7 @@ def _sweep(root: Directory, run: str) -> None:
     ones."""
     with contextlib.suppress(OSError):
         below = root.inside(run)
-        for path, found in below.walk():
+        for path, found in below.walk(levels=_LEVELS - 1):
             hidden = path.name.startswith(".") and ".tmp-" in path.name
             if hidden and time.time() - found.st_mtime > _LEFTOVER_S:
                 below.inside(*path.parts[:-1]).unlink(path.name)

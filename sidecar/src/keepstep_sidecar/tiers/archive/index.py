@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from keepstep.core.commit_rule import Standing, trace
 from keepstep.core.retention import Retention, left_behind, retired
 from keepstep.core.shard import Shard
-from keepstep.errors import FormatError, ImageError
+from keepstep.errors import ImageError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, merged
 from keepstep_sidecar.concurrency import blocking, few_at_once
 from keepstep_sidecar.tiers.archive import step_record as records
@@ -30,8 +30,9 @@ from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
 from keepstep_sidecar.volume.directories import is_shard, is_step
 
-RECORDS_BYTES = 48 << 20
-"""The records of one run that are read, from the newest step on. The newest one always is."""
+RECORDS_BYTES = 16 << 20
+"""The records of one run that are read, from the newest step on. The newest one always is. Parsed,
+they take up to six times as much of the memory that the sidecar has beside the slots."""
 TOO_LARGE = f"not read: the record of a step has at most {records.LIMIT_BYTES >> 20} MiB"
 TOO_MUCH = f"not read, because the records of newer steps take {RECORDS_BYTES >> 20} MiB already"
 
@@ -171,7 +172,8 @@ def source(
 
 _Key = tuple[str, str]
 """A record's name and etag."""
-_Found = StepRecord | ImageError
+_Found = StepRecord | str
+"""A record, or why it is none. Not the error itself: its traceback would keep what was read."""
 
 
 @dataclass
@@ -209,18 +211,18 @@ class Surveyor:
         key = stored.name, stored.etag
         path = f"{self.store.where}/{stored.name}"
         if stored.bytes > records.LIMIT_BYTES:
-            return key, FormatError(TOO_LARGE, path=path)
+            return key, f"{path}: {TOO_LARGE}"
         if total_bytes > max(RECORDS_BYTES, stored.bytes):
-            return key, ImageError(TOO_MUCH, path=path)
+            return key, f"{path}: {TOO_MUCH}"
         if (known := self._known.get(key)) is not None:
             return key, known
         data = bytearray(stored.bytes)
         try:
             await self.store.read(stored.name, 0, memoryview(data))
-            parse = functools.partial(StepRecord.from_json, bytes(data), path=path)
+            parse = functools.partial(StepRecord.from_json, data, path=path)
             return key, await blocking(None, parse)
         except ImageError as error:
-            return key, error
+            return key, str(error)
 
     def _judge(
         self, id: StepId, files: Mapping[str, Stored], known: Mapping[_Key, _Found]
@@ -229,8 +231,8 @@ class Surveyor:
         if (stored := files.get(records.NAME)) is None:
             return ArchivedStep(id=id, files=files)
         found = known[stored.name, stored.etag]
-        if isinstance(found, ImageError):
-            return ArchivedStep(id=id, files=files, fault=str(found))
+        if isinstance(found, str):
+            return ArchivedStep(id=id, files=files, fault=found)
         fault = self._fault(id, files, found)
         return ArchivedStep(id=id, files=files, record=found, fault=fault)
 

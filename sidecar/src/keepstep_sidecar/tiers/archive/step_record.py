@@ -28,6 +28,7 @@ NAME = "step.json"
 LIMIT_BYTES = 16 << 20
 
 _MAX_WORLD = MOST_RANKS
+_MOST_EPOCHS = 1 << 16
 _SINGLE = frozenset(("format_version", "keepstep", "run", "step", "world", "written_at", "seal"))
 
 
@@ -102,7 +103,7 @@ class StepRecord:
         return json.dumps({**body, "seal": _seal(body)}, indent=1).encode() + b"\n"
 
     @classmethod
-    def from_json(cls, data: bytes, *, path: str) -> StepRecord:
+    def from_json(cls, data: bytes | bytearray, *, path: str) -> StepRecord:
         """Inverse of `to_json`. Raises TornError, FormatError, VersionError naming `path`."""
         try:
             _check_seal(strictjson.Reader(data, what=NAME))
@@ -114,11 +115,13 @@ class StepRecord:
 
 
 def _check_seal(reader: strictjson.Reader) -> None:
-    seal, sealed = None, dict[str, bytes]()
+    seal, sealed = None, dict[str, bytes | bytearray]()
     for key in reader.members():
         if reader.comes("["):
-            items = b",".join([_canonical(reader.value()) for _ in reader.items()])
-            sealed[key] = b"[" + items + b"]"
+            sealed[key] = array = bytearray(b"[")
+            for number in reader.items():  # not as a list: each item would take twice its bytes
+                array += b"," * (number > 0) + _canonical(reader.value())
+            array += b"]"
             continue
         value = reader.value()
         if key == "format_version":
@@ -130,8 +133,10 @@ def _check_seal(reader: strictjson.Reader) -> None:
     reader.end()
     if seal is None or "format_version" not in sealed:
         raise FormatError("without a seal, or without a version")
-    body = b",".join([_canonical(key) + b":" + sealed[key] for key in sorted(sealed)])
-    if seal != xxh3_128(b"{" + body + b"}").hex():
+    pieces = [
+        piece for key in sorted(sealed) for piece in (b",", _canonical(key), b":", sealed[key])
+    ]
+    if seal != xxh3_128(b"".join([b"{", *pieces[1:], b"}"])).hex():
         raise TornError("its seal does not fit: it was changed or cut off")
 
 
@@ -139,7 +144,7 @@ def _read(reader: strictjson.Reader) -> StepRecord:
     told: dict[str, Any] = {}
     for key in reader.members():
         if key == "epochs":
-            told[key] = tuple([read_epoch(reader.value()) for _ in reader.items()])
+            told[key] = tuple([_epoch(number, reader.value()) for number in reader.items()])
         elif key == "shards":
             told[key] = [_row(reader.value()) for _ in reader.items()]
         elif key in _SINGLE:
@@ -165,6 +170,12 @@ def _read(reader: strictjson.Reader) -> StepRecord:
     )
     _check_names(record, [row[:2] for row in told["shards"]])
     return record
+
+
+def _epoch(number: int, value: object) -> Epoch:
+    if number >= _MOST_EPOCHS:
+        raise FormatError(f"more than {_MOST_EPOCHS} epochs")
+    return read_epoch(value)
 
 
 def _check_names(record: StepRecord, told: list[tuple[int, str]]) -> None:

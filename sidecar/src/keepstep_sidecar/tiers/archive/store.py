@@ -31,7 +31,8 @@ class Store(Protocol):
         """A name for people, like `s3://ckpt/gpt`. It never contains a credential."""
 
     async def list_below(self, prefix: str) -> list[Stored]:
-        """Every object whose name begins with the directory `prefix`, in the order of names.
+        """Every object whose name begins with the directory `prefix`, in the order of names;
+        perhaps without those whose names have more than three parts.
 
         An empty list means that the store was asked and has none. A missing bucket or directory is
         a StorageError.
