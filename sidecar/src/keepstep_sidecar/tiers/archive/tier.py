@@ -104,20 +104,39 @@ class ArchiveTier(RemoteTier):
             return Inventory(answer=Answer.UNKNOWN, reason=str(error))
         if survey.conflict:
             return Inventory(answer=Answer.UNKNOWN, reason=survey.conflict)
+        strangers = self.facts.strangers(survey.epochs)
         return inventory(
             survey.complete,
             run=self._sender.run,
-            epochs=survey.epochs,
+            epochs=tuple(one for one in survey.epochs if one.id not in strangers),
             reason=_reason(survey, self.where),
         )
 
     async def _survey(self) -> Survey:
-        self._listed = survey = await self._surveyor.survey(self._epochs())
+        survey = await self._surveyor.survey(self._epochs())
+        if not survey.conflict and (conflict := await self._another(survey)):
+            survey = replace(survey, conflict=conflict)
+        self._listed = survey
         self._complete = frozenset(one.id for one in survey.complete)
         self._had |= self._complete
         self._wanted -= self._complete
         self.wake()
         return survey
+
+    async def _another(self, survey: Survey) -> str:
+        """A message if another run of this name has steps there, of an epoch that began while this
+        one trained; else ''. It is on record from then on."""
+        steps = {one.id.epoch for one in survey.steps if one.record}
+        if not (met := self.facts.strangers(survey.epochs) & steps):
+            return ""
+        await self.facts.meet(met)
+        return (
+            f"{self.where}/{self._sender.run} is used by another run named {self._sender.run!r}:"
+            f" its epoch {min(met)} began there while this run trained. This run's own steps stay"
+            " on its volumes; in the archive it writes and deletes nothing more. Give one of the"
+            " two another archive or another name, or end the other one and delete the directories"
+            f" {min(met)}-* there"
+        )
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
         received = self.replicator.traffic.count_received
