@@ -74,9 +74,9 @@ class RunFacts:
     `pinned`: steps that must not be deleted; None until the operator has named them. `commit`: the
     run's newest commit, as far as this machine was told. `outgrown`: the run has a commit of its
     own, so nothing of another run is asked for or offered. `changed`: to be called when there is
-    something new to `look` at. `managed`: an operator sees the whole run. `life`: the epoch in which
-    a trainer of this machine trains now; `leads`: that of rank 0 does. `strangers`: those of these
-    epochs that another run of this name began; `meet`: put them on record.
+    something new to `look` at. `managed`: an operator sees the whole run. `life`: the epoch in
+    which a trainer of this machine trains now; `leads`: that of rank 0 does. `strangers`: those of
+    these epochs that another run of this name began; `meet`: put them on record.
     """
 
     managed: bool = False

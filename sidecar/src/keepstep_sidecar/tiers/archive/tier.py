@@ -7,6 +7,7 @@ it never competes with itself, and the parts in flight bound its memory.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from keepstep_sidecar.tiers.archive.index import (
     source,
     unkept,
 )
+from keepstep_sidecar.tiers.archive.lives import Lives
 from keepstep_sidecar.tiers.archive.step_record import found
 from keepstep_sidecar.tiers.archive.store import Store, Stored, open_store
 from keepstep_sidecar.tiers.archive.upload import Sender
@@ -81,6 +83,7 @@ class ArchiveTier(RemoteTier):
         self._base = config.base(persist_base)
         self._surveyor = Surveyor(store, run)
         self._sender = Sender(store=store, run=run, patience_s=patience_s)
+        self._lives = Lives(store, run)
         self._newest_commit: StepId | None = None
         self._wanted: set[StepId] = set()
         """Steps to be archived that are no multiples of `_base`."""
@@ -114,7 +117,8 @@ class ArchiveTier(RemoteTier):
 
     async def _survey(self) -> Survey:
         survey = await self._surveyor.survey(self._epochs())
-        if not survey.conflict and (conflict := await self._another(survey)):
+        await self._watch_lives(survey)
+        if conflict := survey.conflict or await self._another(survey) or self.contested:
             survey = replace(survey, conflict=conflict)
         self._listed = survey
         self._complete = frozenset(one.id for one in survey.complete)
@@ -122,6 +126,17 @@ class ArchiveTier(RemoteTier):
         self._wanted -= self._complete
         self.wake()
         return survey
+
+    @property
+    def contested(self) -> str:
+        """A message while a run of this name may train of which this one knows nothing; else ''. A
+        vote waits for that, and fails if it does. With an operator it is the operator that says who
+        belongs to a run."""
+        return "" if self.facts.managed or self.facts.life() else self._lives.unknown
+
+    async def _watch_lives(self, survey: Survey) -> None:
+        known = {one.id for one in self._epochs()} | self.facts.strangers(())
+        await self._lives.watch(survey.lives, known)
 
     async def _another(self, survey: Survey) -> str:
         """A message if another run of this name has steps there, of an epoch that began while this
@@ -150,6 +165,8 @@ class ArchiveTier(RemoteTier):
 
     def _due(self) -> Due:
         """Of the steps that are committed and here, those that belong into the archive."""
+        if self._listed.conflict:  # nothing is sent, so nobody waits for it
+            return Due()
         local = self.facts.local()
         held = self._settled_here(local)
         self._first_rank = self._first_rank or any(0 in shards for shards in held.values())
@@ -268,7 +285,18 @@ class ArchiveTier(RemoteTier):
         finally:
             self._sender.until = math.inf
 
+    async def run(self) -> None:
+        """See `RemoteTier.run`. The machine of rank 0 says that the run lives."""
+
+        def life() -> Epoch | None:
+            return self.facts.life() if self.facts.leads() else None
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(super().run(), name="send to the archive")
+            group.create_task(self._lives.keep(life, lambda: tuple(self._epochs())), name="live")
+
     async def close(self) -> None:
+        await self._lives.close()
         await self.store.close()
         self._sender.close()
 
