@@ -276,6 +276,10 @@ class ArchiveTier(RemoteTier):
         self._complete -= set(gone)
         return gone
 
+    def status(self) -> TierStatus:
+        found = super().status()
+        return replace(found, trouble=self._listed.conflict or found.trouble)
+
     async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
         """See `RemoteTier.drain`. The sidecar that sends the last shard of a step writes its
         record."""
