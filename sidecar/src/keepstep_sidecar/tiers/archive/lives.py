@@ -52,6 +52,7 @@ class Lives:
     store: Store
     run: str
     unknown: str = ""
+    _closed: bool = False
     _kept: EpochId | None = None
     _renewed_at: float = 0.0
     _seen: dict[EpochId, tuple[Stored, float]] = field(default_factory=dict)
@@ -62,7 +63,7 @@ class Lives:
         """Renew the object of the epoch that `life` names, and remove it when that life has ended,
         and those of the epochs `before` it. Runs until cancelled. What fails is tried again."""
         while True:
-            epoch = life()
+            epoch = None if self._closed else life()
             with contextlib.suppress(KeepstepError):  # the archive's status tells why
                 if epoch is None or epoch.id != self._kept:
                     await self.end()
@@ -87,6 +88,7 @@ class Lives:
 
     async def close(self) -> None:
         """As `end`, within seconds. If that fails, a start elsewhere waits for `WATCH_S`."""
+        self._closed = True
         with contextlib.suppress(KeepstepError, TimeoutError):
             async with asyncio.timeout(_END_S):
                 await self.end()
