@@ -46,6 +46,8 @@ TABLE = [
     ("shards become reachable", 0, replace(AWAY, awaits="node b", held=True), 60, False),
     ("said later", 50, replace(LISTED, awaits="node b", told_at=BEGAN + 40), 100, False),
     ("they never do", 60, replace(LISTED, awaits="node b"), None, False),
+    ("another run may train", 0, replace(LISTED, contested="on b", held=True), 40, False),
+    ("another run trains", 40, replace(LISTED, contested="on b", known=True), None, False),
     ("no certificate yet", 1, replace(AWAY, known=True, uncertified=True, held=True), 6, True),
 ]  # fmt: skip
 

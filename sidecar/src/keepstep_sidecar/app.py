@@ -147,6 +147,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         wish=config.wish,
         history=history,
     )
+    committer.epochs.training = lambda: leases.training
     remote_tiers = RemoteTiers(committer, changes)
     fetcher = Fetcher(slots, committer, readers)
     image_sources = ImageSources(slots, committer, leases, fetcher)

@@ -25,6 +25,7 @@ STATUS = {
     "protocol": 426,
     "rank-of-parent": 409,
     "rank-taken": 409,
+    "run-taken": 409,
     "stale-slot": 409,
     "starting": 503,
     "stopping": 503,

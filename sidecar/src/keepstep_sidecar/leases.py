@@ -76,6 +76,11 @@ class Leases:
         return self._by_rank.keys()
 
     @property
+    def training(self) -> Collection[int]:
+        """The ranks whose trainers live and have restored."""
+        return [rank for rank, lease in self._by_rank.items() if lease.training]
+
+    @property
     def warnings(self) -> list[str]:
         """What the trainers warn of, in rank order."""
         return [lease.warning for _, lease in sorted(self._by_rank.items()) if lease.warning]

@@ -140,6 +140,10 @@ UNKNOWN, the trainer fails with that reason, and its next start waits again."""
 STALE_S = 5.0
 """A listing that is older than this when a vote begins is made again."""
 
+WATCHED_S = 40.0
+"""How long to wait until it is clear whether another run of the same name trains. The archive needs
+25 s for that, and is listed every 5 s."""
+
 LISTING_S = 20.0
 """How long to wait for the new listing. After that the old listing counts."""
 
@@ -163,7 +167,7 @@ class View:
     `tiers`: there are tiers beyond this machine. `listed_at`: when they were last listed. `known`:
     such a tier holds something. `unknown`: why some of them could not say what they hold.
     `uncertified`: this pod serves no other pod, and gets its certificate only when other pods are
-    named.
+    named. `contested`: another run of this name may train, as the archive tells.
     """
 
     scanned_at: float
@@ -179,6 +183,7 @@ class View:
     known: bool = False
     unknown: str = ""
     uncertified: bool = False
+    contested: str = ""
 
 
 @dataclass(frozen=True)
@@ -222,6 +227,8 @@ def _waits(view: View, heard: float) -> list[Wait]:
         whom = "pods that were just named" if view.pods_unasked else "peers and archive"
         until = heard + HELD_S if view.held else latest
         waits.append(Wait(until, f"{whom} have not said yet what they hold"))
+    if view.contested:
+        waits.append(Wait(min(heard + WATCHED_S, latest), view.contested))
     if view.awaits:
         waits.append(Wait(min(told + REACHABLE_S, latest), view.awaits))
     if not view.held and view.listed_at < heard - STALE_S:

@@ -97,11 +97,15 @@ class Restoring:
         return self.remote_tiers.view(held=held, heard_at=self.operator.tried_at)
 
     async def candidates(self, request: CandidatesRequest) -> Candidates:
-        """What the rank could restore. Raises SidecarError `starting` when the scan is not done."""
+        """What the rank could restore. Raises SidecarError `starting` when the scan is not done,
+        `run-taken` when another run of this name trains."""
         lease = self.leases.require(request.lease)
         await self.votes.ready(lease.rank, timeout_s=request.timeout_s)
         if not self._local_shards.scanned:
             raise refuse("starting", "the volumes are still being scanned; ask again")
+        if contested := self.committer.remotes.contested:
+            warn("run refused", rank=lease.rank, reason=contested)
+            raise refuse("run-taken", contested)
         return self.restorer.candidates(lease)
 
     async def open(self, request: OpenRequest) -> Opened:

@@ -491,6 +491,10 @@ class Committer:
             commit=lambda: view.commit,
             managed=view.managed,
             outgrown=self.epochs.outgrown,
+            life=self.epochs.life,
+            leads=lambda: 0 in self.epochs.training(),
+            strangers=self.epochs.strangers,
+            meet=self.epochs.meet,
             changed=changed,
         )
 

@@ -18,7 +18,7 @@ from keepstep.core.node import Node
 from keepstep.core.shard import Shard
 from keepstep.core.suspicion import KEPT, WITHIN, Doubt, Failure, newest
 from keepstep.errors import StorageError
-from keepstep.steps import Epoch, StepId, Tier
+from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
 from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
 from keepstep_sidecar.config.sidecar import Wish
@@ -30,12 +30,14 @@ Row = TypeVar("Row", bound=Shard)
 @dataclass(eq=False)
 class Epochs:
     """The epochs of one run. `current`: the one in which a live trainer works, None while unknown.
-    What concerns another run does nothing when the run is not a fork."""
+    What concerns another run does nothing when the run is not a fork. `training`: the ranks whose
+    trainers live here and have restored."""
 
     node: Node
     remotes: RemoteInventory
     local: LocalShards
     current: Epoch | None = None
+    training: Callable[[], Collection[int]] = tuple
 
     def __post_init__(self) -> None:
         self._ancestor = self.remotes.ancestor
@@ -58,6 +60,39 @@ class Epochs:
         """A live trainer works in this epoch (it restored before this sidecar started)."""
         if self.current is None or self.current.id < epoch.id:
             self.current = epoch
+
+    # --- another run of this name ------------------------------------------------------------
+
+    def life(self) -> Epoch | None:
+        """The epoch in which a trainer of this machine trains now."""
+        return self.current if self.training() else None
+
+    def strangers(self, told: Iterable[Epoch]) -> frozenset[EpochId]:
+        """The epochs that another run of this name began: those on record, and of `told` those that
+        are newer than the one in which a trainer lives here, and that no part of this run knows;
+        with all that go on from them."""
+        life, told = self.life(), tuple(told)
+        heard = (self.node.operator_view.commit, self.node.heard.plan, *self.node.heard.commits)
+        known = {id.epoch for id in heard if id is not None}
+        known |= {one.id for one in (self.own() if life is None else self.own(life))}
+        found = set(self.local.record.strangers - known)
+        if life is not None:
+            found |= {one.id for one in told if one.id.number >= life.id.number} - known
+        for one in sorted(told, key=lambda one: one.id):
+            if one.parent is not None and one.parent.epoch in found and one.id not in known:
+                found.add(one.id)
+        return frozenset(found)
+
+    async def meet(self, strangers: frozenset[EpochId]) -> None:
+        """Record these, so that no later life of this run goes on from a step of theirs."""
+        if strangers <= self.local.record.strangers:
+            return
+        try:
+            await self.local.change_record(
+                lambda record: replace(record, strangers=record.strangers | strangers)
+            )
+        except StorageError as error:
+            warn("epochs of another run not noted", reason=str(error))
 
     def outgrown(self) -> bool:
         """Whether the run has a commit of its own."""

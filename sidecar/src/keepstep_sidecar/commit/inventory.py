@@ -386,6 +386,11 @@ class RemoteInventory:
         return frozenset().union(*(one.complete for one in self._inventories.values()))
 
     @property
+    def contested(self) -> str:
+        """Why another run of this name may train now; '' if none does."""
+        return "" if self.archive is None else self.archive.contested
+
+    @property
     def unknown(self) -> str:
         """Why it is not known what the remote tiers hold; '' when it is known."""
         return "; ".join(filter(None, map(self.why_unknown, self.tiers)))

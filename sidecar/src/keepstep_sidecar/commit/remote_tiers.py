@@ -92,6 +92,7 @@ class RemoteTiers:
             pods_unasked=self._meeting > 0,
             known=bool(self._remotes.ids),
             unknown=self._remotes.unknown,
+            contested=self._remotes.contested,
             uncertified=peers is not None and others and not self.address,
         )
 

@@ -12,12 +12,12 @@ trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.core.shard import Shard
-from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.status import TierStatus as TierStatus
 from keepstep_sidecar.tiers.replicator import Due, Place, Replicator
 from keepstep_sidecar.tiers.source import ShardSource
@@ -63,6 +63,10 @@ class LocalInventory:
     commits: frozenset[StepId] = frozenset()
 
 
+async def _unrecorded(strangers: frozenset[EpochId]) -> None:
+    pass
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """What a remote tier asks about the run, anew each time.
@@ -70,7 +74,9 @@ class RunFacts:
     `pinned`: steps that must not be deleted; None until the operator has named them. `commit`: the
     run's newest commit, as far as this machine was told. `outgrown`: the run has a commit of its
     own, so nothing of another run is asked for or offered. `changed`: to be called when there is
-    something new to `look` at. `managed`: an operator sees the whole run.
+    something new to `look` at. `managed`: an operator sees the whole run. `life`: the epoch in
+    which a trainer of this machine trains now; `leads`: that of rank 0 does. `strangers`: those of
+    these epochs that another run of this name began; `meet`: put them on record.
     """
 
     managed: bool = False
@@ -79,6 +85,10 @@ class RunFacts:
     commit: Callable[[], StepId | None] = lambda: None
     outgrown: Callable[[], bool] = lambda: False
     changed: Callable[[], None] = lambda: None
+    life: Callable[[], Epoch | None] = lambda: None
+    leads: Callable[[], bool] = lambda: False
+    strangers: Callable[[Iterable[Epoch]], frozenset[EpochId]] = lambda told: frozenset()
+    meet: Callable[[frozenset[EpochId]], Awaitable[None]] = _unrecorded
 
 
 class RemoteTier:

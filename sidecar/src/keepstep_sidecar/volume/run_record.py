@@ -32,7 +32,8 @@ class RunRecord:
 
     `committed`: the last commit that this machine was told of, None for none. `pinned`: the steps
     that must not be deleted. `failures`: steps at which the script failed by itself. `asked`: the
-    step that the script itself asked for, in the newest epoch that this record has.
+    step that the script itself asked for, in the newest epoch that this record has. `strangers`:
+    epochs in the archive that another run of this name began while this one trained.
     """
 
     run: str
@@ -41,6 +42,7 @@ class RunRecord:
     pinned: frozenset[StepId] = frozenset()
     failures: frozenset[StepId] = frozenset()
     asked: StepId | None = None
+    strangers: frozenset[EpochId] = frozenset()
 
     @classmethod
     def union(cls, records: Sequence[RunRecord]) -> RunRecord:
@@ -55,6 +57,7 @@ class RunRecord:
             pinned=frozenset().union(*(one.pinned for one in records)),
             failures=frozenset().union(*(one.failures for one in records)),
             asked=None if newest is None else newest.asked,
+            strangers=frozenset().union(*(one.strangers for one in records)),
         )
 
     def with_epochs(self, *epochs: Epoch) -> RunRecord:
@@ -71,6 +74,7 @@ class RunRecord:
             **({"pinned": sorted(map(str, self.pinned))} if self.pinned else {}),
             **({"failures": sorted(map(str, self.failures))} if self.failures else {}),
             **({"asked": str(self.asked)} if self.asked is not None else {}),
+            **({"strangers": sorted(map(str, self.strangers))} if self.strangers else {}),
             "epochs": [epoch_json(one) for one in self.epochs],
         }
         return json.dumps(record, indent=1).encode() + b"\n"
@@ -94,6 +98,8 @@ def _read(reader: strictjson.Reader) -> RunRecord:
             told[key] = tuple(read_epoch(reader.value()) for _ in reader.items())
         elif key in ("pinned", "failures"):
             told[key] = frozenset(read_step(reader.value()) for _ in reader.items())
+        elif key == "strangers":
+            told[key] = frozenset(_epoch_id(reader.value()) for _ in reader.items())
         else:
             value = reader.value()
             if key == "format_version":
@@ -111,6 +117,7 @@ def _read(reader: strictjson.Reader) -> RunRecord:
         pinned=told.get("pinned", frozenset()),
         failures=told.get("failures", frozenset()),
         asked=None if asked is None else read_step(asked),
+        strangers=told.get("strangers", frozenset()),
     )
 
 
@@ -123,13 +130,16 @@ def epoch_json(one: Epoch) -> dict[str, str | None]:
 def read_epoch(value: object) -> Epoch:
     """Inverse of `epoch_json`. Raises FormatError."""
     epoch = strictjson.mapping(value, "epoch")
-    parent = epoch.get("parent")
-    try:
-        id = EpochId.parse(strictjson.text(epoch.get("id"), "the id of an epoch"))
-    except ValueError as error:
-        raise FormatError(strictjson.reason(error)) from None
+    parent, id = epoch.get("parent"), _epoch_id(epoch.get("id"))
     origin = strictjson.text(epoch.get("origin", ""), "the origin of an epoch")
     return Epoch(id, None if parent is None else read_step(parent), origin)
+
+
+def _epoch_id(value: object) -> EpochId:
+    try:
+        return EpochId.parse(strictjson.text(value, "the id of an epoch"))
+    except ValueError as error:
+        raise FormatError(strictjson.reason(error)) from None
 
 
 def read_step(value: object) -> StepId:

@@ -115,6 +115,17 @@ class DirectoryStore:
 
         return await self._do(work)
 
+    async def replace(self, name: str, data: bytes) -> None:
+        def work() -> None:
+            new = self._begin(name)
+            try:
+                new.write(memoryview(data), 0)
+                self._finish(new)
+            finally:
+                _drop(new)
+
+        await self._do(work)
+
     async def upload(
         self, name: str, pieces: AsyncIterator[memoryview], *, part_bytes: int, parts: int
     ) -> None:

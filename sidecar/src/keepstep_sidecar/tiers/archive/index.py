@@ -3,6 +3,7 @@
     <archive>/<run>/<step>/rank-00000-of-00002.safetensors
     <archive>/<run>/<step>/rank-00001-of-00002.twin-of-00000     where it differs from that one
     <archive>/<run>/<step>/step.json                        last: now the step is archived
+    <archive>/<run>/lives/<epoch>.json                      renewed while its trainers live
 
 A step is archived when its record is sound and exactly its files are there. Anything else is
 reported and left alone.
@@ -23,6 +24,7 @@ from keepstep.core.shard import Shard
 from keepstep.errors import ImageError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, merged
 from keepstep_sidecar.concurrency import blocking, few_at_once
+from keepstep_sidecar.tiers.archive import lives
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.read import IN_FLIGHT, ArchiveSource, Place
 from keepstep_sidecar.tiers.archive.step_record import StepRecord, is_twin
@@ -77,10 +79,12 @@ class ArchivedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """Steps in ascending order. `conflict`: two runs share this place; '' if they do not."""
+    """Steps in ascending order. `conflict`: two runs share this place; '' if they do not. `lives`:
+    what each epoch renews while its trainers live."""
 
     steps: tuple[ArchivedStep, ...] = ()
     conflict: str = ""
+    lives: Mapping[EpochId, Stored] = field(default_factory=dict)
 
     @property
     def complete(self) -> tuple[ArchivedStep, ...]:
@@ -188,10 +192,13 @@ class Surveyor:
         """The steps of the run. `own`: epochs that the run itself knows. Raises StorageError."""
         listed = await self.store.list_below(self.run)
         by_step: defaultdict[StepId, dict[str, Stored]] = defaultdict(dict)
+        of_lives = dict[str, Stored]()
         for stored in listed:
             directory, _, name = stored.name.removeprefix(f"{self.run}/").partition("/")
             if is_step(directory) and "/" not in name:
                 by_step[StepId.parse(directory)][name] = stored
+            elif directory == lives.DIRECTORY:
+                of_lives[name] = stored
         newest_first = (files for _, files in sorted(by_step.items(), reverse=True))
         records_there = [one for files in newest_first if (one := files.get(records.NAME))]
         read_bytes = itertools.accumulate(
@@ -204,7 +211,8 @@ class Surveyor:
         # Only from this listing: another survey with an older listing may be under way.
         found = self._known = dict(await few_at_once(reads, most=IN_FLIGHT))
         steps = tuple(self._judge(id, files, found) for id, files in sorted(by_step.items()))
-        return Survey(steps=steps, conflict=self._conflict(steps, own))
+        conflict = self._conflict(steps, own)
+        return Survey(steps=steps, conflict=conflict, lives=lives.found(of_lives))
 
     async def _read(self, stored: Stored, total_bytes: int) -> tuple[_Key, _Found]:
         """The record of a step. `total_bytes`: of it and the records of all newer steps."""

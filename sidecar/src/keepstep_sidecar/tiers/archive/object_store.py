@@ -129,6 +129,10 @@ class ObjectsStore:
                 return False
         return True
 
+    async def replace(self, name: str, data: bytes) -> None:
+        with self._translated(name):
+            await obstore.put_async(self._store, self._begin + name, data)
+
     async def upload(
         self, name: str, pieces: AsyncIterator[memoryview], *, part_bytes: int, parts: int
     ) -> None:

@@ -51,6 +51,9 @@ class Store(Protocol):
     async def write(self, name: str, data: bytes) -> bool:
         """Make a small object. Returns False, and changes nothing, when the name is taken."""
 
+    async def replace(self, name: str, data: bytes) -> None:
+        """Make or replace a small object."""
+
     async def upload(
         self, name: str, pieces: AsyncIterator[memoryview], *, part_bytes: int, parts: int
     ) -> None:

@@ -7,6 +7,7 @@ it never competes with itself, and the parts in flight bound its memory.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from keepstep_sidecar.tiers.archive.index import (
     source,
     unkept,
 )
+from keepstep_sidecar.tiers.archive.lives import Lives
 from keepstep_sidecar.tiers.archive.step_record import found
 from keepstep_sidecar.tiers.archive.store import Store, Stored, open_store
 from keepstep_sidecar.tiers.archive.upload import Sender
@@ -76,11 +78,12 @@ class ArchiveTier(RemoteTier):
         patience_s: float = 30.0,
     ) -> None:
         super().__init__(due=self._due, places=lambda: {store.where: self}, retry_s=retry_s)
-        self.config, self.store, self.where = config, store, store.where
+        self.config, self.store = config, store
         self._epochs = epochs
         self._base = config.base(persist_base)
         self._surveyor = Surveyor(store, run)
         self._sender = Sender(store=store, run=run, patience_s=patience_s)
+        self._lives = Lives(store, run)
         self._newest_commit: StepId | None = None
         self._wanted: set[StepId] = set()
         """Steps to be archived that are no multiples of `_base`."""
@@ -93,6 +96,11 @@ class ArchiveTier(RemoteTier):
         self._had: set[StepId] = set()
         """All steps that were ever complete."""
 
+    @property
+    def where(self) -> str:
+        """The archive's address, for people."""
+        return self.store.where
+
     # --- reading -----------------------------------------------------------------------------
 
     async def look(self) -> Inventory:
@@ -104,20 +112,51 @@ class ArchiveTier(RemoteTier):
             return Inventory(answer=Answer.UNKNOWN, reason=str(error))
         if survey.conflict:
             return Inventory(answer=Answer.UNKNOWN, reason=survey.conflict)
+        strangers = self.facts.strangers(survey.epochs)
         return inventory(
             survey.complete,
             run=self._sender.run,
-            epochs=survey.epochs,
+            epochs=tuple(one for one in survey.epochs if one.id not in strangers),
             reason=_reason(survey, self.where),
         )
 
     async def _survey(self) -> Survey:
-        self._listed = survey = await self._surveyor.survey(self._epochs())
+        survey = await self._surveyor.survey(self._epochs())
+        await self._watch_lives(survey)
+        if conflict := survey.conflict or await self._another(survey) or self.contested:
+            survey = replace(survey, conflict=conflict)
+        self._listed = survey
         self._complete = frozenset(one.id for one in survey.complete)
         self._had |= self._complete
         self._wanted -= self._complete
         self.wake()
         return survey
+
+    @property
+    def contested(self) -> str:
+        """A message while a run of this name may train of which this one knows nothing; else ''. A
+        vote waits for that, and fails if it does. With an operator it is the operator that says who
+        belongs to a run."""
+        return "" if self.facts.managed or self.facts.life() else self._lives.unknown
+
+    async def _watch_lives(self, survey: Survey) -> None:
+        known = {one.id for one in self._epochs()} | self.facts.strangers(())
+        await self._lives.watch(survey.lives, known)
+
+    async def _another(self, survey: Survey) -> str:
+        """A message if another run of this name has steps there, of an epoch that began while this
+        one trained; else ''. It is on record from then on."""
+        steps = {one.id.epoch for one in survey.steps if one.record}
+        if not (met := self.facts.strangers(survey.epochs) & steps):
+            return ""
+        await self.facts.meet(met)
+        return (
+            f"{self.where}/{self._sender.run} is used by another run named {self._sender.run!r}:"
+            f" its epoch {min(met)} began there while this run trained. This run's own steps stay"
+            " on its volumes; in the archive it writes and deletes nothing more. Give one of the"
+            " two another archive or another name, or end the other one and delete the directories"
+            f" {min(met)}-* there"
+        )
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
         received = self.replicator.traffic.count_received
@@ -131,6 +170,8 @@ class ArchiveTier(RemoteTier):
 
     def _due(self) -> Due:
         """Of the steps that are committed and here, those that belong into the archive."""
+        if self._listed.conflict:  # nothing is sent, so nobody waits for it
+            return Due()
         local = self.facts.local()
         held = self._settled_here(local)
         self._first_rank = self._first_rank or any(0 in shards for shards in held.values())
@@ -240,6 +281,10 @@ class ArchiveTier(RemoteTier):
         self._complete -= set(gone)
         return gone
 
+    def status(self) -> TierStatus:
+        found = super().status()
+        return replace(found, trouble=self._listed.conflict or found.trouble)
+
     async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
         """See `RemoteTier.drain`. The sidecar that sends the last shard of a step writes its
         record."""
@@ -249,7 +294,18 @@ class ArchiveTier(RemoteTier):
         finally:
             self._sender.until = math.inf
 
+    async def run(self) -> None:
+        """See `RemoteTier.run`. The machine of rank 0 says that the run lives."""
+
+        def life() -> Epoch | None:
+            return self.facts.life() if self.facts.leads() else None
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(super().run(), name="send to the archive")
+            group.create_task(self._lives.keep(life, lambda: tuple(self._epochs())), name="live")
+
     async def close(self) -> None:
+        await self._lives.close()
         await self.store.close()
         self._sender.close()
 
