@@ -139,14 +139,15 @@ async def test_a_twin_on_another_machine_is_waited_for(
 ) -> None:
     here, there = volumes("here"), volumes("there")
     async with running(config) as later, running(config) as first:
-        asked, find = asyncio.Event(), later.store.find
+        store = later._sender.store
+        asked, find = asyncio.Event(), store.find
 
         async def seen(name: str) -> Stored | None:
             if name.endswith(shard_name(0, WORLD)):
                 asked.set()
             return await find(name)
 
-        monkeypatch.setattr(later.store, "find", seen)
+        monkeypatch.setattr(store, "find", seen)
         shards = write_replicas(here, 10)
         commit(later, {rank: shards[rank] for rank in (1, 2)})
         await asyncio.wait_for(asked.wait(), 20)

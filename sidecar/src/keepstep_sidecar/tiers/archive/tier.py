@@ -78,7 +78,7 @@ class ArchiveTier(RemoteTier):
         patience_s: float = 30.0,
     ) -> None:
         super().__init__(due=self._due, places=lambda: {store.where: self}, retry_s=retry_s)
-        self.config, self.store = config, store
+        self.config, self.where = config, store.where
         self._epochs = epochs
         self._base = config.base(persist_base)
         self._surveyor = Surveyor(store, run)
@@ -95,11 +95,6 @@ class ArchiveTier(RemoteTier):
         self._complete: frozenset[StepId] = frozenset()
         self._had: set[StepId] = set()
         """All steps that were ever complete."""
-
-    @property
-    def where(self) -> str:
-        """The archive's address, for people."""
-        return self.store.where
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -160,7 +155,7 @@ class ArchiveTier(RemoteTier):
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
         received = self.replicator.traffic.count_received
-        return [source(self.store, shard, run=self._sender.run, received=received)]
+        return [source(self._sender.store, shard, run=self._sender.run, received=received)]
 
     def had(self, id: StepId) -> bool:
         """Whether the whole step is there, or was until it expired."""
@@ -275,7 +270,7 @@ class ArchiveTier(RemoteTier):
             return ()
         doomed = expired(survey, self._retention(), epochs=self._epochs(), now=time.time())
         for step in doomed:
-            await self.store.delete(names_of(step, self._sender.run))
+            await self._sender.store.delete(names_of(step, self._sender.run))
             say("retired from the archive", step=str(step.id))
         gone = tuple(step.id for step in doomed)
         self._complete -= set(gone)
@@ -306,7 +301,7 @@ class ArchiveTier(RemoteTier):
 
     async def close(self) -> None:
         await self._lives.close()
-        await self.store.close()
+        await self._sender.store.close()
         self._sender.close()
 
 
