@@ -60,8 +60,8 @@ EDITS: dict[str, list[tuple[str, str]]] = {
         ),
         ("Tier.ARCHIVE: self.archive}", "Tier.ARCHIVE: self.archive, Tier.VAULT: self.vault}"),
         (
-            "        archive=parse_archive(spec),\n",
-            "        archive=parse_archive(spec),\n        vault=parse_vault(spec),\n",
+            "        archive=archive,\n",
+            "        archive=archive,\n        vault=parse_vault(spec),\n",
         ),
     ],
     "operator/src/keepstep_operator/injection/tiers.py": [
