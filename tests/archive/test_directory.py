@@ -102,6 +102,7 @@ async def test_two_sidecars_complete_a_step_together(local: Volume, archive_dir:
         running(config(archive_dir)) as other,
     ):
         committed(one, step_id(10), [shards[0]])
+        await until(lambda: list(archive_dir.glob("*/*/*.safetensors")))
         assert not await one.drain(timeout_s=0.3)
         held = await other.look()
         assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
