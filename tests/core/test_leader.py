@@ -3,6 +3,8 @@ tests/sidecar/test_leader.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from keepstep.core.commit_rule import ReportedTier
@@ -35,10 +37,9 @@ class Run:
         self.leader = Leader(life="0", nodes=2, keep=Retention(last=1), replicas=1)
         self.sequence = 0
 
-    def reports(self, node_rank: int, *ranks: ReportedRank, **fields: object) -> LeaderReply:
-        """The answer to a whole report."""
+    def report(self, *ranks: ReportedRank, node_rank: int) -> Report:
         self.sequence += 1
-        report = Report(
+        return Report(
             sidecar="test",
             started_at=1.0,
             sequence=self.sequence,
@@ -47,6 +48,10 @@ class Run:
             ranks=ranks,
             peer_address=f"10.0.0.{node_rank}:9465",
         )
+
+    def reports(self, node_rank: int, *ranks: ReportedRank, **fields: object) -> LeaderReply:
+        """The answer to a whole report."""
+        report = self.report(*ranks, node_rank=node_rank)
         frame = {"life": f"{node_rank}", "nodes": 2, "report": report, **fields}
         self.leader.take(node_rank, MemberReport(**frame), at=0.0)  # type: ignore[arg-type]
         reply = self.leader.news(node_rank)
@@ -106,6 +111,17 @@ def test_machines_are_named_to_each_other_once_all_are_known(run: Run) -> None:
     (peer,) = told.peers
     assert (peer.node_rank, peer.address, peer.buddy) == (0, "10.0.0.0:9465", True)
     assert (told.all_peers, run.reports(0, rank(0)).reply.peers[0].buddy) == (True, True)
+
+
+def test_a_machine_that_has_said_changes_alone_is_not_known_yet(run: Run) -> None:
+    """Its connection is new, and its report goes on from one that an earlier leader had."""
+    run.reports(0, rank(0))
+    changes = replace(run.report(rank(1), node_rank=1), since=run.sequence - 1)
+    run.leader.take(1, MemberReport(life="1", nodes=2, report=changes), at=0.0)
+    told = run.reports(0, rank(0), rank(1, alive=False)).reply
+    assert not told.all_peers, "what it holds is not known"
+    run.reports(1, rank(1))
+    assert run.reports(0, rank(0)).reply.all_peers
 
 
 def test_the_pins_that_were_changed_last_count(run: Run) -> None:

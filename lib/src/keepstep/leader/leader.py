@@ -43,12 +43,14 @@ _LEAST_GAP_S = 0.05
 @dataclass(kw_only=True)
 class _Member:
     """What the leader knows of a member beside its place in the ledger. `order`: grows with each
-    sidecar that is a member. `holds`: the version of the list of peers that it has. `last`: the
-    number of the reply that said that the leader ends."""
+    sidecar that is a member. `whole`: the ledger knows all that it has said on this connection.
+    `holds`: the version of the list of peers that it has. `last`: the number of the reply that said
+    that the leader ends."""
 
     life: str
     order: int
     connected: bool = True
+    whole: bool = False
     holds: str = ""
     sequence: int = 0
     heard: int = 0
@@ -135,6 +137,7 @@ class Leader:
         doubted, report = ranks != report.ranks, replace(report, ranks=ranks)
         member.sequence = report.sequence
         if self._ledger.take(sender, report, at=at, most_world=most_world) is not None:
+            member.whole = True
             self._failures = newest((*self._failures, *report.failures))
             self._owners |= {one.rank: node_rank for one in report.ranks if one.alive}
         if doubted:
@@ -205,7 +208,8 @@ class Leader:
         known."""
         member = self._members.get(node_rank)
         if member is not None:
-            member.connected, member.sent, self._advice = False, None, None
+            member.connected = member.whole = False
+            member.sent = self._advice = None
 
     def pin(self, pins: Pins) -> None:
         """From now on these are pinned."""
@@ -225,7 +229,8 @@ class Leader:
     @property
     def all_here(self) -> bool:
         """Whether all members are connected and have said everything."""
-        return len(self.connected) == self.nodes and self._ledger.settled
+        whole = all(one.whole for one in self._members.values() if one.connected)
+        return len(self.connected) == self.nodes and whole and self._ledger.settled
 
     def missing(self) -> list[int]:
         """The node ranks that are not connected."""
