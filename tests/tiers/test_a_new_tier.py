@@ -26,11 +26,6 @@ OF_ONE_TIER = {
     "sidecar/src/keepstep_sidecar/commit/epochs.py": "epochs that peers tell",
     "sidecar/src/keepstep_sidecar/commit/inventory.py": "a peer that gave wrong bytes",
     "sidecar/src/keepstep_sidecar/report/report.py": "copies, and archived steps, of other pods",
-    "operator/src/keepstep_operator/reconcile/report_body.py": "copies of ranks of other pods",
-    "operator/src/keepstep_operator/reconcile/state/node_rank.py": "whose rank it is",
-    "operator/src/keepstep_operator/reconcile/state/run_ledger.py": "what is left without a node",
-    "operator/src/keepstep_operator/reconcile/state/run_view.py": "what is left without a node",
-    "operator/src/keepstep_operator/reconcile/status/tier_conditions.py": "Replicated, Archived",
 }
 """Files that name peers or the archive for something that only these do, and what this is. A new
 tier, which does nothing of the kind, leaves them alone."""
