@@ -20,7 +20,6 @@ from keepstep_sidecar.config.sidecar import (
 )
 from tests.operator.injection.pods import DEFAULTS, EMPTY_DIR, HOST_PATH, policy, pytorch_job
 
-
 LEADS = {"KEEPSTEP_LEADER", "KEEPSTEP_NODE_RANK", "KEEPSTEP_NODES"}
 """Settings of the sidecar's leader."""
 
