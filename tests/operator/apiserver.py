@@ -29,7 +29,7 @@ Body = dict[str, Any]
 TOKEN = "operator"
 _CORE = (
     "pods", "nodes", "namespaces", "configmaps", "secrets", "events", "limitranges",
-    "resourcequotas",
+    "resourcequotas", "services",
 )  # fmt: skip
 _OURS = ("checkpointpolicies", "checkpointruns", "checkpoints")
 _OTHERS = ("mutatingwebhookconfigurations", "deployments")
@@ -368,7 +368,9 @@ def discovery(path: str) -> Body | None:
         "/api": {"versions": ["v1"]},
         "/apis": {"groups": [group]},
         "/api/v1": {"resources": [_kind(plural) for plural in _CORE]},
-        f"/apis/{_GROUP}/{_VERSION}": {"resources": [_kind(plural) for plural in _OURS]},
+        f"/apis/{_GROUP}/{_VERSION}": {
+            "resources": [_kind(plural + part) for plural in _OURS for part in ("", "/status")]
+        },
     }
     return known.get(path)
 

@@ -73,6 +73,8 @@ TRUST_PATH = "/keepstep/trust"
 """Authorities of the reports API that replies named, for a restarted sidecar."""
 
 SOCKET_ENV = "KEEPSTEP_SOCKET"
+NODE_ENV = "KEEPSTEP_NODE"
+"""The name of the pod's node."""
 UI_PORT_ENV = "KEEPSTEP_UI_PORT"
 UI_SECRET_ENV = "KEEPSTEP_UI_SECRET"
 """The pod's UID, which the page asks for."""

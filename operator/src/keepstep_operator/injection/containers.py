@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from keepstep.wire import reports
+from keepstep.wire import runs
+from keepstep_operator.api.leader import leader_address
 from keepstep_operator.api.pod import Placement
 from keepstep_operator.api.policy import Policy, Verify
 from keepstep_operator.bodies import Body
@@ -30,6 +31,7 @@ from keepstep_operator.names import (
     GROUP_ID,
     HUGE_PATH,
     MEMORY_PATH,
+    NODE_ENV,
     RESTORE_TIMEOUT_ENV,
     SIDECAR_CONTAINER,
     SOCKET_ENV,
@@ -160,10 +162,12 @@ def _environment(
     ours = {
         **_settings(policy, placement, defaults, ports),
         "KEEPSTEP_RESTORE_FROM": _other_run(restore_from, own=placement.run_key),
+        "KEEPSTEP_NODES": _nodes(training),
     }
     return [
         *({"name": name, "value": str(value)} for name, value in ours.items() if value is not None),
         *environment_of(policy, ports),
+        {"name": NODE_ENV, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         *_page(ports),
         *_copied(training.get("env") or []),
     ]
@@ -197,6 +201,8 @@ def _settings(
     """The variables that `keepstep-sidecar` reads. Those that are None are left out."""
     return {
         "KEEPSTEP_RUN": placement.run_key,
+        "KEEPSTEP_NODE_RANK": placement.node_rank,
+        "KEEPSTEP_LEADER": leader_address(policy.namespace, placement.run_key, ports.peer),
         "KEEPSTEP_MEMORY_DIR": MEMORY_PATH,
         "KEEPSTEP_HUGE_PAGES_DIR": HUGE_PATH if policy.huge_bytes else None,
         "KEEPSTEP_VOLUMES": " ".join(paths_of(policy)),
@@ -213,12 +219,20 @@ def _settings(
         "KEEPSTEP_VERIFY": _VERIFY[policy.verify],
         "KEEPSTEP_FLUSH_TIMEOUT": policy.flush_timeout_s,
         "KEEPSTEP_ON_LOSS": "restart" if policy.begins_again else None,
-        "KEEPSTEP_REPORT_URL": f"{defaults.reports_url}{reports.PATH}",
+        "KEEPSTEP_REPORT_URL": f"{defaults.reports_url}{runs.PATH}",
         "KEEPSTEP_REPORT_CA": defaults.reports_ca,
         "KEEPSTEP_REPORT_CA_FILE": f"{TRUST_PATH}/ca.crt",
         "KEEPSTEP_REPORT_TOKEN_FILE": f"{TOKEN_PATH}/token",
         "KEEPSTEP_METRICS_PORT": ports.metrics,
     }
+
+
+def _nodes(training: Body) -> int | None:
+    """How many pods the run has at most, where torchrun is told so by a variable; None: that shows
+    only once they exist."""
+    values = {one.get("name"): str(one.get("value") or "") for one in training.get("env") or []}
+    written = values.get("PET_NNODES", "").rpartition(":")[2]
+    return int(written) if written.isascii() and written.isdigit() and len(written) < 6 else None
 
 
 def _copied(environment: list[Body]) -> list[Body]:
