@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep_operator.injection import Near, inject
-from keepstep_operator.spans import LONGEST, spans, within
+from keepstep.spans import LONGEST, spans, within
 from tests.operator.injection.pod_security import restricted_violations
 from tests.operator.injection.pods import (
     ALL,

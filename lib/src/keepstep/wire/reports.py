@@ -256,14 +256,17 @@ class Pins:
 @dataclass(frozen=True, kw_only=True)
 class MemberReport:
     """A member's frame. `life`: names its sidecar's process. `nodes`: how many machines it takes
-    the run to have. `heard`: the number of the newest reply that it has acted on. `pins`: those
-    that it has on record."""
+    the run to have; 0: an operator knows. `heard`: the number of the newest reply that it has acted
+    on. `pins`: those that it has on record. `pod`: the UID of its pod, and `node`: the name of its
+    node; '' where there is no operator."""
 
     life: str
     nodes: int
     report: Report
     heard: int = 0
     pins: Pins = field(default_factory=Pins)
+    pod: str = ""
+    node: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from keepstep_operator.reconcile.messages import and_more, few
 from keepstep_operator.reconcile.requested import Cluster
 from keepstep_operator.reconcile.run import FINISHED, Run
 from keepstep_operator.reconcile.survival import Survives, survives
-from keepstep_operator.spans import within
+from keepstep.spans import within
 
 SILENT_S: Final = 90.0
 """The leader is silent after this time: three missed reports."""
