@@ -238,12 +238,14 @@ class Leader:
         self.requests.follow(at=at)
         self._configure()
 
-    def follow(self, *, at: float) -> None:
-        """Called every second or so: what becomes true by waiting."""
+    def follow(self, *, at: float) -> bool:
+        """Called every second or so: what becomes true by waiting. Returns whether members are to
+        be told of it."""
         before = self._wishes()
         self.requests.follow(at=at)
-        if self._wishes() != before:
+        if changed := self._wishes() != before:
             self._configure()
+        return changed
 
     def _wishes(self) -> tuple[object, ...]:
         asked = self.requests

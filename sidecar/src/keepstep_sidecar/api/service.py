@@ -241,7 +241,7 @@ class Service:
     async def _last_word(self, flushed: tuple[StepId, ...], *, timeout_s: float) -> None:
         """Tell the operator what the flush has made durable, and record its answer. In a run that
         leads itself the machines end together, so wait for the others' shards of the last step."""
-        if flushed and self.config.nodes > 1 and self.committer.operator_answers:
+        if flushed and self.config.is_led and self.committer.operator_answers:
             await self.step_waits.until_committed(flushed, timeout_s=min(timeout_s, _COMMIT_S))
         await self.operator.finish(timeout_s=_LAST_WORD_S)
         await self.committer.notes.take(at_once=True)

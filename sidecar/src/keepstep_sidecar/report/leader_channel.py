@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -37,8 +37,11 @@ class _Channel:
         changes: Changes,
         epoch: Callable[[], EpochId | None],
         pins: Pins,
+        pod: str,
+        node: str,
     ) -> None:
         self._link = link
+        self._pod, self._node = pod, node
         self._running: asyncio.Task[None] | None = None
         self._life, self._nodes = life, nodes
         self._changes, self._epoch = changes, epoch
@@ -87,6 +90,8 @@ class _Channel:
             report=replace(report, peers_version=self._peers_version),
             heard=self._heard,
             pins=self.pins,
+            pod=self._pod,
+            node=self._node,
         )
 
     def _taken(self, told: LeaderReply) -> ReportReply:
@@ -108,14 +113,19 @@ class OwnChannel(_Channel):
 
     address = "this sidecar"
 
-    def __init__(self, host: Host, link: Link, **options: Any) -> None:
+    def __init__(
+        self, host: Host, link: Link, *, last: Callable[[], Awaitable[None]] | None, **options: Any
+    ) -> None:
+        """`last`: called at the end, when the members know all."""
         super().__init__(link, **options)
-        self._host = host
+        self._host, self._last = host, last
         host.own = self.push
 
     async def __aexit__(self, *_: object) -> None:
         await self._host.finish(timeout_s=_LAST_WORD_S)
         await super().__aexit__()
+        if self._last is not None:
+            await self._last()
         self._host.close()
 
     def take(self, frame: bytes) -> None:
