@@ -25,7 +25,7 @@ PEERS = {"KEEPSTEP_PEER_LISTEN": "127.0.0.1:0", "KEEPSTEP_PEER_REPLICAS": "1"}
 @pytest.fixture
 def operator(tmp_path: Path) -> Iterator[OperatorHost]:
     """It asks for a report every half a minute only, as the real one does."""
-    host = OperatorHost(make_identity(tmp_path / "tls"), world=1)
+    host = OperatorHost(make_identity(tmp_path / "tls"))
     host.interval_s = 30.0
     yield host.start()
     host.stop()
