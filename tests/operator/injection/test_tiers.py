@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep_operator.injection import Near, inject
 from keepstep.spans import LONGEST, spans, within
+from keepstep_operator.injection import Near, inject
 from tests.operator.injection.pod_security import restricted_violations
 from tests.operator.injection.pods import (
     ALL,

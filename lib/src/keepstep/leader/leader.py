@@ -47,7 +47,8 @@ _LEAST_GAP_S = 0.05
 @dataclass(kw_only=True)
 class _Member:
     """What the leader knows of a member beside its place in the ledger. `order`: grows with each
-    sidecar that is a member. `holds`: the version of the list of peers that it has."""
+    sidecar that is a member. `holds`: the version of the list of peers that it has. `restore`: the
+    number of the reply since which it is told the same step to go back to."""
 
     life: str
     order: int
@@ -56,6 +57,7 @@ class _Member:
     sequence: int = 0
     heard: int = 0
     number: int = 0
+    restore: int = 0
     sent: LeaderReply | None = None
 
 
@@ -287,7 +289,7 @@ class Leader:
         return not self.missing() and all(
             one.sent is not None
             and one.sent.reply.restore_from == wanted
-            and one.heard >= one.number
+            and one.heard >= one.restore
             for one in self._members.values()
             if one.connected
         )
@@ -299,6 +301,8 @@ class Leader:
         if member.sent is not None and replace(member.sent, number=0) == reply:
             return None
         member.number += 1
+        if member.sent is None or member.sent.reply.restore_from != reply.reply.restore_from:
+            member.restore = member.number
         member.sent = replace(reply, number=member.number)
         return member.sent
 

@@ -7,6 +7,7 @@ taken for gone. So an operator that is away changes nothing of what is committed
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import Final
 
 from keepstep.core.ledger import Action, Outlook, Restart, outlook
@@ -75,6 +76,8 @@ class Requests:
         )
         self.fresh.ask(answer.fresh_start, self._ledger, at=at)
         for node_rank, place in list(self._ledger.places.items()):
+            if place.stays != self.policy.outlives_pod and not place.gone:
+                self._ledger.places[node_rank] = replace(place, stays=self.policy.outlives_pod)
             if node_rank not in connected:
                 self._look_for(place, at=at)
 

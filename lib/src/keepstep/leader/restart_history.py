@@ -94,8 +94,10 @@ class RestartHistory:
         self._told: dict[EpochId, _Told] = {}
 
     def resume(self, *, restarts: int, lost_steps: int, counted: EpochId | None) -> None:
-        """Go on from what an earlier leader counted."""
+        """Go on from what an earlier leader counted, which members have reported again."""
         self.restarts, self.lost_steps, self.counted = restarts, lost_steps, counted
+        after = counted.number if counted is not None else -1
+        self._told = {id: told for id, told in self._told.items() if id.number > after}
 
     def take(
         self,

@@ -105,9 +105,12 @@ class OperatorReporter:
         return found
 
     def _news(self, report: RunReport) -> tuple[object, ...]:
-        """What the operator is told at once."""
-        nodes = tuple(one.node for one in report.record.holders)
-        return report.doubts, report.alarms, report.recent, report.acknowledged, nodes
+        """What the operator is told at once: what a person would act on, and what the next leader
+        must know."""
+        record = report.record
+        nodes = tuple(one.node for one in record.holders)
+        kept = record.restore_from, nodes
+        return report.doubts, report.alarms, report.recent, report.acknowledged, kept
 
     # --- what --------------------------------------------------------------------------------
 

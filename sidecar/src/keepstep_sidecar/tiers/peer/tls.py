@@ -281,9 +281,11 @@ class IssuedCredentials:
         self._reporting = reporting
         self._tls: Tls | None = None
         self._reason = "not asked yet"
+        self._wait_s = 0.0
         if (pem := self._kept()) is not None:
             with contextlib.suppress(UsageError):
                 self._tls = contexts(pem, whose="the certificate kept here", remedy=_ISSUED_REMEDY)
+                self._wait_s = _due_s(pem.certificate)
 
     def current(self) -> Tls:
         if self._tls is None:
@@ -294,6 +296,7 @@ class IssuedCredentials:
         """Ask for a certificate, and again before it expires. Failures are logged once and
         retried."""
         wait_s = _RETRY_S[0]
+        await asyncio.sleep(self._wait_s)
         while True:
             pause_s = await self._renewed()
             if pause_s is None:
