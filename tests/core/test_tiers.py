@@ -31,7 +31,7 @@ from keepstep.core.retention import Retention
 from keepstep.core.shard import NOBODY, Ranks, Shard
 from keepstep.core.vote import Candidate, Candidates, Decision, Offer, choose
 from keepstep.errors import RestoreError
-from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from tests.core.scenario import newest_on
 
 _SOME = st.sets(st.integers(0, 5), max_size=2)
@@ -195,11 +195,22 @@ class Tiers(RuleBasedStateMachine):
 
     def _alive(self, id: StepId, epochs: set[Epoch]) -> bool:
         """Whether the chain of parents of the newest epoch passes through this step."""
+        at, last = self._back_to(id, epochs)
+        return at == id.epoch and (last is None or id.step <= last)
+
+    def _not_dead(self, id: StepId, epochs: set[Epoch]) -> bool:
+        """Whether it does, or breaks off before, where the record of an epoch is lost."""
+        at, _ = self._back_to(id, epochs)
+        unknown = all(at != epoch.id for epoch in epochs)
+        return self._alive(id, epochs) or (at > id.epoch and unknown)
+
+    def _back_to(self, id: StepId, epochs: set[Epoch]) -> tuple[EpochId, int | None]:
+        """Where the chain of parents of the newest epoch gets to, at most back to this step's."""
         parents = {epoch.id: epoch.parent for epoch in epochs}
         at, last = max(parents, default=id.epoch), None
         while at > id.epoch and at in parents and (parent := parents[at]) is not None:
             at, last = parent.epoch, parent.step
-        return at == id.epoch and (last is None or id.step <= last)
+        return at, last
 
     def _covered(self, images: set[Image], id: StepId) -> bool:
         world = self.worlds[id]
@@ -337,7 +348,7 @@ class Tiers(RuleBasedStateMachine):
         for shelf in reach.values():
             for id, of in shelf:
                 images.setdefault(id, set()).add(of)
-                if ledger.lineage.restorable(id) and id not in whole:
+                if not ledger.is_dead(id) and id not in whole:
                     ranks = self._alike(of, self.worlds[id]).bits | 1 << of
                     there[id] = there.get(id, 0) | ranks
         return Candidates(
@@ -391,19 +402,20 @@ class Tiers(RuleBasedStateMachine):
         exact = {id for id in own if all((id, rank) in reached for rank in range(self.world))}
         covered = {id for id in self.worlds if self._covered(reached, id)}
         alive = {id for id in covered if self._alive(id, self._epochs())}
-        return exact & alive, alive
+        usable = alive or {id for id in covered if self._not_dead(id, self._epochs())}
+        return exact & usable, usable
 
     def _check(self, decision: Decision, exact: set[StepId], covered: set[StepId]) -> None:
         if decision.id is None:
             images = set.union(
                 *(one for n in range(len(self.nodes)) for one in self._within_reach(n).values())
             )
-            alive = {id for id, _ in images if self._alive(id, self._epochs())}
+            left = {id for id, _ in images if self._not_dead(id, self._epochs())}
             if decision.lost is None:
-                assert alive == set(decision.incomplete), "something was there"
+                assert left == set(decision.incomplete), "something was there"
             else:
                 assert self.fleeting
-                assert decision.lost == max(alive)
+                assert decision.lost == max(left)
             assert not covered
             return
         assert decision.id in covered
@@ -416,7 +428,7 @@ class Tiers(RuleBasedStateMachine):
         plan = self.ledger.plan(range(self.world))
         if isinstance(plan, RestorePlan):
             assert plan.id >= decision.id, "the operator sees all that a sidecar sees"
-            assert self.ledger.lineage.restorable(plan.id)
+            assert not self.ledger.is_dead(plan.id)
 
     def _check_outlook(self, told: Outlook, decision: Decision) -> None:
         """What people are told before a restart is what the restart does."""
@@ -479,6 +491,41 @@ class Tiers(RuleBasedStateMachine):
 
 TestTiers = Tiers.TestCase
 TestTiers.settings = settings(max_examples=40, stateful_step_count=40, print_blob=True)
+
+
+def test_a_lost_step_that_is_whole_is_gone_on_from_before_the_run_begins_anew() -> None:
+    """Epoch 5 went on in another world and archived step 1. Its successors' records are lost with
+    the nodes, one after the other. The archive also has step 0 of the world that runs now."""
+    run = Tiers()
+    run.begin(nodes=2, per_node=1, replicated=True, peers=False, archive=True)
+    run.the_run_goes_on([(1, set(), set(), set())])
+    run.a_node_is_lost(0)
+    run.the_trainers_start(per_node=2, turned=0)
+    run.the_run_goes_on([(1, set(), set(), set())])
+    assert run.epoch is not None
+    newest = StepId(run.epoch.id, 1)
+    for number in (0, 1):
+        run.a_node_is_lost(number)
+        run.the_trainers_start(per_node=1, turned=0)
+    run.some_ranks_are_a_step_ahead({0, 1})
+    for number in (0, 1, 0):
+        run.a_node_is_lost(number)
+        run.the_trainers_start(per_node=1, turned=0)
+    assert run.ledger.parent(run.epoch.id) == newest
+
+
+def test_an_exact_step_from_before_another_world_does_not_come_before_one_by_twins() -> None:
+    """Step 1 is of four ranks, and whole by twins, as node 0 is lost. Two ranks went on from it."""
+    run = Tiers()
+    run.begin(nodes=2, per_node=1, replicated=True, peers=True, archive=False)
+    run.the_run_goes_on([(1, set(), set(), set())])
+    run.the_trainers_start(per_node=2, turned=0)
+    run.the_run_goes_on([(1, set(), {0}, set())])
+    run.a_node_is_lost(0)
+    run.the_trainers_start(per_node=1, turned=0)
+    run.some_ranks_are_a_step_ahead({0})
+    run.the_trainers_start(per_node=1, turned=0)
+    assert set(run.at.values()) == {2}
 
 
 def test_an_exact_step_that_only_all_sidecars_see_together_comes_before_one_by_twins() -> None:

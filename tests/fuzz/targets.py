@@ -51,6 +51,8 @@ from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.step_record import StepRecord, twin_name
 from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer import protocol as wire
+from keepstep_sidecar.tiers.peer.frames import Kind as FrameKind
+from keepstep_sidecar.tiers.peer.frames import Parser, packed
 from keepstep_sidecar.tiers.peer.members import Directory, Known
 from keepstep_sidecar.tiers.peer.tls import Identity
 from keepstep_sidecar.volume.directories import ShardName, is_temporary, quarantine_name
@@ -417,6 +419,12 @@ def read_listing(data: bytes) -> object:
     return directory.inventory([])
 
 
+def read_frames(data: bytes) -> object:
+    """In two pieces, as a connection may deliver it."""
+    parser, half = Parser(), len(data) // 2
+    return [*parser.feed(data[:half]), *parser.feed(data[half:])]
+
+
 def read_name(data: bytes) -> object:
     """Whatever is a name is the only one of what it names."""
     text = data.decode("utf-8", "surrogateescape")
@@ -606,6 +614,8 @@ def targets() -> tuple[Target, ...]:
                bytewise=(json_of(LISTING),), reseal=reseal_json(LISTING)),
         Target(name="peer's wishes", parse=lambda data: handlers._decode(data, wire.Wanted),
                refusals=(UsageError,), bytewise=(json_of(WANTED),), reseal=reseal_json(WANTED)),
+        Target(name="frames of a member", parse=read_frames, refusals=(ProtocolError,),
+               bytewise=(packed(FrameKind.HELLO, bytes(16)) + packed(FrameKind.MESSAGE, b"x"),)),
         Target(name="report", parse=msgspec.json.Decoder(Report).decode,
                refusals=DECODING, bytewise=(json_of(REPORT),), reseal=reseal_json(REPORT)),
         Target(name="report of a leader", parse=read_run_report, refusals=(*DECODING, Refused),

@@ -16,7 +16,7 @@ from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tls import Credentials, Identity
 
 SECRET = b"a secret of the run, for tests"
-QUICK = Limits(keep_alive_s=0.2, silence_s=1.0, frame_s=1.0, farewell_s=0.5)
+QUICK = Limits(keep_alive_s=0.2, silence_s=2.0, frame_s=2.0)
 
 
 def credentials(node_rank: int, *, secret: bytes = SECRET, run: str = "gpt") -> SecretCredentials:
@@ -31,7 +31,7 @@ class Leader:
         self.frames: list[tuple[Member, bytes]] = []
         self.lost: list[Member] = []
         self.answers = True
-        self.hub = Hub(self._take, self.lost.append, **{"limits": QUICK, **settings})
+        self.hub = Hub(self._take, self.lost.append, **settings)
         self._own = own or credentials(0)
         self.server = Server(f"127.0.0.1:{port}", self._own, self._context, join=self.hub.join)
         self.server.start()
@@ -71,7 +71,7 @@ class Linked:
             own or credentials(node_rank),
             take=self.frames.append,
             changed=lambda: self.changes.append((self.link.connected, self.link.reason)),
-            **{"limits": QUICK, "connect_s": 1.0, **settings},
+            **settings,
         )
 
 

@@ -96,10 +96,10 @@ async def test_a_newer_frame_replaces_one_that_was_not_sent_and_memory_is_bounde
 
 
 async def test_a_member_that_does_not_read_is_let_go_and_others_do_not_wait_for_it() -> None:
-    async with leading() as leader:
+    async with leading(limits=QUICK) as leader:
         with await asyncio.to_thread(Raw, leader.address) as slow:
             (member,) = await until(lambda: list(leader.hub))
-            quick = Linked(leader.address, node_rank=2)
+            quick = Linked(leader.address, node_rank=2, limits=QUICK)
             async with running(quick):
                 await until(lambda: quick.link.connected)
                 member.send(bytes(8 << 20))
@@ -113,10 +113,10 @@ async def test_a_member_that_does_not_read_is_let_go_and_others_do_not_wait_for_
 
 
 async def test_silence_ends_the_connection_on_both_sides() -> None:
-    async with leading() as leader:
+    async with leading(limits=QUICK) as leader:
         proxy = Proxy(leader.address)
         async with proxy.running() as address:
-            one = Linked(address)
+            one = Linked(address, limits=QUICK)
             async with running(one):
                 await until(lambda: one.link.connected)
                 await asyncio.sleep(2 * QUICK.silence_s)
@@ -125,8 +125,8 @@ async def test_silence_ends_the_connection_on_both_sides() -> None:
                 proxy.drops = True
                 begin = time.monotonic()
                 await until(lambda: leader.lost and not one.link.connected)
-                assert time.monotonic() - begin < 2 * QUICK.silence_s
-                assert "silent for 1 s" in one.link.reason
+                assert time.monotonic() - begin < 5 * QUICK.silence_s
+                assert "silent for 2 s" in one.link.reason
                 proxy.drops = False
                 await until(lambda: one.link.connected)
 
@@ -158,7 +158,7 @@ async def test_a_frame_of_the_largest_size_passes_both_ways() -> None:
 
 
 async def test_a_frame_that_is_sent_too_slowly_is_refused_with_the_reason() -> None:
-    async with leading() as leader:
+    async with leading(limits=QUICK) as leader:
         with await asyncio.to_thread(Raw, leader.address) as slow:
 
             def trickle() -> str:
@@ -171,7 +171,7 @@ async def test_a_frame_that_is_sent_too_slowly_is_refused_with_the_reason() -> N
                     except TimeoutError:
                         continue
 
-            assert await asyncio.to_thread(trickle) == "a frame was not sent within 1 s"
+            assert await asyncio.to_thread(trickle) == "a frame was not sent within 2 s"
         await until(lambda: leader.lost)
         assert leader.frames == []
 
@@ -188,12 +188,9 @@ async def test_a_member_that_is_killed_in_the_midst_of_a_frame_is_gone_and_nothi
 
 
 async def test_300_members_cost_no_threads_and_little_memory() -> None:
-    async with leading(limits=Limits()) as leader:
+    async with leading() as leader:
         threads = threading.active_count()
-        every = [
-            Linked(leader.address, node_rank=rank, limits=Limits(), connect_s=10.0)
-            for rank in range(1, 301)
-        ]
+        every = [Linked(leader.address, node_rank=rank) for rank in range(1, 301)]
         gc.collect()
         before = psutil.Process().memory_info().rss
         async with running(*every):
@@ -212,7 +209,7 @@ async def test_300_members_cost_no_threads_and_little_memory() -> None:
 
 
 async def test_the_same_sidecar_replaces_its_connection_and_another_one_is_passed_on() -> None:
-    async with leading(limits=Limits()) as leader:
+    async with leading() as leader:
 
         async def connected(sidecar: bytes, count: int) -> Raw:
             raw = await asyncio.to_thread(Raw, leader.address, sidecar=sidecar)

@@ -17,7 +17,7 @@ from keepstep_sidecar.leader.link import Link
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, Tls
 from tests.harness import free_port, until
-from tests.leader.runs import SECRET, Leader, Linked, credentials, leading, running
+from tests.leader.runs import QUICK, SECRET, Leader, Linked, credentials, leading, running
 from tests.leader.wire import Raw
 from tests.peer.authority import Authority
 
@@ -31,7 +31,7 @@ async def refused(linked: Linked, *, because: str) -> None:
 
 
 async def refused_there(leader: Leader, *, because: str) -> None:
-    await until(lambda: because in leader.server.refusals.get("127.0.0.1", ""), within_s=10.0)
+    await until(lambda: because in leader.server.refusals().get("127.0.0.1", ""), within_s=10.0)
     assert not list(leader.hub)
     assert leader.frames == []
 
@@ -47,14 +47,14 @@ async def test_another_secret_or_run_is_said_on_both_sides_and_logged_once(
             await until(lambda: "is refused here" in one.link.reason, within_s=10.0)
             assert same in one.link.reason
             await refused_there(leader, because="our certificate is refused there")
-            assert same in leader.server.refusals["127.0.0.1"]
+            assert same in leader.server.refusals()["127.0.0.1"]
             await asyncio.sleep(2.0)  # a dozen attempts
         told = [one.message for one in caplog.records]
         assert told.count("peer refused") == 1
         assert told.count("leader not connected") == 1
         async with running(now := Linked(leader.address)):
             await until(lambda: now.link.connected)
-        assert leader.server.refusals == {}, "it is served now"
+        assert leader.server.refusals() == {}, "it is served now"
 
 
 def of(files: object) -> FileCredentials:
@@ -212,19 +212,19 @@ async def test_strangers_who_do_not_speak_keep_no_member_out() -> None:
 
 
 async def test_a_member_that_never_says_hello_is_let_go_and_holds_one_place() -> None:
-    async with leading() as leader:
+    async with leading(limits=QUICK) as leader:
         with contextlib.ExitStack() as stack:
             mute = [
                 stack.enter_context(await asyncio.to_thread(Raw, leader.address, sidecar=None))
                 for _ in range(10)
             ]
-            async with running(one := Linked(leader.address)):
+            async with running(one := Linked(leader.address, limits=QUICK)):
                 await until(lambda: one.link.connected)
                 assert next(str(member) for member in leader.hub).startswith("node rank 1 (")
             ends: Callable[[Raw], str] = Raw.refusal
             for raw in mute:
                 with contextlib.suppress(OSError):
-                    assert await asyncio.to_thread(ends, raw) in ("", "silent for 1 s")
+                    assert await asyncio.to_thread(ends, raw) in ("", "silent for 2 s")
 
 
 async def test_a_closed_hub_takes_no_connection(tmp_path: Path) -> None:

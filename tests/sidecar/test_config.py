@@ -38,6 +38,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "node_rank": ("1", 1),
     "leader": ("n1:9465", "n1:9465"),
     "secret_file": ("/secret", Path("/secret")),
+    "secret_id": ("a1b2", "a1b2"),
     "peer_listen": (":9465", ":9465"),
     "peer_advertise": ("10.0.0.7:9465", "10.0.0.7:9465"),
     "peer_fetch": ("true", True),

@@ -207,3 +207,23 @@ def test_a_step_that_is_pinned_on_the_only_machine_stays(
     eventually(lambda: sidecar.published() == [1, 3], what="also after a restart")
     calls.pin(sidecar.socket, ids[1], pinned=False)
     eventually(lambda: sidecar.published() == [3], what="it goes when it is unpinned")
+
+
+def test_a_full_volume_on_one_machine_costs_single_steps_and_no_minute(
+    run: Callable[[int], Run],
+) -> None:
+    two = run(2)
+    here, there = two.machines
+    here.start("--persist-every", "1")
+    there.start("--persist-every", "1", "--capacity", "400Ki")
+    for one in two.come_back():
+        one.restored(one.epoch)
+        one.register()
+    committed = []
+    for step in range(30):
+        id = two.stage(step)
+        waited = [one.wait(id, "committed", flush=True, timeout_s=5.0) for one in two.ranks]
+        committed += [step] if all(one.reached for one in waited) else []
+    assert len(committed) >= 20, "there may be no room for a step while copies come in"
+    assert committed[-1] >= 27
+    assert '"evicted"' in there.text(), "five shards fit: not two steps, one more, and copies"

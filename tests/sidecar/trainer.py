@@ -158,10 +158,18 @@ class FakeTrainer:
         """Whether the sidecar has ended the lease; reads what it has sent until now."""
         if self._lease is None:
             return True
-        while select.select([self._sock], [], [], 0)[0]:
+        while self._has_more():
             if not self._stream.readline():
                 return True
         return False
+
+    def _has_more(self) -> bool:
+        """Whether a line, or the end, has come. No select shows what was read ahead: it is behind
+        the end of the chunk that was the last line."""
+        self._sock.setblocking(False)
+        ahead = self._stream.fp.peek(1).removeprefix(b"\r\n")
+        self._sock.settimeout(60)
+        return bool(ahead) or bool(select.select([self._sock], [], [], 0)[0])
 
     @property
     def lease(self) -> str:

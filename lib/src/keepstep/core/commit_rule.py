@@ -170,12 +170,16 @@ def _index(ranks: int, rank: int) -> int:
 
 
 class Standing(StrEnum):
-    """`LIVE` and `ASIDE` may be restored; `LIVE` and `DEAD` may be retired."""
+    """`LIVE` and `ASIDE` may be restored, `LOST` where nothing else is whole; `LIVE` and `DEAD` may
+    be retired."""
 
     LIVE = "live"
     ASIDE = "aside"
     LOST = "lost"
     DEAD = "dead"
+
+
+RESTORABLE = (Standing.LIVE, Standing.ASIDE)
 
 
 class Segment(NamedTuple):
@@ -218,7 +222,7 @@ class Lineage:
         return {segment.epoch: segment for segment in self.segments}
 
     def restorable(self, id: StepId) -> bool:
-        return self.standing(id) in (Standing.LIVE, Standing.ASIDE)
+        return self.standing(id) in RESTORABLE
 
 
 def trace(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from keepstep.core.commit_rule import (
     ALL_RANKS,
     NO_NODE,
+    RESTORABLE,
     Completeness,
     Coverage,
     Lineage,
@@ -367,7 +368,8 @@ class Ledger(Completeness):
         return next(reversed(self.committed(tier)), None)
 
     def whole(self) -> tuple[StepId, ...]:
-        """Restorable steps of which every box can be reached somewhere, oldest first.
+        """Restorable steps of which every box can be reached somewhere, oldest first. Where there
+        is none, the lost ones of which it can: the run does not begin again beside a whole step.
 
         These are more steps than the committed ones: a step may be whole by twins alone, after its
         other replica was lost with a node. Such a step is never a commit, and never causes a
@@ -387,23 +389,38 @@ class Ledger(Completeness):
     def _whole(self, *, world: int | None = None) -> Iterator[StepId]:
         """The steps of `whole`, newest first. If another number of ranks runs than saved the step,
         all of them put it together, so no twin stands in for a rank."""
-        for place in reversed(range(len(self.steps))):
-            id = self.steps[place]
-            if not self._lineage.restorable(id):
-                continue
+        for standings in (RESTORABLE, (Standing.LOST,)):
+            found = False
+            for id in self._whole_of(standings, world):
+                found = True
+                yield id
+            if found:
+                return
+
+    def _whole_of(self, standings: Collection[Standing], world: int | None) -> Iterator[StepId]:
+        steps = [id for id in self.steps if self._lineage.standing(id) in standings]
+        for place, id in reversed(list(enumerate(steps))):
             if self.complete(id, Tier.MEMORY):
                 yield id
                 continue
             coverage = self.coverage(id)
             if coverage is not None and coverage.whole:
-                older = reversed(self.steps[:place])
-                complete = next((id for id in older if self._is_committed(id, Tier.MEMORY)), None)
+                older = reversed(steps[:place])
+                complete = next((id for id in older if self._ends_search(id, coverage)), None)
                 if (
                     complete is None
                     or coverage.world != (world or coverage.world)
                     or not _nearby(coverage, self.coverage(complete))
                 ):
                     yield id
+
+    def _ends_search(self, id: StepId, newer: Coverage) -> bool:
+        """Whether no older step than this one is nearby: it is complete, or the run was of another
+        world then."""
+        if self.complete(id, Tier.MEMORY):
+            return True
+        coverage = self.coverage(id)
+        return coverage is not None and coverage.whole and coverage.world != newer.world
 
     def has_answered(self, rank: int) -> bool:
         """Whether it is known of every tier what it holds of this rank."""
@@ -662,10 +679,7 @@ def outlook(ledger: Ledger, *, world: int, fleeting: bool) -> Outlook:
     if (step := ledger.restart_step(world=world or None)) is not None:
         return Outlook(Restart.GOES_ON, step)
     left = [
-        (id, held)
-        for id in ledger.steps
-        if ledger.lineage.restorable(id)
-        for held in ledger.copies(id)
+        (id, held) for id in ledger.steps if not ledger.is_dead(id) for held in ledger.copies(id)
     ]
     if not left:
         return Outlook(Restart.BEGINS)

@@ -66,10 +66,16 @@ RULES = (
         "dead steps; incomplete steps that are older than those the policy keeps as the last ones,"
         " in the archive an hour after their last file came",
     ),
-    Rule("hopeless", "local", "no operator", "steps that no rank can complete any more, but 4"),
-    Rule("dismissed", "local", "the operator says so", "steps older than the last known commit"),
     Rule(
-        "unwatched", "local", "the operator is silent",
+        "hopeless", "local", "one machine without an operator",
+        "steps that no rank can complete any more, but 4",
+    ),
+    Rule(
+        "dismissed", "local", "the operator, or the leader, says so",
+        "steps older than the last known commit",
+    ),
+    Rule(
+        "unwatched", "local", "that one is silent",
         "steps between the last known commit and the newest 2; on a full volume also older ones",
     ),
     Rule(

@@ -33,7 +33,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from keepstep.core.commit_rule import is_full, trace
+from keepstep.core.commit_rule import Lineage, Standing, is_full, trace
 from keepstep.core.shard import NOBODY, Ranks
 from keepstep.core.suspicion import Doubt, Failure
 from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError, few
@@ -248,6 +248,8 @@ class Decision(NamedTuple):
     `epoch_number`: the number of the epoch that begins now, higher than any that any rank has seen.
     `incomplete`: first steps that only some ranks hold; the run begins at step 0 without them.
     `lost`: the newest step of which something was left when the run had to begin again.
+    `unsure`: the record of a later epoch is lost, so the run may have left `id` behind. Such a step
+    is taken only where no other is left.
     `direct`: for each rank, whether it restores the image of its own rank. If not, it assembles its
     state from the images of all `world` ranks that saved the step.
     `lent`: for each rank, whether it gets the images from other ranks, because its own sidecar
@@ -266,6 +268,7 @@ class Decision(NamedTuple):
     lent: tuple[bool, ...] = ()
     lenders: tuple[int, ...] = ()
     lost: StepId | None = None
+    unsure: bool = False
 
     def epoch(self, nonce: str) -> Epoch:
         """The epoch that begins now. `nonce`: 8 random hex digits, drawn by one rank for all."""
@@ -321,8 +324,8 @@ def choose(
     _check_world(votes, max(common, default=None), allowed)
     if common:
         left = common if limit is not None else _doubt(list(distinct.values())).left(common)
-        chosen = _preferred(ways, left, complete=_complete(list(distinct.values())))
-        taken = [each[chosen] for each in ways]
+        chosen = _preferred(ways, left)
+        taken, lineage = [each[chosen] for each in ways], _lineage(list(distinct.values()))
         lent = tuple(way.lent for way in taken)
         return Decision(
             chosen,
@@ -333,6 +336,7 @@ def choose(
             suspects=tuple(sorted(one for one in common - left if one > chosen)),
             lent=lent,
             lenders=_lenders(votes, chosen, taken) if any(lent) else (),
+            unsure=limit is None and lineage.standing(chosen) is Standing.LOST,
         )
     if limit is not None:
         raise _beyond(votes, excluded, limit, exact=exact)
@@ -440,15 +444,21 @@ def _lend(
     wanting = [id for id in shown if any(id not in each for each in ways)]
     if not wanting:
         return
-    known = {epoch.id: epoch for vote in votes for epoch in vote.epochs}
-    seen = (one.id.epoch for vote in votes for one in (*_found(vote), *vote.parts))
-    lineage = trace(known, seen=seen)
+    lineage = _lineage(votes)
     for id in wanting:
-        if not lineage.restorable(id) or (world := _covered(shown[id])) is None:
+        dead = lineage.standing(id) is Standing.DEAD
+        if dead or (world := _covered(shown[id])) is None:
             continue
         tier = max((one.tier for one in shown[id]), key=NEAREST_FIRST.index)
         for each in ways:
             each.setdefault(id, _Way(tier, world, direct=False, lent=True))
+
+
+def _lineage(votes: Sequence[Candidates]) -> Lineage:
+    """The line of the epochs that any of these ranks has on record."""
+    known = {epoch.id: epoch for vote in votes for epoch in vote.epochs}
+    seen = (one.id.epoch for vote in votes for one in (*_found(vote), *vote.parts))
+    return trace(known, seen=seen)
 
 
 def _lend_own(ways: Sequence[_Ways], votes: Sequence[Candidates]) -> list[_Ways]:
@@ -503,19 +513,7 @@ def _lenders(votes: Sequence[Candidates], id: StepId, ways: Sequence[_Way]) -> t
     return tuple(sorted(lenders))
 
 
-def _complete(votes: Sequence[Candidates]) -> set[StepId]:
-    """The steps of which the sidecars together show each saved rank's own image."""
-    found: dict[StepId, tuple[int, int]] = {}
-    for vote in votes:
-        for one in _shows(vote):
-            _, images = found.get(one.id, (0, 0))
-            found[one.id] = one.world, images | one.images.bits
-    return {id for id, (world, images) in found.items() if is_full(images, world)}
-
-
-def _preferred(
-    ways: Sequence[_Ways], common: set[StepId], *, complete: Collection[StepId]
-) -> StepId:
+def _preferred(ways: Sequence[_Ways], common: set[StepId]) -> StepId:
     """The newest common step, or an older exact one.
 
     If no sidecar has a rank's own image of the newest step, and the step's world size is the one
@@ -530,7 +528,7 @@ def _preferred(
     exact = max((id for id in common if all(each[id].exact for each in ways)), default=None)
     if exact is None or ways[0][newest].world != len(ways):
         return newest
-    if any(id > exact and ways[0][id].world != len(ways) for id in common.intersection(complete)):
+    if any(id > exact and ways[0][id].world != len(ways) for id in common):
         return newest  # the run was of another world since: the exact step is far back
     return exact if all(not each[exact].tier.shared for each in by_twins) else newest
 

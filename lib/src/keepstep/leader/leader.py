@@ -48,7 +48,8 @@ _LEAST_GAP_S = 0.05
 class _Member:
     """What the leader knows of a member beside its place in the ledger. `order`: grows with each
     sidecar that is a member. `holds`: the version of the list of peers that it has. `restore`: the
-    number of the reply since which it is told the same step to go back to."""
+    number of the reply since which it is told the same step to go back to. `last`: the number of
+    the reply that said that the leader ends."""
 
     life: str
     order: int
@@ -58,6 +59,7 @@ class _Member:
     heard: int = 0
     number: int = 0
     restore: int = 0
+    last: int | None = None
     sent: LeaderReply | None = None
 
 
@@ -68,8 +70,17 @@ class _Advice:
 
     reply: ReportReply
     expendable: tuple[StepId, ...]
-    peers: Mapping[int, str]
+    peers: Peers
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The addresses of all machines by node rank, and who sends copies to whom. Empty until all
+    node ranks have reported: a list that grows with each of them would be sent to all each time."""
+
+    addresses: Mapping[int, str]
     ring: Mapping[int, tuple[int, ...]]
+    digest: bytes
 
 
 class Leader:
@@ -106,6 +117,9 @@ class Leader:
         self._lives = 0
         self._introduced = False
         self._advice: _Advice | None = None
+        self._peers: tuple[object, Peers] | None = None
+        self._reported: set[int] = set()
+        self._told: tuple[object, ...] = ()
         self._configure()
 
     # --- members -------------------------------------------------------------------------
@@ -120,6 +134,7 @@ class Leader:
             member.order = self._lives
             self._members[node_rank] = member
         member.connected = True
+        self._reported.add(node_rank)
         member.holds, member.heard, self._advice = report.peers_version, told.heard, None
         sender = Sender(
             pod=told.pod or member.life,
@@ -129,7 +144,8 @@ class Leader:
             local_stays=self.requests.policy.outlives_pod,
         )
         most_world = min(LARGEST_WORLD, MOST_RANKS * (self.nodes or len(self._members)))
-        report = replace(report, ranks=self._believed(node_rank, report))
+        ranks = self._believed(node_rank, report)
+        doubted, report = ranks != report.ranks, replace(report, ranks=ranks)
         member.sequence, progress = report.sequence, self.ledger.progress
         said = self.ledger.take(sender, report, at=at, most_world=most_world)
         if said is not None:
@@ -144,6 +160,8 @@ class Leader:
                 before=progress.step if progress is not None else None,
                 at=at,
             )
+        if doubted:
+            self.ledger.ask(node_rank)  # its owner may say so yet
         if told.pins.version > self.pins.version:
             self.pin(told.pins)
 
@@ -173,8 +191,6 @@ class Leader:
             owner = self._owner(one.rank)
             written = None if owner in (None, node_rank) else self._written(owner, one.rank)
             tiers = one.tiers if written is None else self._known(one.tiers, written)
-            if tiers != one.tiers:
-                self.ledger.ask(node_rank)  # its owner may say so yet
             found.append(replace(one, tiers=tiers))
         return tuple(found)
 
@@ -276,9 +292,9 @@ class Leader:
         return there | self.requests.awaited()
 
     def heard_all(self) -> bool:
-        """Whether all connected members have acted on the newest reply."""
+        """Whether all connected members have acted on the reply that the leader ends."""
         return all(
-            one.heard >= one.number
+            one.last is not None and one.heard >= one.last
             for one in self._members.values()
             if one.connected and one.life != self.life
         )
@@ -294,6 +310,15 @@ class Leader:
             if one.connected
         )
 
+    def waiting(self) -> list[int]:
+        """The members for whom there may be news: all if what all are told has changed, else those
+        that have reported since."""
+        told = (self._advise(), self.requests.left, self.closing, self.pins)
+        changed, self._told = told != self._told, told
+        ranks = [one for one in self.connected if changed or one in self._reported]
+        self._reported.clear()
+        return ranks
+
     def news(self, node_rank: int) -> LeaderReply | None:
         """What the member is to be told now; None if it knows that already."""
         member = self._members[node_rank]
@@ -301,14 +326,18 @@ class Leader:
         if member.sent is not None and replace(member.sent, number=0) == reply:
             return None
         member.number += 1
+        if self.closing and member.last is None:
+            member.last = member.number
         if member.sent is None or member.sent.reply.restore_from != reply.reply.restore_from:
             member.restore = member.number
         member.sent = replace(reply, number=member.number)
         return member.sent
 
     def _reply(self, node_rank: int, member: _Member) -> LeaderReply:
-        advice, held = self.advice(), sorted(self.ledger.local(node_rank))
-        version, peers = self._peers(node_rank, advice)
+        advice, held = self._advise(), sorted(self.ledger.local(node_rank))
+        own = advice.peers.ring.get(node_rank, ())
+        said = b"%d %b %b" % (node_rank, repr(own).encode(), advice.peers.digest)
+        version = blake2b(said, digest_size=12).hexdigest()
         left = self.requests.left
         return LeaderReply(
             leader=self.life,
@@ -321,7 +350,7 @@ class Leader:
                 advice.reply,
                 commits=tuple(id for id in held if is_among(id, advice.reply.commits)),
                 retire=tuple(id for id in held if is_among(id, advice.expendable)),
-                peers=() if version == member.holds else peers,
+                peers=() if version == member.holds else _listed(advice.peers, node_rank),
                 peers_version=version,
                 agents=left.agents_of(node_rank),
                 awaits=left.awaited_by(node_rank),
@@ -334,8 +363,7 @@ class Leader:
         place = self.ledger.places.get(node_rank)
         return self.ledger.follows(node_rank, place.pod) if place is not None else 0
 
-    def advice(self) -> _Advice:
-        """What all are told now."""
+    def _advise(self) -> _Advice:
         if self._advice is None:
             self._advice = self._work_out()
         return self._advice
@@ -343,11 +371,6 @@ class Leader:
     def _work_out(self) -> _Advice:
         ledger, asked = self.ledger, self.requests
         here, paused = self.all_here, asked.answer.paused
-        served = {
-            rank: place.sidecar.peer_address
-            for rank, place in sorted(ledger.places.items())
-            if place.sidecar.peer_address and not place.gone
-        }
         return _Advice(
             reply=ReportReply(
                 interval_s=INTERVAL_S,
@@ -366,33 +389,41 @@ class Leader:
                 gone_for_good=asked.gone_for_good,
             ),
             expendable=ledger.expendable() if here and not paused else (),
-            peers=served,
-            ring=self._ring(len(served)),
+            peers=self.peers(),
         )
 
-    def _ring(self, serving: int) -> dict[int, tuple[int, ...]]:
-        """Which node ranks send to which. There is no ring before all are known: one of half the
-        run would send gigabytes to buddies that are replaced a second later. The place of a pod
-        that is gone stays in it until all are there again, so its restart moves no copies."""
-        settled, domains = self.ledger.settled, self.requests.domains()
-        known = settled if self.nodes is None else serving == self.nodes
-        self._introduced = known or (self._introduced and self.nodes is None)
-        if not self._introduced:
-            return {}
-        places = self.ledger.places.items()
-        spots = {
-            rank: Spot(place.node, domains.get(rank) or place.node)
-            for rank, place in places
-            if not (settled and place.gone)
-        }
-        return buddies(spots, replicas=self.requests.policy.replicas)
+    def peers(self) -> Peers:
+        """Where all machines are, and who sends to whom. There is no ring before all are known: one
+        of half the run would send gigabytes to buddies that are replaced a second later. The place
+        of a pod that is gone stays in it until all are there again, so its restart moves no
+        copies."""
+        places, settled = self.ledger.places, self.ledger.settled
+        known = settled if self.nodes is None else len(places) == self.nodes
+        self._introduced = self._introduced or known
+        domains, replicas = self.requests.domains(), self.requests.policy.replicas
+        of = places.moved, settled, self._introduced, domains, replicas
+        if self._peers is None or self._peers[0] != of:
+            served = {
+                rank: place.sidecar.peer_address
+                for rank, place in sorted(places.items())
+                if place.sidecar.peer_address and not place.gone and self._introduced
+            }
+            spots = {
+                rank: Spot(place.node, domains.get(rank) or place.node)
+                for rank, place in places.items()
+                if self._introduced and not (settled and place.gone)
+            }
+            ring = buddies(spots, replicas=replicas)
+            digest = blake2b(repr(served).encode(), digest_size=12).digest()
+            self._peers = of, Peers(served, ring, digest)
+        return self._peers[1]
 
-    def _peers(self, node_rank: int, advice: _Advice) -> tuple[str, tuple[Peer, ...]]:
-        """The other machines, and the version of this list."""
-        own = advice.ring.get(node_rank, ())
-        peers = tuple(
-            Peer(node_rank=rank, address=address, buddy=rank in own)
-            for rank, address in advice.peers.items()
-            if rank != node_rank
-        )
-        return blake2b(repr(peers).encode(), digest_size=12).hexdigest(), peers
+
+def _listed(peers: Peers, node_rank: int) -> tuple[Peer, ...]:
+    """The other machines, as this one is told."""
+    own = peers.ring.get(node_rank, ())
+    return tuple(
+        Peer(node_rank=rank, address=address, buddy=rank in own)
+        for rank, address in peers.addresses.items()
+        if rank != node_rank
+    )

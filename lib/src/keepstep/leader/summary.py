@@ -149,7 +149,7 @@ def _silent(leader: Leader, at: float) -> Iterator[int]:
 
 def _nodes(leader: Leader, at: float) -> list[NodeReport]:
     """Those with warnings first, then by node rank."""
-    ring, silent = leader.advice().ring, {*_silent(leader, at)}
+    ring, silent = leader.peers().ring, {*_silent(leader, at)}
     places = sorted(
         leader.ledger.places.items(), key=lambda one: (not one[1].sidecar.warnings, one[0])
     )

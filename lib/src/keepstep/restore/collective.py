@@ -312,6 +312,11 @@ def _news(decision: Decision, votes: list[Candidates]) -> Iterator[str]:
             f" after step {max(decision.suspects)} was restored, or one before it. To go on from"
             " there nonetheless, name it (--restore-from, spec.restoreFrom) or pin it"
         )
+    if decision.unsure:
+        yield (
+            f"going on from step {decision.id}, the newest that is whole. The record of a later"
+            " epoch is lost, so the run may once have gone back to before this step"
+        )
     if any(decision.lent):
         lacking = few([str(at) for at, lent in enumerate(decision.lent) if lent], _RANKS_NAMED)
         lenders = few([str(rank) for rank in decision.lenders], _RANKS_NAMED)

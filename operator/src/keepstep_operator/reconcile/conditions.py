@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
+from keepstep.spans import within
 from keepstep.wire.runs import Doubt, DoubtKind, RunReport
 from keepstep_operator import names
 from keepstep_operator.api.model import PodRecord
@@ -21,7 +22,6 @@ from keepstep_operator.reconcile.messages import and_more, few
 from keepstep_operator.reconcile.requested import Cluster
 from keepstep_operator.reconcile.run import FINISHED, Run
 from keepstep_operator.reconcile.survival import Survives, survives
-from keepstep.spans import within
 
 SILENT_S: Final = 90.0
 """The leader is silent after this time: three missed reports."""

@@ -242,7 +242,10 @@ class Service:
         """Tell the operator what the flush has made durable, and record its answer. In a run that
         leads itself the machines end together, so wait for the others' shards of the last step."""
         if flushed and self.config.is_led and self.committer.operator_answers:
-            await self.step_waits.until_committed(flushed, timeout_s=min(timeout_s, _COMMIT_S))
+            await self.changes.until(
+                lambda: self.operator.failing or self.committer.was_committed(flushed[-1]),
+                timeout_s=min(timeout_s, _COMMIT_S),
+            )
         await self.operator.finish(timeout_s=_LAST_WORD_S)
         await self.committer.notes.take(at_once=True)
 

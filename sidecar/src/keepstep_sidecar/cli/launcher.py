@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from keepstep.directory import Directory
-from keepstep.errors import SidecarError, UsageError
+from keepstep.errors import SidecarAbsent, SidecarError, UsageError
 from keepstep.processes import Process, wait_gone
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.probe import answers
@@ -149,7 +149,8 @@ def adopt(kept: RunDir) -> Process | None:
         return process
     # making newer steps durable could retire the step that --restore-from names
     drain = not kept.config.restore_from
-    calls.stop(kept.socket, forget=False, drain=drain, timeout_s=DRAIN_S)
+    with contextlib.suppress(SidecarAbsent):  # it was about to end, as in a job that goes on
+        calls.stop(kept.socket, forget=False, drain=drain, timeout_s=DRAIN_S)
     _await_gone(process, kept)
     return None
 

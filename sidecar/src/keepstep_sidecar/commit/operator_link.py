@@ -22,8 +22,8 @@ class OperatorLink:
     """Whether there is an operator to report to, and how reporting goes.
 
     `tried_at`: when a report first succeeded or failed, on the monotonic clock. `heard_at`: time of
-    the newest answer, in Unix seconds. `finishing`: the last report is to be sent now. `ended`: it
-    was sent.
+    the newest answer, in Unix seconds. `failing`: the last report was not answered. `finishing`:
+    the last report is to be sent now. `ended`: it was sent.
     """
 
     def __init__(self, changes: Changes, *, present: bool) -> None:
@@ -31,6 +31,7 @@ class OperatorLink:
         self.heard_at: float | None = None
         self.finishing = False
         self.ended = not present
+        self.failing = False
         self._changes = changes
 
     async def finish(self, *, timeout_s: float) -> None:

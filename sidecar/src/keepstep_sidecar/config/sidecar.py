@@ -447,6 +447,12 @@ class Config:
         "The secret by which the machines know each other (`keepstep secret`), of mode 0600."
         "  [default: the variable KEEPSTEP_SECRET, which holds the secret itself]",
     )
+    secret_id: str | None = setting(
+        TEXT, None,
+        "Names the secret, so that a sidecar that has another one is replaced.",
+        for_run=False,
+        hidden=True,
+    )
     peer_listen: str | None = setting(
         ADDRESS, None,
         "Where this machine serves the others.  [default: on several machines, port 9465; on"

@@ -109,11 +109,14 @@ class Host:
 
     def _tell(self) -> None:
         self._due = None
-        for rank, member in list(self._members.items()):
-            if (reply := self.leader.news(rank)) is not None:
+        for rank in self.leader.waiting():
+            member, reply = self._members.get(rank), self.leader.news(rank)
+            if reply is None:
+                continue
+            if member is not None:
                 member.send(msgspec.json.encode(reply))
-        if OWN in self.leader.connected and (reply := self.leader.news(OWN)) is not None:
-            self.own(reply)
+            elif rank == OWN:
+                self.own(reply)
         self._changes.ring()
 
     async def finish(self, *, timeout_s: float) -> None:

@@ -124,11 +124,9 @@ class Link:
         """A connection whose other side is the leader."""
         family, address = await self._resolved()
         loop, where = asyncio.get_running_loop(), f"port {self._port} of {address[0]}"
-        plain = socket.socket(family, socket.SOCK_STREAM)
+        plain = self._socket(family)
         with contextlib.ExitStack() as undo:
             undo.callback(plain.close)
-            plain.setblocking(False)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
                 why = f"no answer of {where}: it is not there, or a firewall drops the connection"
                 await self._in_time(loop.sock_connect(plain, address), why)
@@ -141,6 +139,12 @@ class Link:
             self._check(secure, tls)
             undo.pop_all()
             return secure
+
+    def _socket(self, family: int) -> socket.socket:
+        plain = socket.socket(family, socket.SOCK_STREAM)
+        plain.setblocking(False)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return plain
 
     async def _resolved(self) -> tuple[int, Any]:
         def resolve() -> list[Any]:

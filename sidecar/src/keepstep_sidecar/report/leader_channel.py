@@ -18,6 +18,7 @@ from keepstep_sidecar.leader.link import Link
 from keepstep_sidecar.log import Seldom
 from keepstep_sidecar.report.reporter import ReportFailed
 
+_CONNECTED_S = 2.0
 _ANSWER_S = 10.0
 _LAST_WORD_S = 3.0
 
@@ -164,7 +165,7 @@ class LinkChannel(_Channel):
             answered = self._news is not None and self._news.answers >= report.sequence
             return answered or not link.connected
 
-        if not await self._changes.until(lambda: link.connected, timeout_s=_ANSWER_S):
+        if not await self._changes.until(lambda: link.connected, timeout_s=_CONNECTED_S):
             raise ReportFailed("connection", link.reason)
         link.send(msgspec.json.encode(self._frame(report)))
         over = await self._changes.until(is_over, timeout_s=_ANSWER_S)

@@ -266,6 +266,8 @@ class Reporter:
 
     def _failed(self, failure: ReportFailed) -> None:
         self._failures += 1
+        self._operator.failing = True
+        self._changes.ring()
         self._broken = failure.kind == "connection"
         if failure.kind not in self._logged:
             self._logged.add(failure.kind)
@@ -277,6 +279,7 @@ class Reporter:
         if self._failures or self._operator.heard_at is None:
             say("reporting", url=self._channel.address, failures=self._failures)
         self._failures = 0
+        self._operator.failing = False
         self._logged.clear()
         self._operator.heard_at = time.time()
         follows = reply.changes_since == report.sequence

@@ -71,7 +71,7 @@ class Restorer:
         else:
             # what this sidecar can add to steps that only several sidecars together have
             left = self._copies.ids().difference(hidden, (one.id for one in offers))
-            parts = self._copies.parts(filter(self._ledger.lineage.restorable, left))
+            parts = self._copies.parts(id for id in left if not ledger.is_dead(id))
         planned = self._restart.plan()
         answer, reason = (Answer.STEPS, "")
         if not held and not offers:

@@ -130,9 +130,10 @@ def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> Ru
             f" --persist-every {config.persist_base}"
         )
     if config.nodes > 1:
-        from keepstep_sidecar.tiers.peer.secret import read_secret
+        from keepstep_sidecar.tiers.peer.secret import read_secret, secret_id
 
-        read_secret(config.secret_file)  # rather here than in the sidecar's log
+        given["secret_id"] = secret_id(read_secret(config.secret_file), name)
+        kept = RunDir.of(directory, name, **given)
     if config.wish is None:
         return kept
     # the rollback has happened once an epoch newer than this began from its step; forks need none

@@ -11,6 +11,7 @@ anybody who knows the secret. To lock somebody out, change the secret.
 from __future__ import annotations
 
 import base64
+import hashlib
 import os
 import stat
 from datetime import UTC, datetime
@@ -53,6 +54,11 @@ class SecretCredentials:
 
     def current(self) -> Tls:
         return self._tls
+
+
+def secret_id(secret: bytes, run: str) -> str:
+    """A name of the secret. Whoever reads it cannot try secrets quickly."""
+    return hashlib.scrypt(secret, salt=run.encode(), n=1 << 14, r=8, p=1, dklen=8).hex()
 
 
 def make_secret() -> str:

@@ -31,7 +31,7 @@ from keepstep_sidecar.tiers.peer.tls import MEMBERSHIP, Credentials, Identity, e
 _HANDSHAKE_S = 5.0
 _MOST_STRANGERS, _MOST_OF_AN_ADDRESS = 64, 16
 _MOST_PEERS = 128
-_MOST_REFUSALS = 16
+_MOST_REFUSALS, _REFUSED_S = 16, 60.0
 _BACKLOG = 1024
 """All members of a run may come at once, after their leader was away."""
 _TOO_SLOW = "it took too long to say who it is"
@@ -44,7 +44,7 @@ Join = Callable[[ssl.SSLSocket, Identity, str], None]
 
 
 class Server:
-    """Serves from `start` to `stop`. `refusals`: why clients were refused last, by host."""
+    """Serves from `start` to `stop`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Server:
         """Binds the address. Raises StorageError when that is not possible. `context_of`: what is
         served to a client; raises UsageError or StorageError to refuse it. `join`: None unless this
         sidecar leads the run."""
-        self.refusals: dict[str, str] = {}
+        self._refusals: dict[str, tuple[float, str]] = {}
         self._join = join
         self._credentials = credentials
         self._context_of = context_of
@@ -151,28 +151,35 @@ class Server:
             time.sleep(ACCEPT_PAUSE_S)
 
     def _serve(self, secure: ssl.SSLSocket, where: str) -> None:
+        taken_over = False
         try:
             secure.do_handshake()
             taken_over = self._talk(secure, where)
         except (OSError, KeepstepError, ValueError) as error:  # ValueError: it was cut meanwhile
-            taken_over = False
             self._refused(where, error)
         finally:
             self._strangers.leave(secure)
-        if not taken_over:
-            secure.close()
+            if not taken_over:
+                secure.close()
+
+    def refusals(self) -> dict[str, str]:
+        """The hosts that were refused in the last minute and not served since, and why."""
+        begin = time.monotonic() - _REFUSED_S
+        with self._lock:
+            return {host: why for host, (at, why) in self._refusals.items() if at > begin}
 
     def _refused(self, where: str, error: Exception) -> None:
         """Log each reason of a host once: clients come again and again."""
-        host, reason = where.rpartition(":")[0], self._why(error)
-        if self._stopping or self.refusals.get(host) == reason:
+        if self._stopping:
             return
+        host, reason = where.rpartition(":")[0], self._why(error)
         with self._lock:
-            self.refusals.pop(host, None)
-            self.refusals[host] = reason
-            while len(self.refusals) > _MOST_REFUSALS:
-                del self.refusals[next(iter(self.refusals))]
-        self._complain("peer refused", address=where, reason=reason)
+            _, before = self._refusals.pop(host, (0.0, ""))
+            self._refusals[host] = time.monotonic(), reason
+            if len(self._refusals) > _MOST_REFUSALS:
+                del self._refusals[next(iter(self._refusals))]
+        if reason != before:
+            self._complain("peer refused", address=where, reason=reason)
 
     def _why(self, error: Exception) -> str:
         remedy = ""
@@ -215,7 +222,7 @@ class Server:
             _refuse(secure, str(error), member=member)
             raise
         with self._lock:
-            self.refusals.pop(where.rpartition(":")[0], None)
+            self._refusals.pop(where.rpartition(":")[0], None)
         if member and self._join is not None:
             if not self._strangers.leave(secure):
                 raise UsageError(_TOO_SLOW)

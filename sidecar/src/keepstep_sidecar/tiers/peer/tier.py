@@ -121,8 +121,8 @@ class PeerTier(RemoteTier):
 
     def refused(self) -> list[str]:
         """Which clients were refused last, and why."""
-        told = dict(self._server.refusals) if self._server is not None else {}
-        return [f"a machine at {host} was refused: {why}" for host, why in told.items()]
+        refusals = self._server.refusals() if self._server is not None else {}
+        return [f"a machine at {host} was refused: {why}" for host, why in refusals.items()]
 
     @property
     def introduced(self) -> bool:
@@ -250,6 +250,10 @@ class PeerTier(RemoteTier):
         while True:
             await self._scan()
             await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
+        """See `RemoteTier`. A buddy that cannot be reached may have ended, too."""
+        return await super().drain(timeout_s=timeout_s, whole=False)
 
     def status(self) -> TierStatus:
         where = ", ".join(self._places) or "no buddy"

@@ -1,0 +1,129 @@
+"""What the leader of a run believes and says; the rest is in `test_led_run` and, with processes, in
+tests/sidecar/test_leader.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep.core.commit_rule import ReportedTier
+from keepstep.core.retention import Retention
+from keepstep.core.shard import Shard
+from keepstep.errors import UsageError
+from keepstep.leader.leader import Leader
+from keepstep.steps import Epoch, EpochId, StepId, Tier
+from keepstep.wire.reports import LeaderReply, MemberReport, Pins, Report, ReportedRank
+from keepstep.wire.runs import RunPolicy
+
+EPOCH = Epoch(EpochId(1, "0" * 8))
+POLICY = RunPolicy(keep=Retention(last=1), outlives_pod=False, replicas=1, restarts=False)
+
+
+def at(step: int) -> StepId:
+    return StepId(EPOCH.id, step)
+
+
+def rank(number: int, *steps: int, tier: Tier = Tier.LOCAL, alive: bool = True) -> ReportedRank:
+    held = {Tier.MEMORY: ReportedTier.of(()), Tier.LOCAL: ReportedTier.of(())}
+    shards = tuple(Shard(step_id=at(one), rank=number, world=2, root="r") for one in steps)
+    staged = at(max(steps)) if steps and alive else None
+    tiers = {**held, tier: ReportedTier.of(shards)}
+    return ReportedRank(rank=number, world=2, alive=alive, staged=staged, tiers=tiers)
+
+
+class Run:
+    """A leader of two machines, each with a rank."""
+
+    def __init__(self) -> None:
+        self.leader = Leader(life="0", nodes=2, policy=POLICY)
+        self.sequence = 0
+
+    def reports(self, node_rank: int, *ranks: ReportedRank, **fields: object) -> LeaderReply:
+        """The answer to a whole report."""
+        self.sequence += 1
+        report = Report(
+            sidecar="test",
+            started_at=1.0,
+            sequence=self.sequence,
+            ready=True,
+            epochs=(EPOCH,),
+            ranks=ranks,
+            peer_address=f"10.0.0.{node_rank}:9465",
+        )
+        frame = {"life": f"{node_rank}", "nodes": 2, "report": report, **fields}
+        self.leader.take(node_rank, MemberReport(**frame), at=0.0)  # type: ignore[arg-type]
+        reply = self.leader.news(node_rank)
+        assert reply is not None
+        return reply
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+def test_steps_go_only_while_all_machines_are_connected(run: Run) -> None:
+    assert run.reports(0, rank(0, 1, 2)).reply.retire == ()
+    run.reports(1, rank(1, 1, 2))
+    assert run.reports(0, rank(0, 1, 2)).reply.retire == (at(1),)
+    run.leader.left(1)
+    told = run.reports(0, rank(0, 1, 2)).reply
+    assert (told.retire, told.commits) == ((), (at(1), at(2)))
+
+
+@pytest.mark.parametrize("tier", [Tier.LOCAL, Tier.MEMORY, Tier.PEER])
+def test_a_machine_cannot_commit_a_step_for_a_rank_that_trains_elsewhere(
+    run: Run, tier: Tier
+) -> None:
+    run.reports(0, rank(0, 1))
+    run.reports(1, rank(1, 1))
+    lie = rank(0, 2, tier=tier, alive=False)
+    told = run.reports(1, rank(1, 1, 2), lie)
+    assert told.reply.committed[str(Tier.LOCAL)] == at(1)
+    assert told.reply.changes_since == 0, "it is to say so again, as its owner may say so later"
+    run.reports(0, rank(0, 1, 2))
+    assert run.reports(1, rank(1, 1, 2), lie).reply.committed[str(Tier.LOCAL)] == at(2)
+
+
+def test_the_copies_of_a_machine_that_has_lost_its_drive_count(run: Run) -> None:
+    run.reports(0, rank(0, 1))
+    run.reports(1, rank(1, 1))
+    run.leader.left(0)
+    run.reports(0, rank(0), life="new")
+    copy = rank(0, 1, tier=Tier.PEER, alive=False)
+    assert run.reports(1, rank(1, 1), copy).reply.plan == at(1)
+
+
+def test_a_member_of_another_world_changes_nothing(run: Run) -> None:
+    run.reports(0, rank(0, 1))
+    with pytest.raises(UsageError, match="of 3 nodes came to a run of 2"):
+        run.reports(1, rank(1, 1), nodes=3)
+    with pytest.raises(UsageError, match="DuplicateNodeRank"):
+        run.reports(0, rank(0), life="second")
+    assert run.leader.missing() == [1]
+
+
+def test_machines_are_named_to_each_other_once_all_are_known(run: Run) -> None:
+    assert run.reports(0, rank(0)).reply.peers == ()
+    told = run.reports(1, rank(1)).reply
+    (peer,) = told.peers
+    assert (peer.node_rank, peer.address, peer.buddy) == (0, "10.0.0.0:9465", True)
+    assert (told.all_peers, run.reports(0, rank(0)).reply.peers[0].buddy) == (True, True)
+
+
+def test_the_pins_that_were_changed_last_count(run: Run) -> None:
+    run.reports(0, rank(0, 1))
+    told = run.reports(1, rank(1, 1), pins=Pins(version=2, steps=(at(1),)))
+    assert (told.reply.pinned, told.pins.version) == ((at(1),), 2)
+    assert run.reports(0, rank(0, 1), pins=Pins(version=1)).reply.pinned == (at(1),)
+
+
+def test_a_leader_that_ends_waits_until_its_members_have_acted_on_that(run: Run) -> None:
+    run.reports(0, rank(0, 1))
+    run.reports(1, rank(1, 1))
+    run.leader.closing = True
+    told = run.leader.news(1)
+    assert told is not None
+    assert told.closing
+    assert not run.leader.heard_all()
+    run.reports(1, rank(1, 1), heard=told.number)
+    assert run.leader.heard_all()
