@@ -58,13 +58,14 @@ _TOLD: Final = 20_000
 
 @dataclass
 class _Written:
-    """What is known of the objects of one run. `stored`: a digest of the status as the API server
-    stored it. `service`: the UID of the CheckpointRun that owns the run's Service. `checkpoints`:
-    the tiers of each Checkpoint object by name, as of `listed_at`."""
+    """What is known of the objects of one run. `stored`, `shown`: digests of the status as the API
+    server stored it, and as the watch showed it last. `service`: the UID of the CheckpointRun that
+    owns the run's Service. `checkpoints`: the tiers of each Checkpoint object by name, as of
+    `listed_at`."""
 
     at: float = 0.0
     stored: bytes = b""
-    overwritten: bool = False
+    shown: bytes = b""
     service: str = ""
     noted: str = ""
     noted_at: float = 0.0
@@ -93,13 +94,8 @@ class Writer:
 
     def shown(self, key: RunKey, status: Mapping[str, Any]) -> None:
         """The status that the object has, as a watch shows it."""
-        written = self._written.get(key)
-        if written is None or not written.stored:
-            return
-        if _digest(status) != written.stored and self._operator.clock() - written.at >= _MEND_S:
-            warn("status that others wrote is written over", run=str(key))
-            written.overwritten = True
-            self.mark(key)
+        if (written := self._written.get(key)) is not None:
+            written.shown = _digest(status)
 
     async def run(self) -> None:
         """Write what is due, for ever."""
@@ -132,11 +128,13 @@ class Writer:
         if run.resumes(now):
             return
         status = render(run, self._operator.cluster, now=now)
-        changed = status != run.status or run.object is None or written.overwritten
-        quiet = not written.overwritten and run.object is not None and _same(status, run.status)
+        overwritten = written.shown != written.stored and now - written.at >= _MEND_S
+        changed = status != run.status or run.object is None or overwritten
+        quiet = not overwritten and run.object is not None and _same(status, run.status)
         if changed and not (quiet and now - written.at < NUMBERS_S):
-            written.stored = _digest(await self._write_status(run, as_json(status)))
-            written.at, written.overwritten = now, False
+            stored = await self._write_status(run, as_json(status))
+            written.stored = written.shown = _digest(stored)
+            written.at = now
             self._operator.change(run.key, lambda run: status_written(run, status))
         if run.object is not None:
             await self._write_service(run, written)
