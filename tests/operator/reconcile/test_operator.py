@@ -107,7 +107,7 @@ async def test_pods_that_admission_never_saw_are_found(tmp_path: Path) -> None:
     made = cluster()
     made.objects[pod_path("gpt-worker-1")] = pod_body(1, injected=False)
     async with running(tmp_path, made=made) as served:
-        await until(lambda: served.condition("Protected") == ("False", "NotInjected"))
+        await until(lambda: served.condition("FullyInjected") == ("False", "NotInjected"))
         (event, *_) = await until(lambda: events(served, "NotInjected"))
         assert "gpt-worker-1" in event["note"]
         again = pod_body(1)
