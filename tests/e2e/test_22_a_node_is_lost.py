@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.e2e import jobs, runs
-from tests.e2e.cluster import RECONCILE, Cluster, run
+from tests.e2e.cluster import Cluster, run
 from tests.e2e.kubectl import Kubectl, Object
 
 
