@@ -83,6 +83,8 @@ class Writer:
         self._written: dict[RunKey, _Written] = {}
         self._due: set[RunKey] = set()
         self._bell = asyncio.Event()
+        self._steps: dict[RunKey, None] = {}
+        """Runs whose Checkpoint objects are to be compared, in order."""
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._events: asyncio.Queue[tuple[Run, Event]] = asyncio.Queue(_MOST_EVENTS)
         self._told: TTLCache[tuple[object, ...], float] = TTLCache(_TOLD, 3600.0)
@@ -139,7 +141,7 @@ class Writer:
         if run.object is not None:
             await self._write_service(run, written)
             await self._write_annotations(run, written, now)
-            await self._write_checkpoints(run, written, now)
+            self._steps.setdefault(run.key)
 
     # --- the run's object --------------------------------------------------------------------
 
@@ -213,9 +215,27 @@ class Writer:
 
     # --- Checkpoint objects ------------------------------------------------------------------
 
+    async def write_checkpoints(self) -> None:
+        """Write Checkpoint objects, one run after the other, for ever: a run may have a hundred,
+        and no status is to wait for them."""
+        while True:
+            await asyncio.sleep(_PAUSE_S if not self._steps else 0.0)
+            if not self._steps:
+                continue
+            key = next(iter(self._steps))
+            del self._steps[key]
+            run, written = self._operator.runs.get(key), self._written.get(key)
+            if run is None or written is None or run.report is None:
+                continue
+            try:
+                await self._write_checkpoints(run, written, self._operator.clock())
+            except KubeError as error:
+                warn("checkpoints not written", run=str(key), reason=str(error))
+                self._metrics.wrote("checkpoint", failed=True)
+            except Exception:
+                crash("checkpoints not written", run=str(key))
+
     async def _write_checkpoints(self, run: Run, written: _Written, now: float) -> None:
-        if run.report is None:
-            return
         if now - written.listed_at >= LIST_S:
             written.checkpoints = await self._listed(run.key)
             written.listed_at = now
@@ -246,7 +266,7 @@ class Writer:
                 pass
             known.pop(name, None)
         if len(due.made) > _MOST_CHECKPOINTS or len(due.gone) > _MOST_CHECKPOINTS:
-            self.mark(run.key)
+            self._steps.setdefault(run.key)
 
     async def _listed(self, key: RunKey) -> dict[str, checkpoints.Tiers]:
         labels = f"{names.RUN_KEY_LABEL}={key.name},{checkpoints.MANAGED_BY}={checkpoints.MANAGER}"
