@@ -85,7 +85,7 @@ class Leader:
         return replace(
             report(1000 + self.sequence, sequence=self.sequence, leader=f"leader-{self.run}"),
             nodes=tuple(node(rank, pod=f"pod-{self.run}-{rank}") for rank in range(PODS)),
-            kept=tuple(Kept(step_id=StepId(FIRST.id, one), ranks=80, tiers=(Tier.ARCHIVE,))
+            kept=tuple(Kept(step=str(StepId(FIRST.id, one)), ranks=80, tiers=(Tier.ARCHIVE,))
                        for one in kept),
             certain=True,
             doubts=(doubt,) if self.stalls else (),

@@ -13,7 +13,7 @@ import pytest
 from keepstep.steps import Tier
 from keepstep.wire.runs import Doubt, DoubtKind, Kept, Record
 from keepstep_operator.kube import CHECKPOINTS, EVENTS, POLICIES, RUNS, SERVICES
-from keepstep_operator.reconcile import rounds, writers
+from keepstep_operator.reconcile import operator, rounds, writers
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, Body, bound_to, put_policy
 from tests.operator.injection.pods import policy_body
@@ -27,7 +27,7 @@ JOBS = f"/apis/kubeflow.org/v1/namespaces/{KEY.namespace}/pytorchjobs"
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in (
         (rounds, "LOOK_S", 0.2), (rounds, "TICK_S", 0.2), (rounds, "JOB_S", 0.2),
-        (rounds, "SWEEP_S", 0.5), (writers, "_MEND_S", 0.2), (writers, "NUMBERS_S", 0.2),
+        (rounds, "LATE_S", 0.2), (rounds, "SWEEP_S", 0.5), (writers, "_MEND_S", 0.2),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
 
@@ -60,7 +60,9 @@ def events(served: Served, reason: str) -> list[Body]:
 async def test_a_report_becomes_a_status_events_checkpoints_and_a_service(tmp_path: Path) -> None:
     async with running(tmp_path) as served:
         await until(lambda: served.condition("Committing") == ("Unknown", "NoReports"))
-        told = report(kept=(Kept(step_id=step(90), ranks=2, tiers=(Tier.ARCHIVE,)),), certain=True)
+        told = report(
+            kept=(Kept(step=str(step(90)), ranks=2, tiers=(Tier.ARCHIVE,)),), certain=True
+        )
         await served.report(told)
         await until(lambda: served.condition("Protected") == ("True", "Protected"))
         assert served.status()["committed"]["step"] == 100
@@ -81,7 +83,7 @@ async def test_a_report_becomes_a_status_events_checkpoints_and_a_service(tmp_pa
 async def test_a_changed_condition_is_written_at_once_and_numbers_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writers, "NUMBERS_S", 3600.0)
+    monkeypatch.setattr(operator, "LEAST_S", 3600.0)
     async with running(tmp_path) as served:
         await served.report(report(100))
         await until(lambda: served.condition("Committing") == ("True", "Committing"))
@@ -206,3 +208,18 @@ async def test_nodes_are_followed_only_where_they_may_be(tmp_path: Path) -> None
         assert served.parts.operator.cluster.nodes["node-0"].cordoned
     async with running(tmp_path) as served:
         assert not served.cluster.asked("GET", "/nodes")
+
+
+async def test_a_run_whose_pods_went_while_no_reconciler_worked_is_found_over(
+    tmp_path: Path,
+) -> None:
+    made = cluster()
+    made.add(f"{JOBS}/gpt", {"metadata": {"name": "gpt", "uid": "1a2b3c4d-0000"}, "status": {}})
+    async with running(tmp_path, made=made) as served:
+        await served.report(report())
+        await until(lambda: served.condition("Committing") == ("True", "Committing"))
+    for rank in (0, 1):
+        made.remove(pod_path(f"gpt-worker-{rank}"))
+    made.remove(f"{JOBS}/gpt")
+    async with serving(made, tmp_path) as served:
+        await until(lambda: served.status().get("phase") == "Finished")

@@ -202,7 +202,7 @@ def largest() -> wire.RunReport:
                  warnings=(long,) * wire.MOST_NODE_WARNINGS)
             for rank in range(wire.MOST_NODES)
         ),
-        kept=(Kept(step_id=id, ranks=16384, tiers=tuple(Tier)),) * wire.MOST_KEPT,
+        kept=(Kept(step=str(id), ranks=16384, tiers=tuple(Tier)),) * wire.MOST_KEPT,
         safe=Safe(restart=id, node=id, pod=id, archived=id, sole=(name,) * wire.MOST_SOLE),
         alarms=(Alarm(kind="WorldChanged", text=text),) * wire.MOST_SAID,
         doubts=(Doubt(kind=DoubtKind.COMMIT_STALLED, text=text),) * wire.MOST_SAID,

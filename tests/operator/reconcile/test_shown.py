@@ -257,7 +257,7 @@ def test_a_policy_says_whether_it_is_accepted() -> None:
 
 
 def kept(number: int, *tiers: Tier) -> Kept:
-    return Kept(step_id=step(number), ranks=2, tiers=tiers or (Tier.ARCHIVE,), size_bytes=1 << 20)
+    return Kept(step=str(step(number)), ranks=2, tiers=tiers or (Tier.ARCHIVE,), size_bytes=1 << 20)
 
 
 def test_there_is_an_object_for_each_kept_step() -> None:
@@ -265,8 +265,8 @@ def test_there_is_an_object_for_each_kept_step() -> None:
     names = [checkpoints.name_of(run, one) for one in (kept(90), kept(80))]
     known = {names[0]: ("archive",), f"{KEY.name}-{step(10)}": ("archive",)}
     due = checkpoints.changes(run, known)
-    assert [one.step_id for one in due.made] == [step(80)]
-    assert [one.step_id for one in due.moved] == [step(90)]
+    assert [one.step for one in due.made] == [str(step(80))]
+    assert [one.step for one in due.moved] == [str(step(90))]
     assert due.gone == (f"{KEY.name}-{step(10)}",)
     body = checkpoints.body_of(run, kept(90))
     assert body["spec"] == {"run": KEY.name, "step": str(step(90)), "ranks": 2, "bytes": 1 << 20}

@@ -231,12 +231,13 @@ class Happened:
     lost_steps: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """An archived or pinned step. `tiers`: those that hold all its shards. `size_bytes`: of one
-    copy; 0 if it is unknown."""
+    """An archived or pinned step. `step`: its full id, as text, because an operator holds a hundred
+    thousand. `tiers`: those that hold all its shards. `size_bytes`: of one copy; 0 if it is
+    unknown."""
 
-    step_id: StepId
+    step: str
     ranks: int
     tiers: tuple[Tier, ...]
     size_bytes: int = 0

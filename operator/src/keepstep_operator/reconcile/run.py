@@ -93,8 +93,9 @@ class Run:
     def resumes(self, now: float) -> bool:
         """Whether the status of an earlier process is still better than what this one knows: the
         leader reports within half a minute."""
-        known = self.report is not None or self.status.phase in ("Waiting", FINISHED)
-        return not known and now - self.since < RESUME_S
+        if self.report is not None or self.finished_at is not None:
+            return False
+        return self.status.phase not in ("Waiting", FINISHED) and now - self.since < RESUME_S
 
 
 # --- pods ----------------------------------------------------------------------------------------
