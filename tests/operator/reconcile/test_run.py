@@ -218,7 +218,7 @@ def test_after_any_sequence_a_run_makes_sense(steps: list[Step]) -> None:
         assert {one.pod for one in told.members} == {one.uid for one in members if one.injected}
         status = render(run, Cluster(), now=now)
         assert read_status(as_json(status)) == status
-        written = transitions.status_written(run, status)
+        written = replace(run, status=status)
         assert render(written, Cluster(), now=now + 1) == status, "nothing changed but the time"
         assert not [*events(run, run)]
         assert all(one.message for one in events(before, run))

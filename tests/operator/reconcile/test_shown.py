@@ -125,7 +125,7 @@ def test_what_protected_said_at_the_end_of_a_run_stays() -> None:
 def test_a_transition_is_a_change_of_status_alone() -> None:
     run = heard(begun())
     first = shown(run)
-    run = heard(transitions.status_written(run, first), report(110, sequence=3), at=T0 + 100)
+    run = heard(replace(run, status=first), report(110, sequence=3), at=T0 + 100)
     second = shown(run, now=T0 + 100)
     times = [
         {one.type: one.last_transition_time for one in of.conditions} for of in (first, second)

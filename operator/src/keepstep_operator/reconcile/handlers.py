@@ -54,8 +54,12 @@ def registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
             memo.operator.pod_seen(record)
 
     @kopf.on.event(*_OURS, "checkpointruns", registry=handlers)
-    async def checkpoint_run(event: kopf.RawEvent, memo: kopf.Memo, **_: Any) -> None:
-        object = parse_run_object(dict(event["object"]))
+    async def checkpoint_run(
+        event: kopf.RawEvent, namespace: str | None, name: str, memo: kopf.Memo, **_: Any
+    ) -> None:
+        key = RunKey(namespace or "", name)
+        known = memo.operator.object(key) is not None
+        object = parse_run_object(dict(event["object"]), with_status=not known)
         if event["type"] == "DELETED":
             memo.operator.object_gone(object.key)
         else:

@@ -18,6 +18,7 @@ from keepstep_operator.api.model import (
     RunKey,
     RunObject,
 )
+from keepstep_operator.api.run import RunStatus
 from keepstep_operator.reconcile import run as transitions
 from keepstep_operator.reconcile.events import Event, events, policy_event
 from keepstep_operator.reconcile.requested import Cluster, leader_pod, requested
@@ -138,6 +139,16 @@ class Operator:
     def _policy_changed(self, namespace: str) -> None:
         for key in [key for key in self.runs if key.namespace == namespace]:
             self.change(key, self._with_policy)
+
+    def object(self, key: RunKey) -> RunObject | None:
+        """The run's CheckpointRun, if it is known."""
+        run = self.runs.get(key)
+        return run.object if run is not None else None
+
+    def status_written(self, key: RunKey, status: RunStatus) -> None:
+        """This status is in the run's object now, which is nothing to write."""
+        if key in self.runs:
+            self.runs[key] = replace(self.runs[key], status=status)
 
     def object_seen(self, object: RunObject) -> None:
         """A CheckpointRun exists or has changed."""

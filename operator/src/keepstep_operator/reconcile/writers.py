@@ -42,7 +42,7 @@ from keepstep_operator.reconcile.events import Event, bodies
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.render import render
-from keepstep_operator.reconcile.run import Run, status_written
+from keepstep_operator.reconcile.run import Run
 
 _NOTE_S: Final = 60.0
 LIST_S: Final = 600.0
@@ -137,7 +137,7 @@ class Writer:
             stored = await self._write_status(run, as_json(status))
             written.stored = written.shown = _digest(stored)
             written.at = now
-            self._operator.change(run.key, lambda run: status_written(run, status))
+            self._operator.status_written(run.key, status)
         if run.object is not None:
             await self._write_service(run, written)
             await self._write_annotations(run, written, now)
