@@ -19,6 +19,7 @@ from keepstep.wire.reports import CERTIFICATES_PATH
 from keepstep.wire.runs import Alarm, Doubt, DoubtKind, Drive, Happened, Holder, Kept, Record, Safe
 from keepstep_operator.kube import Client
 from keepstep_operator.reconcile.main import Parts, Settings
+from keepstep_operator.reconcile.reports import bounded
 from keepstep_operator.serving import listening
 from keepstep_operator.tls import ServerTls
 from tests.certificates import make_certificate
@@ -214,6 +215,22 @@ def largest() -> wire.RunReport:
             * wire.MOST_DRIVES,
         ),
     )  # fmt: skip
+
+
+def test_a_leader_cuts_what_is_too_long() -> None:
+    most = largest()
+    more = replace(
+        most,
+        nodes=tuple(replace(one, warnings=("w" * 1000,) * 9) for one in (*most.nodes, *most.nodes)),
+        kept=most.kept * 2,
+        doubts=tuple(replace(one, text=one.text * 2) for one in most.doubts * 2),
+        epochs=most.epochs * 99,
+        record=replace(most.record, holders=most.record.holders * 2),
+    )
+    cut = wire.within_bounds(more)
+    assert bounded(cut) is cut
+    assert len(msgspec.json.encode(cut)) <= wire.LARGEST_BYTES
+    assert wire.within_bounds(most) == most
 
 
 def test_a_report_that_keeps_all_bounds_fits_into_a_body() -> None:

@@ -181,6 +181,7 @@ def bounded(report: RunReport) -> RunReport:
         (report.alarms, wire.MOST_SAID),
         (report.doubts, wire.MOST_SAID),
         (report.epochs, wire.MOST_EPOCHS),
+        (report.commits, wire.MOST_COMMITS),
         (report.kept, wire.MOST_KEPT),
         (report.safe.sole, wire.MOST_SOLE),
         (record.holders, wire.MOST_HOLDERS),
