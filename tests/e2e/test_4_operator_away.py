@@ -42,7 +42,7 @@ def test_a_reconciler_that_is_killed_mid_write_and_then_away_costs_a_run_nothing
         runs.same_losses(life, reference)
         record_property("lost_steps", runs.lost(killed, life))
     finally:
-        system("scale", "deployment/keepstep-reconcile", "--replicas=2")
+        system("scale", "deployment/keepstep-reconcile", "--replicas=1")
     assert runs.committed_beyond(namespace, life.first) > committed
     runs.becomes(namespace, "Protected")
 
@@ -65,7 +65,7 @@ def _converges_although_killed(cluster: Cluster, namespace: Kubectl) -> int:
 
 
 def _kill_reconciler(cluster: Cluster) -> None:
-    pod = cluster.leader()
+    pod = cluster.reconciler()
     (container,) = [one["name"] for one in pod["spec"]["containers"]]
     cluster.kill_container(pod, container)
 
@@ -85,7 +85,7 @@ def test_an_api_server_that_is_killed_and_then_stands_still_stops_nothing(
     _signal(cluster, "-STOP")
     try:
         assert not _answers(cluster), "the API server stands still"
-        time.sleep(30)  # twice as long as a Lease lasts
+        time.sleep(30)
     finally:
         _signal(cluster, "-CONT")
     namespace.eventually(lambda: namespace.list("pods"), what="it answers again")

@@ -331,7 +331,7 @@ _ID = {"epoch": {"number": 1, "nonce": "aaaaaaaa"}, "step": 100}
 RUN_REPORT = {
     "leader": "a1b2", "sequence": 3, "world": 2, "settled": True, "committed": _ID,
     "watermarks": {"local": _ID}, "epochs": [{"id": _ID["epoch"], "parent": None}],
-    "kept": [{"step_id": _ID, "ranks": 2, "tiers": ["archive"]}],
+    "kept": [{"step": "0001.aaaaaaaa-000000100", "ranks": 2, "tiers": ["archive"]}],
     "nodes": [{"node_rank": 0, "pod": "u", "node": "n", "warnings": ["slow"]}],
     "doubts": [{"kind": "CommitStalled", "text": "no step"}],
     "recent": [{"time": "2026-11-27T10:00:00Z", "type": "Restored", "step": 90}],

@@ -64,7 +64,7 @@ def test_a_report_says_how_a_run_is() -> None:
         held_by=(Tier.MEMORY, Tier.LOCAL),
         kept=(
             Kept(
-                step_id=step(8),
+                step=str(step(8)),
                 ranks=2,
                 tiers=(Tier.LOCAL, Tier.ARCHIVE),
                 size_bytes=2 * IMAGE_BYTES,
@@ -102,7 +102,7 @@ def test_the_largest_run_fits_into_a_report() -> None:
         one.archive = [step(number) for number in range(150)]
     report = Play(*sidecars, archive_every=1).post()  # within all bounds: see `Play.look`
     assert (report.archived, len(report.kept), len(report.nodes)) == (150, 100, 64)
-    assert report.kept[0].step_id == step(149)
+    assert report.kept[0].step == str(step(149))
 
 
 def test_what_does_not_fit_loses_the_ends_of_its_lists_and_is_not_certain_any_more() -> None:
@@ -110,7 +110,7 @@ def test_what_does_not_fit_loses_the_ends_of_its_lists_and_is_not_certain_any_mo
     a.archive = b.archive = [step(number) for number in range(8)]
     report = Play(a.saved(8), b.saved(8), archive_every=1).post()
     cut = fitted(report, lambda one: LARGEST_BYTES + len(one.kept) - 4)
-    assert [one.step_id.step for one in cut.kept] == [7, 6, 5, 4]
+    assert [one.step for one in cut.kept] == [str(step(number)) for number in (7, 6, 5, 4)]
     assert (report.certain, cut.certain) == (True, False)
     assert (cut.doubts, cut.committed) == (report.doubts, report.committed)
 
@@ -491,7 +491,7 @@ def test_pinned_steps_stay_and_others_go() -> None:
     a, b = two()
     play = Play(a.saved(1, 2, 3), b.saved(1, 2, 3))
     report = play.post(pins=(step(1),))
-    assert [one.step_id for one in report.kept] == [step(1)]
+    assert [one.step for one in report.kept] == [str(step(1))]
     assert (play.replies(a).pinned, play.replies(a).retire) == ((step(1),), (step(2),))
     play.post(pins=())
     assert play.replies(a).retire == (step(1), step(2))

@@ -44,7 +44,7 @@ def test_no_count_of_a_run_is_told_before_its_object_has_said_from_where_to_go_o
 
 def test_a_condition_has_a_sample_for_the_status_that_it_has() -> None:
     run = begun()
-    told = transitions.status_written(run, render(run, Cluster(), now=T0))
+    told = replace(run, status=render(run, Cluster(), now=T0))
 
     def statuses(condition: str) -> set[str]:
         name = "keepstep_run_condition"

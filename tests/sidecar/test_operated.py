@@ -14,7 +14,7 @@ from pods import Pod, members
 from trainer import FakeTrainer, content, read_image
 
 from keepstep.core.retention import Retention
-from keepstep.core.vote import choose
+from keepstep.core.vote import choose, limit_of
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.runs import DoubtKind, MemberState, RunPolicy
 from tests.harness import eventually, free_port
@@ -77,7 +77,9 @@ class Team:
 
     def restart(self, epoch: str) -> StepId | None:
         """The trainers are replaced: vote, restore, begin the next epoch."""
-        decision = choose([one.candidates() for one in self.come()])
+        votes = [one.candidates() for one in self.come()]
+        limit, exact = limit_of(votes)
+        decision = choose(votes, limit=limit, exact=exact)
         for one in self.ranks:
             if decision.id is not None:
                 opened = one.open(decision.id)
@@ -154,15 +156,19 @@ def test_what_a_person_asks_for_is_done_by_the_run(team: Team) -> None:
     first = team.reach(1)
     team.operator.ask(pins=(first,))
     eventually(
-        lambda: (found := team.operator.newest) and [one.step_id for one in found.kept] == [first],
+        lambda: (found := team.operator.newest) and [one.step for one in found.kept] == [str(first)]
+            (found := team.operator.newest) and [one.step for one in found.kept] == [str(first)]
+        ),
     )
     team.reach(2)
     team.reach(3)
     held(team, 1, 3)
     team.operator.ask(restore_from="1")
-    eventually(lambda: (found := team.operator.newest) and found.restore_known and (
-        found.record.restore_from is not None
-    ))  # fmt: skip
+    eventually(
+        lambda: (
+            (found := team.operator.newest) and found.restore_known and found.record.restore_from
+        )
+    )
     assert team.restart("00000002") == first
     done = eventually(
         lambda: next(

@@ -11,8 +11,8 @@ MOST = 65_536
 _LONGEST_NUMBER = 10
 
 
-def spans(numbers: Iterable[int], *, longest: int = LONGEST) -> str:
-    """`0-3,8` for 0, 1, 2, 3, 8. Numbers that do not fit into `longest` are left out at the end."""
+def spans(numbers: Iterable[int]) -> str:
+    """`0-3,8` for 0, 1, 2, 3, 8. Numbers that do not fit into `LONGEST` are left out at the end."""
     found: list[list[int]] = []
     for number in sorted(set(numbers)):
         if found and found[-1][1] == number - 1:
@@ -20,7 +20,7 @@ def spans(numbers: Iterable[int], *, longest: int = LONGEST) -> str:
         else:
             found.append([number, number])
     text = ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in found)
-    return text if len(text) <= longest else text[:longest].rpartition(",")[0]
+    return text if len(text) <= LONGEST else text[:LONGEST].rpartition(",")[0]
 
 
 def within(text: str, number: int) -> bool:

@@ -44,8 +44,6 @@ RUN_KEY_LABEL = "keepstep.dev/run-key"
 NODE_RANK_LABEL = "keepstep.dev/node-rank"
 AGENT_LABEL = "keepstep.dev/agent"
 """On the pods of the agents of nodes."""
-LEADER_LABEL = "keepstep.dev/leader"
-"""On the pod of the leading reconciler."""
 STATUS_ANNOTATION = "keepstep.dev/status"
 """Annotation with JSON: policy, generation, sidecar image and version, training container, job."""
 

@@ -21,7 +21,8 @@ from keepstep_operator import __version__
 from keepstep_operator.journal import say
 
 _SHUTDOWN_S: Final = 5.0
-_KEEPALIVE_S: Final = 30.0
+_KEEPALIVE_S: Final = 5.0
+"""An idle connection holds some 80 KiB."""
 
 Ready = Callable[[], str]
 """Returns why the process is not ready; '' if it is."""

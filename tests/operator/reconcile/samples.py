@@ -42,6 +42,7 @@ def pod(node_rank: int = 0, *, life: int = 1, **changes: Any) -> PodRecord:
         volumes=(VolumeKind.HOST_PATH,),
         policy="default",
         policy_generation=1,
+        sidecar_image="keepstep/sidecar:0.1.0",
         job=JOB,
     )
     return replace(record, **changes)

@@ -15,7 +15,7 @@ from keepstep.leader.leader import Leader
 from keepstep.leader.left_shards import said
 from keepstep.leader.node_rank import Place
 from keepstep.steps import Tier
-from keepstep.wire.runs import LONGEST_TEXT, MOST_SAID, Doubt, DoubtKind, utc
+from keepstep.wire.runs import Doubt, DoubtKind, utc
 from keepstep.wire.status import TierProgress
 
 FIRST_COMMIT_S: Final = 600.0
@@ -34,7 +34,7 @@ _ONWARD: Final = "Training goes on; a restart goes back to the last commit"
 def doubts(leader: Leader, *, behind: int | None, at: float) -> tuple[Doubt, ...]:
     """All that holds now. `behind`: see `RunReport`."""
     return tuple(
-        Doubt(kind=kind, text=text[:LONGEST_TEXT])
+        Doubt(kind=kind, text=text)
         for kind, text in (
             *_commits(leader, behind, at),
             *_refused(leader),
@@ -45,7 +45,7 @@ def doubts(leader: Leader, *, behind: int | None, at: float) -> tuple[Doubt, ...
             *_left(leader),
             *_absent(leader, at),
         )
-    )[:MOST_SAID]
+    )
 
 
 Said = Iterator[tuple[DoubtKind, str]]

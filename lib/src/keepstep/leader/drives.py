@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 from keepstep.wire.reports import Report
 from keepstep.wire.runs import Drive
@@ -108,14 +107,13 @@ class Drives:
                 found.append(OtherDrive(node_rank=node_rank, volume=volume, was=was, now=uuid))
         return found
 
-    def rows(self, *, most: int) -> list[Drive]:
+    def rows(self) -> list[Drive]:
         """What to write down, so that a later leader can go on."""
-        rows = (
+        return [
             Drive(node_rank=node_rank, node=one.node, volume=volume, id=id)
             for node_rank, one in sorted(self._held.items())
             for volume, id in sorted(one.volumes.items())
-        )
-        return list(islice(rows, most))
+        ]
 
     def resume(self, rows: Iterable[Drive]) -> None:
         """Take over what an earlier leader wrote down."""

@@ -158,9 +158,8 @@ class RunHistory:
         for one in said:
             if isinstance(one, Alarm) and one.kind is not AlarmKind.FRESH_START:
                 reason = "".join(word.capitalize() for word in str(one.kind).split("-"))
-                text = one.text[: wire.LONGEST_TEXT]
-                self._alarms.pop(text, None)  # to the end: the oldest is forgotten first
-                self._alarms[text] = at, reason
+                self._alarms.pop(one.text, None)  # to the end: the oldest is forgotten first
+                self._alarms[one.text] = at, reason
         while len(self._alarms) > wire.MOST_SAID:
             del self._alarms[next(iter(self._alarms))]
 
@@ -222,7 +221,7 @@ class RunHistory:
             counted=str(self.restarts.counted or ""),
             goodput=self.goodput.shown(at=at),
             holders=holders,
-            drives=tuple(self.drives.rows(most=wire.MOST_DRIVES)),
+            drives=tuple(self.drives.rows()),
         )
 
 

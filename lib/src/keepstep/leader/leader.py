@@ -52,6 +52,7 @@ class _Member:
     the reply that said that the leader ends."""
 
     life: str
+    pod: str
     order: int
     connected: bool = True
     holds: str = ""
@@ -137,7 +138,7 @@ class Leader:
         self._reported.add(node_rank)
         member.holds, member.heard, self._advice = report.peers_version, told.heard, None
         sender = Sender(
-            pod=told.pod or member.life,
+            pod=member.pod,
             node_rank=node_rank,
             node=told.node or str(node_rank),
             created_at=f"{member.order:020}",
@@ -181,7 +182,7 @@ class Leader:
             return known
         if known is not None and known.connected:
             raise UsageError(DUPLICATE.format(node_rank))
-        return _Member(life=told.life, order=0)
+        return _Member(life=told.life, pod=told.pod or told.life, order=0)
 
     def _believed(self, node_rank: int, report: Report) -> tuple[ReportedRank, ...]:
         """The ranks of a report, without new steps of a rank that trains at another member, unless
@@ -354,14 +355,9 @@ class Leader:
                 peers_version=version,
                 agents=left.agents_of(node_rank),
                 awaits=left.awaited_by(node_rank),
-                changes_since=self._follows(node_rank),
+                changes_since=self.ledger.follows(node_rank, member.pod),
             ),
         )
-
-    def _follows(self, node_rank: int) -> int:
-        """See `ReportReply.changes_since`."""
-        place = self.ledger.places.get(node_rank)
-        return self.ledger.follows(node_rank, place.pod) if place is not None else 0
 
     def _advise(self) -> _Advice:
         if self._advice is None:

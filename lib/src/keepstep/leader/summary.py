@@ -1,7 +1,4 @@
-"""The report of a run to the operator, from what its leader knows. Pure.
-
-Each list and text is cut to the bound that `keepstep.wire.runs` names.
-"""
+"""The report of a run to the operator, from what its leader knows. Pure."""
 
 from __future__ import annotations
 
@@ -18,8 +15,9 @@ from keepstep.leader.orphaned_shards import OrphanedShard
 from keepstep.leader.run_ledger import RunLedger
 from keepstep.spans import spans
 from keepstep.steps import NEAREST_FIRST, Answer, StepId, Tier
-from keepstep.wire import runs as wire
 from keepstep.wire.runs import (
+    LARGEST_BYTES,
+    MOST_NODES,
     Holder,
     Kept,
     MemberState,
@@ -28,12 +26,12 @@ from keepstep.wire.runs import (
     RunReport,
     Safe,
     Stall,
+    within_bounds,
 )
 
 SILENT_S: Final = 90.0
 """A member is silent after this time without a connection."""
 _MOST_ARCHIVED: Final = 100
-_COMMITS: Final = 4
 
 
 def summary(leader: Leader, *, sequence: int, at: float) -> RunReport:
@@ -50,31 +48,29 @@ def summary(leader: Leader, *, sequence: int, at: float) -> RunReport:
     watermarks = ledger.watermarks()
     if safe.step is not None and asked.policy.replicas:
         watermarks[Tier.PEER] = safe.step  # what is left whichever node is lost
-    return RunReport(
+    report = RunReport(
         leader=leader.life,
         sequence=sequence,
         world=ledger.world or 0,
         alive=ledger.alive(),
         known=len(ledger.places),
-        missing=_spans(_silent(leader, at)),
-        without_library=_spans(
+        missing=spans(_silent(leader, at)),
+        without_library=spans(
             rank
             for rank, place in ledger.places.items()
             if not place.gone and not place.sidecar.library
         ),
         settled=leader.all_here,
-        epochs=tuple(
-            sorted(ledger.core.epochs, key=lambda one: one.id, reverse=True)[: wire.MOST_EPOCHS]
-        ),
+        epochs=tuple(sorted(ledger.core.epochs, key=lambda one: one.id, reverse=True)),
         fresh=str(fresh or ""),
         origin=next((f"{one.origin}/{one.parent}" for one in ledger.core.epochs if one.origin), ""),
         step=step,
         behind=behind,
         committed=commit.id if commit is not None else None,
-        commits=ledger.commits()[-_COMMITS:],
+        commits=ledger.commits(),
         watermarks=watermarks,
         held_by=_holders_of(ledger, commit.id if commit is not None else None),
-        kept=tuple(_kept(leader))[: wire.MOST_KEPT],
+        kept=tuple(_kept(leader)),
         certain=_is_certain(leader),
         archived=len(ledger.archived()),
         safe=Safe(
@@ -82,28 +78,29 @@ def summary(leader: Leader, *, sequence: int, at: float) -> RunReport:
             node=safe.step,
             pod=safe.pod,
             archived=safe.archived,
-            sole=tuple(sorted(safe.sole))[: wire.MOST_SOLE],
+            sole=tuple(sorted(safe.sole)),
         ),
         stall=_stall(there),
         fullest=max((one.sidecar.fullest for one in there if one.sidecar.fullest), default=None),
         sidecar=_versions(one.sidecar.version for one in there),
         library=_versions(one.sidecar.library for one in there),
-        pinned=max((one.sidecar.pinned for one in there), default="")[: wire.LONGEST_WARNING],
+        pinned=max((one.sidecar.pinned for one in there), default=""),
         refusals=max((one.sidecar.refusals for one in there), default=0),
         restore_known=leader.restore_known(),
         acknowledged=str(asked.fresh.acknowledged or ""),
-        nodes=tuple(_nodes(leader, at))[: wire.MOST_NODES],
+        nodes=tuple(_nodes(leader, at)),
         recent=history.recent,
         alarms=history.alarms(at=at),
         doubts=doubts(leader, behind=behind, at=at),
         record=_record(leader, at) if sequence > 1 else Record(),
     )
+    return within_bounds(report)
 
 
 def fitted(report: RunReport, size: Callable[[RunReport], int]) -> RunReport:
     """The report, without the ends of its longest lists if it is larger than `LARGEST_BYTES`.
     `size`: in bytes as it is sent."""
-    while size(report) > wire.LARGEST_BYTES:
+    while size(report) > LARGEST_BYTES:
         record = report.record
         report = replace(
             report,
@@ -119,12 +116,8 @@ def _half(listed: tuple) -> tuple:  # type: ignore[type-arg]
     return listed[: len(listed) // 2]
 
 
-def _spans(numbers: Iterable[int]) -> str:
-    return spans(numbers, longest=wire.LONGEST_SPANS)
-
-
 def _versions(said: Iterable[str]) -> str:
-    return ", ".join(sorted({*said} - {""}))[: wire.LONGEST_WARNING]
+    return ", ".join(sorted({*said} - {""}))
 
 
 def _stall(there: Iterable[Place]) -> Stall:
@@ -159,16 +152,13 @@ def _nodes(leader: Leader, at: float) -> list[NodeReport]:
             pod=place.pod,
             node=place.node,
             state=_state(place, rank in silent),
-            ranks=_spans(bits(place.own)),
+            ranks=spans(bits(place.own)),
             memory=None if place.gone else _newest(leader.ledger, rank, Tier.MEMORY),
             local=None if place.dropped else _newest(leader.ledger, rank, Tier.LOCAL),
-            buddies=_spans(ring.get(rank, ())),
-            warnings=tuple(
-                text[: wire.LONGEST_WARNING]
-                for text in place.sidecar.warnings[: wire.MOST_NODE_WARNINGS]
-            ),
+            buddies=spans(ring.get(rank, ())),
+            warnings=place.sidecar.warnings,
         )
-        for rank, place in places[: wire.MOST_NODES]
+        for rank, place in places[:MOST_NODES]
     ]
 
 
@@ -204,7 +194,7 @@ def _kept(leader: Leader) -> Iterator[Kept]:
         held = {tier: ledger.core.holders(id, tier).bit_count() for tier in NEAREST_FIRST[1:]}
         world = max(held.values())
         yield Kept(
-            step_id=id,
+            step=str(id),
             ranks=max(1, world),
             tiers=tuple(tier for tier, count in held.items() if count >= world),
             size_bytes=ledger.core.size_bytes(id),
@@ -248,7 +238,7 @@ def _holders(leader: Leader) -> tuple[Holder, ...]:
         _holder(leader.ledger, node, at, place_of, left.get(node, ()))
         for node, at in sorted(by_node.items(), key=lambda one: (one[0] not in left, one[0]))
     )
-    return tuple(one for one in found if one.node_ranks or one.copies)[: wire.MOST_HOLDERS]
+    return tuple(one for one in found if one.node_ranks or one.copies)
 
 
 def _holder(
@@ -269,7 +259,7 @@ def _holder(
     copied = (rank for place in places.values() for rank in bits(place.copied))
     return Holder(
         node=node,
-        node_ranks=_spans(own | {one.node_rank for one in left}),
-        copies=_spans(place_of[rank] for rank in copied if rank in place_of),
+        node_ranks=spans(own | {one.node_rank for one in left}),
+        copies=spans(place_of[rank] for rank in copied if rank in place_of),
         step=None if newest is None else newest.step,
     )

@@ -7,14 +7,14 @@ so a lost or repeated one changes nothing. It names no namespace and no run: the
 these from its own record of the pod whose token came with the report.
 
 A body has at most `LARGEST_BYTES`. The leader cuts each list and text to the bound that is named
-here (`MOST_...`, `LONGEST_...`); the operator refuses a report that exceeds one.
+here (`within_bounds`); the operator refuses a report with a longer list.
 """
 
 from __future__ import annotations
 
 import calendar
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from keepstep.core.retention import Retention
 from keepstep.steps import Epoch, StepId, StrEnum, Tier
@@ -24,19 +24,18 @@ LARGEST_BYTES = 128 << 10
 
 MOST_NODES = 64
 MOST_NODE_WARNINGS = 2
-MOST_SAID = 16
+MOST_SAID = 12
 MOST_RECENT = 10
 MOST_EPOCHS = 4
+MOST_COMMITS = 16
 MOST_KEPT = 132
 """The newest 100 archived steps, and 32 pins."""
-MOST_SOLE = 64
-MOST_HOLDERS = 400
-MOST_DRIVES = 200
+MOST_SOLE = 32
+MOST_HOLDERS = 200
+MOST_DRIVES = 128
 MOST_TALLIES = 8
-LONGEST_WARNING = 200
+LONGEST_WARNING = 160
 LONGEST_TEXT = 500
-LONGEST_SPANS = 1024
-"""Of sets of numbers as text, like `0-3,8`."""
 
 
 def utc(seconds: float) -> str:
@@ -231,12 +230,13 @@ class Happened:
     lost_steps: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """An archived or pinned step. `tiers`: those that hold all its shards. `size_bytes`: of one
-    copy; 0 if it is unknown."""
+    """An archived or pinned step. `step`: its full id, as text, because an operator holds a hundred
+    thousand. `tiers`: those that hold all its shards. `size_bytes`: of one copy; 0 if it is
+    unknown."""
 
-    step_id: StepId
+    step: str
     ranks: int
     tiers: tuple[Tier, ...]
     size_bytes: int = 0
@@ -320,6 +320,42 @@ class RunReport:
     alarms: tuple[Alarm, ...] = ()
     doubts: tuple[Doubt, ...] = ()
     record: Record = Record()
+
+
+def within_bounds(report: RunReport) -> RunReport:
+    """The report with its lists and texts cut to their bounds, as a leader sends it. The first
+    items of a list stay, but of commits and tallies, which are oldest first, the last ones."""
+    record, goodput = report.record, report.record.goodput
+    if goodput is not None:
+        goodput = replace(goodput, tallies=goodput.tallies[-MOST_TALLIES:])
+    return replace(
+        report,
+        epochs=report.epochs[:MOST_EPOCHS],
+        commits=report.commits[-MOST_COMMITS:],
+        kept=report.kept[:MOST_KEPT],
+        safe=replace(report.safe, sole=report.safe.sole[:MOST_SOLE]),
+        nodes=tuple(_cut(one) for one in report.nodes[:MOST_NODES]),
+        recent=tuple(
+            replace(one, message=one.message[:LONGEST_TEXT]) for one in report.recent[:MOST_RECENT]
+        ),
+        alarms=tuple(
+            replace(one, text=one.text[:LONGEST_TEXT]) for one in report.alarms[:MOST_SAID]
+        ),
+        doubts=tuple(
+            replace(one, text=one.text[:LONGEST_TEXT]) for one in report.doubts[:MOST_SAID]
+        ),
+        record=replace(
+            record,
+            goodput=goodput,
+            holders=record.holders[:MOST_HOLDERS],
+            drives=record.drives[:MOST_DRIVES],
+        ),
+    )
+
+
+def _cut(node: NodeReport) -> NodeReport:
+    warnings = (text[:LONGEST_WARNING] for text in node.warnings[:MOST_NODE_WARNINGS])
+    return replace(node, warnings=tuple(warnings))
 
 
 # --- the answer ----------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def changes(run: Run, known: Mapping[str, Tiers]) -> Changes:
 
 def name_of(run: Run, one: Kept) -> str:
     """The name of its object. It is a DNS subdomain, since both parts are."""
-    return f"{run.key.name}-{one.step_id}"
+    return f"{run.key.name}-{one.step}"
 
 
 def tiers_of(one: Kept) -> Tiers:
@@ -76,7 +76,7 @@ def body_of(run: Run, one: Kept) -> Body:
         },
         "spec": {
             "run": run.key.name,
-            "step": str(one.step_id),
+            "step": one.step,
             "ranks": max(1, one.ranks),
             **({"bytes": one.size_bytes} if one.size_bytes else {}),
         },

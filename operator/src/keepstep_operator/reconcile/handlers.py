@@ -1,4 +1,5 @@
-"""kopf's handlers: what happens when objects of the cluster change. All are level-triggered.
+"""kopf's handlers: what happens when objects of the cluster change. All are level-triggered, and
+asynchronous: kopf would run others in threads.
 
 Pods are selected by the label that admission sets on all pods that it was asked about: "true" if it
 gave them a sidecar, "refused" if it did not. kopf keeps watches going, and tries again by itself.
@@ -45,7 +46,7 @@ def registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
         return found(**kwargs)
 
     @kopf.on.event("", "v1", "pods", registry=handlers)
-    def pod(event: kopf.RawEvent, uid: str, memo: kopf.Memo, **_: Any) -> None:
+    async def pod(event: kopf.RawEvent, uid: str, memo: kopf.Memo, **_: Any) -> None:
         body: Body = dict(event["object"])
         if event["type"] == "DELETED":
             memo.operator.pod_gone(uid)
@@ -53,8 +54,12 @@ def registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
             memo.operator.pod_seen(record)
 
     @kopf.on.event(*_OURS, "checkpointruns", registry=handlers)
-    def checkpoint_run(event: kopf.RawEvent, memo: kopf.Memo, **_: Any) -> None:
-        object = parse_run_object(dict(event["object"]))
+    async def checkpoint_run(
+        event: kopf.RawEvent, namespace: str | None, name: str, memo: kopf.Memo, **_: Any
+    ) -> None:
+        key = RunKey(namespace or "", name)
+        known = memo.operator.object(key) is not None
+        object = parse_run_object(dict(event["object"]), with_status=not known)
         if event["type"] == "DELETED":
             memo.operator.object_gone(object.key)
         else:
@@ -62,7 +67,7 @@ def registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
             memo.operator.object_seen(object)
 
     @kopf.on.event(*_OURS, "checkpointpolicies", registry=handlers)
-    def checkpoint_policy(
+    async def checkpoint_policy(
         event: kopf.RawEvent, patch: kopf.Patch, memo: kopf.Memo, **_: Any
     ) -> None:
         body: Body = dict(event["object"])
@@ -80,7 +85,7 @@ def registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
     if watch_nodes:
 
         @kopf.on.event("", "v1", "nodes", registry=handlers)
-        def node(event: kopf.RawEvent, name: str, memo: kopf.Memo, **_: Any) -> None:
+        async def node(event: kopf.RawEvent, name: str, memo: kopf.Memo, **_: Any) -> None:
             if event["type"] == "DELETED":
                 memo.operator.node_gone(name)
             else:

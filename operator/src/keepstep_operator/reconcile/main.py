@@ -127,6 +127,7 @@ class Parts:
             self.rounds.tick(),
             self.writer.run(),
             self.writer.write_events(),
+            self.writer.write_checkpoints(),
         )
         tasks = [asyncio.create_task(one) for one in background]
         try:

@@ -85,14 +85,6 @@ def acknowledge(run: RunKey) -> str:
     )
 
 
-def begin_again(run: RunKey) -> str:
-    """How a person has a run begin again that waits for what is missing."""
-    return (
-        "To begin again at step 0: kubectl annotate --overwrite checkpointrun -n"
-        f" {run.namespace} {run.name} {names.FRESH_START_ANNOTATION}={names.FRESH_START_ALLOW}"
-    )
-
-
 def draining(node: str, step: int | None) -> str:
     """A cordoned node holds the only copy of some shards of the newest commit."""
     which = f"step {step}, the newest commit," if step is not None else "the newest commit"

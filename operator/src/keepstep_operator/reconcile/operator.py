@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Final
 
 from keepstep.wire.runs import Requested, RunReport
 from keepstep_operator.api.model import (
@@ -17,10 +18,15 @@ from keepstep_operator.api.model import (
     RunKey,
     RunObject,
 )
+from keepstep_operator.api.run import RunStatus
 from keepstep_operator.reconcile import run as transitions
 from keepstep_operator.reconcile.events import Event, events, policy_event
 from keepstep_operator.reconcile.requested import Cluster, leader_pod, requested
 from keepstep_operator.reconcile.run import Run
+
+LEAST_S: Final = 5.0
+LONGEST_S: Final = 30.0
+_EACH_S: Final = 0.03
 
 Mark = Callable[[RunKey], None]
 Tell = Callable[[Run, Event], None]
@@ -39,6 +45,12 @@ class Operator:
         self._run_of_pod: dict[str, RunKey] = {}
         self._policies: dict[tuple[str, str], PolicyRecord] = {}
 
+    @property
+    def pace_s(self) -> float:
+        """How often each run reports, and is written when only its numbers changed: more seldom,
+        the more runs there are."""
+        return min(LONGEST_S, max(LEAST_S, len(self.runs) * _EACH_S))
+
     def change(self, key: RunKey, step: Callable[[Run], Run]) -> None:
         """Take a run one step on."""
         before = self.runs.get(key) or self._begun(key)
@@ -47,6 +59,7 @@ class Operator:
             return
         if after.is_empty:
             self.runs.pop(key, None)
+            self.mark(key)
             return
         self.runs[key] = after
         for event in events(before, after):
@@ -54,7 +67,8 @@ class Operator:
         self.mark(key)
 
     def _begun(self, key: RunKey) -> Run:
-        return Run(key=key, since=self.clock())
+        now = self.clock()
+        return Run(key=key, since=now, idle_since=now)
 
     # --- pods --------------------------------------------------------------------------------
 
@@ -75,7 +89,8 @@ class Operator:
         self._run_of_pod[pod.uid] = pod.run
         self.change(pod.run, lambda run: transitions.pod_seen(run, pod, at=self.clock()))
         self.change(pod.run, self._with_policy)
-        self.change(pod.run, self._with_earlier)
+        if len(self.runs[pod.run].pods) == 1:
+            self.change(pod.run, self._with_earlier)
 
     def pod_gone(self, uid: str) -> None:
         """The pod's object was deleted."""
@@ -125,6 +140,16 @@ class Operator:
         for key in [key for key in self.runs if key.namespace == namespace]:
             self.change(key, self._with_policy)
 
+    def object(self, key: RunKey) -> RunObject | None:
+        """The run's CheckpointRun, if it is known."""
+        run = self.runs.get(key)
+        return run.object if run is not None else None
+
+    def status_written(self, key: RunKey, status: RunStatus) -> None:
+        """This status is in the run's object now, which is nothing to write."""
+        if key in self.runs:
+            self.runs[key] = replace(self.runs[key], status=status)
+
     def object_seen(self, object: RunObject) -> None:
         """A CheckpointRun exists or has changed."""
         self.change(object.key, lambda run: transitions.object_seen(run, object))
@@ -155,4 +180,6 @@ class Operator:
         if leads is None or leads.uid != pod.uid:
             return None
         self.change(pod.run, lambda run: transitions.reported(run, report, at=self.clock()))
-        return requested(self.runs[pod.run], self.cluster, authorities=authorities)
+        return requested(
+            self.runs[pod.run], self.cluster, interval_s=self.pace_s, authorities=authorities
+        )

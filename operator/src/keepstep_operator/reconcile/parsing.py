@@ -219,10 +219,12 @@ def _of_tiers(policy: Policy) -> str:
     return "; ".join(said) or "no tier outlives the loss of a node (see peers and archive)"
 
 
-def parse_run_object(body: Body) -> RunObject:
-    """A CheckpointRun. Fields that do not fit the schema count as absent."""
+def parse_run_object(body: Body, *, with_status: bool = True) -> RunObject:
+    """A CheckpointRun. Fields that do not fit the schema count as absent. Its status is read once,
+    as that takes a millisecond and is our own."""
     metadata = body.get("metadata") or {}
-    spec, status = _object(body.get("spec")), read_status(_object(body.get("status")))
+    spec = _object(body.get("spec"))
+    status = read_status(_object(body.get("status"))) if with_status else RunStatus()
     pins, restore_from = spec.get("pins"), spec.get("restoreFrom")
     namespace = str(metadata.get("namespace") or "")
     return RunObject(

@@ -34,6 +34,9 @@ from keepstep_operator.serving import Ready, health_routes
 _LOGGED_EVERY_S: Final = 600.0
 _READ_S: Final = 20.0
 _SOURCES: Final = 1000
+_LEAST_GAP_S: Final = 1.0
+"""Between two reports of one pod."""
+_PODS: Final = 10_000
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -66,6 +69,7 @@ class ReportsApi:
         self._namespace = namespace
         self._authorities = authorities
         self._logged: TTLCache[tuple[str, str], bool] = TTLCache(_SOURCES, _LOGGED_EVERY_S)
+        self._lately: TTLCache[str, bool] = TTLCache(_PODS, _LEAST_GAP_S)
 
     def application(self) -> web.Application:
         """The application. Every error is answered with a `Problem`."""
@@ -76,6 +80,9 @@ class ReportsApi:
 
     async def _take(self, request: web.Request) -> web.Response:
         pod = await self._pod(await self._identity(request))
+        if pod.uid in self._lately:
+            raise Refused(429, "too-often", f"pod {pod.name} reported less than a second ago")
+        self._lately[pod.uid] = True
         report = bounded(_decode_report(await _body(request)))
         answer = self._operator.reported(pod, report, authorities=self._authorities())
         if answer is None:
@@ -174,6 +181,7 @@ def bounded(report: RunReport) -> RunReport:
         (report.alarms, wire.MOST_SAID),
         (report.doubts, wire.MOST_SAID),
         (report.epochs, wire.MOST_EPOCHS),
+        (report.commits, wire.MOST_COMMITS),
         (report.kept, wire.MOST_KEPT),
         (report.safe.sole, wire.MOST_SOLE),
         (record.holders, wire.MOST_HOLDERS),

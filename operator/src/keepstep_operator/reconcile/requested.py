@@ -36,12 +36,15 @@ class Cluster:
         return known.labels.get(topology_key) or node
 
 
-def requested(run: Run, cluster: Cluster, *, authorities: str = "") -> Requested:
+def requested(
+    run: Run, cluster: Cluster, *, interval_s: float = 30.0, authorities: str = ""
+) -> Requested:
     """The answer to the newest report of the run's leader."""
     record, report, spec = run.record, run.report, run.object
     begins = report is not None and report.sequence <= 1
     nodes = [holder.node for holder in record.holders]
     return Requested(
+        interval_s=interval_s,
         members=tuple(_members(run, cluster)),
         complete=cluster.complete,
         lost_nodes=tuple(node for node in nodes if cluster.gone(node)),

@@ -36,6 +36,8 @@ _LIVING: Final = "status.phase!=Succeeded,status.phase!=Failed"
 LOOK_S: Final = 20.0
 SWEEP_S: Final = 600.0
 TICK_S: Final = 15.0
+LATE_S: Final = 45.0
+"""From a leader's last report on, its run is looked at although nothing happens."""
 _AGAIN_S: Final = 2.0
 JOB_S: Final = 30.0
 
@@ -80,14 +82,15 @@ class Rounds:
             await asyncio.sleep(LOOK_S)
 
     async def tick(self) -> None:
-        """Mark all runs that go on each `TICK_S`, and ask about jobs; for ever."""
+        """Mark the runs whose leader is late each `TICK_S`, and ask about jobs; for ever."""
         operator = self._operator
         while True:
             await asyncio.sleep(TICK_S)
             for run in [*operator.runs.values()]:
                 for event in standing(run, operator.cluster, now=operator.clock()):
                     operator.tell(run, event)
-                if run.finished_at is None:
+                late = operator.clock() - run.reported_at > LATE_S
+                if late and run.finished_at is None:
                     operator.mark(run.key)
                 await self._tried(partial(self._ask_about, run), "jobs")
 
@@ -104,7 +107,8 @@ class Rounds:
     async def _sweep(self) -> None:
         """Forget what vanished while kopf listed anew, as that gives no event."""
         operator = self._operator
-        pods_before, runs_before = {*operator.pods}, {*operator.runs}
+        pods_before = {*operator.pods}
+        runs_before = {key for key, run in operator.runs.items() if run.object is not None}
         pods = {_uid(one) async for one in self._client.names(PODS, labels=names.INJECTED_LABEL)}
         runs = {_key(one) async for one in self._client.names(RUNS)}
         for uid in pods_before - pods - self._uninjected:

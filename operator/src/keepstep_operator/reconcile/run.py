@@ -93,8 +93,9 @@ class Run:
     def resumes(self, now: float) -> bool:
         """Whether the status of an earlier process is still better than what this one knows: the
         leader reports within half a minute."""
-        known = self.report is not None or self.status.phase in ("Waiting", FINISHED)
-        return not known and now - self.since < RESUME_S
+        if self.report is not None or self.finished_at is not None:
+            return False
+        return self.status.phase not in ("Waiting", FINISHED) and now - self.since < RESUME_S
 
 
 # --- pods ----------------------------------------------------------------------------------------
@@ -218,15 +219,17 @@ def _finished(run: Run, how: str, at: float) -> Run:
 def object_seen(run: Run, object: RunObject) -> Run:
     """The CheckpointRun exists or has changed. What an earlier process wrote there is taken over
     once."""
+    wanted = replace(object, status=RunStatus(), policy=None)
+    if run.object == wanted:
+        return run
     if run.object is not None or run.report is not None:
-        return replace(run, object=object)
-    status = object.status
-    written = object.policy
+        return replace(run, object=wanted)
+    status, written = object.status, object.policy
     if written is not None and _made_with(run, written.name) <= written.generation:
         run = replace(run, policy=written)
     run = replace(
         run,
-        object=object,
+        object=wanted,
         status=status,
         record=status.record,
         committed=status.committed,
@@ -240,11 +243,6 @@ def object_seen(run: Run, object: RunObject) -> Run:
 def object_gone(run: Run) -> Run:
     """The CheckpointRun was deleted. It is created again as long as the run has pods."""
     return replace(run, object=None, status=RunStatus())
-
-
-def status_written(run: Run, status: RunStatus) -> Run:
-    """This status is now in the object. Its conditions keep the times of their last change."""
-    return replace(run, status=status)
 
 
 def policy_seen(run: Run, policy: PolicyRecord | None) -> Run:

@@ -1,23 +1,25 @@
 """Writes what runs show: statuses, Checkpoint objects, Services and Events.
 
 A run that is marked is rendered, and written if that differs from what was written. A change that a
-person waits for is written at once, numbers alone each `NUMBERS_S`. One write replaces the whole
-status (a JSON patch), so a lost write is made good by the next. What fails is tried again with the
-next round, which marks all runs.
+person waits for is written at once, numbers alone each `Operator.pace_s`. One write replaces the
+whole status (a JSON patch), so a lost write is made good by the next. What fails is tried again
+with the next report, or round.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 from cachetools import TTLCache
 
+from keepstep.wire.runs import Kept
 from keepstep_operator import names
 from keepstep_operator.api.leader import service_body
 from keepstep_operator.api.model import RunKey
@@ -40,36 +42,35 @@ from keepstep_operator.reconcile.events import Event, bodies
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.render import render
-from keepstep_operator.reconcile.run import Run, status_written
+from keepstep_operator.reconcile.run import Run
 
-NUMBERS_S: Final = 60.0
+_NOTE_S: Final = 60.0
 LIST_S: Final = 600.0
-"""How often a run's Checkpoint objects are listed. Deleted ones are then made again."""
+"""How often a run's Checkpoint objects are listed at least. Deleted ones are then made again."""
 _MEND_S: Final = 10.0
 """A status that others wrote is written again after this time: two writers that disagree must not
 make a loop, and a watch that is late is no reason to write."""
 _AT_ONCE: Final = 8
 _PAUSE_S: Final = 0.25
-_MOST_CHECKPOINTS: Final = 20
-"""The most Checkpoint objects that are written for one run in one round."""
 _MOST_EVENTS: Final = 1000
 _TOLD: Final = 20_000
 
 
 @dataclass
 class _Written:
-    """What is known of the objects of one run. `stored`: a digest of the status as the API server
-    stored it. `service`: the UID of the CheckpointRun that owns the run's Service. `checkpoints`:
-    the tiers of each Checkpoint object by name, as of `listed_at`."""
+    """What is known of the objects of one run. `stored`, `shown`: digests of the status as the API
+    server stored it, and as the watch showed it last. `service`: the UID of the CheckpointRun that
+    owns the run's Service. `kept`: a digest of the steps for which there are Checkpoint objects, as
+    of `listed_at`."""
 
     at: float = 0.0
     stored: bytes = b""
-    overwritten: bool = False
+    shown: bytes = b""
     service: str = ""
     noted: str = ""
     noted_at: float = 0.0
     listed_at: float = 0.0
-    checkpoints: dict[str, checkpoints.Tiers] = field(default_factory=dict)
+    kept: int = 0
 
 
 class Writer:
@@ -82,6 +83,8 @@ class Writer:
         self._written: dict[RunKey, _Written] = {}
         self._due: set[RunKey] = set()
         self._bell = asyncio.Event()
+        self._steps: dict[RunKey, None] = {}
+        """Runs whose Checkpoint objects are to be compared, in order."""
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._events: asyncio.Queue[tuple[Run, Event]] = asyncio.Queue(_MOST_EVENTS)
         self._told: TTLCache[tuple[object, ...], float] = TTLCache(_TOLD, 3600.0)
@@ -93,13 +96,8 @@ class Writer:
 
     def shown(self, key: RunKey, status: Mapping[str, Any]) -> None:
         """The status that the object has, as a watch shows it."""
-        written = self._written.get(key)
-        if written is None or not written.stored:
-            return
-        if _digest(status) != written.stored and self._operator.clock() - written.at >= _MEND_S:
-            warn("status that others wrote is written over", run=str(key))
-            written.overwritten = True
-            self.mark(key)
+        if (written := self._written.get(key)) is not None:
+            written.shown = _digest(status)
 
     async def run(self) -> None:
         """Write what is due, for ever."""
@@ -132,16 +130,18 @@ class Writer:
         if run.resumes(now):
             return
         status = render(run, self._operator.cluster, now=now)
-        changed = status != run.status or run.object is None or written.overwritten
-        quiet = not written.overwritten and run.object is not None and _same(status, run.status)
-        if changed and not (quiet and now - written.at < NUMBERS_S):
-            written.stored = _digest(await self._write_status(run, as_json(status)))
-            written.at, written.overwritten = now, False
-            self._operator.change(run.key, lambda run: status_written(run, status))
+        overwritten = written.shown != written.stored and now - written.at >= _MEND_S
+        changed = status != run.status or run.object is None or overwritten
+        quiet = not overwritten and run.object is not None and _same(status, run.status)
+        if changed and not (quiet and now - written.at < self._operator.pace_s):
+            stored = await self._write_status(run, as_json(status))
+            written.stored = written.shown = _digest(stored)
+            written.at = now
+            self._operator.status_written(run.key, status)
         if run.object is not None:
             await self._write_service(run, written)
             await self._write_annotations(run, written, now)
-            await self._write_checkpoints(run, written, now)
+            self._steps.setdefault(run.key)
 
     # --- the run's object --------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Writer:
             said[names.FRESH_START_ANNOTATION] = report.acknowledged
         time = run.committed.time if run.committed is not None else ""
         queued = any(pod.queued for pod in run.members)
-        if queued and time != written.noted and now - written.noted_at >= NUMBERS_S:
+        if queued and time != written.noted and now - written.noted_at >= _NOTE_S:
             said[names.LAST_CHECKPOINT_ANNOTATION] = time
         if not said:
             return
@@ -215,40 +215,50 @@ class Writer:
 
     # --- Checkpoint objects ------------------------------------------------------------------
 
+    async def write_checkpoints(self) -> None:
+        """Write Checkpoint objects, one run after the other, for ever: a run may have a hundred,
+        and no status is to wait for them."""
+        while True:
+            await asyncio.sleep(_PAUSE_S if not self._steps else 0.0)
+            if not self._steps:
+                continue
+            key = next(iter(self._steps))
+            del self._steps[key]
+            run, written = self._operator.runs.get(key), self._written.get(key)
+            if run is None or written is None or run.report is None:
+                continue
+            try:
+                await self._write_checkpoints(run, written, self._operator.clock())
+            except KubeError as error:
+                warn("checkpoints not written", run=str(key), reason=str(error))
+                self._metrics.wrote("checkpoint", failed=True)
+            except Exception:
+                crash("checkpoints not written", run=str(key))
+
     async def _write_checkpoints(self, run: Run, written: _Written, now: float) -> None:
-        if run.report is None:
+        """Compare the objects with the report, if it names other steps than when they were compared
+        last, or that was long ago: people may have deleted some."""
+        report = run.report
+        kept = hash((report.kept, report.certain)) if report is not None else 0
+        if kept == written.kept and now - written.listed_at < LIST_S:
             return
-        if now - written.listed_at >= LIST_S:
-            written.checkpoints = await self._listed(run.key)
-            written.listed_at = now
-        known, namespace = written.checkpoints, run.key.namespace
+        known, namespace = await self._listed(run.key), run.key.namespace
         due = checkpoints.changes(run, known)
-        for one in due.made[:_MOST_CHECKPOINTS]:
-            body, name = checkpoints.body_of(run, one), checkpoints.name_of(run, one)
+        for one in due.made:
+            body = checkpoints.body_of(run, one)
             creation = self._client.create(CHECKPOINTS, body, namespace=namespace)
             if await self._create("checkpoint", creation) is None:
+                name = checkpoints.name_of(run, one)
                 warn("checkpoint not made", checkpoint=name, reason="another object has its name")
-                known[name] = checkpoints.tiers_of(one)  # until the next listing
-        new = [
-            one
-            for one in due.made[:_MOST_CHECKPOINTS]
-            if checkpoints.name_of(run, one) not in known
-        ]
-        for one in (*new, *due.moved[:_MOST_CHECKPOINTS]):
-            name = checkpoints.name_of(run, one)
-            if await self._show_tiers(name, namespace, checkpoints.status_of(one, now=now)):
-                known[name] = checkpoints.tiers_of(one)
             else:
-                known.pop(name, None)  # it was deleted: the next round makes it again
-        for name in due.gone[:_MOST_CHECKPOINTS]:
-            try:
+                await self._show_tiers(run, one, now)
+        for one in due.moved:
+            await self._show_tiers(run, one, now)
+        for name in due.gone:
+            with contextlib.suppress(NotFound):
                 await self._client.delete(CHECKPOINTS, name, namespace=namespace)
                 say("checkpoint deleted", run=str(run.key), checkpoint=name)
-            except NotFound:
-                pass
-            known.pop(name, None)
-        if len(due.made) > _MOST_CHECKPOINTS or len(due.gone) > _MOST_CHECKPOINTS:
-            self.mark(run.key)
+        written.kept, written.listed_at = kept, now
 
     async def _listed(self, key: RunKey) -> dict[str, checkpoints.Tiers]:
         labels = f"{names.RUN_KEY_LABEL}={key.name},{checkpoints.MANAGED_BY}={checkpoints.MANAGER}"
@@ -257,22 +267,19 @@ class Writer:
             str(body["metadata"]["name"]): checkpoints.known_tiers(body) async for body in listed
         }
 
-    async def _show_tiers(self, name: str, namespace: str, status: Body) -> bool:
-        """Write the object's status. Returns whether there is an object."""
-        patch = [{"op": "add", "path": "/status", "value": status}]
-        try:
+    async def _show_tiers(self, run: Run, one: Kept, now: float) -> None:
+        """Write the object's status. One that is deleted meanwhile is made again later."""
+        patch = [{"op": "add", "path": "/status", "value": checkpoints.status_of(one, now=now)}]
+        with contextlib.suppress(NotFound):
             await self._client.patch(
                 CHECKPOINTS,
-                name,
+                checkpoints.name_of(run, one),
                 patch,
-                namespace=namespace,
+                namespace=run.key.namespace,
                 kind=PatchType.JSON,
                 subresource="status",
             )
-        except NotFound:
-            return False
-        self._metrics.wrote("checkpoint")
-        return True
+            self._metrics.wrote("checkpoint")
 
     # --- Events ------------------------------------------------------------------------------
 

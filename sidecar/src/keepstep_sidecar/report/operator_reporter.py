@@ -30,7 +30,8 @@ _NOBODY_S: Final = 3
 still acknowledges."""
 _REPLY_LIMIT_BYTES: Final = 4 << 20
 _LAST_S: Final = 2.0
-_LEAST_GAP_S: Final = 1.0
+_LEAST_GAP_S: Final = 1.5
+"""The operator refuses reports that come within a second."""
 _PART: Final = 50
 """Working out a report takes at most one part in so many of the time."""
 _LOOK_S: Final = 10.0

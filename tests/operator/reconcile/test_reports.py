@@ -1,0 +1,251 @@
+"""The API for sidecars over real HTTPS: who may report, what is refused, who is signed for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from keepstep.steps import StepId, Tier
+from keepstep.wire import runs as wire
+from keepstep.wire.reports import CERTIFICATES_PATH
+from keepstep.wire.runs import Alarm, Doubt, DoubtKind, Drive, Happened, Holder, Kept, Record, Safe
+from keepstep_operator.kube import Client
+from keepstep_operator.reconcile.main import Parts, Settings
+from keepstep_operator.reconcile.reports import bounded
+from keepstep_operator.serving import listening
+from keepstep_operator.tls import ServerTls
+from tests.certificates import make_certificate
+from tests.operator.apiserver import ApiServer, bound_to
+from tests.operator.reconcile.samples import (
+    KEY,
+    node,
+    pod_body,
+    pod_path,
+    report,
+)
+from tests.operator.reconcile.serving import Served, trusting
+
+RIVAL = {
+    "apiVersion": "batch/v1",
+    "kind": "Job",
+    "name": "again",
+    "uid": "job-2",
+    "controller": True,
+}
+
+
+@asynccontextmanager
+async def api(directory: Path, **objects: Any) -> AsyncIterator[Served]:
+    """The API alone, without what watches: it looks up pods that it does not know."""
+    cluster = ApiServer(
+        tokens={
+            f"of-{rank}": bound_to("team", f"gpt-worker-{rank}", f"pod-{rank}") for rank in (0, 1)
+        }
+    )
+    for rank in (0, 1):
+        cluster.objects[pod_path(f"gpt-worker-{rank}")] = pod_body(rank)
+    cluster.objects |= objects
+    settings = Settings(
+        host_paths=(), watch_nodes=False, tls_dir=directory, peer_ca_dir=None, port=0,
+        metrics_port=0, namespace="keepstep-system",
+    )  # fmt: skip
+    connector = aiohttp.TCPConnector(ssl=trusting(make_certificate(directory)))
+    tls = ServerTls(directory)
+    async with cluster.running(), Client(cluster.access) as client:
+        parts = Parts(client, settings, tls=tls)
+        await parts.rounds.load()
+        app = parts.reports.application()
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            listening(app, port=0, ssl_context=tls.context, shutdown_s=0.1) as port,
+        ):
+            yield Served(parts, cluster, tls, session, port)
+
+
+async def test_the_leader_is_answered_with_the_pods_of_its_run(tmp_path: Path) -> None:
+    async with api(tmp_path) as served:
+        answer = await served.report(report(sequence=1), token="of-0")
+        assert [(one["pod"], one["address"]) for one in answer["members"]] == [
+            ("pod-0", "10.0.0.1"),
+            ("pod-1", "10.0.0.2"),
+        ]
+        assert answer["complete"] is True
+        assert answer["record"]["restarts"] == 0
+        assert served.parts.operator.runs[KEY].report is not None
+
+
+@pytest.mark.parametrize(
+    ("token", "status", "code"),
+    [
+        ("", 401, "no-token"),
+        ("wrong", 401, "bad-token"),
+        ("of-1", 409, "not-the-leader"),
+        ("of-a-stranger", 404, "unknown-pod"),
+        ("of-an-earlier-pod", 403, "other-pod"),
+        ("of-no-pod", 403, "no-pod"),
+    ],
+)
+async def test_who_does_not_lead_is_refused(
+    token: str, status: int, code: str, tmp_path: Path
+) -> None:
+    async with api(tmp_path) as served:
+        served.cluster.tokens |= {
+            "of-a-stranger": bound_to("team", "nobody", "uid-x"),
+            "of-an-earlier-pod": bound_to("team", "gpt-worker-0", "uid-y"),
+            "of-no-pod": {**bound_to("team", "a", "b"), "user": {"username": "jane"}},
+        }
+        found, problem = await served.post(msgspec.json.encode(report()), token=token)
+        assert (found, problem["code"]) == (status, code)
+
+
+async def test_a_pod_without_our_sidecar_is_refused(tmp_path: Path) -> None:
+    async with api(tmp_path) as served:
+        served.cluster.objects[pod_path("plain")] = {
+            **pod_body(5, injected=False),
+            "metadata": {**pod_body(5, injected=False)["metadata"], "name": "plain"},
+        }
+        served.cluster.tokens["plain"] = bound_to("team", "plain", "pod-5")
+        status, problem = await served.post(msgspec.json.encode(report()), token="plain")
+        assert (status, problem["code"]) == (403, "not-injected")
+
+
+async def test_of_two_pods_with_node_rank_0_the_younger_one_is_refused(tmp_path: Path) -> None:
+    twin = pod_body(0)
+    twin["metadata"] |= {
+        "uid": "pod-9",
+        "name": "twin",
+        "creationTimestamp": "2026-11-22T07:00:00Z",
+    }
+    async with api(tmp_path, **{pod_path("twin"): twin}) as served:
+        served.cluster.tokens["twin"] = bound_to("team", "twin", "pod-9")
+        status, problem = await served.post(msgspec.json.encode(report()), token="twin")
+        assert (status, problem["code"]) == (409, "not-the-leader")
+        await served.report(report(), token="of-0")
+
+
+async def test_a_pod_of_another_job_with_the_label_is_refused_and_not_signed_for(
+    tmp_path: Path,
+) -> None:
+    bodies = [pod_body(0), pod_body(0)]
+    for body in bodies:
+        body["metadata"]["labels"]["keepstep.dev/run"] = KEY.name
+    rival = bodies[1]
+    rival["metadata"] |= {
+        "uid": "rival",
+        "name": "rival",
+        "creationTimestamp": "2026-11-22T07:00:00Z",
+        "ownerReferences": [RIVAL],
+    }
+    rival["metadata"]["annotations"].pop("keepstep.dev/status")
+    objects = {pod_path("gpt-worker-0"): bodies[0], pod_path("rival"): rival}
+    async with api(tmp_path, **objects) as served:
+        served.cluster.tokens["rival"] = bound_to("team", "rival", "rival")
+        for path in (wire.PATH, CERTIFICATES_PATH):
+            status, problem = await served.post(b"{}", token="rival", path=path)
+            assert (status, problem["code"]) == (403, "run-taken")
+        await served.report(report(), token="of-0")
+
+
+async def test_a_pod_reports_once_a_second_at_most(tmp_path: Path) -> None:
+    async with api(tmp_path) as served:
+        bodies = [msgspec.json.encode(report(sequence=number)) for number in range(1, 6)]
+        found = [(await served.post(body, token="of-0"))[0] for body in bodies]
+        assert found == [200, 429, 429, 429, 429]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"{", b'{"leader": 7}', b'{"leader": "a", "sequence": 1, "step": "x"}', b"\xff"],
+)
+async def test_nonsense_is_refused_and_ends_nothing(body: bytes, tmp_path: Path) -> None:
+    async with api(tmp_path) as served:
+        status, problem = await served.post(body, token="of-0")
+        assert (status, problem["code"]) == (400, "bad-report")
+
+
+async def test_before_all_runs_are_known_nothing_is_taken_in(tmp_path: Path) -> None:
+    async with api(tmp_path) as served:
+        cluster = served.parts.operator.cluster
+        served.parts.operator.cluster = replace(cluster, complete=False)
+        status, problem = await served.post(msgspec.json.encode(report()), token="of-0")
+        assert (status, problem["code"]) == (503, "starting")
+
+
+async def test_a_token_is_asked_about_once(tmp_path: Path) -> None:
+    async with api(tmp_path) as served:
+        sent = [served.post(b"{}", token="of-0") for _ in range(5)]
+        await asyncio.gather(*sent)
+        await served.post(b"{}", token="of-0")
+        assert len(served.cluster.asked("POST", "/tokenreviews")) <= 5
+
+
+# --- the bound of a report -----------------------------------------------------------------------
+
+
+def largest() -> wire.RunReport:
+    """A report in which every list and text is as long as it may be."""
+    long, text = "w" * wire.LONGEST_WARNING, "t" * wire.LONGEST_TEXT
+    name = "n" * 63
+    id = StepId.parse(f"999999999.aaaaaaaa-{10**15}")
+    return replace(
+        report(),
+        committed=id,
+        nodes=tuple(
+            node(rank, node=name, pod="u" * 36, ranks="0-7", buddies="1,2",
+                 warnings=(long,) * wire.MOST_NODE_WARNINGS)
+            for rank in range(wire.MOST_NODES)
+        ),
+        kept=(Kept(step=str(id), ranks=16384, tiers=tuple(Tier)),) * wire.MOST_KEPT,
+        safe=Safe(restart=id, node=id, pod=id, archived=id, sole=(name,) * wire.MOST_SOLE),
+        alarms=(Alarm(kind="WorldChanged", text=text),) * wire.MOST_SAID,
+        doubts=(Doubt(kind=DoubtKind.COMMIT_STALLED, text=text),) * wire.MOST_SAID,
+        recent=(Happened(time="2026-11-27T10:00:00Z", type="FreshStart", message=text),)
+        * wire.MOST_RECENT,
+        record=Record(
+            holders=(Holder(node=name, node_ranks="1234", step=10**15),) * wire.MOST_HOLDERS,
+            drives=(Drive(node_rank=1234, node=name, volume="nvme0", id="u" * 53),)
+            * wire.MOST_DRIVES,
+        ),
+    )  # fmt: skip
+
+
+def test_a_leader_cuts_what_is_too_long() -> None:
+    most = largest()
+    more = replace(
+        most,
+        nodes=tuple(replace(one, warnings=("w" * 1000,) * 9) for one in (*most.nodes, *most.nodes)),
+        kept=most.kept * 2,
+        doubts=tuple(replace(one, text=one.text * 2) for one in most.doubts * 2),
+        epochs=most.epochs * 99,
+        record=replace(most.record, holders=most.record.holders * 2),
+    )
+    cut = wire.within_bounds(more)
+    assert bounded(cut) is cut
+    assert len(msgspec.json.encode(cut)) <= wire.LARGEST_BYTES
+    assert wire.within_bounds(most) == most
+
+
+def test_a_report_that_keeps_all_bounds_fits_into_a_body() -> None:
+    assert len(msgspec.json.encode(largest())) <= wire.LARGEST_BYTES
+
+
+async def test_the_largest_report_is_taken_in_and_one_beyond_a_bound_is_not(
+    tmp_path: Path,
+) -> None:
+    async with api(tmp_path) as served:
+        one_more = replace(largest(), epochs=report().epochs * (wire.MOST_EPOCHS + 1))
+        status, problem = await served.post(msgspec.json.encode(one_more), token="of-0")
+        assert (status, problem["code"]) == (400, "bad-report")
+        served.parts.reports._lately.clear()
+        await served.report(largest(), token="of-0")
+        served.parts.reports._lately.clear()
+        status, _ = await served.post(b" " * (wire.LARGEST_BYTES + 1), token="of-0")
+        assert status == 413

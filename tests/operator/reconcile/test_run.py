@@ -1,0 +1,224 @@
+"""A run and its transitions: single ones, and what holds after any sequence of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.steps import Epoch, EpochId
+from keepstep.wire.runs import MOST_RECENT, Happened, Holder, Record, utc
+from keepstep_operator.api.model import JobState
+from keepstep_operator.api.run import CommittedStatus, PolicyStatus, RunStatus, as_json, read_status
+from keepstep_operator.reconcile import run as transitions
+from keepstep_operator.reconcile.events import events
+from keepstep_operator.reconcile.render import render
+from keepstep_operator.reconcile.requested import Cluster, leader_pod, requested
+from keepstep_operator.reconcile.run import Run
+from tests.operator.reconcile.samples import (
+    JOB,
+    KEY,
+    T0,
+    accepted,
+    begun,
+    heard,
+    pod,
+    policy,
+    report,
+    run_object,
+    step,
+)
+
+RESTORED = Happened(time=utc(T0), type="Restored", step=90, lost_steps=10, message="restored")
+
+
+# --- reports -------------------------------------------------------------------------------------
+
+
+def test_a_report_that_was_overtaken_changes_nothing() -> None:
+    run = heard(begun(), report(200, sequence=5))
+    assert heard(run, report(100, sequence=4)) is run
+    assert heard(run, report(100, sequence=5)) is run
+
+
+def test_a_leader_that_begins_asks_for_the_record_and_does_not_change_it() -> None:
+    record = Record(restarts=3, holders=(Holder(node="node-7", node_ranks="1"),))
+    run = heard(begun(), report(record=record))
+    again = heard(run, report(leader="leader-2", sequence=1))
+    assert again.record == record
+    assert requested(again, Cluster()).record == record
+    later = heard(again, report(leader="leader-2", sequence=2, record=replace(record, restarts=4)))
+    assert later.record.restarts == 4
+    assert requested(later, Cluster()).record is None
+
+
+def test_a_commit_is_as_old_as_it_was_first_seen() -> None:
+    run = heard(begun(), report(100))
+    run = heard(run, report(100, sequence=3), at=T0 + 60)
+    assert run.committed == CommittedStatus(step=100, id=str(step(100)), time=utc(T0))
+
+
+def test_a_commit_out_of_sight_stands_until_all_members_have_reported() -> None:
+    run = heard(begun(), report(100))
+    partial = heard(run, report(None, sequence=1, leader="leader-2", settled=False))
+    assert partial.committed == run.committed
+    whole = heard(partial, report(None, sequence=2, leader="leader-2"))
+    assert whole.committed is None
+
+
+def test_a_rollback_goes_back_to_an_older_commit() -> None:
+    after = Epoch(EpochId(2, "bbbbbbbb"), step(50))
+    run = heard(heard(begun(), report(100)), replace(report(sequence=3), committed=step(60, after)))
+    assert run.committed is not None
+    assert run.committed.step == 60
+
+
+def test_what_happened_is_kept_once_and_the_newest_only() -> None:
+    run = heard(begun(), report(recent=(RESTORED,)))
+    run = heard(run, report(sequence=3, recent=(RESTORED,)))
+    assert run.recent == (RESTORED,)
+    more = tuple(replace(RESTORED, time=utc(T0 + number)) for number in range(1, 20))
+    assert len(heard(run, report(sequence=4, recent=more)).recent) == MOST_RECENT
+
+
+# --- policies ------------------------------------------------------------------------------------
+
+
+def test_a_changed_policy_holds_for_pods_that_are_made_after_it() -> None:
+    run = transitions.policy_seen(begun(), policy(generation=2))
+    assert run.policy is not None
+    assert run.policy.generation == 1
+    run = transitions.pod_seen(run, pod(1, life=2, policy_generation=2), at=T0)
+    assert run.policy is not None
+    assert run.policy.generation == 2
+
+
+def test_a_policy_that_is_deleted_or_wrong_leaves_the_run_its_own() -> None:
+    for now in (None, policy(problem=("Invalid", "no volumes"))):
+        assert transitions.policy_seen(begun(), now).policy == accepted()
+
+
+# --- over restarts of the operator ----------------------------------------------------------------
+
+
+def test_what_an_earlier_process_wrote_is_taken_over() -> None:
+    old = heard(begun(), report(record=Record(restarts=2, lost_steps=30), recent=(RESTORED,)))
+    status = read_status(as_json(render(old, Cluster(), now=T0)))
+    run = transitions.object_seen(Run(key=KEY, since=T0), run_object(status=status))
+    assert (run.committed, run.recent, run.job) == (old.committed, old.recent, JOB)
+    assert run.record == replace(old.record, counted="0001.aaaaaaaa")
+    assert run.resumes(T0 + 30)
+    assert not run.resumes(T0 + 60)
+    assert not heard(run).resumes(T0)
+
+
+def test_a_status_is_read_back_as_it_was_written() -> None:
+    spec = {"memory": {"limit": "2Gi"}, "nodeSelector": {"a_b": "", "c": None}}
+    status = RunStatus(
+        phase="Running",
+        policy=PolicyStatus(name="default", generation=3, spec=spec),
+        recent=(RESTORED,),
+        holders=(Holder(node="n", node_ranks="0-3", step=7),),
+        watermarks={"local": str(step(100))},
+    )
+    body = as_json(status)
+    assert body["policy"]["spec"] == spec
+    assert body["holders"] == [{"node": "n", "nodeRanks": "0-3", "step": 7}]
+    assert read_status(body) == status
+
+
+def test_a_status_that_makes_no_sense_counts_as_none() -> None:
+    for body in ({"recent": 7}, {"policy": "default"}, {"committed": {"step": "x"}}):
+        assert read_status(body) == RunStatus()
+
+
+# --- who leads ------------------------------------------------------------------------------------
+
+
+def test_of_two_pods_with_node_rank_0_the_older_one_leads() -> None:
+    run = begun(pod(0, life=2), pod(0, life=1), pod(1))
+    leads = leader_pod(run)
+    assert leads is not None
+    assert leads.uid == "pod-0-1"
+
+
+def test_a_pod_that_goes_leads_until_another_one_is_there() -> None:
+    going = pod(0, deleting=True)
+    assert leader_pod(begun(going, pod(1))) == going
+    assert leader_pod(begun(going, pod(0, life=2), pod(1))) == pod(0, life=2)
+    assert leader_pod(begun(pod(1))) is None
+    assert leader_pod(begun(pod(0, injected=False))) is None
+
+
+# --- any sequence of transitions ------------------------------------------------------------------
+
+Step = Callable[[Run, float], Run]
+
+
+def _steps() -> st.SearchStrategy[Step]:
+    pods = st.builds(
+        lambda rank, life, phase, deleting, labelled: pod(
+            rank, life=life, phase=phase, deleting=deleting, labelled=labelled,
+            job=replace(JOB, uid=f"job-{life}") if labelled else JOB,
+        ),
+        st.integers(0, 2),
+        st.integers(1, 3),
+        st.sampled_from(["Pending", "Running", "Succeeded", "Failed"]),
+        st.booleans(),
+        st.booleans(),
+    )  # fmt: skip
+    reports = st.builds(
+        lambda leader, sequence, number, settled, restarts: report(
+            number,
+            leader=leader,
+            sequence=sequence,
+            settled=settled,
+            record=Record(restarts=restarts),
+            recent=(replace(RESTORED, time=utc(T0 + sequence)),),
+        ),
+        st.sampled_from(["a", "b"]),
+        st.integers(1, 5),
+        st.none() | st.integers(0, 300),
+        st.booleans(),
+        st.integers(0, 9),
+    )
+    return st.one_of(
+        pods.map(lambda one: lambda run, at: transitions.pod_seen(run, one, at=at)),
+        pods.map(lambda one: lambda run, at: transitions.pod_gone(run, one.uid, at=at)),
+        reports.map(lambda one: lambda run, at: transitions.reported(run, one, at=at)),
+        st.sampled_from(JobState).map(
+            lambda one: lambda run, at: transitions.job_answered(run, one, at=at)
+        ),
+        st.sampled_from([None, policy(), policy(generation=2)]).map(
+            lambda one: lambda run, at: transitions.policy_seen(run, one)
+        ),
+        st.just(lambda run, at: transitions.object_seen(run, run_object())),
+        st.just(lambda run, at: transitions.object_gone(run)),
+    )
+
+
+@given(st.lists(_steps(), max_size=30))
+def test_after_any_sequence_a_run_makes_sense(steps: list[Step]) -> None:
+    run, now = Run(key=KEY, since=T0), T0
+    for take in steps:
+        now += 1.0
+        before, run = run, take(run, now)
+        members = list(run.members)
+        assert run.finished_at is None or all(one.over for one in run.pods.values())
+        alive = any(not one.over for one in run.pods.values())
+        assert not (alive and run.idle_since is not None)
+        assert all(any(one.job == job for one in run.pods.values()) for job in run.rivals)
+        assert len(run.recent) <= MOST_RECENT
+        assert [*run.recent] == sorted(run.recent, key=lambda one: one.time, reverse=True)
+        leads = leader_pod(run)
+        assert leads is None or (leads in members and leads.node_rank == 0)
+        told = requested(run, Cluster(complete=True))
+        assert {one.pod for one in told.members} == {one.uid for one in members if one.injected}
+        status = render(run, Cluster(), now=now)
+        assert read_status(as_json(status)) == status
+        written = replace(run, status=status)
+        assert render(written, Cluster(), now=now + 1) == status, "nothing changed but the time"
+        assert not [*events(run, run)]
+        assert all(one.message for one in events(before, run))
