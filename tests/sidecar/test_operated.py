@@ -157,8 +157,6 @@ def test_what_a_person_asks_for_is_done_by_the_run(team: Team) -> None:
     team.operator.ask(pins=(first,))
     eventually(
         lambda: (found := team.operator.newest) and [one.step for one in found.kept] == [str(first)]
-            (found := team.operator.newest) and [one.step for one in found.kept] == [str(first)]
-        ),
     )
     team.reach(2)
     team.reach(3)
