@@ -175,6 +175,7 @@ def test_the_sidecar_is_told_everything_by_itsenvironment_of() -> None:
         "KEEPSTEP_RUN": "gpt-3f6a1f0e",
         "KEEPSTEP_NODE_RANK": "1",
         "KEEPSTEP_NODE": {"fieldRef": {"fieldPath": "spec.nodeName"}},
+        "KEEPSTEP_POD": {"fieldRef": {"fieldPath": "metadata.uid"}},
         "KEEPSTEP_LEADER": "keepstep-gpt-3f6a1f0e.team-a.svc:26741",
         "KEEPSTEP_POD_IP": {"fieldRef": {"fieldPath": "status.podIP"}},
         "KEEPSTEP_PEER_LISTEN": ":26741",

@@ -156,15 +156,7 @@ def test_every_pod_serves_the_others_and_finds_its_leader() -> None:
     assert found["KEEPSTEP_LEADER"] == "keepstep-gpt-3f6a1f0e.team-a.svc:26741"
     assert found["KEEPSTEP_NODE_RANK"] == "1"
     assert found["KEEPSTEP_NODE"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
-    assert "KEEPSTEP_NODES" not in found
-
-
-@pytest.mark.parametrize(("written", "nodes"), [("4", "4"), ("2:4", "4"), ("$(N)", None)])
-def test_the_number_of_pods_is_what_torchrun_is_told(written: str, nodes: str | None) -> None:
-    pod = bare_pod()
-    pod["spec"]["containers"][0]["env"] = [{"name": "PET_NNODES", "value": written}]
-    found = environment_of(sidecar_of(inject(pod, policy(), DEFAULTS)))
-    assert found.get("KEEPSTEP_NODES") == nodes
+    assert found["KEEPSTEP_POD"] == {"fieldRef": {"fieldPath": "metadata.uid"}}
 
 
 def test_the_trainer_is_told_how_long_a_restore_may_take_unless_it_says_so_itself() -> None:

@@ -32,6 +32,7 @@ from keepstep_operator.names import (
     HUGE_PATH,
     MEMORY_PATH,
     NODE_ENV,
+    POD_ENV,
     RESTORE_TIMEOUT_ENV,
     SIDECAR_CONTAINER,
     SOCKET_ENV,
@@ -162,12 +163,12 @@ def _environment(
     ours = {
         **_settings(policy, placement, defaults, ports),
         "KEEPSTEP_RESTORE_FROM": _other_run(restore_from, own=placement.run_key),
-        "KEEPSTEP_NODES": _nodes(training),
     }
     return [
         *({"name": name, "value": str(value)} for name, value in ours.items() if value is not None),
         *environment_of(policy, ports),
         {"name": NODE_ENV, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        {"name": POD_ENV, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
         *_page(ports),
         *_copied(training.get("env") or []),
     ]
@@ -225,14 +226,6 @@ def _settings(
         "KEEPSTEP_REPORT_TOKEN_FILE": f"{TOKEN_PATH}/token",
         "KEEPSTEP_METRICS_PORT": ports.metrics,
     }
-
-
-def _nodes(training: Body) -> int | None:
-    """How many pods the run has at most, where torchrun is told so by a variable; None: that shows
-    only once they exist."""
-    values = {one.get("name"): str(one.get("value") or "") for one in training.get("env") or []}
-    written = values.get("PET_NNODES", "").rpartition(":")[2]
-    return int(written) if written.isascii() and written.isdigit() and len(written) < 6 else None
 
 
 def _copied(environment: list[Body]) -> list[Body]:
