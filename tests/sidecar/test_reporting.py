@@ -51,8 +51,11 @@ def operator(operators: Callable[..., OperatorHost]) -> OperatorHost:
 
 
 @pytest.fixture
-def pods(tmp_path: Path, identity: Identity) -> Iterator[Callable[[str], list[Pod]]]:
-    """Makes the two pods of a run (not started); kills their sidecars at the end."""
+def pods(
+    tmp_path: Path, identity: Identity, operators: Callable[..., OperatorHost]
+) -> Iterator[Callable[[str], list[Pod]]]:
+    """Makes the two pods of a run (not started); kills their sidecars at the end, before
+    `operators` end."""
     memory = Path(tempfile.mkdtemp(prefix="keepstep-pods-", dir="/dev/shm"))
     made: list[Pod] = []
     leader = free_port()

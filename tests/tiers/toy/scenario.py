@@ -19,7 +19,7 @@ from pods import Pod  # noqa: E402
 from trainer import FakeTrainer, content, read_image  # noqa: E402
 
 from keepstep.steps import StepId, Tier  # noqa: E402
-from keepstep.wire.reports import Report  # noqa: E402
+from keepstep.wire.runs import RunReport  # noqa: E402
 from keepstep_operator.api.policy import parse_policy  # noqa: E402
 from keepstep_operator.injection import inject  # noqa: E402
 from tests.chart.schemas import closed, json_schema  # noqa: E402
@@ -57,11 +57,7 @@ def written(sidecar: Pod, vault: Path, operator: OperatorHost) -> StepId:
     assert re.search('keepstep_tier_sent_shards_total{.*tier="vault".*} 1', metrics(sidecar))
     trainer.disconnect()
     report = eventually(lambda: reported(operator), what="a report that lists it")
-    (rank,) = report.ranks
-    assert [(one.step_id, one.root is not None) for one in rank.tiers[Tier.VAULT].shards] == [
-        (id, True)
-    ]
-    assert report.tiers[Tier.VAULT].sent == 1
+    assert report.watermarks[Tier.VAULT] == id
     return id
 
 
@@ -81,10 +77,9 @@ def metrics(sidecar: Pod) -> str:
     return connection.getresponse().read().decode()
 
 
-def reported(operator: OperatorHost) -> Report | None:
-    report = operator.newest(0)
-    found = report is not None and report.ranks and report.ranks[0].shards(Tier.VAULT)
-    return report if found else None
+def reported(operator: OperatorHost) -> RunReport | None:
+    report = operator.newest
+    return report if report is not None and Tier.VAULT in report.watermarks else None
 
 
 def _text(id: dict[str, object]) -> str:
@@ -110,7 +105,7 @@ def main(copy: Path, home: Path) -> None:
     memory, vault = Path(tempfile.mkdtemp(prefix="keepstep-vault-", dir="/dev/shm")), home / "vault"
     vault.mkdir()
     identity = make_identity(home / "tls")
-    operator = OperatorHost(identity, world=1).start()
+    operator = OperatorHost(identity).start()
     sidecar = Pod(0, memory=memory, home=home, url=operator.url, ca=identity.pem)
     sidecar.program = ("/usr/bin/env", *sidecar.program)  # not forked from the tests' own packages
     try:
