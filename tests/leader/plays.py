@@ -57,6 +57,7 @@ class Sidecar:
     archive: list[StepId] | None = None
     address: str = ""
     heard: int = 0
+    leaving: bool = False
     more: dict[str, Any] = field(default_factory=dict)
     sequence: int = 0
 
@@ -101,7 +102,7 @@ class Sidecar:
         )
         life = f"{self.pod}-{self.started_at}"
         told = {"life": life, "pod": self.pod, "node": self.node, "heard": self.heard}
-        return MemberReport(nodes=0, report=report, **told)
+        return MemberReport(nodes=0, report=report, leaving=self.leaving, **told)
 
     def _rank(self) -> ReportedRank:
         local = listed(self._held(self.local, root=True))

@@ -515,6 +515,16 @@ def test_a_pod_that_leaves_is_told_to_all() -> None:
     assert not play.replies(a).leaving
 
 
+def test_a_member_that_leaves_is_told_to_all_without_an_operator_while_it_is_connected() -> None:
+    a, b = two()
+    play = Play(a, b)
+    b.leaving = True
+    play.hear(b)
+    assert play.replies(a).leaving
+    play.leader.left(1)
+    assert not play.replies(a).leaving
+
+
 def begun_anew(play: Play, a: Sidecar, b: Sidecar) -> None:
     """All begin at step 0, although step 5 is still at one of them."""
     again = later(2, None)

@@ -20,6 +20,7 @@ from trainer import FakeTrainer, content, read_image
 from keepstep.core.vote import choose
 from keepstep.steps import Answer, StepId
 from keepstep.wire.runs import DoubtKind
+from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.probe import health
 from tests.harness import eventually, free_port
 
@@ -294,18 +295,19 @@ def archived_team(team: Team, tmp_path: Path) -> tuple[Team, Path]:
     return team, archive
 
 
+@pytest.mark.parametrize("leaves", [0, 1])
 def test_the_last_step_of_a_pod_that_leaves_is_archived_before_it_ends(
-    archived_team: tuple[Team, Path], operator: OperatorHost
+    archived_team: tuple[Team, Path], leaves: int
 ) -> None:
     team, archive = archived_team
-    operator.ask(members=(team.pods[0].member(leaving=True), team.pods[1].member()))
-    assert team.pods[0].terminate() == 0
+    assert team.pods[leaves].terminate() == 0
     eventually(lambda: archived_below(archive) == [4], what=f"not {archived_below(archive)}")
 
 
 def test_what_is_staged_after_the_word_is_kept_too_once_its_trainer_is_gone(
     archived_team: tuple[Team, Path], operator: OperatorHost
 ) -> None:
+    """The operator says it, of a pod without a preStop hook."""
     team, archive = archived_team
     leaves = team.pods[1]
     operator.ask(members=(team.pods[0].member(), leaves.member(leaving=True)))
@@ -317,11 +319,20 @@ def test_what_is_staged_after_the_word_is_kept_too_once_its_trainer_is_gone(
     eventually(lambda: archived_below(archive) == [4, 5], what=f"not {archived_below(archive)}")
 
 
+def test_the_hook_that_begins_the_end_of_a_pod_tells_the_others(
+    archived_team: tuple[Team, Path],
+) -> None:
+    team, archive = archived_team
+    assert calls.flush(team.pods[1].socket, timeout_s=10.0) is not None
+    eventually(lambda: archived_below(archive) == [4], what=f"not {archived_below(archive)}")
+
+
 def test_a_pod_whose_last_step_nobody_else_has_ends_in_time_all_the_same(
     archived_team: tuple[Team, Path],
 ) -> None:
-    """The other pod heard nothing, so no step is committed: ten seconds are spent on the hope."""
+    """The other pod is gone, so no step is committed: ten seconds are spent on the hope."""
     team, archive = archived_team
+    team.pods[1].kill()
     assert team.pods[0].terminate() == 0
     assert archived_below(archive) == []
 

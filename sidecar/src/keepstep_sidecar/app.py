@@ -200,7 +200,11 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     if led is None:
         return service, None
     leader = led
-    channel = led.channel(volumes.record.pinned, lambda: committer.node.ledger.lineage.current)
+    channel = led.channel(
+        volumes.record.pinned,
+        lambda: committer.node.ledger.lineage.current,
+        lambda: service.leaves,
+    )
     led.start(tasks)
 
     async def obey(reply: ReportReply) -> None:

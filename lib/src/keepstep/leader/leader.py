@@ -9,7 +9,7 @@ one connection, so of two leaders at most one ever has all of them. What an oper
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -55,6 +55,7 @@ class _Member:
     pod: str
     order: int
     connected: bool = True
+    leaving: bool = False
     holds: str = ""
     sequence: int = 0
     heard: int = 0
@@ -134,7 +135,7 @@ class Leader:
             self._lives += 1
             member.order = self._lives
             self._members[node_rank] = member
-        member.connected = True
+        member.connected, member.leaving = True, told.leaving
         self._reported.add(node_rank)
         member.holds, member.heard, self._advice = report.peers_version, told.heard, None
         sender = Sender(
@@ -376,7 +377,7 @@ class Leader:
                 plan=None if paused else asked.wanted or ledger.plan(),
                 pinned=self._pinned,
                 all_peers=here,
-                leaving=asked.leaving,
+                leaving=asked.leaving or any(self._leaving()),
                 restore_from=asked.wanted,
                 authorities=asked.answer.authorities,
                 archive=self.history.stand_in,
@@ -387,6 +388,9 @@ class Leader:
             expendable=ledger.expendable() if here and not paused else (),
             peers=self.peers(),
         )
+
+    def _leaving(self) -> Iterator[bool]:
+        return (one.leaving for one in self._members.values() if one.connected)
 
     def peers(self) -> Peers:
         """Where all machines are, and who sends to whom. There is no ring before all are known: one

@@ -252,7 +252,7 @@ class MemberReport:
     """A member's frame. `life`: names its sidecar's process. `nodes`: how many machines it takes
     the run to have; 0: an operator knows. `heard`: the number of the newest reply that it has acted
     on. `pins`: those that it has on record. `pod`: the UID of its pod, and `node`: the name of its
-    node; '' where there is no operator."""
+    node; '' where there is no operator. `leaving`: its pod begins to end."""
 
     life: str
     nodes: int
@@ -261,6 +261,7 @@ class MemberReport:
     pins: Pins = field(default_factory=Pins)
     pod: str = ""
     node: str = ""
+    leaving: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

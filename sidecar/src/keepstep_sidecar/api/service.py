@@ -80,6 +80,8 @@ class Service:
     """It is time to close the socket."""
     no_metrics: str = ""
     """Why metrics are not served although they should be; '' when all is well."""
+    leaves: bool = False
+    """The pod is being deleted, or this sidecar ends: until a trainer comes."""
     _closing: bool = False
     _came: int = 0
     """How often a trainer or an owner of the run has come."""
@@ -226,6 +228,7 @@ class Service:
         to the archive.
         """
         if not self.ending:
+            self._leave()
             deadline = time.monotonic() + self.config.flush_timeout_s
 
             def left_s() -> float:
@@ -237,6 +240,15 @@ class Service:
             await self.committer.refresh()  # nothing is in use any more
             await self._last_word(flushed.steps, timeout_s=left_s())
             self._end()
+
+    async def leave(self, request: FlushRequest) -> Flushed:
+        """The pod begins to end (preStop): as `flush`, and the others are to know."""
+        self._leave()
+        return await self.flush(request)
+
+    def _leave(self) -> None:
+        self.leaves = True
+        self.changes.ring()
 
     async def _last_word(self, flushed: tuple[StepId, ...], *, timeout_s: float) -> None:
         """Tell the operator what the flush has made durable, and record its answer. In a run that
@@ -310,6 +322,7 @@ class Service:
         if self.ending or self._closing:
             raise refuse("stopping", "this sidecar is ending; try again when another one is up")
         self._came += 1
+        self.leaves = False
 
     def own(self, request: OwnerRequest) -> None:
         """From now on another process stands for this run; see `Owner`."""

@@ -27,7 +27,8 @@ _complain = Seldom()
 
 
 class _Channel:
-    """See `reporter.Channel`. `epoch`: returns the newest epoch that this machine knows of."""
+    """See `reporter.Channel`. `epoch`: returns the newest epoch that this machine knows of.
+    `leaves`: returns whether its pod begins to end."""
 
     def __init__(
         self,
@@ -38,10 +39,12 @@ class _Channel:
         changes: Changes,
         epoch: Callable[[], EpochId | None],
         pins: Pins,
+        leaves: Callable[[], bool],
         pod: str,
         node: str,
     ) -> None:
         self._link = link
+        self._leaves, self._left = leaves, False
         self._pod, self._node = pod, node
         self._running: asyncio.Task[None] | None = None
         self._life, self._nodes = life, nodes
@@ -65,8 +68,8 @@ class _Channel:
     @property
     def asked(self) -> bool:
         """A leader that ends waits until it knows that its last reply was acted on, and a person
-        waits until it knows the pins."""
-        return self._closing or self._pinned
+        waits until it knows the pins. A pod that leaves has no time to lose."""
+        return self._closing or self._pinned or self._leaves() != self._left
 
     def pin(self, pinned: Collection[StepId]) -> None:
         """From now on these steps are pinned, once the leader has said so."""
@@ -85,6 +88,7 @@ class _Channel:
 
     def _frame(self, report: Report) -> MemberReport:
         self._closing = self._pinned = False
+        self._left = self._leaves()
         return MemberReport(
             life=self._life,
             nodes=self._nodes,
@@ -93,6 +97,7 @@ class _Channel:
             pins=self.pins,
             pod=self._pod,
             node=self._node,
+            leaving=self._left,
         )
 
     def _taken(self, told: LeaderReply) -> ReportReply:

@@ -101,14 +101,20 @@ class Led:
         self._refused = tier.refused
         return tier
 
-    def channel(self, pinned: Collection[StepId], epoch: Callable[[], EpochId | None]) -> Channel:
-        """How this machine reports. `pinned`: the steps on record here. `epoch`: see
+    def channel(
+        self,
+        pinned: Collection[StepId],
+        epoch: Callable[[], EpochId | None],
+        leaves: Callable[[], bool],
+    ) -> Channel:
+        """How this machine reports. `pinned`: the steps on record here. `epoch`, `leaves`: see
         `leader_channel`."""
         options = {
             "life": self._life,
             "nodes": self._config.nodes if self._reporting is None else 0,
             "changes": self._changes,
             "epoch": epoch,
+            "leaves": leaves,
             "pins": Pins(version=1, steps=tuple(sorted(pinned))) if pinned else Pins(),
             "pod": self._config.pod,
             "node": self._config.node,
