@@ -284,14 +284,16 @@ def archived_below(archive: Path) -> list[int]:
 
 
 @pytest.fixture
-def archived_team(team: Team, tmp_path: Path) -> tuple[Team, Path]:
-    """Both pods hold steps 1 to 4 in memory alone: neither drives nor archive want any of them."""
+def archived_team(team: Team, operator: OperatorHost, tmp_path: Path) -> tuple[Team, Path]:
+    """Both pods know each other, and hold steps 1 to 4 in memory alone: neither drives nor archive
+    want any of them."""
     archive = tmp_path / "archive"
     archive.mkdir()
     every = ("--persist-every", "1000000", "--archive-every", "1000000")
     team.start("--archive", str(archive), *every)
     for step in range(1, 5):
         team.stage(step)
+    eventually(lambda: operator.newest and operator.newest.known == 2)
     return team, archive
 
 

@@ -228,7 +228,8 @@ class Service:
         to the archive.
         """
         if not self.ending:
-            self._leave()
+            self.leaves = True
+            self.changes.ring()
             deadline = time.monotonic() + self.config.flush_timeout_s
 
             def left_s() -> float:
@@ -243,12 +244,9 @@ class Service:
 
     async def leave(self, request: FlushRequest) -> Flushed:
         """The pod begins to end (preStop): as `flush`, and the others are to know."""
-        self._leave()
-        return await self.flush(request)
-
-    def _leave(self) -> None:
         self.leaves = True
         self.changes.ring()
+        return await self.flush(request)
 
     async def _last_word(self, flushed: tuple[StepId, ...], *, timeout_s: float) -> None:
         """Tell the operator what the flush has made durable, and record its answer. In a run that

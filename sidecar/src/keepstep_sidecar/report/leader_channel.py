@@ -27,29 +27,23 @@ _complain = Seldom()
 
 
 class _Channel:
-    """See `reporter.Channel`. `epoch`: returns the newest epoch that this machine knows of.
-    `leaves`: returns whether its pod begins to end."""
+    """See `reporter.Channel`. `told`: what each frame says. `epoch`: returns the newest epoch that
+    this machine knows of. `leaves`: returns whether its pod begins to end."""
 
     def __init__(
         self,
         link: Link,
         *,
-        life: str,
-        nodes: int,
+        told: MemberReport,
         changes: Changes,
         epoch: Callable[[], EpochId | None],
-        pins: Pins,
         leaves: Callable[[], bool],
-        pod: str,
-        node: str,
     ) -> None:
         self._link = link
+        self._told, self.pins = told, told.pins
         self._leaves, self._left = leaves, False
-        self._pod, self._node = pod, node
         self._running: asyncio.Task[None] | None = None
-        self._life, self._nodes = life, nodes
         self._changes, self._epoch = changes, epoch
-        self.pins = pins
         self._news: LeaderReply | None = None
         self._heard = 0
         self._closing = self._pinned = False
@@ -89,14 +83,11 @@ class _Channel:
     def _frame(self, report: Report) -> MemberReport:
         self._closing = self._pinned = False
         self._left = self._leaves()
-        return MemberReport(
-            life=self._life,
-            nodes=self._nodes,
+        return replace(
+            self._told,
             report=replace(report, peers_version=self._peers_version),
             heard=self._heard,
             pins=self.pins,
-            pod=self._pod,
-            node=self._node,
             leaving=self._left,
         )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from keepstep.errors import UsageError
 from keepstep.leader.leader import DUPLICATE, MOST_NODES, Leader
 from keepstep.steps import EpochId, StepId
-from keepstep.wire.reports import Pins
+from keepstep.wire.reports import MemberReport, Pins, Report
 from keepstep.wire.runs import RunPolicy
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.config.sidecar import Config, OnLoss
@@ -109,19 +109,23 @@ class Led:
     ) -> Channel:
         """How this machine reports. `pinned`: the steps on record here. `epoch`, `leaves`: see
         `leader_channel`."""
+        config = self._config
         options = {
-            "life": self._life,
-            "nodes": self._config.nodes if self._reporting is None else 0,
+            "told": MemberReport(
+                life=self._life,
+                nodes=config.nodes if self._reporting is None else 0,
+                report=Report(sidecar="", started_at=0.0, sequence=0),
+                pins=Pins(version=1, steps=tuple(sorted(pinned))) if pinned else Pins(),
+                pod=config.pod,
+                node=config.node,
+            ),
             "changes": self._changes,
             "epoch": epoch,
             "leaves": leaves,
-            "pins": Pins(version=1, steps=tuple(sorted(pinned))) if pinned else Pins(),
-            "pod": self._config.pod,
-            "node": self._config.node,
         }
-        assert self._config.leader is not None, "Config checks that"
+        assert config.leader is not None, "Config checks that"
         self._link = link = Link(
-            self._config.leader,
+            config.leader,
             self._credentials,
             take=lambda frame: channel.take(frame),
             changed=self._changes.ring,
