@@ -47,9 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _rank(item: pytest.Item) -> int:
-    """Who needs others to be away comes after them."""
-    asks = getattr(item, "fixturenames", ())
-    return 2 if "cluster_alone" in asks else 1 if "turn_alone" in asks else 0
+    """Who waits for minutes comes first; who needs others to be away after them, at first those
+    whose jobs start meanwhile."""
+    asks = set(getattr(item, "fixturenames", ()))
+    if "cluster_alone" in asks:
+        return 3
+    if "turn_alone" in asks:
+        return 1 if asks & {"training", "shelf"} else 2
+    return -1 if item.get_closest_marker("long") else 0
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -124,11 +124,11 @@ def restarted(
     within_s: float = 120.0,
     container: str = "pytorch",
 ) -> jobs.Life:
-    """Wait until rank 0 trains again in a life that began behind step 0, with ten steps done."""
+    """Wait until rank 0 trains again in a life that began behind step 0, with five steps done."""
 
     def look() -> Any:
         one = jobs.life(kubectl, pod, container=container)
-        return one and one.first > 0 and one.last >= one.first + 10 and one
+        return one and one.first > 0 and one.last >= one.first + 5 and one
 
     found: jobs.Life = kubectl.eventually(look, within_s=within_s, what="a life behind step 0")
     return found

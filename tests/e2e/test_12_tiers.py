@@ -18,10 +18,7 @@ def test_a_job_made_anew_goes_on_from_the_archive(
     job = jobs.pytorch_job(run=run)
     namespace.apply(jobs.policy(archive=stores.archive()), job)
     archived = tiers.beyond(namespace, "archive", 20)
-    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=400)
-    namespace.eventually(
-        lambda: not namespace.list("pods", "keepstep.dev/injected"), within_s=150, what="no pods"
-    )
+    tiers.went(namespace)
     last = runs.the_run(namespace)["status"]["step"]
 
     namespace.apply(job)  # an emptyDir went with each pod: only the archive is left

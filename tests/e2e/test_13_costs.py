@@ -9,8 +9,8 @@ from tests.e2e import jobs, runs
 from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
-_PODS = 5
-_IDLE_S = 20.0
+_PODS = 3
+_IDLE_S = 10.0
 
 
 def test_a_pod_starts_soon_although_it_waits_for_its_sidecar(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.e2e import jobs, runs
+from tests.e2e import jobs, runs, tiers
 from tests.e2e.cluster import HOST_PATH, Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
@@ -36,6 +36,7 @@ def _cordoned(cluster: Cluster, node: str) -> Iterator[None]:
         cluster.kubectl("uncordon", node)
 
 
+@pytest.mark.long
 def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_cleaned_in_the_end(
     cluster: Cluster,
     namespace: Kubectl,
@@ -69,8 +70,7 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
     runs.committed_beyond(namespace, life.first)
     namespace.eventually(lambda: not _serving(namespace), what="the agent is not needed any more")
 
-    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=400)
-    namespace.eventually(lambda: not namespace.list("pods"), within_s=150, what="the pods are gone")
+    tiers.went(namespace)
     assert set(_directories(cluster, namespace.namespace, run)) == {stays, left}
     namespace.eventually(lambda: not namespace.list("ckrun"), within_s=180, what="its runTTL")
     assert set(_directories(cluster, namespace.namespace, run)) == {stays, left}

@@ -10,7 +10,7 @@ import time
 
 import yaml
 
-from tests.e2e import jobs, runs, stores
+from tests.e2e import jobs, runs, stores, tiers
 from tests.e2e.kubectl import Kubectl
 
 _DATA = "/var/lib/kubelet/pods/{uid}/volumes/kubernetes.io~empty-dir/data/{bucket}"
@@ -25,10 +25,7 @@ def test_a_new_job_begins_from_a_step_of_anothers_archive(
     namespace.eventually(
         lambda: len(_steps(namespace, first)) >= 2, within_s=180, what="two steps are archived"
     )
-    namespace("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=400)
-    namespace.eventually(
-        lambda: not namespace.list("pods", "keepstep.dev/injected"), within_s=150, what="no pods"
-    )
+    tiers.went(namespace)
     before = _listing(namespace, first)
     older = min(_steps(namespace, first))
 

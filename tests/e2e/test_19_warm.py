@@ -16,7 +16,7 @@ def test_a_trainer_that_is_killed_starts_again_without_the_kubelet(
     measured: dict[str, float],
 ) -> None:
     namespace.apply(jobs.policy(), jobs.pytorch_job(command=WARM))
-    killed = runs.training_beyond(namespace, 40)
+    killed = runs.training_beyond(namespace, 20)
     for pod in ("gpt-master-0", "gpt-worker-0"):
         namespace.eventually(
             lambda pod=pod: _waits_to_be_asked(cluster, namespace, pod),

@@ -21,8 +21,8 @@ def test_a_replica_goes_on_from_the_pod_that_is_left(
     namespace: Kubectl, record_property: runs.Record
 ) -> None:
     namespace.apply(jobs.policy(), jobs.pytorch_job())
-    runs.committed_beyond(namespace, 20)
-    before = runs.training_beyond(namespace, 20)
+    runs.committed_beyond(namespace, 10)
+    before = runs.training_beyond(namespace, 10)
     namespace.eventually(
         lambda: "PodRestart" in runs.status(namespace)["survives"], what="it outlives a pod"
     )
@@ -32,7 +32,7 @@ def test_a_replica_goes_on_from_the_pod_that_is_left(
     life = runs.restarted(namespace, within_s=120)
     record_property("lost_steps", runs.lost(killed, life))
     assert life.ended_at[life.first] - began < 60
-    assert life.first > 20
+    assert life.first > 10
     assert not namespace.events("LastStepLost"), "the other pod has it"
     assert not namespace.events("RestoreRefused")
     restored = namespace.eventually(lambda: namespace.events("Restored"), what="an Event")
@@ -41,7 +41,7 @@ def test_a_replica_goes_on_from_the_pod_that_is_left(
 
 def test_shards_that_went_with_their_pod_have_the_run_begin_again(namespace: Kubectl) -> None:
     namespace.apply(jobs.policy(), *jobs.sharded_job())
-    committed = runs.committed_beyond(namespace, 20)
+    committed = runs.committed_beyond(namespace, 10)
     assert runs.status(namespace)["survives"] == ["ContainerRestart"]
     runs.becomes(namespace, "Protected", words="the run then begins at step 0")
     began = _delete(namespace, "gpt-worker-0")
@@ -61,7 +61,7 @@ def test_shards_that_went_with_their_pod_have_the_run_begin_again(namespace: Kub
 
 def test_with_on_loss_wait_the_run_waits_until_a_person_decides(namespace: Kubectl) -> None:
     namespace.apply(jobs.policy(onLoss="Wait"), *jobs.sharded_job())
-    runs.committed_beyond(namespace, 20)
+    runs.committed_beyond(namespace, 10)
     runs.becomes(namespace, "Protected", words="waits for a person")
     _waits_and_begins_again(namespace, _delete(namespace, "gpt-worker-0"))
 
@@ -72,7 +72,7 @@ def test_where_a_host_path_may_come_back_the_run_waits_and_one_command_works(
     here, there = cluster.workers()[:2]
     policy = jobs.policy("node-local", host_path=True)
     namespace.apply(policy, *jobs.sharded_job(policy="node-local", node=here))
-    runs.committed_beyond(namespace, 20)
+    runs.committed_beyond(namespace, 10)
     name = runs.the_run(namespace)["metadata"]["name"]
     below = f"/var/lib/keepstep/{_name(namespace)}/{name}"
     for node in (here, there):  # the drive was replaced by an empty one
@@ -116,7 +116,7 @@ def test_a_drive_that_is_not_mounted_is_waited_for_and_its_return_is_enough(
         began = _delete(namespace, "gpt-worker-0")
         life = runs.restarted(namespace, within_s=180)
         assert life.began_at > began
-        assert life.first > 20
+        assert life.first > 10
         assert not namespace.events("FreshStart")
 
 
@@ -124,7 +124,7 @@ def test_a_sidecar_and_its_trainer_that_are_killed_cost_what_was_finished_betwee
     cluster: Cluster, namespace: Kubectl, record_property: runs.Record
 ) -> None:
     namespace.apply(jobs.policy(), jobs.pytorch_job())
-    before = runs.training_beyond(namespace, 20)
+    before = runs.training_beyond(namespace, 10)
     runs.kill_sidecar(cluster, namespace, "gpt-worker-0")
     runs.kill_trainer(cluster, namespace, "gpt-worker-0")
     killed = runs.ended(namespace, before)
@@ -138,7 +138,7 @@ def _committed_on(namespace: Kubectl, node: str, path: str) -> int:
     policy = jobs.policy("node-local", host_path=True)
     policy["spec"]["volumes"] = [{"name": "nvme0", "hostPath": {"path": path}}]
     namespace.apply(policy, *jobs.sharded_job(policy="node-local", node=node))
-    committed = runs.committed_beyond(namespace, 20)
+    committed = runs.committed_beyond(namespace, 10)
 
     def known() -> bool:
         return len(runs.status(namespace).get("drives", ())) == 2
@@ -218,12 +218,12 @@ def test_pods_of_shards_that_come_back_on_each_others_nodes_lose_nothing(
     here, there = cluster.workers()[:2]
     policy = jobs.policy("node-local", host_path=True, peers={})
     namespace.apply(policy, *_apart(here, there))
-    runs.committed_beyond(namespace, 20)
+    runs.committed_beyond(namespace, 10)
     namespace("delete", "pytorchjob", "gpt", "--wait=true")
     namespace.apply(*_apart(there, here))
-    committed = runs.committed_beyond(namespace, 30)
+    committed = runs.committed_beyond(namespace, 20)
     assert not namespace.events("FreshStart"), "it went on"
-    runs.committed_beyond(namespace, committed + 20)
+    runs.committed_beyond(namespace, committed + 10)
 
 
 def _apart(master: str, worker: str) -> tuple[Object, Object]:

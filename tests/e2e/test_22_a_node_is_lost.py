@@ -33,15 +33,15 @@ def test_a_lost_node_costs_no_more_than_is_promised_and_comes_back(
     copied, plain, far, there = map(new_namespace, ("copied", "plain", "far", "there"))
     copied.apply(jobs.policy(peers={"replicas": 1}), _spread(safe, doomed))
     plain.apply(jobs.policy(), _spread(safe, doomed))
-    far.apply(jobs.policy(), jobs.pytorch_job(spec=_on(safe)))
+    far.apply(jobs.policy(), jobs.pytorch_job(workers=0, spec=_on(safe)))
     there.apply(jobs.policy(), jobs.pytorch_job(spec=_on(doomed)))
     for namespace in (copied, plain, far, there):
-        runs.committed_beyond(namespace, 20)
+        runs.committed_beyond(namespace, 10)
     runs.becomes(copied, "Replicated")
     plain.eventually(
         lambda: "NodeLoss" in runs.status(plain)["survives"], what="the replica is enough"
     )
-    before = {one: runs.training_beyond(one, 20) for one in (copied, plain, there)}
+    before = {one: runs.training_beyond(one, 10) for one in (copied, plain, there)}
     said = int(runs.status(copied)["watermarks"]["peer"].rpartition("-")[2])
     for namespace in (copied, plain):
         assert _node(namespace, "gpt-worker-0") == doomed

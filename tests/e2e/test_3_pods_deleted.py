@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 
-from tests.e2e import jobs, runs
+import pytest
+
+from tests.e2e import jobs, runs, tiers
 from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
@@ -25,7 +27,7 @@ def test_a_deleted_pod_flushes_and_its_successor_restores_that_step(
         jobs.policy("node-local", host_path=True, persist={"mode": "Fixed", "every": 1000}),
         jobs.pytorch_job(**_HOST, spec=_on(node)),
     )
-    before = runs.training_beyond(namespace, 40)
+    before = runs.training_beyond(namespace, 20)
     status = namespace.eventually(lambda: runs.status(namespace), what="a status")
     assert status.get("committed", {}).get("step", 0) == 0
     old = _uid(namespace, "gpt-worker-0")
@@ -43,6 +45,7 @@ def test_a_deleted_pod_flushes_and_its_successor_restores_that_step(
     assert str(life.first - 1) in restored[-1]["message"]
 
 
+@pytest.mark.long
 def test_all_pods_deleted_at_once_then_the_job_made_again(
     cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
 ) -> None:
@@ -61,7 +64,7 @@ def test_all_pods_deleted_at_once_then_the_job_made_again(
     assert after["badputSeconds"]["infrastructureRecovery"] > 0, "no pod was there for a while"
 
     committed = runs.committed_beyond(namespace, life.first)
-    _delete_job(namespace)
+    tiers.went(namespace)
     # without the label: another run, from step 0, and the old steps are kept
     namespace.apply(jobs.pytorch_job(**_HOST, spec=_on(node)))
     anew = runs.training_beyond(namespace, 5)
@@ -69,17 +72,12 @@ def test_all_pods_deleted_at_once_then_the_job_made_again(
     kept = namespace.get("ckrun", _RUN)
     assert kept is not None
     assert kept["status"]["committed"]["step"] >= committed
-    _delete_job(namespace)
+    tiers.went(namespace)
     # with it: the run goes on
     namespace.apply(named)
     again = runs.restarted(namespace, within_s=180)
     assert again.first > committed - 2
     runs.same_losses(again, reference)
-
-
-def _delete_job(kubectl: Kubectl) -> None:
-    kubectl("delete", "pytorchjob", "gpt", "--wait=true", timeout_s=400)
-    kubectl.eventually(lambda: not kubectl.list("pods"), within_s=150, what="the pods are gone")
 
 
 def _on(node: str) -> Object:

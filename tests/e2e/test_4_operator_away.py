@@ -12,9 +12,8 @@ from tests.e2e.kubectl import Kubectl
 
 def test_a_reconciler_that_is_killed_mid_write_and_then_away_costs_a_run_nothing(
     cluster: Cluster,
-    turn_alone: None,
     training: Kubectl,
-    reference: dict[int, str],
+    turn_alone: None,
     record_property: runs.Record,
 ) -> None:
     namespace = training
@@ -39,7 +38,6 @@ def test_a_reconciler_that_is_killed_mid_write_and_then_away_costs_a_run_nothing
         life = runs.restarted(namespace)
         assert life.tier == "memory"
         assert life.first - 1 >= living.last - 2
-        runs.same_losses(life, reference)
         record_property("lost_steps", runs.lost(killed, life))
     finally:
         system("scale", "deployment/keepstep-reconcile", "--replicas=1")
@@ -85,12 +83,12 @@ def test_an_api_server_that_is_killed_and_then_stands_still_stops_nothing(
     _signal(cluster, "-STOP")
     try:
         assert not _answers(cluster), "the API server stands still"
-        time.sleep(30)
+        time.sleep(20)
     finally:
         _signal(cluster, "-CONT")
     namespace.eventually(lambda: namespace.list("pods"), what="it answers again")
     assert runs.committed_beyond(namespace, committed) > committed
-    assert runs.training_beyond(namespace, before + 100).first == 0, "the trainers never ended"
+    assert runs.training_beyond(namespace, before + 60).first == 0, "the trainers never ended"
 
 
 def _signal(cluster: Cluster, signal: str) -> None:

@@ -90,6 +90,7 @@ def test_a_policy_changed_or_deleted_mid_run_leaves_the_run_as_it_is(namespace: 
     assert runs.training_beyond(namespace, 0).first == 0
 
 
+@pytest.mark.long
 def test_an_image_without_the_library_trains_and_the_run_says_so(namespace: Kubectl) -> None:
     command = ["python3", "-c", "import time\nwhile True: time.sleep(1)"]
     namespace.apply(jobs.policy(), jobs.pytorch_job(workers=0, command=command, args=[]))

@@ -42,7 +42,7 @@ def _killed_and_back(
     first, second = kubectl.eventually(
         lambda: sorted(_names(kubectl.list("pods", selector))), what="two pods"
     )
-    before = runs.training_beyond(kubectl, 30, pod=first)
+    before = runs.training_beyond(kubectl, 15, pod=first)
     runs.kill_trainer(cluster, kubectl, second)
     life = runs.restarted(kubectl, pod=first)
     assert life.tier == "memory"

@@ -55,6 +55,11 @@ class Strangers(Generic[C]):
         self._places: dict[C, _Place] = {}  # in the order in which they came
         self._lock = threading.Lock()
 
+    @property
+    def full(self) -> bool:
+        """Whether the next stranger takes another one's place, whatever its address."""
+        return len(self._places) >= self._most
+
     def enter(self, connection: C, source: str) -> bool:
         """Give `connection` from address `source` a place. True if another one lost its place."""
         with self._lock:

@@ -35,6 +35,7 @@ _MOST_REFUSALS, _REFUSED_S = 16, 60.0
 _BACKLOG = 1024
 """All members of a run may come at once, after their leader was away."""
 _TOO_SLOW = "it took too long to say who it is"
+_PLACE_S = 0.05
 _ACCEPT_S = 0.5
 """How long to wait for a connection before overdue connections are ended."""
 
@@ -120,6 +121,7 @@ class Server:
     def _accept(self) -> None:
         while not self._stopping:
             self._strangers.end_overdue()
+            self._await_place()
             try:
                 plain, address = self._socket.accept()
             except TimeoutError:
@@ -130,6 +132,13 @@ class Server:
                     time.sleep(FAILED_PAUSE_S)
                 continue
             self._take(plain, address)
+
+    def _await_place(self) -> None:
+        """All members of a run may shake hands at once: the next one waits for its place a moment,
+        and costs none of them theirs. Strangers that hold their places cannot make it wait long."""
+        deadline = time.monotonic() + _PLACE_S
+        while self._strangers.full and time.monotonic() < deadline:
+            time.sleep(ACCEPT_PAUSE_S / 2)
 
     def _take(self, plain: socket.socket, address: tuple[Any, ...]) -> None:
         """Begin to serve a connection, on a thread."""
