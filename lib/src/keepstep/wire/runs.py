@@ -323,8 +323,8 @@ class RunReport:
 
 
 def within_bounds(report: RunReport) -> RunReport:
-    """The report with its lists and texts cut to their bounds, as a leader sends it. The first items
-    of a list stay, but of commits and tallies, which are oldest first, the last ones."""
+    """The report with its lists and texts cut to their bounds, as a leader sends it. The first
+    items of a list stay, but of commits and tallies, which are oldest first, the last ones."""
     record, goodput = report.record, report.record.goodput
     if goodput is not None:
         goodput = replace(goodput, tallies=goodput.tallies[-MOST_TALLIES:])
