@@ -40,6 +40,7 @@ from tests.operator.reconcile.serving import trusting
 PODS = 10
 INTERVAL_S = 30.0
 CHANGES = 20
+KEPT = 100
 
 
 def pods_of(run: int) -> list[Body]:
@@ -80,13 +81,12 @@ class Leader:
 
     def report(self) -> RunReport:
         self.sequence += 1
-        kept = range(100)
         doubt = Doubt(kind=DoubtKind.COMMIT_STALLED, text="no step became committed")
         return replace(
             report(1000 + self.sequence, sequence=self.sequence, leader=f"leader-{self.run}"),
             nodes=tuple(node(rank, pod=f"pod-{self.run}-{rank}") for rank in range(PODS)),
             kept=tuple(Kept(step=str(StepId(FIRST.id, one)), ranks=80, tiers=(Tier.ARCHIVE,))
-                       for one in kept),
+                       for one in range(KEPT)),
             certain=True,
             doubts=(doubt,) if self.stalls else (),
         )  # fmt: skip
@@ -170,7 +170,9 @@ async def measure(runs: int, foreign: int, seconds: float) -> Body:
             leading = [asyncio.create_task(load.lead(one)) for one in load.leaders]
             await _shown(server, lambda status: status.get("step"), runs)
             found["all_shown_s"] = round(time.monotonic() - began, 1)
-            await asyncio.sleep(INTERVAL_S)
+            while sum("/checkpoints/" in one for one in server.objects) < runs * KEPT:  # noqa: ASYNC110
+                await asyncio.sleep(5.0)
+            found["all_kept_s"] = round(time.monotonic() - began, 1)
             spent, at = process.cpu_times(), time.monotonic()
             load.answers_s.clear()
             await asyncio.sleep(seconds)
