@@ -396,7 +396,8 @@ class Requested:
     """The answer to a report.
 
     `members`: the pods of the run. `complete`: these are all that exist, so a pod that is neither
-    named nor connected is gone for good. Otherwise it may only be unknown to an operator that has just begun.
+    named nor connected is gone for good. Otherwise it may only be unknown to an operator that has
+    just begun.
     `lost_nodes`: nodes on which the run has something by its record, and which exist no more.
     `policy`: None while it is unknown; then no step may be retired. `pins`: steps that stay.
     `restore_from`: `spec.restoreFrom` as it is written. `fresh_start`: the annotation as it is
