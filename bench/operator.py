@@ -5,7 +5,7 @@
 
 The reconciler is a process of its own, as the chart starts it. The API server of the tests and all
 leaders are in this process, so on few cores they take the time that its waits are made of: memory
-and cores are the reconciler's own. Each leader reports every 30 s, with 100 archived steps.
+and cores are the reconciler's own. Each leader reports every 30 s.
 """
 
 from __future__ import annotations
@@ -73,20 +73,20 @@ def cluster(runs: int, foreign: int) -> ApiServer:
 class Leader:
     """The leader of one run, a step a report."""
 
-    def __init__(self, run: int) -> None:
+    def __init__(self, run: int, kept: int) -> None:
         self.run = run
+        self.kept = kept
         self.sequence = 0
         self.stalls = False
 
     def report(self) -> RunReport:
         self.sequence += 1
-        kept = range(100)
         doubt = Doubt(kind=DoubtKind.COMMIT_STALLED, text="no step became committed")
         return replace(
             report(1000 + self.sequence, sequence=self.sequence, leader=f"leader-{self.run}"),
             nodes=tuple(node(rank, pod=f"pod-{self.run}-{rank}") for rank in range(PODS)),
             kept=tuple(Kept(step=str(StepId(FIRST.id, one)), ranks=80, tiers=(Tier.ARCHIVE,))
-                       for one in kept),
+                       for one in range(self.kept)),
             certain=True,
             doubts=(doubt,) if self.stalls else (),
         )  # fmt: skip
@@ -95,10 +95,10 @@ class Leader:
 class Load:
     """All leaders, and how their reports are answered."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, runs: int) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, runs: int, kept: int) -> None:
         self._session = session
         self._url = url
-        self.leaders = [Leader(run) for run in range(runs)]
+        self.leaders = [Leader(run, kept) for run in range(runs)]
         self.answers_s: list[float] = []
         self.refused = 0
 
@@ -152,7 +152,7 @@ async def _discard(stream: asyncio.StreamReader) -> None:
         pass
 
 
-async def measure(runs: int, foreign: int, seconds: float) -> Body:
+async def measure(runs: int, foreign: int, kept: int, seconds: float) -> Body:
     """The figures."""
     server = cluster(runs, foreign)
     with tempfile.TemporaryDirectory() as name:
@@ -166,11 +166,13 @@ async def measure(runs: int, foreign: int, seconds: float) -> Body:
             began = time.monotonic()
             await _ready(session, ports["metrics_port"])
             found: Body = {"ready_s": round(time.monotonic() - began, 1)}
-            load = Load(session, f"https://127.0.0.1:{ports['port']}/v1/runs", runs)
+            load = Load(session, f"https://127.0.0.1:{ports['port']}/v1/runs", runs, kept)
             leading = [asyncio.create_task(load.lead(one)) for one in load.leaders]
             await _shown(server, lambda status: status.get("step"), runs)
             found["all_shown_s"] = round(time.monotonic() - began, 1)
-            await asyncio.sleep(INTERVAL_S)
+            while sum("/checkpoints/" in one for one in server.objects) < runs * kept:  # noqa: ASYNC110
+                await asyncio.sleep(5.0)
+            found["all_kept_s"] = round(time.monotonic() - began, 1)
             spent, at = process.cpu_times(), time.monotonic()
             load.answers_s.clear()
             await asyncio.sleep(seconds)
@@ -222,9 +224,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--foreign", type=int, default=20_000)
+    parser.add_argument("--kept", type=int, default=100, help="archived steps of each run")
     parser.add_argument("--seconds", type=float, default=120.0, help="of the steady state")
     options = parser.parse_args()
-    found = asyncio.run(measure(options.runs, options.foreign, options.seconds))
+    found = asyncio.run(measure(options.runs, options.foreign, options.kept, options.seconds))
     print(json.dumps(found, indent=2))
 
 

@@ -237,8 +237,11 @@ class ApiServer:
         labels = query.get("labelSelector", "")
         found = self._pages.pop((path, labels), None) if query.get("continue") else None
         if found is None:
+            start = path if "/namespaces/" in path else path.rpartition("/")[0]
             found = [
-                one for at, one in self.objects.items() if is_of(path, at) and matches(one, labels)
+                one
+                for at, one in self.objects.items()
+                if at.startswith(start) and is_of(path, at) and matches(one, labels)
             ]
         first, limit = int(query.get("continue") or 0), int(query.get("limit") or 0) or len(found)
         metadata = {"resourceVersion": str(self._version)}

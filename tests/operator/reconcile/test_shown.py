@@ -25,6 +25,7 @@ from keepstep_operator.api.policy import VolumeKind
 from keepstep_operator.api.run import CommittedStatus, RunStatus
 from keepstep_operator.api.tiers import Peers
 from keepstep_operator.reconcile import checkpoints
+from keepstep_operator.reconcile import requested as module
 from keepstep_operator.reconcile import run as transitions
 from keepstep_operator.reconcile.events import Event, bodies, events, policy_event, standing
 from keepstep_operator.reconcile.render import policy_status, render
@@ -317,3 +318,13 @@ def test_agents_and_lost_nodes_are_those_on_which_the_run_has_something() -> Non
     told = requested(run, cluster)
     assert (told.agents, told.lost_nodes) == ({"node-7": "10.0.0.7:26741"}, ("node-9",))
     assert requested(run, replace(cluster, complete=False)).lost_nodes == ()
+
+
+def test_a_run_with_more_pods_than_are_named_is_never_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise its leader would take those that are not named for gone."""
+    monkeypatch.setattr(module, "MOST_MEMBERS", 2)
+    assert requested(begun(pod(0), pod(1)), Cluster(complete=True)).complete
+    told = requested(begun(pod(0), pod(1), pod(2)), Cluster(complete=True))
+    assert (len(told.members), told.complete) == (2, False)

@@ -395,15 +395,15 @@ class RunPolicy:
 class Requested:
     """The answer to a report.
 
-    `members`: the pods of the run. `complete`: these are all that exist, so a pod that is not named
-    is gone for good. Otherwise it may only be unknown to an operator that has just begun.
-    `lost_nodes`: nodes on which the run has something by its record, and which exist no more.
-    `policy`: None while it is unknown; then no step may be retired. `pins`: steps that stay.
-    `restore_from`: `spec.restoreFrom` as it is written. `fresh_start`: the annotation as it is
-    written (`newest`, `allow`, or an epoch). `paused`: retire nothing, plan no restore. `agents`:
-    the addresses of agents by node, '' while one is not ready. `authorities`: PEM of all by which
-    the operator is recognized; '': no change. `record`: only in the answer to the first report of a
-    leader.
+    `members`: the pods of the run. `complete`: these are all that exist, so a pod that is neither
+    named nor connected is gone for good. Otherwise it may only be unknown to an operator that has
+    just begun. `lost_nodes`: nodes on which the run has something by its record, and which exist no
+    more. `policy`: None while it is unknown; the leader then goes by what its own pod was given.
+    `pins`: steps that stay. `restore_from`: `spec.restoreFrom` as it is written. `fresh_start`: the
+    annotation as it is written (`newest`, `allow`, or an epoch). `paused`: retire nothing, plan no
+    restore. `agents`: the addresses of agents by node, '' while one is not ready. `authorities`:
+    PEM of all by which the operator is recognized; '': no change. `record`: only in the answer to
+    the first report of a leader.
     """
 
     interval_s: float = 30.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from keepstep.wire.runs import Member, Requested, RunPolicy
 from keepstep_operator.api.model import NodeRecord, PodRecord
@@ -43,10 +44,11 @@ def requested(
     record, report, spec = run.record, run.report, run.object
     begins = report is not None and report.sequence <= 1
     nodes = [holder.node for holder in record.holders]
+    members = tuple(islice(_members(run, cluster), MOST_MEMBERS + 1))
     return Requested(
         interval_s=interval_s,
-        members=tuple(_members(run, cluster)),
-        complete=cluster.complete,
+        members=members[:MOST_MEMBERS],
+        complete=cluster.complete and len(members) <= MOST_MEMBERS,
         lost_nodes=tuple(node for node in nodes if cluster.gone(node)),
         policy=_policy(run, run.policy) if run.policy is not None else None,
         pins=tuple(parse_steps(spec.pins)) if spec is not None else (),
@@ -67,10 +69,10 @@ def leader_pod(run: Run) -> PodRecord | None:
 
 
 def _members(run: Run, cluster: Cluster) -> Iterator[Member]:
-    """At most `MOST_MEMBERS`. A pod without a node has nothing and is not named."""
+    """By node rank. A pod without a node has nothing and is not named."""
     key = run.policy.peers.topology_key if run.policy and run.policy.peers else HOSTNAME
     pods = [pod for pod in run.members if pod.injected and pod.node]
-    for pod in sorted(pods, key=lambda pod: (pod.node_rank, pod.created_at))[:MOST_MEMBERS]:
+    for pod in sorted(pods, key=lambda pod: (pod.node_rank, pod.created_at)):
         yield Member(
             node_rank=pod.node_rank,
             pod=pod.uid,
