@@ -121,9 +121,9 @@ def test_steps_of_a_run_stay_although_another_one_goes_on_from_its_archive(runs:
     (runs.archive / "gpt").mkdir()
     (runs.archive / "gpt" / "lives").touch()
     first = runs.start("k1")
-    eventually(runs.archived, within_s=60)
+    eventually(runs.archived, within_s=150)
     second = runs.start("k2")
-    eventually(lambda: any(one.startswith("0002.") for one in runs.archived()), within_s=60)
+    eventually(lambda: any(one.startswith("0002.") for one in runs.archived()), within_s=150)
 
     def warned() -> bool:
         return any("is used by another run" in one for one in runs.status("k1")["warnings"])
