@@ -61,13 +61,14 @@ class _Member:
 
 @dataclass(frozen=True)
 class _Advice:
-    """What all members are told. Steps are oldest first."""
+    """What all members are told. Steps are oldest first. `all_here`: see `Leader`."""
 
     committed: dict[str, StepId]
     commits: tuple[StepId, ...]
     plan: StepId | None
     expendable: tuple[StepId, ...]
     peers: _Peers
+    all_here: bool
 
 
 @dataclass(frozen=True)
@@ -229,8 +230,7 @@ class Leader:
     @property
     def all_here(self) -> bool:
         """Whether all members are connected and have said everything."""
-        whole = all(one.whole for one in self._members.values() if one.connected)
-        return len(self.connected) == self.nodes and whole and self._ledger.settled
+        return self._advise().all_here
 
     def missing(self) -> list[int]:
         """The node ranks that are not connected."""
@@ -247,7 +247,7 @@ class Leader:
     def waiting(self) -> list[int]:
         """The members for whom there may be news: all if what all are told has changed, else those
         that have reported since."""
-        told = (self._advise(), self.all_here, self.closing, self.pins, self._failures)
+        told = (self._advise(), self.closing, self.pins, self._failures)
         changed, self._told = told != self._told, told
         ranks = [one for one in self.connected if changed or one in self._reported]
         self._reported.clear()
@@ -270,7 +270,6 @@ class Leader:
         own = advice.peers.ring.get(node_rank, ())
         said = b"%d %b %b" % (node_rank, repr(own).encode(), advice.peers.digest)
         version = blake2b(said, digest_size=12).hexdigest()
-        may_go = self.all_here
         current = self._ledger.core.lineage.current
         return LeaderReply(
             leader=self._life,
@@ -285,11 +284,13 @@ class Leader:
                 committed=advice.committed,
                 commits=tuple(id for id in held if is_among(id, advice.commits)),
                 plan=advice.plan,
-                retire=tuple(id for id in held if may_go and is_among(id, advice.expendable)),
+                retire=tuple(
+                    id for id in held if advice.all_here and is_among(id, advice.expendable)
+                ),
                 pinned=self.pins.steps,
                 peers=() if version == member.holds else _listed(advice.peers, node_rank),
                 peers_version=version,
-                all_peers=may_go,
+                all_peers=advice.all_here,
                 changes_since=self._ledger.follows(node_rank, member.life),
                 failures=self._failures,
             ),
@@ -298,12 +299,14 @@ class Leader:
     def _advise(self) -> _Advice:
         if self._advice is None:
             ledger = self._ledger
+            known = sum(one.whole for one in self._members.values())
             self._advice = _Advice(
                 committed={str(tier): id for tier, id in ledger.watermarks().items()},
                 commits=ledger.commits(),
                 plan=ledger.plan(),
                 expendable=ledger.expendable(),
                 peers=self._introduced(),
+                all_here=known == self.nodes and ledger.settled,
             )
         return self._advice
 
