@@ -322,17 +322,19 @@ def choose(
     allowed = _allowed(excluded, limit, exact=exact)
     distinct = {id(vote): vote for vote in votes}  # most ranks of a large world share one object
     made = {at: _ways(vote, len(votes), allowed) for at, vote in distinct.items()}
+    different = list(distinct.values())
+    lineage = _lineage(different)
     if lending:
-        _lend(list(made.values()), list(distinct.values()), allowed)
+        _lend(list(made.values()), different, allowed, lineage)
     ways = [made[id(vote)] for vote in votes]
     if lending:
-        ways = _lend_own(ways, list(distinct.values()))
+        ways = _lend_own(ways, different)
     common = _common(list(made.values()))
     _check_world(votes, max(common, default=None), allowed)
     if common:
-        left = common if limit is not None else _doubt(list(distinct.values())).left(common)
+        left = common if limit is not None else _doubt(different).left(common)
         chosen = _preferred(ways, left)
-        taken, lineage = [each[chosen] for each in ways], _lineage(list(distinct.values()))
+        taken = [each[chosen] for each in ways]
         lent = tuple(way.lent for way in taken)
         return Decision(
             chosen,
@@ -436,7 +438,10 @@ def _shows(vote: Candidates) -> tuple[Offer, ...]:
 
 
 def _lend(
-    ways: Sequence[_Ways], votes: Sequence[Candidates], allowed: Callable[[StepId], bool]
+    ways: Sequence[_Ways],
+    votes: Sequence[Candidates],
+    allowed: Callable[[StepId], bool],
+    lineage: Lineage,
 ) -> None:
     """Add a way for each rank that has none to the steps that all sidecars together cover.
 
@@ -449,9 +454,6 @@ def _lend(
             if allowed(one.id):
                 shown.setdefault(one.id, []).append(one)
     wanting = [id for id in shown if any(id not in each for each in ways)]
-    if not wanting:
-        return
-    lineage = _lineage(votes)
     for id in wanting:
         dead = lineage.standing(id) is Standing.DEAD
         if dead or (world := _covered(shown[id])) is None:
