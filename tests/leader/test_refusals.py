@@ -15,11 +15,11 @@ import pytest
 from keepstep.errors import StorageError, UsageError
 from keepstep_sidecar.leader.link import Link
 from keepstep_sidecar.tiers.peer.server import Server
-from keepstep_sidecar.tiers.peer.tls import Credentials, FileCredentials, Tls
+from keepstep_sidecar.tiers.peer.tls import Credentials, Tls
 from tests.harness import free_port, until
 from tests.leader.runs import QUICK, SECRET, Leader, Linked, credentials, leading, running
 from tests.leader.wire import Raw
-from tests.peer.authority import Authority
+from tests.peer.authority import Authority, FileCredentials
 
 
 async def refused(linked: Linked, *, because: str) -> None:

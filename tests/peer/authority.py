@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import threading
+import time
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -10,9 +15,61 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from keepstep_sidecar.config.sidecar import Files
-from keepstep_sidecar.tiers.peer.tls import Identity
+from keepstep.errors import KeepstepError, UsageError
+from keepstep_sidecar.tiers.peer.tls import Identity, Pem, Tls, contexts
 from tests.certificates import pem_of
+
+_REMEDY = "both sides must have certificates of the same authority"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Certificate chain, key and authorities, PEM; read again when they change."""
+
+    certificate: Path
+    key: Path
+    authorities: Path
+
+
+class FileCredentials:
+    """From files that may be replaced at any time; checked every `look_every_s` seconds."""
+
+    def __init__(self, files: Files, *, look_every_s: float = 5.0) -> None:
+        """Raises UsageError when the files are not usable at the start."""
+        self._files = files
+        self._every_s = look_every_s
+        self._lock = threading.Lock()
+        self._digest = b""
+        self._tls = self._load()
+        self._looked_at = time.monotonic()
+
+    def current(self) -> Tls:
+        with self._lock:
+            if time.monotonic() - self._looked_at >= self._every_s:
+                self._looked_at = time.monotonic()
+                self._reload()
+            return self._tls
+
+    def _reload(self) -> None:
+        with contextlib.suppress(KeepstepError):  # files that do not fit together yet
+            self._tls = self._load()
+
+    def _load(self) -> Tls:
+        """The contexts that the files give now; the same objects if nothing changed."""
+        files = self._files
+        try:
+            pem = Pem(
+                certificate=files.certificate.read_bytes(),
+                key=files.key.read_bytes(),
+                authorities=files.authorities.read_bytes(),
+            )
+        except OSError as error:
+            raise UsageError(f"cannot read the peers' certificate: {error}") from error
+        digest = hashlib.sha256(b"\0".join((pem.certificate, pem.key, pem.authorities))).digest()
+        if digest != self._digest:
+            self._tls = contexts(pem, whose=str(files.certificate), remedy=_REMEDY)
+            self._digest = digest
+        return self._tls
 
 
 class Authority:

@@ -10,11 +10,11 @@ from typing import Any
 
 from keepstep.steps import StepId
 from keepstep.wire.reports import Peer
-from keepstep_sidecar.config.sidecar import Files, PeerSettings
+from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.tiers.peer.tier import PeerTier
-from keepstep_sidecar.tiers.peer.tls import FileCredentials
 from keepstep_sidecar.volume.directories import LocalShard
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
+from tests.peer.authority import FileCredentials, Files
 from tests.volume.images import RUN, Slot, make_layout, staged
 
 BIG = 5_000_000

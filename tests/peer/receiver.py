@@ -9,7 +9,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from keepstep_sidecar.config.sidecar import Files
+from tests.peer.authority import Files
 from tests.peer.nodes import Node, running
 
 

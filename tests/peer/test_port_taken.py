@@ -8,10 +8,9 @@ from pathlib import Path
 
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.tiers.peer.tier import PeerTier
-from keepstep_sidecar.tiers.peer.tls import FileCredentials
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import until
-from tests.peer.authority import Authority
+from tests.peer.authority import Authority, FileCredentials
 from tests.volume.images import RUN
 
 

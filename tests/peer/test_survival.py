@@ -18,12 +18,11 @@ from keepstep_sidecar.tiers.peer.buddy import due, wanted
 from keepstep_sidecar.tiers.peer.client import Link
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.serve import Shards
-from keepstep_sidecar.tiers.peer.tls import FileCredentials
 from keepstep_sidecar.tiers.tier import LocalInventory
 from keepstep_sidecar.volume.directories import ShardName
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import until
-from tests.peer.authority import Authority
+from tests.peer.authority import Authority, FileCredentials
 from tests.peer.nodes import Node, running
 from tests.tiers.local import committed, durable
 from tests.volume.drives import die, small_drive

@@ -12,11 +12,11 @@ import pytest
 
 from keepstep.errors import UsageError
 from keepstep.steps import Answer
-from keepstep_sidecar.config.sidecar import Files, PeerSettings
-from keepstep_sidecar.tiers.peer.tls import FileCredentials, Identity
+from keepstep_sidecar.config.sidecar import PeerSettings
+from keepstep_sidecar.tiers.peer.tls import Identity
 from keepstep_sidecar.volume.directories import survey
 from tests.harness import until
-from tests.peer.authority import Authority
+from tests.peer.authority import Authority, FileCredentials, Files
 from tests.peer.nodes import Node, running
 from tests.tiers.local import durable
 from tests.volume.images import RUN
@@ -119,18 +119,6 @@ def test_certificates_that_are_no_use_are_said_at_once(authority: Authority) -> 
         FileCredentials(dataclasses.replace(two, key=none.key))
     with pytest.raises(UsageError, match="cannot read"):
         FileCredentials(dataclasses.replace(two, key=two.key.with_name("absent")))
-
-
-def test_a_key_that_everybody_may_read_is_told_of(
-    authority: Authority, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = authority.files(0)
-    files.key.chmod(0o600)
-    FileCredentials(files)
-    assert "peer key not private" not in caplog.text
-    files.key.chmod(0o644)
-    FileCredentials(files)
-    assert "peer key not private" in caplog.text
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

@@ -120,15 +120,6 @@ class ArchiveConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Files:
-    """Certificate chain, key and authorities, PEM; read again when they change."""
-
-    certificate: Path
-    key: Path
-    authorities: Path
-
-
-@dataclass(frozen=True, kw_only=True)
 class PeerSettings:
     """`listen`, `advertise`: `host:port`. `replicas`: copies of each shard on other pods.
 

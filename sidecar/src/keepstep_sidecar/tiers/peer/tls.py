@@ -1,4 +1,4 @@
-"""The identity of pods: certificate, key and authorities, from files or from the operator.
+"""The identity of pods: certificate, key and authorities, from the operator or from a secret.
 
 A certificate names its pod by a URI among its alternative names:
 `keepstep://<namespace>/<run>/<node rank>`. The namespace is the border of trust. A pod of another
@@ -11,18 +11,12 @@ which gets its own steps, and a client to none. Machines that share a secret ins
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
 import os
 import re
 import ssl
-import stat
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Final, Protocol
 from urllib.parse import quote, unquote, urljoin
 
@@ -31,7 +25,7 @@ import msgspec
 
 from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.wire.reports import AGENTS, CERTIFICATES_PATH, CertificateRequest, IssuedCertificate
-from keepstep_sidecar.config.sidecar import Files, Reporting
+from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import say, warn
 
 SHARED_SECRET: Final = "~secret"
@@ -106,11 +100,6 @@ def of_peer(certificate: Mapping[str, Any] | None, *, whose: str) -> Identity:
 #
 # Contexts are never changed: code that opens a connection asks for the current ones. So a new
 # certificate or authority applies from the next connection on, and open connections keep theirs.
-# Files that do not fit together (a half-written directory) are ignored until they do.
-
-
-_LOOK_EVERY_S = 5.0
-_REMEDY = "see --peer-cert and --peer-ca on both sides"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,62 +130,7 @@ class Credentials(Protocol):
         """For the next connection; from any thread. Raises KeepstepError while there are none."""
 
 
-class FileCredentials:
-    """From files that may be replaced at any time; checked every `look_every_s` seconds."""
-
-    def __init__(self, files: Files, *, look_every_s: float = _LOOK_EVERY_S) -> None:
-        """Raises UsageError when the files are not usable at the start."""
-        self._files = files
-        self._every_s = look_every_s
-        self._lock = threading.Lock()
-        self._digest = b""
-        self._tls = self._load()
-        _warn_of_readers(files.key)
-        self._looked_at = time.monotonic()
-
-    def current(self) -> Tls:
-        with self._lock:
-            if time.monotonic() - self._looked_at >= self._every_s:
-                self._looked_at = time.monotonic()
-                self._reload()
-            return self._tls
-
-    def _reload(self) -> None:
-        before = self._digest
-        try:
-            self._tls = self._load()
-        except KeepstepError as error:
-            warn("peer certificate not loaded", reason=str(error))
-            return
-        if self._digest != before:
-            say("peer certificate loaded", identity=self._tls.identity.uri)
-
-    def _load(self) -> Tls:
-        """The contexts that the files give now; the same objects if nothing changed."""
-        files = self._files
-        try:
-            pem = Pem(
-                certificate=files.certificate.read_bytes(),
-                key=files.key.read_bytes(),
-                authorities=files.authorities.read_bytes(),
-            )
-        except OSError as error:
-            raise UsageError(f"cannot read the peers' certificate: {error}") from error
-        digest = hashlib.sha256(b"\0".join((pem.certificate, pem.key, pem.authorities))).digest()
-        if digest != self._digest:
-            self._tls, self._digest = contexts(pem, whose=str(files.certificate)), digest
-        return self._tls
-
-
-def _warn_of_readers(key: Path) -> None:
-    """Anyone who has the key passes for this pod with all others."""
-    with contextlib.suppress(OSError):
-        if (mode := stat.S_IMODE(key.stat().st_mode)) & 0o007:
-            why = "everybody on this machine may read or write it; chmod 600"
-            warn("peer key not private", path=str(key), mode=f"{mode:04o}", reason=why)
-
-
-def contexts(pem: Pem, *, whose: str, remedy: str = _REMEDY) -> Tls:
+def contexts(pem: Pem, *, whose: str, remedy: str) -> Tls:
     """Contexts that show the certificate and demand one. Raises UsageError that names `whose`."""
     try:
         tls = Tls(
