@@ -6,10 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer import FakeTrainer, content, read_image
+from trainer import FakeTrainer, Ranks
 
-from keepstep.core.vote import choose
-from keepstep.steps import StepId
 from tests.harness import SidecarProcess, free_port
 
 SECRET = "a secret of the tests"
@@ -50,12 +48,12 @@ class Machine(SidecarProcess):
         return {int(path.parent.name.rsplit("-", 1)[1]) for path in found}
 
 
-class Run:
+class Run(Ranks):
     """Some machines, and a rank on each."""
 
     def __init__(self, machines: list[Machine], trainers: Callable[..., FakeTrainer]) -> None:
-        self.machines, self._trainers = machines, trainers
-        self.ranks: list[FakeTrainer] = []
+        super().__init__(trainers)
+        self.machines = machines
 
     def start(self, *options: str) -> Run:
         """All sidecars, and the ranks in their first epoch."""
@@ -71,37 +69,4 @@ class Run:
 
     def come_back(self) -> list[FakeTrainer]:
         """Ranks that have not restored yet."""
-        world = len(self.machines)
-        self.ranks = [
-            self._trainers(one.socket, rank, world) for rank, one in enumerate(self.machines)
-        ]
-        for one in self.ranks:
-            one.connect(local_world=1)
-        return self.ranks
-
-    def restore(self, epoch: str = "00000002") -> StepId:
-        """As the library does: vote, open, verify, begin the next epoch."""
-        decision = choose([one.candidates() for one in self.ranks])
-        assert decision.id is not None
-        for one in self.ranks:
-            opened = one.open(decision.id)
-            assert read_image(one.layout, opened.path) == content(one.layout, decision.id.step)
-        for one in self.ranks:
-            one.restored(decision.epoch(epoch))
-            one.register()
-        return decision.id
-
-    def stage(self, step: int) -> StepId:
-        (id,) = {one.stage(step) for one in self.ranks}
-        return id
-
-    def reach(self, step: int, state: str = "committed", *, timeout_s: float = 20.0) -> StepId:
-        """Stage a step on all, and wait until all see it in this state."""
-        id = self.stage(step)
-        for one in self.ranks:
-            assert one.wait(id, state, flush=True, timeout_s=timeout_s).reached, state
-        return id
-
-    def disconnect(self) -> None:
-        for one in self.ranks:
-            one.disconnect()
+        return self.come([one.socket for one in self.machines])

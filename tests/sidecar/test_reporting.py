@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 from operator_host import Identity, OperatorHost, make_identity
 from pods import Pod
-from trainer import FakeTrainer, content, read_image
+from trainer import FakeTrainer, Ranks
 
-from keepstep.core.vote import choose
 from keepstep.steps import Answer, StepId, Tier
 from keepstep_sidecar.cli.probe import health
 from tests.harness import eventually
@@ -74,12 +73,12 @@ def pods(tmp_path: Path, identity: Identity) -> Iterator[Callable[[str], list[Po
     shutil.rmtree(memory, ignore_errors=True)
 
 
-class Team:
+class Team(Ranks):
     """The two pods of a run, and a rank on each."""
 
     def __init__(self, pods: list[Pod], trainers: Trainers) -> None:
-        self.pods, self._trainers = pods, trainers
-        self.ranks: list[FakeTrainer] = []
+        super().__init__(trainers)
+        self.pods = pods
 
     def start(self, *options: str, size: int = 64 << 10) -> tuple[list[Pod], list[FakeTrainer]]:
         """Both sidecars, and the ranks in their first epoch."""
@@ -92,37 +91,7 @@ class Team:
 
     def come_back(self, *, local_world: int = 1) -> list[FakeTrainer]:
         """Ranks that have not restored yet."""
-        self.ranks = [self._trainers(pod.socket, rank, 2) for rank, pod in enumerate(self.pods)]
-        for one in self.ranks:
-            one.connect(local_world=local_world)
-        return self.ranks
-
-    def restore(self) -> StepId:
-        """As the library does: vote, open, verify, begin the next epoch."""
-        decision = choose([one.candidates() for one in self.ranks])
-        assert decision.id is not None
-        for one in self.ranks:
-            opened = one.open(decision.id)
-            assert read_image(one.layout, opened.path) == content(one.layout, decision.id.step)
-        for one in self.ranks:
-            one.restored(decision.epoch("00000002"))
-            one.register()
-        return decision.id
-
-    def stage(self, step: int) -> StepId:
-        (id,) = {one.stage(step) for one in self.ranks}
-        return id
-
-    def reach(self, step: int, state: str = "committed") -> StepId:
-        """Stage a step on both, and wait until both see it in this state."""
-        id = self.stage(step)
-        for one in self.ranks:
-            assert one.wait(id, state, flush=True).reached
-        return id
-
-    def disconnect(self) -> None:
-        for one in self.ranks:
-            one.disconnect()
+        return self.come([one.socket for one in self.pods], local_world=local_world)
 
 
 def nobody() -> str:

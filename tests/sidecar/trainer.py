@@ -17,10 +17,11 @@ import select
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from keepstep.core.vote import Candidates
+from keepstep.core.vote import Candidates, choose
 from keepstep.errors import SidecarError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from keepstep.steps import Epoch, EpochId, StepId
@@ -305,6 +306,48 @@ def come_back(trainer: FakeTrainer) -> None:
     trainer.connect()
     trainer.register()
     trainer.slot = None
+
+
+class Ranks:
+    """One rank at each of the sockets: the trainers of a run of several machines."""
+
+    def __init__(self, trainers: Callable[..., FakeTrainer]) -> None:
+        self._trainers = trainers
+        self.ranks: list[FakeTrainer] = []
+
+    def come(self, sockets: list[Path], *, local_world: int = 1) -> list[FakeTrainer]:
+        """Ranks that have not restored yet."""
+        self.ranks = [self._trainers(path, at, len(sockets)) for at, path in enumerate(sockets)]
+        for one in self.ranks:
+            one.connect(local_world=local_world)
+        return self.ranks
+
+    def restore(self, epoch: str = "00000002") -> StepId:
+        """As the library does: vote, open, verify, begin the next epoch."""
+        decision = choose([one.candidates() for one in self.ranks])
+        assert decision.id is not None
+        for one in self.ranks:
+            opened = one.open(decision.id)
+            assert read_image(one.layout, opened.path) == content(one.layout, decision.id.step)
+        for one in self.ranks:
+            one.restored(decision.epoch(epoch))
+            one.register()
+        return decision.id
+
+    def stage(self, step: int) -> StepId:
+        (id,) = {one.stage(step) for one in self.ranks}
+        return id
+
+    def reach(self, step: int, state: str = "committed", *, timeout_s: float = 20.0) -> StepId:
+        """Stage a step on all, and wait until all see it in this state."""
+        id = self.stage(step)
+        for one in self.ranks:
+            assert one.wait(id, state, flush=True, timeout_s=timeout_s).reached, state
+        return id
+
+    def disconnect(self) -> None:
+        for one in self.ranks:
+            one.disconnect()
 
 
 def read_image(layout: Layout, path: str | Path) -> bytes:
