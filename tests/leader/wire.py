@@ -97,6 +97,14 @@ class Raw:
             self._found += self._parser.feed(data)
         return self._found.pop(0)
 
+    def read_all(self) -> list[bytes]:
+        """The frames that have come, of a socket that does not block."""
+        with contextlib.suppress(ssl.SSLWantReadError):
+            while data := self.secure.recv(1 << 16):
+                self._found += self._parser.feed(data)
+        found, self._found = self._found, []
+        return [body for _, body in found]
+
     def refusal(self) -> str:
         """Why the leader ends the connection."""
         while (found := self.read()) is not None:
