@@ -44,7 +44,6 @@ from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import LeaderReply, MemberReport, Report, ReportedRank, ReportedVolume
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leader.host import OWN, Host
-from keepstep_sidecar.leader.hub import Hub
 from keepstep_sidecar.leader.link import Link
 from keepstep_sidecar.tiers.peer.secret import SecretCredentials
 from keepstep_sidecar.tiers.peer.server import Server
@@ -254,14 +253,12 @@ async def _lead(clock: Clock, port: int, told: Connection) -> None:
     )
     machine = Machine(clock, OWN)
     host = Host(leader, Changes())
-    hub = Hub(host.take, host.gone, nodes=clock.machines)
-    host.connect(hub)
     host.own = machine.take
     server = Server(
         f"127.0.0.1:{port}",
         SecretCredentials(SECRET, "bench", OWN),
         lambda _: None,  # type: ignore[arg-type, return-value]
-        join=hub.join,
+        join=host.hub.join,
     )
     server.start()
     loop = asyncio.get_running_loop()

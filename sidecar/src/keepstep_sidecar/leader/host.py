@@ -30,20 +30,16 @@ _decode = msgspec.json.Decoder(MemberReport).decode
 
 class Host:
     """On one event loop. `own`: is given what the leader's own sidecar is to be told without being
-    asked. Without a `hub` the run is this machine alone."""
+    asked."""
 
     def __init__(self, leader: Leader, changes: Changes) -> None:
         self.leader = leader
+        self.hub = Hub(self.take, self.gone, nodes=leader.nodes)
         self.own: Callable[[LeaderReply], None] = lambda reply: None
-        self.hub: Hub | None = None
         self._changes = changes
         self._members: dict[int, Member] = {}
         self._refused: dict[int, tuple[float, str]] = {}
         self._due: asyncio.TimerHandle | None = None
-
-    def connect(self, hub: Hub) -> None:
-        """From now on there are members elsewhere, too."""
-        self.hub = hub
 
     # --- frames ------------------------------------------------------------------------------
 
@@ -116,8 +112,7 @@ class Host:
         """End all connections."""
         if self._due is not None:
             self._due.cancel()
-        if self.hub is not None:
-            self.hub.close()
+        self.hub.close()
 
     def warnings(self) -> Iterator[str]:
         """What a person has to mend."""

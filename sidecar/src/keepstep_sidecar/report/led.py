@@ -11,7 +11,6 @@ from keepstep.wire.reports import Pins
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.leader.host import OWN, Host
-from keepstep_sidecar.leader.hub import Hub
 from keepstep_sidecar.leader.link import Link
 from keepstep_sidecar.report.leader_channel import LinkChannel, OwnChannel
 from keepstep_sidecar.report.reporter import Channel
@@ -35,9 +34,7 @@ class Led:
         self._channel: OwnChannel | LinkChannel | None = None
         if config.node_rank == OWN:
             self._host = Host(self._leader(), changes)
-            hub = Hub(self._host.take, self._host.gone, nodes=config.nodes)
-            self._host.connect(hub)
-            self.join = hub.join
+            self.join = self._host.hub.join
 
     def _leader(self) -> Leader:
         config = self._config
