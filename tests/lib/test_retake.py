@@ -271,6 +271,28 @@ def test_code_of_a_module_that_makes_its_state_is_called_each_time(make):
     assert model[1].asked == 4
 
 
+class Around(torch.optim.Optimizer):
+    """Hands all on to another one, without what `Optimizer.__init__` makes, as Accelerate's does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def state_dict(self) -> dict:
+        return self.optimizer.state_dict()
+
+
+def test_an_optimizer_around_another_one_is_asked_each_time():
+    state = State()
+    parts = {"model": state.model, "optimizer": Around(state.optimizer)}
+    before = take(parts)
+    for rate in (0.5, 0.25):
+        state.optimizer.param_groups[0]["lr"] = rate
+        same(retake(before, parts, ALONE), take(parts))
+
+
 def test_components_that_came_went_or_changed_places():
     state = State()
     parts = state.components()

@@ -944,9 +944,11 @@ class _States:
 
     @staticmethod
     def _is_plain(inner: Any) -> bool:
+        # first of all: what has a `state_dict` of its own need not have torch's hooks (Accelerate's)
+        if type(inner).state_dict is not torch.optim.Optimizer.state_dict:
+            return False
         hooks = inner._optimizer_state_dict_pre_hooks or inner._optimizer_state_dict_post_hooks
-        own = hooks or "state_dict" in vars(inner)
-        return not own and type(inner).state_dict is torch.optim.Optimizer.state_dict
+        return not (hooks or "state_dict" in vars(inner))
 
     def read(self) -> tuple[list[Any], list[Any]] | None:
         """The entries of the table, and the groups; None if not all is of these parameters."""
