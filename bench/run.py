@@ -42,6 +42,7 @@ from keepstep.core.shard import Shard
 from keepstep.leader.leader import Leader
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import LeaderReply, MemberReport, Report, ReportedRank, ReportedVolume
+from keepstep.wire.runs import RunPolicy
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leader.host import OWN, Host
 from keepstep_sidecar.leader.link import Link
@@ -248,9 +249,8 @@ def lead(clock: Clock, port: int, told: Connection) -> None:
 async def _lead(clock: Clock, port: int, told: Connection) -> None:
     began, life = time.monotonic(), os.urandom(8).hex()
     alone_mib = _rss_mib()
-    leader = Leader(
-        life=life, nodes=clock.machines, keep=Retention(last=2), beyond=(Tier.PEER,), replicas=1
-    )
+    policy = RunPolicy(keep=Retention(last=2), outlives_pod=False, replicas=1, restarts=False)
+    leader = Leader(life=life, nodes=clock.machines, policy=policy)
     machine = Machine(clock, OWN)
     host = Host(leader, Changes())
     host.own = machine.take

@@ -54,15 +54,29 @@ async def serving(host: Path, files: Files, *, node: str = NODE) -> AsyncIterato
         await asyncio.to_thread(server.stop)
 
 
+_TIERS: list[PeerTier] = []
+
+
 def fetching(tmp_path: Path, files: Files) -> PeerTier:
-    """Of a pod that serves nobody, on an empty drive."""
+    """Of a pod, on an empty drive."""
     empty = Volume(tmp_path / "new" / RUN, run=RUN)
-    return PeerTier(
-        PeerSettings(listen="", replicas=0),
-        VolumeSet([empty]),
-        run=RUN,
-        credentials=FileCredentials(files),
+    _TIERS.append(
+        PeerTier(
+            PeerSettings(listen="127.0.0.1:0", replicas=0),
+            VolumeSet([empty]),
+            run=RUN,
+            credentials=FileCredentials(files),
+        )
     )
+    return _TIERS[-1]
+
+
+@pytest.fixture(autouse=True)
+async def closed() -> AsyncIterator[None]:
+    """All that a test fetches with is closed at its end."""
+    yield
+    while _TIERS:
+        await _TIERS.pop().close()
 
 
 def write(directory: Path, step: int, *, parameters: int = 6000) -> tuple[Slot, LocalShard]:
@@ -81,8 +95,7 @@ async def test_a_shard_that_was_left_comes_back_byte_for_byte(
     slot, found = write(left, 5, parameters=3_000_000)
     before = _files(tmp_path / "host")
     tier = fetching(tmp_path, authority.files(1))
-    assert tier.address == ""
-    assert (await tier.look()).answer is Answer.NONE, "without an operator it is as without"
+    assert (await tier.look()).answer is Answer.UNKNOWN, "nobody was named yet"
     async with serving(tmp_path / "host", agent_files(authority)) as agents:
         tier.peers_are((), agents=agents)
         (remote,) = (await tier.look()).shards

@@ -10,7 +10,6 @@ import pytest
 from keepstep_operator.admission.metrics import Metrics as AdmissionMetrics
 from keepstep_operator.certificates.main import Metrics as CertificatesMetrics
 from keepstep_operator.reconcile.metrics import Metrics as ReconcileMetrics
-from keepstep_operator.reconcile.state.registry import Registry
 from keepstep_sidecar.api.metrics import TABLE
 from tests.chart.charts import CHART, Chart, Object, of_kind
 
@@ -28,7 +27,7 @@ def test_every_metric_of_an_alert_or_of_the_dashboard_is_made_by_some_process(
 ) -> None:
     made = {row.name for row in TABLE}
     for registry in (
-        ReconcileMetrics(Registry()).registry,
+        ReconcileMetrics({}).registry,
         AdmissionMetrics().registry,
         CertificatesMetrics().registry,
     ):

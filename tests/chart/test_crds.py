@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import yaml
 
+from keepstep.wire import runs
 from keepstep_operator.api import run
 from keepstep_operator.api.run import RunStatus
 from tests.chart.charts import ROOT, Object, crds, schema_of, walk
@@ -63,8 +64,10 @@ def test_every_field_that_the_reconciler_writes_is_in_the_schema() -> None:
 
 def test_what_the_reconciler_cuts_fits_the_schema() -> None:
     status = schema_of(CRDS["CheckpointRun"])["properties"]["status"]["properties"]
-    assert status["recent"]["maxItems"] >= run.MOST_RECENT
-    assert status["ranks"]["maxItems"] >= run.MOST_RANKS
+    assert status["recent"]["maxItems"] >= runs.MOST_RECENT
+    assert status["ranks"]["maxItems"] >= runs.MOST_NODES
+    assert status["holders"]["maxItems"] >= runs.MOST_HOLDERS
+    assert status["drives"]["maxItems"] >= runs.MOST_DRIVES
     assert status["warnings"]["maxItems"] >= run.MOST_WARNINGS
     for text in (
         status["warnings"]["items"],
@@ -100,7 +103,7 @@ def _resolves(schema: Object, path: str) -> bool:
 
 
 def _written(schema: Object) -> Iterator[str]:
-    """Paths of msgspec's JSON schema, in the notation of `walk`."""
+    """Paths of msgspec's JSON schema, in the notation and with the names of `walk`."""
 
     def below(one: Object, path: str) -> Iterator[str]:
         if "$ref" in one:
@@ -108,8 +111,10 @@ def _written(schema: Object) -> Iterator[str]:
         for choice in one.get("anyOf", ()):
             yield from below(choice, path)
         for name, inner in one.get("properties", {}).items():
-            yield f"{path}.{name}"
-            yield from below(inner, f"{path}.{name}")
+            first, *more = name.split("_")
+            camel = first + "".join(map(str.capitalize, more))
+            yield f"{path}.{camel}"
+            yield from below(inner, f"{path}.{camel}")
         if isinstance(one.get("items"), dict):
             yield from below(one["items"], f"{path}[]")
 

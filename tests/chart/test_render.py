@@ -136,9 +136,7 @@ def test_selectors_choose_the_pods_that_they_mean(rendered: list[Object]) -> Non
         chosen = one["spec"]["selector"]["matchLabels"]
         assert chosen.items() <= one["spec"]["template"]["metadata"]["labels"].items()
     for one in of_kind(rendered, "Service").values():
-        wanted = dict(one["spec"]["selector"])
-        wanted.pop("keepstep.dev/leader", None)  # a replica gives it to itself
-        behind = [d for d in deployments.values() if _selects(wanted, d)]
+        behind = [d for d in deployments.values() if _selects(one["spec"]["selector"], d)]
         assert behind
         for port in one["spec"]["ports"]:
             assert all(port["targetPort"] in _port_names(d) for d in behind)
@@ -219,18 +217,10 @@ def test_admission_is_spread_and_survives_a_drain(plain: list[Object]) -> None:
     assert budget["selector"]["matchLabels"] == spec["selector"]["matchLabels"]
 
 
-def test_certificates_never_run_twice(plain: list[Object]) -> None:
-    spec = of_kind(plain, "Deployment")["keepstep-certificates"]["spec"]
+@pytest.mark.parametrize("component", ["certificates", "reconcile"])
+def test_neither_of_these_ever_runs_twice(component: str, plain: list[Object]) -> None:
+    spec = of_kind(plain, "Deployment")[f"keepstep-{component}"]["spec"]
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
-
-
-def test_reports_find_the_replica_that_leads(plain: list[Object]) -> None:
-    selector = of_kind(plain, "Service")["keepstep-reports"]["spec"]["selector"]
-    assert selector["keepstep.dev/leader"] == "true"
-    spec = of_kind(plain, "Deployment")["keepstep-reconcile"]["spec"]
-    assert "keepstep.dev/leader" not in spec["template"]["metadata"]["labels"]
-    container = spec["template"]["spec"]["containers"][0]
-    assert container["readinessProbe"]["httpGet"]["port"] == "metrics", "those that stand by, too"
 
 
 def test_host_paths_reach_both_who_must_refuse(chart: Chart) -> None:

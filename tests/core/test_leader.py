@@ -14,8 +14,10 @@ from keepstep.errors import UsageError
 from keepstep.leader.leader import Leader
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import LeaderReply, MemberReport, Pins, Report, ReportedRank
+from keepstep.wire.runs import RunPolicy
 
 EPOCH = Epoch(EpochId(1, "0" * 8))
+POLICY = RunPolicy(keep=Retention(last=1), outlives_pod=False, replicas=1, restarts=False)
 
 
 def at(step: int) -> StepId:
@@ -34,7 +36,7 @@ class Run:
     """A leader of two machines, each with a rank."""
 
     def __init__(self) -> None:
-        self.leader = Leader(life="0", nodes=2, keep=Retention(last=1), replicas=1)
+        self.leader = Leader(life="0", nodes=2, policy=POLICY)
         self.sequence = 0
 
     def report(self, *ranks: ReportedRank, node_rank: int) -> Report:

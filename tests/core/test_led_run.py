@@ -24,6 +24,7 @@ from keepstep.errors import UsageError
 from keepstep.leader.leader import Leader
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import LeaderReply, MemberReport, Report, ReportedRank
+from keepstep.wire.runs import RunPolicy
 from keepstep_sidecar.report.report import changes
 
 
@@ -78,7 +79,11 @@ class LedRun(RuleBasedStateMachine):
     def _lead(self) -> None:
         """The sidecar of machine 0 begins: nobody is connected to it."""
         own = self.machines[0]
-        self.leader = Leader(life=f"{own.life}", nodes=len(self.machines), keep=self.keep)
+        self.leader = Leader(
+            life=f"{own.life}",
+            nodes=len(self.machines),
+            policy=RunPolicy(keep=self.keep, outlives_pod=False, restarts=False),
+        )
         own.leader = self.leader
 
     def _begin_epoch(self) -> None:

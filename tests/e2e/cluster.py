@@ -210,21 +210,19 @@ class Cluster:
         # pods that end still serve those who keep a connection to them
         system.eventually(lambda: len(system.list("pods", ADMISSION)) == 2, what="no old pod")
 
-    def leader(self) -> Object:
-        """The pod of the reconciler that leads, as soon as one runs: a test before may have killed
-        the last one."""
+    def reconciler(self) -> Object:
+        """The reconciler's pod, as soon as it runs: a test before may have killed the last one."""
         system = self.kubectl.namespaced(NAMESPACE)
 
         def look() -> Object | None:
-            leading = RECONCILE, "keepstep.dev/leader"
             pods = [
                 pod
-                for pod in system.list("pods", *leading)
+                for pod in system.list("pods", RECONCILE)
                 if pod["status"]["containerStatuses"][0]["state"].get("running")
             ]
             return pods[0] if len(pods) == 1 else None
 
-        found: Object = system.eventually(look, what="one reconciler leads, and runs")
+        found: Object = system.eventually(look, what="the reconciler runs")
         return found
 
     def on_node(self, node: str, *command: str) -> str:

@@ -42,7 +42,7 @@ def scale_reconciler(cluster: Cluster, turn_alone: None) -> Iterator[Callable[[i
         )
 
     yield scale
-    scale(2)
+    scale(1)
 
 
 def test_archived_checkpoints_are_listed_again_after_etcd_was_lost(
@@ -61,7 +61,7 @@ def test_archived_checkpoints_are_listed_again_after_etcd_was_lost(
     scale_reconciler(0)  # as etcd goes with all that was written there, and nobody writes it again
     for kind in ("checkpoints", "checkpointruns", "checkpointpolicies"):
         namespace("delete", kind, "--all", "--wait=true")
-    scale_reconciler(2)
+    scale_reconciler(1)
     assert not namespace.list("checkpoints")
     namespace.apply(policy, job)
 

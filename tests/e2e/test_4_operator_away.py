@@ -40,7 +40,7 @@ def test_a_reconciler_that_is_killed_mid_write_and_then_away_costs_a_run_nothing
         assert life.first - 1 >= living.last - 2
         record_property("lost_steps", runs.lost(killed, life))
     finally:
-        system("scale", "deployment/keepstep-reconcile", "--replicas=2")
+        system("scale", "deployment/keepstep-reconcile", "--replicas=1")
     assert runs.committed_beyond(namespace, life.first) > committed
     runs.becomes(namespace, "Protected")
 
@@ -63,7 +63,7 @@ def _converges_although_killed(cluster: Cluster, namespace: Kubectl) -> int:
 
 
 def _kill_reconciler(cluster: Cluster) -> None:
-    pod = cluster.leader()
+    pod = cluster.reconciler()
     (container,) = [one["name"] for one in pod["spec"]["containers"]]
     cluster.kill_container(pod, container)
 
@@ -83,7 +83,7 @@ def test_an_api_server_that_is_killed_and_then_stands_still_stops_nothing(
     _signal(cluster, "-STOP")
     try:
         assert not _answers(cluster), "the API server stands still"
-        time.sleep(20)  # longer than a Lease lasts
+        time.sleep(20)
     finally:
         _signal(cluster, "-CONT")
     namespace.eventually(lambda: namespace.list("pods"), what="it answers again")

@@ -14,7 +14,7 @@ _POST = textwrap.dedent("""
     url, token, body = sys.argv[1:4]
     context = ssl.create_default_context(cadata=sys.stdin.read())
     request = urllib.request.Request(
-        url + "/v1/reports", data=body.encode(), method="POST",
+        url + "/v1/runs", data=body.encode(), method="POST",
         headers={"Authorization": "Bearer " + token, "Content-Type": "application/json"})
     try:
         print(urllib.request.urlopen(request, timeout=10, context=context).status)
@@ -29,10 +29,7 @@ _CODES = ("bad-token", "bad-audience", "no-pod", "not-injected")
 def test_forged_reports_are_refused(cluster: Cluster, namespace: Kubectl) -> None:
     namespace.apply(jobs.policy(), jobs.pytorch_job(workers=0))
     committed = runs.committed_beyond(namespace, 5)
-    body = json.dumps(
-        {"sidecar": "0.1.0", "started_at": 0.0, "sequence": 1, "ready": True,
-         "ranks": [{"rank": 0, "world": 1, "alive": True}]}
-    )  # fmt: skip
+    body = json.dumps({"leader": "forged", "sequence": 10**9, "world": 1, "settled": True})
     (ca,) = [
         one["data"]["ca.crt"]
         for one in cluster.kubectl.namespaced(NAMESPACE).list("configmaps")
@@ -71,6 +68,6 @@ def test_forged_reports_are_refused(cluster: Cluster, namespace: Kubectl) -> Non
     refused = [
         line
         for line in log.splitlines()
-        if "report refused" in line and any(f'"{code}"' in line for code in _CODES)
+        if "request refused" in line and any(f'"{code}"' in line for code in _CODES)
     ]
     assert 1 <= len(refused) <= 4, "once for each source and reason, not once a report"

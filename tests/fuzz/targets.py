@@ -40,8 +40,9 @@ from keepstep.state.leaves import build, check_values, leaves_of
 from keepstep.state.leaves import parse as parse_tree
 from keepstep.steps import Epoch, EpochId, StepId, Tier, shard_name
 from keepstep.wire import trainer
-from keepstep.wire.reports import ReportReply
-from keepstep_operator.reconcile import report_body
+from keepstep.wire.reports import Report, ReportReply
+from keepstep.wire.runs import Requested, RunReport
+from keepstep_operator.reconcile.reports import bounded
 from keepstep_operator.reconcile.token_auth import Refused
 from keepstep_sidecar.api import server
 from keepstep_sidecar.cli import run_dir
@@ -326,6 +327,26 @@ LISTING = {
 }  # fmt: skip
 WANTED = {"committed": _ID, "ranks": {"0": [_ID]}}
 _HELD = {"step_id": _ID, "rank": 0, "world": 2, "alike": _RUNS}
+_ID = {"epoch": {"number": 1, "nonce": "aaaaaaaa"}, "step": 100}
+RUN_REPORT = {
+    "leader": "a1b2", "sequence": 3, "world": 2, "settled": True, "committed": _ID,
+    "watermarks": {"local": _ID}, "epochs": [{"id": _ID["epoch"], "parent": None}],
+    "kept": [{"step": "0001.aaaaaaaa-000000100", "ranks": 2, "tiers": ["archive"]}],
+    "nodes": [{"node_rank": 0, "pod": "u", "node": "n", "warnings": ["slow"]}],
+    "doubts": [{"kind": "CommitStalled", "text": "no step"}],
+    "recent": [{"time": "2026-11-27T10:00:00Z", "type": "Restored", "step": 90}],
+    "record": {"restarts": 1, "holders": [{"node": "n", "node_ranks": "0-3"}]},
+}  # fmt: skip
+REQUESTED = {
+    "members": [{"node_rank": 0, "pod": "u", "name": "p", "node": "n", "address": "10.0.0.1"}],
+    "policy": {"keep": {"last": 2}, "outlives_pod": True}, "pins": [_ID], "complete": True,
+}  # fmt: skip
+
+
+def read_run_report(data: bytes) -> None:
+    bounded(msgspec.json.decode(data, type=RunReport))
+
+
 REPORT = {
     "sidecar": "0.1", "started_at": 1.0, "sequence": 1, "ready": True,
     "epochs": [{"id": _EPOCH, "parent": None}],
@@ -595,9 +616,12 @@ def targets() -> tuple[Target, ...]:
                refusals=(UsageError,), bytewise=(json_of(WANTED),), reseal=reseal_json(WANTED)),
         Target(name="frames of a member", parse=read_frames, refusals=(ProtocolError,),
                bytewise=(packed(FrameKind.HELLO, bytes(16)) + packed(FrameKind.MESSAGE, b"x"),)),
-        Target(name="report", parse=lambda data: list(report_body.read(data)),
-               refusals=(*DECODING, Refused), bytewise=(json_of(REPORT),),
-               reseal=reseal_json(REPORT)),
+        Target(name="report", parse=msgspec.json.Decoder(Report).decode,
+               refusals=DECODING, bytewise=(json_of(REPORT),), reseal=reseal_json(REPORT)),
+        Target(name="report of a leader", parse=read_run_report, refusals=(*DECODING, Refused),
+               bytewise=(json_of(RUN_REPORT),), reseal=reseal_json(RUN_REPORT)),
+        Target(name="answer to a leader", parse=msgspec.json.Decoder(Requested).decode,
+               refusals=DECODING, bytewise=(json_of(REQUESTED),), reseal=reseal_json(REQUESTED)),
         Target(name="reply to a report", parse=msgspec.json.Decoder(ReportReply).decode,
                refusals=DECODING, bytewise=(json_of(REPLY),), reseal=reseal_json(REPLY)),
         Target(name="names", parse=read_name, refusals=(FormatError,),

@@ -272,7 +272,7 @@ def test_code_of_a_module_that_makes_its_state_is_called_each_time(make):
 
 
 class Around(torch.optim.Optimizer):
-    """Hands all on to another one, without what `Optimizer.__init__` makes, as Accelerate's does."""
+    """Hands all on to another one, as Accelerate's does: `Optimizer.__init__` never ran."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

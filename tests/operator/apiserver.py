@@ -29,7 +29,7 @@ Body = dict[str, Any]
 TOKEN = "operator"
 _CORE = (
     "pods", "nodes", "namespaces", "configmaps", "secrets", "events", "limitranges",
-    "resourcequotas",
+    "resourcequotas", "services",
 )  # fmt: skip
 _OURS = ("checkpointpolicies", "checkpointruns", "checkpoints")
 _OTHERS = ("mutatingwebhookconfigurations", "deployments")
@@ -237,8 +237,11 @@ class ApiServer:
         labels = query.get("labelSelector", "")
         found = self._pages.pop((path, labels), None) if query.get("continue") else None
         if found is None:
+            start = path if "/namespaces/" in path else path.rpartition("/")[0]
             found = [
-                one for at, one in self.objects.items() if is_of(path, at) and matches(one, labels)
+                one
+                for at, one in self.objects.items()
+                if at.startswith(start) and is_of(path, at) and matches(one, labels)
             ]
         first, limit = int(query.get("continue") or 0), int(query.get("limit") or 0) or len(found)
         metadata = {"resourceVersion": str(self._version)}
@@ -368,7 +371,9 @@ def discovery(path: str) -> Body | None:
         "/api": {"versions": ["v1"]},
         "/apis": {"groups": [group]},
         "/api/v1": {"resources": [_kind(plural) for plural in _CORE]},
-        f"/apis/{_GROUP}/{_VERSION}": {"resources": [_kind(plural) for plural in _OURS]},
+        f"/apis/{_GROUP}/{_VERSION}": {
+            "resources": [_kind(plural + part) for plural in _OURS for part in ("", "/status")]
+        },
     }
     return known.get(path)
 

@@ -1,27 +1,31 @@
-"""A small operator: hosts the real ledger behind a real HTTPS server on loopback."""
+"""A small operator behind a real HTTPS server on loopback: it signs, and answers the run's leader
+as it is told."""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from keepstep.core.ledger import Ledger, LedgerConfig, RestorePlan, Retire
-from keepstep.core.retention import Retention
-from keepstep.core.suspicion import Failure
-from keepstep.steps import StepId, Tier
-from keepstep.wire.reports import PATH, Peer, Report, ReportReply
+from keepstep.wire.reports import CERTIFICATES_PATH, CertificateRequest
+from keepstep.wire.runs import PATH, Record, Requested, RunReport
+from keepstep_operator.certificates.pki import make_authority
+from keepstep_operator.reconcile.peer_certificates import PeerCertificates
+from keepstep_operator.reconcile.reports import bounded
 from tests.certificates import make_certificate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A certificate for localhost that is its own authority."""
+    """A certificate for localhost that is its own authority, and beside it an authority that signs
+    for pods."""
 
     certificate: Path
     key: Path
@@ -32,54 +36,36 @@ class Identity:
 
 
 def make_identity(directory: Path) -> Identity:
-    """Makes both files."""
+    """Makes all files."""
     make_certificate(directory)
+    (directory / "peers").mkdir()
+    made = make_authority("peers", now=datetime.now(UTC), life=timedelta(days=3))
+    (directory / "peers/tls.crt").write_bytes(made.certificate)
+    (directory / "peers/tls.key").write_bytes(made.key)
     return Identity(certificate=directory / "tls.crt", key=directory / "tls.key")
 
 
 @dataclass
 class Seen:
-    """What came in. `tokens`: of every request; `reports`: of those that were taken."""
+    """What came in. `tokens`: of every request; `signed`: node ranks; `reports`: of the run."""
 
     tokens: list[str] = field(default_factory=list)
-    reports: list[tuple[int, Report]] = field(default_factory=list)
-
-
-def version(peers: tuple[Peer, ...]) -> str:
-    """The version of this list of peers."""
-    return f"{hash(peers):x}"
+    signed: list[int] = field(default_factory=list)
+    reports: list[RunReport] = field(default_factory=list)
 
 
 class OperatorHost:
-    """Takes reports of tokens `node-<n>`; runs in a thread of its own."""
+    """Takes tokens `node-<n>`, and keeps the record of the run as the real one does; runs in a
+    thread of its own."""
 
-    def __init__(
-        self,
-        identity: Identity,
-        *,
-        world: int,
-        keep: int = 2,
-        port: int = 0,
-        least_gap_s: float = 0.05,
-    ) -> None:
+    def __init__(self, identity: Identity, *, port: int = 0) -> None:
         self.seen = Seen()
-        self.restore_from: StepId | None = None
-        self.awaits = ""
-        self.gone_for_good = False
-        self.pinned: tuple[StepId, ...] = ()
-        self.failures: tuple[Failure, ...] = ()
-        self.all_peers = False
-        self.peers: tuple[Peer, ...] = ()
-        self.authorities = ""
-        self.leaving = False
+        self.record = Record()
+        self.requested = Requested(interval_s=1.0)
         self.pem = identity.pem
-        self.interval_s = 2.0
         self.port = port
-        self._identity, self._world, self._least_gap_s = identity, world, least_gap_s
-        self._ledger = Ledger(
-            LedgerConfig(world=world, retention={Tier.LOCAL: Retention(last=keep)})
-        )
-        self._decode = msgspec.json.Decoder(Report).decode
+        self._identity = identity
+        self._signing = PeerCertificates(identity.certificate.parent / "peers")
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._up = threading.Event()
@@ -88,6 +74,15 @@ class OperatorHost:
     @property
     def url(self) -> str:
         return f"https://localhost:{self.port}{PATH}"
+
+    @property
+    def newest(self) -> RunReport | None:
+        """The last report."""
+        return self.seen.reports[-1] if self.seen.reports else None
+
+    def ask(self, **wishes: Any) -> None:
+        """From now on this is asked of the run."""
+        self.requested = replace(self.requested, **wishes)
 
     def start(self) -> OperatorHost:
         self._thread.start()
@@ -99,17 +94,13 @@ class OperatorHost:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(20)
 
-    def newest(self, node: int) -> Report | None:
-        """The last report of a pod."""
-        return next((one for at, one in reversed(self.seen.reports) if at == node), None)
-
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._serve())  # at the end connections whose handshake goes on are ended
 
     async def _serve(self) -> None:
         app = web.Application()
-        app.add_routes([web.post(PATH, self._take)])
+        app.add_routes([web.post(PATH, self._take), web.post(CERTIFICATES_PATH, self._sign)])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -126,40 +117,25 @@ class OperatorHost:
                 connection.transport.abort()
         await runner.cleanup()
 
-    async def _take(self, request: web.Request) -> web.Response:
+    def _node_rank(self, request: web.Request) -> int:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
         self.seen.tokens.append(token)
         if not token.startswith("node-"):
-            return web.Response(status=401, text="who are you?")
-        node = int(token.removeprefix("node-").split(".")[0])
-        report = self._decode(await request.read())
-        self.seen.reports.append((node, report))
-        body = msgspec.json.encode(self._answer(node, report))
-        return web.Response(body=body, content_type="application/json")
+            raise web.HTTPUnauthorized(text="who are you?")
+        return int(token.removeprefix("node-").split(".")[0])
 
-    def _answer(self, node: int, report: Report) -> ReportReply:
-        ledger = self._ledger
-        actions = ledger.apply(report.as_reported(node, ordered=len(self.seen.reports)))
-        marks = {str(tier): ledger.watermark(tier) for tier in (Tier.MEMORY, Tier.LOCAL)}
-        plan = ledger.plan(range(self._world))
-        ranks, peers = {one.rank for one in report.ranks}, version(self.peers)
-        return ReportReply(
-            interval_s=self.interval_s,
-            least_gap_s=self._least_gap_s,
-            committed={tier: id for tier, id in marks.items() if id is not None},
-            commits=ledger.committed(Tier.LOCAL),
-            plan=plan.id if isinstance(plan, RestorePlan) else None,
-            restore_from=self.restore_from,
-            awaits=self.awaits,
-            gone_for_good=self.gone_for_good,
-            pinned=self.pinned,
-            failures=self.failures,
-            all_peers=self.all_peers,
-            peers=() if peers == report.peers_version else self.peers,
-            peers_version=peers,
-            authorities=self.authorities,
-            leaving=self.leaving,
-            retire=tuple(
-                one.id for one in actions if isinstance(one, Retire) and ranks & set(one.ranks)
-            ),
-        )
+    async def _take(self, request: web.Request) -> web.Response:
+        assert self._node_rank(request) == 0, "node rank 0 leads"
+        report = bounded(msgspec.json.decode(await request.read(), type=RunReport))
+        self.seen.reports.append(report)
+        if report.sequence > 1:
+            self.record = report.record
+        answer = replace(self.requested, record=self.record if report.sequence <= 1 else None)
+        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+
+    async def _sign(self, request: web.Request) -> web.Response:
+        node_rank = self._node_rank(request)
+        asked = msgspec.json.decode(await request.read(), type=CertificateRequest)
+        issued = self._signing.issue(f"keepstep://team/run/{node_rank}", asked)
+        self.seen.signed.append(node_rank)
+        return web.Response(body=msgspec.json.encode(issued), content_type="application/json")

@@ -1,31 +1,20 @@
-"""The pause of a reporter whose operator is away."""
+"""The pause of a reporter whose leader is away."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
-
-from operator_host import make_identity
 
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.config.sidecar import Reporting, believing
-from keepstep_sidecar.report.operator_channel import OperatorChannel
 from keepstep_sidecar.report.reporter import Look, Reporter
 
 
-async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait(
-    tmp_path: Path,
-) -> None:
+async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait() -> None:
     waiting, changes = False, Changes()
     unused: Any = None
-    ca = make_identity(tmp_path / "tls").pem
     reporter = Reporter(
-        OperatorChannel(
-            Reporting(url="https://localhost:1", ca=ca, token_file=tmp_path / "token"),
-            believing(ca),
-        ),
+        unused,
         Look(measure=unused, report=unused, urgent=lambda: waiting),
         operator=OperatorLink(changes, present=True),
         obey=unused,

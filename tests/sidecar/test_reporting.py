@@ -1,4 +1,4 @@
-"""One run, two pods: each sidecar sees one rank, and hears of the other only by the operator."""
+"""One run, two pods and an operator: node rank 0 leads, and reports the run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from operator_host import Identity, OperatorHost, make_identity
 from pods import Pod
 from trainer import FakeTrainer, Ranks
 
-from keepstep.steps import Answer, StepId, Tier
+from keepstep.steps import Answer, StepId
+from keepstep.wire.runs import DoubtKind
+from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.probe import health
-from tests.harness import eventually
+from tests.harness import eventually, free_port
 
 Trainers = Callable[..., FakeTrainer]
 
@@ -35,7 +37,7 @@ def operators(identity: Identity) -> Iterator[Callable[..., OperatorHost]]:
     made: list[OperatorHost] = []
 
     def make(*, identity: Identity = identity, **options: Any) -> OperatorHost:
-        made.append(OperatorHost(identity, world=2, **options))
+        made.append(OperatorHost(identity, **options))
         return made[-1]
 
     yield make
@@ -44,27 +46,24 @@ def operators(identity: Identity) -> Iterator[Callable[..., OperatorHost]]:
 
 
 @pytest.fixture
-def operator(
-    operators: Callable[..., OperatorHost], request: pytest.FixtureRequest
-) -> OperatorHost:
-    """One with the options that a test names by `operator_with`."""
-    return operators(**getattr(request, "param", {})).start()
-
-
-def operator_with(**options: float) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("operator", [options], indirect=True, ids=[""])
+def operator(operators: Callable[..., OperatorHost]) -> OperatorHost:
+    return operators().start()
 
 
 @pytest.fixture
-def pods(tmp_path: Path, identity: Identity) -> Iterator[Callable[[str], list[Pod]]]:
-    """Makes the two pods of a run (not started); kills their sidecars at the end."""
+def pods(
+    tmp_path: Path, identity: Identity, operators: Callable[..., OperatorHost]
+) -> Iterator[Callable[[str], list[Pod]]]:
+    """Makes the two pods of a run (not started); kills their sidecars at the end, before
+    `operators` end."""
     memory = Path(tempfile.mkdtemp(prefix="keepstep-pods-", dir="/dev/shm"))
     made: list[Pod] = []
+    leader = free_port()
 
     def make(url: str) -> list[Pod]:
         for node in range(2):
             places = {"memory": memory / f"pod-{node}", "home": tmp_path / f"pod-{node}"}
-            made.append(Pod(node, **places, url=url, ca=identity.pem))
+            made.append(Pod(node, **places, url=url, ca=identity.pem, leader=leader))
         return made
 
     yield make
@@ -98,7 +97,7 @@ def nobody() -> str:
     """An address on loopback where nobody listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return f"https://localhost:{probe.getsockname()[1]}/v1/reports"
+        return f"https://localhost:{probe.getsockname()[1]}/v1/runs"
 
 
 @pytest.fixture
@@ -139,7 +138,6 @@ def test_what_both_pods_made_durable_is_committed_and_published_on_both(team: Te
         assert status["reported_at"] is not None
 
 
-@operator_with(keep=3, least_gap_s=2.0)
 def test_commits_that_are_heard_of_together_are_all_published_and_archived_where_due(
     team: Team, tmp_path: Path
 ) -> None:
@@ -197,11 +195,11 @@ def test_a_restore_is_reported_with_step_tier_and_what_was_lost(
     team.disconnect()
     team.come_back()
     assert team.restore() == id
-    report = eventually(
-        lambda: (found := operator.newest(0)) and found.restores[1:] and found,
+    restored = eventually(
+        lambda: (found := operator.newest) and found.recent and found.recent[0],
         what="a report of the restore",
     )
-    assert (report.restores[-1].epoch.parent, report.restores[-1].lost_steps) == (id, 1)
+    assert (restored.type, restored.step, restored.lost_steps) == ("Restored", 7, 0)
 
 
 def test_with_the_operator_away_the_ranks_restore_by_their_vote_alone(lone_team: Team) -> None:
@@ -255,32 +253,35 @@ def archived_below(archive: Path) -> list[int]:
 
 
 @pytest.fixture
-def archived_team(team: Team, tmp_path: Path) -> tuple[Team, Path]:
-    """Both pods hold steps 1 to 4 in memory alone: neither drives nor archive want any of them."""
+def archived_team(team: Team, operator: OperatorHost, tmp_path: Path) -> tuple[Team, Path]:
+    """Both pods know each other, and hold steps 1 to 4 in memory alone: neither drives nor archive
+    want any of them."""
     archive = tmp_path / "archive"
     archive.mkdir()
     every = ("--persist-every", "1000000", "--archive-every", "1000000")
     team.start("--archive", str(archive), *every)
     for step in range(1, 5):
         team.stage(step)
+    eventually(lambda: operator.newest and operator.newest.known == 2)
     return team, archive
 
 
+@pytest.mark.parametrize("leaves", [0, 1])
 def test_the_last_step_of_a_pod_that_leaves_is_archived_before_it_ends(
-    archived_team: tuple[Team, Path], operator: OperatorHost
+    archived_team: tuple[Team, Path], leaves: int
 ) -> None:
     team, archive = archived_team
-    operator.leaving = True
-    assert team.pods[0].terminate() == 0
+    assert team.pods[leaves].terminate() == 0
     eventually(lambda: archived_below(archive) == [4], what=f"not {archived_below(archive)}")
 
 
 def test_what_is_staged_after_the_word_is_kept_too_once_its_trainer_is_gone(
     archived_team: tuple[Team, Path], operator: OperatorHost
 ) -> None:
+    """The operator says it, of a pod without a preStop hook."""
     team, archive = archived_team
-    operator.leaving = True
-    leaves = team.pods[0]
+    leaves = team.pods[1]
+    operator.ask(members=(team.pods[0].member(), leaves.member(leaving=True)))
     eventually(lambda: archived_below(archive) == [4], what=f"not {archived_below(archive)}")
     team.stage(5)
     for one in team.ranks:
@@ -289,11 +290,20 @@ def test_what_is_staged_after_the_word_is_kept_too_once_its_trainer_is_gone(
     eventually(lambda: archived_below(archive) == [4, 5], what=f"not {archived_below(archive)}")
 
 
+def test_the_hook_that_begins_the_end_of_a_pod_tells_the_others(
+    archived_team: tuple[Team, Path],
+) -> None:
+    team, archive = archived_team
+    assert calls.flush(team.pods[1].socket, timeout_s=10.0) is not None
+    eventually(lambda: archived_below(archive) == [4], what=f"not {archived_below(archive)}")
+
+
 def test_a_pod_whose_last_step_nobody_else_has_ends_in_time_all_the_same(
     archived_team: tuple[Team, Path],
 ) -> None:
-    """The other pod heard nothing, so no step is committed: ten seconds are spent on the hope."""
+    """The other pod is gone, so no step is committed: ten seconds are spent on the hope."""
     team, archive = archived_team
+    team.pods[1].kill()
     assert team.pods[0].terminate() == 0
     assert archived_below(archive) == []
 
@@ -310,7 +320,7 @@ def test_an_absent_operator_is_logged_once_and_costs_nothing(
     eventually(lambda: events(both[0], "report failed"))
     url = both[0].report["KEEPSTEP_REPORT_URL"]
     back = operators(port=int(url.split(":")[2].split("/")[0])).start()
-    eventually(lambda: back.newest(0) and back.newest(1), within_s=40, what="reports catch up")
+    eventually(lambda: back.newest, within_s=40, what="reports catch up")
     assert len(events(both[0], "report failed")) == 1
     id = lone_team.reach(20, "durable")
     for one in ranks:
@@ -337,20 +347,18 @@ def test_an_authority_that_a_reply_named_is_trusted_in_place_of_the_old_also_aft
 ) -> None:
     old, new = operators().start(), make_identity(tmp_path / "new")
     (pod, _) = pods(old.url)
-    kept = {"KEEPSTEP_REPORT_CA_FILE": str(tmp_path / "trust" / "ca.crt")}
-    (tmp_path / "trust").mkdir()
-    old.authorities = new.pem
-    pod.start(**kept)
+    old.ask(authorities=new.pem)
+    pod.start()
     eventually(lambda: events(pod, "authorities of the operator taken over"))
     (failure,) = eventually(lambda: events(pod, "report failed"), within_s=30)
     assert failure["kind"] == "tls", "whoever has the old key is believed no more"
     old.stop()
 
     replaced = operators(port=old.port, identity=new).start()
-    eventually(lambda: replaced.newest(0), within_s=40, what="a report to the new authority")
+    eventually(lambda: replaced.newest, within_s=40, what="a report to the new authority")
     before = len(replaced.seen.reports)
     pod.kill()
-    pod.start(**kept)
+    pod.start()
     eventually(lambda: len(replaced.seen.reports) > before, within_s=40, what="after a restart")
 
 
@@ -366,7 +374,7 @@ def test_a_token_is_read_anew_for_each_report(
     eventually(lambda: len(events(pod, "report failed")) == 2)
     assert events(pod, "report failed")[1]["kind"] == "status 401"
     pod.token.write_text("node-0.renewed")
-    eventually(lambda: operator.newest(0), what="a report with the new token")
+    eventually(lambda: operator.newest, what="a report with the new token")
     assert operator.seen.tokens[-1] == "node-0.renewed"
 
 
@@ -379,7 +387,7 @@ def test_training_goes_on_beside_a_volume_that_cannot_be_written(
     (pod, _) = pods(operator.url)
     pod.volume.write_text("not a directory")
     pod.start()
-    trainer = trainers(pod.socket, 0, 2)
+    trainer = trainers(pod.socket, 0, 1)
     trainer.connect(local_world=1)
     assert trainer.candidates().answer is Answer.UNKNOWN
     trainer.restored(trainer.epoch)
@@ -389,14 +397,10 @@ def test_training_goes_on_beside_a_volume_that_cannot_be_written(
     waited = trainer.wait(id, "durable", timeout_s=5.0, flush=True)
     assert not waited.reached
     assert "cannot use the volume" in waited.reason
-    report = eventually(
-        lambda: (
-            (found := operator.newest(0)) and found.ranks and found.ranks[0].saves == 6 and found
-        )
-    )
-    assert "cannot use the volume" in report.volumes[0].failed
-    assert report.ranks[0].tiers[Tier.LOCAL].answer is Answer.UNKNOWN
-    assert report.ranks[0].shards(Tier.MEMORY)[-1].step_id == id
+    report = eventually(lambda: (found := operator.newest) and found.step == id.step and found)
+    (doubt,) = (one for one in report.doubts if one.kind is DoubtKind.COMMIT_STALLED)
+    assert "cannot use the volume" in doubt.text
+    assert (report.nodes[0].memory, report.nodes[0].local) == (id.step, None)
 
 
 def test_a_hostile_record_on_a_volume_keeps_no_pod_from_training(
@@ -412,15 +416,10 @@ def test_a_hostile_record_on_a_volume_keeps_no_pod_from_training(
     trainer.register()
     id = trainer.stage(1)
     report = eventually(
-        lambda: (
-            (found := operator.newest(0))
-            and found.ranks
-            and found.ranks[0].shards(Tier.MEMORY)
-            and found
-        )
+        lambda: (found := operator.newest) and found.nodes and found.nodes[0].memory and found
     )
-    assert report.ranks[0].shards(Tier.MEMORY)[-1].step_id == id
-    assert "not a run record" in report.volumes[0].failed
+    assert report.nodes[0].memory == id.step
+    assert "not a run record" in report.doubts[0].text
     assert health(pod.socket)
 
 
@@ -436,7 +435,7 @@ def test_a_read_only_volume_is_read_and_a_run_may_begin_beside_it(
         pytest.skip("tmpfs cannot be mounted here")
     try:
         pod.start()
-        trainer = trainers(pod.socket, 0, 2)
+        trainer = trainers(pod.socket, 0, 1)
         trainer.connect(local_world=1)
         assert trainer.candidates().answer is Answer.NONE
         trainer.restored(trainer.epoch)
@@ -455,4 +454,5 @@ def test_an_authority_that_is_none_costs_the_reports_and_not_the_training(
     pod.start(KEEPSTEP_REPORT_CA="not a certificate")
     trainer = trainers(pod.socket, 0, 2).begin_run(local_world=1)
     assert trainer.wait(trainer.stage(0), "durable").reached
-    assert events(pod, "no reports")
+    (failure,) = eventually(lambda: events(pod, "report failed"))
+    assert failure["kind"] == "authorities"

@@ -186,7 +186,7 @@ def training(
     """Jobs that train. `small_mib`: of the first one's drive on the first node, 0 for that of the
     node; `seat`: of each worker, with the team's number behind it."""
     system = cluster.kubectl.namespaced(NAMESPACE)
-    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile", "keepstep.dev/leader")
+    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile")
     first = pod["spec"]["nodeName"]  # this node stays; the other one is switched off at times
     (second,) = [one for one in cluster.workers() if one != first]
     stamp = f"{int(time.time()) % 10**6:06d}"

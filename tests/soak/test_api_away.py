@@ -1,5 +1,5 @@
 """The API server is away for an hour: training goes on, and so do commits of steps that lie on
-several nodes, by the word of a reconciler that cannot renew its Lease.
+several nodes.
 
     KEEPSTEP_SOAK_API_AWAY_S=600 python -m pytest -m soak tests/soak/test_api_away.py -s
 """

@@ -50,5 +50,5 @@ def test_two_thousand_pods_of_two_hundred_runs_fit_into_the_reconciler(
 def _resident_mib(cluster: Cluster) -> float:
     """Of the reconciler's process."""
     system = cluster.kubectl.namespaced(NAMESPACE)
-    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile", "keepstep.dev/leader")
+    (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile")
     return runs.resident_mib(cluster, *cluster.process(pod, "reconcile"))

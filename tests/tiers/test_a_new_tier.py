@@ -29,10 +29,9 @@ OF_ONE_TIER = {
     "lib/src/keepstep/leader/bounds.py": "copies of ranks of other machines",
     "lib/src/keepstep/leader/node_rank.py": "whose rank it is",
     "lib/src/keepstep/leader/run_ledger.py": "what is left without a node",
-    "sidecar/src/keepstep_sidecar/report/led.py": "whether the run has an archive",
-    "operator/src/keepstep_operator/reconcile/report_body.py": "copies of ranks of other pods",
-    "operator/src/keepstep_operator/reconcile/state/run_view.py": "what is left without a node",
-    "operator/src/keepstep_operator/reconcile/status/tier_conditions.py": "Replicated, Archived",
+    "lib/src/keepstep/leader/leader.py": "whether the run has an archive",
+    "lib/src/keepstep/leader/summary.py": "what the loss of a node leaves; archived steps",
+    "lib/src/keepstep/leader/doubts.py": "how long a shard may wait for each",
 }
 """Files that name peers or the archive for something that only these do, and what this is. A new
 tier, which does nothing of the kind, leaves them alone."""

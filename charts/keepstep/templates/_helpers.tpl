@@ -147,10 +147,6 @@ imagePullSecrets:
 {{- define "keepstep.environment" -}}
 - name: KEEPSTEP_NAMESPACE
   valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
-{{- if eq .component "reconcile" }}
-- name: KEEPSTEP_POD_NAME
-  valueFrom: {fieldRef: {fieldPath: metadata.name}}
-{{- end }}
 {{- with (index .root.Values .component).extraEnv }}
 {{ toYaml . }}
 {{- end }}

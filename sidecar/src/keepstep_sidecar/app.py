@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import ssl
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep.core.schedule import Grid, Pacing
-from keepstep.errors import ImageError, StorageError, UsageError
+from keepstep.errors import ImageError, StorageError
 from keepstep.steps import Epoch
+from keepstep.wire.reports import ReportReply
 from keepstep_sidecar import connections, log
 from keepstep_sidecar.api.pinning import Pinning
 from keepstep_sidecar.api.restoring import Restoring
@@ -27,7 +27,7 @@ from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes, Tasks
-from keepstep_sidecar.config.sidecar import Config, OnLoss, Reporting
+from keepstep_sidecar.config.sidecar import Config, OnLoss
 from keepstep_sidecar.history import History
 from keepstep_sidecar.leases import Leases, Owner
 from keepstep_sidecar.log import warn
@@ -35,8 +35,7 @@ from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.directories import DirectoryLock, SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.report import report
-from keepstep_sidecar.report.operator_channel import OperatorChannel
-from keepstep_sidecar.report.reporter import Channel, Look, Reporter
+from keepstep_sidecar.report.reporter import Look, Reporter
 from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.fetch import Fetcher, Prefetcher
 from keepstep_sidecar.restore.restorer import Restorer
@@ -122,8 +121,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     writers = [_threads(f"write-{number}", 1) for number in range(drives)]
     changes = Changes()
     led = _led(config, changes)
-    trust = _trust(config.reporting)
-    operator = OperatorLink(changes, present=led is not None or trust is not None)
+    operator = OperatorLink(changes, present=led is not None)
     leases = Leases(changes)
     history_file = HistoryFile(volumes.history, run=config.run)
     history = _history(history_file)
@@ -143,7 +141,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         keep=config.retention,
         grid=Grid(config.persist_base, milestones=_milestones(config)),
         pacing=_pacing(config),
-        managed=config.reporting is not None or led is not None,
+        managed=led is not None,
         wish=config.wish,
         history=history,
     )
@@ -200,24 +198,31 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         history_file=history_file,
         run_warnings=lambda: () if led is None else led.warnings(),
     )
-    channel: Channel
-    if led is not None:
-        channel = led.channel(volumes.record.pinned, lambda: committer.node.ledger.lineage.current)
-    elif config.reporting is not None and trust is not None:
-        channel = OperatorChannel(config.reporting, trust)
-    else:
+    if led is None:
         return service, None
+    leader = led
+    channel = led.channel(
+        volumes.record.pinned,
+        lambda: committer.node.ledger.lineage.current,
+        lambda: service.leaves,
+    )
+    led.start(tasks)
+
+    async def obey(reply: ReportReply) -> None:
+        await service.obey(reply)
+        await leader.learn(reply.authorities)
+
     look = Look(
         measure=lambda: volume_status(service),
         report=lambda volumes, sequence: report.report(service, volumes, sequence=sequence),
         urgent=lambda: report.urgent(service),
     )
-    return service, Reporter(channel, look, operator=operator, obey=service.obey, changes=changes)
+    return service, Reporter(channel, look, operator=operator, obey=obey, changes=changes)
 
 
 def _led(config: Config, changes: Changes) -> Led | None:
-    """How this machine is led, or leads; None where it is alone, or an operator sees the run."""
-    if config.nodes == 1:
+    """How this machine is led, or leads; None where it is alone."""
+    if not config.is_led:
         return None
     from keepstep_sidecar.report.led import Led
 
@@ -250,15 +255,6 @@ def _threads(name: str, count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix=name)
 
 
-def _trust(reporting: Reporting | None) -> ssl.SSLContext | None:
-    """The operator's TLS context; None without an operator or without a usable certificate."""
-    try:
-        return None if reporting is None else reporting.trust()
-    except UsageError as error:  # training does not wait for a usable certificate
-        warn("no reports", reason=str(error))
-        return None
-
-
 def _remote_tiers(
     config: Config, volumes: VolumeSet, led: Led | None, *, epochs: Callable[[], tuple[Epoch, ...]]
 ) -> RemoteInventory:
@@ -268,17 +264,6 @@ def _remote_tiers(
         from keepstep_sidecar.tiers.archive import tier
 
         archive, ancestor = tier.remote_tiers(config, config.archive_config, epochs=epochs)
-    if config.peer_settings is not None:
-        from keepstep_sidecar.tiers.peer.tier import remote_tier
-
-        peers = remote_tier(
-            config.peer_settings,
-            volumes,
-            run=config.run,
-            reporting=config.reporting,
-            credentials=None if led is None else led.credentials,
-            join=None if led is None else led.join,
-        )
-        if led is not None:
-            led.refused = peers.refused
+    if led is not None:
+        peers = led.peers(volumes)
     return RemoteInventory(peers=peers, archive=archive, ancestor=ancestor)

@@ -173,6 +173,14 @@ def test_the_sidecar_is_told_everything_by_itsenvironment_of() -> None:
     environment = environment_of(sidecar_of(inject(pytorch_job(rank=1), wanted, DEFAULTS)))
     assert environment == {
         "KEEPSTEP_RUN": "gpt-3f6a1f0e",
+        "KEEPSTEP_NODE_RANK": "1",
+        "KEEPSTEP_NODE": {"fieldRef": {"fieldPath": "spec.nodeName"}},
+        "KEEPSTEP_POD": {"fieldRef": {"fieldPath": "metadata.uid"}},
+        "KEEPSTEP_LEADER": "keepstep-gpt-3f6a1f0e.team-a.svc:26741",
+        "KEEPSTEP_POD_IP": {"fieldRef": {"fieldPath": "status.podIP"}},
+        "KEEPSTEP_PEER_LISTEN": ":26741",
+        "KEEPSTEP_PEER_ADVERTISE": "$(KEEPSTEP_POD_IP):26741",
+        "KEEPSTEP_PEER_REPLICAS": "0",
         "KEEPSTEP_MEMORY_DIR": "/run/keepstep",
         "KEEPSTEP_VOLUMES": "/keepstep/volumes/scratch /keepstep/volumes/claim",
         "KEEPSTEP_SLOTS": "4",
@@ -186,7 +194,7 @@ def test_the_sidecar_is_told_everything_by_itsenvironment_of() -> None:
         "KEEPSTEP_VERIFY": "seal",
         "KEEPSTEP_FLUSH_TIMEOUT": "60",
         "KEEPSTEP_ON_LOSS": "restart",
-        "KEEPSTEP_REPORT_URL": f"{DEFAULTS.reports_url}/v1/reports",
+        "KEEPSTEP_REPORT_URL": f"{DEFAULTS.reports_url}/v1/runs",
         "KEEPSTEP_REPORT_CA": DEFAULTS.reports_ca,
         "KEEPSTEP_REPORT_CA_FILE": "/keepstep/trust/ca.crt",
         "KEEPSTEP_REPORT_TOKEN_FILE": "/var/run/secrets/keepstep.dev/token/token",
@@ -409,7 +417,7 @@ def test_a_port_that_the_pod_uses_is_left_to_it(change: Body, kind: str) -> None
     pod = bare_pod()
     pod["spec"][kind] = [*pod["spec"].get(kind, []), {"name": "more", "image": "x", **change}]
     injected = inject(pod, policy(), DEFAULTS)
-    assert "ports" not in sidecar_of(injected)
+    assert [one["name"] for one in sidecar_of(injected)["ports"]] == ["keepstep-peer"]
     assert "KEEPSTEP_METRICS_PORT" not in environment_of(sidecar_of(injected))
     assert "serves no metrics, since container more uses port 26740" in _told(injected)[0]
 
@@ -487,7 +495,7 @@ def test_image_and_addresses_never_come_from_the_pod() -> None:
     sidecar = sidecar_of(inject(pod, policy(), DEFAULTS))
     assert sidecar["image"] == DEFAULTS.sidecar_image
     environment = environment_of(sidecar)
-    assert environment["KEEPSTEP_REPORT_URL"] == f"{DEFAULTS.reports_url}/v1/reports"
+    assert environment["KEEPSTEP_REPORT_URL"] == f"{DEFAULTS.reports_url}/v1/runs"
     assert environment["PET_X"] == "kept"
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.spans import LONGEST, spans, within
 from keepstep_operator.injection import Near, inject
-from keepstep_operator.spans import LONGEST, spans, within
 from tests.operator.injection.pod_security import restricted_violations
 from tests.operator.injection.pods import (
     ALL,
@@ -143,18 +143,20 @@ def test_every_so_many_steps_may_be_kept_instead_of_one_a_span() -> None:
     assert (found["KEEPSTEP_KEEP"], found["KEEPSTEP_KEEP_EVERY"]) == ("1", "9")
 
 
-def test_without_them_a_pod_has_no_word_of_either() -> None:
+def test_without_an_archive_a_pod_has_no_word_of_it() -> None:
     pod = inject(pytorch_job(), policy(HOST_PATH), DEFAULTS)
-    for word in ("KEEPSTEP_ARCHIVE", "PEER_LISTEN", "keepstep-peer", "POD_IP", "affinity"):
+    for word in ("KEEPSTEP_ARCHIVE", "affinity"):
         assert word not in str(pod)
 
 
-def test_a_pod_on_a_drive_of_its_node_can_have_what_it_left_on_another_one() -> None:
-    """And it serves nobody for that; a pod whose volumes go with it leaves nothing."""
-    pod = inject(pytorch_job(), policy(HOST_PATH), DEFAULTS)
-    assert environment_of(sidecar_of(pod))["KEEPSTEP_PEER_FETCH"] == "true"
-    fleeting = inject(pytorch_job(), policy(), DEFAULTS)
-    assert "KEEPSTEP_PEER" not in str(fleeting)
+def test_every_pod_serves_the_others_and_finds_its_leader() -> None:
+    found = environment_of(sidecar_of(inject(pytorch_job(), policy(), DEFAULTS)))
+    assert found["KEEPSTEP_PEER_LISTEN"] == ":26741"
+    assert found["KEEPSTEP_PEER_REPLICAS"] == "0", "the policy asks for no peers"
+    assert found["KEEPSTEP_LEADER"] == "keepstep-gpt-3f6a1f0e.team-a.svc:26741"
+    assert found["KEEPSTEP_NODE_RANK"] == "1"
+    assert found["KEEPSTEP_NODE"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    assert found["KEEPSTEP_POD"] == {"fieldRef": {"fieldPath": "metadata.uid"}}
 
 
 def test_the_trainer_is_told_how_long_a_restore_may_take_unless_it_says_so_itself() -> None:

@@ -1,24 +1,19 @@
-"""Pods and sidecars as the reconciler sees them, short enough to read a scenario at one glance."""
+"""Runs, pods and reports as the reconciler sees them, short enough to read a case at one glance."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-import msgspec
-
-from keepstep.core.commit_rule import ReportedTier
-from keepstep.core.shard import Shard
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank, ReportedRestore, ReportReply
+from keepstep.steps import Epoch, EpochId, StepId
+from keepstep.wire.runs import MemberState, NodeReport, RunReport, Safe
 from keepstep_operator.api.model import Job, PodRecord, PolicyRecord, RunKey, RunObject
 from keepstep_operator.api.policy import Policy, VolumeKind
-from keepstep_operator.api.run import RunStatus, as_json
-from keepstep_operator.reconcile.state.actions import Action, EmitEvent
-from keepstep_operator.reconcile.state.registry import Registry
-from keepstep_operator.reconcile.writers.status_writer import status_of
+from keepstep_operator.reconcile import run as transitions
+from keepstep_operator.reconcile.run import Run
+
+Body = dict[str, Any]
 
 KEY = RunKey("team", "gpt-1a2b3c4d")
 JOB = Job(api_version="kubeflow.org/v1", kind="PyTorchJob", name="gpt", uid="job-1")
@@ -26,18 +21,8 @@ T0 = 1_790_000_000.0
 FIRST = Epoch(EpochId(1, "aaaaaaaa"))
 
 
-IMAGE_BYTES = 1 << 20
-
-
 def step(number: int, epoch: Epoch = FIRST) -> StepId:
     return StepId(epoch.id, number)
-
-
-def later(
-    number: int, parent: int | None, *, after: Epoch = FIRST, nonce: str = "bbbbbbbb"
-) -> Epoch:
-    """The epoch `number`, which went on from a step of the one before (None: at step 0)."""
-    return Epoch(EpochId(number, nonce), None if parent is None else step(parent, after))
 
 
 def pod(node_rank: int = 0, *, life: int = 1, **changes: Any) -> PodRecord:
@@ -52,10 +37,12 @@ def pod(node_rank: int = 0, *, life: int = 1, **changes: Any) -> PodRecord:
         node=f"node-{node_rank}",
         phase="Running",
         created_at=f"2026-11-21T07:{life:02d}:00Z",
-        training=True,
+        address=f"10.0.0.{node_rank + 1}",
+        training_since=T0 - 600,
         volumes=(VolumeKind.HOST_PATH,),
         policy="default",
         policy_generation=1,
+        sidecar_image="keepstep/sidecar:0.1.0",
         job=JOB,
     )
     return replace(record, **changes)
@@ -84,202 +71,58 @@ def policy(*, problem: tuple[str, str] | None = None, **changes: Any) -> PolicyR
     )
 
 
-def run_object(status: RunStatus | None = None, **changes: Any) -> RunObject:
-    body = as_json(status) if status is not None else {}
-    return replace(RunObject(key=KEY, uid="run-1", status=body), **changes)
+def run_object(**changes: Any) -> RunObject:
+    return replace(RunObject(key=KEY, uid="run-1"), **changes)
 
 
-def listed(shards: Iterable[Shard]) -> ReportedTier:
-    """A tier that holds these."""
-    found = tuple(shards)
-    return ReportedTier(answer=Answer.STEPS if found else Answer.NONE, shards=found)
-
-
-def each_shard(report: Report, **changed: Any) -> Report:
-    """The report with this changed in all shards of all tiers."""
-
-    def of(told: ReportedTier) -> ReportedTier:
-        return replace(told, shards=tuple(replace(one, **changed) for one in told.shards))
-
-    ranks = (
-        replace(one, tiers={tier: of(told) for tier, told in one.tiers.items()})
-        for one in report.ranks
+def report(committed: int | None = 100, *, sequence: int = 2, **changes: Any) -> RunReport:
+    """A healthy run of two pods with a rank each, which is a step ahead of its commit."""
+    held = None if committed is None else step(committed)
+    plain = RunReport(
+        leader="leader-1",
+        sequence=sequence,
+        world=2,
+        alive=2,
+        known=2,
+        settled=True,
+        epochs=(FIRST,),
+        step=None if committed is None else committed + 1,
+        behind=None if committed is None else 1,
+        committed=held,
+        commits=() if held is None else (held,),
+        safe=Safe(restart=held),
+        sidecar="0.1.0",
+        library="0.1.0",
+        nodes=tuple(node(rank) for rank in (0, 1)),
     )
-    return replace(report, ranks=tuple(ranks))
+    return replace(plain, **changes)
 
 
-def elsewhere(
-    *, peer: Iterable[Shard] = (), archive: Iterable[Shard] = ()
-) -> dict[Tier, ReportedTier]:
-    """What a pod says of the rank of another pod."""
-    found = {Tier.PEER: listed(peer), Tier.ARCHIVE: listed(archive)}
-    here = {Tier.MEMORY: listed(()), Tier.LOCAL: listed(())}
-    return here | {tier: told for tier, told in found.items() if told.shards}
+def node(rank: int, **changes: Any) -> NodeReport:
+    plain = NodeReport(
+        node_rank=rank,
+        pod=f"pod-{rank}-1",
+        node=f"node-{rank}",
+        state=MemberState.CONNECTED,
+        ranks=str(rank),
+    )
+    return replace(plain, **changes)
 
 
-@dataclass(kw_only=True)
-class Sidecar:
-    """One sidecar with one rank. Change its fields, then `report()`.
-
-    `kept`: steps of other ranks of which it keeps copies. `archive`: what it saw there of its own.
-    """
-
-    rank: int
-    world: int = 2
-    started_at: float = T0
-    epochs: list[Epoch] = field(default_factory=lambda: [FIRST])
-    memory: list[StepId] = field(default_factory=list)
-    local: list[StepId] = field(default_factory=list)
-    restores: list[ReportedRestore] = field(default_factory=list)
-    library: str = "0.1.0"
-    alive: bool = True
-    ready: bool = True
-    more: dict[str, Any] = field(default_factory=dict)
-    kept: dict[int, list[StepId]] = field(default_factory=dict)
-    archive: list[StepId] | None = None
-    address: str = ""
-    sequence: int = 0
-
-    def staged(self, *numbers: int, epoch: Epoch = FIRST) -> Sidecar:
-        self.memory = (self.memory + [step(number, epoch) for number in numbers])[-4:]
-        return self
-
-    def durable(self, *numbers: int, epoch: Epoch = FIRST) -> Sidecar:
-        self.local += [step(number, epoch) for number in numbers]
-        return self
-
-    def restored(self, epoch: Epoch, *, tier: Tier | None = Tier.MEMORY, lost: int = 0) -> Sidecar:
-        self.epochs.append(epoch)
-        self.restores.append(
-            ReportedRestore(
-                rank=self.rank, epoch=epoch, tier=tier, seconds=1.5, at=T0, lost_steps=lost
-            )
-        )
-        return self
-
-    def report(self) -> Report:
-        self.sequence += 1
-        return Report(
-            sidecar="0.1.0",
-            started_at=self.started_at,
-            sequence=self.sequence,
-            ready=self.ready,
-            library=self.library,
-            pinned="locked",
-            epochs=tuple(self.epochs),
-            ranks=(self._rank(), *(self._copies(rank) for rank in self.kept)),
-            peer_address=self.address,
-            restores=tuple(self.restores),
-            **self.more,
-        )
-
-    def _rank(self) -> ReportedRank:
-        return ReportedRank(
-            rank=self.rank,
-            world=self.world,
-            alive=self.alive,
-            staged=max(self.memory, default=None),
-            tiers=self._tiers(),
-        )
-
-    def _tiers(self) -> dict[Tier, ReportedTier]:
-        local = listed(self._held(self.local, root=True))
-        found = {
-            Tier.MEMORY: listed(self._held(self.memory, root=False)),
-            Tier.LOCAL: local if self.ready else replace(local, answer=Answer.UNKNOWN),
-        }
-        if self.archive is not None:
-            found[Tier.ARCHIVE] = listed(self._held(self.archive, root=True))
-        return found
-
-    def _copies(self, rank: int) -> ReportedRank:
-        held = tuple(
-            Shard(step_id=id, rank=rank, world=self.world, root=f"{id}/{rank}")
-            for id in self.kept[rank]
-        )
-        return ReportedRank(
-            rank=rank,
-            world=self.world,
-            alive=False,
-            tiers=elsewhere(peer=held),
-        )
-
-    def _held(self, ids: list[StepId], *, root: bool) -> tuple[Shard, ...]:
-        return tuple(
-            Shard(
-                step_id=id,
-                rank=self.rank,
-                world=self.world,
-                root=f"{id}/{self.rank}" if root else None,
-                size_bytes=IMAGE_BYTES,
-            )
-            for id in ids
-        )
+def begun(*pods: PodRecord, known: PolicyRecord | None = None) -> Run:
+    """A run with these pods, its object and its policy, before the first report."""
+    run = transitions.object_seen(Run(key=KEY, since=T0), run_object())
+    for one in pods or (pod(0), pod(1)):
+        run = transitions.pod_seen(run, one, at=T0)
+    return transitions.policy_seen(run, known or policy())
 
 
-class Play:
-    """A book, its pods and a clock: the stage of a scenario."""
-
-    def __init__(self, *pods: PodRecord, known_policy: PolicyRecord | None = None) -> None:
-        self.registry = Registry()
-        self.now = T0
-        self.actions: list[Action] = []
-        self.note(self.registry.policy_seen(known_policy or policy()))
-        for one in pods:
-            self.see(one)
-
-    def note(self, actions: Iterable[Action]) -> None:
-        self.actions += actions
-
-    def see(self, one: PodRecord) -> None:
-        self.note(self.registry.pod_seen(one, at=self.now))
-
-    def lose(self, one: PodRecord) -> None:
-        self.note(self.registry.pod_gone(one.uid, at=self.now))
-
-    def hear(self, one: PodRecord, report: Report) -> None:
-        self.note(self.registry.reported(one.uid, report, at=self.now))
-
-    def hear_all(self, *pairs: tuple[PodRecord, Sidecar]) -> None:
-        for one, sidecar in pairs:
-            self.hear(one, sidecar.report())
-
-    def told(self, one: PodRecord, *, holds: str = "") -> ReportReply:
-        """The reply as it is sent."""
-        reply = self.registry.reply(one.uid, holds=holds, at=self.now)
-        return msgspec.json.decode(msgspec.json.encode(reply), type=ReportReply)
-
-    def find(self, object: RunObject) -> None:
-        self.note(self.registry.object_seen(object, at=self.now))
-
-    def wait(self, seconds: float) -> None:
-        """Time passes, with a tick at its end."""
-        self.now += seconds
-        self.note(self.registry.tick(at=self.now))
-
-    @property
-    def status(self) -> RunStatus:
-        status = status_of(self.registry, KEY, at=self.now)
-        assert status is not None
-        return status
-
-    def condition(self, type: str) -> tuple[str, str, str]:
-        """(status, reason, message)"""
-        found = next(one for one in self.status.conditions if one.type == type)
-        return found.status, found.reason, found.message
-
-    def events(self, reason: str) -> list[str]:
-        return [
-            one.message
-            for one in self.actions
-            if isinstance(one, EmitEvent) and one.reason == reason
-        ]
+def heard(run: Run, told: RunReport | None = None, *, at: float = T0) -> Run:
+    """The run after a report of its leader."""
+    return transitions.reported(run, told or report(), at=at)
 
 
 # Training pods as the API server has them, and where they lie there.
-
-
-Body = dict[str, Any]
 
 
 def pod_path(name: str, namespace: str = "team") -> str:
@@ -348,8 +191,13 @@ def pod_body(node_rank: int = 0, *, injected: bool = True) -> Body:
         },
         "status": {
             "phase": "Running",
+            "podIP": f"10.0.0.{node_rank + 1}",
             "containerStatuses": [
-                {"name": "pytorch", "restartCount": 0, "state": {"running": {"startedAt": "x"}}}
+                {
+                    "name": "pytorch",
+                    "restartCount": 0,
+                    "state": {"running": {"startedAt": "2026-11-21T07:00:30Z"}},
+                }
             ],
         },
     }

@@ -12,66 +12,94 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
+import pytest
 
-from keepstep_operator.kube import Client
-from keepstep_operator.reconcile.main import Clock, Reconciler
+from keepstep.wire.runs import PATH, RunReport
+from keepstep_operator.kube import RUNS, Client
+from keepstep_operator.reconcile.main import Parts, Settings
 from keepstep_operator.serving import listening
 from keepstep_operator.tls import ServerTls
 from tests.certificates import make_certificate
-from tests.operator.apiserver import ApiServer
+from tests.harness import until
+from tests.operator.apiserver import ApiServer, Body
+from tests.operator.reconcile.samples import KEY
 
 
 @dataclass
 class Served:
     """A running reconciler, and how to reach it."""
 
-    parts: Reconciler
+    parts: Parts
     cluster: ApiServer
     tls: ServerTls
     session: aiohttp.ClientSession
     port: int
 
     async def post(
-        self, body: bytes, *, token: str = "", context: ssl.SSLContext | None = None
-    ) -> tuple[int, Any]:
+        self, body: bytes, *, token: str = "", path: str = PATH
+    ) -> tuple[int, dict[str, Any]]:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        url = f"https://127.0.0.1:{self.port}/v1/reports"
-        options = {"ssl": context} if context is not None else {}
-        async with self.session.post(
-            url, data=io.BytesIO(body), headers=headers, **options
-        ) as response:
+        url = f"https://127.0.0.1:{self.port}{path}"
+        async with self.session.post(url, data=io.BytesIO(body), headers=headers) as response:
             return response.status, await response.json()
 
-    async def get(self, path: str) -> tuple[int, str]:
-        async with self.session.get(f"https://127.0.0.1:{self.port}{path}") as response:
-            return response.status, await response.text()
+    async def report(self, told: RunReport, *, token: str = "good") -> Body:
+        """The answer to a report that is taken in."""
+        self.parts.reports._lately.clear()  # a test does not wait for a second to pass
+        status, answer = await self.post(msgspec.json.encode(told), token=token)
+        assert status == 200, answer
+        return answer
+
+    def status(self) -> Body:
+        """CheckpointRun.status as the API server has it; empty without one."""
+        path = RUNS.path(KEY.name, namespace=KEY.namespace)
+        found: Body = self.cluster.objects.get(path, {}).get("status") or {}
+        return found
+
+    def condition(self, type: str) -> tuple[str, str]:
+        """Status and reason; '' for a condition that is not shown."""
+        for one in self.status().get("conditions", ()):
+            if one["type"] == type:
+                return one["status"], one["reason"]
+        return "", ""
 
 
 @asynccontextmanager
-async def serving(cluster: ApiServer, directory: Path, **more: Any) -> AsyncIterator[Served]:
-    """Everything that `keepstep-operator reconcile` runs, until the block ends. `more`: of the
-    `Reconciler`."""
+async def serving(cluster: ApiServer, directory: Path, **options: Any) -> AsyncIterator[Served]:
+    """Everything that `keepstep-operator reconcile` runs, until the block ends. `options`: of the
+    command."""
     authority = make_certificate(directory)
     tls = ServerTls(directory)
     connector = aiohttp.TCPConnector(ssl=trusting(authority))
-    async with (
-        cluster.running(),
-        Client(cluster.access) as client,
-        aiohttp.ClientSession(connector=connector) as session,
-        asyncio.TaskGroup() as group,
-    ):
-        parts = Reconciler(client, group=group, clock=Clock(), **more)
-        parts.start()
-        async with listening(
-            parts.reports.application(),
-            port=0,
-            host="127.0.0.1",
-            ssl_context=tls.context,
-            shutdown_s=0.1,
-            one_request=True,
-        ) as port:
-            yield Served(parts, cluster, tls, session, port)
-        parts.stop()
+    settings = {
+        "host_paths": (),
+        "watch_nodes": False,
+        "tls_dir": directory,
+        "peer_ca_dir": None,
+        "port": 0,
+        "metrics_port": 0,
+        "namespace": "keepstep-system",
+        **options,
+    }
+    async with cluster.running(), Client(cluster.access) as client:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("KUBECONFIG", str(cluster.kubeconfig(directory)))
+            async with aiohttp.ClientSession(connector=connector) as session:
+                parts = Parts(client, Settings(**settings), tls=tls)
+                working = asyncio.create_task(parts.work())
+                try:
+                    async with listening(
+                        parts.reports.application(),
+                        port=0,
+                        ssl_context=tls.context,
+                        shutdown_s=0.1,
+                    ) as port:
+                        await until(lambda: working.done() or not parts.ready())
+                        yield Served(parts, cluster, tls, session, port)
+                finally:
+                    parts.ending.set()
+                    await working
 
 
 def trusting(pem: bytes) -> ssl.SSLContext:

@@ -1,146 +1,147 @@
-"""The job of a run: what made it, and what a second one with the same label gets."""
+"""The job of a run: what made it, its end, and what a second one with the same label gets."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import pytest
 
 from keepstep_operator.api.model import Job, JobState, PodRecord
+from keepstep_operator.api.run import JobStatus, RunStatus
 from keepstep_operator.kube import Client
-from keepstep_operator.reconcile.errands import asked, owner_of
-from keepstep_operator.reconcile.state.actions import AskJob, EmitEvent, FindOwner
+from keepstep_operator.reconcile import run as transitions
+from keepstep_operator.reconcile.jobs import owner_of, state_of
+from keepstep_operator.reconcile.run import UNKNOWN_JOB_S, Run
 from tests.operator.apiserver import ApiServer
 from tests.operator.reconcile.samples import (
     JOB,
     KEY,
-    Play,
-    Sidecar,
+    T0,
     accepted,
+    begun,
+    heard,
     pod,
     policy,
     run_object,
-    step,
 )
 
 OTHER = Job(api_version="batch/v1", kind="Job", name="again", uid="job-2")
 
 
-def member(rank: int = 0, **changes: object) -> PodRecord:
+def member(rank: int = 0, **changes: Any) -> PodRecord:
     return pod(rank, labelled=True, **changes)
 
 
-def rival(rank: int = 0, **changes: object) -> PodRecord:
+def rival(rank: int = 0, **changes: Any) -> PodRecord:
     """A pod of the other job, made after those of the first."""
     changes = {"uid": f"rival-{rank}", "name": f"again-{rank}", "life": 5, **changes}
     return pod(rank, labelled=True, job=OTHER, **changes)
 
 
-def first_job() -> tuple[Play, list[PodRecord], list[Sidecar]]:
-    """Two pods that hold steps 98 to 100 in memory and 90 on local."""
-    pods = [member(rank) for rank in (0, 1)]
-    sidecars = [Sidecar(rank=rank).staged(98, 99, 100).durable(90) for rank in (0, 1)]
-    play = Play(*pods)
-    play.hear_all(*zip(pods, sidecars, strict=True))
-    return play, pods, sidecars
-
-
-def commits(play: Play, pods: list[PodRecord], sidecars: list[Sidecar], number: int) -> None:
-    """The job makes this step durable, and that is a commit."""
-    for one in sidecars:
-        one.durable(number)
-    play.hear_all(*zip(pods, sidecars, strict=True))
-    assert play.status.committed is not None
-    assert play.status.committed.id == str(step(number))
+def seen(run: Run, *pods: PodRecord) -> Run:
+    for one in pods:
+        run = transitions.pod_seen(run, one, at=T0)
+    return run
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1), (1, 0), (2, 0), (0, 1, 2)])
-def test_commits_of_the_first_job_go_on_and_the_second_one_is_told_why(
-    ranks: tuple[int, ...],
+def test_the_first_job_keeps_the_run(ranks: tuple[int, ...]) -> None:
+    run = seen(begun(member(0), member(1)), *(rival(rank) for rank in ranks))
+    assert run.rivals == {OTHER}
+    assert {one.job for one in run.members} == {JOB}
+    assert run.job == JOB
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+@pytest.mark.parametrize("on_record", [False, True])
+def test_a_process_that_starts_sees_the_pods_in_any_order(
+    order: tuple[int, ...], on_record: bool
 ) -> None:
-    play, pods, sidecars = first_job()
-    for rank in ranks:
-        play.see(rival(rank))
-        if not play.registry.refusal(f"rival-{rank}"):  # nothing shows yet whose it is
-            play.hear(rival(rank), Sidecar(rank=rank, world=3).staged(1).report())
-    commits(play, pods, sidecars, 100)
-    assert "again" in play.registry.refusal("rival-0")
-    assert play.status.world == 2
-    (warning, *more) = [one for one in play.status.warnings if "label keepstep.dev/run" in one]
-    assert len(more) == len(ranks) - 1
-    assert "Job again has the label keepstep.dev/run: gpt-1a2b3c4d" in warning
-    assert "PyTorchJob gpt has that run" in warning
-    (event,) = [
-        one for one in play.actions if isinstance(one, EmitEvent) and one.reason == "RunTaken"
-    ]
-    assert event.about == OTHER
-    assert "DuplicateNodeRank" not in {one.type for one in play.status.conditions}
-    commits(play, pods, sidecars, 101)
-
-
-def test_a_policy_of_the_second_job_is_not_that_of_the_run() -> None:
-    play, _, _ = first_job()
-    play.note(play.registry.policy_seen(policy(name="other")))
-    play.see(rival(policy="other"))
-    assert play.registry.runs[KEY].policy == accepted()
+    """`on_record`: the first job's pods are the younger ones; the run's status names the job."""
+    late = {"created_at": "2026-11-21T09:00:00Z"} if on_record else {}
+    pods = [rival(0), rival(1), member(0, **late), member(1, **late)]
+    status = RunStatus(
+        job=JobStatus(api_version=JOB.api_version, kind=JOB.kind, name=JOB.name, uid=JOB.uid)
+    )
+    run = Run(key=KEY, since=T0)
+    if on_record:
+        run = transitions.object_seen(run, run_object(status=status))
+    run = seen(run, *(pods[index] for index in order))
+    assert run.rivals == {OTHER}
+    assert run.job_of_pods == JOB
 
 
 @pytest.mark.parametrize("state", [JobState.GONE, JobState.FAILED, JobState.UNKNOWN])
 def test_a_new_job_whose_pods_come_before_the_old_ones_go_waits_for_that(state: JobState) -> None:
-    play, pods, _ = first_job()
-    play.see(rival(0))
-    play.see(rival(1))
-    play.wait(10)
-    assert not [one for one in play.actions if isinstance(one, AskJob)]
-    for one in pods:
-        play.see(replace(one, deleting=True))
-    assert play.actions[-1] == AskJob(KEY, JOB)
-    play.note(play.registry.job_answered(KEY, state, at=play.now))
-    assert play.registry.refusal("rival-0") == ""
-    assert play.registry.pod("rival-1") == rival(1)
-    assert set(play.registry.runs[KEY].pods) >= {"rival-0", "rival-1"}
+    pods = [member(0), member(1)]
+    run = seen(begun(*pods), rival(0), rival(1))
+    assert not transitions.asks_job(run)
+    run = seen(run, *(replace(one, deleting=True) for one in pods))
+    assert transitions.asks_job(run)
+    assert transitions.job_answered(run, JobState.ACTIVE, at=T0).rivals == {OTHER}
+    run = transitions.job_answered(run, state, at=T0)
+    assert not run.rivals
+    assert run.job == OTHER
 
 
 def test_a_second_job_that_is_given_up_leaves_nothing() -> None:
-    play, _, _ = first_job()
-    play.see(rival(0))
-    play.lose(rival(0))
-    assert play.registry.refusal("rival-0") == ""
-    assert not [one for one in play.status.warnings if "keepstep.dev/run" in one]
-
-
-@pytest.mark.parametrize("recreated", [False, True])
-def test_a_reconciler_that_begins_sees_the_pods_in_any_order(recreated: bool) -> None:
-    """`recreated`: the first job's pod is the younger one; the run's record names the job."""
-    play, pods, _ = first_job()
-    status, second = play.status, Play()
-    if recreated:
-        pods = [replace(one, created_at="2026-11-21T09:00:00Z") for one in pods]
-        second.find(run_object(status))
-    for one in (rival(0), rival(1), *pods):
-        second.see(one)
-    sidecars = [Sidecar(rank=rank).durable(90) for rank in (0, 1)]
-    commits(second, pods, sidecars, 100)
-    assert second.registry.refusal("rival-0")
-    assert second.registry.refusal("rival-1")
-    assert not second.registry.refusal(pods[0].uid)
+    run = seen(begun(member(0), member(1)), rival(0))
+    assert not transitions.pod_gone(run, "rival-0", at=T0).rivals
 
 
 def test_jobs_of_one_place_each_make_one_run() -> None:
     """For example bare pods with a label for their node rank: they are no rivals."""
     jobs = [replace(OTHER, name=f"place-{rank}", uid=f"job-{rank}") for rank in (0, 1)]
-    pods = [member(rank, job=job) for rank, job in enumerate(jobs)]
-    sidecars = [Sidecar(rank=rank) for rank in (0, 1)]
-    play = Play(*pods)
-    commits(play, pods, sidecars, 100)
-    play.see(replace(pods[1], deleting=True))
-    again = replace(member(1, life=2), job=jobs[1])
-    play.see(again)
-    commits(play, [pods[0], again], sidecars, 101)
+    run = begun(*(member(rank, job=job) for rank, job in enumerate(jobs)))
+    assert not run.rivals
+    assert len([*run.members]) == 2
 
 
-# The job that people look at is what made the pods' job: a TrainJob makes a JobSet.
+def test_a_policy_of_the_second_job_is_not_that_of_the_run() -> None:
+    run = seen(begun(member(0), member(1)), rival(0, policy="other"))
+    assert transitions.policy_name(run) == "default"
+    assert transitions.policy_seen(run, policy()).policy == accepted()
+
+
+# --- its end -------------------------------------------------------------------------------------
+
+
+def test_a_run_whose_pods_all_succeeded_is_finished_without_asking() -> None:
+    run = seen(heard(begun()), pod(0, phase="Succeeded"))
+    assert run.finished_at is None
+    run = seen(run, pod(1, phase="Succeeded"))
+    assert run.finished_at == T0
+    assert run.recent[0].message == "the job is finished; step 100 is committed"
+
+
+def test_pods_that_failed_may_be_made_again_so_the_job_is_asked_about() -> None:
+    run = seen(heard(begun()), pod(0, phase="Failed"), pod(1, phase="Failed"))
+    assert transitions.asks_job(run)
+    assert transitions.job_answered(run, JobState.ACTIVE, at=T0) == run
+    assert transitions.job_answered(run, JobState.FAILED, at=T0).finished_at == T0
+    assert transitions.job_answered(run, JobState.UNKNOWN, at=T0).finished_at is None
+    later = T0 + UNKNOWN_JOB_S
+    assert transitions.job_answered(run, JobState.UNKNOWN, at=later).finished_at == later
+
+
+def test_a_pod_that_comes_back_makes_the_run_go_on() -> None:
+    run = seen(heard(begun()), pod(0, phase="Succeeded"), pod(1, phase="Succeeded"))
+    assert seen(run, pod(0, life=2)).finished_at is None
+
+
+def test_the_object_goes_a_ttl_after_the_job_and_never_before_the_pods() -> None:
+    run = seen(heard(begun()), pod(0, phase="Succeeded"), pod(1, phase="Succeeded"))
+    later = T0 + run.ttl_s
+    assert not transitions.is_expired(run, later)
+    for uid in [*run.pods]:
+        run = transitions.pod_gone(run, uid, at=T0)
+    assert not transitions.is_expired(run, later - 1)
+    assert transitions.is_expired(run, later)
+
+
+# --- what made it --------------------------------------------------------------------------------
 
 
 JOB_SET = Job(api_version="jobset.x-k8s.io/v1alpha2", kind="JobSet", name="llama", uid="set-1")
@@ -151,40 +152,23 @@ SETS = f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{KEY.namespace}/jobsets"
 TRAIN_JOBS = f"/apis/trainer.kubeflow.org/v1alpha1/namespaces/{KEY.namespace}/trainjobs"
 
 
-def _lookups(play: Play) -> list[FindOwner]:
-    return [one for one in play.actions if isinstance(one, FindOwner)]
+def test_the_train_job_that_made_the_job_set_is_the_run_s_job() -> None:
+    run = begun(pod(0, job=JOB_SET), pod(1, job=JOB_SET))
+    assert not run.owner_known
+    assert run.job == JOB_SET
+    run = transitions.owner_found(run, JOB_SET, TRAIN_JOB)
+    assert run.owner_known
+    assert seen(run, pod(1, job=JOB_SET, life=2)).job == TRAIN_JOB
 
 
-def test_a_job_set_is_looked_up_once_and_its_train_job_is_the_run_s_job() -> None:
-    first, second = pod(0, job=JOB_SET), pod(1, job=JOB_SET)
-    play = Play(first, second)
-    assert _lookups(play) == [FindOwner(KEY, JOB_SET)]
-    play.note(play.registry.owner_found(KEY, JOB_SET, TRAIN_JOB))
-    job = play.status.job
-    assert job is not None
-    assert (job.kind, job.name, job.uid) == ("TrainJob", "llama", "train-1")
-    play.see(replace(second, injected=False, uid="late"))
-    events = [one for one in play.actions if isinstance(one, EmitEvent)]
-    assert [one.about for one in events if one.reason == "NotInjected"] == [TRAIN_JOB]
-    for one in (first, second, replace(second, uid="late")):
-        play.lose(one)
-    play.wait(3600)
-    ended = [one for one in play.actions if isinstance(one, AskJob)]
-    assert [one.job for one in ended] == [TRAIN_JOB]
-    assert len(_lookups(play)) == 1
-
-
-def test_a_reconciler_that_begins_anew_keeps_the_train_job_until_it_is_found_again() -> None:
-    before = Play(pod(0, job=JOB_SET))
-    before.note(before.registry.owner_found(KEY, JOB_SET, TRAIN_JOB))
-    play = Play()
-    play.find(run_object(before.status))
-    play.see(pod(0, job=JOB_SET))
-    assert play.status.job is not None
-    assert play.status.job.kind == "TrainJob"
-    assert _lookups(play) == [FindOwner(KEY, JOB_SET)]
-    play.note(play.registry.owner_found(KEY, JOB_SET, None))
-    assert play.status.job.kind == "JobSet", "it was made by nobody this time"
+def test_a_train_job_on_record_is_kept_until_it_is_looked_up_again() -> None:
+    record = JobStatus(
+        api_version=TRAIN_JOB.api_version, kind=TRAIN_JOB.kind, name="llama", uid=TRAIN_JOB.uid
+    )
+    run = transitions.object_seen(Run(key=KEY, since=T0), run_object(status=RunStatus(job=record)))
+    run = seen(run, pod(0, job=JOB_SET))
+    assert run.job == TRAIN_JOB
+    assert transitions.owner_found(run, JOB_SET, None).job == JOB_SET
 
 
 def _job_set(uid: str, *owners: dict[str, Any]) -> dict[str, Any]:
@@ -213,15 +197,15 @@ async def test_what_made_a_job_set_is_its_controller(
 ) -> None:
     cluster = ApiServer(objects={f"{SETS}/llama": body})
     async with cluster.running(), Client(cluster.access) as client:
-        assert await owner_of(client, FindOwner(KEY, JOB_SET)) == owner
+        assert await owner_of(client, JOB_SET, KEY.namespace) == owner
 
 
 async def test_a_job_set_that_is_gone_or_may_not_be_read_has_no_owner() -> None:
     cluster = ApiServer()
     async with cluster.running(), Client(cluster.access) as client:
-        assert await owner_of(client, FindOwner(KEY, JOB_SET)) is None
+        assert await owner_of(client, JOB_SET, KEY.namespace) is None
         cluster.forbidden = "/jobsets"
-        assert await owner_of(client, FindOwner(KEY, JOB_SET)) is None
+        assert await owner_of(client, JOB_SET, KEY.namespace) is None
 
 
 async def test_a_train_job_tells_its_end_by_its_conditions() -> None:
@@ -229,6 +213,6 @@ async def test_a_train_job_tells_its_end_by_its_conditions() -> None:
     body = {"metadata": {"name": "llama", "uid": "train-1"}, "status": over}
     cluster = ApiServer(objects={f"{TRAIN_JOBS}/llama": body})
     async with cluster.running(), Client(cluster.access) as client:
-        assert await asked(client, AskJob(KEY, TRAIN_JOB)) is JobState.FINISHED
+        assert await state_of(client, TRAIN_JOB, KEY.namespace) is JobState.FINISHED
         body["status"] = {"conditions": [{"type": "Suspended", "status": "True"}]}
-        assert await asked(client, AskJob(KEY, TRAIN_JOB)) is JobState.ACTIVE
+        assert await state_of(client, TRAIN_JOB, KEY.namespace) is JobState.ACTIVE

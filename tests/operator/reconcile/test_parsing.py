@@ -25,7 +25,7 @@ def test_an_injected_pod_is_what_admission_wrote_about_it() -> None:
     assert (pod.injected, pod.run, pod.node_rank) == (True, RunKey("team", "gpt-1a2b3c4d"), 3)
     assert (pod.policy, pod.policy_generation, pod.sidecar_version) == ("default", 1, "0.1.0")
     assert pod.volumes == (VolumeKind.HOST_PATH,)
-    assert pod.training
+    assert pod.training_since == 1795244430.0
     assert pod.job is not None
     assert (pod.job.kind, pod.job.name) == ("PyTorchJob", "gpt")
 
@@ -88,7 +88,7 @@ def test_a_pod_that_is_stuck_says_why() -> None:
     pod = parse_pod_record(body)
     assert pod is not None
     assert pod.trouble == "container keepstep-sidecar: CrashLoopBackOff (back-off 10s)"
-    assert not pod.training
+    assert pod.training_since is None
 
 
 @pytest.mark.parametrize(

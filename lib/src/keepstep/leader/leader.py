@@ -3,24 +3,26 @@
 The leader is the sidecar of node rank 0, and a member itself. It has no record of its own: what it
 knows comes from its members since it began, so a new leader gives the same answers. It names steps
 that may be deleted only while all node ranks are connected and have said everything. A member has
-one connection, so of two leaders at most one ever has all of them.
+one connection, so of two leaders at most one ever has all of them. What an operator adds is in
+`requests`; nothing waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.ledger import is_among
-from keepstep.core.retention import Retention
 from keepstep.core.suspicion import Failure, newest
 from keepstep.errors import UsageError
 from keepstep.leader.bounds import checked
 from keepstep.leader.buddies import Spot, buddies
+from keepstep.leader.history import RunHistory
 from keepstep.leader.node_rank import Sender
-from keepstep.leader.run_ledger import MOST_RANKS, RunLedger
+from keepstep.leader.requests import Requests
+from keepstep.leader.run_ledger import LARGEST_WORLD, MOST_RANKS, RunLedger
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import (
     LeaderReply,
@@ -31,11 +33,13 @@ from keepstep.wire.reports import (
     ReportedRank,
     ReportReply,
 )
+from keepstep.wire.runs import Requested, RunPolicy
 
 DUPLICATE = (
     "DuplicateNodeRank: two sidecars have node rank {}: give each machine a --node-rank of its own,"
     " or end the one that is left over"
 )
+MOST_NODES = 4096
 INTERVAL_S = 10.0
 _LEAST_GAP_S = 0.05
 
@@ -44,35 +48,37 @@ _LEAST_GAP_S = 0.05
 class _Member:
     """What the leader knows of a member beside its place in the ledger. `order`: grows with each
     sidecar that is a member. `whole`: the ledger knows all that it has said on this connection.
-    `holds`: the version of the list of peers that it has. `last`: the number of the reply that said
-    that the leader ends."""
+    `holds`: the version of the list of peers that it has. `restore`: the number of the reply since
+    which it is told the same step to go back to. `last`: the number of the reply that said that the
+    leader ends."""
 
     life: str
+    pod: str
     order: int
     connected: bool = True
+    leaving: bool = False
     whole: bool = False
     holds: str = ""
     sequence: int = 0
     heard: int = 0
     number: int = 0
+    restore: int = 0
     last: int | None = None
     sent: LeaderReply | None = None
 
 
 @dataclass(frozen=True)
 class _Advice:
-    """What all members are told. Steps are oldest first. `all_here`: see `Leader`."""
+    """What all members are told. `reply`: as far as it is the same for all. Steps are oldest
+    first."""
 
-    committed: dict[str, StepId]
-    commits: tuple[StepId, ...]
-    plan: StepId | None
+    reply: ReportReply
     expendable: tuple[StepId, ...]
-    peers: _Peers
-    all_here: bool
+    peers: Peers
 
 
 @dataclass(frozen=True)
-class _Peers:
+class Peers:
     """The addresses of all machines by node rank, and who sends copies to whom. Empty until all
     node ranks have reported: a list that grows with each of them would be sent to all each time."""
 
@@ -82,32 +88,40 @@ class _Peers:
 
 
 class Leader:
-    """The leader of a run of `nodes` machines. `life`: names this process."""
+    """The leader of a run of `nodes` machines; None: an operator says which pods there are. `life`:
+    names this process."""
 
     def __init__(
         self,
         *,
         life: str,
-        nodes: int,
-        keep: Retention,
-        beyond: Iterable[Tier] = (),
-        replicas: int = 0,
+        nodes: int | None,
+        policy: RunPolicy,
+        run: str = "",
+        way_out: str = "",
+        grid: int = 1,
         pins: Pins | None = None,
     ) -> None:
-        """`beyond`: the tiers beyond the machines that the run has. `replicas`: copies of each
-        shard on other machines. `pins`: those on record here."""
+        """`policy`: what the run goes by until an operator says otherwise. `way_out`: the command
+        by which a person has the run begin again. `grid`: see `ArchiveConfig.base`. `pins`: those
+        on record here."""
         self.nodes = nodes
         self.closing = False
         self.pins = pins or Pins()
-        self._life = life
-        self._keep, self._beyond, self._replicas = keep, tuple(beyond), replicas
-        self._ledger = RunLedger()
+        self.life = life
+        self.ledger = RunLedger()
+        self.history = RunHistory(self.ledger)
+        self.requests = Requests(
+            self.ledger, self.history, policy, run=run, way_out=way_out, alone=nodes is not None
+        )
+        self._grid = grid
         self._members: dict[int, _Member] = {}
         self._owners: dict[int, int] = {}
         self._failures: tuple[Failure, ...] = ()
         self._lives = 0
+        self._introduced = False
         self._advice: _Advice | None = None
-        self._peers: tuple[int, _Peers] | None = None
+        self._peers: tuple[object, Peers] | None = None
         self._reported: set[int] = set()
         self._told: tuple[object, ...] = ()
         self._configure()
@@ -123,36 +137,46 @@ class Leader:
             self._lives += 1
             member.order = self._lives
             self._members[node_rank] = member
-        member.connected = True
+        member.connected, member.leaving = True, told.leaving
         self._reported.add(node_rank)
         member.holds, member.heard, self._advice = report.peers_version, told.heard, None
         sender = Sender(
-            pod=member.life,
+            pod=member.pod,
             node_rank=node_rank,
-            node=str(node_rank),
+            node=told.node or str(node_rank),
             created_at=f"{member.order:020}",
-            local_stays=False,
+            local_stays=self.requests.policy.outlives_pod,
         )
-        most_world = MOST_RANKS * self.nodes
+        most_world = min(LARGEST_WORLD, MOST_RANKS * (self.nodes or len(self._members)))
         ranks = self._believed(node_rank, report)
         doubted, report = ranks != report.ranks, replace(report, ranks=ranks)
-        member.sequence = report.sequence
-        if self._ledger.take(sender, report, at=at, most_world=most_world) is not None:
+        member.sequence, progress = report.sequence, self.ledger.progress
+        said = self.ledger.take(sender, report, at=at, most_world=most_world)
+        if said is not None:
             member.whole = True
             self._failures = newest((*self._failures, *report.failures))
             self._owners |= {one.rank: node_rank for one in report.ranks if one.alive}
+            self.history.took(
+                sender,
+                report,
+                said,
+                policy=self.requests.policy,
+                grid=self._grid,
+                before=progress.step if progress is not None else None,
+                at=at,
+            )
         if doubted:
-            self._ledger.ask(node_rank)  # its owner may say so yet
+            self.ledger.ask(node_rank)  # its owner may say so yet
         if told.pins.version > self.pins.version:
             self.pin(told.pins)
 
     def meet(self, told: MemberReport) -> None:
         """Another node rank 0 has come. Raises UsageError unless it is this sidecar itself."""
-        if told.life != self._life:
+        if told.life != self.life:
             raise UsageError(DUPLICATE.format(0))
 
     def _member(self, node_rank: int, told: MemberReport) -> _Member:
-        if told.nodes != self.nodes or not 0 <= node_rank < self.nodes:
+        if told.nodes != (self.nodes or 0) or not 0 <= node_rank < (self.nodes or MOST_NODES):
             raise UsageError(
                 f"node rank {node_rank} of {told.nodes} nodes came to a run of {self.nodes}: give"
                 " --nodes the same number on all machines, and --node-rank a lower one on each"
@@ -162,7 +186,7 @@ class Leader:
             return known
         if known is not None and known.connected:
             raise UsageError(DUPLICATE.format(node_rank))
-        return _Member(life=told.life, order=0)
+        return _Member(life=told.life, pod=told.pod or told.life, order=0)
 
     def _believed(self, node_rank: int, report: Report) -> tuple[ReportedRank, ...]:
         """The ranks of a report, without new steps of a rank that trains at another member, unless
@@ -178,7 +202,7 @@ class Leader:
     def _known(
         self, tiers: Mapping[Tier, ReportedTier], written: Collection[StepId]
     ) -> dict[Tier, ReportedTier]:
-        current, commit = self._ledger.core.lineage.current, self._ledger.committed()
+        current, commit = self.ledger.core.lineage.current, self.ledger.committed()
 
         def known(id: StepId) -> bool:
             old = id.epoch != current or (commit is not None and id <= commit)
@@ -193,15 +217,15 @@ class Leader:
 
     def _owner(self, rank: int) -> int | None:
         """The connected member at which this rank trains in the newest epoch."""
-        owner, current = self._owners.get(rank), self._ledger.core.lineage.current
+        owner, current = self._owners.get(rank), self.ledger.core.lineage.current
         if owner is None or not self._members[owner].connected:
             return None
-        staged = self._ledger.places[owner].staged
+        staged = self.ledger.places[owner].staged
         trains = any(id.epoch == current and ranks >> rank & 1 for id, ranks in staged)
         return owner if trains else None
 
     def _written(self, node_rank: int, rank: int) -> set[StepId]:
-        on_drives = self._ledger.core.of_node(node_rank, Tier.LOCAL)
+        on_drives = self.ledger.core.of_node(node_rank, Tier.LOCAL)
         return {id for id, held in on_drives if held.ranks >> rank & 1}
 
     def left(self, node_rank: int) -> None:
@@ -214,11 +238,42 @@ class Leader:
 
     def pin(self, pins: Pins) -> None:
         """From now on these are pinned."""
-        self.pins, self._advice = pins, None
+        self.pins = pins
         self._configure()
 
     def _configure(self) -> None:
-        self._ledger.configure(keep=self._keep, pins=self.pins.steps, beyond=self._beyond)
+        policy, self._advice = self.requests.policy, None
+        beyond = (Tier.ARCHIVE,) if policy.archive_every is not None else ()
+        self.ledger.configure(keep=policy.keep, pins=self._pinned, beyond=beyond)
+
+    @property
+    def _pinned(self) -> tuple[StepId, ...]:
+        """Steps that stay: the pinned ones, and the one that the run is to go back to."""
+        wanted, pinned = self.requests.wanted, self.pins.steps
+        return pinned if wanted is None or wanted in pinned else (*pinned, wanted)
+
+    # --- the operator --------------------------------------------------------------------
+
+    def answered(self, answer: Requested, *, at: float) -> None:
+        """The operator has answered a report of the run."""
+        self.requests.take(answer, connected=self.connected, at=at)
+        if set(answer.pins) != set(self.pins.steps):
+            self.pins = Pins(version=self.pins.version + 1, steps=tuple(sorted(answer.pins)))
+        self.requests.follow(at=at)
+        self._configure()
+
+    def follow(self, *, at: float) -> bool:
+        """Called every second or so: what becomes true by waiting. Returns whether members are to
+        be told of it."""
+        before = self._wishes()
+        self.requests.follow(at=at)
+        if changed := self._wishes() != before:
+            self._configure()
+        return changed
+
+    def _wishes(self) -> tuple[object, ...]:
+        asked = self.requests
+        return asked.wanted, asked.fresh.allowed, asked.gone_for_good, self.history.stand_in
 
     # --- asking --------------------------------------------------------------------------
 
@@ -230,24 +285,43 @@ class Leader:
     @property
     def all_here(self) -> bool:
         """Whether all members are connected and have said everything."""
-        return self._advise().all_here
+        return self._advise().reply.all_peers
 
     def missing(self) -> list[int]:
         """The node ranks that are not connected."""
-        return sorted({*range(self.nodes)}.difference(self.connected))
+        return sorted(self._expected().difference(self.connected))
+
+    def _expected(self) -> set[int]:
+        """All node ranks; those of the pods that there are, by the operator and by what they
+        reported."""
+        if self.nodes is not None:
+            return set(range(self.nodes))
+        there = {rank for rank, place in self.ledger.places.items() if not place.gone}
+        return there | self.requests.awaited()
 
     def heard_all(self) -> bool:
         """Whether all connected members have acted on the reply that the leader ends."""
         return all(
             one.last is not None and one.heard >= one.last
             for one in self._members.values()
-            if one.connected and one.life != self._life
+            if one.connected and one.life != self.life
+        )
+
+    def restore_known(self) -> bool:
+        """Whether all members know which step the run is to go back to."""
+        wanted = self.requests.wanted
+        return not self.missing() and all(
+            one.sent is not None
+            and one.sent.reply.restore_from == wanted
+            and one.heard >= one.restore
+            for one in self._members.values()
+            if one.connected
         )
 
     def waiting(self) -> list[int]:
         """The members for whom there may be news: all if what all are told has changed, else those
         that have reported since."""
-        told = (self._advise(), self.closing, self.pins, self._failures)
+        told = (self._advise(), self.requests.left, self.closing, self.pins)
         changed, self._told = told != self._told, told
         ranks = [one for one in self.connected if changed or one in self._reported]
         self._reported.clear()
@@ -262,70 +336,98 @@ class Leader:
         member.number += 1
         if self.closing and member.last is None:
             member.last = member.number
+        if member.sent is None or member.sent.reply.restore_from != reply.reply.restore_from:
+            member.restore = member.number
         member.sent = replace(reply, number=member.number)
         return member.sent
 
     def _reply(self, node_rank: int, member: _Member) -> LeaderReply:
-        advice, held = self._advise(), sorted(self._ledger.local(node_rank))
+        advice, held = self._advise(), sorted(self.ledger.local(node_rank))
         own = advice.peers.ring.get(node_rank, ())
         said = b"%d %b %b" % (node_rank, repr(own).encode(), advice.peers.digest)
         version = blake2b(said, digest_size=12).hexdigest()
-        current = self._ledger.core.lineage.current
+        left = self.requests.left
         return LeaderReply(
-            leader=self._life,
+            leader=self.life,
             number=0,
             answers=member.sequence,
-            epoch=current,
+            epoch=self.ledger.core.lineage.current,
             closing=self.closing,
             pins=self.pins,
-            reply=ReportReply(
-                interval_s=INTERVAL_S,
-                least_gap_s=_LEAST_GAP_S,
-                committed=advice.committed,
-                commits=tuple(id for id in held if is_among(id, advice.commits)),
-                plan=advice.plan,
-                retire=tuple(
-                    id for id in held if advice.all_here and is_among(id, advice.expendable)
-                ),
-                pinned=self.pins.steps,
+            reply=replace(
+                advice.reply,
+                commits=tuple(id for id in held if is_among(id, advice.reply.commits)),
+                retire=tuple(id for id in held if is_among(id, advice.expendable)),
                 peers=() if version == member.holds else _listed(advice.peers, node_rank),
                 peers_version=version,
-                all_peers=advice.all_here,
-                changes_since=self._ledger.follows(node_rank, member.life),
-                failures=self._failures,
+                agents=left.agents_of(node_rank),
+                awaits=left.awaited_by(node_rank),
+                changes_since=self.ledger.follows(node_rank, member.pod),
             ),
         )
 
     def _advise(self) -> _Advice:
         if self._advice is None:
-            ledger = self._ledger
-            known = sum(one.whole for one in self._members.values())
-            self._advice = _Advice(
-                committed={str(tier): id for tier, id in ledger.watermarks().items()},
-                commits=ledger.commits(),
-                plan=ledger.plan(),
-                expendable=ledger.expendable(),
-                peers=self._introduced(),
-                all_here=known == self.nodes and ledger.settled,
-            )
+            self._advice = self._work_out()
         return self._advice
 
-    def _introduced(self) -> _Peers:
-        places = self._ledger.places
-        if self._peers is None or self._peers[0] != places.moved:
+    def _work_out(self) -> _Advice:
+        ledger, asked = self.ledger, self.requests
+        known = {rank for rank, one in self._members.items() if one.whole}
+        here = ledger.settled and known.issuperset(self._expected())
+        paused = asked.answer.paused
+        return _Advice(
+            reply=ReportReply(
+                interval_s=INTERVAL_S,
+                least_gap_s=_LEAST_GAP_S,
+                committed={str(tier): id for tier, id in ledger.watermarks().items()},
+                commits=ledger.commits(),
+                plan=None if paused else asked.wanted or ledger.plan(),
+                pinned=self._pinned,
+                all_peers=here,
+                leaving=asked.leaving or any(self._leaving()),
+                restore_from=asked.wanted,
+                authorities=asked.answer.authorities,
+                archive=self.history.stand_in,
+                failures=self._failures,
+                begin_again=asked.fresh.allowed,
+                gone_for_good=asked.gone_for_good,
+            ),
+            expendable=ledger.expendable() if here and not paused else (),
+            peers=self.peers(),
+        )
+
+    def _leaving(self) -> Iterator[bool]:
+        return (one.leaving for one in self._members.values() if one.connected)
+
+    def peers(self) -> Peers:
+        """Where all machines are, and who sends to whom. There is no ring before all are known: one
+        of half the run would send gigabytes to buddies that are replaced a second later. The place
+        of a pod that is gone stays in it until all are there again, so its restart moves no
+        copies."""
+        places, settled = self.ledger.places, self.ledger.settled
+        known = settled if self.nodes is None else len(places) == self.nodes
+        self._introduced = self._introduced or known
+        domains, replicas = self.requests.domains(), self.requests.policy.replicas
+        of = places.moved, settled, self._introduced, domains, replicas
+        if self._peers is None or self._peers[0] != of:
             served = {
                 rank: place.sidecar.peer_address
                 for rank, place in sorted(places.items())
-                if place.sidecar.peer_address and len(places) == self.nodes
+                if place.sidecar.peer_address and not place.gone and self._introduced
             }
-            spots = {rank: Spot(str(rank), str(rank)) for rank in served}
-            ring = buddies(spots, replicas=self._replicas)
+            spots = {
+                rank: Spot(place.node, domains.get(rank) or place.node)
+                for rank, place in places.items()
+                if self._introduced and not (settled and place.gone)
+            }
+            ring = buddies(spots, replicas=replicas)
             digest = blake2b(repr(served).encode(), digest_size=12).digest()
-            self._peers = places.moved, _Peers(served, ring, digest)
+            self._peers = of, Peers(served, ring, digest)
         return self._peers[1]
 
 
-def _listed(peers: _Peers, node_rank: int) -> tuple[Peer, ...]:
+def _listed(peers: Peers, node_rank: int) -> tuple[Peer, ...]:
     """The other machines, as this one is told."""
     own = peers.ring.get(node_rank, ())
     return tuple(

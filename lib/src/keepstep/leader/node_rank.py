@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from keepstep.core.commit_rule import RankUnion
 from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank
+from keepstep.wire.reports import Report, ReportedRank, ReportedVolume
 from keepstep.wire.status import TierProgress
 
 MOST_PAST = 64
@@ -34,6 +34,7 @@ class SidecarState:
     pinned: str
     peer_address: str
     failed: tuple[tuple[str, str], ...]
+    fullest: float
     warnings: tuple[str, ...]
     tiers: dict[Tier, TierProgress]
     refusals: int
@@ -50,19 +51,17 @@ class SidecarState:
             pinned=sys.intern(report.pinned),
             peer_address=report.peer_address,
             failed=tuple((one.name, one.failed) for one in report.volumes if one.failed),
+            fullest=max(map(_used, report.volumes), default=0.0),
             warnings=report.warnings,
             tiers=report.tiers,
             refusals=report.refusals,
             refused=report.refused,
         )
 
-    @property
-    def troubles(self) -> tuple[object, ...]:
-        """The facts that conditions depend on, without numbers that change with each report."""
-        ways = tuple((at, one.trouble, one.backlog > 0) for at, one in self.tiers.items())
-        served = bool(self.peer_address)
-        refused = self.refusals, self.refused
-        return self.ready, self.library, self.failed, self.warnings, served, ways, refused
+
+def _used(volume: ReportedVolume) -> float:
+    whole = volume.capacity_bytes or volume.used_bytes + volume.free_bytes
+    return volume.used_bytes / whole if whole > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 A drive outlives its pod, but no pod reports its shards any more, so the ledger does not know them.
 This module remembers them: from the last report of the pod that left or, after a restart of the
-reconciler, from CheckpointRun.status.holders.
+leader, from `keepstep.wire.runs.Record`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class OrphanedShards:
             del self._held[key]
         return bool(done)
 
-    def resume(self, left: Iterable[OrphanedShard]) -> None:
-        """Take over what an earlier reconciler wrote down. Pods that still exist take their shards
-        back."""
-        for one in left:
-            self._held.setdefault((one.node, one.node_rank), one)
+    def resume(self, left: Iterable[tuple[str, int, StepId]]) -> None:
+        """Take over what an earlier leader knew, as node, node rank and step. Places that are still
+        there take their shards back when they report."""
+        for node, node_rank, step in left:
+            one = OrphanedShard(node=node, node_rank=node_rank, step=step)
+            self._held.setdefault((node, node_rank), one)

@@ -944,7 +944,7 @@ class _States:
 
     @staticmethod
     def _is_plain(inner: Any) -> bool:
-        # first of all: what has a `state_dict` of its own need not have torch's hooks (Accelerate's)
+        # first: what has a `state_dict` of its own need not have torch's hooks (Accelerate's)
         if type(inner).state_dict is not torch.optim.Optimizer.state_dict:
             return False
         hooks = inner._optimizer_state_dict_pre_hooks or inner._optimizer_state_dict_post_hooks

@@ -1,11 +1,9 @@
-"""What a sidecar reports to the operator, and the reply: JSON over HTTPS, on Kubernetes only.
+"""What the sidecar of a machine reports to the leader of its run, and the reply: JSON in frames
+over mutual TLS (docs/adr/0020-a-run-leads-itself.md).
 
 A report is level-triggered: it says what *is* there, so a lost or repeated report changes nothing.
-It is whole; or, if the operator allows it, it has only the changes `since` the last report that was
-answered. It names no namespace, run or node rank: the operator takes these from its own record of
-the pod whose token came with the report. A field may be added with a default; no field may be
-removed or change its meaning, because the operator is upgraded while the sidecar's version is
-pinned for a run.
+It is whole; or, if the leader allows it, it has only the changes `since` the last report that was
+answered. It names no run and no node rank: the leader takes these from the member's certificate.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from keepstep.core.suspicion import Failure
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.status import RankCounters, TierProgress, VolumeUsage
 
-PATH = "/v1/reports"
 AUDIENCE = "reports.keepstep.dev"
 """Audience of the projected service-account token that a sidecar shows."""
 
@@ -108,7 +105,7 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """POST /v1/reports.
+    """A member's report, in `MemberReport`.
 
     `sequence`: grows with every report of one sidecar process. `since`: the sequence of the
     earlier report to which this one has the changes (of `epochs`, `ranks`, `restores` and
@@ -156,7 +153,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportReply:
-    """What the operator knows of the whole run, and how often it wants reports.
+    """What the leader knows of the whole run, and how often it wants reports.
 
     `interval_s`: the longest time between two reports. `least_gap_s`: the shortest.
     `committed`: the watermark by tier. `commits`: the steps on this pod's volumes that all ranks
@@ -178,7 +175,7 @@ class ReportReply:
     those known so far; '': no change.
     `leaving`: a pod of the run is being deleted, so the newest steps should become durable on all
     pods and be archived now, whatever the schedules say.
-    `changes_since`: the sequence of the report up to which the operator knows everything. If it is
+    `changes_since`: the sequence of the report up to which the leader knows everything. If it is
     that of the report which this answers, the next report may have only the changes. With any
     other number, like 0, the next report must be whole.
     `archive`: a committed step to archive instead of a due step that was never committed.
@@ -239,10 +236,7 @@ class IssuedCertificate:
     authorities: str
 
 
-# --- a run that leads itself -----------------------------------------------------------------
-#
-# The same reports and replies, between the sidecar of node rank 0, the leader, and those of all
-# other node ranks (docs/adr/0020-a-run-leads-itself.md): JSON in frames over mutual TLS.
+# --- frames ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,14 +250,18 @@ class Pins:
 @dataclass(frozen=True, kw_only=True)
 class MemberReport:
     """A member's frame. `life`: names its sidecar's process. `nodes`: how many machines it takes
-    the run to have. `heard`: the number of the newest reply that it has acted on. `pins`: those
-    that it has on record."""
+    the run to have; 0: an operator knows. `heard`: the number of the newest reply that it has acted
+    on. `pins`: those that it has on record. `pod`: the UID of its pod, and `node`: the name of its
+    node; '' where there is no operator. `leaving`: its pod begins to end."""
 
     life: str
     nodes: int
     report: Report
     heard: int = 0
     pins: Pins = field(default_factory=Pins)
+    pod: str = ""
+    node: str = ""
+    leaving: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

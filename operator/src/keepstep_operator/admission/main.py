@@ -17,7 +17,6 @@ from keepstep_operator.admission.policies import PolicyCache
 from keepstep_operator.admission.rooms import Rooms
 from keepstep_operator.admission.run_record import RunRecords
 from keepstep_operator.admission.server import (
-    OF_AN_API_SERVER,
     TIMEOUT_S,
     Admission,
     deadline_of,
@@ -169,11 +168,7 @@ async def serve(settings: Settings) -> None:
         async with (
             listening(observed(metrics.registry, ready), port=settings.metrics_port) as seen,
             listening(
-                server.application(ready),
-                port=settings.port,
-                ssl_context=tls.context,
-                one_request=True,
-                of_a_source=OF_AN_API_SERVER,
+                server.application(ready), port=settings.port, ssl_context=tls.context
             ) as port,
         ):
             say("listening", port=port, metrics_port=seen)

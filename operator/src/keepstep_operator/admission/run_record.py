@@ -14,12 +14,12 @@ from typing import Any, Final
 import msgspec
 from cachetools import TTLCache
 
+from keepstep.spans import within
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.policy import Policy, parse_policy
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection import Near
 from keepstep_operator.kube import RUNS, Client, KubeError
-from keepstep_operator.spans import within
 
 OWN: Final = 100
 COPIES: Final = 50

@@ -12,7 +12,6 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
 from typing import Final
 
 from aiohttp import web
@@ -36,26 +35,17 @@ from keepstep_operator.admission.run_record import RunRecord, RunRecords
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Placement, PodError, placement
 from keepstep_operator.api.run import cut
-from keepstep_operator.connections import SERVED
 from keepstep_operator.injection import Defaults, is_injected, is_tight
 from keepstep_operator.journal import crash, say
 from keepstep_operator.kube import KubeError
-from keepstep_operator.serving import Ready, body_of, health_routes
+from keepstep_operator.serving import Ready, health_routes
 
 TIMEOUT_S: Final = 10
 """The timeout of the webhook, the chart's default."""
 _OPEN_PATH: Final = "/inject"
 """Where cert-manager makes the certificates, and nobody chooses a path."""
-OF_AN_API_SERVER: Final = SERVED // 2
-"""How many connections of one source are served at a time. An API server opens one for each pod,
-and some of these wait for a policy. Any other client of the port gets no more than that, and all
-clients together no more than fit into memory."""
 _LARGEST_REVIEW_BYTES: Final = 4 << 20
 """An API server accepts objects of at most 3 MiB."""
-_LARGE_BYTES: Final = 128 << 10
-_LARGE_AT_ONCE: Final = 4
-"""How many reviews larger than those of usual pods are read at a time."""
-
 _SOURCES: Final = 1000
 _TOLD_EVERY_S: Final = 10.0
 """How often, for each source, a request is logged that no API server sends. Otherwise these
@@ -92,12 +82,11 @@ class Admission:
         self._metrics = metrics
         self._deadline_s = deadline_s
         self._path = path
-        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
         self._told: TTLCache[str, bool] = TTLCache(_SOURCES, _TOLD_EVERY_S)
 
     def application(self, ready: Ready) -> web.Application:
         """The application of the webhook's port."""
-        app = web.Application(middlewares=[_ends])
+        app = web.Application(middlewares=[_ends], client_max_size=_LARGEST_REVIEW_BYTES)
         app.add_routes([*health_routes(ready), web.post("/{path:.*}", self._inject)])
         return app
 
@@ -157,7 +146,7 @@ class Admission:
         if not hmac.compare_digest(asked, path):
             raise web.HTTPNotFound  # before the body is read
         async with asyncio.timeout(self._deadline_s):
-            raw = await self._read(request)
+            raw = await request.read()
         begun = time.perf_counter()
         try:
             review = parse_review(raw)
@@ -175,12 +164,6 @@ class Admission:
         if source not in self._told:
             self._told[source] = True
             say("request refused", level=logging.WARNING, source=source, reason=str(error))
-
-    async def _read(self, request: web.Request) -> bytes:
-        size = request.content_length
-        usual = size is not None and size <= _LARGE_BYTES
-        async with nullcontext() if usual else self._large:
-            return await body_of(request, most_bytes=_LARGEST_REVIEW_BYTES)
 
 
 @web.middleware

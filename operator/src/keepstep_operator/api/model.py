@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from keepstep_operator.api.job_kinds import NAME
 from keepstep_operator.api.policy import Policy, VolumeKind
+from keepstep_operator.api.run import RunStatus
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -56,7 +57,8 @@ def job_of(**fields: object) -> Job | None:
 class PodRecord:
     """One pod that asked for keepstep. `injected` False: it was admitted without a sidecar.
 
-    `training`: the training container runs now. `restarts`: how often it was restarted in place.
+    `training_since`: when the running training container started, in unix seconds; None: it does
+    not run. `address`: the pod's IP; '' while it has none.
     `trouble`: why the pod does not run as it should, in the words of the kubelet or the scheduler;
     without a sidecar, in those of admission. `warnings`: what injection did otherwise than asked.
     `labelled`: the run's name comes from the user's
@@ -73,8 +75,8 @@ class PodRecord:
     node: str = ""
     phase: str = "Pending"
     created_at: str = ""
-    training: bool = False
-    restarts: int = 0
+    address: str = ""
+    training_since: float | None = None
     trouble: str = ""
     warnings: tuple[str, ...] = ()
     volumes: tuple[VolumeKind, ...] = ()
@@ -136,19 +138,18 @@ class NodeRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunObject:
-    """A CheckpointRun as it is in the cluster. `version`: its resourceVersion. `status`: ours,
-    maybe from an earlier reconciler. `policy`: the snapshot in the status."""
+    """A CheckpointRun as it is in the cluster. `status`: ours, maybe from an earlier reconciler.
+    `policy`: the snapshot in the status."""
 
     key: RunKey
     uid: str
-    version: str = ""
     generation: int = 1
     pins: tuple[str, ...] = ()
     restore_from: str = ""
     paused: bool = False
     fresh_start: str = ""
     policy: Policy | None = None
-    status: Mapping[str, Any] = field(default_factory=dict)
+    status: RunStatus = field(default_factory=RunStatus)
 
 
 class JobState(str, enum.Enum):

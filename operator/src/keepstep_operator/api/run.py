@@ -1,47 +1,53 @@
 """CheckpointRun.status as types, both to write and to read what an earlier reconciler wrote.
 
-Fields are named as in crds/keepstep.dev_checkpointruns.yaml (camelCase there). Fields with their
-default are left out. Reading is lenient: a status that does not fit counts as none.
+Fields are named as in crds/keepstep.dev_checkpointruns.yaml (camelCase there). Empty fields are
+left out. Reading is lenient: a status that does not fit counts as none.
 """
 
 from __future__ import annotations
 
-import calendar
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
+from keepstep.wire.runs import (
+    Drive,
+    Happened,
+    Holder,
+    Record,
+    RestoreFrom,
+    RunGoodput,
+    Stall,
+)
 from keepstep_operator.printing import printable
 
-MOST_RECENT = 10
-MOST_RANKS = 64
-MOST_HOLDERS = 1024
 MOST_WARNINGS = 10
 LONGEST_TEXT = 1000
 
 
-class JobStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+@dataclass(frozen=True, kw_only=True)
+class JobStatus:
     """The root job."""
 
     api_version: str
     kind: str
     name: str
-    uid: str
+    uid: str = ""
 
 
-class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+@dataclass(frozen=True, kw_only=True)
+class PolicyStatus:
     """The policy that the run goes by."""
 
     name: str
     generation: int = 0
-    spec: dict[str, Any] = {}
+    spec: Mapping[str, Any] = field(default_factory=dict)
 
 
-class CommittedStatus(
-    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
-):
+@dataclass(frozen=True, kw_only=True)
+class CommittedStatus:
     """The newest committed step. `time`: when it was first seen, by the reconciler's clock."""
 
     step: int
@@ -49,73 +55,15 @@ class CommittedStatus(
     time: str
 
 
-class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+@dataclass(frozen=True, kw_only=True)
+class MemoryStatus:
     """The slots of a rank."""
 
     slots: int = 0
 
 
-class StallStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """What saving cost, summed over ranks since their sidecars started."""
-
-    skipped: int = 0
-    discarded: int = 0
-    blocked_seconds: float = 0.0
-
-
-class BadputStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Seconds by bucket, as `keepstep.core.history.Badput`."""
-
-    training_prep: int = 0
-    program_startup: int = 0
-    checkpoint_save: int = 0
-    checkpoint_restore: int = 0
-    wasted_progress: int = 0
-    infrastructure_recovery: int = 0
-
-
-class TallyStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """One tally of the run's goodput, as a sidecar last reported it."""
-
-    id: str
-    since: str
-    until: str
-    productive_seconds: int = 0
-    badput_seconds: BadputStatus = BadputStatus()
-    epoch: str = ""
-    step: int = -1
-    steps: int = 0
-
-
-class GoodputStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Goodput of the run from `since` until `until`. `ratio`: as text, with three places. `step`:
-    the newest step that was counted. `steps`: the steps that no restore went back over. `tallies`:
-    what the sum is made from, so that the next reconciler adds only what is new."""
-
-    since: str
-    until: str
-    ratio: str
-    wall_seconds: int
-    productive_seconds: int
-    badput_seconds: BadputStatus = BadputStatus()
-    step: int = -1
-    steps: int = 0
-    tallies: list[TallyStatus] = []
-
-
-class RecentStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Something that happened to the run. The list has the newest first."""
-
-    time: str
-    type: str
-    step: int | None = None
-    tier: str = ""
-    seconds: float | None = None
-    lost_steps: int | None = None
-    message: str = ""
-
-
-class PlaceStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+@dataclass(frozen=True, kw_only=True)
+class PlaceStatus:
     """One pod and the newest steps that all of its ranks hold."""
 
     node_rank: int
@@ -127,49 +75,16 @@ class PlaceStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
     buddies: str = ""
 
 
-class HolderStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """What the drives of a node hold and what outlives its pods. `node_ranks`, `copies`: the node
-    ranks whose own shards, or copies of whose shards, these are. `step`: the newest step of
-    them."""
-
-    node: str
-    node_ranks: str = ""
-    copies: str = ""
-    step: int | None = None
-
-
-class DriveStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """The file system on which one volume of one place lies on its node. `id`: as
-    `ReportedVolume.drive_id`."""
-
-    node_rank: int
-    node: str
-    volume: str
-    id: str = ""
-
-
-class RestoreFromStatus(
-    msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
-):
-    """The state of spec.restoreFrom. `asked`: its value when it was last read. `epoch`: the epoch
-    that began from `step`; '' if none has. `since`: the number of the newest epoch when it was
-    asked."""
-
-    asked: str
-    run: str = ""
-    step: str = ""
-    epoch: str = ""
-    since: int = 0
-
-
-class StartStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+@dataclass(frozen=True, kw_only=True)
+class StartStatus:
     """The sidecar of the oldest pod. Pods that join the existing ones get it, and `policy`."""
 
     image: str
     version: str = ""
 
 
-class Condition(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+@dataclass(frozen=True, kw_only=True)
+class Condition:
     """A Kubernetes condition."""
 
     type: str
@@ -180,7 +95,8 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     last_transition_time: str = ""
 
 
-class RunStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
     """CheckpointRun.status, whole."""
 
     observed_generation: int = 0
@@ -199,60 +115,74 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
     step: int | None = None
     committed: CommittedStatus | None = None
     behind: int | None = None
-    watermarks: dict[str, str] = {}
+    watermarks: Mapping[str, str] = field(default_factory=dict)
     tiers: str = ""
     nodes_summary: str = ""
-    survives: list[str] = []
+    survives: tuple[str, ...] = ()
     survives_summary: str = ""
     protected: str = "Unknown"
     pinned: str = ""
     memory: MemoryStatus | None = None
-    stall: StallStatus | None = None
+    stall: Stall | None = None
     restarts: int = 0
     lost_steps: int = 0
-    goodput: GoodputStatus | None = None
-    recent: list[RecentStatus] = []
-    ranks: list[PlaceStatus] = []
-    holders: list[HolderStatus] = []
-    drives: list[DriveStatus] = []
-    restore_from: RestoreFromStatus | None = None
-    warnings: list[str] = []
-    conditions: list[Condition] = []
+    goodput: RunGoodput | None = None
+    recent: tuple[Happened, ...] = ()
+    ranks: tuple[PlaceStatus, ...] = ()
+    holders: tuple[Holder, ...] = ()
+    drives: tuple[Drive, ...] = ()
+    restore_from: RestoreFrom | None = None
+    warnings: tuple[str, ...] = ()
+    conditions: tuple[Condition, ...] = ()
 
-
-_ALWAYS = ("phase", "protected", "restarts", "lostSteps", "world", "nodes")
-"""Fields that are shown even with their default, because an empty column looks like a fault."""
+    @property
+    def record(self) -> Record:
+        """What the leader asked to keep."""
+        return Record(
+            restarts=self.restarts,
+            lost_steps=self.lost_steps,
+            counted=self.epoch,
+            goodput=self.goodput,
+            holders=self.holders,
+            drives=self.drives,
+            restore_from=self.restore_from,
+        )
 
 
 def as_json(status: RunStatus) -> dict[str, Any]:
     """The status as the API server takes it."""
-    body: dict[str, Any] = msgspec.to_builtins(status)
-    defaults = RunStatus()
-    for name in _ALWAYS:
-        attribute = "lost_steps" if name == "lostSteps" else name
-        body.setdefault(name, getattr(defaults, attribute))
+    body: dict[str, Any] = _renamed(msgspec.to_builtins(status), _camel)
+    if status.policy is not None:  # what a user wrote stays as it is
+        body["policy"]["spec"] = dict(status.policy.spec)
     return body
 
 
 def read_status(body: Mapping[str, Any]) -> RunStatus:
     """Read a status; an empty one if it cannot be read."""
     try:
-        return msgspec.convert(dict(body), RunStatus, strict=False)
-    except msgspec.ValidationError:
+        status = msgspec.convert(_renamed(dict(body), _snake), RunStatus, strict=False)
+        if status.policy is None:
+            return status
+        return replace(status, policy=replace(status.policy, spec=body["policy"].get("spec") or {}))
+    except (msgspec.ValidationError, AttributeError):
         return RunStatus()
 
 
-def utc(seconds: float) -> str:
-    """The time in RFC 3339 with whole seconds, as the API server writes times."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+def _renamed(value: Any, rename: Callable[[str], str]) -> Any:
+    """The same with other names of fields, and without the empty ones: None, texts and lists."""
+    if isinstance(value, dict):
+        known = {rename(name): _renamed(one, rename) for name, one in value.items()}
+        return {name: one for name, one in known.items() if one not in (None, "", [], {})}
+    return [_renamed(one, rename) for one in value] if isinstance(value, list | tuple) else value
 
 
-def seconds_of(written: str) -> float | None:
-    """Inverse of `utc`; None for text that is not a time."""
-    try:
-        return float(calendar.timegm(time.strptime(written, "%Y-%m-%dT%H:%M:%SZ")))
-    except ValueError:
-        return None
+def _camel(name: str) -> str:
+    first, *more = name.split("_")
+    return first + "".join(map(str.capitalize, more))
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{one.lower()}" if one.isupper() else one for one in name)
 
 
 def cut(text: str, *, longest: int = LONGEST_TEXT) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from keepstep.wire import reports
+from keepstep.wire import runs
+from keepstep_operator.api.leader import leader_address
 from keepstep_operator.api.pod import Placement
 from keepstep_operator.api.policy import Policy, Verify
 from keepstep_operator.bodies import Body
@@ -30,6 +31,8 @@ from keepstep_operator.names import (
     GROUP_ID,
     HUGE_PATH,
     MEMORY_PATH,
+    NODE_ENV,
+    POD_ENV,
     RESTORE_TIMEOUT_ENV,
     SIDECAR_CONTAINER,
     SOCKET_ENV,
@@ -164,6 +167,8 @@ def _environment(
     return [
         *({"name": name, "value": str(value)} for name, value in ours.items() if value is not None),
         *environment_of(policy, ports),
+        {"name": NODE_ENV, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        {"name": POD_ENV, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
         *_page(ports),
         *_copied(training.get("env") or []),
     ]
@@ -197,6 +202,8 @@ def _settings(
     """The variables that `keepstep-sidecar` reads. Those that are None are left out."""
     return {
         "KEEPSTEP_RUN": placement.run_key,
+        "KEEPSTEP_NODE_RANK": placement.node_rank,
+        "KEEPSTEP_LEADER": leader_address(policy.namespace, placement.run_key, ports.peer),
         "KEEPSTEP_MEMORY_DIR": MEMORY_PATH,
         "KEEPSTEP_HUGE_PAGES_DIR": HUGE_PATH if policy.huge_bytes else None,
         "KEEPSTEP_VOLUMES": " ".join(paths_of(policy)),
@@ -213,7 +220,7 @@ def _settings(
         "KEEPSTEP_VERIFY": _VERIFY[policy.verify],
         "KEEPSTEP_FLUSH_TIMEOUT": policy.flush_timeout_s,
         "KEEPSTEP_ON_LOSS": "restart" if policy.begins_again else None,
-        "KEEPSTEP_REPORT_URL": f"{defaults.reports_url}{reports.PATH}",
+        "KEEPSTEP_REPORT_URL": f"{defaults.reports_url}{runs.PATH}",
         "KEEPSTEP_REPORT_CA": defaults.reports_ca,
         "KEEPSTEP_REPORT_CA_FILE": f"{TRUST_PATH}/ca.crt",
         "KEEPSTEP_REPORT_TOKEN_FILE": f"{TOKEN_PATH}/token",

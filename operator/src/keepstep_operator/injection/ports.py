@@ -25,11 +25,11 @@ _LARGEST: Final = 65535
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """`metrics`, `ui` (the page, on loopback): None for none. `peer`: None without peers.
+    """`metrics`, `ui` (the page, on loopback): None for none. `peer`: of the run's other pods.
     `warnings`: what is otherwise than the policy asks."""
 
     metrics: int | None
-    peer: int | None
+    peer: int
     ui: int | None
     warnings: tuple[str, ...] = ()
 
@@ -38,14 +38,14 @@ def ports_of(policy: Policy, spec: Body) -> Ports:
     """The sidecar's ports in a pod with this spec."""
     taken, said = dict(_taken(spec)), []
     metrics: int | None = policy.metrics_port
-    peer = policy.peer_port if policy.peers is not None else None
+    peer = policy.peer_port
     if (user := taken.get(policy.metrics_port)) is not None:
         metrics = None
         said.append(
             f"the sidecar serves no metrics, since container {user} uses port"
             f" {policy.metrics_port}: give the policy another sidecar.ports.metrics"
         )
-    if peer is not None and (user := taken.get(peer)) is not None:
+    if (user := taken.get(peer)) is not None:
         peer = _next_free(peer, {*taken, policy.metrics_port, SIDECAR_UI_PORT})
         said.append(
             f"peers connect to port {peer}, since container {user} uses port {policy.peer_port}:"

@@ -100,17 +100,15 @@ def _credentials(bucket: Bucket) -> list[Body]:
 
 
 def _of_peers(policy: Policy, ports: Ports) -> list[Body]:
-    """The sidecar's variables for peers. The pod's address comes before the variables that refer to
-    it; otherwise `$(...)` would not be replaced."""
-    if (peers := policy.peers) is None:
-        # it fetches from agents of nodes, which serve what earlier pods left there
-        fetches = [{"name": "KEEPSTEP_PEER_FETCH", "value": "true"}]
-        return fetches if policy.host_paths else []
+    """The sidecar's variables for the other pods of the run. All pods serve: node rank 0 leads, and
+    a pod that moved fetches from the others what it left. The pod's address comes before the
+    variables that refer to it; otherwise `$(...)` would not be replaced."""
+    peers = policy.peers
     settings: dict[str, str | int | None] = {
         "KEEPSTEP_PEER_LISTEN": f":{ports.peer}",
         "KEEPSTEP_PEER_ADVERTISE": f"$({POD_IP}):{ports.peer}",
-        "KEEPSTEP_PEER_REPLICAS": peers.replicas,
-        "KEEPSTEP_PEER_BYTES_PER_SECOND": peers.bytes_per_second,
+        "KEEPSTEP_PEER_REPLICAS": peers.replicas if peers is not None else 0,
+        "KEEPSTEP_PEER_BYTES_PER_SECOND": peers.bytes_per_second if peers is not None else None,
     }
     known = [{"name": name, "value": str(one)} for name, one in settings.items() if one is not None]
     return [pod_address(), *known]

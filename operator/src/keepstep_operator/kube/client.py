@@ -6,7 +6,7 @@ takes 36 s of CPU. Only its access, its connections and `ApiClient.call_api` are
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Final
 
 import aiohttp
@@ -24,6 +24,7 @@ from keepstep_operator.kube.resources import Patch, PatchType, Resource
 MANAGER: Final = "keepstep-operator"
 """The name of our fields' owner, for `kubectl get --show-managed-fields`."""
 _REQUEST_S: Final = 10.0
+_WATCH_S: Final = 300
 _PAGE: Final = "500"
 _JSON: Final = "application/json"
 _METADATA: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
@@ -84,19 +85,6 @@ class Client:
         """The namespace of this process."""
         return self._access.namespace
 
-    @property
-    def server(self) -> str:
-        """The API server's URL."""
-        return str(self._access.configuration.host)
-
-    def session(self) -> aiohttp.ClientSession:
-        """A new session for another user of this access, in the running event loop."""
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._api.rest_client.ssl_context, limit=0),
-            headers={"User-Agent": self._api.user_agent},
-            middlewares=(self._authorized,),
-        )
-
     async def get(
         self,
         resource: Resource,
@@ -122,15 +110,50 @@ class Client:
         selectors."""
         path = resource.path(namespace=namespace)
         selectors = {"labelSelector": labels, "fieldSelector": fields}
-        query = {"limit": _PAGE, **{name: one for name, one in selectors.items() if one}}
-        while True:
-            page = await self._call("GET", path, query=query, accept=accept, decode=decode)
+        query = {name: one for name, one in selectors.items() if one}
+        async for page in self._pages(path, query, accept=accept, decode=decode):
             for one in page.get("items") or []:
                 yield one
+
+    async def listed(self, resource: Resource) -> AsyncIterator[tuple[str, Body | None]]:
+        """As `list`, each object with the version of the listing; at last that version alone."""
+        version = ""
+        async for page in self._pages(resource.path(), {}):
+            version = str((page.get("metadata") or {}).get("resourceVersion") or "")
+            for one in page.get("items") or []:
+                yield version, one
+        yield version, None
+
+    async def _pages(self, path: str, query: dict[str, str], **how: Any) -> AsyncIterator[Body]:
+        query = {"limit": _PAGE, **query}
+        while True:
+            page = await self._call("GET", path, query=query, **how)
+            yield page
             token = (page.get("metadata") or {}).get("continue")
             if not token:
                 return
             query["continue"] = token
+
+    async def watch(self, resource: Resource, version: str) -> AsyncGenerator[Body]:
+        """Yields what happens to a collection after this version, until the server ends it."""
+        query = {
+            "watch": "true",
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(_WATCH_S),
+        }
+        timeout = aiohttp.ClientTimeout(sock_connect=_REQUEST_S, sock_read=_WATCH_S + 30)
+        with mapped_errors():
+            answer = await self._send("GET", resource.path(), query=query, timeout=timeout)
+            response: aiohttp.ClientResponse = answer.response
+            try:
+                rest = b""
+                async for part in response.content.iter_any():
+                    *lines, rest = (rest + part).split(b"\n")
+                    for line in lines:
+                        yield msgspec.json.decode(line)
+            finally:
+                response.close()
 
     async def names(self, resource: Resource, **where: Any) -> AsyncIterator[Body]:
         """As `list`, but of each object only the metadata in `_Metadata`."""
@@ -192,32 +215,35 @@ class Client:
         method: str,
         path: str,
         *,
+        timeout_s: float = _REQUEST_S,
+        decode: Callable[[bytes], Body] = msgspec.json.decode,
+        **request: Any,
+    ) -> Body:
+        """Send one request; returns the decoded JSON answer. `request`: as for `_send`."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        with mapped_errors():
+            response = await self._send(method, path, timeout=timeout, **request)
+            return decode(await response.read())
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout: aiohttp.ClientTimeout,
         query: dict[str, str] | None = None,
         body: Patch | None = None,
         content_type: str = _JSON,
         accept: str = _JSON,
-        timeout_s: float = _REQUEST_S,
-        decode: Callable[[bytes], Body] = msgspec.json.decode,
-    ) -> Body:
-        """Send one request; returns the decoded JSON answer."""
+    ) -> Any:
         headers = {"Accept": accept, "Content-Type": content_type}
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        with mapped_errors():
-            method, url, headers, body, _ = await self._api.param_serialize(
-                method, path, {}, query, headers, body, auth_settings=["BearerToken"]
-            )
-            target = URL(url, encoded=True)  # its parts are quoted already
-            response = await self._api.call_api(
-                method, target, headers, body, _request_timeout=timeout
-            )
-            await _require_success(response)
-            return decode(await response.read())
-
-    async def _authorized(self, request: aiohttp.ClientRequest, handler: Any) -> Any:
-        known = await self._access.configuration.auth_settings()
-        if token := known.get("BearerToken"):
-            request.headers["Authorization"] = token["value"]
-        return await handler(request)
+        method, url, headers, body, _ = await self._api.param_serialize(
+            method, path, {}, query, headers, body, auth_settings=["BearerToken"]
+        )
+        target = URL(url, encoded=True)  # its parts are quoted already
+        response = await self._api.call_api(method, target, headers, body, _request_timeout=timeout)
+        await _require_success(response)
+        return response
 
 
 async def _require_success(response: Any) -> None:

@@ -43,7 +43,7 @@ QUOTAS: Final = Resource(group="", version="v1", plural="resourcequotas")
 SECRETS: Final = Resource(group="", version="v1", plural="secrets")
 CONFIG_MAPS: Final = Resource(group="", version="v1", plural="configmaps")
 EVENTS: Final = Resource(group="events.k8s.io", version="v1", plural="events")
-LEASES: Final = Resource(group="coordination.k8s.io", version="v1", plural="leases")
+SERVICES: Final = Resource(group="", version="v1", plural="services")
 TOKEN_REVIEWS: Final = Resource(group="authentication.k8s.io", version="v1", plural="tokenreviews")
 WEBHOOKS: Final = Resource(
     group="admissionregistration.k8s.io", version="v1", plural="mutatingwebhookconfigurations"

@@ -1,13 +1,12 @@
-"""The reconciler: hosts each run's ledger, answers sidecars, and tells people what is protected.
+"""The reconciler: shows runs, introduces their pods to each other, and signs for them.
 
     main          the process
-    watch         what happens when objects of the cluster change
-    errands       carries out the actions that the state asks for
-    reports_api   takes reports (token_auth: from whom), signs (peer_certificates), answers
-    report_body   decodes reports in small parts (turns), within bounds
-    writers       statuses, Checkpoints, Events
-    status        what people read of a run
-    state         what is known of all runs: pure, time is passed in
+    handlers      what happens when objects change (kopf); rounds: what no watch tells
+    reports       takes reports of leaders (token_auth: from whom), signs (peer_certificates)
+    writers       statuses, Checkpoints, Services, Events
+    operator      all runs: each event is a transition of one
+    run           a run as a frozen value, and its transitions: pure
+    requested     what the leader is told; render, conditions, events: what people are told: pure
 
-All state here can be rebuilt from pods, their reports and CheckpointRun.status.
+A run's ledger is its leader's. All state here is pods, the newest report, and CheckpointRun.status.
 """

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-import msgspec
-
+from keepstep.wire.runs import seconds_of
 from keepstep_operator import names
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.model import (
@@ -38,7 +37,7 @@ from keepstep_operator.api.policy import (
     parse_policy,
     require_allowed,
 )
-from keepstep_operator.api.run import MOST_WARNINGS, PolicyStatus, cut
+from keepstep_operator.api.run import MOST_WARNINGS, RunStatus, cut, read_status
 from keepstep_operator.bodies import Body
 
 _HARMLESS = ("ContainerCreating", "PodInitializing")
@@ -88,8 +87,8 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         node=pod.node,
         phase=_shared(pod.phase or "Pending"),
         created_at=str(metadata.get("creationTimestamp") or ""),
-        training="running" in (trainer.get("state") or {}),
-        restarts=int(trainer.get("restartCount") or 0),
+        address=str(status.get("podIP") or ""),
+        training_since=_running_since(trainer),
         trouble=cut(_trouble(status) if injected else said.message),
         warnings=tuple(_shared(cut(one, longest=_LONGEST_WARNING)) for one in warnings),
         volumes=_volumes(body),
@@ -142,6 +141,11 @@ def _container_status(status: Body, name: str) -> Body:
             found: Body = one
             return found
     return {}
+
+
+def _running_since(container: Body) -> float | None:
+    running = (container.get("state") or {}).get("running")
+    return None if running is None else seconds_of(str(running.get("startedAt"))) or 0.0
 
 
 def _volumes(body: Body) -> tuple[VolumeKind, ...]:
@@ -215,16 +219,17 @@ def _of_tiers(policy: Policy) -> str:
     return "; ".join(said) or "no tier outlives the loss of a node (see peers and archive)"
 
 
-def parse_run_object(body: Body) -> RunObject:
-    """A CheckpointRun. Fields that do not fit the schema count as absent."""
+def parse_run_object(body: Body, *, with_status: bool = True) -> RunObject:
+    """A CheckpointRun. Fields that do not fit the schema count as absent. Its status is read once,
+    as that takes a millisecond and is our own."""
     metadata = body.get("metadata") or {}
-    spec, status = _object(body.get("spec")), _object(body.get("status"))
+    spec = _object(body.get("spec"))
+    status = read_status(_object(body.get("status"))) if with_status else RunStatus()
     pins, restore_from = spec.get("pins"), spec.get("restoreFrom")
     namespace = str(metadata.get("namespace") or "")
     return RunObject(
         key=RunKey(namespace, str(metadata.get("name") or "")),
         uid=str(metadata.get("uid") or ""),
-        version=str(metadata.get("resourceVersion") or ""),
         generation=int(metadata.get("generation") or 1),
         pins=tuple(map(str, pins)) if isinstance(pins, list) else (),
         restore_from=restore_from if isinstance(restore_from, str) else "",
@@ -239,15 +244,14 @@ def _object(value: object) -> Body:
     return value if isinstance(value, dict) else {}
 
 
-def _snapshot(status: Body, namespace: str) -> Policy | None:
+def _snapshot(status: RunStatus, namespace: str) -> Policy | None:
     """The policy in the run's status. Its directories are not checked again: they were allowed when
     it was written."""
-    try:
-        written = msgspec.convert(status.get("policy"), PolicyStatus)
-    except msgspec.ValidationError:
+    written = status.policy
+    if written is None:
         return None
     metadata = {"namespace": namespace, "name": written.name, "generation": written.generation}
-    body = {"metadata": metadata, "spec": written.spec}
+    body = {"metadata": metadata, "spec": dict(written.spec)}
     return parse_policy_record(body, allowed_paths=("/",)).policy
 
 

@@ -1,4 +1,4 @@
-"""Who sent a report. The API server says which pod a token belongs to; the answer is cached.
+"""Who sent a request. The API server says which pod a token belongs to; the answer is cached.
 
 A token is bound to its pod and made for our audience only. Nothing that the sender says about
 itself is believed. Tokens are cached by their hash, and never logged.
@@ -7,41 +7,29 @@ itself is believed. Tokens are cached by their hash, and never logged.
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-import msgspec
+from cachetools import TTLCache
 
 from keepstep.errors import KeepstepError
 from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.bodies import Body
 from keepstep_operator.kube import TOKEN_REVIEWS, Client, KubeError
-from keepstep_operator.reconcile.ratelimit import Buckets
 
 KNOWN_S: Final = 300.0
 """How long an answer is valid. A deleted pod loses its token; we notice that after at most this
 time."""
-AGAIN_S: Final = 30.0
-"""How often it is asked again about each token while the API server does not answer."""
-REFUSED_S: Final = 10.0
+_WRONG_S: Final = 10.0
 """The API server is not asked about the same wrong token again within this time."""
 _REMEMBERED: Final = 20_000
 _LONGEST_TOKEN: Final = 16_384
-_AT_ONCE: Final = 16
-_WRONG_AT_ONCE: Final = 30
-_WRONG_REFILL_S: Final = 2.0
-"""Limits the TokenReviews for wrong tokens of one source: `_WRONG_AT_ONCE` at once, then one every
-`_WRONG_REFILL_S`."""
+_AT_ONCE: Final = 8
+"""TokenReviews at a time."""
 _USER: Final = "system:serviceaccount:"
 _POD_NAME: Final = "authentication.kubernetes.io/pod-name"
 _POD_UID: Final = "authentication.kubernetes.io/pod-uid"
-
-
-Cached = TypeVar("Cached")
 
 
 class Refused(KeepstepError):
@@ -62,68 +50,35 @@ class Identity:
     pod_uid: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A known token. `until`: when the API server is asked again. `ends`: when the token ends."""
-
-    identity: Identity
-    until: float
-    ends: float
-
-
 class TokenAuth:
-    """The tokens that the API server was asked about. `clock`: unix seconds.
+    """The tokens that the API server was asked about. Refused and accepted ones are cached apart,
+    so that a flood of wrong tokens does not push out the good ones."""
 
-    Refused and accepted tokens are cached separately, so that a flood of wrong tokens does not push
-    out the good ones. For each source, the API server is asked about a limited number of wrong
-    tokens.
-    """
-
-    def __init__(self, client: Client, *, clock: Callable[[], float]) -> None:
+    def __init__(self, client: Client) -> None:
         self._client = client
-        self._clock = clock
-        self._known: dict[bytes, _Known] = {}
-        self._refused: dict[bytes, tuple[Refused, float]] = {}
-        self._wrong = Buckets[str](burst=_WRONG_AT_ONCE, refill_s=_WRONG_REFILL_S)
+        self._known: TTLCache[bytes, Identity] = TTLCache(_REMEMBERED, KNOWN_S)
+        self._refused: TTLCache[bytes, Refused] = TTLCache(_REMEMBERED, _WRONG_S)
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
-    async def identify(self, token: str, *, source: str = "") -> Identity:
+    async def identify(self, token: str) -> Identity:
         """The pod behind the token. Raises Refused."""
         if not token or len(token) > _LONGEST_TOKEN:
             raise Refused(401, "no-token", "a service account token is needed as bearer")
         digest = hashlib.sha256(token.encode(errors="replace")).digest()
         if (identity := self._remembered(digest)) is not None:
             return identity
-        self._require_plausible(token)
         async with self._turns:
             # a request with the same token may have asked meanwhile
-            return self._remembered(digest) or await self._ask(digest, token, source)
+            return self._remembered(digest) or await self._ask(digest, token)
 
     def _remembered(self, digest: bytes) -> Identity | None:
         """The identity from the cache; None: ask. Raises Refused if the token was refused a moment
         ago."""
-        now = self._clock()
-        if (wrong := self._refused.get(digest)) is not None and wrong[1] > now:
-            raise Refused(wrong[0].status, wrong[0].code, str(wrong[0]))
-        known = self._known.get(digest)
-        if known is None or known.until <= now:
-            return None
-        self._known[digest] = self._known.pop(digest)  # to the end
-        return known.identity
+        if (wrong := self._refused.get(digest)) is not None:
+            raise Refused(wrong.status, wrong.code, str(wrong))
+        return self._known.get(digest)
 
-    def _require_plausible(self, token: str) -> None:
-        """Refuse a token that itself says that it is not for us: the API server need not be asked.
-        Otherwise a token's own claims prove nothing; whether it has expired, the API server knows
-        by its own clock. Raises Refused."""
-        audience = _claims(token).get("aud", AUDIENCE)
-        if AUDIENCE not in (audience if isinstance(audience, list) else [audience]):
-            raise Refused(401, "bad-audience", f"the token was not made for {AUDIENCE}")
-
-    async def _ask(self, digest: bytes, token: str, source: str) -> Identity:
-        now = self._clock()
-        if not self._wrong.take(source, at=now):
-            message = "too many wrong tokens came from here; try again in a minute"
-            raise Refused(429, "too-many-tokens", message)
+    async def _ask(self, digest: bytes, token: str) -> Identity:
         review = {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenReview",
@@ -132,36 +87,15 @@ class TokenAuth:
         try:
             answer = await self._client.create(TOKEN_REVIEWS, review)
         except KubeError as error:
-            self._wrong.give_back(source)
-            return self._as_before(digest, error)
+            message = f"the API server could not be asked about the token: {error}"
+            raise Refused(503, "unavailable", message) from error
         try:
             identity = _identity(answer.get("status") or {})
         except Refused as refused:
-            self._known.pop(digest, None)
-            _remember(self._refused, digest, (refused, now + REFUSED_S))
+            self._refused[digest] = refused
             raise
-        self._wrong.give_back(source)
-        ends = _expiry(_claims(token)) or now + KNOWN_S
-        known = _Known(identity, min(now + KNOWN_S, ends), ends)
-        _remember(self._known, digest, known)
+        self._known[digest] = identity
         return identity
-
-    def _as_before(self, digest: bytes, error: KubeError) -> Identity:
-        """The API server does not answer: a token that was known stays so until it ends. Raises
-        Refused."""
-        known, now = self._known.get(digest), self._clock()
-        if known is None or known.ends <= now:
-            message = f"the API server could not be asked about the token: {error}"
-            raise Refused(503, "unavailable", message) from error
-        self._known[digest] = _Known(known.identity, min(now + AGAIN_S, known.ends), known.ends)
-        return known.identity
-
-
-def _remember(cache: dict[bytes, Cached], digest: bytes, value: Cached) -> None:
-    cache.pop(digest, None)
-    cache[digest] = value
-    while len(cache) > _REMEMBERED:
-        del cache[next(iter(cache))]
 
 
 def _identity(status: Body) -> Identity:
@@ -181,19 +115,3 @@ def _identity(status: Body) -> Identity:
 
 def _only(values: Any) -> str:
     return str(values[0]) if isinstance(values, list) and len(values) == 1 else ""
-
-
-def _claims(token: str) -> Body:
-    """The claims of a JWT, unverified; empty if it is not one."""
-    try:
-        part = token.split(".")[1]
-        found = msgspec.json.decode(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))
-        return found if isinstance(found, dict) else {}
-    except (IndexError, ValueError, binascii.Error, msgspec.DecodeError, RecursionError):
-        return {}
-
-
-def _expiry(claims: Body) -> float | None:
-    """The claim `exp` of a JWT, in unix seconds; None if it has none."""
-    expiry = claims.get("exp")
-    return float(expiry) if isinstance(expiry, int | float) else None

@@ -102,7 +102,7 @@ class Saving:
             raise
         self.refused.pop(request.rank, None)
         self.library, self.changed_at = request.library, time.monotonic()
-        alone = self.config.reporting is None and self.config.nodes == 1
+        alone = not self.config.is_led
         ranks_here = local_world(request, environment=os.environ, alone=alone)
         request = replace(request, local_world=ranks_here)
         lease = await self.leases.take(request, peer_pid=peer_pid)

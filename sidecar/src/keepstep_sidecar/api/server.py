@@ -75,7 +75,7 @@ def application(service: Service, tasks: Tasks) -> web.Application:
             _post("/v1/window", service.chunk_buffers.window),
             _post("/v1/chunks", service.chunk_buffers.chunks),
             _post("/v1/wait", service.step_waits.wait),
-            _post("/v1/flush", service.flush),
+            _post("/v1/flush", service.leave),
             _post("/v1/owner", service.own),
             _post("/v1/pin", service.pinning.pin),
             _post("/v1/stop", service.stop),

@@ -80,6 +80,8 @@ class Service:
     """It is time to close the socket."""
     no_metrics: str = ""
     """Why metrics are not served although they should be; '' when all is well."""
+    leaves: bool = False
+    """The pod is being deleted, or this sidecar ends: until a trainer comes."""
     _closing: bool = False
     _came: int = 0
     """How often a trainer or an owner of the run has come."""
@@ -226,6 +228,8 @@ class Service:
         to the archive.
         """
         if not self.ending:
+            self.leaves = True
+            self.changes.ring()
             deadline = time.monotonic() + self.config.flush_timeout_s
 
             def left_s() -> float:
@@ -238,10 +242,16 @@ class Service:
             await self._last_word(flushed.steps, timeout_s=left_s())
             self._end()
 
+    async def leave(self, request: FlushRequest) -> Flushed:
+        """The pod begins to end (preStop): as `flush`, and the others are to know."""
+        self.leaves = True
+        self.changes.ring()
+        return await self.flush(request)
+
     async def _last_word(self, flushed: tuple[StepId, ...], *, timeout_s: float) -> None:
         """Tell the operator what the flush has made durable, and record its answer. In a run that
         leads itself the machines end together, so wait for the others' shards of the last step."""
-        if flushed and self.config.nodes > 1 and self.committer.operator_answers:
+        if flushed and self.config.is_led and self.committer.operator_answers:
             await self.changes.until(
                 lambda: self.operator.failing or self.committer.was_committed(flushed[-1]),
                 timeout_s=min(timeout_s, _COMMIT_S),
@@ -310,6 +320,7 @@ class Service:
         if self.ending or self._closing:
             raise refuse("stopping", "this sidecar is ending; try again when another one is up")
         self._came += 1
+        self.leaves = False
 
     def own(self, request: OwnerRequest) -> None:
         """From now on another process stands for this run; see `Owner`."""

@@ -20,7 +20,7 @@ from keepstep.core.retention import Retention
 from keepstep.core.schedule import on_grid
 from keepstep.errors import UsageError
 from keepstep.steps import Epoch, StepId, StrEnum
-from keepstep.wire.reports import PATH as REPORTS_PATH
+from keepstep.wire.runs import PATH as RUNS_PATH
 from keepstep_sidecar.config.settings import (
     ADDRESS,
     DIR,
@@ -123,9 +123,8 @@ class ArchiveConfig:
 class PeerSettings:
     """`listen`, `advertise`: `host:port`. `replicas`: copies of each shard on other pods.
 
-    `listen` '': serve no other pod, and fetch only from pods that the operator names. `fixed`: no
-    other port will do, because members find their leader there. `bytes_per_second`: limit of all
-    copies that are sent; a restore is never held back.
+    `fixed`: no other port will do, because members find their leader there. `bytes_per_second`:
+    limit of all copies that are sent; a restore is never held back.
     """
 
     listen: str
@@ -309,7 +308,7 @@ def _identity(path: Path) -> tuple[int | str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
-    """Where to report about this pod: an operator that sees the whole run.
+    """How an operator is reached: it signs, and the run's leader reports to it.
 
     `ca`: PEM text, the only trusted authorities until the operator names others. Those are kept in
     `ca_file` for the next start. `token_file`: read anew for each report, because Kubernetes
@@ -328,9 +327,19 @@ class Reporting:
 
     @property
     def address(self) -> str:
-        """The URL for reports. A URL without a path gets the usual path."""
+        """The URL for reports of the run. A URL without a path gets the usual path."""
         without = urlsplit(self.url).path in ("", "/")
-        return self.url.rstrip("/") + REPORTS_PATH if without else self.url
+        return self.url.rstrip("/") + RUNS_PATH if without else self.url
+
+    def token(self) -> str:
+        """The token now. Raises UsageError."""
+        try:
+            token = self.token_file.read_text().strip()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read the token: {error}") from error
+        if not token or not token.isprintable() or " " in token:
+            raise UsageError(f"{self.token_file} holds no token")
+        return token
 
     def authorities(self) -> str:
         """The authorities that are trusted now, in PEM."""
@@ -346,15 +355,14 @@ class Reporting:
         except UsageError:  # a partial file: its node lost power
             return believing(self.ca)
 
-    def learn(self, authorities: str) -> ssl.SSLContext:
+    def learn(self, authorities: str) -> None:
         """Trust these authorities from now on, in place of all others. Raises UsageError, or
-        OSError when they could not be stored for the next start."""
-        context = believing(authorities)
+        OSError when they could not be stored."""
+        believing(authorities)
         if self.ca_file is not None:
             written = self.ca_file.with_suffix(".new")
             written.write_text(authorities)
             written.replace(self.ca_file)
-        return context
 
 
 def believing(ca: str) -> ssl.SSLContext:
@@ -455,11 +463,6 @@ class Config:
     peer_advertise: str | None = setting(
         ADDRESS, None, "Where they find it, if that is elsewhere."
     )
-    peer_fetch: bool = setting(
-        SWITCH, False,
-        "Without --peer-listen: serve nobody, but fetch from whom the operator names.",
-        for_run=False,
-    )
     peer_replicas: int = setting(
         whole(0), 1, "Copies of each shard on other machines, where no operator chooses them."
     )
@@ -479,8 +482,10 @@ class Config:
     owner_pid: int | None = setting(
         whole(1), None, "While this process lives, --linger does not count.", for_run=False
     )
+    pod: str = setting(TEXT, "", "UID of this pod.", for_run=False)
+    node: str = setting(TEXT, "", "Name of the node that this pod is on.", for_run=False)
     report_url: str | None = setting(
-        URL, None, "Where to tell an operator what this pod holds, https://...", for_run=False
+        URL, None, "Where the run's leader reports to an operator, https://...", for_run=False
     )
     report_ca: str | None = setting(
         PEM, None, "The only authorities that are trusted for --report-url.", for_run=False
@@ -536,10 +541,10 @@ class Config:
             raise UsageError("a sidecar needs at least one volume: pass --volume DIR")
         archive, peers = self.archive_config, self.peer_settings
         reporting, fork = self.reporting, self.fork
-        if peers is not None and reporting is None and self.nodes == 1:
+        if peers is not None and not self.is_led:
             raise UsageError("--peer-listen goes with --nodes: one machine alone has no peers")
-        if self.nodes > 1:
-            self._check_nodes()
+        if self.is_led:
+            self._check_leader(operated=reporting is not None)
         if fork is not None and archive is None:
             raise UsageError(
                 f"--restore-from {fork}: a step of another run comes from the archive that both"
@@ -552,19 +557,22 @@ class Config:
                 " choose a shorter --memory-dir"
             )
 
-    def _check_nodes(self) -> None:
-        if self.reporting is not None:
-            raise UsageError("--nodes goes without --report-url: the operator knows the pods")
-        if self.node_rank >= self.nodes:
+    def _check_leader(self, *, operated: bool) -> None:
+        if not operated and self.node_rank >= self.nodes:
             raise UsageError(
                 f"--node-rank {self.node_rank}: of {self.nodes} nodes the last has"
                 f" --node-rank {self.nodes - 1}"
             )
         if self.leader is None:
-            raise UsageError(
-                f"--nodes {self.nodes}: say where machine 0 is found, with --leader HOST:PORT"
-            )
+            why = "--report-url" if operated else f"--nodes {self.nodes}"
+            raise UsageError(f"{why}: say where machine 0 is found, with --leader HOST:PORT")
         split(self.leader)
+
+    @property
+    def is_led(self) -> bool:
+        """Whether the run has a leader: it may have other machines. With an operator, `nodes` does
+        not count: the operator knows which pods there are."""
+        return self.nodes > 1 or self.report_url is not None
 
     @property
     def socket(self) -> Path:
@@ -597,10 +605,10 @@ class Config:
 
     @cached_property
     def peer_settings(self) -> PeerSettings | None:
-        """Which pods keep copies for which; None without peers."""
-        if self.nodes == 1 and self.peer_listen is None:
-            return PeerSettings(listen="", replicas=0) if self.peer_fetch else None
-        leads = self.nodes > 1 and self.node_rank == 0
+        """Which pods keep copies for which; None on a machine alone."""
+        if not self.is_led and self.peer_listen is None:
+            return None
+        leads = self.is_led and self.node_rank == 0
         port = split(self.leader)[1] if leads and self.leader else PEER_PORT
         return PeerSettings(
             listen=self.peer_listen or f"0.0.0.0:{port}",

@@ -10,8 +10,9 @@ from dataclasses import replace
 import msgspec
 
 from keepstep.errors import UsageError
-from keepstep.leader.leader import Leader
+from keepstep.leader.leader import MOST_NODES, Leader
 from keepstep.wire.reports import LeaderReply, MemberReport
+from keepstep.wire.runs import Requested
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import split
 from keepstep_sidecar.leader.hub import Hub, Member
@@ -34,7 +35,7 @@ class Host:
 
     def __init__(self, leader: Leader, changes: Changes) -> None:
         self.leader = leader
-        self.hub = Hub(self.take, self.gone, nodes=leader.nodes)
+        self.hub = Hub(self.take, self.gone, nodes=leader.nodes or MOST_NODES)
         self.own: Callable[[LeaderReply], None] = lambda reply: None
         self._changes = changes
         self._members: dict[int, Member] = {}
@@ -45,7 +46,7 @@ class Host:
 
     def take_own(self, told: MemberReport) -> LeaderReply:
         """The report of this machine. Raises UsageError."""
-        self.leader.take(OWN, told, at=time.monotonic())
+        self.leader.take(OWN, told, at=time.time())
         reply = self.leader.news(OWN)
         assert reply is not None, "each report has an answer"
         self._soon()
@@ -61,7 +62,7 @@ class Host:
             report = told.report
             address = _reachable(report.peer_address, member.address)
             told = replace(told, report=replace(report, peer_address=address))
-            self.leader.take(member.node_rank, told, at=time.monotonic())
+            self.leader.take(member.node_rank, told, at=time.time())
         except (UsageError, ValueError, RecursionError) as error:
             self._refuse(member, str(error))
             return
@@ -82,6 +83,18 @@ class Host:
         if self._members.get(member.node_rank) is member:
             del self._members[member.node_rank]
             self.leader.left(member.node_rank)
+            self._soon()
+
+    # --- the operator ------------------------------------------------------------------------
+
+    def answered(self, answer: Requested) -> None:
+        """The operator has answered a report of the run."""
+        self.leader.answered(answer, at=time.time())
+        self._soon()
+
+    def follow(self) -> None:
+        """Called every second or so: what becomes true by waiting."""
+        if self.leader.follow(at=time.time()):
             self._soon()
 
     # --- replies -----------------------------------------------------------------------------

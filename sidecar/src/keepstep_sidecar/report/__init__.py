@@ -1,2 +1,8 @@
-"""Reports to the operator: `report` makes the document, and reduces it to what is new; `reporter`
-sends it when it is due."""
+"""Reports to the run's leader, and of the run to the operator.
+
+report              the content of a report, and what is new in it
+reporter            sends it when it is due
+leader_channel      how the leader is reached: in this process, or over a connection
+led                 this machine as leader or member: credentials, peers, channel
+operator_reporter   the leader's reports of the run to the operator
+"""

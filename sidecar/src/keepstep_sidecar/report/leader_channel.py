@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -27,23 +27,23 @@ _complain = Seldom()
 
 
 class _Channel:
-    """See `reporter.Channel`. `epoch`: returns the newest epoch that this machine knows of."""
+    """See `reporter.Channel`. `told`: what each frame says. `epoch`: returns the newest epoch that
+    this machine knows of. `leaves`: returns whether its pod begins to end."""
 
     def __init__(
         self,
         link: Link,
         *,
-        life: str,
-        nodes: int,
+        told: MemberReport,
         changes: Changes,
         epoch: Callable[[], EpochId | None],
-        pins: Pins,
+        leaves: Callable[[], bool],
     ) -> None:
         self._link = link
+        self._told, self.pins = told, told.pins
+        self._leaves, self._left = leaves, False
         self._running: asyncio.Task[None] | None = None
-        self._life, self._nodes = life, nodes
         self._changes, self._epoch = changes, epoch
-        self.pins = pins
         self._news: LeaderReply | None = None
         self._heard = 0
         self._closing = self._pinned = False
@@ -62,8 +62,8 @@ class _Channel:
     @property
     def asked(self) -> bool:
         """A leader that ends waits until it knows that its last reply was acted on, and a person
-        waits until it knows the pins."""
-        return self._closing or self._pinned
+        waits until it knows the pins. A pod that leaves has no time to lose."""
+        return self._closing or self._pinned or self._leaves() != self._left
 
     def pin(self, pinned: Collection[StepId]) -> None:
         """From now on these steps are pinned, once the leader has said so."""
@@ -82,12 +82,13 @@ class _Channel:
 
     def _frame(self, report: Report) -> MemberReport:
         self._closing = self._pinned = False
-        return MemberReport(
-            life=self._life,
-            nodes=self._nodes,
+        self._left = self._leaves()
+        return replace(
+            self._told,
             report=replace(report, peers_version=self._peers_version),
             heard=self._heard,
             pins=self.pins,
+            leaving=self._left,
         )
 
     def _taken(self, told: LeaderReply) -> ReportReply:
@@ -109,14 +110,19 @@ class OwnChannel(_Channel):
 
     address = "this sidecar"
 
-    def __init__(self, host: Host, link: Link, **options: Any) -> None:
+    def __init__(
+        self, host: Host, link: Link, *, last: Callable[[], Awaitable[None]] | None, **options: Any
+    ) -> None:
+        """`last`: called at the end, when the members know all."""
         super().__init__(link, **options)
-        self._host = host
+        self._host, self._last = host, last
         host.own = self.push
 
     async def __aexit__(self, *_: object) -> None:
         await self._host.finish(timeout_s=_LAST_WORD_S)
         await super().__aexit__()
+        if self._last is not None:
+            await self._last()
         self._host.close()
 
     def take(self, frame: bytes) -> None:

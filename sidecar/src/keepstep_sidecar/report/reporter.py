@@ -1,8 +1,8 @@
-"""Tells the operator, or the run's leader, what this machine holds, and passes on the answers.
+"""Tells the run's leader what this machine holds, and passes on the answers.
 
-Nothing waits for it. While that one is away, slow or not trusted, training, commits on this pod
-and restores go on. A report is sent on a change, but not more often than the operator allows, and
-after a silence. It is whole, or it tells what changed since the last report, if an operator
+Nothing waits for it. While the leader is away, slow or not trusted, training, commits on this
+machine and restores go on. A report is sent on a change, but not more often than the leader allows,
+and after a silence. It is whole, or it tells what changed since the last report, if a leader
 answered that one that knows all of it. No report is ever sent again.
 """
 
@@ -30,14 +30,14 @@ _log = logging.getLogger("keepstep.sidecar")
 _LONGEST_BACKOFF_S = 30.0
 _FIRST_BACKOFF_S = 5.0
 _FIRST_FAILURES = 30
-"""How many first retries are quick: another replica of the operator leads within half a minute."""
+"""How many first retries are quick: the other side may only begin again."""
 _LOOKING_S = 2.0
-"""The longest pause between these retries while the connection fails: there is no operator that
-they could overload."""
+"""The longest pause between these retries while the connection fails: there is nobody whom they
+could overload."""
 _AT_ONCE_S = 0.5
-"""A broken connection is retried within this time: the next one may lead to another replica."""
+"""A broken connection is retried within this time."""
 _LONGEST_URGENT_BACKOFF_S = 4.0
-"""A new operator must hear of all pods before it can introduce them to each other."""
+"""A new leader must hear of all machines before it can introduce them to each other."""
 
 _URGENT_S = 1.0
 _MEASURE_EVERY_S = 10.0
@@ -71,11 +71,11 @@ class Rhythm:
     least_gap_s: float = 1.0
 
     @classmethod
-    def of(cls, reply: ReportReply) -> Rhythm:
-        """The rhythm that the operator wants, within bounds."""
+    def of(cls, interval_s: float, least_gap_s: float) -> Rhythm:
+        """The rhythm that the other side wants, within bounds."""
         return cls(
-            interval_s=_within(reply.interval_s, _BOUNDS_INTERVAL_S),
-            least_gap_s=_within(reply.least_gap_s, _BOUNDS_GAP_S),
+            interval_s=_within(interval_s, _BOUNDS_INTERVAL_S),
+            least_gap_s=_within(least_gap_s, _BOUNDS_GAP_S),
         )
 
     def silence_s(self, *, urgent: bool, chance: float) -> float:
@@ -103,7 +103,7 @@ class Rhythm:
 
 
 class Channel(Protocol):
-    """How those who see the whole run are reached: the operator, or the run's leader.
+    """How the run's leader is reached.
 
     `address`: for the log. `asked`: a report is wanted now.
     """
@@ -174,7 +174,7 @@ class Reporter:
         self._seen = -1
         self._sent: Report | None = None
         self._known: Report | None = None
-        """The last report, if the operator said that it can go on from that one."""
+        """The last report, if the leader said that it can go on from that one."""
 
     async def run(self) -> None:
         """Report until `OperatorLink.finish`."""
@@ -286,7 +286,7 @@ class Reporter:
         self._known = report if follows else None
         taken = follows or not told.since
         self._sent = news(report) if taken else None
-        self._rhythm = Rhythm.of(reply)
+        self._rhythm = Rhythm.of(reply.interval_s, reply.least_gap_s)
 
 
 def _within(value: float, bounds: tuple[float, float]) -> float:

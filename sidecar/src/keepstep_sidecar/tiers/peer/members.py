@@ -56,11 +56,6 @@ class Directory:
     known: dict[str, Known] = field(default_factory=dict)
     liars: set[tuple[str, StepId, int]] = field(default_factory=set)
 
-    @property
-    def expecting(self) -> bool:
-        """Whether there is, or will soon be, another pod to ask."""
-        return bool(self.known or self.awaits)
-
     def peers_are(
         self,
         peers: Iterable[Peer],
@@ -105,7 +100,7 @@ class Directory:
     def away(self) -> str:
         """Which pods did not answer, and why; '' when all did."""
         if not self.complete:
-            return "the operator has not heard of all pods of the run yet"
+            return "the leader has not heard of all pods of the run yet"
         if self.awaits:
             return self.awaits
         silent = [f"{one.name}: {one.reason}" for one in self.known.values() if _silent(one)]

@@ -12,7 +12,7 @@ from keepstep.core.shard import Shard
 from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.steps import Tier
 from keepstep.wire.reports import Peer
-from keepstep_sidecar.config.sidecar import PeerSettings, Reporting
+from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer.buddy import Buddy, due, wanted
 from keepstep_sidecar.tiers.peer.client import Calls, Link, PeerSource
@@ -22,11 +22,7 @@ from keepstep_sidecar.tiers.peer.members import OWN, Directory, Known
 from keepstep_sidecar.tiers.peer.protocol import Listing
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.server import Join, Server
-from keepstep_sidecar.tiers.peer.tls import (
-    Credentials,
-    Identity,
-    IssuedCredentials,
-)
+from keepstep_sidecar.tiers.peer.tls import Credentials, Identity
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus
 from keepstep_sidecar.volume.files import RateLimit
@@ -67,20 +63,20 @@ class PeerTier(RemoteTier):
         self._places: dict[str, Buddy] = {}
         super().__init__(due=lambda: due(self.facts.local()), places=self._buddies)
         self._changes = self.replicator.changes
-        self._directory = Directory(complete=not settings.listen)
+        self._directory = Directory(complete=False)
         self._scanned = False
         self._scanning = asyncio.Lock()
         self._server: Server | None = None
         self._listen()
 
     def _listen(self) -> None:
-        """Bind the address to listen on, if there is one. If its port is taken, maybe by the
+        """Bind the address to listen on. If its port is taken, maybe by the
         training script, any free one will do where the operator tells the others. Never raises: a
         sidecar that did not start would keep training from starting."""
         wanted = self._settings.listen
         by_hand, before = self._settings.fixed, self.warning
         any_port = f"{wanted.rpartition(':')[0]}:0"
-        for address in (wanted, *(() if by_hand else (any_port,))) if wanted else ():
+        for address in (wanted, *(() if by_hand else (any_port,))):
             try:
                 self._server = Server(
                     address, self._calls.credentials, self._context, join=self._join
@@ -106,11 +102,10 @@ class PeerTier(RemoteTier):
 
     async def _keep_serving(self) -> None:
         """Start to serve, once there is a port: what took it may have been there only briefly."""
-        while self._settings.listen and self._server is None:
+        while self._server is None:
             await asyncio.sleep(_LISTEN_AGAIN_S)
             self._listen()
-        if self._server is not None:
-            self._server.start()
+        self._server.start()
 
     # --- who is who --------------------------------------------------------------------------
 
@@ -143,11 +138,9 @@ class PeerTier(RemoteTier):
         complete: bool = True,
     ) -> None:
         """Take over the operator's lists, or the leader's. `peers`, `agents`, `awaits`: see
-        `ReportReply`. `complete`: no other pod can hold anything. If this pod serves nothing, the
-        other pods do not either, and the list counts as complete."""
-        whole = complete or not self._settings.listen
+        `ReportReply`. `complete`: no other pod can hold anything."""
         self._directory.peers_are(
-            peers, own=self.address, agents=agents, awaits=awaits, complete=whole
+            peers, own=self.address, agents=agents, awaits=awaits, complete=complete
         )
         self.replicator.compare()
 
@@ -248,15 +241,9 @@ class PeerTier(RemoteTier):
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_serving(), name="serve peers")
             if self._keep_fresh is not None:
-                group.create_task(self._certified(self._keep_fresh), name="peer certificate")
+                group.create_task(self._keep_fresh(), name="peer certificate")
             group.create_task(self._keep_looking(), name="look at peers")
             group.create_task(super().run(), name="send to buddies")
-
-    async def _certified(self, keep_fresh: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """A pod that serves nothing needs no certificate until there is another pod to ask."""
-        while not self._settings.listen and not self._directory.expecting:
-            await self._changes.until(lambda: self._directory.expecting, timeout_s=3600.0)
-        await keep_fresh()
 
     async def _keep_looking(self) -> None:
         """Find out which copies were removed."""
@@ -280,7 +267,7 @@ class PeerTier(RemoteTier):
         self._copies.close()
 
 
-# --- from the configuration ------------------------------------------------------------------
+# --- wording ------------------------------------------------------------------
 
 
 def _taken(reason: str, *, by_hand: bool) -> str:
@@ -291,21 +278,3 @@ def _taken(reason: str, *, by_hand: bool) -> str:
         f"peers are not served where the policy says: {reason}. If the training script uses that"
         " port, give the policy another sidecar.ports.peer"
     )
-
-
-def remote_tier(
-    settings: PeerSettings,
-    volumes: VolumeSet,
-    *,
-    run: str,
-    reporting: Reporting | None,
-    credentials: Credentials | None,
-    join: Join | None = None,
-) -> PeerTier:
-    """The peer tier of this machine. `reporting`: the operator, which signs where there are no
-    `credentials`. `join`: see `PeerTier`."""
-    if credentials is not None:
-        return PeerTier(settings, volumes, run=run, credentials=credentials, join=join)
-    assert reporting is not None, "Config checks that"
-    issued = IssuedCredentials(reporting)
-    return PeerTier(settings, volumes, run=run, credentials=issued, keep_fresh=issued.keep_fresh)

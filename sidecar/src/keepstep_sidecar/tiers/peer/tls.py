@@ -11,12 +11,14 @@ which gets its own steps, and a client to none. Machines that share a secret ins
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final, Protocol
 from urllib.parse import quote, unquote, urljoin
 
@@ -195,9 +197,9 @@ def _uris(certificate: bytes) -> list[str]:
 
 # --- certificates from the operator ----------------------------------------------------------
 #
-# The key is made here and never leaves the memory of this process. While the operator is away, the
-# old certificate is used until it expires. Then peers are refused, and training goes on without
-# them.
+# The key is made here and never leaves this pod: it is kept beside the authorities, for a sidecar
+# that begins while the operator is away. The old certificate is used until it expires. Then peers
+# are refused, and training goes on without them.
 
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0, connect=5.0)
@@ -205,6 +207,7 @@ _RETRY_S = (1.0, 60.0)
 _DUE = 2 / 3
 _ISSUED_REMEDY = "both sides must have certificates of the same operator; check the clocks"
 _LARGEST_BYTES = 1 << 20
+_KEPT_APART = b"\0"
 
 
 class IssuedCredentials:
@@ -214,6 +217,11 @@ class IssuedCredentials:
         self._reporting = reporting
         self._tls: Tls | None = None
         self._reason = "not asked yet"
+        self._wait_s = 0.0
+        if (pem := self._kept()) is not None:
+            with contextlib.suppress(UsageError):
+                self._tls = contexts(pem, whose="the certificate kept here", remedy=_ISSUED_REMEDY)
+                self._wait_s = _due_s(pem.certificate)
 
     def current(self) -> Tls:
         if self._tls is None:
@@ -224,6 +232,7 @@ class IssuedCredentials:
         """Ask for a certificate, and again before it expires. Failures are logged once and
         retried."""
         wait_s = _RETRY_S[0]
+        await asyncio.sleep(self._wait_s)
         while True:
             pause_s = await self._renewed()
             if pause_s is None:
@@ -242,6 +251,7 @@ class IssuedCredentials:
             pem = Pem(certificate=certificate, key=key, authorities=authorities)
             self._tls = contexts(pem, whose=self._address(), remedy=_ISSUED_REMEDY)
             due_s = _due_s(certificate)
+            self._keep(pem)
         except (KeepstepError, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             reason = str(error) or type(error).__name__
             if reason != self._reason:
@@ -252,8 +262,32 @@ class IssuedCredentials:
         self._reason = ""
         return due_s
 
+    def _keep(self, pem: Pem) -> None:
+        """For the next sidecar of this pod. One that cannot keep it asks again."""
+        if self._file is None:
+            return
+        written = self._file.with_suffix(".new")
+        with contextlib.suppress(OSError):
+            written.unlink(missing_ok=True)
+            with open(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(_KEPT_APART.join((pem.certificate, pem.key, pem.authorities)))
+            written.replace(self._file)
+
+    def _kept(self) -> Pem | None:
+        if self._file is None:
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            certificate, key, authorities = self._file.read_bytes().split(_KEPT_APART)
+            return Pem(certificate=certificate, key=key, authorities=authorities)
+        return None
+
+    @property
+    def _file(self) -> Path | None:
+        ca_file = self._reporting.ca_file
+        return None if ca_file is None else ca_file.with_name("peer.pem")
+
     async def _ask(self, request: str) -> IssuedCertificate:
-        token = self._reporting.token_file.read_text().strip()
+        token = self._reporting.token()
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         body = msgspec.json.encode(CertificateRequest(request=request))
         connector = aiohttp.TCPConnector(ssl=self._reporting.trust(), limit=1)

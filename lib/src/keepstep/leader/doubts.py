@@ -1,0 +1,236 @@
+"""What the leader alone can see and a person should know, as sentences. Pure.
+
+A sentence has no number that changes with each report, since each change is written to an API
+server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from keepstep.core.ledger import Restart
+from keepstep.errors import few
+from keepstep.leader.leader import Leader
+from keepstep.leader.left_shards import said
+from keepstep.leader.node_rank import Place
+from keepstep.steps import Tier
+from keepstep.wire.runs import Doubt, DoubtKind, utc
+from keepstep.wire.status import TierProgress
+
+FIRST_COMMIT_S: Final = 600.0
+SLOWEST_COMMIT_S: Final = 120.0
+INTERVALS: Final = 5.0
+"""Commits are stalled after this many times the interval between the last two."""
+ABSENT_S: Final = 60.0
+"""How long all trainers must be there before a rank that no sidecar has is taken for absent."""
+BEHIND_S: Final = {Tier.PEER: 300.0, Tier.ARCHIVE: 1800.0}
+"""How long a shard may wait to be sent before it is said."""
+_TEXT: Final = 200
+_NAMED: Final = 3
+_ONWARD: Final = "Training goes on; a restart goes back to the last commit"
+
+
+def doubts(leader: Leader, *, behind: int | None, at: float) -> tuple[Doubt, ...]:
+    """All that holds now. `behind`: see `RunReport`."""
+    return tuple(
+        Doubt(kind=kind, text=text)
+        for kind, text in (
+            *_commits(leader, behind, at),
+            *_refused(leader),
+            *_kept(leader),
+            *_tier(leader, Tier.PEER, DoubtKind.PEERS_TROUBLED, DoubtKind.PEERS_BEHIND),
+            *_not_serving(leader),
+            *_tier(leader, Tier.ARCHIVE, DoubtKind.ARCHIVE_TROUBLED, DoubtKind.ARCHIVE_BEHIND),
+            *_left(leader),
+            *_absent(leader, at),
+        )
+    )
+
+
+Said = Iterator[tuple[DoubtKind, str]]
+
+
+def _there(leader: Leader) -> Iterator[tuple[str, Place]]:
+    """The places that are not gone, by node rank, and what people call them."""
+    for rank, place in sorted(leader.ledger.places.items()):
+        if not place.gone:
+            yield leader.requests.name_of(rank, place), place
+
+
+def _warned(leader: Leader) -> str:
+    """The first warning of the sidecar with the lowest node rank that has one; '' if none has."""
+    for name, place in _there(leader):
+        if place.sidecar.warnings:
+            return f"the sidecar of {name} says: {place.sidecar.warnings[0]}"
+    return ""
+
+
+# --- commits -------------------------------------------------------------------------------------
+
+
+def _commits(leader: Leader, behind: int | None, at: float) -> Said:
+    history = leader.history
+    if stalled := _failed_volume(leader) or _stalled(leader, behind, at):
+        yield DoubtKind.COMMIT_STALLED, stalled
+    if history.commit is None and history.commit_lost is not None:
+        lost = f"step {history.commit_lost.step} was committed, and a part of it is gone"
+        if leader.requests.outlook().restart is not Restart.GOES_ON:
+            yield DoubtKind.COMMIT_LOST, lost
+    elif history.commit is None and (warned := _warned(leader)):
+        told = f"no step was committed yet; {warned}. Training goes on"
+        yield DoubtKind.SIDECAR_TROUBLED, told
+
+
+def _failed_volume(leader: Leader) -> str:
+    for name, place in _there(leader):
+        for volume, why in place.sidecar.failed:
+            return (
+                f"volume {volume[:64]} of {name} on node {place.node} takes no writes"
+                f" ({why[:_TEXT]}): free space on it or replace the drive, then delete the pod."
+                f" {_ONWARD}"
+            )
+    return ""
+
+
+def _stalled(leader: Leader, behind: int | None, at: float) -> str:
+    since, patience_s = _patience(leader)
+    every = leader.requests.policy.persist_every
+    overdue = every is None or (behind or 0) > 2 * every  # time alone says nothing then
+    if since is None or not behind or at - since < patience_s or not overdue:
+        return ""
+    return f"no step became committed since {utc(since)} although steps are staged. " + (
+        _what_hinders(leader)
+    )
+
+
+def _patience(leader: Leader) -> tuple[float | None, float]:
+    """Since when a commit is due, and how long to wait for it. Time without trainers does not
+    count."""
+    commit, alive_since = leader.history.commit, leader.history.alive_since
+    if commit is None or alive_since is None:
+        return alive_since, FIRST_COMMIT_S
+    since = max(commit.at, alive_since)
+    if commit.interval_s is None:
+        return since, FIRST_COMMIT_S
+    return since, max(SLOWEST_COMMIT_S, INTERVALS * commit.interval_s)
+
+
+def _what_hinders(leader: Leader) -> str:
+    """The likeliest reason why no step becomes committed."""
+    if missing := leader.missing():
+        places, name_of = leader.ledger.places, leader.requests.name_of
+        names = [name_of(rank, places.get(rank)) for rank in missing]
+        return f"No connection from {few(names, _NAMED)}. {_ONWARD}"
+    if warned := _warned(leader):
+        return f"{warned[0].upper()}{warned[1:]}. {_ONWARD}"
+    newest = {
+        rank: leader.ledger.oldest_newest(rank)
+        for rank, place in leader.ledger.places.items()
+        if place.ranks and not place.gone
+    }
+    if not newest:
+        return _ONWARD
+    slowest = min(newest, key=lambda rank: (newest[rank], rank))
+    name = leader.requests.name_of(slowest, leader.ledger.places[slowest])
+    return f"The volumes of {name} hold the oldest step. {_ONWARD}"
+
+
+def _refused(leader: Leader) -> Said:
+    times, why = max(
+        ((place.sidecar.refusals, place.sidecar.refused) for _, place in _there(leader)),
+        default=(0, ""),
+    )
+    if times:
+        starts = "1 start was" if times == 1 else f"{times} starts were"
+        yield DoubtKind.RESTORE_REFUSED, f"{starts} refused: {why}"
+
+
+def _absent(leader: Leader, at: float) -> Said:
+    """Ranks that the trainers speak of and no sidecar has: their pods do not ask for keepstep."""
+    ledger, since = leader.ledger, leader.history.alive_since
+    serving = sum(place.own.bit_count() for _, place in _there(leader))
+    world = ledger.world or 0
+    if since is None or at - since < ABSENT_S or serving >= world or leader.missing():
+        return
+    if any(not place.alive or place.gone for place in ledger.places.values()):
+        return
+    yield (
+        DoubtKind.RANKS_ABSENT,
+        f"the trainers say that the run has {world} ranks, but its pods serve {serving}: the others"
+        " have no sidecar, so no step can become committed. Give the annotation keepstep.dev/policy"
+        " to every pod template of the job, and make its pods again",
+    )
+
+
+# --- what is kept --------------------------------------------------------------------------------
+
+
+def _kept(leader: Leader) -> Said:
+    """Nothing if a restart goes on from a step. Otherwise, what it does by the ranks' own rule."""
+    asked = leader.requests
+    outlook = asked.outlook()
+    if outlook.restart is Restart.GOES_ON:
+        return
+    gone = [place for place in leader.ledger.places.values() if place.gone]
+    if outlook.restart is Restart.BEGINS or not (gone or leader.ledger.settled):
+        yield (
+            DoubtKind.NOTHING_KEPT,
+            "no step is held by all ranks yet: a crash now begins at step 0. This is usual until"
+            " the first save; if it stays so, "
+            + (_warned(leader) or "does the script call checkpointer.save(step) on every rank?"),
+        )
+        return
+    newest = outlook.step.step if outlook.step else 0
+    lost = f"of step {newest}, and of every other step, a part is gone"
+    drives = leader.history.other_drives()
+    if asked.gone_for_good:
+        went = f": {drives}. The" if drives else " with its pod: the"
+        told = f"{lost} for good{went} next start begins again at step 0"
+    else:
+        other = f" ({drives})" if drives else ""
+        told = (
+            f"{lost}{other}: starts wait until it is back. To begin again at step 0:"
+            f" {asked.way_out}"
+        )
+    if gone:
+        told += f". {len(gone)} pods have not come back: look at the job"
+    yield DoubtKind.PART_GONE, told
+
+
+# --- tiers beyond the pods -----------------------------------------------------------------------
+
+
+def _tier(leader: Leader, tier: Tier, troubled: DoubtKind, late: DoubtKind) -> Said:
+    """Trouble with a tier while shards wait to be sent there. Trouble with a shared one counts even
+    if none wait: those that waited may have been retired."""
+    again = "It is tried again until it works; training goes on"
+    waiting: list[tuple[str, TierProgress]] = [
+        (name, place.sidecar.tiers[tier])
+        for name, place in _there(leader)
+        if tier in place.sidecar.tiers
+    ]
+    for name, one in waiting:
+        if one.trouble and (one.backlog or tier.shared):
+            yield troubled, f"the sidecar of {name} says: {one.trouble[:_TEXT]}. {again}"
+            return
+    for name, one in waiting:
+        if one.backlog and one.behind_s >= BEHIND_S[tier]:
+            where = one.where[:_TEXT]
+            yield late, f"shards of {name} wait to be sent to {where} for long. {again}"
+            return
+
+
+def _not_serving(leader: Leader) -> Said:
+    mute = [name for name, place in _there(leader) if not place.sidecar.peer_address]
+    if leader.requests.policy.replicas and mute:
+        told = f"{few(mute, _NAMED)} do not serve their peers yet, so no copy can be sent to them"
+        yield DoubtKind.PEERS_NOT_SERVING, told
+
+
+def _left(leader: Leader) -> Said:
+    left = leader.requests.left
+    if unserved := said(left.unserved, "not served, as no agent is ready, on node"):
+        yield DoubtKind.LEFT_NOT_SERVED, unserved
+    if served := said(left.served, "served by the agent of node"):
+        yield DoubtKind.LEFT_SERVED, served

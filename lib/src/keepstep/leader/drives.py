@@ -1,0 +1,134 @@
+"""The file systems on which a run's shards lie on its nodes, and those that lie there now. Pure.
+
+A hostPath outlives its pod. A drive that was replaced or formatted is empty, so only a memory
+outside of it can tell that it is another one: this one, and after a restart of the leader
+`keepstep.wire.runs.Record`. What counts as another drive, and what may as well be a drive that is
+only away, is in docs/adr/0017-ranks-lend-each-other-a-step.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from keepstep.wire.reports import Report
+from keepstep.wire.runs import Drive
+
+_ID = re.compile(r"[0-9a-f-]{36}@[0-9a-f]{16}")
+_VOLUME = re.compile(r"[a-z0-9-]{1,63}")
+_MOST_VOLUMES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceDrives:
+    """Where the volumes of one place lie: its node and, by the volume's name, the file system
+    (`ReportedVolume.drive_id`); '' if that is not known. No volumes: the report makes no sense."""
+
+    node: str
+    volumes: Mapping[str, str]
+
+    @classmethod
+    def of(cls, node: str, report: Report) -> PlaceDrives:
+        volumes = {
+            one.name: one.drive_id if _ID.fullmatch(one.drive_id) else ""
+            for one in report.volumes[:_MOST_VOLUMES]
+            if _VOLUME.fullmatch(one.name)
+        }
+        whole = len(volumes) == len(report.volumes)
+        return cls(node=node, volumes=volumes if whole else {})
+
+    @property
+    def known(self) -> bool:
+        return bool(self.volumes) and all(self.volumes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherDrive:
+    """A volume of a place where another file system lies now. `was`, `now`: their UUIDs."""
+
+    node_rank: int
+    volume: str
+    was: str
+    now: str
+
+
+class Drives:
+    """The drives of all places of one run, by node rank.
+
+    `changed`: the places whose drives are other ones than those on record, or are not on record.
+    """
+
+    def __init__(self) -> None:
+        self.changed: set[int] = set()
+        self._unknown: set[int] = set()
+        self._held: dict[int, PlaceDrives] = {}
+        self._now: dict[int, PlaceDrives] = {}
+
+    def take(self, node_rank: int, now: PlaceDrives) -> None:
+        """A sidecar has scanned its volumes and reports them."""
+        self._now[node_rank] = now
+        _keep(self.changed, node_rank, now != self._held.get(node_rank))
+        _keep(self._unknown, node_rank, not now.known)
+
+    def hold(self, node_rank: int) -> None:
+        """All ranks can restore a step from what is there, so nothing that a restart needs lies on
+        other drives than this place has now."""
+        self._held[node_rank] = self._now[node_rank]
+        self.changed.discard(node_rank)
+
+    def others(self) -> tuple[OtherDrive, ...]:
+        """The drives that are other ones than those of the shards.
+
+        None are named unless each drive of each place is either the one of the shards or another
+        one: what is missing could lie on one that is only away.
+        """
+        if not self.changed or self._unknown or self._held.keys() != self._now.keys():
+            return ()
+        found: list[OtherDrive] = []
+        for node_rank in sorted(self.changed):
+            others = self._of_place(node_rank)
+            if others is None:
+                return ()
+            found += others
+        return tuple(found)
+
+    def _of_place(self, node_rank: int) -> list[OtherDrive] | None:
+        held, now = self._held[node_rank], self._now[node_rank]
+        if held.node != now.node or held.volumes.keys() != now.volumes.keys():
+            return None
+        found = []
+        for volume, drive in now.volumes.items():
+            was, where = _parts(held.volumes[volume])
+            uuid, position = _parts(drive)
+            if where != position:
+                return None  # as that of a drive that is not mounted
+            if uuid != was:
+                found.append(OtherDrive(node_rank=node_rank, volume=volume, was=was, now=uuid))
+        return found
+
+    def rows(self) -> list[Drive]:
+        """What to write down, so that a later leader can go on."""
+        return [
+            Drive(node_rank=node_rank, node=one.node, volume=volume, id=id)
+            for node_rank, one in sorted(self._held.items())
+            for volume, id in sorted(one.volumes.items())
+        ]
+
+    def resume(self, rows: Iterable[Drive]) -> None:
+        """Take over what an earlier leader wrote down."""
+        places: dict[tuple[int, str], dict[str, str]] = {}
+        for one in rows:
+            places.setdefault((one.node_rank, one.node), {})[one.volume] = one.id
+        for (node_rank, node), volumes in places.items():
+            self._held[node_rank] = PlaceDrives(node=node, volumes=volumes)
+
+
+def _keep(of: set[int], node_rank: int, is_in: bool) -> None:
+    of.add(node_rank) if is_in else of.discard(node_rank)
+
+
+def _parts(drive: str) -> tuple[str, str]:
+    """The file system's UUID, and the position in it."""
+    uuid, _, position = drive.partition("@")
+    return uuid, position

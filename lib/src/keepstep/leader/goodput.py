@@ -1,0 +1,281 @@
+"""Goodput of a run: one sum over what the sidecars of its first pod counted, one after the other.
+
+All ranks of the job step together, so one pod's tally is the run's (docs/goodput.md). A tally goes
+on when a trainer or sidecar is replaced, and when a pod comes back to the volume that holds it. On
+another volume the next pod begins a new tally.
+
+The sum grows by what a tally has gained since it was last reported. Every second from the run's
+first to its newest is in exactly one bucket. If two tallies count the same time, the later one's
+buckets are taken. If none counts it, it is the time between two pods. All times are whole seconds,
+so that a sum that is read back from a record goes on exactly. Pure; time is passed in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import floor, isfinite
+from typing import Final
+
+from keepstep.core.history import Goodput
+from keepstep.wire import runs as wire
+from keepstep.wire.reports import ReportedGoodput
+from keepstep.wire.runs import MOST_TALLIES, seconds_of, utc
+
+SHOWN_S: Final = 60.0
+"""The shown figure changes at most this often, although each report changes the sum."""
+
+_AHEAD_S: Final = 3600.0
+"""A tally that ends farther ahead of our clock was counted by a wrong clock."""
+
+_ROUNDING_S: Final = 1.0
+_MOST: Final = 10**15
+_ID: Final = re.compile("[0-9a-f]{16}")
+
+BUCKETS: Final = tuple(Goodput(since=0.0).seconds)
+_PRODUCTIVE, _WASTED, _AWAY = map(
+    BUCKETS.index, ("productive", "wasted_progress", "infrastructure_recovery")
+)
+_NONE: Final = (0,) * len(BUCKETS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """The time from `since` until `until`, in unix seconds, and how it was spent.
+
+    `seconds`: by `BUCKETS`; they add up to that time. `step`: the newest step. `steps`: the steps
+    that no restore went back over. `epoch`: the newest epoch. `id` and `epoch` are '' for the sum
+    of a run.
+    """
+
+    id: str = ""
+    epoch: str = ""
+    since: int
+    until: int
+    step: int
+    steps: int = 0
+    seconds: tuple[int, ...] = _NONE
+
+    @property
+    def ratio(self) -> float:
+        """The productive part of the time, 0 to 1."""
+        return self.seconds[_PRODUCTIVE] / max(1, sum(self.seconds))
+
+    @property
+    def sane(self) -> bool:
+        """Whether this can be the result of a count. It may come from a record, which people can
+        edit."""
+        return (
+            all(0 <= one < _MOST for one in (self.since, self.steps, *self.seconds))
+            and -1 <= self.step < _MOST
+            and self.steps <= self.step + 1
+            and sum(self.seconds) == self.until - self.since
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum:
+    """The sum of a run. `known`: each tally as it was last reported, the newest last."""
+
+    total: Tally
+    known: tuple[Tally, ...]
+
+
+def is_sane(told: ReportedGoodput, *, at: float) -> bool:
+    """Whether a sidecar with a right clock can have counted this."""
+    seconds = _seconds(told)
+    times = (told.since, told.until, *seconds)
+    return (
+        _ID.fullmatch(told.id) is not None
+        and all(isfinite(one) and one >= 0.0 for one in times)
+        and told.until <= at + _AHEAD_S
+        and sum(seconds) <= told.until - told.since + _ROUNDING_S
+        and -1 <= told.step < _MOST
+        and 0 <= told.steps <= told.step + 1
+    )
+
+
+def whole(told: ReportedGoodput) -> Tally:
+    """The reported tally in whole seconds, which add up to its whole time. Time that the sidecar
+    put into no bucket was before it knew of a restore, so it counts as infrastructure recovery.
+    `told` must be sane."""
+    seconds = list(_seconds(told))
+    seconds[_AWAY] += max(0.0, told.until - told.since - sum(seconds))
+    edges = [0, *map(round, accumulate(seconds))]
+    since = floor(told.since)
+    return Tally(
+        id=told.id,
+        epoch=str(told.epoch),
+        since=since,
+        until=since + edges[-1],
+        step=told.step,
+        steps=told.steps,
+        seconds=tuple(end - begin for begin, end in pairwise(edges)),
+    )
+
+
+def added(sum_: Sum | None, one: Tally) -> Sum:
+    """The sum with the present state of this tally. A tally that another one has followed counts
+    again only after a trainer has restored there."""
+    if sum_ is None:
+        begun = Tally(since=one.since, until=one.since, step=one.step - one.steps)
+        sum_ = Sum(total=begun, known=())
+    before = next((known for known in sum_.known if known.id == one.id), None)
+    before = before or _before(sum_, one)
+    if before.epoch == one.epoch and before is not sum_.known[-1]:
+        return sum_
+    others = (known for known in sum_.known if known.id != one.id)
+    return Sum(total=_grown(sum_.total, before, one), known=(*others, one)[-MOST_TALLIES:])
+
+
+def _before(sum_: Sum, one: Tally) -> Tally:
+    """The former state of a tally that is reported for the first time: empty. If it is older than
+    another tally, it was reported before and then forgotten, so its steps are in the sum
+    already."""
+    nothing = Tally(since=one.since, until=one.since, step=-1)
+    if one.since > max((known.since for known in sum_.known), default=-1):
+        return nothing
+    return replace(nothing, steps=one.steps - one.step + sum_.total.step)
+
+
+def _grown(total: Tally, before: Tally, one: Tally) -> Tally:
+    """The total, plus what the tally gained since `before`."""
+    more = [now - then for now, then in zip(one.seconds, before.seconds, strict=True)]
+    until = max(total.until, one.until)
+    untold_s = until - total.until - sum(more)
+    usual_s = total.seconds[_PRODUCTIVE] / total.steps if total.steps else 0.0
+    # By how many steps the run advanced beyond the growth of this tally. Positive: an earlier pod
+    # made these steps and died before it reported them, or this tally, which had paused, now gives
+    # up steps that the run gave up when another pod went back over them. Negative: this tally goes
+    # back over steps that another tally counts.
+    untold = (one.step - total.step) - (one.steps - before.steps)
+    if untold_s < 0:
+        again_s = max(0, min(more[_WASTED], round(untold * usual_s)))
+        more[_PRODUCTIVE] += again_s
+        more[_WASTED] -= again_s
+        _take(more, -untold_s, first=reversed(range(len(BUCKETS))))
+    else:
+        stepped_s = min(untold_s, round(max(0, untold) * usual_s))
+        more[_PRODUCTIVE] += stepped_s
+        more[_AWAY] += untold_s - stepped_s
+    redone_s = round(min(max(0, -untold), total.steps) * usual_s)
+    more[_PRODUCTIVE] -= redone_s
+    more[_WASTED] += redone_s
+    seconds = [have + gained for have, gained in zip(total.seconds, more, strict=True)]
+    below = sum(-min(0, one) for one in seconds)
+    seconds = [max(0, one) for one in seconds]
+    _take(seconds, below, first=(_WASTED, *range(len(BUCKETS))))
+    return replace(
+        total,
+        until=until,
+        step=one.step,
+        steps=max(0, total.steps + one.step - total.step),
+        seconds=tuple(seconds),
+    )
+
+
+def _take(seconds: list[int], amount: int, *, first: Iterable[int]) -> None:
+    """Take `amount` seconds away from the buckets in this order. No bucket goes below 0."""
+    for bucket in first:
+        taken = min(amount, max(0, seconds[bucket]))
+        seconds[bucket] -= taken
+        amount -= taken
+
+
+def _seconds(told: ReportedGoodput) -> tuple[float, ...]:
+    return (told.productive_s, *(seconds for _, seconds in told.badput.items()))
+
+
+# --- as a part of a run --------------------------------------------------------------------------
+
+
+class GoodputSum:
+    """The sum of one run, and the state of it that is shown. Before `resume`, the newest tally only
+    waits: an earlier leader may have counted a part of it."""
+
+    def __init__(self) -> None:
+        self._sum: Sum | None = None
+        self._shown: Sum | None = None
+        self._shown_at = 0.0
+        self._waits: Tally | None = None
+        self._resumed = False
+
+    def resume(self, record: wire.RunGoodput | None) -> None:
+        """Go on from what an earlier leader counted."""
+        self._sum = self._shown = _read(record) if record is not None else None
+        self._resumed = True
+        if self._waits is not None:
+            self._sum = added(self._sum, self._waits)
+
+    def take(self, told: ReportedGoodput, *, at: float) -> None:
+        """Take in the tally of the first machine. An impossible one is ignored, while the rest of
+        the report counts: goodput is only shown and decides nothing."""
+        if not is_sane(told, at=at):
+            return
+        self._waits = whole(told)
+        if self._resumed:
+            self._sum = added(self._sum, self._waits)
+
+    def shown(self, *, at: float) -> wire.RunGoodput | None:
+        """The sum as it was within the last `SHOWN_S`; None: there is none."""
+        if abs(at - self._shown_at) >= SHOWN_S:
+            self._shown, self._shown_at = self._sum, at
+        return _written(self._shown) if self._shown is not None else None
+
+
+def _written(sum_: Sum) -> wire.RunGoodput:
+    total = sum_.total
+    return wire.RunGoodput(
+        since=utc(total.since),
+        until=utc(total.until),
+        ratio=f"{total.ratio:.3f}",
+        wall_seconds=sum(total.seconds),
+        productive_seconds=total.seconds[_PRODUCTIVE],
+        badput_seconds=_badput(total),
+        step=total.step,
+        steps=total.steps,
+        tallies=tuple(
+            wire.Tally(
+                id=one.id,
+                epoch=one.epoch,
+                since=utc(one.since),
+                until=utc(one.until),
+                productive_seconds=one.seconds[_PRODUCTIVE],
+                badput_seconds=_badput(one),
+                step=one.step,
+                steps=one.steps,
+            )
+            for one in sum_.known
+        ),
+    )
+
+
+def _badput(tally: Tally) -> wire.Badput:
+    return wire.Badput(**dict(zip(BUCKETS[1:], tally.seconds[1:], strict=True)))
+
+
+def _read(record: wire.RunGoodput) -> Sum | None:
+    """The sum in a record; None if it cannot be the result of a count."""
+    tallies = [_tally(one, id=one.id, epoch=one.epoch) for one in record.tallies[-MOST_TALLIES:]]
+    total = _tally(record)
+    known = [one for one in tallies if one is not None and one.sane and one.id]
+    if total is None or not total.sane or len(known) != len(tallies):
+        return None
+    return Sum(total=total, known=tuple(known))
+
+
+def _tally(status: wire.RunGoodput | wire.Tally, **of: str) -> Tally | None:
+    since, until = seconds_of(status.since), seconds_of(status.until)
+    if since is None or until is None:
+        return None
+    badput = (getattr(status.badput_seconds, bucket) for bucket in BUCKETS[1:])
+    return Tally(
+        **of,
+        since=int(since),
+        until=int(until),
+        step=status.step,
+        steps=status.steps,
+        seconds=(status.productive_seconds, *badput),
+    )

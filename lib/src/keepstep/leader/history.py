@@ -1,0 +1,264 @@
+"""What has happened to a run: its commits, restarts, goodput, drives and alarms. Pure.
+
+Nothing here decides what may be deleted. What no shard tells of is in `record`, which the operator
+keeps for the next leader. Times are unix seconds, passed in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from keepstep.core.ledger import Action, Alarm, AlarmKind
+from keepstep.core.schedule import on_grid, stands_in
+from keepstep.errors import few
+from keepstep.leader.drives import Drives, OtherDrive, PlaceDrives
+from keepstep.leader.goodput import GoodputSum
+from keepstep.leader.left_shards import LeftShards
+from keepstep.leader.node_rank import Sender
+from keepstep.leader.restart_history import Restart, RestartHistory
+from keepstep.leader.run_ledger import RunLedger
+from keepstep.spans import numbers
+from keepstep.steps import EpochId, StepId
+from keepstep.wire import runs as wire
+from keepstep.wire.reports import Report
+from keepstep.wire.runs import Happened, Record, RunPolicy, utc
+
+ALARM_S: Final = 3600.0
+_DRIVES_NAMED: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """The newest commit. `interval_s`: the time since the commit before, without the time in which
+    no trainer was there; None if there was none."""
+
+    id: StepId
+    at: float
+    interval_s: float | None = None
+
+
+class RunHistory:
+    """The history of one run. `commit_lost`: the last commit, if a part of it is gone. `stand_in`:
+    a commit to archive although it is not due. `alive_since`: since when there are trainers.
+    `resumed`: what an earlier leader counted is known; before, restarts are not counted."""
+
+    def __init__(self, ledger: RunLedger) -> None:
+        self.restarts = RestartHistory()
+        self.goodput = GoodputSum()
+        self.drives = Drives()
+        self.recent: tuple[Happened, ...] = ()
+        self.commit: Commit | None = None
+        self.commit_lost: StepId | None = None
+        self.stand_in: StepId | None = None
+        self.alive_since: float | None = None
+        self.resumed = False
+        self.said_of_drives = ""
+        self._alarms: dict[str, tuple[float, str]] = {}
+        self._durable: tuple[StepId | None, StepId | None] = None, None
+        self._ledger = ledger
+
+    def resume(self, record: Record) -> None:
+        """Go on from what an earlier leader knew, once."""
+        if self.resumed:
+            return
+        self.resumed = True
+        counted: EpochId | None = None
+        with contextlib.suppress(ValueError):
+            counted = EpochId.parse(record.counted)
+        self.restarts.resume(
+            restarts=record.restarts, lost_steps=record.lost_steps, counted=counted
+        )
+        self.goodput.resume(record.goodput)
+        self.drives.resume(record.drives)
+        places = self._ledger.places
+        left = (
+            (one.node, node_rank, StepId(counted, one.step))
+            for one in record.holders
+            if counted is not None and one.step is not None
+            for node_rank in numbers(one.node_ranks)
+            if (place := places.get(node_rank)) is None or place.node != one.node
+        )
+        self._ledger.orphans.resume(left)
+
+    # --- reports -------------------------------------------------------------------------
+
+    def took(
+        self,
+        sender: Sender,
+        report: Report,
+        said: Iterable[Action],
+        *,
+        policy: RunPolicy,
+        grid: int,
+        before: int | None,
+        at: float,
+    ) -> None:
+        """The ledger has taken in this report. `before`: the newest step that all ranks had staged
+        then. `grid`: a step is durable at multiples of it."""
+        ledger = self._ledger
+        if report.goodput is not None and sender.node_rank == 0:
+            self.goodput.take(report.goodput, at=at)
+        durable = committed, archived = ledger.committed(), ledger.newest_archived()
+        if archived is not None and self.stand_in is not None and archived >= self.stand_in:
+            self.stand_in = None
+        if durable != self._durable and any(ledger.orphans):
+            ledger.orphans.superseded(ledger.unaided())  # walks all copies there are
+        self._durable = durable
+        self.restarts.take(
+            report,
+            named={epoch.id for epoch in ledger.places[sender.node_rank].epochs},
+            current=ledger.core.lineage.current,
+            recorded={epoch.id: epoch for epoch in ledger.core.epochs},
+            before=before,
+            at=at,
+        )
+        self.alive_since = (self.alive_since or at) if ledger.alive() else None
+        self._committed(committed, policy, grid, at)
+        self.alarmed(said, at=at)
+        if policy.outlives_pod and report.ready:
+            self._compare_drives(sender, report)
+
+    def _committed(self, id: StepId | None, policy: RunPolicy, grid: int, at: float) -> None:
+        """A lower watermark replaces a commit only when all ranks have reported: otherwise a copy
+        may just be out of sight."""
+        known = self.commit
+        if id is None or (known is not None and (id == known.id or not self._is_news(id, known))):
+            return
+        since = max(known.at, self.alive_since or known.at) if known is not None else None
+        if known is not None and self._stands_in(id, known.id, policy, grid):
+            self.stand_in = id
+        self.commit_lost = None
+        self.commit = Commit(id=id, at=at, interval_s=None if since is None else at - since)
+
+    def _is_news(self, id: StepId, known: Commit) -> bool:
+        return id > known.id or self._ledger.settled
+
+    def _stands_in(self, id: StepId, before: StepId, policy: RunPolicy, grid: int) -> bool:
+        """See `schedule.stands_in`. The grid is the one that the sidecars use."""
+        if policy.archive_every is None or id.epoch != before.epoch:
+            return False
+        commits = {one.step for one in self._ledger.commits() if one.epoch == id.epoch}
+        every = on_grid(policy.archive_every, grid)
+        return stands_in(id.step, before=before.step, commits=commits, every=every)
+
+    def look_for_commit(self, left: LeftShards) -> None:
+        """Note that the newest commit is lost: with a pod, and not only out of sight, because a
+        member has not reported or an agent serves it."""
+        known, ledger = self.commit, self._ledger
+        if known is None or ledger.committed() is not None or not ledger.settled:
+            return
+        if not any(one.step >= known.id for one in left.reachable):
+            self.commit, self.commit_lost = None, known.id
+
+    def alarmed(self, said: Iterable[Action], *, at: float) -> None:
+        """A fresh start is told as a restart, with its cost."""
+        for one in said:
+            if isinstance(one, Alarm) and one.kind is not AlarmKind.FRESH_START:
+                reason = "".join(word.capitalize() for word in str(one.kind).split("-"))
+                self._alarms.pop(one.text, None)  # to the end: the oldest is forgotten first
+                self._alarms[one.text] = at, reason
+        while len(self._alarms) > wire.MOST_SAID:
+            del self._alarms[next(iter(self._alarms))]
+
+    def alarms(self, *, at: float) -> tuple[wire.Alarm, ...]:
+        """Those of the last hour."""
+        return tuple(
+            wire.Alarm(kind=kind, text=text)
+            for text, (since, kind) in self._alarms.items()
+            if at - since < ALARM_S
+        )
+
+    # --- drives --------------------------------------------------------------------------
+
+    def _compare_drives(self, sender: Sender, report: Report) -> None:
+        """Note on which drives a place's shards lie. Once all ranks can restore a step, nothing
+        that a restart needs lies on others."""
+        self.drives.take(sender.node_rank, PlaceDrives.of(sender.node, report))
+        if sender.node_rank in self.drives.changed and self._ledger.restorable() is not None:
+            self.drives.hold(sender.node_rank)
+
+    def other_drives(self) -> str:
+        """Where other file systems lie than those of the run's shards, as text; '' unless what is
+        out of reach can have lain on these only."""
+        found, places = self.drives.others(), self._ledger.places
+        if not found or any(self._ledger.orphans) or any(one.gone for one in places.values()):
+            return ""
+        return few([*map(_other_drive, found)], _DRIVES_NAMED)
+
+    # --- what people are told ------------------------------------------------------------
+
+    def remember(self, one: Happened) -> None:
+        self.recent = (one, *self.recent)[: wire.MOST_RECENT]
+
+    def restarted(self, *, fleeting: bool, at: float) -> None:
+        """Account for the restarts that all ranks have reported."""
+        ledger = self._ledger
+        for restart in self.restarts.due(world=ledger.world, at=at) if self.resumed else ():
+            aside = ledger.core.lineage.fresh == restart.epoch
+            if again := aside and fleeting:  # older steps are of no use without what is gone
+                self.alarmed(ledger.acknowledge(restart.epoch), at=at)
+            drives, self.said_of_drives = self.said_of_drives, ""
+            self.remember(
+                Happened(
+                    time=utc(at),
+                    type=_kind(restart),
+                    message=_restarted(restart, aside=aside, again=again, drives=drives),
+                    step=restart.step,
+                    tier=str(restart.tier or ""),
+                    seconds=round(restart.seconds, 3),
+                    lost_steps=restart.lost_steps,
+                )
+            )
+
+    def record(self, holders: tuple[wire.Holder, ...], *, at: float) -> Record:
+        """What the next leader is to go on from, without `restore_from`."""
+        return Record(
+            restarts=self.restarts.restarts,
+            lost_steps=self.restarts.lost_steps,
+            counted=str(self.restarts.counted or ""),
+            goodput=self.goodput.shown(at=at),
+            holders=holders,
+            drives=tuple(self.drives.rows()),
+        )
+
+
+def _kind(restart: Restart) -> str:
+    if restart.origin:
+        return "Forked"
+    return "Restored" if restart.parent else "FreshStart"
+
+
+def _other_drive(one: OtherDrive) -> str:
+    return (
+        f"volume {one.volume} of node rank {one.node_rank} lies on another file system than its"
+        f" steps did ({one.now}, formerly {one.was})"
+    )
+
+
+def _restarted(restart: Restart, *, aside: bool, again: bool, drives: str) -> str:
+    """Where an epoch of the run began, and what the restart cost. `aside`: older steps still exist.
+    `again`: of these, a part is gone for good."""
+    count = restart.lost_steps
+    lost = f"{count or 'no'} step{'s' if count > 1 else ''} lost"
+    if restart.parent:
+        where = f" from {restart.tier}" if restart.tier else ""
+        seconds = f"{restart.seconds:.1f}" if restart.seconds >= 1 else f"{restart.seconds:.2f}"
+        if restart.origin:
+            return f"began from step {restart.step} of run {restart.origin}{where} in {seconds} s"
+        return f"restored step {restart.step}{where} in {seconds} s; {lost}"
+    if again:
+        return (
+            f"began again at step 0 ({lost}): a part of every step went with the pod that held it."
+            " With peers or an archive in the policy, or hostPath volumes, it would not; with"
+            " onLoss: Wait, the run would wait for a person"
+        )
+    if aside:
+        why = f": {drives}" if drives else ""
+        return f"began at step 0 although older steps exist ({lost}){why}"
+    return (
+        f"began at step 0: nothing older was left to restore ({lost}); volumes of kind emptyDir"
+        " and ephemeral go with their pod, a hostPath stays on its node"
+    )

@@ -1,0 +1,72 @@
+"""Shards that the run left on nodes where it no longer is, and the agents that serve them. Pure.
+
+A place is named the agents of the nodes that it left, until the run holds a newer commit without
+these shards. An agent that is not ready yet is waited for, but not on a node that is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from keepstep.leader.orphaned_shards import OrphanedShard
+from keepstep.steps import StepId
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftShards:
+    """`left`: all that is needed. `agents`: addresses by node, '' while one is not ready. `lost`:
+    nodes that exist no more. `asked`: those of `left` whose agents the operator was asked for."""
+
+    left: tuple[OrphanedShard, ...]
+    agents: Mapping[str, str]
+    lost: Collection[str]
+    asked: Collection[OrphanedShard]
+
+    @property
+    def reachable(self) -> list[OrphanedShard]:
+        """Those on nodes that may still be there."""
+        return [one for one in self.left if one.node not in self.lost]
+
+    @property
+    def served(self) -> list[OrphanedShard]:
+        return [one for one in self.reachable if self.agents.get(one.node)]
+
+    @property
+    def unserved(self) -> list[OrphanedShard]:
+        """Those of which no agent is ready although their node is there."""
+        return [one for one in self.reachable if not self.agents.get(one.node)]
+
+    def agents_of(self, node_rank: int) -> dict[str, str]:
+        """The agents that serve what this place left: node -> address."""
+        return {
+            one.node: self.agents[one.node] for one in self.served if one.node_rank == node_rank
+        }
+
+    def awaited_by(self, node_rank: int) -> str:
+        """Why the vote of this place must wait; '': it need not."""
+        for one in self.unserved:
+            known = one.node not in self.agents and one in self.asked
+            if one.node_rank == node_rank and not known:
+                return (
+                    f"shards of node rank {node_rank} lie on node {one.node}, whose agent is not"
+                    " ready yet"
+                )
+        return ""
+
+    @property
+    def restart_step(self) -> StepId | None:
+        """The newest step of which something was left, if agents serve all of that; else None."""
+        newest = max((one.step for one in self.left), default=None)
+        needed = {one for one in self.left if one.step == newest}
+        return newest if needed <= {*self.served} else None
+
+
+def said(left: Iterable[OrphanedShard], how: str) -> str:
+    """A sentence on these shards, by node; '': there are none."""
+    ranks: dict[str, list[str]] = {}
+    for one in left:
+        ranks.setdefault(one.node, []).append(str(one.node_rank))
+    return "; ".join(
+        f"shards of node ranks {', '.join(of)} are {how} {node}" for node, of in ranks.items()
+    )

@@ -1,0 +1,209 @@
+"""What the operator asks of a run, and how far that is. Pure.
+
+Without an operator, or before it has answered, the run goes by its own settings, and no pod is
+taken for gone. So an operator that is away changes nothing of what is committed or kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Final
+
+from keepstep.core.ledger import Action, Outlook, Restart, outlook
+from keepstep.leader.fresh_start import FreshStart
+from keepstep.leader.history import RunHistory
+from keepstep.leader.left_shards import LeftShards
+from keepstep.leader.node_rank import Place
+from keepstep.leader.orphaned_shards import OrphanedShard
+from keepstep.leader.restore_request import followed, request, wanted
+from keepstep.leader.run_ledger import RunLedger
+from keepstep.steps import StepId, Tier
+from keepstep.wire.runs import Happened, Member, Requested, RestoreFrom, RunPolicy, utc
+
+_LOST: Final = {
+    Restart.GOES_ON: "a restart goes on from step {}",
+    Restart.BEGINS: "nothing is left, so a restart begins at step 0",
+    Restart.BEGINS_AGAIN: (
+        "the other pods do not have all of any step, so the run begins again at step 0"
+    ),
+    Restart.WAITS: (
+        "the other pods do not have all of any step, so restarts wait for what is missing. To begin"
+        " again at step 0: {}"
+    ),
+}
+
+
+class Requests:
+    """The newest answer of the operator. `policy`: what the run goes by. `pods`: the members by
+    UID. `restore_from`: see `keepstep.wire.runs.RestoreFrom`. `way_out`: the command by which a
+    person has the run begin again. `alone`: there is no operator."""
+
+    def __init__(
+        self,
+        ledger: RunLedger,
+        history: RunHistory,
+        policy: RunPolicy,
+        *,
+        run: str,
+        way_out: str,
+        alone: bool,
+    ) -> None:
+        self.policy, self.way_out, self.alone = policy, way_out, alone
+        self.answer = Requested()
+        self.pods: dict[str, Member] = {}
+        self.fresh = FreshStart()
+        self.restore_from: RestoreFrom | None = None
+        self._ledger, self._history, self._run = ledger, history, run
+        self._leaving: set[str] = set()
+        self._named: tuple[OrphanedShard, ...] = ()
+        self._asked: tuple[OrphanedShard, ...] = ()
+        if alone:
+            history.resumed = True
+
+    def take(self, answer: Requested, *, connected: Collection[int], at: float) -> None:
+        """The operator has answered. `connected`: node ranks that are there, whatever it says."""
+        self.answer, self._asked = answer, self._named
+        self.policy = answer.policy or self.policy
+        self.pods = {one.pod: one for one in answer.members}
+        self._leaving |= {one.pod for one in answer.members if one.leaving and not one.over}
+        if answer.record is not None and not self._history.resumed:
+            self._history.resume(answer.record)
+            self.restore_from = self.restore_from or answer.record.restore_from
+        current = self._ledger.core.lineage.current
+        self.restore_from = request(
+            self.restore_from, answer.restore_from, own=self._run, newest=current
+        )
+        self.fresh.ask(answer.fresh_start, self._ledger, at=at)
+        for node_rank, place in list(self._ledger.places.items()):
+            if place.stays != self.policy.outlives_pod and not place.gone:
+                self._ledger.places[node_rank] = replace(place, stays=self.policy.outlives_pod)
+            if node_rank not in connected:
+                self._look_for(place, at=at)
+
+    def _look_for(self, place: Place, *, at: float) -> None:
+        """Note that the pod of this place is gone, or the node on which its volumes outlived it."""
+        pod = self.pods.get(place.pod)
+        if place.gone:
+            if not place.dropped and place.node in self.answer.lost_nodes:
+                self._alarmed(self._ledger.pod_gone(place.pod, local_stays=False), at=at)
+        elif (pod is None and self.answer.complete) or (pod is not None and pod.over):
+            before, stays = self.outlook(), self.policy.outlives_pod
+            self._alarmed(self._ledger.pod_gone(place.pod, local_stays=stays), at=at)
+            if pod is None or place.pod in self._leaving:
+                self._lost(place, before, at=at)
+            self._leaving.discard(place.pod)
+
+    def _lost(self, place: Place, before: Outlook, *, at: float) -> None:
+        """A pod was deleted while others stay: say so if a step was lost with it."""
+        after = self.outlook()
+        left = after.step if after.restart is Restart.GOES_ON else None
+        lost = before.step if before.restart is Restart.GOES_ON else None
+        if lost is None or (left is not None and left >= lost):
+            return
+        if any(not one.over for one in self.pods.values()):
+            onward = _LOST[after.restart].format(
+                self.way_out if after.restart is Restart.WAITS else left and left.step
+            )
+            message = (
+                f"the pod of node rank {self._rank_of(place)} was deleted before step {lost.step}"
+                f" was kept where it outlives the pod; {onward}. Give the policy peers or an"
+                " archive, and a flushTimeout that holds what a pod writes and sends"
+            )
+            self._happened("LastStepLost", message, lost, at=at)
+
+    def _rank_of(self, place: Place) -> int:
+        return next(rank for rank, one in self._ledger.places.items() if one.pod == place.pod)
+
+    # --- time ----------------------------------------------------------------------------
+
+    def follow(self, *, at: float) -> None:
+        """Look how far all is that was asked, and what has become true by waiting."""
+        ledger, history = self._ledger, self._history
+        if self.restore_from is not None:
+            before = self.restore_from
+            held = ledger.core.committed(Tier.LOCAL)
+            self.restore_from = followed(before, held, ledger.core.epochs)
+            if self.restore_from.epoch != before.epoch:
+                epoch, step = self.restore_from.epoch, StepId.parse(self.restore_from.step)
+                said = f"epoch {epoch} went on from step {step.step}, as spec.restoreFrom asked"
+                self._happened("RolledBack", said, step, at=at)
+        self._alarmed(self.fresh.follow(ledger, at=at), at=at)
+        history.look_for_commit(self.left)
+        if (drives := history.other_drives()) and drives != history.said_of_drives:
+            history.said_of_drives = drives
+            onward = (
+                "the next start begins again at step 0; what is left of older steps is kept"
+                if self.gone_for_good
+                else f"starts wait (onLoss: Wait). To begin again at step 0: {self.way_out}"
+            )
+            said = f"{drives}: what it held does not come back, and {onward}"
+            self._happened("OtherDrive", said, None, at=at)
+        history.restarted(fleeting=self.fleeting, at=at)
+
+    def note_named(self) -> None:
+        """The operator is to learn of the shards that were left: see `LeftShards.asked`."""
+        self._named = tuple(self._ledger.orphans)
+
+    def _happened(self, type: str, message: str, id: StepId | None, *, at: float) -> None:
+        step = id.step if id is not None else None
+        self._history.remember(Happened(time=utc(at), type=type, message=message, step=step))
+
+    def _alarmed(self, said: Iterable[Action], *, at: float) -> None:
+        self._history.alarmed(said, at=at)
+
+    # --- asking --------------------------------------------------------------------------
+
+    @property
+    def wanted(self) -> StepId | None:
+        """The step that the next restart must begin from; None: the newest."""
+        return wanted(self.restore_from)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether a pod is being deleted."""
+        return any(one.leaving and not one.over for one in self.answer.members)
+
+    @property
+    def fleeting(self) -> bool:
+        """Whether what a pod keeps goes with the pod, so that the run may begin again."""
+        return self.policy.restarts and not self.policy.outlives_pod
+
+    @property
+    def gone_for_good(self) -> bool:
+        """Whether what no pod can reach cannot come back, so that the run may begin again."""
+        return self.policy.restarts and (self.fleeting or bool(self._history.other_drives()))
+
+    @property
+    def left(self) -> LeftShards:
+        answer = self.answer
+        return LeftShards(
+            left=tuple(self._ledger.orphans),
+            agents=answer.agents,
+            lost=answer.lost_nodes,
+            asked=self._asked,
+        )
+
+    def outlook(self) -> Outlook:
+        """What a restart would do now, as far as reports show."""
+        world = self._ledger.world or 0
+        found = outlook(self._ledger.core, world=world, fleeting=self.gone_for_good)
+        if found.restart is not Restart.GOES_ON and (left := self.left.restart_step):
+            return Outlook(Restart.GOES_ON, left)
+        return found
+
+    def domains(self) -> dict[int, str]:
+        """The domain of each node rank, where the operator says it."""
+        return {one.node_rank: one.domain for one in self._staying() if one.domain}
+
+    def awaited(self) -> set[int]:
+        """The node ranks of the pods that are there."""
+        return {one.node_rank for one in self._staying()}
+
+    def name_of(self, node_rank: int, place: Place | None) -> str:
+        """The pod of this node rank, for people."""
+        pod = self.pods.get(place.pod) if place is not None else None
+        return f"pod {pod.name}" if pod is not None else f"node rank {node_rank}"
+
+    def _staying(self) -> Iterator[Member]:
+        return (one for one in self.answer.members if not one.over)

@@ -1,0 +1,167 @@
+"""Restarts of a run and what each of them cost. Each is counted once, however often it is reported.
+
+With each report, every rank lists all restores since its sidecar started. One epoch is one restart.
+It is accounted for once all ranks have reported it, or once the ranks that will not report it have
+had their time. What an earlier leader counted is known from `keepstep.wire.runs.Record`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from keepstep.steps import NEAREST_FIRST, Epoch, EpochId, Tier
+from keepstep.wire.reports import Report, ReportedRestore
+
+PATIENCE_S = 35.0
+"""How long to wait for ranks that have not reported a restore: a sidecar that died forgets the
+restore, and a sidecar of a large run may report only every half minute."""
+
+
+MOST_WAITING = 1024
+"""The most epochs that are reported and not accounted for. Further ones are ignored."""
+MOST_DONE = 4096
+"""The most epochs that are remembered as counted; the newest ones are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """One epoch of the run that began after another. `parent` False: it began at step 0.
+
+    `step`: where it went on. `tier`: the farthest tier that a rank needed; None if no rank named
+    one. `origin`: if this run began as a fork, the other run that the step belongs to.
+    """
+
+    epoch: EpochId
+    parent: bool
+    step: int
+    tier: Tier | None
+    seconds: float
+    lost_steps: int
+    at: float
+    origin: str = ""
+
+
+@dataclass(kw_only=True)
+class _Told:
+    """What was reported of one epoch. `before`: the newest step that all ranks had staged when it
+    began. `ranks`: the ranks that reported it, as bits.
+
+    A pod may report thousands of ranks each time. So of all ranks together only what counts is
+    kept: the farthest `tier`, the most `seconds`, the fewest `lost` steps.
+    """
+
+    epoch: Epoch
+    since: float
+    before: int | None
+    ranks: int = 0
+    tier: Tier | None = None
+    seconds: float = 0.0
+    lost: int | None = None
+
+    def add(self, one: ReportedRestore) -> None:
+        """Add a rank's report. The same report may come again."""
+        self.ranks |= 1 << one.rank
+        tiers = [tier for tier in (self.tier, one.tier) if tier is not None]
+        self.tier = max(tiers, key=NEAREST_FIRST.index, default=None)
+        self.seconds = max(self.seconds, one.seconds)
+        self.lost = one.lost_steps if self.lost is None else min(self.lost, one.lost_steps)
+
+    def as_restart(self, *, world: int | None, at: float) -> Restart:
+        parent = self.epoch.parent
+        step = parent.step if parent else 0
+        lost = self.lost if self.ranks.bit_count() == world else None
+        return Restart(
+            epoch=self.epoch.id,
+            parent=parent is not None,
+            step=step,
+            tier=self.tier,
+            seconds=self.seconds,
+            lost_steps=max(0, (self.before or step) - step, lost or 0),
+            at=at,
+            origin=self.epoch.origin,
+        )
+
+
+class RestartHistory:
+    """The known restarts, and which of them were counted."""
+
+    def __init__(self) -> None:
+        self.restarts = 0
+        self.lost_steps = 0
+        self.counted: EpochId | None = None
+        self._done: set[EpochId] = set()
+        self._told: dict[EpochId, _Told] = {}
+
+    def resume(self, *, restarts: int, lost_steps: int, counted: EpochId | None) -> None:
+        """Go on from what an earlier leader counted, which members have reported again."""
+        self.restarts, self.lost_steps, self.counted = restarts, lost_steps, counted
+        after = counted.number if counted is not None else -1
+        self._told = {id: told for id, told in self._told.items() if id.number > after}
+
+    def take(
+        self,
+        report: Report,
+        *,
+        named: set[EpochId],
+        current: EpochId | None,
+        recorded: Mapping[EpochId, Epoch],
+        before: int | None,
+        at: float,
+    ) -> None:
+        """Take in one report. `named`: the epochs that its sidecar has on record. `current`: the
+        newest epoch now. `before`: the newest step that all ranks had staged before this report."""
+        if current is not None and current in recorded:
+            self._note(recorded[current], named, before, at)
+        for one in report.restores:
+            self._note(one.epoch, named, None, at)
+            if one.epoch.id in self._told:
+                self._told[one.epoch.id].add(one)
+
+    def _note(self, epoch: Epoch, named: set[EpochId], before: int | None, at: float) -> None:
+        if epoch.id in self._told or len(self._told) >= MOST_WAITING:
+            return
+        if not self._is_counted(epoch.id, named):
+            self._told[epoch.id] = _Told(epoch=epoch, since=at, before=before)
+
+    def _is_counted(self, id: EpochId, named: set[EpochId]) -> bool:
+        """Whether this epoch is counted already. An epoch with a lower number than the counted one
+        is new only if its sidecar has no record of the counted one: then all records were lost, and
+        the numbers began anew."""
+        if id in self._done or id == self.counted:
+            return True
+        counted = self.counted
+        return counted is not None and id.number < counted.number and counted in named
+
+    def due(self, *, world: int | None, at: float) -> list[Restart]:
+        """The restarts that are accounted for now, oldest first. Each is returned once."""
+        ripe = [
+            told
+            for told in self._told.values()
+            if (world is not None and told.ranks.bit_count() >= world)
+            or at - told.since >= PATIENCE_S
+        ]
+        found = []
+        for told in sorted(ripe, key=lambda one: one.epoch.id):
+            del self._told[told.epoch.id]
+            restart = self._account(told, told.as_restart(world=world, at=at))
+            found += [restart] if restart else []
+        return found
+
+    def _account(self, told: _Told, restart: Restart) -> Restart | None:
+        first = self.counted is None and not restart.parent and not told.before
+        begins = self.counted is None and bool(restart.origin)
+        self.counted = restart.epoch
+        self._done.add(restart.epoch)
+        if len(self._done) > MOST_DONE:
+            self._done = set(sorted(self._done)[-MOST_DONE // 2 :])
+        if first:
+            return None
+        self.restarts += not begins
+        self.lost_steps += restart.lost_steps
+        return restart
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an epoch was reported that is not accounted for yet."""
+        return bool(self._told)

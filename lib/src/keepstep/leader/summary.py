@@ -1,0 +1,265 @@
+"""The report of a run to the operator, from what its leader knows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Final
+
+from keepstep.core.commit_rule import bits
+from keepstep.core.ledger import Restart
+from keepstep.leader.doubts import doubts
+from keepstep.leader.leader import Leader
+from keepstep.leader.node_rank import Place
+from keepstep.leader.orphaned_shards import OrphanedShard
+from keepstep.leader.run_ledger import RunLedger
+from keepstep.spans import spans
+from keepstep.steps import NEAREST_FIRST, Answer, StepId, Tier
+from keepstep.wire.runs import (
+    LARGEST_BYTES,
+    MOST_NODES,
+    Holder,
+    Kept,
+    MemberState,
+    NodeReport,
+    Record,
+    RunReport,
+    Safe,
+    Stall,
+    within_bounds,
+)
+
+SILENT_S: Final = 90.0
+"""A member is silent after this time without a connection."""
+_MOST_ARCHIVED: Final = 100
+
+
+def summary(leader: Leader, *, sequence: int, at: float) -> RunReport:
+    """The run now. `sequence`: see `RunReport`; the first report has no record, because an earlier
+    leader's is not known yet."""
+    ledger, history, asked = leader.ledger, leader.history, leader.requests
+    asked.note_named()
+    progress, commit = ledger.progress, history.commit
+    step = progress.step if progress is not None else None
+    behind = None if step is None else max(0, step - (commit.id.step if commit else 0))
+    fresh = ledger.core.lineage.fresh
+    there = [place for _, place in sorted(ledger.places.items()) if not place.gone]
+    outlook, safe = asked.outlook(), ledger.safety()
+    watermarks = ledger.watermarks()
+    if safe.step is not None and asked.policy.replicas:
+        watermarks[Tier.PEER] = safe.step  # what is left whichever node is lost
+    report = RunReport(
+        leader=leader.life,
+        sequence=sequence,
+        world=ledger.world or 0,
+        alive=ledger.alive(),
+        known=len(ledger.places),
+        missing=spans(_silent(leader, at)),
+        without_library=spans(
+            rank
+            for rank, place in ledger.places.items()
+            if not place.gone and not place.sidecar.library
+        ),
+        settled=leader.all_here,
+        epochs=tuple(sorted(ledger.core.epochs, key=lambda one: one.id, reverse=True)),
+        fresh=str(fresh or ""),
+        origin=next((f"{one.origin}/{one.parent}" for one in ledger.core.epochs if one.origin), ""),
+        step=step,
+        behind=behind,
+        committed=commit.id if commit is not None else None,
+        commits=ledger.commits(),
+        watermarks=watermarks,
+        held_by=_holders_of(ledger, commit.id if commit is not None else None),
+        kept=tuple(_kept(leader)),
+        certain=_is_certain(leader),
+        archived=len(ledger.archived()),
+        safe=Safe(
+            restart=outlook.step if outlook.restart is Restart.GOES_ON else None,
+            node=safe.step,
+            pod=safe.pod,
+            archived=safe.archived,
+            sole=tuple(sorted(safe.sole)),
+        ),
+        stall=_stall(there),
+        fullest=max((one.sidecar.fullest for one in there if one.sidecar.fullest), default=None),
+        sidecar=_versions(one.sidecar.version for one in there),
+        library=_versions(one.sidecar.library for one in there),
+        pinned=max((one.sidecar.pinned for one in there), default=""),
+        refusals=max((one.sidecar.refusals for one in there), default=0),
+        restore_known=leader.restore_known(),
+        acknowledged=str(asked.fresh.acknowledged or ""),
+        nodes=tuple(_nodes(leader, at)),
+        recent=history.recent,
+        alarms=history.alarms(at=at),
+        doubts=doubts(leader, behind=behind, at=at),
+        record=_record(leader, at) if sequence > 1 else Record(),
+    )
+    return within_bounds(report)
+
+
+def fitted(report: RunReport, size: Callable[[RunReport], int]) -> RunReport:
+    """The report, without the ends of its longest lists if it is larger than `LARGEST_BYTES`.
+    `size`: in bytes as it is sent."""
+    while size(report) > LARGEST_BYTES:
+        record = report.record
+        report = replace(
+            report,
+            certain=False,
+            kept=_half(report.kept),
+            nodes=_half(report.nodes),
+            record=replace(record, holders=_half(record.holders), drives=_half(record.drives)),
+        )
+    return report
+
+
+def _half(listed: tuple) -> tuple:  # type: ignore[type-arg]
+    return listed[: len(listed) // 2]
+
+
+def _versions(said: Iterable[str]) -> str:
+    return ", ".join(sorted({*said} - {""}))
+
+
+def _stall(there: Iterable[Place]) -> Stall:
+    ranks = [rank for place in there for rank in place.ranks.values()]
+    return Stall(
+        skipped=sum(rank.skipped for rank in ranks),
+        discarded=sum(rank.discarded for rank in ranks),
+        blocked_seconds=round(sum(rank.blocked_s for rank in ranks), 1),
+    )
+
+
+# --- node ranks ----------------------------------------------------------------------------------
+
+
+def _silent(leader: Leader, at: float) -> Iterator[int]:
+    """The node ranks that are not connected: since long, or since this leader began."""
+    for rank in leader.missing():
+        place = leader.ledger.places.get(rank)
+        if place is None or at - place.heard_at >= SILENT_S:
+            yield rank
+
+
+def _nodes(leader: Leader, at: float) -> list[NodeReport]:
+    """Those with warnings first, then by node rank."""
+    ring, silent = leader.peers().ring, {*_silent(leader, at)}
+    places = sorted(
+        leader.ledger.places.items(), key=lambda one: (not one[1].sidecar.warnings, one[0])
+    )
+    return [
+        NodeReport(
+            node_rank=rank,
+            pod=place.pod,
+            node=place.node,
+            state=_state(place, rank in silent),
+            ranks=spans(bits(place.own)),
+            memory=None if place.gone else _newest(leader.ledger, rank, Tier.MEMORY),
+            local=None if place.dropped else _newest(leader.ledger, rank, Tier.LOCAL),
+            buddies=spans(ring.get(rank, ())),
+            warnings=place.sidecar.warnings,
+        )
+        for rank, place in places[:MOST_NODES]
+    ]
+
+
+def _state(place: Place, silent: bool) -> MemberState:
+    if place.gone:
+        return MemberState.GONE
+    return MemberState.SILENT if silent else MemberState.CONNECTED
+
+
+def _newest(ledger: RunLedger, node_rank: int, tier: Tier) -> int | None:
+    """Steps that a later epoch left behind do not count."""
+    held = ledger.common(node_rank, tier)
+    return max((id.step for id in held if not ledger.core.is_dead(id)), default=None)
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def _holders_of(ledger: RunLedger, id: StepId | None) -> tuple[Tier, ...]:
+    """The tiers that hold this step of all ranks."""
+    if id is None or not ledger.world:
+        return ()
+    return tuple(
+        tier for tier in NEAREST_FIRST if ledger.core.holders(id, tier).bit_count() >= ledger.world
+    )
+
+
+def _kept(leader: Leader) -> Iterator[Kept]:
+    """The newest archived steps, and all pinned ones that are complete; newest first."""
+    ledger, pins = leader.ledger, {*leader.pins.steps}
+    archived = ledger.archived()[-_MOST_ARCHIVED:]
+    for id in sorted({*archived, *(pins & {*ledger.commits()})}, reverse=True):
+        held = {tier: ledger.core.holders(id, tier).bit_count() for tier in NEAREST_FIRST[1:]}
+        world = max(held.values())
+        yield Kept(
+            step=str(id),
+            ranks=max(1, world),
+            tiers=tuple(tier for tier, count in held.items() if count >= world),
+            size_bytes=ledger.core.size_bytes(id),
+        )
+
+
+def _is_certain(leader: Leader) -> bool:
+    """Whether a step that is not kept certainly does not exist: all have reported, and where there
+    is an archive, it has answered."""
+    if not leader.all_here:
+        return False
+    if leader.requests.policy.archive_every is None:
+        return True
+    ranks = (one for place in leader.ledger.places.there() for one in place.ranks.values())
+    told = {one.archive_answer for one in ranks}
+    return Answer.UNKNOWN not in told and bool(told - {None})
+
+
+# --- the record ----------------------------------------------------------------------------------
+
+
+def _record(leader: Leader, at: float) -> Record:
+    record = leader.history.record(_holders(leader), at=at)
+    return replace(record, restore_from=leader.requests.restore_from)
+
+
+def _holders(leader: Leader) -> tuple[Holder, ...]:
+    """What each node holds on drives that outlive pods. Nodes that the run has left come first,
+    because nothing else remembers what lies there."""
+    places = leader.ledger.places
+    place_of = {one: rank for rank, place in places.items() for one in bits(place.own)}
+    by_node: dict[str, dict[int, Place]] = {}
+    for node_rank, place in places.items():
+        if place.stays and not place.dropped:
+            by_node.setdefault(place.node, {})[node_rank] = place
+    left: dict[str, list[OrphanedShard]] = {}
+    for one in leader.ledger.orphans:
+        by_node.setdefault(one.node, {})
+        left.setdefault(one.node, []).append(one)
+    found = (
+        _holder(leader.ledger, node, at, place_of, left.get(node, ()))
+        for node, at in sorted(by_node.items(), key=lambda one: (one[0] not in left, one[0]))
+    )
+    return tuple(one for one in found if one.node_ranks or one.copies)
+
+
+def _holder(
+    ledger: RunLedger,
+    node: str,
+    places: dict[int, Place],
+    place_of: dict[int, int],
+    left: Iterable[OrphanedShard],
+) -> Holder:
+    """One node. `left`: the shards on it of places that are elsewhere now."""
+    steps = [id for rank in places for id in ledger.drives(rank)]
+    newest = max((*steps, *(one.step for one in left)), default=None)
+    own = {
+        rank
+        for rank, place in places.items()
+        if place.own and any(ledger.core.of_node(rank, Tier.LOCAL))
+    }
+    copied = (rank for place in places.values() for rank in bits(place.copied))
+    return Holder(
+        node=node,
+        node_ranks=spans(own | {one.node_rank for one in left}),
+        copies=spans(place_of[rank] for rank in copied if rank in place_of),
+        step=None if newest is None else newest.step,
+    )

@@ -1,0 +1,110 @@
+"""Which Checkpoint objects a run should have: one for each pinned or archived step. Pure.
+
+They are made from the leader's report alone. So if all objects are lost, they are made again.
+Deleting an object deletes no data: it is a name for a step, not its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from keepstep.wire.runs import Kept, utc
+from keepstep_operator import names
+from keepstep_operator.bodies import Body
+from keepstep_operator.reconcile.run import Run
+
+MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+MANAGER: Final = "keepstep"
+
+Tiers = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What to write so that the objects are as they should be. `made`, `moved`: to create, and to
+    give another status. `gone`: names to delete."""
+
+    made: tuple[Kept, ...] = ()
+    moved: tuple[Kept, ...] = ()
+    gone: tuple[str, ...] = ()
+
+
+def changes(run: Run, known: Mapping[str, Tiers]) -> Changes:
+    """The changes that are due. `known`: by name, the tiers of the present objects that are ours.
+    A step that is not reported counts as gone only if the leader is certain."""
+    report = run.report
+    if report is None:
+        return Changes()
+    wanted = {name_of(run, one): one for one in report.kept}
+    return Changes(
+        made=tuple(one for name, one in wanted.items() if name not in known),
+        moved=tuple(
+            one
+            for name, one in wanted.items()
+            if name in known and report.certain and known[name] != tiers_of(one)
+        ),
+        gone=tuple(sorted(known.keys() - wanted.keys())) if report.certain else (),
+    )
+
+
+def name_of(run: Run, one: Kept) -> str:
+    """The name of its object. It is a DNS subdomain, since both parts are."""
+    return f"{run.key.name}-{one.step}"
+
+
+def tiers_of(one: Kept) -> Tiers:
+    return tuple(map(str, one.tiers))
+
+
+def known_tiers(body: Body) -> Tiers:
+    """The same, from an object as the API server has it."""
+    return tuple(map(str, (body.get("status") or {}).get("tiers") or ()))
+
+
+def body_of(run: Run, one: Kept) -> Body:
+    """The object to create. It is deleted with its CheckpointRun."""
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": "Checkpoint",
+        "metadata": {
+            "name": name_of(run, one),
+            "namespace": run.key.namespace,
+            "labels": {names.RUN_KEY_LABEL: run.key.name, MANAGED_BY: MANAGER},
+            "ownerReferences": [owner_of(run)],
+        },
+        "spec": {
+            "run": run.key.name,
+            "step": one.step,
+            "ranks": max(1, one.ranks),
+            **({"bytes": one.size_bytes} if one.size_bytes else {}),
+        },
+    }
+
+
+def owner_of(run: Run) -> Body:
+    """The CheckpointRun as the owner of an object."""
+    uid = run.object.uid if run.object is not None else ""
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": "CheckpointRun",
+        "name": run.key.name,
+        "uid": uid,
+    }
+
+
+def status_of(one: Kept, *, now: float) -> Body:
+    """The object's status. Its condition never changes while the object is there."""
+    return {
+        "tiers": list(tiers_of(one)),
+        "conditions": [
+            {
+                "type": "Available",
+                "status": "True",
+                "reason": "Held",
+                "message": f"all {one.ranks} shards are on: {', '.join(tiers_of(one))}",
+                "lastTransitionTime": utc(now),
+            }
+        ],
+    }

@@ -1,0 +1,402 @@
+"""The conditions of a run, worded for the person who is on call. Pure.
+
+What only the leader can see comes as doubts, each of which belongs to one condition (`_DOUBTS`).
+What only the cluster shows is looked up here. `Protected` sums all up: True means that a crash now
+would cost little. Its checks are ordered: the problem to act on first comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from keepstep.spans import within
+from keepstep.wire.runs import Doubt, DoubtKind, RunReport
+from keepstep_operator import names
+from keepstep_operator.api.model import PodRecord
+from keepstep_operator.api.quantities import format_bytes
+from keepstep_operator.api.run import cut
+from keepstep_operator.reconcile import messages
+from keepstep_operator.reconcile.messages import and_more, few
+from keepstep_operator.reconcile.requested import Cluster
+from keepstep_operator.reconcile.run import FINISHED, Run
+from keepstep_operator.reconcile.survival import Survives, survives
+
+SILENT_S: Final = 90.0
+"""The leader is silent after this time: three missed reports."""
+
+PROTECTED: Final = "Protected"
+FULLY_INJECTED: Final = "FullyInjected"
+DUPLICATE_NODE_RANK: Final = "DuplicateNodeRank"
+RESTORE_REFUSED: Final = "RestoreRefused"
+COUNTED_BY_QUEUE: Final = "CountedByQueue"
+COMMITTING: Final = "Committing"
+REPLICATED: Final = "Replicated"
+ARCHIVED: Final = "Archived"
+RESTORE_FROM: Final = "RestoreFrom"
+LEFT_SERVED: Final = "LeftShardsServed"
+
+_DOUBTS: Final = {
+    DoubtKind.COMMIT_STALLED: (COMMITTING, "False", "CommitStalled"),
+    DoubtKind.COMMIT_LOST: (COMMITTING, "False", "PartGone"),
+    DoubtKind.SIDECAR_TROUBLED: (COMMITTING, "False", "SidecarTroubled"),
+    DoubtKind.RESTORE_REFUSED: (RESTORE_REFUSED, "True", RESTORE_REFUSED),
+    DoubtKind.NOTHING_KEPT: (PROTECTED, "False", "NothingKept"),
+    DoubtKind.PART_GONE: (PROTECTED, "False", "PartGone"),
+    DoubtKind.PEERS_TROUBLED: (REPLICATED, "False", "Troubled"),
+    DoubtKind.PEERS_BEHIND: (REPLICATED, "False", "Behind"),
+    DoubtKind.PEERS_NOT_SERVING: (REPLICATED, "Unknown", "NotServing"),
+    DoubtKind.ARCHIVE_TROUBLED: (ARCHIVED, "False", "Troubled"),
+    DoubtKind.ARCHIVE_BEHIND: (ARCHIVED, "False", "Behind"),
+    DoubtKind.LEFT_NOT_SERVED: (LEFT_SERVED, "False", "NoAgent"),
+    DoubtKind.LEFT_SERVED: (LEFT_SERVED, "True", "Served"),
+    DoubtKind.RANKS_ABSENT: (FULLY_INJECTED, "False", "RanksWithoutSidecar"),
+}
+"""By kind of doubt: the condition that it decides, its status and its reason."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A condition without its times. `status`: True, False or Unknown."""
+
+    status: str
+    reason: str
+    message: str
+
+
+_OVER: Final = Verdict("Unknown", FINISHED, "the job is over")
+_NO_REPORTS: Final = Verdict("Unknown", "NoReports", "no sidecar has reported yet")
+
+
+def verdicts(run: Run, cluster: Cluster, *, now: float) -> dict[str, Verdict]:
+    """The conditions by type, in the order in which they are shown, without those that do not apply
+    to this run."""
+    found = {
+        FULLY_INJECTED: _fully_injected(run),
+        DUPLICATE_NODE_RANK: _duplicate_node_rank(run),
+        RESTORE_REFUSED: None if run.finished_at else _doubted(run, RESTORE_REFUSED),
+        COUNTED_BY_QUEUE: _counted_by_queue(run),
+        COMMITTING: _committing(run),
+        REPLICATED: _replicated(run),
+        ARCHIVED: _archived(run),
+        RESTORE_FROM: _restore_from(run),
+        LEFT_SERVED: None if run.finished_at else _doubted(run, LEFT_SERVED),
+    }
+    problems = (
+        _finished(run),
+        _unheard(run),
+        _failing(found[FULLY_INJECTED]),
+        _as_false(found[DUPLICATE_NODE_RANK]),
+        _as_false(found[RESTORE_REFUSED]),
+        _without_library(run, now),
+        _silent(run, now),
+        _doubted(run, PROTECTED),
+        *(_failing(found[type]) for type in (COMMITTING, REPLICATED, ARCHIVED)),
+    )
+    said = Verdict("True", PROTECTED, _what_is_kept(run, cluster))
+    protected = next((one for one in problems if one is not None), said)
+    shown = {type: one for type, one in found.items() if one is not None}
+    return {PROTECTED: protected, **shown}
+
+
+def _failing(verdict: Verdict | None) -> Verdict | None:
+    return verdict if verdict is not None and verdict.status == "False" else None
+
+
+def _as_false(verdict: Verdict | None) -> Verdict | None:
+    return None if verdict is None else replace(verdict, status="False")
+
+
+def _doubted(run: Run, type: str) -> Verdict | None:
+    """What the first doubt about this condition says; None: there is none."""
+    for doubt in doubts(run):
+        of, status, reason = _DOUBTS[doubt.kind]
+        if of == type:
+            return Verdict(status, reason, cut(doubt.text))
+    return None
+
+
+def doubts(run: Run) -> tuple[Doubt, ...]:
+    """What the leader doubts now."""
+    return run.report.doubts if run.report is not None else ()
+
+
+# --- Protected: each of these is None if there is nothing to act on ------------------------------
+
+
+def _finished(run: Run) -> Verdict | None:
+    if run.finished_at is None:
+        return None
+    how = next((one.message for one in run.recent if one.type == FINISHED), "the job is over")
+    how = how.partition(";")[0]
+    if run.committed is None:
+        return Verdict("Unknown", FINISHED, f"{how}; no step of it was committed")
+    said = f"{how}; its last committed step is {run.committed.step}"
+    if run.outlives_pod:
+        said += (
+            ". It stays on the volumes of its nodes; a new job goes on from it when its pods carry"
+            f" the label {names.RUN_LABEL}: {run.key.name}"
+        )
+    return Verdict("Unknown", FINISHED, said)
+
+
+def _unheard(run: Run) -> Verdict | None:
+    if run.report is not None:
+        return None
+    pods = list(run.members)
+    if not pods:
+        return Verdict("Unknown", "NoPods", "no pod of this run exists")
+    if all(not pod.injected for pod in pods):
+        return None
+    troubled = [f"; pod {pod.name} is {pod.trouble}" for pod in pods if pod.trouble]
+    return Verdict(
+        "Unknown",
+        "NoReports",
+        f"no sidecar of its {len(pods)} pods has reported yet{min(troubled, default='')}. If"
+        f" that stays so, look at kubectl logs -n {run.key.namespace} POD -c keepstep-sidecar, at"
+        " that of the pod with node rank 0 first",
+    )
+
+
+def _duplicate_node_rank(run: Run) -> Verdict | None:
+    """None if every pod that stays has its own node rank."""
+    by_rank: dict[int, list[str]] = {}
+    for pod in run.members:
+        if pod.stays:
+            by_rank.setdefault(pod.node_rank, []).append(pod.name)
+    twice = {rank: pods for rank, pods in by_rank.items() if len(pods) > 1}
+    if not twice:
+        return None
+    rank = min(twice)
+    return Verdict("True", DUPLICATE_NODE_RANK, messages.same_rank(rank, twice[rank]))
+
+
+def without_library(run: Run, now: float) -> list[str]:
+    """The names of pods whose training container runs, and to whose sidecar no trainer came."""
+    report = run.report
+    if report is None or not report.without_library:
+        return []
+    return sorted(
+        pod.name
+        for pod in run.members
+        if _trains(pod, now, messages.LIBRARY_S) and within(report.without_library, pod.node_rank)
+    )
+
+
+def _trains(pod: PodRecord, now: float, for_s: float) -> bool:
+    return pod.stays and pod.training_since is not None and now - pod.training_since >= for_s
+
+
+def _without_library(run: Run, now: float) -> Verdict | None:
+    pods = without_library(run, now)
+    if not pods:
+        return None
+    message = messages.without_library(pods[0]) + and_more(pods)
+    return Verdict("False", "LibraryMissing", message)
+
+
+def _silent(run: Run, now: float) -> Verdict | None:
+    """None while the leader reports, and all members to it."""
+    report = run.report
+    if report is None or run.idle_since is not None:
+        return None
+    leads = now - run.reported_at >= SILENT_S
+    pods = sorted(
+        pod.name
+        for pod in run.members
+        if _trains(pod, now, SILENT_S)
+        and (pod.node_rank == 0 if leads else within(report.missing, pod.node_rank))
+    )
+    if not pods:
+        return None
+    return Verdict(
+        "Unknown",
+        "SidecarsSilent",
+        f"no report for more than {SILENT_S:.0f} s from the sidecars of {few(pods)}: what is"
+        " written here is what was known before. Training and restarts do not depend on it. Look at"
+        f" kubectl logs -n {run.key.namespace} {pods[0]} -c keepstep-sidecar",
+    )
+
+
+def draining(run: Run, cluster: Cluster) -> list[str]:
+    """The cordoned nodes that hold the only copy of some part of the newest commit."""
+    if run.report is None or run.finished_at is not None:
+        return []
+    nodes = (cluster.nodes.get(name) for name in run.report.safe.sole)
+    return sorted(node.name for node in nodes if node is not None and node.cordoned)
+
+
+def _what_is_kept(run: Run, cluster: Cluster) -> str:
+    report = run.report
+    if report is None:
+        return "nothing is known of it yet"
+    restart = report.safe.restart.step if report.safe.restart else 0
+    said = [f"the restart of a container goes on from step {restart}", *_of_a_pod(run, report)]
+    outlived = survives(run)
+    if Survives.JOB_RECREATE not in outlived and Survives.POD_RESTART in outlived:
+        said.append("a new job begins anew, unless its pods carry the label keepstep.dev/run")
+    said += [messages.draining(node, None) for node in draining(run, cluster)]
+    return "; ".join(said)
+
+
+def _of_a_pod(run: Run, report: RunReport) -> Iterator[str]:
+    """What the loss of a pod or its node costs."""
+    safe, committed = report.safe, report.committed
+    if run.outlives_pod and committed is not None:
+        yield f"a pod that comes back to its node goes on from step {committed.step} or newer"
+    if safe.node is not None:
+        where = " in the archive" if safe.node == safe.archived else ""
+        yield f"the loss of a pod or its node goes back to step {safe.node.step}{where}"
+    elif run.outlives_pod and committed is None:
+        yield "nothing is committed yet: a pod that is deleted takes its part with it"
+    elif run.outlives_pod:
+        yield "a node that is lost takes its part with it"
+    elif safe.pod is not None:
+        yield (
+            f"a pod that is deleted or moved goes on from step {safe.pod.step} or newer, which the"
+            " other pods have"
+        )
+    else:
+        kinds = ", ".join(sorted({str(kind) for kind in run.volumes})) or "none"
+        again = run.policy is None or run.policy.begins_again or report.known <= 1
+        then = "begins at step 0" if again else "waits for a person (onLoss: Wait)"
+        yield (
+            f"a pod that is deleted or moved takes its part with it, and the run then {then}"
+            f" (volumes: {kinds}; hostPath outlives pods)"
+        )
+
+
+# --- the others ----------------------------------------------------------------------------------
+
+
+def _fully_injected(run: Run) -> Verdict:
+    if run.finished_at is not None:
+        return _OVER
+    pods = [pod for pod in run.members if not pod.over]
+    if not pods:
+        return Verdict("Unknown", "NoPods", "no pod of this run exists")
+    without = sorted((pod for pod in pods if not pod.injected), key=lambda pod: pod.name)
+    if without:
+        message = messages.not_injected(without[0]) + and_more([pod.name for pod in without])
+        return Verdict("False", "NotInjected", message)
+    all_have = Verdict("True", "AllInjected", f"all {len(pods)} pods have the sidecar")
+    return _doubted(run, FULLY_INJECTED) or all_have
+
+
+def _counted_by_queue(run: Run) -> Verdict | None:
+    """None if no queue is involved, or if it counts all that the pods request."""
+    policy = run.policy
+    if policy is None or not policy.added_bytes:
+        return None
+    if not any(pod.uncounted and pod.stays for pod in run.members):
+        return None
+    message = (
+        f"Kueue admitted the job by its template; policy {policy.name} (accounting: Add) adds"
+        f" {format_bytes(policy.added_bytes)} of memory to each of its pods, which no quota counts,"
+        " so pods may not find the place that the queue believes to be free. Set"
+        " accounting: CarveOut, and raise the training container's memory by as much"
+    )
+    return Verdict("False", "MemoryAdded", message)
+
+
+def _committing(run: Run) -> Verdict:
+    if (early := _early(run)) is not None:
+        return early
+    if (doubted := _doubted(run, COMMITTING)) is not None:
+        twice = _duplicate_node_rank(run)
+        stalled = doubted.reason == str(DoubtKind.COMMIT_STALLED)
+        return replace(doubted, message=twice.message) if twice and stalled else doubted
+    if run.committed is None:
+        return Verdict("Unknown", "NothingCommitted", "no step was committed yet")
+    behind = run.report.behind if run.report is not None else None
+    return Verdict(
+        "True",
+        COMMITTING,
+        f"step {run.committed.step} became committed at {run.committed.time};"
+        f" {behind or 0} steps are staged and not committed",
+    )
+
+
+def _replicated(run: Run) -> Verdict | None:
+    """Whether a step of the run survives the loss of any one node, through copies on peers."""
+    if run.policy is None or run.policy.peers is None:
+        return None
+    if (early := _early(run)) is not None:
+        return early
+    nodes = {pod.node for pod in run.members if not pod.over}
+    if len(nodes) == 1 and (node := next(iter(nodes))):
+        said = f"all pods are on node {node}: a copy needs another node. Spread the pods of the job"
+        return Verdict("False", "OneNode", said)
+    if (doubted := _doubted(run, REPLICATED)) is not None:
+        return doubted
+    safe = run.report.safe.node if run.report is not None else None
+    if safe is None:
+        return Verdict("Unknown", "NothingReplicated", "no step lies on two nodes whole yet")
+    return Verdict("True", REPLICATED, f"step {safe.step} is left whichever node is lost")
+
+
+def _archived(run: Run) -> Verdict | None:
+    """Whether steps reach the archive."""
+    if run.policy is None or run.policy.archive is None:
+        return None
+    newest = run.report.safe.archived if run.report is not None else None
+    if newest is None and (early := _early(run)) is not None:
+        return early
+    if run.finished_at is None and (doubted := _doubted(run, ARCHIVED)) is not None:
+        return doubted
+    archive = run.policy.archive
+    if newest is None:
+        said = f"no step is in {archive.where} yet; the steps that {archive.every} divides go there"
+        return Verdict("Unknown", "NothingArchived", said)
+    count = run.report.archived if run.report is not None else 0
+    more = f", and {count - 1} older" if count > 1 else ""
+    return Verdict("True", ARCHIVED, f"step {newest.step} is in {archive.where}{more}")
+
+
+def _early(run: Run) -> Verdict | None:
+    if run.finished_at is not None:
+        return _OVER
+    return None if run.report is not None else _NO_REPORTS
+
+
+def _restore_from(run: Run) -> Verdict | None:
+    """The state of spec.restoreFrom. None if nothing is asked."""
+    asked = run.object.restore_from if run.object is not None else ""
+    if not asked:
+        return None
+    known, wanted = run.record.restore_from, cut(asked, longest=128)
+    if run.report is None:
+        said = "no sidecar has told yet which steps there are"
+        return Verdict("Unknown", "NoReports", said)
+    if known is None or known.asked != asked:
+        return Verdict("Unknown", "Telling", f"the run's sidecars do not know {wanted} yet")
+    if known.run:
+        return Verdict(
+            "False",
+            "OtherRun",
+            f"{wanted} is of another run, and this one has begun already: a new job begins from"
+            f" there with the annotation {names.RESTORE_FROM_ANNOTATION} on its pods. Restarts are"
+            " as usual",
+        )
+    if known.epoch:
+        said = f"epoch {known.epoch} went on from step {known.step}; later restarts are as usual"
+        return Verdict("True", "Restored", said)
+    if not known.step:
+        steps = few([str(step) for step in run.report.commits[-3:]])
+        return Verdict(
+            "False",
+            "NotFound",
+            f"no step {wanted} that every rank holds is known"
+            + (f"; there is {steps}" if steps else "; name it with its full id")
+            + ". Restarts are as usual until it is found",
+        )
+    if not run.report.restore_known:
+        said = f"not all sidecars know yet that the run is to go back to step {known.step}"
+        return Verdict("Unknown", "Telling", f"{said}: wait for them")
+    return Verdict(
+        "Unknown",
+        "Waiting",
+        f"the next restart goes on from step {known.step}, and the steps beyond it"
+        " are dead then: restart the job now; empty spec.restoreFrom to take it back",
+    )

@@ -1,0 +1,148 @@
+"""The Kubernetes Events of a run: what changed between two of its values, as objects. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+from keepstep.wire.runs import DoubtKind
+from keepstep_operator import names
+from keepstep_operator.api.model import Job, PolicyRecord, RunKey
+from keepstep_operator.api.run import cut
+from keepstep_operator.bodies import Body
+from keepstep_operator.reconcile import messages
+from keepstep_operator.reconcile.conditions import doubts, draining, without_library
+from keepstep_operator.reconcile.render import rivals
+from keepstep_operator.reconcile.requested import Cluster
+from keepstep_operator.reconcile.run import FINISHED, Run
+
+CONTROLLER: Final = "keepstep.dev/reconcile"
+_NORMAL: Final = {"Restored", "Forked", "RolledBack", "LeftShardsServed"}
+"""What happened and asks for no action."""
+_TOLD: Final = {DoubtKind.COMMIT_STALLED, DoubtKind.RESTORE_REFUSED, DoubtKind.PART_GONE}
+"""Doubts that are an Event, too, when they begin."""
+_COMMITTED_S: Final = 300.0
+_AGAIN_S: Final = 600.0
+_HOUR_S: Final = 3600.0
+_LONGEST_NAME: Final = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """An Event about the run and its job. It is not repeated within `period_s`, unless its reason
+    or `topic` differ. `about`: another object than the run's job."""
+
+    reason: str
+    message: str
+    warning: bool = True
+    topic: str = ""
+    period_s: float = _AGAIN_S
+    about: Job | None = None
+
+
+def events(before: Run, after: Run) -> Iterator[Event]:
+    """What is to be told of the change from `before` to `after`."""
+    step, report = after.committed, after.report
+    if step is not None and report is not None and step != before.committed:
+        message = f"step {step.step} is durable on all {report.world} ranks"
+        yield Event(reason="Committed", message=message, warning=False, period_s=_COMMITTED_S)
+    for one in after.recent:
+        if one not in before.recent and one.type != FINISHED:
+            quiet, topic = one.type in _NORMAL, f"{one.time} {one.step}"
+            yield Event(reason=one.type, message=one.message, warning=not quiet, topic=topic)
+    known = before.report.alarms if before.report is not None else ()
+    for alarm in after.report.alarms if after.report is not None else ():
+        if alarm not in known:
+            yield Event(reason=alarm.kind, message=alarm.text, topic=alarm.text)
+    for doubt in doubts(after):
+        if doubt.kind in _TOLD and doubt.kind not in {one.kind for one in doubts(before)}:
+            yield Event(reason=str(doubt.kind), message=doubt.text)
+    yield from _of_sidecars(before, after)
+    for pod in rivals(after):
+        if pod.job not in before.rivals:
+            message = messages.rival(pod, after.job, after.key)
+            yield Event(reason="RunTaken", message=message, topic=str(pod.job), about=pod.job)
+
+
+def standing(run: Run, cluster: Cluster, *, now: float) -> Iterator[Event]:
+    """What holds now and is told again after its period, as long as it does: the API server keeps
+    an Event for an hour only."""
+    for pod in run.members:
+        if not pod.injected and not pod.over:
+            message = messages.not_injected(pod)
+            yield Event(reason="NotInjected", message=message, topic=pod.uid, period_s=_HOUR_S / 2)
+    for name in without_library(run, now):
+        message = messages.without_library(name)
+        yield Event(reason="LibraryMissing", message=message, topic=name, period_s=_HOUR_S)
+    step = run.committed.step if run.committed is not None else None
+    for node in draining(run, cluster):
+        message = messages.draining(node, step)
+        yield Event(reason="NodeDraining", message=message, topic=node, period_s=_HOUR_S)
+
+
+def _of_sidecars(before: Run, after: Run) -> Iterator[Event]:
+    known = before.report.nodes if before.report is not None else ()
+    told = {one.node_rank: one.warnings for one in known}
+    for one in after.report.nodes if after.report is not None else ():
+        pod = after.pods.get(one.pod)
+        for text in one.warnings if pod is not None else ():
+            if pod is not None and text not in told.get(one.node_rank, ()):
+                message = f"{pod.name}: {text}"
+                topic = f"{pod.uid} {text}"
+                yield Event(reason="SidecarWarning", message=message, topic=topic, period_s=_HOUR_S)
+
+
+def policy_event(policy: PolicyRecord) -> Event | None:
+    """The event on a policy that is not accepted; None if it is."""
+    if policy.problem is None:
+        return None
+    about = Job(
+        api_version=names.API_VERSION, kind="CheckpointPolicy", name=policy.name, uid=policy.uid
+    )
+    reason, message = policy.problem
+    topic = str(policy.generation)
+    return Event(reason=reason, message=message, topic=topic, period_s=_HOUR_S, about=about)
+
+
+def bodies(
+    event: Event, key: RunKey, *, job: Job | None, run_uid: str, name: str, now: float
+) -> Iterator[Body]:
+    """The Event on the job (or what else it is about) and the one on the run. Each names the other
+    object. `run_uid` '': the run has no object. `name`: a unique end of the Events' names."""
+    run = _reference(names.API_VERSION, "CheckpointRun", key.name, key.namespace, run_uid)
+    about = event.about or job
+    if about is None:
+        yield _body(event, run, None, name=name, now=now)
+        return
+    job_ = _reference(about.api_version, about.kind, about.name, key.namespace, about.uid)
+    yield _body(event, job_, run if run_uid else None, name=name, now=now)
+    if run_uid:
+        yield _body(event, run, job_, name=name, now=now)
+
+
+def _reference(api_version: str, kind: str, name: str, namespace: str, uid: str) -> Body:
+    return {
+        "apiVersion": api_version, "kind": kind, "name": name, "namespace": namespace, "uid": uid,
+    }  # fmt: skip
+
+
+def _body(event: Event, regarding: Body, related: Body | None, *, name: str, now: float) -> Body:
+    return {
+        "apiVersion": "events.k8s.io/v1",
+        "kind": "Event",
+        "metadata": {
+            "name": f"{regarding['name'][:_LONGEST_NAME]}.{name}",
+            "namespace": regarding["namespace"],
+        },
+        "regarding": regarding,
+        **({"related": related} if related else {}),
+        "eventTime": datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+        "type": "Warning" if event.warning else "Normal",
+        "reason": event.reason,
+        "action": "Reconcile",
+        "note": cut(event.message),
+        "reportingController": CONTROLLER,
+        "reportingInstance": "keepstep-reconcile",
+    }

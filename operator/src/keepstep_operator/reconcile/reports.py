@@ -1,0 +1,214 @@
+"""The API for sidecars: `POST /v1/runs` and `/v1/certificates`, over HTTPS.
+
+The order matters. First the token says which pod asks, then our own record says what pod that is,
+and only then its body is read. Every refused request is answered with {code, message}, counted, and
+logged once per source and reason in a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+from aiohttp import web
+from cachetools import TTLCache
+
+from keepstep.wire import runs as wire
+from keepstep.wire.reports import CERTIFICATES_PATH, CertificateRequest
+from keepstep.wire.runs import RunReport
+from keepstep.wire.trainer import Problem
+from keepstep_operator import names
+from keepstep_operator.api.model import AgentRecord, PodRecord
+from keepstep_operator.bodies import Body
+from keepstep_operator.journal import crash, warn
+from keepstep_operator.kube import PODS, Client, KubeError, NotFound
+from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.operator import Operator
+from keepstep_operator.reconcile.parsing import parse_agent, parse_pod_record
+from keepstep_operator.reconcile.peer_certificates import PeerCertificates, of_agent, of_pod
+from keepstep_operator.reconcile.token_auth import Identity, Refused, TokenAuth
+from keepstep_operator.serving import Ready, health_routes
+
+_LOGGED_EVERY_S: Final = 600.0
+_READ_S: Final = 20.0
+_SOURCES: Final = 1000
+_LEAST_GAP_S: Final = 1.0
+"""Between two reports of one pod."""
+_PODS: Final = 10_000
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_decode_report: Final = msgspec.json.Decoder(RunReport).decode
+_decode_request: Final = msgspec.json.Decoder(CertificateRequest).decode
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class ReportsApi:
+    """Takes reports of leaders, and signs. `namespace`: of agents. `authorities`: by which clients
+    are to recognize this server."""
+
+    def __init__(
+        self,
+        operator: Operator,
+        client: Client,
+        *,
+        metrics: Metrics,
+        ready: Ready,
+        signing: PeerCertificates,
+        namespace: str,
+        authorities: Callable[[], str],
+    ) -> None:
+        self._operator = operator
+        self._client = client
+        self._tokens = TokenAuth(client)
+        self._metrics = metrics
+        self._ready = ready
+        self._signing = signing
+        self._namespace = namespace
+        self._authorities = authorities
+        self._logged: TTLCache[tuple[str, str], bool] = TTLCache(_SOURCES, _LOGGED_EVERY_S)
+        self._lately: TTLCache[str, bool] = TTLCache(_PODS, _LEAST_GAP_S)
+
+    def application(self) -> web.Application:
+        """The application. Every error is answered with a `Problem`."""
+        app = web.Application(middlewares=[self._answer], client_max_size=wire.LARGEST_BYTES)
+        mine = [web.post(wire.PATH, self._take), web.post(CERTIFICATES_PATH, self._sign)]
+        app.add_routes([*mine, *health_routes(self._ready)])
+        return app
+
+    async def _take(self, request: web.Request) -> web.Response:
+        pod = await self._pod(await self._identity(request))
+        if pod.uid in self._lately:
+            raise Refused(429, "too-often", f"pod {pod.name} reported less than a second ago")
+        self._lately[pod.uid] = True
+        report = bounded(_decode_report(await _body(request)))
+        answer = self._operator.reported(pod, report, authorities=self._authorities())
+        if answer is None:
+            message = f"pod {pod.name} does not lead its run: node rank 0 does, its oldest pod"
+            raise Refused(409, "not-the-leader", message)
+        self._metrics.reports.inc()
+        return _json(answer)
+
+    async def _sign(self, request: web.Request) -> web.Response:
+        """Sign a certificate for a sidecar, or for the agent of a node."""
+        identity = await self._identity(request)
+        pod = self._operator.pod(identity.pod_uid)
+        if pod is None and identity.namespace == self._namespace:
+            uri = of_agent(await self._agent(identity))
+        else:
+            uri = of_pod(await self._pod(identity))
+        return _json(self._signing.issue(uri, _decode_request(await _body(request))))
+
+    # --- who asks ----------------------------------------------------------------------------
+
+    async def _identity(self, request: web.Request) -> Identity:
+        """Whose token came with the request. Raises Refused."""
+        if reason := self._ready():
+            raise Refused(503, "starting", reason)
+        return await self._tokens.identify(_bearer(request))
+
+    async def _pod(self, identity: Identity) -> PodRecord:
+        """The pod of this token, by our own record. Raises Refused."""
+        pod = self._operator.pod(identity.pod_uid)
+        if pod is None:  # a sidecar may be faster than the watch
+            pod = parse_pod_record(await self._look_up(identity))
+            if pod is not None:
+                self._operator.pod_seen(pod)
+        if pod is None or not pod.injected or pod.namespace != identity.namespace:
+            message = f"pod {identity.pod_name} was not given this sidecar"
+            raise Refused(403, "not-injected", message)
+        run = self._operator.runs[pod.run]
+        if pod.job in run.rivals:
+            message = f"run {pod.run.name} belongs to another job, which pod {pod.name} is not of"
+            raise Refused(403, "run-taken", message)
+        return pod
+
+    async def _agent(self, identity: Identity) -> AgentRecord:
+        """The agent of this token. Only the chart makes pods in its namespace. Raises Refused."""
+        body = await self._look_up(identity)
+        if names.AGENT_LABEL not in ((body.get("metadata") or {}).get("labels") or {}):
+            raise Refused(403, "not-injected", f"pod {identity.pod_name} is no agent of a node")
+        return parse_agent(body)
+
+    async def _look_up(self, identity: Identity) -> Body:
+        try:
+            body = await self._client.get(PODS, identity.pod_name, namespace=identity.namespace)
+        except NotFound:
+            raise Refused(404, "unknown-pod", f"there is no pod {identity.pod_name}") from None
+        except KubeError as error:
+            raise Refused(503, "unavailable", f"the pod cannot be looked up: {error}") from error
+        if (body.get("metadata") or {}).get("uid") != identity.pod_uid:
+            message = f"the token is of an earlier pod {identity.pod_name}"
+            raise Refused(403, "other-pod", message)
+        return body
+
+    # --- answers -----------------------------------------------------------------------------
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refused as refused:
+            return self._refuse(request, refused)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+            return self._refuse(request, Refused(400, "bad-report", str(error)))
+        except web.HTTPException as error:
+            return self._refuse(request, Refused(error.status, "bad-request", error.reason))
+        except Exception:
+            crash("request failed", source=request.remote)
+            message = "the operator failed; its log says why"
+            return _json(Problem(code="internal", message=message), status=500)
+
+    def _refuse(self, request: web.Request, refused: Refused) -> web.Response:
+        self._metrics.refused.labels(refused.code).inc()
+        source = request.remote or "?"
+        if (source, refused.code) not in self._logged:
+            self._logged[source, refused.code] = True
+            warn("request refused", source=source, code=refused.code, reason=str(refused))
+        return _json(Problem(code=refused.code, message=str(refused)), status=refused.status)
+
+
+def bounded(report: RunReport) -> RunReport:
+    """The report, if each list and text of it is within its bound. Raises Refused: a leader cuts
+    what it sends, so this one is not ours."""
+    record = report.record
+    tallies = record.goodput.tallies if record.goodput is not None else ()
+    lists = (
+        (report.nodes, wire.MOST_NODES),
+        (report.recent, wire.MOST_RECENT),
+        (report.alarms, wire.MOST_SAID),
+        (report.doubts, wire.MOST_SAID),
+        (report.epochs, wire.MOST_EPOCHS),
+        (report.commits, wire.MOST_COMMITS),
+        (report.kept, wire.MOST_KEPT),
+        (report.safe.sole, wire.MOST_SOLE),
+        (record.holders, wire.MOST_HOLDERS),
+        (record.drives, wire.MOST_DRIVES),
+        (tallies, wire.MOST_TALLIES),
+        *((one.warnings, wire.MOST_NODE_WARNINGS) for one in report.nodes),
+    )
+    if any(len(listed) > most for listed, most in lists):
+        raise Refused(
+            400, "bad-report", "a list of the report is longer than keepstep.wire.runs says"
+        )
+    return report
+
+
+def _bearer(request: web.Request) -> str:
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+async def _body(request: web.Request) -> bytes:
+    """The body of a request. Raises Refused if it does not arrive within `_READ_S`."""
+    try:
+        async with asyncio.timeout(_READ_S):
+            return await request.read()
+    except TimeoutError:
+        raise Refused(408, "too-slow", f"no whole request within {_READ_S:.0f} s") from None
+
+
+def _json(value: object, *, status: int = 200) -> web.Response:
+    return web.Response(body=_encode(value), status=status, content_type="application/json")

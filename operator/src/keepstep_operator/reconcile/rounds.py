@@ -1,0 +1,178 @@
+"""What no watch tells, looked at now and then: pods that admission never saw, agents of nodes, what
+vanished while a watch was interrupted, jobs that may be over, and what becomes true by waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from keepstep_operator import names
+from keepstep_operator.api.model import RunKey
+from keepstep_operator.bodies import Body
+from keepstep_operator.journal import crash, warn
+from keepstep_operator.kube import PODS, RUNS, Client, KubeError, NotFound
+from keepstep_operator.reconcile.events import standing
+from keepstep_operator.reconcile.jobs import owner_of, state_of
+from keepstep_operator.reconcile.operator import Operator
+from keepstep_operator.reconcile.parsing import (
+    asks,
+    parse_agent,
+    parse_pod_record,
+    parse_run_object,
+)
+from keepstep_operator.reconcile.run import Run, asks_job, is_expired, job_answered, owner_found
+
+_UNINJECTED: Final = (
+    f"!{names.INJECTED_LABEL},training.kubeflow.org/job-name",
+    f"!{names.INJECTED_LABEL},batch.kubernetes.io/job-name",
+)
+"""Selects pods that admission did not see: pods of PyTorchJobs, and of Jobs (a JobSet and a
+TrainJob consist of Jobs). Pods of other kinds of jobs have no label by which the server could
+select them."""
+_LIVING: Final = "status.phase!=Succeeded,status.phase!=Failed"
+LOOK_S: Final = 20.0
+SWEEP_S: Final = 600.0
+TICK_S: Final = 15.0
+LATE_S: Final = 45.0
+"""From a leader's last report on, its run is looked at although nothing happens."""
+_AGAIN_S: Final = 2.0
+JOB_S: Final = 30.0
+
+
+class Rounds:
+    """The rounds of one operator. `namespace`: of this process, where agents are. `agents`: whether
+    the chart installs them."""
+
+    def __init__(self, operator: Operator, client: Client, *, namespace: str, agents: bool) -> None:
+        self._operator = operator
+        self._client = client
+        self._namespace = namespace
+        self._agents = agents
+        self._uninjected: set[str] = set()
+        self._asked: dict[RunKey, float] = {}
+
+    async def load(self) -> None:
+        """Take in all runs and pods that exist, however long the API server is away: then nothing
+        is taken for gone that kopf has not shown yet."""
+        while not self._operator.cluster.complete:
+            await self._tried(self._list, "what exists")
+            await asyncio.sleep(_AGAIN_S if not self._operator.cluster.complete else 0.0)
+
+    async def _list(self) -> None:
+        async for body in self._client.list(RUNS):
+            self._operator.object_seen(parse_run_object(body))
+        async for body in self._client.list(PODS, labels=names.INJECTED_LABEL):
+            if (pod := parse_pod_record(body)) is not None:
+                self._operator.pod_seen(pod)
+        self._operator.cluster = replace(self._operator.cluster, complete=True)
+
+    async def look(self) -> None:
+        """Look at what has no watch each `LOOK_S`, and at all names each `SWEEP_S`; for ever."""
+        swept = self._operator.clock()
+        while True:
+            await self._tried(self._look_for_uninjected, "pods without a sidecar")
+            if self._agents:
+                await self._tried(self._look_for_agents, "agents of nodes")
+            if self._operator.clock() - swept >= SWEEP_S:
+                swept = self._operator.clock()
+                await self._tried(self._sweep, "what vanished")
+            await asyncio.sleep(LOOK_S)
+
+    async def tick(self) -> None:
+        """Mark the runs whose leader is late each `TICK_S`, and ask about jobs; for ever."""
+        operator = self._operator
+        while True:
+            await asyncio.sleep(TICK_S)
+            for run in [*operator.runs.values()]:
+                for event in standing(run, operator.cluster, now=operator.clock()):
+                    operator.tell(run, event)
+                late = operator.clock() - run.reported_at > LATE_S
+                if late and run.finished_at is None:
+                    operator.mark(run.key)
+                await self._tried(partial(self._ask_about, run), "jobs")
+
+    async def _tried(self, look: Callable[[], Awaitable[None]], what: str) -> None:
+        try:
+            await look()
+        except KubeError as error:
+            warn("not looked at", what=what, reason=str(error))
+        except Exception:  # one odd object must not end the process
+            crash("not looked at", what=what)
+
+    # --- pods and runs -----------------------------------------------------------------------
+
+    async def _sweep(self) -> None:
+        """Forget what vanished while kopf listed anew, as that gives no event."""
+        operator = self._operator
+        pods_before = {*operator.pods}
+        runs_before = {key for key, run in operator.runs.items() if run.object is not None}
+        pods = {_uid(one) async for one in self._client.names(PODS, labels=names.INJECTED_LABEL)}
+        runs = {_key(one) async for one in self._client.names(RUNS)}
+        for uid in pods_before - pods - self._uninjected:
+            operator.pod_gone(uid)
+        for key in runs_before - runs:
+            operator.object_gone(key)
+
+    async def _look_for_uninjected(self) -> None:
+        """Pods that ask for keepstep, have not ended, and were created while admission did not
+        answer. Only metadata is listed, so that the pods of others take no memory."""
+        found: dict[str, Body] = {}
+        for labels in _UNINJECTED:
+            async for one in self._client.names(PODS, labels=labels, fields=_LIVING):
+                if asks(one):
+                    found[_uid(one)] = one["metadata"]
+        for uid in self._uninjected - set(found):
+            self._operator.pod_gone(uid)
+        self._uninjected &= set(found)
+        for uid in set(found) - self._uninjected:
+            self._uninjected.add(uid)
+            await self._show(found[uid])
+
+    async def _show(self, metadata: Body) -> None:
+        name, namespace = str(metadata["name"]), str(metadata["namespace"])
+        try:
+            body = await self._client.get(PODS, name, namespace=namespace)
+        except NotFound:
+            return  # deleted since: the next look handles it
+        if (pod := parse_pod_record(body)) is not None:
+            self._operator.pod_seen(pod)
+
+    async def _look_for_agents(self) -> None:
+        """The agents of nodes. Only the chart makes pods in their namespace."""
+        labels, found = names.AGENT_LABEL, list[Body]()
+        async for body in self._client.list(PODS, namespace=self._namespace, labels=labels):
+            found.append(body)
+        agents = {one.node: one.address for one in map(parse_agent, found) if one.node}
+        self._operator.cluster = replace(self._operator.cluster, agents=agents)
+
+    # --- jobs --------------------------------------------------------------------------------
+
+    async def _ask_about(self, run: Run) -> None:
+        """Find out what made the pods' job, whether the job is over, and whether the run's object
+        has been there for long enough."""
+        operator, now = self._operator, self._operator.clock()
+        if run.is_empty or now - self._asked.get(run.key, 0.0) < JOB_S:
+            return
+        if not run.owner_known and (job := run.job_of_pods) is not None:
+            owner = await owner_of(self._client, job, run.key.namespace)
+            operator.change(run.key, partial(owner_found, job=job, owner=owner))
+        elif asks_job(run) and (job := run.job) is not None:
+            self._asked[run.key] = now
+            state = await state_of(self._client, job, run.key.namespace)
+            operator.change(run.key, lambda run: job_answered(run, state, at=operator.clock()))
+        elif is_expired(run, now) and run.object is not None:
+            uid, namespace = run.object.uid, run.key.namespace
+            await self._client.delete(RUNS, run.key.name, namespace=namespace, uid=uid)
+            self._asked.pop(run.key, None)
+
+
+def _uid(body: Body) -> str:
+    return str((body.get("metadata") or {}).get("uid") or "")
+
+
+def _key(body: Body) -> RunKey:
+    metadata = body.get("metadata") or {}
+    return RunKey(str(metadata.get("namespace") or ""), str(metadata.get("name") or ""))

@@ -1,1 +1,0 @@
-"""What is known of all runs, and what follows from it. Pure: no API, no clock, no network."""

@@ -1,1 +1,0 @@
-"""What people read on a CheckpointRun and a CheckpointPolicy. Pure."""

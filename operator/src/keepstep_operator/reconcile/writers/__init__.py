@@ -1,1 +1,0 @@
-"""What is written to the API server, and how often."""

@@ -1,0 +1,198 @@
+"""A leader with an operator, on a clock of the test: sidecars report, and it posts its run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from keepstep.core.commit_rule import ReportedTier
+from keepstep.core.retention import Retention
+from keepstep.core.shard import Shard
+from keepstep.leader.leader import Leader
+from keepstep.leader.summary import fitted, summary
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.wire.reports import MemberReport, Report, ReportedRank, ReportedRestore, ReportReply
+from keepstep.wire.runs import LARGEST_BYTES, Member, Record, Requested, RunPolicy, RunReport
+from keepstep_operator.reconcile.reports import bounded
+
+T0 = 1_790_000_000.0
+FIRST = Epoch(EpochId(1, "aaaaaaaa"))
+WAY_OUT = "the command"
+IMAGE_BYTES = 1 << 20
+
+
+def step(number: int, epoch: Epoch = FIRST) -> StepId:
+    return StepId(epoch.id, number)
+
+
+def later(number: int, parent: int | None, *, after: Epoch = FIRST) -> Epoch:
+    """The epoch `number`, which went on from a step of the one before (None: at step 0)."""
+    return Epoch(EpochId(number, "bbbbbbbb"), None if parent is None else step(parent, after))
+
+
+def listed(shards: Iterable[Shard]) -> ReportedTier:
+    """A tier that holds these."""
+    found = tuple(shards)
+    return ReportedTier(answer=Answer.STEPS if found else Answer.NONE, shards=found)
+
+
+@dataclass(kw_only=True)
+class Sidecar:
+    """One sidecar with one rank, in a pod on a node. Change its fields, then `report()`."""
+
+    rank: int
+    world: int = 2
+    pod: str = ""
+    node: str = ""
+    started_at: float = T0
+    epochs: list[Epoch] = field(default_factory=lambda: [FIRST])
+    memory: list[StepId] = field(default_factory=list)
+    local: list[StepId] = field(default_factory=list)
+    restores: list[ReportedRestore] = field(default_factory=list)
+    alive: bool = True
+    ready: bool = True
+    archive: list[StepId] | None = None
+    address: str = ""
+    heard: int = 0
+    leaving: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+    sequence: int = 0
+
+    def __post_init__(self) -> None:
+        self.pod = self.pod or f"pod-{self.rank}"
+        self.node = self.node or f"node-{self.rank}"
+        self.address = self.address or f"10.0.0.{self.rank % 256}:9465"
+
+    def staged(self, *numbers: int, epoch: Epoch = FIRST) -> Sidecar:
+        self.memory = (self.memory + [step(number, epoch) for number in numbers])[-4:]
+        return self
+
+    def durable(self, *numbers: int, epoch: Epoch = FIRST) -> Sidecar:
+        self.local += [step(number, epoch) for number in numbers]
+        return self
+
+    def saved(self, *numbers: int, epoch: Epoch = FIRST) -> Sidecar:
+        return self.staged(*numbers, epoch=epoch).durable(*numbers, epoch=epoch)
+
+    def restored(self, epoch: Epoch, *, tier: Tier | None = Tier.MEMORY, lost: int = 0) -> Sidecar:
+        self.epochs.append(epoch)
+        one = {"rank": self.rank, "epoch": epoch, "tier": tier, "lost_steps": lost}
+        self.restores.append(ReportedRestore(**one, seconds=1.5, at=T0))
+        return self
+
+    def report(self) -> MemberReport:
+        self.sequence += 1
+        report = Report(
+            sidecar="0.1.0",
+            started_at=self.started_at,
+            sequence=self.sequence,
+            epochs=tuple(self.epochs),
+            ranks=(self._rank(),),
+            restores=tuple(self.restores),
+            **{
+                "ready": self.ready,
+                "library": "0.1.0",
+                "pinned": "mlock",
+                "peer_address": self.address,
+                **self.more,
+            },
+        )
+        life = f"{self.pod}-{self.started_at}"
+        told = {"life": life, "pod": self.pod, "node": self.node, "heard": self.heard}
+        return MemberReport(nodes=0, report=report, leaving=self.leaving, **told)
+
+    def _rank(self) -> ReportedRank:
+        local = listed(self._held(self.local, root=True))
+        tiers = {
+            Tier.MEMORY: listed(self._held(self.memory, root=False)),
+            Tier.LOCAL: local if self.ready else replace(local, answer=Answer.UNKNOWN),
+        }
+        if self.archive is not None:
+            tiers[Tier.ARCHIVE] = listed(self._held(self.archive, root=True))
+        return ReportedRank(
+            rank=self.rank,
+            world=self.world,
+            alive=self.alive,
+            staged=max(self.memory, default=None),
+            tiers=tiers,
+        )
+
+    def _held(self, ids: list[StepId], *, root: bool) -> tuple[Shard, ...]:
+        return tuple(
+            Shard(
+                step_id=id,
+                rank=self.rank,
+                world=self.world,
+                root=f"{id}/{self.rank}" if root else None,
+                size_bytes=IMAGE_BYTES,
+            )
+            for id in ids
+        )
+
+
+def member(one: Sidecar, **state: Any) -> Member:
+    """Its pod, as the operator names it."""
+    place = {"node_rank": one.rank, "pod": one.pod, "node": one.node}
+    return Member(**place, name=f"worker-{one.rank}", **state)
+
+
+class Play:
+    """A leader, and an operator that answers what `answer` says and keeps the record."""
+
+    def __init__(self, *sidecars: Sidecar, record: Record | None = None, **policy: Any) -> None:
+        plain = {"keep": Retention(last=1), "outlives_pod": True, "restarts": False}
+        self.policy = RunPolicy(**{**plain, **policy})
+        self.now = T0
+        self.record = record or Record()
+        self.answer = Requested(
+            complete=True, policy=self.policy, members=tuple(map(member, sidecars))
+        )
+        self._lives = 0
+        self.lead()
+        self.hear(*sidecars)
+
+    def lead(self) -> None:
+        """A leader begins. It knows what its own pod was given."""
+        self._lives += 1
+        own = replace(self.policy, outlives_pod=False)
+        life = f"leader-{self._lives}"
+        self.leader = Leader(life=life, nodes=None, policy=own, run="gpt", way_out=WAY_OUT)
+        self._sequence = 1
+
+    def hear(self, *sidecars: Sidecar) -> None:
+        for one in sidecars:
+            self.leader.take(one.rank, one.report(), at=self.now)
+
+    def replies(self, one: Sidecar) -> ReportReply:
+        """The newest reply to this member, which acts on it."""
+        self.leader.news(one.rank)
+        sent = self.leader._members[one.rank].sent
+        assert sent is not None
+        one.heard = sent.number
+        return sent.reply
+
+    def look(self) -> RunReport:
+        """The run now, as it is sent."""
+        self.leader.follow(at=self.now)
+        found = summary(self.leader, sequence=self._sequence, at=self.now)
+        found = fitted(found, lambda one: len(msgspec.json.encode(one)))
+        body = msgspec.json.encode(found)
+        assert len(body) <= LARGEST_BYTES
+        return bounded(msgspec.json.decode(body, type=RunReport))
+
+    def post(self, **asked: Any) -> RunReport:
+        """The run after the operator was told of it and has answered. `asked`: what it asks from
+        now on."""
+        self.answer = replace(self.answer, **asked)
+        report = self.look()
+        self.record = report.record if self._sequence > 1 else self.record
+        record = self.record if self._sequence == 1 else None
+        self.leader.answered(replace(self.answer, record=record), at=self.now)
+        self._sequence += 1
+        return self.look()
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds

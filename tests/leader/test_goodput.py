@@ -1,0 +1,120 @@
+"""Goodput of a run over its lives: what sidecars tell, added up."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep.core.history import Badput, Event, Kind, Tally
+from keepstep.leader.goodput import (
+    BUCKETS,
+    MOST_TALLIES,
+    GoodputSum,
+    Sum,
+    added,
+    is_sane,
+    whole,
+)
+from keepstep.steps import Epoch, EpochId, StepId
+from keepstep.wire.reports import ReportedGoodput
+from keepstep.wire.runs import RunGoodput
+from tests.leader.plays import T0
+
+LIFE_1, LIFE_2 = EpochId(1, "00000001"), EpochId(2, "00000002")
+
+
+def volume(number: int) -> str:
+    """The id of the history that begins on this volume."""
+    return f"{number:016x}"
+
+
+def resumed(sum_: Sum | None) -> Sum | None:
+    """As another leader reads it back from the record."""
+    goodput = GoodputSum()
+    goodput._sum = sum_
+    body = msgspec.json.encode(goodput.shown(at=T0))
+    goodput.resume(msgspec.json.decode(body, type=RunGoodput | None))
+    return goodput._sum
+
+
+def is_whole(sum_: Sum) -> bool:
+    return sum_.total.sane and len(sum_.known) <= MOST_TALLIES
+
+
+sane_told = st.builds(
+    ReportedGoodput,
+    id=st.integers(0, 12).map(volume),
+    since=st.floats(0.0, 2e9),
+    until=st.floats(0.0, 2e9),
+    epoch=st.sampled_from([LIFE_1, LIFE_2]),
+    step=st.integers(-1, 10**15 - 1),
+    steps=st.integers(0, 10**15 - 1),
+    productive_s=st.floats(0.0, 2e9),
+    badput=st.builds(Badput, training_prep=st.floats(0.0, 2e9), wasted_progress=st.floats(0, 2e9)),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(all_told=st.lists(sane_told, max_size=20))
+def test_whatever_a_pod_makes_up_every_second_is_in_one_bucket(
+    all_told: list[ReportedGoodput],
+) -> None:
+    sum_: Sum | None = None
+    for one in all_told:
+        if is_sane(one, at=2e9):
+            sum_ = added(sum_, whole(one))
+            assert is_whole(sum_)
+            assert resumed(sum_) == sum_
+
+
+# --- one by one ----------------------------------------------------------------------------------
+
+
+def a_life(
+    *steps: int, epoch: EpochId = LIFE_1, parent: int | None = None, at: float = T0
+) -> list[Event]:
+    """A process begins at `at`, has restored ten seconds later, and then a step each ten."""
+    before = None if parent is None else StepId(EpochId(epoch.number - 1, "0" * 8), parent)
+    times = itertools.count(at + 20, 10)
+    happened = [
+        Event(sequence=1, kind=Kind.CAME, at=at, until=at, rank=0),
+        Event(
+            sequence=2, kind=Kind.RESTORED, at=at + 10, until=at + 10, rank=0, seconds=4.0,
+            epoch=Epoch(epoch, before),
+        ),
+    ]  # fmt: skip
+    for step, when in zip(steps, times, strict=False):
+        happened.append(
+            Event(sequence=3, kind=Kind.STAGED, at=when, until=when, step=StepId(epoch, step))
+        )
+    return happened
+
+
+def tally(*events: Event, id: int = 0) -> ReportedGoodput:
+    """As a sidecar tells it at the newest event."""
+    found = Tally().after(events).goodput(events[-1].until)
+    assert found is not None
+    return ReportedGoodput.of(found, volume(id))
+
+
+FIRST = a_life(0, 1, 2, 3, 4)
+"""Until T0 + 60: 6 s of preparation, a restore of 4, five steps of 10."""
+
+
+def test_the_lives_of_two_volumes_add_up_and_steps_that_were_done_twice_count_once() -> None:
+    """The second life goes on from step 2, 40 s after the first one ended at step 4."""
+    again = a_life(3, 4, 5, epoch=LIFE_2, parent=2, at=T0 + 100)
+    sum_ = added(added(None, whole(tally(*FIRST))), whole(tally(*again, id=1)))
+    assert dict(zip(BUCKETS, sum_.total.seconds, strict=True)) == {
+        **dict.fromkeys(BUCKETS, 0),
+        "productive": 60,
+        "training_prep": 12,
+        "checkpoint_restore": 8,
+        "infrastructure_recovery": 40,
+        "wasted_progress": 20,
+    }
+    assert sum_.total.steps == 6
+    assert resumed(sum_) == sum_

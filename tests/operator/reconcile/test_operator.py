@@ -1,0 +1,225 @@
+"""A whole reconciler before a small API server: kopf's handlers, reports, writes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep.steps import Tier
+from keepstep.wire.runs import Doubt, DoubtKind, Kept, Record
+from keepstep_operator.kube import CHECKPOINTS, EVENTS, POLICIES, RUNS, SERVICES
+from keepstep_operator.reconcile import operator, rounds, writers
+from tests.harness import until
+from tests.operator.apiserver import ApiServer, Body, bound_to, put_policy
+from tests.operator.injection.pods import policy_body
+from tests.operator.reconcile.samples import KEY, node, pod_body, pod_path, report, step
+from tests.operator.reconcile.serving import Served, serving
+
+JOBS = f"/apis/kubeflow.org/v1/namespaces/{KEY.namespace}/pytorchjobs"
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, value in (
+        (rounds, "LOOK_S", 0.2), (rounds, "TICK_S", 0.2), (rounds, "JOB_S", 0.2),
+        (rounds, "LATE_S", 0.2), (rounds, "SWEEP_S", 0.5), (writers, "_MEND_S", 0.2),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+
+
+def cluster() -> ApiServer:
+    """Two pods with their sidecars, their policy, and tokens of both."""
+    made = ApiServer(
+        tokens={"good": bound_to("team", "gpt-worker-0", "pod-0"),
+                "other": bound_to("team", "gpt-worker-1", "pod-1")}
+    )  # fmt: skip
+    put_policy(made, {**policy_body(), "metadata": {"name": "default", "namespace": "team"}})
+    for rank in (0, 1):
+        made.objects[pod_path(f"gpt-worker-{rank}")] = pod_body(rank)
+    return made
+
+
+@asynccontextmanager
+async def running(directory: Path, **options: Any) -> AsyncIterator[Served]:
+    async with serving(options.pop("made", None) or cluster(), directory, **options) as served:
+        await until(lambda: served.condition("FullyInjected"))
+        yield served
+
+
+def events(served: Served, reason: str) -> list[Body]:
+    at = EVENTS.path(namespace=KEY.namespace)
+    objects = served.cluster.objects.items()
+    return [one for path, one in objects if path.startswith(at) and one["reason"] == reason]
+
+
+async def test_a_report_becomes_a_status_events_checkpoints_and_a_service(tmp_path: Path) -> None:
+    async with running(tmp_path) as served:
+        await until(lambda: served.condition("Committing") == ("Unknown", "NoReports"))
+        told = report(
+            kept=(Kept(step=str(step(90)), ranks=2, tiers=(Tier.ARCHIVE,)),), certain=True
+        )
+        await served.report(told)
+        await until(lambda: served.condition("Protected") == ("True", "Protected"))
+        assert served.status()["committed"]["step"] == 100
+        path = SERVICES.path(f"keepstep-{KEY.name}", namespace=KEY.namespace)
+        service = await until(lambda: served.cluster.objects.get(path))
+        assert service["metadata"]["ownerReferences"][0]["kind"] == "CheckpointRun"
+        path = CHECKPOINTS.path(f"{KEY.name}-{step(90)}", namespace=KEY.namespace)
+        await until(lambda: served.cluster.objects.get(path, {}).get("status"))
+        assert served.cluster.objects[path]["status"]["tiers"] == ["archive"]
+        committed = await until(lambda: events(served, "Committed"))
+        assert {one["regarding"]["kind"] for one in committed} <= {"PyTorchJob", "CheckpointRun"}
+        policy = served.cluster.take(POLICIES, "default", namespace="team")
+        await until(lambda: policy.get("status") or served.cluster.objects)
+        await served.report(replace(told, sequence=3, kept=()))
+        await until(lambda: path not in served.cluster.objects, what="a deleted Checkpoint")
+
+
+async def test_a_changed_condition_is_written_at_once_and_numbers_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "LEAST_S", 3600.0)
+    async with running(tmp_path) as served:
+        await served.report(report(100))
+        await until(lambda: served.condition("Committing") == ("True", "Committing"))
+        await served.report(report(200, sequence=3))
+        stalled = Doubt(kind=DoubtKind.COMMIT_STALLED, text="none for long")
+        await served.report(report(200, sequence=4, doubts=(stalled,)))
+        await until(lambda: served.condition("Protected") == ("False", "CommitStalled"))
+        assert served.status()["committed"]["step"] == 200
+
+
+async def test_a_reconciler_that_begins_goes_on_from_the_status(tmp_path: Path) -> None:
+    made = cluster()
+    async with running(tmp_path, made=made) as served:
+        await served.report(report(record=Record(restarts=3, lost_steps=40)))
+        await until(lambda: served.status().get("restarts") == 3)
+    async with serving(made, tmp_path) as served:
+        answer = await served.report(report(sequence=1, leader="leader-2"))
+        assert answer["record"]["restarts"] == 3
+        assert answer["complete"]
+
+
+async def test_pods_that_admission_never_saw_are_found(tmp_path: Path) -> None:
+    made = cluster()
+    made.objects[pod_path("gpt-worker-1")] = pod_body(1, injected=False)
+    async with running(tmp_path, made=made) as served:
+        await until(lambda: served.condition("FullyInjected") == ("False", "NotInjected"))
+        (event, *_) = await until(lambda: events(served, "NotInjected"))
+        assert "gpt-worker-1" in event["note"]
+        again = pod_body(1)
+        again["metadata"]["uid"] = "pod-1-again"
+        made.remove(pod_path("gpt-worker-1"))
+        made.add(pod_path("gpt-worker-1"), again)
+        await until(lambda: served.condition("FullyInjected") == ("True", "AllInjected"))
+
+
+async def test_what_vanishes_unseen_is_missed_at_the_next_sweep(tmp_path: Path) -> None:
+    async with running(tmp_path) as served:
+        with served.cluster.unseen():
+            served.cluster.remove(pod_path("gpt-worker-1"))
+        await until(lambda: served.status().get("nodes") == 1)
+
+
+async def test_a_run_ends_with_its_job_and_goes_after_its_ttl(tmp_path: Path) -> None:
+    made = cluster()
+    made.add(f"{JOBS}/gpt", {"metadata": {"name": "gpt", "uid": "1a2b3c4d-0000"}, "status": {}})
+    async with running(tmp_path, made=made) as served:
+        await served.report(report())
+        for rank in (0, 1):
+            made.remove(pod_path(f"gpt-worker-{rank}"))
+        failed = {"conditions": [{"type": "Failed", "status": "True"}]}
+        job = {"metadata": {"name": "gpt", "uid": "1a2b3c4d-0000"}, "status": failed}
+        made.add(f"{JOBS}/gpt", job)
+        await until(lambda: served.status().get("phase") == "Finished")
+        run = served.parts.operator.runs[KEY]
+        served.parts.operator.runs[KEY] = replace(run, finished_at=1.0)
+        path = RUNS.path(KEY.name, namespace=KEY.namespace)
+        await until(lambda: path not in made.objects)
+
+
+async def test_an_object_that_is_deleted_while_its_pods_live_is_made_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as served:
+        await served.report(report())
+        await until(lambda: served.condition("Committing") == ("True", "Committing"))
+        served.cluster.delete(RUNS, KEY.name, namespace=KEY.namespace)
+        await until(lambda: served.condition("Committing") == ("True", "Committing"))
+
+
+async def test_a_status_that_others_wrote_is_written_over(tmp_path: Path) -> None:
+    async with running(tmp_path) as served:
+        await served.report(report())
+        await until(lambda: served.condition("Committing") == ("True", "Committing"))
+        body = served.cluster.take(RUNS, KEY.name, namespace=KEY.namespace)
+
+        def wrong() -> bool:
+            served.cluster.put(RUNS, {**body, "status": {"phase": "Finished"}})
+            return True
+
+        await until(wrong)
+        await until(lambda: served.status().get("phase") == "Running")
+
+
+async def test_an_acknowledgement_of_the_newest_start_is_made_its_epoch(tmp_path: Path) -> None:
+    async with running(tmp_path) as served:
+        await served.report(report())
+        body = await until(
+            lambda: served.cluster.objects.get(RUNS.path(KEY.name, namespace=KEY.namespace))
+        )
+        body["metadata"]["annotations"] = {"keepstep.dev/fresh-start": "newest"}
+        served.cluster.put(RUNS, body)
+
+        async def told() -> bool:
+            answer = await served.report(report(sequence=next(numbers)))
+            return bool(answer["fresh_start"] == "newest")
+
+        numbers = iter(range(3, 1000))
+        await until(told)
+        await served.report(report(sequence=1000, acknowledged="0001.aaaaaaaa"))
+
+        def annotation() -> str:
+            object = served.cluster.take(RUNS, KEY.name, namespace=KEY.namespace)
+            return str(object["metadata"]["annotations"]["keepstep.dev/fresh-start"])
+
+        await until(lambda: annotation() == "0001.aaaaaaaa")
+
+
+async def test_writes_that_fail_are_made_good_later(tmp_path: Path) -> None:
+    made = cluster()
+    made.broken, made.broken_part = 3, "/status"
+    async with running(tmp_path, made=made) as served:
+        await served.report(report(nodes=(node(0, warnings=("slow",)),)))
+        await until(lambda: served.condition("Committing") == ("True", "Committing"))
+        assert made.broken == 0
+
+
+async def test_nodes_are_followed_only_where_they_may_be(tmp_path: Path) -> None:
+    made = cluster()
+    made.add(
+        "/api/v1/nodes/node-0", {"metadata": {"name": "node-0"}, "spec": {"unschedulable": True}}
+    )
+    async with running(tmp_path, made=made, watch_nodes=True) as served:
+        await until(lambda: "node-0" in served.parts.operator.cluster.nodes)
+        assert served.parts.operator.cluster.nodes["node-0"].cordoned
+    async with running(tmp_path) as served:
+        assert not served.cluster.asked("GET", "/nodes")
+
+
+async def test_a_run_whose_pods_went_while_no_reconciler_worked_is_found_over(
+    tmp_path: Path,
+) -> None:
+    made = cluster()
+    made.add(f"{JOBS}/gpt", {"metadata": {"name": "gpt", "uid": "1a2b3c4d-0000"}, "status": {}})
+    async with running(tmp_path, made=made) as served:
+        await served.report(report())
+        await until(lambda: served.condition("Committing") == ("True", "Committing"))
+    for rank in (0, 1):
+        made.remove(pod_path(f"gpt-worker-{rank}"))
+    made.remove(f"{JOBS}/gpt")
+    async with serving(made, tmp_path) as served:
+        await until(lambda: served.status().get("phase") == "Finished")

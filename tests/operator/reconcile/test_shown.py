@@ -1,0 +1,330 @@
+"""What people see of a run beside its conditions: status fields, warnings, Events, Checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from keepstep.steps import Tier
+from keepstep.wire.runs import (
+    Alarm,
+    Doubt,
+    DoubtKind,
+    Happened,
+    Holder,
+    Kept,
+    Record,
+    Safe,
+    Stall,
+    utc,
+)
+from keepstep_operator.api.model import Job, NodeRecord
+from keepstep_operator.api.policy import VolumeKind
+from keepstep_operator.api.run import CommittedStatus, RunStatus
+from keepstep_operator.api.tiers import Peers
+from keepstep_operator.reconcile import checkpoints
+from keepstep_operator.reconcile import requested as module
+from keepstep_operator.reconcile import run as transitions
+from keepstep_operator.reconcile.events import Event, bodies, events, policy_event, standing
+from keepstep_operator.reconcile.render import policy_status, render
+from keepstep_operator.reconcile.requested import Cluster, requested
+from keepstep_operator.reconcile.run import Run
+from tests.operator.reconcile.samples import (
+    KEY,
+    T0,
+    begun,
+    heard,
+    node,
+    pod,
+    policy,
+    report,
+    run_object,
+    step,
+)
+
+
+def shown(run: Run, **more: Any) -> RunStatus:
+    return render(run, more.pop("cluster", Cluster()), now=more.pop("now", T0))
+
+
+# --- the status ----------------------------------------------------------------------------------
+
+
+def test_a_healthy_run_is_shown_in_its_columns() -> None:
+    told = report(
+        watermarks={Tier.MEMORY: step(101), Tier.LOCAL: step(100)},
+        held_by=(Tier.LOCAL,),
+        stall=Stall(skipped=1),
+        record=Record(restarts=2, lost_steps=7),
+    )
+    status = shown(heard(begun(), told))
+    assert (status.phase, status.world, status.nodes) == ("Running", 2, 2)
+    assert (status.step, status.behind, status.epoch) == (101, 1, "0001.aaaaaaaa")
+    assert status.committed == CommittedStatus(step=100, id=str(step(100)), time=utc(T0))
+    assert status.watermarks == {"memory": str(step(101)), "local": str(step(100))}
+    assert (status.tiers, status.nodes_summary) == ("local", "node-0,node-1")
+    assert (status.restarts, status.lost_steps, status.job_name) == (2, 7, "gpt")
+    assert [(one.node_rank, one.pod, one.ranks) for one in status.ranks] == [
+        (0, "gpt-worker-0", "0"),
+        (1, "gpt-worker-1", "1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("volumes", "labelled", "safe", "survives"),
+    [
+        (VolumeKind.EMPTY_DIR, False, Safe(), "ContainerRestart"),
+        (VolumeKind.HOST_PATH, False, Safe(), "ContainerRestart,PodRestart"),
+        (VolumeKind.EMPTY_DIR, False, Safe(pod=step(90)), "ContainerRestart,PodRestart"),
+        (VolumeKind.EMPTY_DIR, True, Safe(node=step(90)), "ContainerRestart,PodRestart,NodeLoss"),
+        (VolumeKind.EMPTY_DIR, True, Safe(archived=step(90)), "ContainerRestart,JobRecreate"),
+        (VolumeKind.HOST_PATH, True, Safe(), "ContainerRestart,PodRestart,JobRecreate"),
+    ],
+)
+def test_a_run_survives_what_its_copies_outlive(
+    volumes: VolumeKind, labelled: bool, safe: Safe, survives: str
+) -> None:
+    pods = [pod(rank, volumes=(volumes,), labelled=labelled) for rank in (0, 1)]
+    assert shown(heard(begun(*pods), report(safe=safe))).survives_summary == survives
+
+
+@pytest.mark.parametrize(
+    ("changes", "phase"),
+    [
+        ({"alive": 2}, "Running"),
+        ({"alive": 1}, "Restoring"),
+        ({"alive": 0, "committed": None, "step": None}, "Waiting"),
+    ],
+)
+def test_the_phase_says_what_the_run_does(changes: dict[str, Any], phase: str) -> None:
+    assert shown(heard(begun(), replace(report(), **changes))).phase == phase
+
+
+def test_before_a_report_what_an_earlier_process_wrote_stays() -> None:
+    old = shown(heard(begun()))
+    run = transitions.object_seen(Run(key=KEY, since=T0), run_object(status=old))
+    run = transitions.pod_seen(run, pod(0), at=T0)
+    status = shown(run, now=T0 + 60)
+    assert (status.phase, status.step, status.world) == ("Running", 101, 2)
+    assert status.protected == "Unknown"
+
+
+def test_what_protected_said_at_the_end_of_a_run_stays() -> None:
+    run = heard(begun())
+    for rank in (0, 1):
+        run = transitions.pod_seen(run, pod(rank, phase="Succeeded"), at=T0)
+    old = shown(run)
+    assert old.phase == "Finished"
+    again = transitions.object_seen(Run(key=KEY, since=T0), run_object(status=old))
+    later = shown(again, now=T0 + 1000)
+    kept = {one.type: one for one in later.conditions}
+    assert kept["Protected"] == next(one for one in old.conditions if one.type == "Protected")
+
+
+def test_a_transition_is_a_change_of_status_alone() -> None:
+    run = heard(begun())
+    first = shown(run)
+    run = heard(replace(run, status=first), report(110, sequence=3), at=T0 + 100)
+    second = shown(run, now=T0 + 100)
+    times = [
+        {one.type: one.last_transition_time for one in of.conditions} for of in (first, second)
+    ]
+    assert times[0] == times[1]
+    assert first.conditions != second.conditions, "the message names the newer step"
+
+
+# --- warnings ------------------------------------------------------------------------------------
+
+
+def test_warnings_name_their_pods_and_come_once() -> None:
+    slow = tuple(node(rank, warnings=("the drive is slow",)) for rank in (0, 1))
+    pods = pod(0, warnings=("no metrics",)), pod(1, trouble="container x: CrashLoopBackOff")
+    alarm = Alarm(kind="WorldChanged", text="the world changed from 2 to 3")
+    assert shown(heard(begun(*pods), report(nodes=slow, alarms=(alarm,)))).warnings == (
+        "the world changed from 2 to 3",
+        "pod gpt-worker-1: container x: CrashLoopBackOff",
+        "no metrics (pod gpt-worker-0)",
+        "the drive is slow (pod gpt-worker-0 and 1 more)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        (None, "does not exist any more"),
+        (policy(problem=("Invalid", "volumes: none")), "is not accepted: volumes: none"),
+        (policy(generation=2), "has changed (generation 1 to 2)"),
+    ],
+)
+def test_a_policy_that_is_another_one_now_is_a_warning(now: Any, words: str) -> None:
+    (warning,) = shown(transitions.policy_seen(heard(begun()), now)).warnings
+    assert words in warning
+
+
+def test_an_earlier_run_and_a_fresh_start_say_what_to_do() -> None:
+    run = replace(heard(begun(), report(fresh="0002.bbbbbbbb")), earlier="gpt-00000000")
+    fresh, earlier = shown(run).warnings
+    assert "keepstep.dev/fresh-start=newest" in fresh
+    assert "keepstep.dev/run: gpt-00000000" in earlier
+
+
+# --- Events --------------------------------------------------------------------------------------
+
+
+def reasons(before: Run, after: Run) -> list[tuple[str, bool]]:
+    return [(one.reason, one.warning) for one in events(before, after)]
+
+
+def test_each_change_is_told_once() -> None:
+    run = begun()
+    restored = Happened(time=utc(T0), type="Restored", message="restored step 90", step=90)
+    started = replace(restored, type="FreshStart", time=utc(T0 + 1))
+    alarm, doubt = (
+        Alarm(kind="TwoWriters", text="two"),
+        Doubt(kind=DoubtKind.COMMIT_STALLED, text="no"),
+    )
+    told = report(recent=(started, restored), alarms=(alarm,), doubts=(doubt,))
+    after = heard(run, told)
+    assert reasons(run, after) == [
+        ("Committed", False),
+        ("FreshStart", True),
+        ("Restored", False),
+        ("TwoWriters", True),
+        ("CommitStalled", True),
+    ]
+    assert reasons(after, heard(after, replace(told, sequence=3))) == []
+
+
+def test_a_warning_of_a_sidecar_names_its_pod() -> None:
+    run = heard(begun())
+    after = heard(run, report(sequence=3, nodes=(node(1, warnings=("slow",)),)))
+    assert [one.message for one in events(run, after)] == ["gpt-worker-1: slow"]
+
+
+def test_a_second_job_with_the_label_is_told_on_that_job() -> None:
+    run = begun(pod(0, labelled=True), pod(1, labelled=True))
+    other = Job(api_version="batch/v1", kind="Job", name="again", uid="job-2")
+    after = transitions.pod_seen(run, pod(0, life=9, labelled=True, job=other), at=T0)
+    (event,) = events(run, after)
+    assert (event.reason, event.about) == ("RunTaken", other)
+
+
+def test_what_holds_is_told_again_as_long_as_it_does() -> None:
+    run = heard(
+        begun(pod(0), pod(1), pod(2, injected=False)),
+        report(without_library="1", safe=Safe(sole=("node-0",))),
+    )
+    cluster = Cluster(nodes={"node-0": NodeRecord(name="node-0", cordoned=True)})
+    found = [(one.reason, one.topic) for one in standing(run, cluster, now=T0)]
+    assert found == [
+        ("NotInjected", "pod-2-1"),
+        ("LibraryMissing", "gpt-worker-1"),
+        ("NodeDraining", "node-0"),
+    ]
+
+
+def test_an_event_is_on_the_job_and_on_the_run() -> None:
+    run, event = begun(), Event(reason="Committed", message="step 5\x1b[31m", warning=False)
+    made = [*bodies(event, KEY, job=run.job, run_uid="run-1", name="x", now=T0)]
+    assert [one["regarding"]["kind"] for one in made] == ["PyTorchJob", "CheckpointRun"]
+    assert [one["related"]["kind"] for one in made] == ["CheckpointRun", "PyTorchJob"]
+    assert {(one["type"], one["note"]) for one in made} == {("Normal", "step 5\ufffd[31m")}
+    (alone,) = bodies(event, KEY, job=run.job, run_uid="", name="x", now=T0)
+    assert alone["regarding"]["kind"] == "PyTorchJob"
+
+
+# --- policies ------------------------------------------------------------------------------------
+
+
+def test_a_policy_says_whether_it_is_accepted() -> None:
+    good = policy_status(replace(policy(), advice="outlives"), {}, now=T0)
+    assert good["conditions"][0]["status"] == "True"
+    assert policy_status(replace(policy(), advice="outlives"), good, now=T0 + 9) == good
+    wrong = policy(problem=("InvalidMemory", "memory.limit is missing"))
+    bad = policy_status(wrong, good, now=T0 + 9)
+    assert (bad["conditions"][0]["reason"], bad["conditions"][0]["lastTransitionTime"]) == (
+        "InvalidMemory",
+        utc(T0 + 9),
+    )
+    event = policy_event(wrong)
+    assert event is not None
+    assert event.reason == "InvalidMemory"
+    assert policy_event(policy()) is None
+
+
+# --- Checkpoint objects --------------------------------------------------------------------------
+
+
+def kept(number: int, *tiers: Tier) -> Kept:
+    return Kept(step=str(step(number)), ranks=2, tiers=tiers or (Tier.ARCHIVE,), size_bytes=1 << 20)
+
+
+def test_there_is_an_object_for_each_kept_step() -> None:
+    run = heard(begun(), report(kept=(kept(90, Tier.LOCAL, Tier.ARCHIVE), kept(80)), certain=True))
+    names = [checkpoints.name_of(run, one) for one in (kept(90), kept(80))]
+    known = {names[0]: ("archive",), f"{KEY.name}-{step(10)}": ("archive",)}
+    due = checkpoints.changes(run, known)
+    assert [one.step for one in due.made] == [str(step(80))]
+    assert [one.step for one in due.moved] == [str(step(90))]
+    assert due.gone == (f"{KEY.name}-{step(10)}",)
+    body = checkpoints.body_of(run, kept(90))
+    assert body["spec"] == {"run": KEY.name, "step": str(step(90)), "ranks": 2, "bytes": 1 << 20}
+    assert body["metadata"]["ownerReferences"][0]["uid"] == "run-1"
+
+
+def test_no_object_goes_while_its_step_may_be_out_of_sight() -> None:
+    known = {f"{KEY.name}-{step(10)}": ("archive",)}
+    assert checkpoints.changes(begun(), known) == checkpoints.Changes()
+    assert checkpoints.changes(heard(begun(), report(certain=False)), known).gone == ()
+
+
+# --- what the leader is told ---------------------------------------------------------------------
+
+
+def test_the_leader_is_told_who_is_there_and_what_is_wanted() -> None:
+    object = run_object(
+        pins=(str(step(50)), "nonsense"), restore_from="90", fresh_start="allow", paused=True
+    )
+    run = transitions.object_seen(begun(pod(0), pod(1, deleting=True), pod(2, node="")), object)
+    told = requested(run, Cluster(complete=True), authorities="PEM")
+    assert [(one.node_rank, one.address, one.leaving) for one in told.members] == [
+        (0, "10.0.0.1", False),
+        (1, "10.0.0.2", True),
+    ]
+    assert (told.pins, told.restore_from) == ((step(50),), "90")
+    assert (told.fresh_start, told.paused, told.complete) == ("allow", True, True)
+    assert told.authorities == "PEM"
+    assert told.policy is not None
+    assert told.policy.outlives_pod
+
+
+def test_zones_are_the_value_of_the_policy_s_key() -> None:
+    run = begun(known=policy(peers=Peers(topology_key="zone")))
+    nodes = {"node-0": NodeRecord(name="node-0", labels={"zone": "a"})}
+    told = requested(run, Cluster(nodes=nodes))
+    assert [one.domain for one in told.members] == ["a", "node-1"], "one without a label is its own"
+
+
+def test_agents_and_lost_nodes_are_those_on_which_the_run_has_something() -> None:
+    holders = (Holder(node="node-7", node_ranks="1"), Holder(node="node-9", node_ranks="2"))
+    run = heard(begun(), report(record=Record(holders=holders)))
+    cluster = Cluster(
+        nodes={"node-7": NodeRecord(name="node-7")},
+        agents={"node-7": "10.0.0.7:26741", "node-8": "10.0.0.8:26741"},
+        complete=True,
+    )
+    told = requested(run, cluster)
+    assert (told.agents, told.lost_nodes) == ({"node-7": "10.0.0.7:26741"}, ("node-9",))
+    assert requested(run, replace(cluster, complete=False)).lost_nodes == ()
+
+
+def test_a_run_with_more_pods_than_are_named_is_never_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise its leader would take those that are not named for gone."""
+    monkeypatch.setattr(module, "MOST_MEMBERS", 2)
+    assert requested(begun(pod(0), pod(1)), Cluster(complete=True)).complete
+    told = requested(begun(pod(0), pod(1), pod(2)), Cluster(complete=True))
+    assert (len(told.members), told.complete) == (2, False)

@@ -1,0 +1,212 @@
+"""A run of two pods on Kubernetes, with an operator that comes and goes: real sidecars."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from operator_host import OperatorHost, make_identity
+from pods import Pod, members
+from trainer import FakeTrainer, content, read_image
+
+from keepstep.core.retention import Retention
+from keepstep.core.vote import choose, limit_of
+from keepstep.steps import Epoch, EpochId, StepId
+from keepstep.wire.runs import DoubtKind, MemberState, RunPolicy
+from tests.harness import eventually, free_port
+
+OPTIONS = ("--persist-every", "1", "--keep", "1")
+POLICY = RunPolicy(keep=Retention(last=1), outlives_pod=False, persist_every=1, restarts=False)
+
+
+class Team:
+    """The pods, their ranks, and the operator of today."""
+
+    def __init__(self, directory: Path, trainers: Callable[..., FakeTrainer]) -> None:
+        self._identity = make_identity(directory / "tls")
+        self._trainers = trainers
+        self._directory = directory
+        self._memory = Path(tempfile.mkdtemp(prefix="keepstep-operated-", dir="/dev/shm"))
+        self.operator = OperatorHost(self._identity).start()
+        self._leader = free_port()
+        self.pods = [self.make(node, "first") for node in range(2)]
+        self.made = [*self.pods]
+        self.ranks: list[FakeTrainer] = []
+        self.ask()
+
+    def make(self, node: int, name: str) -> Pod:
+        places = {
+            "memory": self._memory / f"{name}-{node}",
+            "home": self._directory / f"{name}-{node}",
+        }
+        url, ca = self.operator.url, self._identity.pem
+        pod = Pod(node, **places, url=url, ca=ca, leader=self._leader)
+        pod.uid = f"{name}-{node}"
+        return pod
+
+    def ask(self) -> None:
+        self.operator.ask(members=members(self.pods), complete=True, policy=POLICY)
+
+    def replace(self, node: int) -> Pod:
+        """The pod is gone with all it had; its successor starts."""
+        self.pods[node].kill()
+        self.pods[node] = self.make(node, "second")
+        self.made.append(self.pods[node])
+        self.ask()
+        return self.pods[node].start(*OPTIONS)
+
+    def come(self) -> list[FakeTrainer]:
+        """New trainers, which have not restored yet."""
+        for one in self.ranks:
+            one.disconnect()
+        self.ranks = [self._trainers(pod.socket, pod.node, 2) for pod in self.pods]
+        for one in self.ranks:
+            one.connect(local_world=1)
+        return self.ranks
+
+    def reach(self, step: int) -> StepId:
+        """Both stage a step, and see it committed."""
+        (id,) = {one.stage(step) for one in self.ranks}
+        for one in self.ranks:
+            assert one.wait(id, "committed", flush=True).reached
+        return id
+
+    def restart(self, epoch: str) -> StepId | None:
+        """The trainers are replaced: vote, restore, begin the next epoch."""
+        votes = [one.candidates() for one in self.come()]
+        limit, exact = limit_of(votes)
+        decision = choose(votes, limit=limit, exact=exact)
+        for one in self.ranks:
+            if decision.id is not None:
+                opened = one.open(decision.id)
+                assert read_image(one.layout, opened.path) == content(one.layout, decision.id.step)
+            one.restored(decision.epoch(epoch))
+            one.register()
+        return decision.id
+
+    def away(self) -> None:
+        self.operator.stop()
+
+    def back(self) -> OperatorHost:
+        """Another process of the operator, which has the record of the first."""
+        before = self.operator
+        self.operator = OperatorHost(self._identity, port=before.port)
+        self.operator.record, self.operator.requested = before.record, before.requested
+        return self.operator.start()
+
+    def end(self) -> None:
+        for one in self.made:
+            one.end()
+        self.operator.stop()
+        shutil.rmtree(self._memory, ignore_errors=True)
+
+
+@pytest.fixture
+def team(tmp_path: Path, trainers: Callable[..., FakeTrainer]) -> Iterator[Team]:
+    made = Team(tmp_path, trainers)
+    for pod in made.pods:
+        pod.start(*OPTIONS)
+    for one in made.come():
+        one.restored(one.epoch)
+        one.register()
+    yield made
+    made.end()
+
+
+def held(team: Team, *steps: int) -> None:
+    for one in team.pods:
+        eventually(lambda one=one: one.steps() == {*steps}, what=lambda one=one: f"{one.steps()}")
+
+
+def test_a_run_reports_itself_and_goes_on_while_the_operator_is_away(team: Team) -> None:
+    id = team.reach(1)
+    report = eventually(lambda: (found := team.operator.newest) and found.committed == id and found)
+    assert (report.world, report.alive, report.known) == (2, 2, 2)
+    assert [(one.pod, one.node, one.local) for one in report.nodes] == [
+        ("first-0", "node-0", 1),
+        ("first-1", "node-1", 1),
+    ]
+    assert sorted(team.operator.seen.signed) == [0, 1], "one certificate for each"
+    team.away()
+    for step in (2, 3):
+        id = team.reach(step)
+    held(team, 3)
+    for pod in team.pods:  # both sidecars are replaced meanwhile, and no one signs
+        pod.kill()
+        pod.start(*OPTIONS)
+    assert team.restart("00000002") == id
+    id = team.reach(4)
+    held(team, 4)
+    back = team.back()
+    report = eventually(lambda: (found := back.newest) and found.sequence > 1 and found)
+    assert (report.committed, report.settled) == (id, True)
+    restored = eventually(lambda: back.newest and back.newest.recent, within_s=60)
+    assert (restored[0].type, restored[0].step) == ("Restored", 3)
+    assert back.newest is not None
+    assert back.newest.record.restarts == 1
+    assert back.seen.signed == []
+
+
+def test_what_a_person_asks_for_is_done_by_the_run(team: Team) -> None:
+    """Pins, and going back to one of them."""
+    first = team.reach(1)
+    team.operator.ask(pins=(first,))
+    eventually(
+        lambda: (found := team.operator.newest) and [one.step for one in found.kept] == [str(first)]
+    )
+    team.reach(2)
+    team.reach(3)
+    held(team, 1, 3)
+    team.operator.ask(restore_from="1")
+    eventually(
+        lambda: (
+            (found := team.operator.newest) and found.restore_known and found.record.restore_from
+        )
+    )
+    assert team.restart("00000002") == first
+    done = eventually(
+        lambda: next(
+            (one for one in team.operator.seen.reports[-1].recent if one.type == "RolledBack"), None
+        )
+    )
+    assert done.step == 1
+    newest = team.reach(2)
+    assert team.restart("00000003") == newest, "later restarts are as usual"
+
+
+def test_a_pod_that_was_replaced_is_gone_and_its_successor_takes_its_place(team: Team) -> None:
+    team.reach(1)
+    eventually(lambda: (found := team.operator.newest) and found.sequence > 1)
+    team.pods[1].kill()
+    team.operator.ask(members=members(team.pods[:1]))
+    report = eventually(
+        lambda: (
+            (found := team.operator.newest)
+            and [one.state for one in found.nodes][1:] == [MemberState.GONE]
+            and found.doubts
+            and found
+        )
+    )
+    assert DoubtKind.NOTHING_KEPT in [one.kind for one in report.doubts]
+    team.replace(1)
+    for one in team.come():
+        one.restored(Epoch(EpochId(2, "00000002")))
+        one.register()
+    id = team.reach(0)
+    report = eventually(lambda: (found := team.operator.newest) and found.committed == id and found)
+    assert [one.pod for one in report.nodes] == ["first-0", "second-1"]
+
+
+def test_a_commit_comes_soon_after_the_leader_is_back_also_without_an_operator(team: Team) -> None:
+    team.reach(1)
+    team.away()
+    team.pods[0].kill()
+    team.pods[0].start(*OPTIONS)
+    assert team.restart("00000002") is not None
+    began = time.monotonic()
+    team.reach(2)
+    assert time.monotonic() - began < 5
