@@ -7,7 +7,7 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import kopf
@@ -143,6 +143,7 @@ class Parts:
             memo=handlers.memo(self.operator, self.writer, host_paths=self._settings.host_paths),
             clusterwide=True,
             standalone=True,
+            identity=cast(Any, "keepstep"),  # otherwise the user's name, which no image has
             stop_flag=self.ending,
         )
 
