@@ -1,9 +1,9 @@
-"""A node is lost, with trainers, copies and the reconciler; then it comes back."""
+"""A node is lost, with trainers, copies, a run's leader and the reconciler; then it comes back."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
@@ -27,12 +27,13 @@ def test_a_lost_node_costs_no_more_than_is_promised_and_comes_back(
     reference: dict[int, str],
     record_property: runs.Record,
 ) -> None:
-    """Four jobs: one whose worker has a buddy elsewhere, one without copies whose other replica is
-    left, one that was nowhere near, and one that was there with all of its pods."""
+    """Four jobs: one whose master (node rank 0, which leads the run) has a buddy elsewhere, one
+    without copies whose other replica is left, one that was nowhere near, and one that was there
+    with all of its pods."""
     safe = next(node for node in cluster.workers() if node != doomed)
     copied, plain, far, there = map(new_namespace, ("copied", "plain", "far", "there"))
-    copied.apply(jobs.policy(peers={"replicas": 1}), _spread(safe, doomed))
-    plain.apply(jobs.policy(), _spread(safe, doomed))
+    copied.apply(jobs.policy(peers={"replicas": 1}), _spread(master=doomed, worker=safe))
+    plain.apply(jobs.policy(), _spread(master=safe, worker=doomed))
     far.apply(jobs.policy(), jobs.pytorch_job(workers=0, spec=_on(safe)))
     there.apply(jobs.policy(), jobs.pytorch_job(spec=_on(doomed)))
     for namespace in (copied, plain, far, there):
@@ -43,8 +44,9 @@ def test_a_lost_node_costs_no_more_than_is_promised_and_comes_back(
     )
     before = {one: runs.training_beyond(one, 10) for one in (copied, plain, there)}
     said = int(runs.status(copied)["watermarks"]["peer"].rpartition("-")[2])
-    for namespace in (copied, plain):
-        assert _node(namespace, "gpt-worker-0") == doomed
+    there_too = {copied: "gpt-master-0", plain: "gpt-worker-0"}
+    for namespace, pod in there_too.items():
+        assert _node(namespace, pod) == doomed
 
     lost_at = time.monotonic()
     run("docker", "kill", doomed)
@@ -54,13 +56,14 @@ def test_a_lost_node_costs_no_more_than_is_promised_and_comes_back(
     record_property("seconds", round(away_s, 1))
     assert runs.training_beyond(far, last).first == 0, "the trainers never ended"
 
-    _pods_leave(cluster, doomed, copied, plain)
+    _pods_leave(cluster, doomed, there_too)
     killed = runs.ended(plain, before[plain])
     life = runs.restarted(copied, within_s=300)
     assert life.first - 1 >= said > 0, "the peers' watermark"
-    if "random generators is out of reach" not in copied.logs("gpt-worker-0", "pytorch"):
+    if "random generators is out of reach" not in copied.logs("gpt-master-0", "pytorch"):
         runs.same_losses(life, reference)  # else it goes on from the other replica's newer step
     record_property("lost_steps", max(0, before[copied].last - (life.first - 1)))
+    runs.committed_beyond(copied, life.first)
     life = runs.restarted(plain, within_s=240)
     assert runs.lost(killed, life) <= 1, "without any copy"
 
@@ -80,9 +83,8 @@ def _node(kubectl: Kubectl, pod: str) -> str:
     return str(body["spec"]["nodeName"])
 
 
-def _spread(master: str, worker: str) -> Object:
-    """Two replicas, the master pinned to one node, the worker starting on the other; a pod leaves
-    a lost node after seconds."""
+def _spread(*, master: str, worker: str) -> Object:
+    """Two replicas that start on these nodes; a pod leaves a lost node after seconds."""
     soon = [
         {"key": f"node.kubernetes.io/{what}", "operator": "Exists", "effect": "NoExecute",
          "tolerationSeconds": 5}
@@ -105,12 +107,13 @@ def _spread(master: str, worker: str) -> Object:
     return job
 
 
-def _pods_leave(cluster: Cluster, node: str, *jobs_of: Kubectl) -> None:
+def _pods_leave(cluster: Cluster, node: str, pods: Mapping[Kubectl, str]) -> None:
     """What an administrator (or the out-of-service taint) does for pods of a node that is lost."""
     cluster.kubectl("wait", f"node/{node}", "--for=condition=Ready=Unknown", "--timeout=240s",
                     timeout_s=250)  # fmt: skip
     # a pod that is made just when its node is found lost may be made without admission, as its
     # Service still leads there, too; what is evicted comes later
-    jobs.all_inject(jobs_of[0], jobs.owner(jobs_of[0]))
-    for kubectl in jobs_of:
-        kubectl("delete", "pod", "gpt-worker-0", "--force", "--grace-period=0")
+    one = next(iter(pods))
+    jobs.all_inject(one, jobs.owner(one))
+    for kubectl, pod in pods.items():
+        kubectl("delete", "pod", pod, "--force", "--grace-period=0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 
@@ -33,16 +34,39 @@ def test_a_reconciler_that_is_killed_mid_write_and_then_away_costs_a_run_nothing
         )
         living = runs.training_beyond(namespace, committed + 20)
         assert living.first == 0, "the trainers never ended"
+        _commits_go_on(namespace)
+        runs.kill_sidecar(cluster, namespace, "gpt-master-0")  # which leads the run
+        _commits_go_on(namespace)
+        living = runs.training_beyond(namespace, 0)
+        assert living.first == 0, "the trainers never ended"
         runs.kill_trainer(cluster, namespace, "gpt-worker-0")
         killed = runs.ended(namespace, living)
         life = runs.restarted(namespace)
         assert life.tier == "memory"
         assert life.first - 1 >= living.last - 2
         record_property("lost_steps", runs.lost(killed, life))
+        _commits_go_on(namespace)
     finally:
         system("scale", "deployment/keepstep-reconcile", "--replicas=1")
     assert runs.committed_beyond(namespace, life.first) > committed
     runs.becomes(namespace, "Protected")
+
+
+def _commits_go_on(namespace: Kubectl) -> None:
+    """Both pods learn of newer commits, whatever is away."""
+    before = {pod: _committed(namespace, pod) for pod in ("gpt-master-0", "gpt-worker-0")}
+    for pod, step in before.items():
+        namespace.eventually(
+            lambda pod=pod, step=step: _committed(namespace, pod) > step,
+            what=f"a commit after {step}, which {pod} knows",
+        )
+
+
+def _committed(namespace: Kubectl, pod: str) -> int:
+    """The newest committed step, as this pod's sidecar knows it; -1 for none."""
+    words = ("keepstep", "steps", "--dir", "/keepstep/volumes/scratch", "--json")
+    steps = json.loads(namespace("exec", pod, "-c", runs.SIDECAR, "--", *words))["steps"]
+    return max((one["step"] for one in steps if one["committed"]), default=-1)
 
 
 def _converges_although_killed(cluster: Cluster, namespace: Kubectl) -> int:
