@@ -45,7 +45,7 @@ _OWNED_BY_FS_GROUP: Final = ("persistentVolumeClaim", "ephemeral", "csi")
 def volumes_of(policy: Policy) -> list[Body]:
     """The volumes to add to `spec.volumes`."""
     local = (_volume(one) for one in policy.volumes)
-    trust = {"name": TRUST_VOLUME, "emptyDir": {"sizeLimit": "1Mi"}}
+    trust = {"name": TRUST_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}}
     return [*_memory(policy), token_volume(TOKEN_VOLUME), trust, *local, *tier_volumes(policy)]
 
 
