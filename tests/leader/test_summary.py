@@ -361,6 +361,8 @@ def test_a_pod_that_moved_waits_for_the_agent_of_its_old_node_unless_there_is_no
     assert text(report, DoubtKind.LEFT_SERVED) == (
         "shards of node ranks 1 are served by the agent of node node-1"
     )
+    told = [one for one in play.post().recent if one.type == "LeftShardsServed"]
+    assert [one.message for one in told] == [text(report, DoubtKind.LEFT_SERVED)], "once"
     assert [(one.node, one.node_ranks) for one in report.record.holders] == [
         ("node-1", "1"),
         ("node-0", "0"),

@@ -12,7 +12,7 @@ from typing import Final
 from keepstep.core.ledger import Restart
 from keepstep.errors import few
 from keepstep.leader.leader import Leader
-from keepstep.leader.left_shards import said
+from keepstep.leader.left_shards import SERVED, said
 from keepstep.leader.node_rank import Place
 from keepstep.steps import Tier
 from keepstep.wire.runs import Doubt, DoubtKind, utc
@@ -232,5 +232,5 @@ def _left(leader: Leader) -> Said:
     left = leader.requests.left
     if unserved := said(left.unserved, "not served, as no agent is ready, on node"):
         yield DoubtKind.LEFT_NOT_SERVED, unserved
-    if served := said(left.served, "served by the agent of node"):
+    if served := said(left.served, SERVED):
         yield DoubtKind.LEFT_SERVED, served

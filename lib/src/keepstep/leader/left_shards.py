@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from keepstep.leader.orphaned_shards import OrphanedShard
 from keepstep.steps import StepId
+
+SERVED: Final = "served by the agent of node"
+"""How `said` goes on where an agent serves shards."""
 
 
 @dataclass(frozen=True, kw_only=True)

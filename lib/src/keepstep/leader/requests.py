@@ -13,7 +13,7 @@ from typing import Final
 from keepstep.core.ledger import Action, Outlook, Restart, outlook
 from keepstep.leader.fresh_start import FreshStart
 from keepstep.leader.history import RunHistory
-from keepstep.leader.left_shards import LeftShards
+from keepstep.leader.left_shards import SERVED, LeftShards, said
 from keepstep.leader.node_rank import Place
 from keepstep.leader.orphaned_shards import OrphanedShard
 from keepstep.leader.restore_request import followed, request, wanted
@@ -58,6 +58,7 @@ class Requests:
         self._leaving: set[str] = set()
         self._named: tuple[OrphanedShard, ...] = ()
         self._asked: tuple[OrphanedShard, ...] = ()
+        self._served = ""
         if alone:
             history.resumed = True
 
@@ -126,10 +127,15 @@ class Requests:
             self.restore_from = followed(before, held, ledger.core.epochs)
             if self.restore_from.epoch != before.epoch:
                 epoch, step = self.restore_from.epoch, StepId.parse(self.restore_from.step)
-                said = f"epoch {epoch} went on from step {step.step}, as spec.restoreFrom asked"
-                self._happened("RolledBack", said, step, at=at)
+                text = f"epoch {epoch} went on from step {step.step}, as spec.restoreFrom asked"
+                self._happened("RolledBack", text, step, at=at)
         self._alarmed(self.fresh.follow(ledger, at=at), at=at)
-        history.look_for_commit(self.left)
+        left = self.left
+        served = said(left.served, SERVED)
+        if served and served != self._served:
+            self._happened("LeftShardsServed", served, None, at=at)
+        self._served = served
+        history.look_for_commit(left)
         if (drives := history.other_drives()) and drives != history.said_of_drives:
             history.said_of_drives = drives
             onward = (
@@ -137,8 +143,8 @@ class Requests:
                 if self.gone_for_good
                 else f"starts wait (onLoss: Wait). To begin again at step 0: {self.way_out}"
             )
-            said = f"{drives}: what it held does not come back, and {onward}"
-            self._happened("OtherDrive", said, None, at=at)
+            text = f"{drives}: what it held does not come back, and {onward}"
+            self._happened("OtherDrive", text, None, at=at)
         history.restarted(fleeting=self.fleeting, at=at)
 
     def note_named(self) -> None:
@@ -149,8 +155,8 @@ class Requests:
         step = id.step if id is not None else None
         self._history.remember(Happened(time=utc(at), type=type, message=message, step=step))
 
-    def _alarmed(self, said: Iterable[Action], *, at: float) -> None:
-        self._history.alarmed(said, at=at)
+    def _alarmed(self, actions: Iterable[Action], *, at: float) -> None:
+        self._history.alarmed(actions, at=at)
 
     # --- asking --------------------------------------------------------------------------
 

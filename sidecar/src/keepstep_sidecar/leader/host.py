@@ -26,6 +26,9 @@ _ANYWHERE = ("", "0.0.0.0", "::")
 _REFUSED_S = 60.0
 """How long a refused member is shown."""
 
+_ABSENT_S = 10.0
+"""How long a member is looked for before a person is told: restarts are ordinary."""
+
 _decode = msgspec.json.Decoder(MemberReport).decode
 
 
@@ -40,6 +43,7 @@ class Host:
         self._changes = changes
         self._members: dict[int, Member] = {}
         self._refused: dict[int, tuple[float, str]] = {}
+        self._missing: dict[int, float] = {}
         self._due: asyncio.TimerHandle | None = None
 
     # --- frames ------------------------------------------------------------------------------
@@ -129,11 +133,13 @@ class Host:
 
     def warnings(self) -> Iterator[str]:
         """What a person has to mend."""
-        if missing := self.leader.missing():
-            names = ", ".join(map(str, missing))
+        now, missing = time.monotonic(), self.leader.missing()
+        self._missing = {rank: self._missing.get(rank, now) for rank in missing}
+        if long := [rank for rank, since in self._missing.items() if now - since >= _ABSENT_S]:
+            names = ", ".join(map(str, long))
             yield f"no connection from node ranks {names}: no step is deleted until all are there"
         for at, reason in self._refused.values():
-            if time.monotonic() - at < _REFUSED_S:
+            if now - at < _REFUSED_S:
                 yield reason
 
 
