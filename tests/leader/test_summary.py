@@ -419,7 +419,7 @@ def test_another_drive_in_place_of_the_one_that_had_the_steps_is_said() -> None:
     play.hear(a, b)
     report = play.look()
     assert report.recent[0].type == "OtherDrive"
-    assert "volume nvme of node rank 1 lies on another file system" in report.recent[0].message
+    assert "volume nvme of pod worker-1 lies on another file system" in report.recent[0].message
     assert WAY_OUT in report.recent[0].message
 
 

@@ -55,7 +55,7 @@ def _there(leader: Leader) -> Iterator[tuple[str, Place]]:
     """The places that are not gone, by node rank, and what people call them."""
     for rank, place in sorted(leader.ledger.places.items()):
         if not place.gone:
-            yield leader.requests.name_of(rank, place), place
+            yield leader.requests.name_of(rank), place
 
 
 def _warned(leader: Leader) -> str:
@@ -119,8 +119,7 @@ def _patience(leader: Leader) -> tuple[float | None, float]:
 def _what_hinders(leader: Leader) -> str:
     """The likeliest reason why no step becomes committed."""
     if missing := leader.missing():
-        places, name_of = leader.ledger.places, leader.requests.name_of
-        names = [name_of(rank, places.get(rank)) for rank in missing]
+        names = [*map(leader.requests.name_of, missing)]
         return f"No connection from {few(names, _NAMED)}. {_ONWARD}"
     if warned := _warned(leader):
         return f"{warned[0].upper()}{warned[1:]}. {_ONWARD}"
@@ -132,7 +131,7 @@ def _what_hinders(leader: Leader) -> str:
     if not newest:
         return _ONWARD
     slowest = min(newest, key=lambda rank: (newest[rank], rank))
-    name = leader.requests.name_of(slowest, leader.ledger.places[slowest])
+    name = leader.requests.name_of(slowest)
     return f"The volumes of {name} hold the oldest step. {_ONWARD}"
 
 
@@ -183,7 +182,7 @@ def _kept(leader: Leader) -> Said:
         return
     newest = outlook.step.step if outlook.step else 0
     lost = f"of step {newest}, and of every other step, a part is gone"
-    drives = leader.history.other_drives()
+    drives = asked.other_drives
     if asked.gone_for_good:
         went = f": {drives}. The" if drives else " with its pod: the"
         told = f"{lost} for good{went} next start begins again at step 0"

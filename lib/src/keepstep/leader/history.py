@@ -13,7 +13,6 @@ from typing import Final
 
 from keepstep.core.ledger import Action, Alarm, AlarmKind
 from keepstep.core.schedule import on_grid, stands_in
-from keepstep.errors import few
 from keepstep.leader.drives import Drives, OtherDrive, PlaceDrives
 from keepstep.leader.goodput import GoodputSum
 from keepstep.leader.left_shards import LeftShards
@@ -27,7 +26,6 @@ from keepstep.wire.reports import Report
 from keepstep.wire.runs import Happened, Record, RunPolicy, utc
 
 ALARM_S: Final = 3600.0
-_DRIVES_NAMED: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,13 +178,13 @@ class RunHistory:
         if sender.node_rank in self.drives.changed and self._ledger.restorable() is not None:
             self.drives.hold(sender.node_rank)
 
-    def other_drives(self) -> str:
-        """Where other file systems lie than those of the run's shards, as text; '' unless what is
-        out of reach can have lain on these only."""
-        found, places = self.drives.others(), self._ledger.places
-        if not found or any(self._ledger.orphans) or any(one.gone for one in places.values()):
-            return ""
-        return few([*map(_other_drive, found)], _DRIVES_NAMED)
+    def other_drives(self) -> list[OtherDrive]:
+        """Where other file systems lie than those of the run's shards; empty unless what is out of
+        reach can have lain on these only."""
+        places = self._ledger.places.values()
+        if any(self._ledger.orphans) or any(one.gone for one in places):
+            return []
+        return list(self.drives.others())
 
     # --- what people are told ------------------------------------------------------------
 
@@ -229,13 +227,6 @@ def _kind(restart: Restart) -> str:
     if restart.origin:
         return "Forked"
     return "Restored" if restart.parent else "FreshStart"
-
-
-def _other_drive(one: OtherDrive) -> str:
-    return (
-        f"volume {one.volume} of node rank {one.node_rank} lies on another file system than its"
-        f" steps did ({one.now}, formerly {one.was})"
-    )
 
 
 def _restarted(restart: Restart, *, aside: bool, again: bool, drives: str) -> str:

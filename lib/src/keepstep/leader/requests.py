@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from keepstep.core.ledger import Action, Outlook, Restart, outlook
+from keepstep.errors import few
 from keepstep.leader.fresh_start import FreshStart
 from keepstep.leader.history import RunHistory
 from keepstep.leader.left_shards import SERVED, LeftShards, said
@@ -21,6 +22,7 @@ from keepstep.leader.run_ledger import RunLedger
 from keepstep.steps import StepId, Tier
 from keepstep.wire.runs import Happened, Member, Requested, RestoreFrom, RunPolicy, utc
 
+_DRIVES_NAMED: Final = 3
 _LOST: Final = {
     Restart.GOES_ON: "a restart goes on from step {}",
     Restart.BEGINS: "nothing is left, so a restart begins at step 0",
@@ -136,7 +138,7 @@ class Requests:
             self._happened("LeftShardsServed", served, None, at=at)
         self._served = served
         history.look_for_commit(left)
-        if (drives := history.other_drives()) and drives != history.said_of_drives:
+        if (drives := self.other_drives) and drives != history.said_of_drives:
             history.said_of_drives = drives
             onward = (
                 "the next start begins again at step 0; what is left of older steps is kept"
@@ -206,8 +208,21 @@ class Requests:
         """The node ranks of the pods that are there."""
         return {one.node_rank for one in self._staying()}
 
-    def name_of(self, node_rank: int, place: Place | None) -> str:
+    @property
+    def other_drives(self) -> str:
+        """See `RunHistory.other_drives`; as text, '' for none."""
+        return few(
+            [
+                f"volume {one.volume} of {self.name_of(one.node_rank)} lies on another file system"
+                f" than its steps did ({one.now}, formerly {one.was})"
+                for one in self._history.other_drives()
+            ],
+            _DRIVES_NAMED,
+        )
+
+    def name_of(self, node_rank: int) -> str:
         """The pod of this node rank, for people."""
+        place = self._ledger.places.get(node_rank)
         pod = self.pods.get(place.pod) if place is not None else None
         return f"pod {pod.name}" if pod is not None else f"node rank {node_rank}"
 
