@@ -12,6 +12,7 @@ import pytest
 from machines import Machine, Run
 from trainer import FakeTrainer
 
+from keepstep.steps import StepId
 from keepstep.wire.trainer import Pinned
 from keepstep_sidecar.cli import calls
 from tests.harness import SidecarProcess, eventually, free_port
@@ -127,6 +128,24 @@ def test_a_machine_that_does_not_belong_here_is_refused_and_both_sides_say_why(
     there.start(*options, **environment)
     eventually(lambda: there_says in there.warnings(), what="it says why", within_s=10)
     eventually(lambda: here_says in here.warnings(), what="the leader says why", within_s=10)
+
+
+def test_what_only_the_leader_sees_is_in_its_log_and_its_warnings_once(
+    run: Callable[[int], Run],
+) -> None:
+    """The model does not change, on any machine."""
+    two = run(2).start("--persist-every", "1", "--peer-replicas", "0")
+    for step in range(8):
+        for one in two.ranks:
+            one.begin()
+            one.copy(0, 0, one.layout.size_bytes)
+            one.seal(one.control(step))
+            one.report(step)
+        for one in two.ranks:
+            assert one.wait(StepId(one.epoch.id, step), "committed").reached
+    here, text = two.machines[0], "the parameters of all ranks were the same in the last 6 commits"
+    eventually(lambda: text in here.warnings(), what="the leader says so", within_s=10)
+    assert here.warnings().count(text) == here.text().count(text) == 1
 
 
 def test_what_was_committed_stays_and_nothing_goes_while_a_machine_is_away(

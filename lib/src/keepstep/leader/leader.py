@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from keepstep.core.commit_rule import ReportedTier
-from keepstep.core.ledger import is_among
+from keepstep.core.ledger import Alarm, is_among
 from keepstep.core.suspicion import Failure, newest
 from keepstep.errors import UsageError
 from keepstep.leader.bounds import checked
@@ -128,9 +128,9 @@ class Leader:
 
     # --- members -------------------------------------------------------------------------
 
-    def take(self, node_rank: int, told: MemberReport, *, at: float) -> None:
-        """Take in a member's report. Raises UsageError for one that is no member: nothing has
-        changed then."""
+    def take(self, node_rank: int, told: MemberReport, *, at: float) -> tuple[Alarm, ...]:
+        """Take in a member's report. Returns what a person should look at; an operator learns of it
+        from `history`. Raises UsageError for one that is no member: nothing has changed then."""
         member = self._member(node_rank, told)
         report = checked(told.report)
         if self._members.get(node_rank) is not member:
@@ -169,6 +169,7 @@ class Leader:
             self.ledger.ask(node_rank)  # its owner may say so yet
         if told.pins.version > self.pins.version:
             self.pin(told.pins)
+        return tuple(one for one in said or () if isinstance(one, Alarm))
 
     def meet(self, told: MemberReport) -> None:
         """Another node rank 0 has come. Raises UsageError unless it is this sidecar itself."""

@@ -76,7 +76,7 @@ class RunLedger:
 
     def __init__(self) -> None:
         self._keep = Retention()
-        self._config = LedgerConfig()  # without retention: see `expendable`
+        self._config = LedgerConfig()
         self.core = Ledger(self._config)
         self.places = Places()
         self.orphans = OrphanedShards()
