@@ -42,6 +42,8 @@ DUPLICATE = (
 MOST_NODES = 4096
 INTERVAL_S = 10.0
 _LEAST_GAP_S = 0.05
+_GAP_ALONE_S = 0.25
+"""A machine alone sees its commits by itself: only deletions wait for a report."""
 
 
 @dataclass(kw_only=True)
@@ -128,11 +130,14 @@ class Leader:
 
     # --- members -------------------------------------------------------------------------
 
-    def take(self, node_rank: int, told: MemberReport, *, at: float) -> tuple[Alarm, ...]:
+    def take(
+        self, node_rank: int, told: MemberReport, *, at: float, own: bool = False
+    ) -> tuple[Alarm, ...]:
         """Take in a member's report. Returns what a person should look at; an operator learns of it
-        from `history`. Raises UsageError for one that is no member: nothing has changed then."""
+        from `history`. `own`: it comes from this process, so it may be of any size. Raises
+        UsageError for one that is no member: nothing has changed then."""
         member = self._member(node_rank, told)
-        report = checked(told.report)
+        report = told.report if own else checked(told.report)
         if self._members.get(node_rank) is not member:
             self._lives += 1
             member.order = self._lives
@@ -151,7 +156,7 @@ class Leader:
         ranks = self._believed(node_rank, report)
         doubted, report = ranks != report.ranks, replace(report, ranks=ranks)
         member.sequence, progress = report.sequence, self.ledger.progress
-        said = self.ledger.take(sender, report, at=at, most_world=most_world)
+        said = self.ledger.take(sender, report, at=at, most_world=most_world, bounded=not own)
         if said is not None:
             member.whole = True
             self._failures = newest((*self._failures, *report.failures))
@@ -380,7 +385,7 @@ class Leader:
         return _Advice(
             reply=ReportReply(
                 interval_s=INTERVAL_S,
-                least_gap_s=_LEAST_GAP_S,
+                least_gap_s=_GAP_ALONE_S if self.nodes == 1 else _LEAST_GAP_S,
                 committed={str(tier): id for tier, id in ledger.watermarks().items()},
                 commits=ledger.commits(),
                 plan=None if paused else asked.wanted or ledger.plan(),

@@ -76,7 +76,8 @@ class Host:
         self._soon()
 
     def _take(self, node_rank: int, told: MemberReport) -> None:
-        for alarm in self.leader.take(node_rank, told, at=time.time()):
+        own = node_rank == OWN
+        for alarm in self.leader.take(node_rank, told, at=time.time(), own=own):
             self.alarmed(alarm)
 
     def _refuse(self, member: Member, reason: str) -> None:
