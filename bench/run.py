@@ -45,6 +45,7 @@ from keepstep.wire.reports import LeaderReply, MemberReport, Report, ReportedRan
 from keepstep.wire.runs import RunPolicy
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leader.host import OWN, Host
+from keepstep_sidecar.leader.hub import Hub
 from keepstep_sidecar.leader.link import Link
 from keepstep_sidecar.tiers.peer.secret import SecretCredentials
 from keepstep_sidecar.tiers.peer.server import Server
@@ -258,7 +259,7 @@ async def _lead(clock: Clock, port: int, told: Connection) -> None:
         f"127.0.0.1:{port}",
         SecretCredentials(SECRET, "bench", OWN),
         lambda _: None,  # type: ignore[arg-type, return-value]
-        join=host.hub.join,
+        join=Hub(host.take, host.gone, nodes=clock.machines).join,
     )
     server.start()
     loop = asyncio.get_running_loop()

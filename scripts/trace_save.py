@@ -2,11 +2,13 @@
 
 One trainer of one rank and its sidecar are started under a profiler and save a few steps. A file
 counts if it is entered in each of the last saves, between the call of `save` and the end of
-`wait(step, "committed")`: what only runs from time to time is left out.
+`wait(step, "committed")`: what only runs from time to time is left out, and what tells the leader.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import runpy
@@ -95,8 +97,16 @@ class Calls:
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         path = frame.f_code.co_filename
-        if event == "call" and "/src/keepstep" in path and frame.f_code.co_name != "<module>":
+        ours = event == "call" and "/src/keepstep" in path
+        if ours and frame.f_code.co_name != "<module>" and not _reports():
             self.times[path.split("/src/")[1]].append(time.monotonic())
+
+
+def _reports() -> bool:
+    """Whether this is the sidecar's task that tells the leader."""
+    with contextlib.suppress(RuntimeError):  # a thread without a loop
+        return getattr(asyncio.current_task(), "get_name", str)() == "report"
+    return False
 
 
 def _sidecar(home: Path) -> None:

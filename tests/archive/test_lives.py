@@ -85,7 +85,7 @@ def test_a_start_waits_until_it_is_clear_whether_another_life_is_renewed(
     trained(config, check)
 
 
-def test_who_knows_the_epoch_has_an_operator_or_trains_itself_does_not_wait(
+def test_who_knows_the_epoch_has_an_operator_does_not_lead_or_trains_itself_does_not_wait(
     archive_dir: Path,
 ) -> None:
     config = ArchiveConfig(url=str(archive_dir))
@@ -93,7 +93,8 @@ def test_who_knows_the_epoch_has_an_operator_or_trains_itself_does_not_wait(
     async def check(store: Store) -> None:
         for epochs, facts in (
             ((OLD, OTHER), RunFacts()),
-            ((OLD,), RunFacts(managed=True)),
+            ((OLD,), RunFacts(operated=True)),
+            ((OLD,), RunFacts(leads=False)),
             ((OLD,), RunFacts(life=lambda: OLD)),
             ((OLD,), RunFacts(strangers=lambda told: frozenset({OTHER.id}))),
         ):

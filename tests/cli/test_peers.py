@@ -166,6 +166,8 @@ def test_two_machines_end_with_their_last_step_committed_on_both(
     for one in machines:
         assert one.sidecars() == []
         assert list((one.directory / "train").glob("0*-000000029")), "where readers see it"
+        newest = one.json("steps")["steps"][-1]
+        assert (newest["step"], newest["committed"]) == (29, True), "of its own half, it knows"
 
 
 def test_machines_without_a_secret_are_refused_before_anything_starts(

@@ -76,7 +76,7 @@ def test_a_record_gives_data_and_no_settings(tmp_path: Path) -> None:
     kept = RunDir.of(
         tmp_path, "a", slots=3, keep=9, archive="s3://b/x", archive_endpoint="https://e",
         restore_from="7", owner_pid=1, report_url="https://r", report_ca="ca",
-        report_token_file=Path("/token"), peer_listen="h:1",
+        report_token_file=Path("/token"), leader="h:2", peer_listen="h:1",
     )  # fmt: skip
     kept.home.mkdir(parents=True)
     save(kept)

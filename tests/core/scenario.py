@@ -10,9 +10,9 @@ import copy
 import functools
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from keepstep.core.commit_rule import ReportedTier, at_least, is_full
+from keepstep.core.commit_rule import ReportedTier, at_least, bits, is_full
 from keepstep.core.ledger import (
     Action,
     Alarm,
@@ -26,7 +26,6 @@ from keepstep.core.ledger import (
     Nothing,
     Reported,
     RestorePlan,
-    Retire,
     Unknown,
 )
 from keepstep.core.retention import Retention
@@ -35,7 +34,7 @@ from keepstep.core.shard import NOBODY, Ranks, Shard
 from keepstep.core.slot_table import SlotTable
 from keepstep.core.vote import Candidate, Candidates, Offer, choose
 from keepstep.errors import KeepstepError
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier
 
 _EPOCH = re.compile(r"(\d+)([a-f]?)")
 
@@ -91,7 +90,7 @@ class Scenario:
     """The state of one scenario: a ledger, a planner, a slot table and votes."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger(LedgerConfig(retention={Tier.LOCAL: Retention(last=2)}))
+        self.ledger, self.keep = Ledger(), {Tier.LOCAL: Retention(last=2)}
         self.planner = PersistPlanner((0, 1), Grid())
         self.table = SlotTable(4)
         self.votes: dict[int, Candidates] = {}
@@ -113,14 +112,27 @@ class Scenario:
             LedgerConfig(
                 tiers=named,
                 world=int(world) if world else None,
-                retention={t: Retention(last=int(keep)) for t in named if t is not Tier.MEMORY},
                 stale_after=int(stale_after),
             )
         )
+        self.keep = {tier: Retention(last=int(keep)) for tier in NEAREST_FIRST[1:] if tier in named}
         return []
 
     def _apply(self, event: Event) -> list[str]:
-        return [_action(action) for action in self.ledger.apply(event)]
+        """The ledger's actions, and what may be retired then."""
+        said = self.ledger.apply(event)
+        alarms = [_action(one) for one in said if isinstance(one, Alarm)]
+        return [
+            *(_action(one) for one in said if not isinstance(one, Alarm)),
+            *self._retirements(),
+            *alarms,
+        ]
+
+    def _retirements(self) -> Iterator[str]:
+        for tier, policy in self.keep.items():
+            for id in self.ledger.expendable(tier, policy):
+                if ranks := self.ledger.holders(id, tier):
+                    yield f"retire {short(id)} on {tier}, ranks {','.join(map(str, bits(ranks)))}"
 
     def _do_report(
         self,
@@ -412,9 +424,6 @@ def _answer(text: str) -> Answer:
 def _action(action: Action) -> str:
     if isinstance(action, Committed):
         return f"committed {short(action.id)} on {action.tier}"
-    if isinstance(action, Retire):
-        ranks = ",".join(str(rank) for rank in action.ranks)
-        return f"retire {short(action.id)} on {action.tier}, ranks {ranks}"
     assert isinstance(action, Alarm)
     return f"alarm {action.kind}: {action.text}"
 

@@ -143,3 +143,28 @@ def test_a_leader_that_ends_waits_until_its_members_have_acted_on_that(run: Run)
     assert not run.leader.heard_all()
     run.reports(1, rank(1, 1), heard=told.number)
     assert run.leader.heard_all()
+
+
+def test_a_machine_alone_may_keep_more_steps_than_a_member_may_report() -> None:
+    keep = 4500
+    policy = replace(POLICY, keep=Retention(last=keep))
+    leader = Leader(life="0", nodes=1, policy=policy)
+    one = replace(rank(0, *range(keep + 2)), world=1)
+    local = tuple(replace(held, world=1) for held in one.shards(Tier.LOCAL))
+    one = replace(one, tiers={**one.tiers, Tier.LOCAL: ReportedTier.of(local)})
+    report = Report(sidecar="test", started_at=1.0, sequence=1, ready=True, ranks=(one,))
+    told = MemberReport(life="0", nodes=1, report=replace(report, epochs=(EPOCH,)))
+    with pytest.raises(UsageError, match="too many images"):
+        leader.take(0, told, at=0.0)
+    leader.take(0, told, at=0.0, own=True)
+    reply = leader.news(0)
+    assert reply is not None
+    assert reply.reply.retire == (at(0), at(1))
+    newer = Shard(step_id=at(keep + 2), rank=0, world=1, root="r")
+    moved = replace(one, tiers={Tier.LOCAL: ReportedTier.of((newer,))})
+    moved.tiers[Tier.LOCAL] = replace(moved.tiers[Tier.LOCAL], gone=())
+    change = replace(report, sequence=2, since=1, ranks=(moved,))
+    leader.take(0, MemberReport(life="0", nodes=1, report=change), at=0.0, own=True)
+    reply = leader.news(0)
+    assert reply is not None
+    assert reply.reply.retire == (at(0), at(1), at(2))

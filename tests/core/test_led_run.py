@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from keepstep.core.commit_rule import RankReport, ReportedTier
-from keepstep.core.ledger import EpochStarted, Retire
-from keepstep.core.node import Heard, Listed, Node, Publish
+from keepstep.core.ledger import EpochStarted
+from keepstep.core.node import Heard, Listed, Node, Publish, Retire
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid
 from keepstep.core.shard import Shard
@@ -72,7 +72,7 @@ class LedRun(RuleBasedStateMachine):
         one.life, one.sequence, one.scanned = self.lives, 0, False
         one.known = one.news = one.leader = None
         one.shown = set()
-        one.node = Node({}, grid=Grid(1), keep=self.keep, managed=True)
+        one.node = Node({}, grid=Grid(1), keep=self.keep, alone=len(self.machines) == 1)
         for epoch in one.epochs:
             one.node.step(EpochStarted(epoch))
 

@@ -1,11 +1,11 @@
-"""What a node decides if an operator sees the whole run, and when its drive is full."""
+"""What a node decides at the word of the run's leader, and when its drive is full."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from keepstep.core.commit_rule import ReportedTier
-from keepstep.core.ledger import EpochStarted, Retire
+from keepstep.core.ledger import EpochStarted
 from keepstep.core.node import (
     SILENT_AFTER_S,
     Action,
@@ -16,6 +16,7 @@ from keepstep.core.node import (
     Listed,
     Node,
     Publish,
+    Retire,
     Sealed,
     Serves,
     Settled,
@@ -38,8 +39,8 @@ def steps(numbers: Iterable[int]) -> frozenset[StepId]:
     return frozenset(map(step, numbers))
 
 
-def node(*, managed: bool = True, last: int = 2) -> Node:
-    made = Node({}, grid=Grid(1), keep=Retention(last=last), managed=managed)
+def node(*, alone: bool = False, last: int = 2) -> Node:
+    made = Node({}, grid=Grid(1), keep=Retention(last=last), alone=alone)
     made.step(EpochStarted(Epoch(EPOCH, None)))
     return made
 
@@ -70,19 +71,19 @@ def heard(
     )
 
 
-def test_only_what_is_older_than_the_last_commit_is_deleted_at_the_operators_word() -> None:
+def test_only_what_is_older_than_the_last_commit_is_deleted_at_the_leaders_word() -> None:
     one = node()
     one.step(listed(9, 10, 11))
     assert retired(one.step(heard(10, retire=(8, 9, 10, 11)))) == [9]
 
 
-def test_pins_stay_although_the_operator_asks_for_them() -> None:
+def test_pins_stay_although_the_leader_asks_for_them() -> None:
     one = node()
     one.step(listed(8, 9, 10))
     assert retired(one.step(heard(10, retire=(8, 9), pinned=(8,)))) == [9]
 
 
-def test_what_all_pods_have_by_the_operators_word_is_shown_until_it_is() -> None:
+def test_what_all_pods_have_by_the_leaders_word_is_shown_until_it_is() -> None:
     one = node()
     one.step(listed(9, 10))
     assert published(one.step(heard(10))) == [10]
@@ -90,26 +91,23 @@ def test_what_all_pods_have_by_the_operators_word_is_shown_until_it_is() -> None
     assert published(one.step(listed(9, 10, shown=(10,)))) == []
 
 
-def test_an_operator_that_has_just_started_does_not_take_a_commit_back() -> None:
+def test_a_leader_that_has_just_started_does_not_take_a_commit_back() -> None:
     one = node()
     one.step(heard(10))
     one.step(heard(None))
     assert one.operator_view.commit == step(10)
 
 
-def test_silence_begins_a_minute_after_the_last_answer_and_only_where_there_is_an_operator() -> (
-    None
-):
-    one, alone = node().operator_view, node(managed=False).operator_view
+def test_silence_begins_a_minute_after_the_last_answer() -> None:
+    one = node().operator_view
     now = SILENT_AFTER_S + 1
     assert one.silent(now)
-    assert not alone.silent(now)
     one.hear(heard(), now)
     assert not one.silent(now)
 
 
 def test_a_full_drive_costs_the_fewest_steps_that_nobody_needs() -> None:
-    one = node(managed=False, last=3)
+    one = node(alone=True, last=3)
     sizes = {step(number): 100 for number in (1, 2, 3, 4)}
     one.step(listed(1, 2, 3, 4, world=1))
     assert retired(one.step(Full(50, sizes))) == [1]
@@ -118,10 +116,10 @@ def test_a_full_drive_costs_the_fewest_steps_that_nobody_needs() -> None:
 
 
 def test_a_full_drive_costs_the_newest_proven_step_when_nothing_else_is_left() -> None:
-    one = node(managed=False, last=2)
+    one = node(alone=True, last=2)
     held = (40, 80, 120, 123, 124)
     sizes = {step(number): 100 for number in held}
-    assert retired(one.step(listed(*held, world=1))) == [40]
+    one.step(listed(*held, world=1))
     assert retired(one.step(Full(150, sizes))) == [40, 120]
     assert retired(one.step(Full(900, sizes))) == [40, 120, 123, 80]
 
@@ -148,7 +146,7 @@ class OneRank:
 
 
 def test_nobody_to_tell_and_a_new_shard_let_go_what_lies_between_commit_and_newest_two() -> None:
-    one = Node({0: OneRank(14)}, grid=Grid(1), managed=True)
+    one = Node({0: OneRank(14)}, grid=Grid(1))
     one.step(EpochStarted(Epoch(EPOCH, None)))
     one.step(listed(4, 5, 10, 11, 12, 13))
     one.step(heard(10, pinned=(5, 11)))
@@ -160,7 +158,7 @@ def test_nobody_to_tell_and_a_new_shard_let_go_what_lies_between_commit_and_newe
 
 def test_what_all_ranks_restored_stays_although_nobody_says_that_it_was_committed() -> None:
     restored = StepId(EpochId(0, "0000000b"), 10)
-    one = Node({0: OneRank(14)}, grid=Grid(1), managed=True)
+    one = Node({0: OneRank(14)}, grid=Grid(1))
     one.step(EpochStarted(Epoch(restored.epoch, None)))
     one.step(EpochStarted(Epoch(EPOCH, restored)))
     held = listed(11, 12, 13)

@@ -7,7 +7,7 @@ node (like a sidecar's), a ledger that all nodes report to (like the operator's)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -24,7 +24,6 @@ from keepstep.core.ledger import (
     Reported,
     Restart,
     RestorePlan,
-    Retire,
     outlook,
 )
 from keepstep.core.retention import Retention
@@ -34,6 +33,7 @@ from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from tests.core.scenario import newest_on
 
+_KEEP = {Tier.LOCAL: Retention(last=2), Tier.PEER: Retention(last=1)}
 _SOME = st.sets(st.integers(0, 5), max_size=2)
 """A few ranks or nodes."""
 
@@ -85,10 +85,7 @@ class Tiers(RuleBasedStateMachine):
         self.epoch: Epoch | None = None  # of the live trainers
         self.at: dict[int, int] = {}  # rank -> the last step that it staged
         self.lives = 0
-        self.config = LedgerConfig(
-            tiers=tuple(self._tiers()),
-            retention={Tier.LOCAL: Retention(last=2), Tier.PEER: Retention(last=1)},
-        )
+        self.config = LedgerConfig(tiers=tuple(self._tiers()))
         self._go_on(choose([Candidates(answer=Answer.NONE)] * self.world))
 
     def _tiers(self) -> Iterator[Tier]:
@@ -129,20 +126,25 @@ class Tiers(RuleBasedStateMachine):
         before = self.ledger.watermark(Tier.LOCAL)
         for number, node in enumerate(self.nodes):
             if node.up:
-                for action in self.ledger.apply(self._reported(number, self._archived())):
-                    if isinstance(action, Retire):
-                        self._retire(action)
+                self.ledger.apply(self._reported(number, self._archived()))
+                doomed = [
+                    (tier, id, set(bits(self.ledger.holders(id, tier))))
+                    for tier, policy in _KEEP.items()
+                    for id in self.ledger.expendable(tier, policy)
+                ]
+                for tier, id, ranks in doomed:
+                    self._retire(tier, id, ranks)
         for number, node in enumerate(self.nodes):
             if node.up:
                 self.ledger.apply(self._reported(number, self._archived()))
         after = self.ledger.watermark(Tier.LOCAL)
         assert before is None or (after is not None and after >= before), "a commit was retired"
 
-    def _retire(self, action: Retire) -> None:
+    def _retire(self, tier: Tier, id: StepId, ranks: Collection[int]) -> None:
         for node in self.nodes:
-            shelf = node.local if action.tier is Tier.LOCAL else node.kept
+            shelf = node.local if tier is Tier.LOCAL else node.kept
             if node.up:
-                shelf -= {(action.id, rank) for rank in action.ranks}
+                shelf -= {(id, rank) for rank in ranks}
 
     def _archived(self) -> set[Image]:
         return self.archive if self.has_archive else set()

@@ -1,8 +1,8 @@
 """A whole run as a state machine: ranks, a node that decides for them, votes, kills at any point.
 
-The real code makes all decisions: `Node` is what the sidecar runs. Memory and disk are sets of
-names here, which the node's actions change. The expected result is computed from these sets alone,
-in a much simpler way (`WholeRun.restorable`).
+The real code makes all decisions: `Node` and `Leader` are what the sidecar runs. Memory and disk
+are sets of names here, which the node's actions change. The expected result is computed from these
+sets alone, in a much simpler way (`WholeRun.restorable`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import keepstep.core.retention
 from keepstep.core.commit_rule import RankReport, ReportedTier
-from keepstep.core.ledger import EpochStarted, Ledger, LedgerConfig, Reported, RestorePlan, Retire
+from keepstep.core.ledger import EpochStarted, Ledger, Reported, RestorePlan
 from keepstep.core.node import (
     Died,
     Event,
     Flush,
+    Heard,
     Listed,
     Node,
     Overwritten,
     Publish,
+    Retire,
     Sealed,
     Serves,
     Wrote,
@@ -34,7 +36,10 @@ from keepstep.core.shard import Shard
 from keepstep.core.slot_table import SlotTable
 from keepstep.core.vote import Candidate, Candidates, choose
 from keepstep.errors import NothingCommonError, RestoreError
+from keepstep.leader.leader import Leader
 from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep.wire.reports import MemberReport, Report, ReportedRank
+from keepstep.wire.runs import RunPolicy
 
 _KEEP = Retention(last=2)
 _NEVER_WHOLE_KEPT = keepstep.core.retention.NEVER_WHOLE_KEPT
@@ -88,6 +93,7 @@ class WholeRun(RuleBasedStateMachine):
         self.failed: set[StepId] = set()  # steps with a failed write, which is not tried again
         self.unharmed = True  # nothing that a restart relies on was lost
         self.left_out = False  # a copy was discarded before this life had a step in common
+        self.slow = False  # the leader's answer comes with the next one
         self._start_sidecar()
 
     def teardown(self) -> None:
@@ -108,8 +114,12 @@ class WholeRun(RuleBasedStateMachine):
             dict(enumerate(self.ranks)),
             grid=self.grid,
             keep=_KEEP,
+            alone=True,
             in_use=lambda id: id in self.read,
         )
+        policy = RunPolicy(keep=_KEEP, outlives_pod=False, restarts=False)
+        self.leader, self.reports = Leader(life="", nodes=1, policy=policy), 0
+        self.late: Heard | None = None
         for epoch in self.epochs_on_disk:
             self._feed(EpochStarted(epoch))
         for rank in self.ranks:
@@ -173,6 +183,43 @@ class WholeRun(RuleBasedStateMachine):
             for number, rank in enumerate(self.ranks):  # each rank as it is then
                 held = {number: _report(number, rank, len(self.ranks))}
                 self._feed(Listed(ranks=held, shown=self.shown))
+            self._ask_leader()
+
+    def _ask_leader(self) -> None:
+        """The run of one machine is led as any other."""
+        world, self.reports = len(self.ranks), self.reports + 1
+        report = Report(
+            sidecar="test",
+            started_at=1.0,
+            sequence=self.reports,
+            ready=True,
+            epochs=tuple(self.epochs_on_disk),
+            ranks=tuple(
+                ReportedRank(
+                    rank=number,
+                    world=world,
+                    alive=self.epoch is not None,
+                    tiers=dict(_report(number, rank, world)),
+                )
+                for number, rank in enumerate(self.ranks)
+            ),
+        )
+        self.leader.take(0, MemberReport(life="", nodes=1, report=report), at=0.0)
+        told = self.leader.news(0)
+        assert told is not None
+        heard = Heard(
+            commit=told.reply.committed.get(str(Tier.LOCAL)),
+            commits=frozenset(told.reply.commits),
+            plan=told.reply.plan,
+            retire=frozenset(told.reply.retire),
+        )
+        answer, self.late = (self.late, heard) if self.slow else (heard, None)
+        if answer is not None:
+            self._feed(answer)
+
+    @rule(slow=st.booleans())
+    def the_leader_is_slow_or_quick(self, slow: bool) -> None:
+        self.slow = slow
 
     # --- training ------------------------------------------------------------------------
 
@@ -281,7 +328,7 @@ class WholeRun(RuleBasedStateMachine):
 
     @rule()
     def what_was_kept_because_it_was_read_goes_when_nobody_reads_it(self) -> None:
-        self.read = set()
+        self.read, self.slow = set(), False
         self._list()
         kept = [id for id in self.node.ledger.expendable(Tier.LOCAL, _KEEP) if self._on_disk(id)]
         assert all(self.node.busy(id) for id in kept)
@@ -422,7 +469,7 @@ class WholeRun(RuleBasedStateMachine):
 
     @invariant()
     def the_order_of_reports_does_not_matter(self) -> None:
-        other = Ledger(LedgerConfig(retention={Tier.LOCAL: _KEEP}))
+        other = Ledger()
         for report in reversed(self._reports()):
             other.apply(report)
         for epoch in reversed(self.epochs_on_disk):

@@ -64,7 +64,7 @@ async def test_a_copy_that_is_kept_here_is_read_from_here(node: Make) -> None:
         buddy.knows()  # the other pod is gone
         (remote,) = (await buddy.remote_tier.look()).shards
         (source,) = buddy.remote_tier.sources(remote)
-        assert "from the copy on this pod" in source.where
+        assert "from the copy kept here" in source.where
         view = empty_slot(slot.layout)
         await reading.load(buddy.remote_tier, remote, view)
         assert same(view, slot)

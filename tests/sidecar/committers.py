@@ -30,7 +30,7 @@ def make_committer(
     remotes: RemoteInventory | None = None,
     spawn: Spawn = refuse,
     keep: int = 9,
-    managed: bool = False,
+    alone: bool = False,
 ) -> Committer:
     """`threads`: for everything that blocks."""
     return Committer(
@@ -43,7 +43,7 @@ def make_committer(
         spawn=spawn,
         keep=Retention(last=keep),
         grid=Grid(1),
-        managed=managed,
+        alone=alone,
     )
 
 

@@ -16,7 +16,7 @@ async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait() -
     reporter = Reporter(
         unused,
         Look(measure=unused, report=unused, urgent=lambda: waiting),
-        operator=OperatorLink(changes, present=True),
+        operator=OperatorLink(changes),
         obey=unused,
         changes=changes,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.wire.reports import ReportReply
 from keepstep.wire.trainer import LeaseRequest
 from keepstep_sidecar.leases import local_world, sees_all
 from keepstep_sidecar.report.reporter import Rhythm
@@ -21,7 +20,7 @@ seconds = st.floats(-1e6, 1e6)
 def test_no_answer_makes_a_sidecar_fall_silent_or_report_all_the_time(
     interval_s: float, gap_s: float, chance: float
 ) -> None:
-    rhythm = Rhythm.of(ReportReply(interval_s=interval_s, least_gap_s=gap_s))
+    rhythm = Rhythm.of(interval_s, gap_s)
     assert 0.8 <= rhythm.silence_s(urgent=False, chance=chance) <= 721.0
     assert 0.05 <= rhythm.least_gap_s <= 60.0
 

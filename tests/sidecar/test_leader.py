@@ -12,6 +12,8 @@ import pytest
 from machines import Machine, Run
 from trainer import FakeTrainer
 
+from keepstep.errors import SidecarError
+from keepstep.steps import StepId
 from keepstep.wire.trainer import Pinned
 from keepstep_sidecar.cli import calls
 from tests.harness import SidecarProcess, eventually, free_port
@@ -26,7 +28,8 @@ def run(tmp_path: Path, trainers: Callable[..., FakeTrainer]) -> Iterator[Callab
     def make(nodes: int) -> Run:
         leader = f"127.0.0.1:{free_port()}"
         for rank in range(nodes):
-            places = {"memory": memory / str(rank), "home": tmp_path / str(rank)}
+            name = str(len(made))
+            places = {"memory": memory / name, "home": tmp_path / name}
             made.append(Machine(rank, **places, leader=leader))
         return Run(made[-nodes:], trainers)
 
@@ -129,6 +132,24 @@ def test_a_machine_that_does_not_belong_here_is_refused_and_both_sides_say_why(
     eventually(lambda: here_says in here.warnings(), what="the leader says why", within_s=10)
 
 
+def test_what_only_the_leader_sees_is_in_its_log_and_its_warnings_once(
+    run: Callable[[int], Run],
+) -> None:
+    """The model does not change, on any machine."""
+    two = run(2).start("--persist-every", "1", "--peer-replicas", "0")
+    for step in range(8):
+        for one in two.ranks:
+            one.begin()
+            one.copy(0, 0, one.layout.size_bytes)
+            one.seal(one.control(step))
+            one.report(step)
+        for one in two.ranks:
+            assert one.wait(StepId(one.epoch.id, step), "committed").reached
+    here, text = two.machines[0], "the parameters of all ranks were the same in the last 6 commits"
+    eventually(lambda: text in here.warnings(), what="the leader says so", within_s=10)
+    assert here.warnings().count(text) == here.text().count(text) == 1
+
+
 def test_what_was_committed_stays_and_nothing_goes_while_a_machine_is_away(
     run: Callable[[int], Run],
 ) -> None:
@@ -142,6 +163,58 @@ def test_what_was_committed_stays_and_nothing_goes_while_a_machine_is_away(
     assert here.steps() == {1, 2}
     text = "no connection from node ranks 1"
     eventually(lambda: text in here.warnings(), what="who is missing is said")
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> tuple[str, ...]:
+    """Options with an archive that all runs of a test share."""
+    (tmp_path / "far").mkdir()
+    return ("--persist-every", "1", "--archive", str(tmp_path / "far"), "--archive-every", "1")
+
+
+def archived(options: tuple[str, ...], what: str = "0*/step.json") -> list[Path]:
+    return list(Path(options[3], "run").glob(what))
+
+
+def test_a_second_run_of_machines_is_refused_while_the_first_one_trains_over_its_archive(
+    run: Callable[[int], Run], archive: tuple[str, ...]
+) -> None:
+    first = run(2).start(*archive)
+    id = first.reach(1)
+    eventually(lambda: archived(archive) and archived(archive, "lives/*"), what="its life is told")
+    second = run(2)
+    second.start_sidecars(*archive)
+    leader, member = second.come_back()
+    member.candidates(timeout_s=60.0)  # the leader decides
+    with pytest.raises(SidecarError, match="another run named 'run' trains on "):
+        leader.candidates(timeout_s=60.0)
+    first.disconnect()
+    for machine in first.machines:
+        machine.kill()
+    assert archived(archive, "lives/*"), "nobody said that it ended"
+    began = time.monotonic()
+    assert id in [one.id for one in leader.candidates(timeout_s=60.0).candidates]
+    assert time.monotonic() - began < 45.0
+    assert second.restore() == id
+    assert {one.parent.name[:5] for one in archived(archive)} == {"0001."}
+
+
+def test_a_leader_that_was_replaced_learns_from_the_others_that_the_life_there_was_its_run_s(
+    run: Callable[[int], Run], archive: tuple[str, ...]
+) -> None:
+    two = run(2).start(*archive)
+    id = two.reach(1)
+    eventually(lambda: archived(archive) and archived(archive, "lives/*"), what="its life is told")
+    two.disconnect()
+    machine = two.machines[0]
+    machine.kill()
+    machine.lose_memory()
+    shutil.rmtree(machine.volume)
+    machine.start(*archive)
+    began = time.monotonic()
+    two.come_back()[0].candidates(timeout_s=60.0)
+    assert two.restore() == id
+    assert time.monotonic() - began < 45.0
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -44,7 +44,7 @@ def committer(volumes: VolumeSet, tmp_path: Path) -> Iterator[Committer]:
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:
         yield make_committer(
-            volumes, SlotPool(SlotDirectories(tmp_path / "memory"), run=RUN), threads, managed=True
+            volumes, SlotPool(SlotDirectories(tmp_path / "memory"), run=RUN), threads
         )
 
 
@@ -207,11 +207,11 @@ async def test_a_volume_that_cannot_be_scanned_hides_nothing_of_the_others(
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:
         pool = SlotPool(SlotDirectories(tmp_path / "memory"), run=RUN)
-        before = make_committer(drives, pool, threads, managed=True)
+        before = make_committer(drives, pool, threads)
         for rank in (0, 1):
             write(before, 1, rank=rank, world=2)
         assert len({drives.holder(one.path) for one in before.local_shards.all()}) == 2
-        committer = make_committer(drives, pool, threads, managed=True)
+        committer = make_committer(drives, pool, threads)
         dead.add(drives.volume_for(1).root)
         await committer.scan()
         assert committer.copies.ranks() == [0]

@@ -81,7 +81,7 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
         operator_answers=True,
     )
     changes = Changes()
-    beyond = RemoteTiers(committer, changes)
+    beyond = RemoteTiers(committer, changes, operated=False, leads=True)
     await beyond.look()
     peers.answers.clear()
     looks: list[asyncio.Task[None]] = []

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from keepstep.core.schedule import Grid, Pacing
 from keepstep.errors import ImageError, StorageError
@@ -29,12 +28,14 @@ from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.config.sidecar import Config, OnLoss
 from keepstep_sidecar.history import History
+from keepstep_sidecar.leader.host import OWN
 from keepstep_sidecar.leases import Leases, Owner
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.directories import DirectoryLock, SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.report import report
+from keepstep_sidecar.report.led import Led
 from keepstep_sidecar.report.reporter import Look, Reporter
 from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.fetch import Fetcher, Prefetcher
@@ -42,9 +43,6 @@ from keepstep_sidecar.restore.restorer import Restorer
 from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.history_file import HistoryFile
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
-
-if TYPE_CHECKING:
-    from keepstep_sidecar.report.led import Led
 
 _MOST_READS = 32
 """How many images and groups of chunks are read at the same time, from all sources together."""
@@ -97,8 +95,7 @@ async def _serve(config: Config, lock: DirectoryLock) -> None:
             service.start()
             tasks.keep(functools.partial(note_warnings, service), "note warnings")
             tasks.keep(functools.partial(keep_history, service), "keep history")
-            if reports is not None:
-                tasks.keep(reports.run, "report")
+            tasks.keep(reports.run, "report")
             await listen(service, tasks, lock)
         finally:
             await service.remote_tiers.close()
@@ -114,14 +111,14 @@ def _history(file: HistoryFile) -> History:
         return History()
 
 
-def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Reporter | None]:
+def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Reporter]:
     """Build all parts, in the order in which an image passes them. No part is replaced later."""
     drives = len(volumes.volumes)
     names, readers = _threads("names", 1), _threads("read", _MOST_READS)
     writers = [_threads(f"write-{number}", 1) for number in range(drives)]
     changes = Changes()
-    led = _led(config, changes)
-    operator = OperatorLink(changes, present=led is not None)
+    led = Led(config, changes)
+    operator = OperatorLink(changes)
     leases = Leases(changes)
     history_file = HistoryFile(volumes.history, run=config.run)
     history = _history(history_file)
@@ -141,12 +138,13 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         keep=config.retention,
         grid=Grid(config.persist_base, milestones=_milestones(config)),
         pacing=_pacing(config),
-        managed=led is not None,
+        alone=config.alone,
         wish=config.wish,
         history=history,
     )
     committer.epochs.training = lambda: leases.training
-    remote_tiers = RemoteTiers(committer, changes)
+    operated = config.reporting is not None
+    remote_tiers = RemoteTiers(committer, changes, operated=operated, leads=config.node_rank == OWN)
     fetcher = Fetcher(slots, committer, readers)
     image_sources = ImageSources(slots, committer, leases, fetcher)
     chunk_buffers = ChunkBuffers(
@@ -192,25 +190,22 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         pinning=Pinning(
             committer,
             changes,
-            share=None if led is None else led.pin,
-            operator=config.reporting is not None,
+            share=led.pin,
+            operator=operated,
         ),
         history_file=history_file,
-        run_warnings=lambda: () if led is None else led.warnings(),
+        run_warnings=led.warnings,
     )
-    if led is None:
-        return service, None
-    leader = led
     channel = led.channel(
         volumes.record.pinned,
         lambda: committer.node.ledger.lineage.current,
         lambda: service.leaves,
     )
-    led.start(tasks)
+    led.start(tasks, committer.alarm)
 
     async def obey(reply: ReportReply) -> None:
         await service.obey(reply)
-        await leader.learn(reply.authorities)
+        await led.learn(reply.authorities)
 
     look = Look(
         measure=lambda: volume_status(service),
@@ -218,15 +213,6 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         urgent=lambda: report.urgent(service),
     )
     return service, Reporter(channel, look, operator=operator, obey=obey, changes=changes)
-
-
-def _led(config: Config, changes: Changes) -> Led | None:
-    """How this machine is led, or leads; None where it is alone."""
-    if not config.is_led:
-        return None
-    from keepstep_sidecar.report.led import Led
-
-    return Led(config, changes)
 
 
 def _milestones(config: Config) -> frozenset[int]:
@@ -256,14 +242,13 @@ def _threads(name: str, count: int) -> ThreadPoolExecutor:
 
 
 def _remote_tiers(
-    config: Config, volumes: VolumeSet, led: Led | None, *, epochs: Callable[[], tuple[Epoch, ...]]
+    config: Config, volumes: VolumeSet, led: Led, *, epochs: Callable[[], tuple[Epoch, ...]]
 ) -> RemoteInventory:
     """The configured remote tiers. Their modules are imported only when they are configured."""
-    peers = archive = ancestor = None
+    archive = ancestor = None
     if config.archive_config is not None:
         from keepstep_sidecar.tiers.archive import tier
 
         archive, ancestor = tier.remote_tiers(config, config.archive_config, epochs=epochs)
-    if led is not None:
-        peers = led.peers(volumes)
+    peers = None if led.machines is None else led.machines.peers(volumes)
     return RemoteInventory(peers=peers, archive=archive, ancestor=ancestor)

@@ -41,15 +41,13 @@ class LedgerConfig:
     """What a ledger must know of its run.
 
     `tiers`: the tiers of the run. Each must answer before the run may begin at step 0. `world`: how
-    many ranks run now, None while unknown. `retention`: the policy of each durable tier. From a
-    tier without a policy nothing is ever deleted. `stale_after`: after so many committed steps in a
-    row with unchanged parameters on every rank, an alarm is raised (gradient accumulation leaves
-    the parameters of some steps unchanged).
+    many ranks run now, None while unknown. `stale_after`: after so many committed steps in a row
+    with unchanged parameters on every rank, an alarm is raised (gradient accumulation leaves the
+    parameters of some steps unchanged).
     """
 
     tiers: tuple[Tier, ...] = IN_POD
     world: int | None = None
-    retention: Mapping[Tier, Retention] = field(default_factory=dict)
     stale_after: int = 6
 
 
@@ -112,15 +110,6 @@ class Committed:
     id: StepId
 
 
-@dataclass(frozen=True)
-class Retire:
-    """Delete these ranks' copies on this tier. Repeated until reports show that they are gone."""
-
-    tier: Tier
-    id: StepId
-    ranks: tuple[int, ...]
-
-
 class AlarmKind(StrEnum):
     """What a person should look at."""
 
@@ -140,7 +129,7 @@ class Alarm:
     text: str
 
 
-Action = Committed | Retire | Alarm
+Action = Committed | Alarm
 
 
 # --- answers -------------------------------------------------------------------------------------
@@ -288,7 +277,7 @@ class Ledger(Completeness):
             if event.rank is None:
                 self._sequences.pop(event.node_rank, None)
         self._look_again()
-        return (*self._commits(), *self._retirements(), *self._alarms())
+        return (*self._commits(), *self._alarms())
 
     def keep_epochs(self, epochs: Iterable[Epoch]) -> None:
         """Forget all recorded epochs except these. No record of the others exists any more, and
@@ -604,13 +593,6 @@ class Ledger(Completeness):
             news = sorted({*now} - {*before})
             self._signatures.add(news, self)
             yield from (Committed(tier, id) for id in news)
-
-    def _retirements(self) -> Iterator[Retire]:
-        for tier in NEAREST_FIRST:
-            if tier is not Tier.MEMORY and tier in self.config.retention:
-                for id in self.expendable(tier, self.config.retention[tier]):
-                    if ranks := self.holders(id, tier):
-                        yield Retire(tier, id, tuple(bits(ranks)))
 
     def _alarms(self) -> Iterator[Alarm]:
         now = {*self._conflicts, *two_writers(self), *self._signatures.stale()}

@@ -23,7 +23,6 @@ from keepstep.core.ledger import (
     Ledger,
     LedgerConfig,
     Reported,
-    Retire,
 )
 from keepstep.core.retention import (
     Retention,
@@ -37,7 +36,9 @@ from keepstep.core.slot_table import Memory, SlotTable, newest_common, worth_kee
 from keepstep.steps import IN_POD, Epoch, StepId, Tier
 
 SILENT_AFTER_S = 60.0
-"""After so long without an answer the operator counts as silent: two usual report intervals."""
+"""After so long without an answer the leader counts as silent: two usual report intervals."""
+
+_MOST_ALARMS = 100
 
 LEAST_SLOTS = 2
 """With at most this many slots per rank, every due staged step waits until it is persisted."""
@@ -151,7 +152,7 @@ class Listed:
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """What the operator says of the whole run; see `wire.reports.ReportReply`.
+    """What the leader says of the whole run; see `wire.reports.ReportReply`.
 
     `commit`: the newest committed step. `commits`: the committed steps that this machine holds.
     """
@@ -189,6 +190,15 @@ class Publish:
     id: StepId
 
 
+@dataclass(frozen=True)
+class Retire:
+    """Delete these ranks' shards of this step here. Repeated until a listing shows that they are
+    gone."""
+
+    id: StepId
+    ranks: tuple[int, ...]
+
+
 Action = Write | Publish | Retire | Committed | Alarm | Interval
 """An `Interval`: from now on, steps are persisted so far apart."""
 
@@ -198,18 +208,18 @@ Action = Write | Publish | Retire | Committed | Alarm | Interval
 
 @dataclass
 class OperatorView:
-    """What the operator has said of the whole run, beyond the ranks of this machine.
+    """What the run's leader has said of the whole run, beyond the ranks of this machine.
 
-    The operator names commits to publish and the step to fetch ahead of time, and allows deletion.
-    A restore does not need it (the ranks' vote decides), nor does training. While it is silent, a
+    The leader names commits to publish and the step to fetch ahead of time, and allows deletion. A
+    restore does not need it (the ranks' vote decides), nor does training. While it is silent, a
     machine deletes only the steps between the last known commit and its own newest steps and, when
     a volume is full, older steps.
 
-    `managed`: an operator decides what is kept. `commit`: the newest commit heard of, in this or an
+    `alone`: the run has no other machine. `commit`: the newest commit heard of, in this or an
     earlier life of this sidecar.
     """
 
-    managed: bool = False
+    alone: bool = False
     commit: StepId | None = None
     heard_at: float | None = None
     word: Heard = field(default_factory=Heard)
@@ -217,24 +227,23 @@ class OperatorView:
 
     @property
     def pins_known(self) -> bool:
-        """Whether it is known which steps are pinned: the operator has answered in this life of the
-        sidecar, or the run has no operator."""
-        return self.heard_at is not None or not self.managed
+        """Whether it is known which steps are pinned: the leader has answered in this life of the
+        sidecar."""
+        return self.heard_at is not None
 
     def silent(self, now: float) -> bool:
-        """Whether the run has an operator that has not answered for more than `SILENT_AFTER_S`."""
-        since = self.began if self.heard_at is None else self.heard_at
-        return self.managed and now - since > SILENT_AFTER_S
+        """Whether the leader has not answered for more than `SILENT_AFTER_S`."""
+        return now - (self.began if self.heard_at is None else self.heard_at) > SILENT_AFTER_S
 
     def remember(self, word: Heard) -> None:
-        """Take in what an earlier sidecar wrote down, or what an operator says. Either may know
+        """Take in what an earlier sidecar wrote down, or what the leader says. Either may know
         less than this machine, so `commit` never becomes older."""
         self.word = word
         if word.commit is not None:
             self.commit = max(word.commit, self.commit or word.commit)
 
     def hear(self, word: Heard, now: float) -> None:
-        """Take in an answer of the operator, received at `now`."""
+        """Take in an answer of the leader, received at `now`."""
         self.heard_at = now
         self.remember(word)
 
@@ -250,26 +259,27 @@ class Node:
         grid: Grid,
         tiers: tuple[Tier, ...] = IN_POD,
         keep: Retention | None = None,
-        managed: bool = False,
+        alone: bool = False,
         began: float = 0.0,
         pacing: Pacing | None = None,
         epochs: Callable[[], Iterable[Epoch]] = tuple,
         in_use: Callable[[StepId], bool] = lambda id: False,
         may_write: Callable[[StepId], bool] = lambda id: True,
     ) -> None:
-        """`slots`: the slots of this machine's ranks, a live view. `pacing`: None when a person
-        chose which steps are persisted. `epochs`: returns those of this run, by which failures are
-        counted. `in_use`: whether another part reads or needs the shards of this step now.
-        `may_write`: whether an image in memory is this run's own."""
+        """`slots`: the slots of this machine's ranks, a live view. `alone`: see `OperatorView`.
+        `pacing`: None when a person chose which steps are persisted. `epochs`: returns those of
+        this run, by which failures are counted. `in_use`: whether another part reads or needs the
+        shards of this step now. `may_write`: whether an image in memory is this run's own."""
         self.keep = keep or Retention()
-        self.ledger = Ledger(LedgerConfig(tiers=tiers, retention={Tier.LOCAL: self.keep}))
+        self.ledger = Ledger(LedgerConfig(tiers=tiers))
         self.planner = PersistPlanner((), grid)
         self.pacing = pacing
         self.alarms: dict[str, None] = {}
-        """The texts of all alarms so far, in their order."""
+        """The texts of the alarms so far, of this machine's ledger and of the leader's, in their
+        order."""
         self.short = False
         """Whether the volumes have no room for all steps that the policy keeps."""
-        self.operator_view = OperatorView(managed=managed, began=began)
+        self.operator_view = OperatorView(alone=alone, began=began)
         self.deferred: tuple[StepId, ...] = ()
         """Steps that would have been retired if they were not being written or used."""
         self._slots = slots
@@ -286,12 +296,11 @@ class Node:
         self._shown: frozenset[StepId] = frozenset()
         self._writing: dict[tuple[int, StepId], tuple[SlotTable, int]] = {}
         """For each write in progress, the slot that is pinned for it."""
-        self._retired: tuple[StepId, ...] = ()
         self._grown = False
 
     def step(self, event: Event, now: float = 0.0) -> tuple[Action, ...]:
         """Take in one fact. Returns the actions that follow from it. After a report or an answer of
-        the operator these include every action that was not carried out yet."""
+        the leader these include every action that was not carried out yet."""
         match event:
             case Listed() | Reported() | EpochStarted():
                 told = self._report(event)
@@ -337,7 +346,7 @@ class Node:
 
     @property
     def heard(self) -> Heard:
-        """What the operator said last."""
+        """What the leader said last."""
         return self.operator_view.word
 
     @property
@@ -365,14 +374,14 @@ class Node:
     def commits(self) -> list[StepId]:
         """Steps that are known to be committed, oldest first.
 
-        A step is known to be committed if this machine's ledger says so, if the operator said so,
-        or if an earlier sidecar that had an operator showed it to readers.
+        A step is known to be committed if this machine's ledger says so. If there are other
+        machines: also if the leader said so, or if an earlier sidecar showed it to readers.
         """
-        told = set(self.operator_view.word.commits)
-        if self.operator_view.managed:
-            told |= self._published
-        if self.operator_view.commit is not None:
-            told.add(self.operator_view.commit)
+        view, told = self.operator_view, set[StepId]()
+        if not view.alone:
+            told |= view.word.commits | self._published
+        if not view.alone and view.commit is not None:
+            told.add(view.commit)
         beyond = {id for id in told if self.ledger.lineage.restorable(id)}
         return sorted({*self.ledger.committed(Tier.LOCAL), *beyond})
 
@@ -538,9 +547,16 @@ class Node:
             self._published, self._shown = frozenset(event.published), frozenset(event.shown)
             event = Reported(ranks=event.ranks)
         actions = self.ledger.apply(event)
-        self._retired = tuple(one.id for one in actions if isinstance(one, Retire))
-        self.alarms |= {one.text: None for one in actions if isinstance(one, Alarm)}
-        return tuple(one for one in actions if not isinstance(one, Retire))
+        return tuple(one for one in actions if not isinstance(one, Alarm) or self.alarm(one))
+
+    def alarm(self, alarm: Alarm) -> bool:
+        """Remember an alarm. Returns whether it is a new one: both ledgers may raise it."""
+        if alarm.text in self.alarms:
+            return False
+        self.alarms[alarm.text] = None
+        while len(self.alarms) > _MOST_ALARMS:
+            del self.alarms[next(iter(self.alarms))]
+        return True
 
     def _forget_dead(self, event: Event) -> tuple[Write, ...]:
         """When a new epoch starts, its dead steps are the first to be overwritten and are not
@@ -589,19 +605,17 @@ class Node:
         return set().union(*self._durable.values())
 
     def _doomed(self, here: Collection[StepId], now: float) -> list[StepId]:
-        """Steps that may be deleted, oldest first.
-
-        Without an operator the ledger decides. With one, the operator decides, because it sees the
-        whole run; while it is silent, `unwatched` decides.
-        """
-        view = self.operator_view
-        if not view.managed:
-            return sorted({*self._retired, *self._never_whole(here)} - view.word.pinned)
+        """Steps that may be deleted, oldest first: the leader decides, because it sees the whole
+        run; while it is silent, `unwatched` decides. What will never be whole is known to a machine
+        that is alone."""
+        view, pinned = self.operator_view, self.operator_view.word.pinned
         grown, self._grown = self._grown, False
         if view.silent(now):
             live = self._live(here) if grown else ()
-            return unwatched(live, last_commit=self._last_whole(), pinned=view.word.pinned)
-        return dismissed(view.word.retire, last_commit=view.commit, pinned=view.word.pinned)
+            return unwatched(live, last_commit=self._last_whole(), pinned=pinned)
+        told = dismissed(view.word.retire, last_commit=view.commit, pinned=pinned)
+        lost = {*self._never_whole(here)} - pinned if view.alone else set()
+        return sorted({*told, *lost})
 
     def _never_whole(self, here: Collection[StepId]) -> list[StepId]:
         """Steps that certainly will never be whole, without the newest few."""
@@ -631,7 +645,7 @@ class Node:
 
     def _retire(self, id: StepId) -> Retire:
         ranks = tuple(sorted(rank for rank, held in self._durable.items() if id in held))
-        return Retire(Tier.LOCAL, id, ranks)
+        return Retire(id, ranks)
 
     def _live(self, here: Iterable[StepId]) -> list[StepId]:
         """Those of these steps that are live: the newest epoch goes on from them."""
@@ -640,7 +654,7 @@ class Node:
     def _least_wanted(self, full: Full) -> tuple[StepId, ...]:
         """The fewest steps that make room, the least wanted first; at least one if any may go.
 
-        The ledger says which steps may go. If it names none and the run has an operator, the last
+        The ledger says which steps may go. If it names none and there are other machines, the last
         known commit decides (`unwatched`). The newest commit never goes. The file system may
         count bytes differently: a writer that still finds no room asks again.
         """
@@ -649,7 +663,7 @@ class Node:
         surplus = {*self.ledger.expendable(Tier.LOCAL, Retention(last=1, pinned=pinned))}
         surplus |= {*self._live(commits)[:-1]} - pinned  # including the proven step
         unfinished = surplus.difference(commits)
-        if not surplus and self.operator_view.managed:
+        if not surplus and not self.operator_view.alone:
             live = self._live(self._here())
             known = self.last_commit()
             surplus = {*unwatched(live, last_commit=known, pinned=pinned, full=True)}

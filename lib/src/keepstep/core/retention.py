@@ -67,15 +67,15 @@ RULES = (
         " in the archive an hour after their last file came",
     ),
     Rule(
-        "hopeless", "local", "one machine without an operator",
+        "hopeless", "local", "a machine that is alone",
         "steps that no rank can complete any more, but 4",
     ),
     Rule(
-        "dismissed", "local", "the operator, or the leader, says so",
+        "dismissed", "local", "the leader says so",
         "steps older than the last known commit",
     ),
     Rule(
-        "unwatched", "local", "that one is silent",
+        "unwatched", "local", "the leader is silent",
         "steps between the last known commit and the newest 2; on a full volume also older ones",
     ),
     Rule(
@@ -174,8 +174,8 @@ def hopeless(never_whole: Iterable[StepId]) -> list[StepId]:
 def dismissed(
     named: Iterable[StepId], *, last_commit: StepId | None, pinned: Collection[StepId]
 ) -> list[StepId]:
-    """Of the steps that the operator names for deletion, those that may go, oldest first. A correct
-    operator names no others."""
+    """Of the steps that the leader names for deletion, those that may go, oldest first. A correct
+    leader names no others."""
     older = (id for id in named if last_commit is not None and id < last_commit)
     return sorted(id for id in older if id not in pinned)
 
@@ -189,7 +189,7 @@ def unwatched(
 ) -> list[StepId]:
     """The steps that a sidecar may drop while nobody tells it of commits, oldest first.
 
-    The sidecar keeps the last commit it heard of, all older steps (the operator decides on them),
+    The sidecar keeps the last commit it heard of, all older steps (the leader decides on them),
     and its newest two. It drops the steps between. Without any known commit it keeps only the
     newest two. `full`: also the steps older than the last commit, which is complete on the volumes
     of the run, so that no volume needs an older copy.

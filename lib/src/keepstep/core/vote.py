@@ -121,7 +121,7 @@ NEVER = math.inf
 """The time of an event that has not happened yet."""
 
 FIRST_ANSWER_S = 3.0
-"""How long to wait for the operator's first answer. Without one, the newest step wins."""
+"""How long to wait for the leader's first answer. Without one, the newest step wins."""
 
 HELD_S = 5.0
 """How long a rank that has an image in its pod waits to hear whether there is a newer one."""
@@ -131,10 +131,10 @@ START_S = 300.0
 
 NEWER_S = 60.0
 """How long a rank waits that has no image in its pod, but knows of images elsewhere: for the
-operator to name the pods that may hold something newer. It waits as long if no operator answers."""
+leader to name the machines that may hold something newer. It waits as long if none answers."""
 
 REACHABLE_S = 60.0
-"""How long to wait for shards that the operator is making reachable. After that the vote says
+"""How long to wait for shards that the leader is making reachable. After that the vote says
 UNKNOWN, the trainer fails with that reason, and its next start waits again."""
 
 STALE_S = 5.0
@@ -148,8 +148,8 @@ LISTING_S = 20.0
 """How long to wait for the new listing. After that the old listing counts."""
 
 ANSWERS_S = 6.0
-"""How long to wait for tiers that do not answer, also counted from the operator's last word. When
-all pods of a run begin at once, a pod may be asked before it serves."""
+"""How long to wait for tiers that do not answer, also counted from the leader's last word. When
+all machines of a run begin at once, one may be asked before it serves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,10 +159,10 @@ class View:
     Times are of the caller's clock, `NEVER` for an event that has not happened.
 
     `scanned_at`: when the scan of the volumes ended. `held`: the rank has an image in this pod.
-    `heard_at`: when the operator answered, or when it became clear that it does not. `operator`: it
-    does answer. `told_at`: when the operator last named the other pods. `introduced`: it has named
-    all of them. `awaits`: the shards that it is making reachable, as text. `pods_unasked`: some
-    pods were not asked since they were named.
+    `heard_at`: when the leader answered, or when it became clear that it does not. `operator`: it
+    does answer. `told_at`: when the leader last named the other machines. `introduced`: it has
+    named all of them. `awaits`: the shards that it is making reachable, as text. `pods_unasked`:
+    some machines were not asked since they were named.
 
     `tiers`: there are tiers beyond this machine. `listed_at`: when they were last listed. `known`:
     such a tier holds something. `unknown`: why some of them could not say what they hold.
@@ -211,7 +211,7 @@ def readiness(now: float, view: View, began: float) -> Ready | Wait:
     scanned = max(began, view.scanned_at)
     heard = max(scanned, min(view.heard_at, scanned + FIRST_ANSWER_S))
     if view.heard_at == NEVER and now < heard:
-        return Wait(heard, "the operator has not answered yet")
+        return Wait(heard, "the leader of the run has not answered yet")
     if not view.tiers:
         return Ready()
     return next((wait for wait in _waits(view, heard) if now < wait.until), Ready())
@@ -219,12 +219,12 @@ def readiness(now: float, view: View, began: float) -> Ready | Wait:
 
 def _waits(view: View, heard: float) -> list[Wait]:
     """Everything that this vote waits for, each with its own deadline. `heard`: when it was known
-    what this machine has and what the operator says."""
+    what this machine has and what the leader says."""
     told, latest = max(heard, view.told_at), heard + START_S
     searching = not view.held and not view.known
     waits: list[Wait] = []
     if view.listed_at == NEVER or view.pods_unasked:
-        whom = "pods that were just named" if view.pods_unasked else "peers and archive"
+        whom = "machines that were just named" if view.pods_unasked else "peers and archive"
         until = heard + HELD_S if view.held else latest
         waits.append(Wait(until, f"{whom} have not said yet what they hold"))
     if view.contested:
@@ -235,7 +235,7 @@ def _waits(view: View, heard: float) -> list[Wait]:
         waits.append(Wait(heard + LISTING_S, "peers and archive are asked again", ask=True))
     if not view.held and not view.introduced:
         until = latest if searching and view.operator else heard + NEWER_S
-        why = "the operator has not heard of all pods of the run yet"
+        why = "the leader has not heard of all machines of the run yet"
         waits.append(Wait(until, why, ask=searching and bool(view.unknown)))
     if view.unknown and (searching or view.uncertified):
         waits.append(Wait(min(told + ANSWERS_S, latest), view.unknown, ask=True))

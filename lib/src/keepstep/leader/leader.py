@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from keepstep.core.commit_rule import ReportedTier
-from keepstep.core.ledger import is_among
+from keepstep.core.ledger import Alarm, is_among
 from keepstep.core.suspicion import Failure, newest
 from keepstep.errors import UsageError
 from keepstep.leader.bounds import checked
@@ -42,6 +42,8 @@ DUPLICATE = (
 MOST_NODES = 4096
 INTERVAL_S = 10.0
 _LEAST_GAP_S = 0.05
+_GAP_ALONE_S = 0.25
+"""A machine alone sees its commits by itself: only deletions wait for a report."""
 
 
 @dataclass(kw_only=True)
@@ -128,11 +130,14 @@ class Leader:
 
     # --- members -------------------------------------------------------------------------
 
-    def take(self, node_rank: int, told: MemberReport, *, at: float) -> None:
-        """Take in a member's report. Raises UsageError for one that is no member: nothing has
-        changed then."""
+    def take(
+        self, node_rank: int, told: MemberReport, *, at: float, own: bool = False
+    ) -> tuple[Alarm, ...]:
+        """Take in a member's report. Returns what a person should look at; an operator learns of it
+        from `history`. `own`: it comes from this process, so it may be of any size. Raises
+        UsageError for one that is no member: nothing has changed then."""
         member = self._member(node_rank, told)
-        report = checked(told.report)
+        report = told.report if own else checked(told.report)
         if self._members.get(node_rank) is not member:
             self._lives += 1
             member.order = self._lives
@@ -151,7 +156,7 @@ class Leader:
         ranks = self._believed(node_rank, report)
         doubted, report = ranks != report.ranks, replace(report, ranks=ranks)
         member.sequence, progress = report.sequence, self.ledger.progress
-        said = self.ledger.take(sender, report, at=at, most_world=most_world)
+        said = self.ledger.take(sender, report, at=at, most_world=most_world, bounded=not own)
         if said is not None:
             member.whole = True
             self._failures = newest((*self._failures, *report.failures))
@@ -169,6 +174,7 @@ class Leader:
             self.ledger.ask(node_rank)  # its owner may say so yet
         if told.pins.version > self.pins.version:
             self.pin(told.pins)
+        return tuple(one for one in said or () if isinstance(one, Alarm))
 
     def meet(self, told: MemberReport) -> None:
         """Another node rank 0 has come. Raises UsageError unless it is this sidecar itself."""
@@ -379,7 +385,7 @@ class Leader:
         return _Advice(
             reply=ReportReply(
                 interval_s=INTERVAL_S,
-                least_gap_s=_LEAST_GAP_S,
+                least_gap_s=_GAP_ALONE_S if self.nodes == 1 else _LEAST_GAP_S,
                 committed={str(tier): id for tier, id in ledger.watermarks().items()},
                 commits=ledger.commits(),
                 plan=None if paused else asked.wanted or ledger.plan(),

@@ -76,7 +76,7 @@ class RunLedger:
 
     def __init__(self) -> None:
         self._keep = Retention()
-        self._config = LedgerConfig()  # without retention: see `expendable`
+        self._config = LedgerConfig()
         self.core = Ledger(self._config)
         self.places = Places()
         self.orphans = OrphanedShards()
@@ -108,17 +108,24 @@ class RunLedger:
         self._keep = replace(keep, pinned=frozenset(pins))
 
     def take(
-        self, sender: Sender, report: Report, *, at: float, most_world: int = LARGEST_WORLD
+        self,
+        sender: Sender,
+        report: Report,
+        *,
+        at: float,
+        most_world: int = LARGEST_WORLD,
+        bounded: bool = True,
     ) -> tuple[Action, ...] | None:
         """Take in one report. Returns None if a newer report of this node rank is known already, or
         if a report of changes cannot be used. `most_world`: the most ranks that the present pods
-        can run."""
+        can run. `bounded`: see `MOST_STEPS`."""
         self._changes += 1
         place = self.places.get(sender.node_rank)
         if place is not None and overtaken(place, sender, report):
             return None
         goes_on = place is not None and follows(place, sender, report)
-        if report.since and not (goes_on and self._has_room(sender.node_rank, report)):
+        room = not bounded or place is None or self._has_room(sender.node_rank, report)
+        if report.since and not (goes_on and room):
             self._asked.add(sender.node_rank)
             return None
         self._asked.discard(sender.node_rank) if not report.since else None

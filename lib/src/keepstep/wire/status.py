@@ -147,8 +147,8 @@ class Status:
     """GET /v1/status: everything that a person asks first. Times are unix seconds.
 
     `locked`: what keeps slots from being swapped, or "no" and the reason. `hints`: what would make
-    the run faster. `reported_at`: when the operator last answered a report; None without an
-    operator. `evicted`: steps that were deleted because the volumes were full. `persist_interval`:
+    the run faster. `reported_at`: when the run's leader last answered a report; None before
+    that. `evicted`: steps that were deleted because the volumes were full. `persist_interval`:
     the interval chosen from `persist_measured`; None if a person chose it, or if it is too early.
     `persist_every`: the interval in use, longer if a drive does not keep up. `goodput`: over all
     lives of the run on this machine; None before the first restore. `scanned`: the sidecar has

@@ -36,7 +36,7 @@ persist_interval_steps          gauge   status.persist_every          Steps betw
 watermark_step                  gauge   map.watermarks                Newest step complete on the tier
 epoch                           gauge   status.epoch                  Number of the epoch, 0 before the first
 last_commit_timestamp_seconds   gauge   status.committed_at           When the newest commit was made
-last_report_timestamp_seconds   gauge   status.reported_at            When the operator last answered, 0 without one
+last_report_timestamp_seconds   gauge   status.reported_at            When the run's leader last answered
 volume_used_bytes               gauge   volume.used_bytes             Bytes that the run takes
 volume_free_bytes               gauge   volume.free_bytes             Bytes that are left
 volume_failed                   gauge   volume.failed                 1 after an I/O error

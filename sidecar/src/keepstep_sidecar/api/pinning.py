@@ -17,12 +17,11 @@ _SHARED_S = 8.0
 
 @dataclass(eq=False)
 class Pinning:
-    """`share`: hands the pins to the run's leader; None where this machine is alone. `operator`: an
-    operator says what is pinned."""
+    """`share`: hands the pins to the run's leader. `operator`: an operator says what is pinned."""
 
     committer: Committer
     changes: Changes
-    share: Callable[[frozenset[StepId]], None] | None
+    share: Callable[[frozenset[StepId]], None]
     operator: bool
 
     async def pin(self, request: PinRequest) -> Pinned:
@@ -34,12 +33,8 @@ class Pinning:
         if request.pinned and id not in known:
             raise refuse("pins", f"step {id} is not here, and in no archive")
         now = node.heard.pinned | {id} if request.pinned else node.heard.pinned - {id}
-        if self.share is None:
-            await self.committer.pin(now)
-        else:
-            self.share(now)
-            shared = await self.changes.until(lambda: node.heard.pinned == now, timeout_s=_SHARED_S)
-            if not shared:
-                raise refuse("pins", "the leader of the run does not answer; try again")
-            await self.committer.notes.take(at_once=True)
+        self.share(now)
+        if not await self.changes.until(lambda: node.heard.pinned == now, timeout_s=_SHARED_S):
+            raise refuse("pins", "the leader of the run does not answer; try again")
+        await self.committer.notes.take(at_once=True)
         return Pinned(steps=tuple(sorted(now)))

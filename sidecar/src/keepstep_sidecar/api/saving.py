@@ -102,8 +102,7 @@ class Saving:
             raise
         self.refused.pop(request.rank, None)
         self.library, self.changed_at = request.library, time.monotonic()
-        alone = not self.config.is_led
-        ranks_here = local_world(request, environment=os.environ, alone=alone)
+        ranks_here = local_world(request, environment=os.environ, alone=self.config.alone)
         request = replace(request, local_world=ranks_here)
         lease = await self.leases.take(request, peer_pid=peer_pid)
         self.unequal_steps.came(lease.rank, time.monotonic())
@@ -537,7 +536,7 @@ class StepWaits:
 
     @contextmanager
     def _counted(self, state: str) -> Iterator[None]:
-        """Count a wait for a commit: perhaps only the operator knows of that commit."""
+        """Count a wait for a commit: perhaps only the leader knows of that commit."""
         commits = int(state in (State.COMMITTED, State.ARCHIVED))
         self.awaited += commits
         if commits:
@@ -591,7 +590,7 @@ class StepWaits:
         if unwritten:
             return f"step {id} is staged, but not yet durable for ranks {unwritten}"
         if self.committer.silent:
-            return f"step {id} is durable here; nobody can tell whether it is on the other pods"
+            return f"step {id} is durable here; the leader that knows of the others does not answer"
         return f"step {id} is durable here, but not committed: some rank of the run lacks it"
 
     async def until_committed(

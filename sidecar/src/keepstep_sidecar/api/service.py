@@ -249,9 +249,9 @@ class Service:
         return await self.flush(request)
 
     async def _last_word(self, flushed: tuple[StepId, ...], *, timeout_s: float) -> None:
-        """Tell the operator what the flush has made durable, and record its answer. In a run that
-        leads itself the machines end together, so wait for the others' shards of the last step."""
-        if flushed and self.config.is_led and self.committer.operator_answers:
+        """Tell the leader what the flush has made durable, and record its answer. The machines of a
+        run end together, so wait for the others' shards of the last step."""
+        if flushed and not self.config.alone and self.committer.operator_answers:
             await self.changes.until(
                 lambda: self.operator.failing or self.committer.was_committed(flushed[-1]),
                 timeout_s=min(timeout_s, _COMMIT_S),
@@ -328,7 +328,7 @@ class Service:
         self.owner.watch(request.pid)
 
     async def obey(self, reply: ReportReply) -> None:
-        """Apply the operator's answer to a report. A new plan is prefetched meanwhile."""
+        """Apply the leader's answer to a report. A new plan is prefetched meanwhile."""
         before = self.node.heard.plan
         await self.committer.hear(reply)
         self.remote_tiers.meet(

@@ -186,8 +186,10 @@ def _of_found(id: StepId, found: Sequence[LocalShard]) -> StepStatus:
     worlds = {shard.world for shard in found}
     ranks = tuple(sorted({shard.rank for shard in found}))
     world = max(worlds)
-    # the commit rule: sealed shards cover the whole world
-    committed = len(worlds) == 1 and ranks == tuple(range(world))
+    # the commit rule: sealed shards cover the whole world. Of several machines each has a part, and
+    # shows a step only once it was committed on all of them.
+    whole = len(worlds) == 1 and ranks == tuple(range(world))
+    committed = whole or any(shard.published for shard in found)
     shown = min(found, key=lambda shard: (not shard.published, shard.rank))
     return StepStatus(
         id=id,

@@ -2,9 +2,8 @@
 
 Its duties as a host (docs/ledger.md): list what this machine holds whenever that changes, record an
 epoch durably before the ledger hears of it, and do what the node says. A commit is a property of
-storage. Nothing here makes a commit; `publish` only shows it to stock readers. In a run that spans
-several pods, no node sees a complete step. The operator then tells each node which steps are
-committed (`Heard`).
+storage. Nothing here makes a commit; `publish` only shows it to stock readers. In a run of several
+machines, none sees a complete step. The leader tells each which steps are committed (`Heard`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
 from keepstep.core.history import Kind
-from keepstep.core.ledger import Alarm, Committed, EpochStarted, Ledger, Reported, Retire
+from keepstep.core.ledger import Alarm, Committed, EpochStarted, Ledger, Reported
 from keepstep.core.node import (
     Event,
     Flush,
@@ -27,6 +26,7 @@ from keepstep.core.node import (
     Heard,
     Node,
     Publish,
+    Retire,
     Scanned,
     Wrote,
 )
@@ -243,13 +243,13 @@ class Committer:
         keep: Retention,
         grid: Grid,
         pacing: Pacing | None = None,
-        managed: bool = False,
+        alone: bool = False,
         wish: Wish | None = None,
         history: History | None = None,
     ) -> None:
         """`names`: an executor of one thread, which changes names on the volumes. `writers`: see
-        `ImageWriter`. `pacing`: None when a person chose which steps are persisted. `managed`: an
-        operator sees the whole run and decides what is deleted. `wish`: the step to go back to."""
+        `ImageWriter`. `pacing`: None when a person chose which steps are persisted. `alone`: see
+        `OperatorView`. `wish`: the step to go back to."""
         self.remotes = remotes
         self.local_shards = local = LocalShards(volumes, OnThread(names))
         self.copies = Copies(local, slots, remotes)
@@ -259,7 +259,7 @@ class Committer:
             grid=grid,
             tiers=(*IN_POD, *remotes.tiers),
             keep=keep,
-            managed=managed,
+            alone=alone,
             began=time.monotonic(),
             pacing=pacing,
             epochs=lambda: self.epochs.own(),
@@ -294,12 +294,12 @@ class Committer:
 
     @property
     def silent(self) -> bool:
-        """Whether there is an operator that has not answered for too long."""
+        """Whether the run's leader has not answered for too long."""
         return self.node.operator_view.silent(time.monotonic())
 
     @property
     def operator_answers(self) -> bool:
-        """Whether an operator answers. It will then say when it has heard of all pods."""
+        """Whether the run's leader answers. It will then say when it has heard of all machines."""
         return self.node.operator_view.heard_at is not None and not self.silent
 
     # --- events in, actions out --------------------------------------------------------------
@@ -313,7 +313,7 @@ class Committer:
                 case Write():
                     self._spawn(self._write(action), f"write {action.id} {action.rank}")
                 case Alarm():
-                    warn("alarm", kind=str(action.kind), text=action.text)
+                    _log(action)
                 case Committed(tier=Tier.LOCAL):
                     # Seldom: the lines that matter must not scroll out of the log.
                     if (left_out := self._seldom.due("committed")) is not None:
@@ -326,6 +326,11 @@ class Committer:
                 case _:
                     left.append(action)
         return left
+
+    def alarm(self, alarm: Alarm) -> None:
+        """The leader's ledger has raised an alarm."""
+        if self.node.alarm(alarm):
+            _log(alarm)
 
     async def refresh(self) -> None:
         """Tell the node what this machine holds, and do what it then says."""
@@ -415,7 +420,7 @@ class Committer:
             await self.scan()
 
     async def hear(self, reply: ReportReply) -> None:
-        """Apply the operator's answer: publish commits, and delete steps that nobody needs."""
+        """Apply the leader's answer: publish commits, and delete steps that nobody needs."""
         view = self.node.operator_view
         before = (view.commit, view.word.plan)
         self.rollback.hear(reply)
@@ -437,14 +442,6 @@ class Committer:
         await self.notes.take(at_once=False)
         if before != (view.commit, view.word.plan):
             self._changes.ring()
-
-    async def pin(self, pinned: frozenset[StepId]) -> None:
-        """From now on these steps are pinned, where this machine is alone. Raises StorageError."""
-        view = self.node.operator_view
-        await self.local_shards.change_record(lambda record: replace(record, pinned=pinned))
-        view.remember(replace(view.word, pinned=pinned))
-        await self.refresh()
-        self._changes.ring()
 
     # --- epochs ------------------------------------------------------------------------------
 
@@ -489,10 +486,8 @@ class Committer:
             local=self._local_inventory,
             pinned=self.restart.pinned,
             commit=lambda: view.commit,
-            managed=view.managed,
             outgrown=self.epochs.outgrown,
             life=self.epochs.life,
-            leads=lambda: 0 in self.epochs.training(),
             strangers=self.epochs.strangers,
             meet=self.epochs.meet,
             changed=changed,
@@ -500,8 +495,12 @@ class Committer:
 
     def _local_inventory(self) -> LocalInventory:
         """What remote tiers compare their lists with. A published step counts as a commit even if
-        the operator's newest reply no longer names it."""
+        the leader's newest reply no longer names it."""
         shards, is_dead = self.local_shards.shards, self.node.is_dead
         alive = {id: dict(held) for id, held in shards.items() if not is_dead(id)}
         commits = self.local_shards.ever_published().union(self.node.commits())
         return LocalInventory(shards=alive, commits=frozenset(alive) & commits)
+
+
+def _log(alarm: Alarm) -> None:
+    warn("alarm", kind=str(alarm.kind), text=alarm.text)

@@ -72,8 +72,10 @@ class Epochs:
         are newer than the one in which a trainer lives here, and that no part of this run knows;
         with all that go on from them."""
         life, told = self.life(), tuple(told)
-        heard = (self.node.operator_view.commit, self.node.heard.plan, *self.node.heard.commits)
-        known = {id.epoch for id in heard if id is not None}
+        view, known = self.node.operator_view, set[EpochId]()
+        if not view.alone:  # else the leader only says what was seen here
+            heard = (view.commit, view.word.plan, *view.word.commits)
+            known = {id.epoch for id in heard if id is not None}
         known |= {one.id for one in (self.own() if life is None else self.own(life))}
         found = set(self.local.record.strangers - known)
         if life is not None:
@@ -171,7 +173,7 @@ def line(own: Iterable[Epoch], known: Iterable[Epoch]) -> tuple[Epoch, ...]:
 
 @dataclass(eq=False)
 class Rollback:
-    """The step to go back to, if one was named at the sidecar's `start` or by the operator.
+    """The step to go back to, if one was named at the sidecar's `start` or by the leader.
 
     `recorded`: returns the epochs on this machine's record. `asked`: the step that the script asked
     for in the newest of them. `begin_again`: a person asked, through the operator, to begin at step
@@ -188,7 +190,7 @@ class Rollback:
     _began: StepId | None = None
 
     def hear(self, reply: ReportReply) -> None:
-        """Take in the operator's reply, which holds until the next one."""
+        """Take in the leader's reply, which holds until the next one."""
         self._told = reply.restore_from
         self.begin_again = reply.begin_again
         self.gone_for_good = reply.gone_for_good
@@ -196,7 +198,7 @@ class Rollback:
             self._began = None
 
     def began(self, epoch: Epoch) -> None:
-        """This epoch begins now. The operator will hear of it later."""
+        """This epoch begins now. The leader will hear of it later."""
         if epoch.parent is not None and epoch.parent == self._told:
             self._began = epoch.parent
 
@@ -264,8 +266,8 @@ class RestartStep:
             warn("failure of the script not noted", step=str(at), reason=str(error))
 
     def learn(self, reported: Iterable[Failure]) -> None:
-        """Add the failures that the operator knows from all pods. They stay known here even if the
-        operator forgets them."""
+        """Add the failures that the leader knows from all machines. They stay known here even if
+        the leader forgets them."""
         self._reported = newest((*self._reported, *reported))
 
     def failures(self) -> tuple[Failure, ...]:
@@ -314,7 +316,7 @@ class RestartStep:
     # --- the step ----------------------------------------------------------------------------
 
     def pinned(self) -> frozenset[StepId] | None:
-        """Steps that no tier may delete; None until the operator has named them."""
+        """Steps that no tier may delete; None until the leader has named them."""
         if not self.node.operator_view.pins_known:
             return None
         return self.trusted.union(filter(self.rollback.names, self.copies.ids()))
@@ -341,11 +343,11 @@ class RestartStep:
         return found if isinstance(found, RestorePlan) else None
 
     def _plan_beyond(self) -> RestorePlan | None:
-        """The plan when other ranks are on other machines: the operator's plan, for those ranks
+        """The plan when other ranks are on other machines: the leader's plan, for those ranks
         here that hold its step.
 
         Else the last commit, for those ranks that have nothing newer in memory. If a rank has
-        something newer and there is no operator, only the vote can tell whether the other ranks
+        something newer and the leader is away, only the vote can tell whether the other ranks
         have it too.
         """
         told = self.node.heard.plan

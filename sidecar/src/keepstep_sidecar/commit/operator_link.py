@@ -1,4 +1,4 @@
-"""Whether the operator answers, and a record of what it said about the whole run.
+"""Whether the run's leader answers, and a record of what it said about the whole run.
 
 The record is for a later sidecar that cannot ask. Published directories also tell of commits. But
 the record serves a pod that has lost its shards, and it keeps pins, which no shard tells of.
@@ -19,18 +19,18 @@ from keepstep_sidecar.log import warn
 
 
 class OperatorLink:
-    """Whether there is an operator to report to, and how reporting goes.
+    """How reporting to the run's leader goes.
 
     `tried_at`: when a report first succeeded or failed, on the monotonic clock. `heard_at`: time of
     the newest answer, in Unix seconds. `failing`: the last report was not answered. `finishing`:
     the last report is to be sent now. `ended`: it was sent.
     """
 
-    def __init__(self, changes: Changes, *, present: bool) -> None:
-        self.tried_at = NEVER if present else -NEVER
+    def __init__(self, changes: Changes) -> None:
+        self.tried_at = NEVER
         self.heard_at: float | None = None
         self.finishing = False
-        self.ended = not present
+        self.ended = False
         self.failing = False
         self._changes = changes
 
@@ -46,7 +46,7 @@ _EVERY_S = 10.0
 
 
 class OperatorNotes:
-    """Records on the volumes what the operator said."""
+    """Records on the volumes what the leader said."""
 
     def __init__(self, operator_view: OperatorView, local: LocalShards) -> None:
         """Gives `operator_view` what an earlier sidecar recorded."""
@@ -58,7 +58,7 @@ class OperatorNotes:
         self._noted_at = -_EVERY_S
 
     async def take(self, *, at_once: bool) -> None:
-        """Record what the operator said; a mere new commit at most every `_EVERY_S` seconds."""
+        """Record what the leader said; a mere new commit at most every `_EVERY_S` seconds."""
         (commit, pinned), now = self._word, time.monotonic()
         due = at_once or pinned != self._noted[1] or now - self._noted_at >= _EVERY_S
         if commit is None or (commit, pinned) == self._noted or not due:

@@ -28,10 +28,13 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 
 @dataclass(eq=False)
 class RemoteTiers:
-    """The remote tiers of one sidecar. Does nothing when none are configured."""
+    """The remote tiers of one sidecar. Does nothing when none are configured. `operated`, `leads`:
+    see `RunFacts`."""
 
     committer: Committer
     changes: Changes
+    operated: bool
+    leads: bool
     _told: tuple[tuple[Peer, ...], Mapping[str, str], str, bool] | None = None
     _looked_at: float = NEVER
     _told_at: float = -NEVER
@@ -50,7 +53,11 @@ class RemoteTiers:
 
     def start(self, tasks: Tasks, looked: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """`looked`: called once all remote tiers were asked for the first time."""
-        facts = self.committer.facts(lambda: tasks.spawn(self.look(), "look at what is new"))
+        facts = replace(
+            self.committer.facts(lambda: tasks.spawn(self.look(), "look at what is new")),
+            operated=self.operated,
+            leads=self.leads,
+        )
         for remote_tier in self.remote_tiers:
             remote_tier.begin(facts)
             tasks.keep(remote_tier.run, f"remote tier {remote_tier.tier}")
@@ -105,16 +112,16 @@ class RemoteTiers:
         awaits: str = "",
         complete: bool = True,
     ) -> None:
-        """The operator names the other pods of the run, and agents of nodes. `awaits`: what it is
-        making reachable. `complete`: all pods have reported to it."""
-        if self._told == (told := (peers, agents, awaits, complete)):
+        """The leader names the other machines of the run, and agents of nodes. `awaits`: what it is
+        making reachable. `complete`: all machines have reported to it."""
+        told = peers, agents, awaits, complete
+        if self._remotes.peers is None or self._told == told:
             return
         self._told, self._told_at, self.awaits = told, time.monotonic(), awaits
         self.changes.ring()
-        if self._remotes.peers is not None:
-            self._remotes.peers.peers_are(peers, agents=agents, awaits=awaits, complete=complete)
-            self._meeting += 1
-            spawn(self._look_at_peers(), "look at peers")
+        self._remotes.peers.peers_are(peers, agents=agents, awaits=awaits, complete=complete)
+        self._meeting += 1
+        spawn(self._look_at_peers(), "look at peers")
 
     # --- waiting -----------------------------------------------------------------------------
 

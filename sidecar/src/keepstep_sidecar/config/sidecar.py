@@ -208,7 +208,8 @@ def parse_restore_from(text: str, *, since: int = 0) -> Wish | Fork:
     if slash and not _RUN.fullmatch(run):
         raise UsageError(
             f"--restore-from {text}: {run!r} cannot name a run of the same archive; to go back to a"
-            " step of this run, leave RUN/ out (spec.restoreFrom of its CheckpointRun)"
+            " step of this run, leave RUN/ out (on Kubernetes: spec.restoreFrom of its"
+            " CheckpointRun)"
         )
     number: int | None = None
     id: StepId | None = None
@@ -541,10 +542,9 @@ class Config:
             raise UsageError("a sidecar needs at least one volume: pass --volume DIR")
         archive, peers = self.archive_config, self.peer_settings
         reporting, fork = self.reporting, self.fork
-        if peers is not None and not self.is_led:
+        if self.peer_listen is not None and peers is None:
             raise UsageError("--peer-listen goes with --nodes: one machine alone has no peers")
-        if self.is_led:
-            self._check_leader(operated=reporting is not None)
+        self._check_leader(operated=reporting is not None)
         if fork is not None and archive is None:
             raise UsageError(
                 f"--restore-from {fork}: a step of another run comes from the archive that both"
@@ -563,16 +563,18 @@ class Config:
                 f"--node-rank {self.node_rank}: of {self.nodes} nodes the last has"
                 f" --node-rank {self.nodes - 1}"
             )
+        if self.alone:
+            return
         if self.leader is None:
             why = "--report-url" if operated else f"--nodes {self.nodes}"
             raise UsageError(f"{why}: say where machine 0 is found, with --leader HOST:PORT")
         split(self.leader)
 
     @property
-    def is_led(self) -> bool:
-        """Whether the run has a leader: it may have other machines. With an operator, `nodes` does
-        not count: the operator knows which pods there are."""
-        return self.nodes > 1 or self.report_url is not None
+    def alone(self) -> bool:
+        """Whether the run has no other machine. With an operator, `nodes` does not count: the
+        operator knows which pods there are."""
+        return self.nodes == 1 and self.report_url is None
 
     @property
     def socket(self) -> Path:
@@ -606,9 +608,9 @@ class Config:
     @cached_property
     def peer_settings(self) -> PeerSettings | None:
         """Which pods keep copies for which; None on a machine alone."""
-        if not self.is_led and self.peer_listen is None:
+        if self.alone:
             return None
-        leads = self.is_led and self.node_rank == 0
+        leads = self.node_rank == 0
         port = split(self.leader)[1] if leads and self.leader else PEER_PORT
         return PeerSettings(
             listen=self.peer_listen or f"0.0.0.0:{port}",
@@ -620,8 +622,7 @@ class Config:
 
     @cached_property
     def reporting(self) -> Reporting | None:
-        """Where to report; None without an operator. Then only this sidecar sees the run, so its
-        ranks are all ranks, unless a trainer says otherwise."""
+        """Where to report; None without an operator."""
         if self.report_url is None:
             return None
         if self.report_ca is None or self.report_token_file is None:

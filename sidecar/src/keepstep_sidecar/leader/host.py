@@ -6,17 +6,21 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from keepstep.core.ledger import Alarm
 from keepstep.errors import UsageError
-from keepstep.leader.leader import MOST_NODES, Leader
+from keepstep.leader.leader import Leader
 from keepstep.wire.reports import LeaderReply, MemberReport
 from keepstep.wire.runs import Requested
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import split
-from keepstep_sidecar.leader.hub import Hub, Member
 from keepstep_sidecar.log import warn
+
+if TYPE_CHECKING:
+    from keepstep_sidecar.leader.hub import Member
 
 OWN = 0
 """The node rank of the leader itself."""
@@ -34,12 +38,12 @@ _decode = msgspec.json.Decoder(MemberReport).decode
 
 class Host:
     """On one event loop. `own`: is given what the leader's own sidecar is to be told without being
-    asked."""
+    asked. `alarmed`: is given what a person should look at."""
 
     def __init__(self, leader: Leader, changes: Changes) -> None:
         self.leader = leader
-        self.hub = Hub(self.take, self.gone, nodes=leader.nodes or MOST_NODES)
         self.own: Callable[[LeaderReply], None] = lambda reply: None
+        self.alarmed: Callable[[Alarm], None] = lambda alarm: None
         self._changes = changes
         self._members: dict[int, Member] = {}
         self._refused: dict[int, tuple[float, str]] = {}
@@ -50,10 +54,11 @@ class Host:
 
     def take_own(self, told: MemberReport) -> LeaderReply:
         """The report of this machine. Raises UsageError."""
-        self.leader.take(OWN, told, at=time.time())
+        self._take(OWN, told)
         reply = self.leader.news(OWN)
         assert reply is not None, "each report has an answer"
-        self._soon()
+        if self._members:
+            self._soon()
         return reply
 
     def take(self, member: Member, frame: bytes) -> None:
@@ -66,13 +71,18 @@ class Host:
             report = told.report
             address = _reachable(report.peer_address, member.address)
             told = replace(told, report=replace(report, peer_address=address))
-            self.leader.take(member.node_rank, told, at=time.time())
+            self._take(member.node_rank, told)
         except (UsageError, ValueError, RecursionError) as error:
             self._refuse(member, str(error))
             return
         self._members[member.node_rank] = member
         self._refused.pop(member.node_rank, None)
         self._soon()
+
+    def _take(self, node_rank: int, told: MemberReport) -> None:
+        own = node_rank == OWN
+        for alarm in self.leader.take(node_rank, told, at=time.time(), own=own):
+            self.alarmed(alarm)
 
     def _refuse(self, member: Member, reason: str) -> None:
         now = time.monotonic()
@@ -126,10 +136,9 @@ class Host:
         await self._changes.until(self.leader.heard_all, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """End all connections."""
+        """Tell nobody anything any more."""
         if self._due is not None:
             self._due.cancel()
-        self.hub.close()
 
     def warnings(self) -> Iterator[str]:
         """What a person has to mend."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,9 +14,11 @@ from keepstep.steps import EpochId, StepId
 from keepstep.wire.reports import LeaderReply, MemberReport, Peer, Pins, Report, ReportReply
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leader.host import Host
-from keepstep_sidecar.leader.link import Link
 from keepstep_sidecar.log import Seldom
 from keepstep_sidecar.report.reporter import ReportFailed
+
+if TYPE_CHECKING:
+    from keepstep_sidecar.leader.link import Link
 
 _CONNECTED_S = 2.0
 _ANSWER_S = 10.0
@@ -27,12 +29,13 @@ _complain = Seldom()
 
 
 class _Channel:
-    """See `reporter.Channel`. `told`: what each frame says. `epoch`: returns the newest epoch that
-    this machine knows of. `leaves`: returns whether its pod begins to end."""
+    """See `reporter.Channel`. `link`: None where the run has no other machine. `told`: what each
+    frame says. `epoch`: returns the newest epoch that this machine knows of. `leaves`: returns
+    whether its pod begins to end."""
 
     def __init__(
         self,
-        link: Link,
+        link: Link | None,
         *,
         told: MemberReport,
         changes: Changes,
@@ -51,7 +54,8 @@ class _Channel:
         self._peers_version = ""
 
     async def __aenter__(self) -> _Channel:
-        self._running = asyncio.create_task(self._link.run(), name="leader")
+        if self._link is not None:
+            self._running = asyncio.create_task(self._link.run(), name="leader")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -111,7 +115,12 @@ class OwnChannel(_Channel):
     address = "this sidecar"
 
     def __init__(
-        self, host: Host, link: Link, *, last: Callable[[], Awaitable[None]] | None, **options: Any
+        self,
+        host: Host,
+        link: Link | None,
+        *,
+        last: Callable[[], Awaitable[None]],
+        **options: Any,
     ) -> None:
         """`last`: called at the end, when the members know all."""
         super().__init__(link, **options)
@@ -121,8 +130,7 @@ class OwnChannel(_Channel):
     async def __aexit__(self, *_: object) -> None:
         await self._host.finish(timeout_s=_LAST_WORD_S)
         await super().__aexit__()
-        if self._last is not None:
-            await self._last()
+        await self._last()
         self._host.close()
 
     def take(self, frame: bytes) -> None:
@@ -131,8 +139,9 @@ class OwnChannel(_Channel):
     async def exchange(self, report: Report) -> ReportReply:
         """See `reporter.Channel`."""
         told = self._frame(report)
-        short = Report(sidecar=report.sidecar, started_at=report.started_at, sequence=0)
-        self._link.send(msgspec.json.encode(replace(told, report=short)))
+        if self._link is not None:
+            short = Report(sidecar=report.sidecar, started_at=report.started_at, sequence=0)
+            self._link.send(msgspec.json.encode(replace(told, report=short)))
         try:
             return self._taken(self._host.take_own(told))
         except UsageError as error:
@@ -144,7 +153,7 @@ class LinkChannel(_Channel):
 
     def __init__(self, link: Link, **options: Any) -> None:
         super().__init__(link, **options)
-        self.address = link.address
+        self._leader, self.address = link, link.address
 
     def take(self, frame: bytes) -> None:
         """A frame of the leader."""
@@ -155,7 +164,7 @@ class LinkChannel(_Channel):
 
     async def exchange(self, report: Report) -> ReportReply:
         """See `reporter.Channel`."""
-        link = self._link
+        link = self._leader
 
         def is_over() -> bool:
             answered = self._news is not None and self._news.answers >= report.sequence

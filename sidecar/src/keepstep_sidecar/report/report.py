@@ -28,14 +28,14 @@ from keepstep_sidecar.volume.volume import Volume
 
 _NOTHING = dict.fromkeys(IN_POD, ReportedTier.of(()))
 _RESTART_S = 120.0
-"""A trainer that takes longer to come back will find the operator's plan anyway."""
+"""A trainer that takes longer to come back will find the leader's plan anyway."""
 _WARNINGS = 10
 _WARNING_CHARACTERS = 500
 _REFUSED_CHARACTERS = 1000
 
 
 def urgent(service: Service) -> bool:
-    """Whether the operator's answer is needed soon. This is so if a trainer waits for a commit or
+    """Whether the leader's answer is needed soon. This is so if a trainer waits for a commit or
     to vote, or if a rank that holds something has just lost its trainer and will restore what all
     ranks have."""
     recent = time.monotonic() - service.saving.changed_at < _RESTART_S
@@ -171,7 +171,7 @@ def _part_of(status: object, kind: type[Any]) -> dict[str, Any]:
 _MOST_STEPS = 100
 _MOST_COPIES = 8192
 """What is told of the archive, newest steps first, is limited so that a report stays well below the
-4 MiB that the operator accepts (a copy takes some 230 bytes). In a run with more ranks, each pod
+4 MiB that the leader accepts (a copy takes some 230 bytes). In a run with more ranks, each pod
 tells only of its own."""
 
 
@@ -218,13 +218,13 @@ def _speaks_for_all(service: Service, id: StepId) -> bool:
 
 # --- changes --------------------------------------------------------------------------------------
 #
-# A report is reduced to what changed since the one before it, if the operator knows that one.
+# A report is reduced to what changed since the one before it, if the leader knows that one.
 # Without this, a run that has archived hundreds of steps would list them all in every report. What
 # cannot be told as a change is told whole.
 
 
 def changes(known: Report | None, now: Report) -> Report:
-    """`now`, reduced to what changed since `known`, which the operator answered. It is whole if
+    """`now`, reduced to what changed since `known`, which the leader answered. It is whole if
     `known` is None, or if something that `known` named is no longer there."""
     if known is None or not _goes_on(known, now):
         return now

@@ -274,7 +274,7 @@ class Reporter:
             warn("report failed", kind=failure.kind, reason=str(failure), url=self._channel.address)
 
     def _succeeded(self, report: Report, told: Report, reply: ReportReply) -> None:
-        """`told`: what was sent of `report`. If the operator cannot follow changes, the next report
+        """`told`: what was sent of `report`. If the leader cannot follow changes, the next report
         is sent whole, at once."""
         if self._failures or self._operator.heard_at is None:
             say("reporting", url=self._channel.address, failures=self._failures)

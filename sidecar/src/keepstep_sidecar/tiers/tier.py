@@ -71,22 +71,23 @@ async def _unrecorded(strangers: frozenset[EpochId]) -> None:
 class RunFacts:
     """What a remote tier asks about the run, anew each time.
 
-    `pinned`: steps that must not be deleted; None until the operator has named them. `commit`: the
+    `pinned`: steps that must not be deleted; None until the leader has named them. `commit`: the
     run's newest commit, as far as this machine was told. `outgrown`: the run has a commit of its
     own, so nothing of another run is asked for or offered. `changed`: to be called when there is
-    something new to `look` at. `managed`: an operator sees the whole run. `life`: the epoch in
-    which a trainer of this machine trains now; `leads`: that of rank 0 does. `strangers`: those of
+    something new to `look` at. `operated`: an operator says who belongs to the run. `leads`: this
+    machine leads the run. `life`: the epoch in which a trainer of this machine trains now.
+    `strangers`: those of
     these epochs that another run of this name began; `meet`: put them on record.
     """
 
-    managed: bool = False
+    operated: bool = False
+    leads: bool = True
     local: Callable[[], LocalInventory] = LocalInventory
     pinned: Callable[[], Collection[StepId] | None] = frozenset
     commit: Callable[[], StepId | None] = lambda: None
     outgrown: Callable[[], bool] = lambda: False
     changed: Callable[[], None] = lambda: None
     life: Callable[[], Epoch | None] = lambda: None
-    leads: Callable[[], bool] = lambda: False
     strangers: Callable[[Iterable[Epoch]], frozenset[EpochId]] = lambda told: frozenset()
     meet: Callable[[frozenset[EpochId]], Awaitable[None]] = _unrecorded
 

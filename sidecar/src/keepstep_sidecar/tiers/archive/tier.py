@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from keepstep.core.commit_rule import Standing, trace
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import stands_in
 from keepstep.errors import ImageError, KeepstepError, StorageError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep_sidecar.config.sidecar import ArchiveConfig, Config, Fork
@@ -84,7 +83,6 @@ class ArchiveTier(RemoteTier):
         self._surveyor = Surveyor(store, run)
         self._sender = Sender(store=store, run=run, patience_s=patience_s)
         self._lives = Lives(store, run)
-        self._newest_commit: StepId | None = None
         self._wanted: set[StepId] = set()
         """Steps to be archived that are no multiples of `_base`."""
         self._held_before: set[StepId] = set()
@@ -130,9 +128,10 @@ class ArchiveTier(RemoteTier):
     @property
     def contested(self) -> str:
         """A message while a run of this name may train of which this one knows nothing; else ''. A
-        vote waits for that, and fails if it does. With an operator it is the operator that says who
-        belongs to a run."""
-        return "" if self.facts.managed or self.facts.life() else self._lives.unknown
+        vote waits for that, and fails if it does. The leader decides for all machines; with an
+        operator, which says who belongs to a run, nobody has to."""
+        decides = self.facts.leads and not self.facts.operated
+        return self._lives.unknown if decides and not self.facts.life() else ""
 
     async def _watch_lives(self, survey: Survey) -> None:
         known = {one.id for one in self._epochs()} | self.facts.strangers(())
@@ -170,8 +169,6 @@ class ArchiveTier(RemoteTier):
         local = self.facts.local()
         held = self._settled_here(local)
         self._first_rank = self._first_rank or any(0 in shards for shards in held.values())
-        if not self.facts.managed:
-            self._stand_in(local.commits)
         self._wanted -= self._held_before - held.keys()
         self._held_before = set(held)
         steps = {id for id in held.keys() - self._complete if id.step % self._base == 0}
@@ -180,8 +177,8 @@ class ArchiveTier(RemoteTier):
         return Due(shards={id: held[id] for id in owed}, owed=owed, settled=owed)
 
     def _settled_here(self, local: LocalInventory) -> dict[StepId, Mapping[int, LocalShard]]:
-        """Steps that are committed, or that lie before the run's newest commit. A pod that seldom
-        hears from the operator is told only of the newest commit, when the others have already
+        """Steps that are committed, or that lie before the run's newest commit. A machine that
+        seldom hears from the leader is told only of the newest commit, when the others have already
         archived and retired the steps before it. A step that some rank never wrote stays partial in
         the archive until retention removes it."""
         newest = self.facts.commit()
@@ -191,17 +188,6 @@ class ArchiveTier(RemoteTier):
             if id in local.commits
             or (newest is not None and id.epoch == newest.epoch and id < newest)
         }
-
-    def _stand_in(self, commits: Collection[StepId]) -> None:
-        """Let the newest commit replace a due step before it that some rank left out, so that it
-        was never committed. With an operator, which sees all ranks, the operator says so."""
-        before, new = self._newest_commit, max(commits, default=None)
-        self._newest_commit = new
-        if before is None or new is None or before.epoch != new.epoch:
-            return
-        steps = {id.step for id in commits if id.epoch == new.epoch}
-        if stands_in(new.step, before=before.step, commits=steps, every=self._base):
-            self._wanted.add(new)
 
     def _retention(self) -> Retention:
         kept = self.config.retention
@@ -266,7 +252,7 @@ class ArchiveTier(RemoteTier):
         Returns the deleted steps.
         """
         survey, pinned = await self._survey(), self.facts.pinned()
-        if pinned is None:  # one of them may be pinned: wait until the operator has named the pins
+        if pinned is None:  # one of them may be pinned: wait until the leader has named the pins
             return ()
         doomed = expired(survey, self._retention(), epochs=self._epochs(), now=time.time())
         for step in doomed:
@@ -290,10 +276,10 @@ class ArchiveTier(RemoteTier):
             self._sender.until = math.inf
 
     async def run(self) -> None:
-        """See `RemoteTier.run`. The machine of rank 0 says that the run lives."""
+        """See `RemoteTier.run`. The leader says that the run lives."""
 
         def life() -> Epoch | None:
-            return self.facts.life() if self.facts.leads() else None
+            return self.facts.life() if self.facts.leads else None
 
         async with asyncio.TaskGroup() as group:
             group.create_task(super().run(), name="send to the archive")

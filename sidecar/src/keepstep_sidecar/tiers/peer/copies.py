@@ -189,7 +189,7 @@ class Copies:
     def _volume_for(self, where: Path, size_bytes: int) -> Volume:
         usable = [one for one in self._volumes if not one.failed and not one.read_only]
         if not usable:
-            raise StorageError("no volume here takes writes; another pod must keep this copy")
+            raise StorageError("no volume here takes writes; another machine must keep this copy")
         begun = where.with_name(f".{where.name}.part")
         for volume in usable:
             if volume.filesystem.lstat(volume.root / DIRECTORY / begun) is not None:

@@ -1,7 +1,7 @@
 """The other pods of the run, and agents of nodes that its pods left, with what each was last heard
 to hold.
 
-They are known from the operator, or from the leader of the run.
+They are known from the leader of the run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Known:
 @dataclass(kw_only=True)
 class Directory:
     """The other pods. `complete`: all of them are known. `liars`: (address, step, rank) of copies
-    with wrong bytes. `awaits`: what the operator is making reachable, '' for nothing."""
+    with wrong bytes. `awaits`: what the leader is making reachable, '' for nothing."""
 
     complete: bool
     awaits: str = ""
@@ -65,7 +65,7 @@ class Directory:
         awaits: str = "",
         complete: bool = True,
     ) -> None:
-        """Take over the operator's lists. If they are not `complete`, pods that have not reported
+        """Take over the leader's lists. If they are not `complete`, pods that have not reported
         yet are missing, and these may hold something."""
         self.complete, self.awaits = complete, awaits
         before, self.known = self.known, {}
@@ -100,7 +100,7 @@ class Directory:
     def away(self) -> str:
         """Which pods did not answer, and why; '' when all did."""
         if not self.complete:
-            return "the leader has not heard of all pods of the run yet"
+            return "the leader has not heard of all machines of the run yet"
         if self.awaits:
             return self.awaits
         silent = [f"{one.name}: {one.reason}" for one in self.known.values() if _silent(one)]

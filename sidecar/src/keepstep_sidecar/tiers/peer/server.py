@@ -211,7 +211,7 @@ class Server:
             raise UsageError(_TOO_SLOW)
         with self._lock:
             if len(self._peers) >= _MOST_PEERS:
-                raise UsageError(f"{_MOST_PEERS} connections of other pods are open")
+                raise UsageError(f"{_MOST_PEERS} connections of other machines are open")
             self._peers.add(secure)
         try:
             yield

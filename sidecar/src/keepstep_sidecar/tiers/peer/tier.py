@@ -95,9 +95,7 @@ class PeerTier(RemoteTier):
         """What is served to this client. Raises UsageError for a pod of another run."""
         own = self._calls.credentials.current().identity
         if not sender.shares_run(own):
-            raise UsageError(
-                f"this is {sender}; here is {own}, and pods of other runs are not served"
-            )
+            raise UsageError(f"this is {sender}; here is {own}, and other runs are not served")
         return self._served
 
     async def _keep_serving(self) -> None:
@@ -111,7 +109,7 @@ class PeerTier(RemoteTier):
 
     @property
     def address(self) -> str:
-        """The address to be told to the operator; '' when this pod serves nothing."""
+        """The address to be told to the leader; '' when this machine serves nothing."""
         if self._server is None:
             return ""
         wanted = self._settings.advertise or self._settings.listen
@@ -137,7 +135,7 @@ class PeerTier(RemoteTier):
         awaits: str = "",
         complete: bool = True,
     ) -> None:
-        """Take over the operator's lists, or the leader's. `peers`, `agents`, `awaits`: see
+        """Take over the leader's lists. `peers`, `agents`, `awaits`: see
         `ReportReply`. `complete`: no other pod can hold anything."""
         self._directory.peers_are(
             peers, own=self.address, agents=agents, awaits=awaits, complete=complete
@@ -183,7 +181,7 @@ class PeerTier(RemoteTier):
             if (address, shard.step_id, shard.rank) in self._directory.liars:
                 continue
             if address == OWN:
-                where = f"step {shard.step_id}, rank {shard.rank} from the copy on this pod"
+                where = f"step {shard.step_id}, rank {shard.rank} from the copy kept here"
                 found.append(self._served.shards.source(shard, where=where))
                 continue
             known = self._directory.known.get(address)
