@@ -417,18 +417,23 @@ class LedRun(RuleBasedStateMachine):
     @precondition(_trains)
     @rule(number=st.integers(0, 2), tier=st.sampled_from([Tier.MEMORY, Tier.LOCAL, Tier.PEER]))
     def a_member_claims_that_its_newest_step_is_whole(self, number: int, tier: Tier) -> None:
-        """It says that it holds the step of all others, who train and are connected."""
+        """It says that it holds the step of all others, which train and are connected."""
+        self.all_speak_and_act()
         one = self.machines[number % self.nodes]
         others = [each for each in self.machines if each is not one]
-        here = [each for each in others if one.to and one.to.live.get(each.number) == each.life]
-        if others != here or not one.shards or not one.scanned:
-            return
-        if all(each.saved and one.to.words[each.number].saved == each.saved for each in others):
-            told = {each.number: self._listed(each.number, {max(one.shards)}) for each in others}
-            self._speak(one, lies=[
-                ReportedRank(rank=rank, world=self.nodes, alive=False, tiers={tier: held})
-                for rank, held in told.items()
-            ])  # fmt: skip
+        if all(self._is_known(each, one.to) for each in others):
+            self._save(one)
+            lie = ReportedRank(rank=one.number, world=self.nodes, alive=False)
+            claims = [
+                replace(lie, rank=each.number, tiers={tier: self._listed(each.number, one.shards)})
+                for each in others
+            ]
+            self._speak(one, lies=claims)
+
+    def _is_known(self, one: Machine, host: Host | None) -> bool:
+        """Whether a leader knows that it trains in the newest epoch, and what it holds."""
+        here = host is not None and one.to is host and host.live.get(one.number) == one.life
+        return here and one.saved is not None
 
     @rule(number=st.integers(0, 4))
     def something_is_news_to_a_member(self, number: int) -> None:

@@ -190,6 +190,39 @@ def test_a_pinned_step_stays_on_all_machines_over_restarts_until_it_is_unpinned(
         eventually(lambda one=one: one.steps() == {4}, what="it goes when it is unpinned")
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_pinned_step_stays_in_the_archive_over_restarts_until_it_is_unpinned(
+    run: Callable[[int], Run], tmp_path: Path, at: int
+) -> None:
+    """The sidecar of rank 0 deletes there, whichever machine was told of the pin."""
+    archive = tmp_path / "archive"
+    archive.mkdir()
+    kept = ("--keep", "1", "--archive-every", "1", "--archive-keep", "1")
+    options = ("--persist-every", "1", "--archive", str(archive), *kept)
+
+    def has(*steps: int) -> bool:
+        found = archive.glob("run/*/step.json")
+        return {int(path.parent.name.rsplit("-", 1)[1]) for path in found} == set(steps)
+
+    two = run(2).start(*options)
+    pinned = two.reach(1, "archived")
+    assert calls.pin(two.machines[at].socket, pinned, pinned=True) is not None
+    two.reach(2, "archived")
+    newest = two.reach(3, "archived")
+    eventually(lambda: has(1, 3), what="the pinned step stays, the other one goes")
+    two.disconnect()
+    for one in two.machines:
+        one.kill()
+    two.start_sidecars(*options)
+    two.come_back()
+    assert two.restore() == newest
+    two.reach(4, "archived")
+    eventually(lambda: has(1, 4), what="it stays after a restart")
+    assert calls.pin(two.machines[1 - at].socket, pinned, pinned=False) == Pinned()
+    two.reach(5, "archived")
+    eventually(lambda: has(5), what="it goes when it is unpinned")
+
+
 def test_a_step_that_is_pinned_on_the_only_machine_stays(
     sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer]
 ) -> None:
