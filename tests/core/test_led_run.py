@@ -407,8 +407,27 @@ class LedRun(RuleBasedStateMachine):
     @rule(number=st.integers(0, 4), leader=st.integers(0, 3))
     def a_member_connects(self, number: int, leader: int) -> None:
         one, hosts = self._one(number), self._hosts()
-        if one.to is None and one.hosts is None:
-            one.to = hosts[leader % len(hosts)]
+        if one.to is None:
+            self._connect(one, hosts[leader % len(hosts)])
+
+    def _connect(self, one: Machine, host: Host) -> None:
+        """A second connection of one process ends the first (`Hub.enter`)."""
+        if one.hosts is None and one.to is not host:
+            if host.live.get(one.number) == one.life:
+                host.left(one.number)
+            one.to = host
+
+    @precondition(lambda self: self.nodes > 1 and len(self._hosts()) > 1)
+    @rule(number=st.integers(1, 2), leader=st.integers(0, 3), back=st.booleans())
+    def a_member_goes_to_another_leader(self, number: int, leader: int, back: bool) -> None:
+        """`back`: and comes back to the one before, which need not have noticed."""
+        one, hosts = self.machines[number % self.nodes], self._hosts()
+        before = one.to
+        self._connect(one, hosts[leader % len(hosts)])
+        self._speak(one)
+        if back and before is not None:
+            self._connect(one, before)
+            self._speak(one)
 
     @rule(number=st.integers(0, 4), answered=st.sampled_from([True, True, True, False]))
     def a_member_speaks(self, number: int, answered: bool) -> None:
@@ -423,9 +442,10 @@ class LedRun(RuleBasedStateMachine):
         others = [each for each in self.machines if each is not one]
         if all(self._is_known(each, one.to) for each in others):
             self._save(one)
+            new = {id for id in one.shards if id == one.saved}
             lie = ReportedRank(rank=one.number, world=self.nodes, alive=False)
             claims = [
-                replace(lie, rank=each.number, tiers={tier: self._listed(each.number, one.shards)})
+                replace(lie, rank=each.number, tiers={tier: self._listed(each.number, new)})
                 for each in others
             ]
             self._speak(one, lies=claims)
@@ -467,7 +487,8 @@ class LedRun(RuleBasedStateMachine):
     def all_speak_and_act(self) -> None:
         for one in self._all():
             self._scan(one)
-            one.to = one.to or self._hosts()[0]
+            if one.to is None:
+                self._connect(one, self._hosts()[0])
             self._speak(one)
             self._act(one)
             self._list(one)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,25 +14,6 @@ from trainer import FakeTrainer
 from keepstep.wire.trainer import Pinned
 from keepstep_sidecar.cli import calls
 from tests.harness import SidecarProcess, eventually, free_port
-
-
-@pytest.fixture
-def run(tmp_path: Path, trainers: Callable[..., FakeTrainer]) -> Iterator[Callable[[int], Run]]:
-    """Makes a run of some machines (not started); kills their sidecars at the end."""
-    memory = Path(tempfile.mkdtemp(prefix="keepstep-machines-", dir="/dev/shm"))
-    made: list[Machine] = []
-
-    def make(nodes: int) -> Run:
-        leader = f"127.0.0.1:{free_port()}"
-        for rank in range(nodes):
-            places = {"memory": memory / str(rank), "home": tmp_path / str(rank)}
-            made.append(Machine(rank, **places, leader=leader))
-        return Run(made[-nodes:], trainers)
-
-    yield make
-    for one in made:
-        one.end()
-    shutil.rmtree(memory, ignore_errors=True)
 
 
 def test_a_step_is_committed_on_all_machines_soon_after_the_last_has_written_it(
