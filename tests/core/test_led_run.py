@@ -1,116 +1,338 @@
 """A run that leads itself, as a state machine: members, leaders, partitions, losses.
 
-The real code makes all decisions: `Leader`, and on each machine a `Node` that is told of its
-replies. Volumes are sets of names. A member has one connection; either side may notice its end
-first, and a reply that has arrived may be acted on after the next leader has begun. What must hold
-follows from the sets alone.
+The real code makes all decisions: `Leader`, and on each machine a `Node` and the channel that tells
+it what the leader says. Drives are sets of names. A member has one connection; either side may
+notice its end first, and a reply that has arrived may be acted on after the next leader has begun.
+A machine that was replaced may live on, with its drive, its leader and the members of that one.
+
+What must hold follows from two things alone, in a much simpler way than in the code: what lies on
+drives, and what each member has said to each leader last (`Word`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from keepstep.core.commit_rule import RankReport, ReportedTier
+from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.ledger import EpochStarted
-from keepstep.core.node import Heard, Listed, Node, Publish, Retire
-from keepstep.core.retention import Retention
-from keepstep.core.schedule import Grid
+from keepstep.core.node import (
+    Event,
+    Heard,
+    Listed,
+    Node,
+    Overwritten,
+    Publish,
+    Retire,
+    Sealed,
+    Serves,
+)
+from keepstep.core.node import Wrote as WriteEnded
+from keepstep.core.retention import Retention, superseded
+from keepstep.core.schedule import Grid, Write
 from keepstep.core.shard import Shard
+from keepstep.core.slot_table import SlotTable
 from keepstep.errors import UsageError
 from keepstep.leader.leader import Leader
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import LeaderReply, MemberReport, Report, ReportedRank
 from keepstep.wire.runs import RunPolicy
-from keepstep_sidecar.report.report import changes
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.leader.link import Link
+from keepstep_sidecar.report.leader_channel import LinkChannel
+from keepstep_sidecar.report.report import changes, other
+from tests.leader.runs import credentials
+
+_SLOTS = 4
+_NOWHERE = "127.0.0.1:1"
+_CREDENTIALS = credentials(1)
+_encode = msgspec.json.encode
 
 
-@dataclass
+@dataclass(frozen=True)
+class Word:
+    """The last whole word of a member to a leader: which steps of its own rank, and of the rank
+    whose buddy it is, lie on its drive."""
+
+    machine: Machine
+    life: str
+    sequence: int
+    saved: StepId | None
+    shards: frozenset[StepId]
+    copies: frozenset[StepId]
+
+
+@dataclass(eq=False)
+class Host:
+    """A leader. `words`: by node rank, what it was told; `live`: by node rank, the life whose
+    connection it has not seen end and which has said everything on it."""
+
+    leader: Leader
+    words: dict[int, Word] = field(default_factory=dict)
+    live: dict[int, str] = field(default_factory=dict)
+
+    def left(self, number: int) -> None:
+        self.leader.left(number)
+        self.live.pop(number, None)
+
+
+@dataclass(eq=False)
 class Machine:
-    """One machine with one rank. `known`: the last report, if its leader can go on from that one.
-    `news`: a reply that has arrived. `leader`: to which it is connected; None: to none."""
+    """One machine with one rank; it keeps copies for the rank before it. `known`: the last report,
+    if its leader can go on from that one. `to`: the leader to which it is connected. `hosts`: its
+    own leader. `record`: the newest commit that it has noted on its drive. `lost`: its drive is
+    gone."""
 
     number: int
     shards: set[StepId] = field(default_factory=set)
+    copies: set[StepId] = field(default_factory=set)
     epochs: list[Epoch] = field(default_factory=list)
-    life: int = 0
-    scanned: bool = True
+    record: StepId | None = None
+    lost: bool = False
+    alive: bool = False
+    saved: StepId | None = None
+    # of a process of its sidecar
+    life: str = ""
+    scanned: bool = False
     sequence: int = 0
     known: Report | None = None
-    news: LeaderReply | None = None
-    leader: Leader | None = None
+    to: Host | None = None
+    hosts: Host | None = None
+    frames: list[tuple[Host, MemberReport, Word]] = field(default_factory=list)
     shown: set[StepId] = field(default_factory=set)
+    slots: SlotTable = field(default_factory=lambda: SlotTable(_SLOTS))
+    settled: bool = True
     node: Node = field(init=False)
+    channel: LinkChannel = field(init=False)
+
+    def tables(self) -> tuple[SlotTable, ...]:
+        return (self.slots,)
 
 
 class LedRun(RuleBasedStateMachine):
-    """Machine 0 hosts the leader; earlier leaders live on, with connections that they take to be
-    there."""
+    """Two or three machines. Machine 0 hosts the leader. `past`: replaced machines that live on."""
 
-    @initialize(nodes=st.integers(1, 3), keep=st.integers(1, 2))
+    @initialize(nodes=st.sampled_from([1, 2, 2, 3, 3]), keep=st.integers(1, 2))
     def begin(self, nodes: int, keep: int) -> None:
-        self.keep = Retention(last=keep)
-        self.machines = [Machine(number) for number in range(nodes)]
-        self.lives = 0
-        self.old: list[Leader] = []
-        self.commit: StepId | None = None
-        self.committed: set[StepId] = set()
+        self.keep, self.nodes = Retention(last=keep), nodes
+        self.lives, self.now, self.number_of_epochs = 0, 0.0, 0
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        """The run begins with nothing on any drive."""
+        self.machines = [Machine(number) for number in range(self.nodes)]
+        self.past: list[Machine] = []
+        self.alive: set[StepId] = set()  # steps that no later life left behind
+        self.ever_whole: set[StepId] = set()
+        self.named: set[StepId] = set()  # commits, by any leader
+        self.floor: StepId | None = None  # the newest step that was whole, but for lost drives
         for one in self.machines:
             self._start(one)
-        self._lead()
-        self.epoch = Epoch(EpochId(1, "0" * 8), None)
-        self.alive: set[StepId] = set()
-        self._begin_epoch()
+            self._scan(one)
+        self._begin_epoch(None)
 
     # --- parts ---------------------------------------------------------------------------
 
+    def _all(self) -> list[Machine]:
+        """All machines that there are."""
+        return [*self.machines, *self.past]
+
+    def _one(self, number: int) -> Machine:
+        """Mostly a machine of the run, sometimes one that was replaced."""
+        there = self._all()
+        return there[number % len(there)]
+
+    def _hosts(self) -> list[Host]:
+        """All leaders that there are, the run's own first."""
+        return [one.hosts for one in self._all() if one.hosts is not None]
+
     def _start(self, one: Machine) -> None:
+        """Its sidecar begins."""
         self.lives += 1
-        one.life, one.sequence, one.scanned = self.lives, 0, False
-        one.known = one.news = one.leader = None
-        one.shown = set()
-        one.node = Node({}, grid=Grid(1), keep=self.keep, alone=len(self.machines) == 1)
+        one.life, one.sequence, one.scanned, one.shown = f"{self.lives}", 0, False, set()
+        one.known, one.to, one.frames, one.slots = None, None, [], SlotTable(_SLOTS)
+        one.node = Node({one.number: one}, grid=Grid(1), keep=self.keep, alone=self.nodes == 1,
+                        began=self.now)  # fmt: skip
+        one.node.operator_view.remember(Heard(commit=one.record))
         for epoch in one.epochs:
-            one.node.step(EpochStarted(epoch))
-
-    def _lead(self) -> None:
-        """The sidecar of machine 0 begins: nobody is connected to it."""
-        own = self.machines[0]
-        self.leader = Leader(
-            life=f"{own.life}",
-            nodes=len(self.machines),
-            policy=RunPolicy(keep=self.keep, outlives_pod=False, restarts=False),
+            self._feed(one, EpochStarted(epoch))
+        link = Link(_NOWHERE, _CREDENTIALS, take=lambda frame: None, changed=lambda: None)
+        one.channel = LinkChannel(
+            link,
+            told=self._frame(one, Report(sidecar="", started_at=0.0, sequence=0)),
+            changes=Changes(),
+            epoch=lambda: one.epochs[-1].id if one.epochs else None,
+            leaves=lambda: False,
         )
-        own.leader = self.leader
+        if one.number == 0:
+            self._lead(one)
 
-    def _begin_epoch(self) -> None:
-        for one in self.machines:
-            one.epochs.append(self.epoch)
-            one.node.step(EpochStarted(self.epoch))
-        parent = self.epoch.parent
-        self.saved = {one.number: parent.step if parent else -1 for one in self.machines}
+    def _lead(self, own: Machine) -> None:
+        """Its sidecar hosts a new leader. To the one before, nobody is connected any more."""
+        for one in self._all():
+            if own.hosts is not None and one.to is own.hosts:
+                one.to = None
+        policy = RunPolicy(keep=self.keep, outlives_pod=False, restarts=False)
+        own.hosts = own.to = Host(Leader(life=own.life, nodes=self.nodes, policy=policy))
+
+    def _frame(self, one: Machine, report: Report) -> MemberReport:
+        return MemberReport(life=one.life, nodes=self.nodes, report=report)
+
+    def _feed(self, one: Machine, event: Event) -> None:
+        for action in one.node.step(event, self.now):
+            if isinstance(action, Write):
+                one.shards.add(action.id)
+                self._feed(one, WriteEnded(one.number, action.id))
+            elif isinstance(action, Retire):
+                self._retire(one, action.id)
+            elif isinstance(action, Publish):
+                assert action.id in self.ever_whole | self._whole(), "shown, but never whole"
+                one.shown.add(action.id)
+
+    def _retire(self, one: Machine, id: StepId) -> None:
+        one.shards.discard(id)
+
+    def _list(self, one: Machine) -> None:
+        if one.scanned:
+            held = {one.number: {Tier.LOCAL: self._listed(one.number, one.shards)}}
+            self._feed(one, Listed(ranks=held, shown=one.shown))
+
+    def _listed(self, rank: int, ids: Iterable[StepId]) -> ReportedTier:
+        return ReportedTier.of(tuple(self._shards(rank, ids)))
+
+    def _shards(self, rank: int, ids: Iterable[StepId]) -> Iterator[Shard]:
+        return (Shard(step_id=id, rank=rank, world=self.nodes, root="r") for id in sorted(ids))
+
+    def _before(self, number: int) -> int:
+        """The rank of which this machine keeps copies."""
+        return (number - 1) % self.nodes
+
+    # --- what lies on drives ---------------------------------------------------------------
+
+    def _on(self, drives: Iterable[Machine]) -> set[StepId]:
+        """The live steps of which these drives have all shards."""
+        found: dict[int, set[StepId]] = {rank: set() for rank in range(self.nodes)}
+        for one in drives:
+            found[one.number] |= one.shards
+            found[self._before(one.number)] |= one.copies
+        return set.intersection(*found.values()) & self.alive
 
     def _whole(self) -> set[StepId]:
-        return set.intersection(*(one.shards for one in self.machines)) & self.alive
+        return self._on(self._all())
+
+    # --- training ------------------------------------------------------------------------
+
+    def _trains(self) -> bool:
+        return all(one.alive for one in self.machines)
+
+    def _save(self, one: Machine, *, staged: bool = True) -> None:
+        """Its next step, unless others lag behind: steps are in lock step. `staged`: otherwise its
+        drive is too slow, and it leaves this step out."""
+        parent = self.epoch.parent.step if self.epoch.parent is not None else -1
+        reached = {
+            each.number: parent if each.saved is None else each.saved.step for each in self.machines
+        }
+        if reached[one.number] != min(reached.values()):
+            return
+        id = one.saved = StepId(self.epoch.id, reached[one.number] + 1)
+        self.alive.add(id)
+        if staged:
+            self._stage(one, id)
+        self._list(one)
+
+    def _stage(self, one: Machine, id: StepId) -> None:
+        index = one.slots.assign()
+        assert index is not None
+        if (lost := one.slots.slots[index].id) is not None:
+            self._feed(one, Overwritten(one.number, lost))
+        one.slots.seal(index, id)
+        self._feed(one, Sealed(one.number, id))
+
+    @precondition(_trains)
+    @rule(number=st.integers(0, 2), staged=st.sampled_from([True, True, False]))
+    def a_machine_saves_its_next_step(self, number: int, staged: bool) -> None:
+        self._save(self.machines[number % self.nodes], staged=staged)
+
+    @precondition(_trains)
+    @rule(steps=st.integers(1, 3))
+    def the_run_trains_on(self, steps: int) -> None:
+        for _ in range(steps):
+            for one in self.machines:
+                self._save(one)
+
+    @rule()
+    def the_trainers_start_again(self) -> None:
+        """From the newest step that the run's machines have; from nothing if there is none, as a
+        person says then."""
+        parent = max(self._on(self.machines), default=None)
+        if parent is None:
+            if self.alive:
+                self._begin_run()
+            return
+        self.alive = {id for id in self.alive if id <= parent}
+        self._begin_epoch(parent)
+
+    def _begin_epoch(self, parent: StepId | None) -> None:
+        """Each restores the parent, and writes it where it is missing."""
+        self.number_of_epochs += 1
+        self.epoch = Epoch(EpochId(self.number_of_epochs, "0" * 8), parent)
+        for one in self.machines:
+            one.alive, one.saved = True, None
+            one.epochs.append(self.epoch)
+            self._feed(one, Serves(frozenset({one.number}), _SLOTS))
+            if parent is not None and one.slots.holds(parent) is None:
+                spare = set(one.slots.sealed())
+                index = one.slots.reserve(spare)
+                assert index is not None
+                one.slots.seal(index, parent)
+            self._feed(one, EpochStarted(self.epoch))
+            self._list(one)
+
+    @rule(number=st.integers(0, 2))
+    def a_buddy_gets_the_newest_shard(self, number: int) -> None:
+        self._copy(self.machines[number % self.nodes])
+
+    @rule()
+    def all_buddies_get_the_newest_shard(self) -> None:
+        for one in self.machines:
+            self._copy(one)
+
+    def _copy(self, one: Machine) -> None:
+        """Then the buddy gives up what the sender does not need."""
+        buddy = self.machines[(one.number + 1) % self.nodes]
+        if buddy is not one and one.scanned and buddy.scanned and one.shards:
+            buddy.copies.add(max(one.shards))
+            held, needed = {one.number: buddy.copies}, {one.number: one.shards}
+            for id, _ in superseded(held, needed, committed=one.node.last_commit()):
+                buddy.copies.discard(id)
+
+    # --- reports -------------------------------------------------------------------------
 
     def _report(self, one: Machine) -> Report:
-        held = ReportedTier.of(
-            tuple(
-                Shard(step_id=id, rank=one.number, world=len(self.machines), root="r")
-                for id in sorted(one.shards)
-            )
-        )
-        unknown = ReportedTier(answer=Answer.UNKNOWN)
-        tiers: RankReport = {
+        held = self._listed(one.number, one.shards)
+        tiers = {
             Tier.MEMORY: ReportedTier.of(()),
-            Tier.LOCAL: held if one.scanned else unknown,
+            Tier.LOCAL: held if one.scanned else ReportedTier(answer=Answer.UNKNOWN),
         }
-        rank = ReportedRank(
-            rank=one.number, world=len(self.machines), alive=True, tiers=dict(tiers)
-        )
+        ranks: list[ReportedRank] = []
+        if one.alive or (one.scanned and one.shards):
+            ranks.append(
+                ReportedRank(
+                    rank=one.number,
+                    world=self.nodes,
+                    alive=one.alive,
+                    staged=one.saved,
+                    tiers=tiers,
+                )
+            )
+        if one.scanned and one.copies:
+            rank = self._before(one.number)
+            ranks.append(other(rank, list(self._shards(rank, one.copies))))
         one.sequence += 1
         return Report(
             sidecar="test",
@@ -118,183 +340,301 @@ class LedRun(RuleBasedStateMachine):
             sequence=one.sequence,
             ready=one.scanned,
             epochs=tuple(one.epochs),
-            ranks=(rank,),
+            ranks=tuple(ranks),
         )
 
-    def _do(self, one: Machine, actions: tuple[object, ...]) -> None:
-        for action in actions:
-            if isinstance(action, Retire):
-                newer = {id for id in self._whole() if id > action.id}
-                dead = action.id not in self.alive
-                assert dead or newer, "a newer step is whole on all machines"
-                one.shards.discard(action.id)
-            elif isinstance(action, Publish):
-                assert action.id in self.committed | self._whole(), "shown, but never whole"
-                one.shown.add(action.id)
-
-    def _list(self, one: Machine) -> None:
-        held = ReportedTier.of(
-            tuple(
-                Shard(step_id=id, rank=one.number, world=len(self.machines), root="r")
-                for id in sorted(one.shards)
-            )
-        )
-        self._do(
-            one, one.node.step(Listed(ranks={one.number: {Tier.LOCAL: held}}, shown=one.shown))
-        )
-
-    # --- training ------------------------------------------------------------------------
-
-    @rule(number=st.integers(0, 2))
-    def a_machine_writes_its_next_step(self, number: int) -> None:
-        one = self.machines[number % len(self.machines)]
-        if self.saved[one.number] == min(self.saved.values()):  # steps are in lock step
-            self.saved[one.number] += 1
-            id = StepId(self.epoch.id, self.saved[one.number])
-            self.alive.add(id)
-            one.shards.add(id)
-            if one.scanned:
-                self._list(one)
-
-    @rule()
-    def the_trainers_start_again_from_the_newest_common_step(self) -> None:
-        parent = max(self._whole(), default=None)
-        if parent is not None:
-            self.alive = {id for id in self.alive if id <= parent}
-            self.epoch = Epoch(EpochId(self.epoch.id.number + 1, "0" * 8), parent)
-            self._begin_epoch()
-
-    # --- frames --------------------------------------------------------------------------
-
-    @rule(number=st.integers(0, 2))
-    def a_member_connects(self, number: int) -> None:
-        one = self.machines[number % len(self.machines)]
-        if one.leader is None:
-            one.leader = self.leader
-
-    @rule(number=st.integers(0, 2))
-    def a_report_arrives(self, number: int) -> None:
-        one = self.machines[number % len(self.machines)]
-        if one.leader is None:
+    def _speak(
+        self, one: Machine, *, answered: bool = True, lies: Iterable[ReportedRank] = ()
+    ) -> None:
+        """A report arrives at its leader. `answered`: so does the answer."""
+        if one.to is None:
             return
         report = self._report(one)
+        report = replace(report, ranks=(*report.ranks, *lies))
         told, one.known = changes(one.known, report), None
-        frame = MemberReport(life=f"{one.life}", nodes=len(self.machines), report=told)
-        try:
-            one.leader.take(one.number, frame, at=0.0)
-        except UsageError:
-            one.leader = None  # its former life still counts as connected
+        word = Word(
+            machine=one,
+            life=one.life,
+            sequence=report.sequence,
+            saved=one.saved,
+            shards=frozenset(one.shards if one.scanned else ()),
+            copies=frozenset(one.copies if one.scanned else ()),
+        )
+        frame = self._frame(one, told)
+        one.frames = [*one.frames[-3:], (one.to, frame, word)]
+        if not self._take(one, one.to, frame, word):
             return
-        one.news = one.leader.news(one.number)
-        assert one.news is not None
-        assert one.news.answers == report.sequence
-        assert not one.news.reply.retire or len(one.leader.connected) == len(self.machines)
-        if one.news.reply.changes_since == report.sequence:
+        reply = self._reply(one)
+        assert reply is not None, "each report has an answer"
+        assert reply.answers == report.sequence
+        if not answered:
+            one.to = None
+            return
+        one.channel.take(_encode(reply))
+        if reply.reply.changes_since == report.sequence:
             one.known = report
 
-    @rule(number=st.integers(0, 2))
+    def _take(self, one: Machine, host: Host, frame: MemberReport, word: Word) -> bool:
+        try:
+            host.leader.take(one.number, frame, at=self.now)
+        except UsageError:
+            one.to = None  # its former life, or another machine of its number, is connected
+            return False
+        before, since = host.words.get(one.number), frame.report.since
+        goes_on = before is not None and (before.life, before.sequence) == (one.life, since)
+        if before is not None and before.life == one.life and word.sequence < before.sequence:
+            return True  # it is old
+        if not since or goes_on:
+            host.words[one.number], host.live[one.number] = word, one.life
+        for number, said in host.words.items():
+            assert host.leader.ledger.local(number) == said.shards, "it takes each at its last word"
+        return True
+
+    def _reply(self, one: Machine) -> LeaderReply | None:
+        """What its leader tells it now, if that is news."""
+        host = one.to
+        assert host is not None
+        reply = host.leader.news(one.number)
+        if reply is None:
+            return None
+        told = reply.reply
+        commits = {*told.commits, *filter(None, [told.committed.get(str(Tier.LOCAL))])}
+        named = {*commits, *filter(None, [told.plan])}
+        assert named <= self.ever_whole | self._whole(), "named, but never whole"
+        self.named |= commits
+        if told.retire:
+            assert len(host.live) == self.nodes, "it names what may go, and does not know all"
+            words = {number: host.words[number] for number in host.live}
+            assert all(host.live[number] == word.life for number, word in words.items())
+            whole = [
+                {*word.shards, *words[(number + 1) % self.nodes].copies}
+                for number, word in words.items()
+            ]
+            newest = max(set.intersection(*whole))
+            assert all(id < newest for id in told.retire), "no newer step is whole by their words"
+        return reply
+
+    @rule(number=st.integers(0, 4), leader=st.integers(0, 3))
+    def a_member_connects(self, number: int, leader: int) -> None:
+        one, hosts = self._one(number), self._hosts()
+        if one.to is None:
+            self._connect(one, hosts[leader % len(hosts)])
+
+    def _connect(self, one: Machine, host: Host) -> None:
+        """A second connection of one process ends the first (`Hub.enter`)."""
+        if one.hosts is None and one.to is not host:
+            if host.live.get(one.number) == one.life:
+                host.left(one.number)
+            one.to = host
+
+    @precondition(lambda self: self.nodes > 1 and len(self._hosts()) > 1)
+    @rule(number=st.integers(1, 2), leader=st.integers(0, 3), back=st.booleans())
+    def a_member_goes_to_another_leader(self, number: int, leader: int, back: bool) -> None:
+        """`back`: and comes back to the one before, which need not have noticed."""
+        one, hosts = self.machines[number % self.nodes], self._hosts()
+        before = one.to
+        self._connect(one, hosts[leader % len(hosts)])
+        self._speak(one)
+        if back and before is not None:
+            self._connect(one, before)
+            self._speak(one)
+
+    @rule(number=st.integers(0, 4), answered=st.sampled_from([True, True, True, False]))
+    def a_member_speaks(self, number: int, answered: bool) -> None:
+        self._speak(self._one(number), answered=answered)
+
+    @precondition(_trains)
+    @rule(number=st.integers(0, 2), tier=st.sampled_from([Tier.MEMORY, Tier.LOCAL, Tier.PEER]))
+    def a_member_claims_that_its_newest_step_is_whole(self, number: int, tier: Tier) -> None:
+        """It says that it holds the step of all others, which train and are connected."""
+        self.all_speak_and_act()
+        one = self.machines[number % self.nodes]
+        others = [each for each in self.machines if each is not one]
+        if all(self._is_known(each, one.to) for each in others):
+            self._save(one)
+            new = {id for id in one.shards if id == one.saved}
+            lie = ReportedRank(rank=one.number, world=self.nodes, alive=False)
+            claims = [
+                replace(lie, rank=each.number, tiers={tier: self._listed(each.number, new)})
+                for each in others
+            ]
+            self._speak(one, lies=claims)
+
+    def _is_known(self, one: Machine, host: Host | None) -> bool:
+        """Whether a leader knows that it trains in the newest epoch, and what it holds."""
+        here = host is not None and one.to is host and host.live.get(one.number) == one.life
+        return here and one.saved is not None
+
+    @rule(number=st.integers(0, 4))
     def something_is_news_to_a_member(self, number: int) -> None:
-        one = self.machines[number % len(self.machines)]
-        if one.leader is not None and one.number in one.leader.connected:
-            one.news = one.leader.news(one.number) or one.news
+        one = self._one(number)
+        if one.to is not None and one.to.live.get(one.number) == one.life:
+            reply = self._reply(one)
+            if reply is not None:
+                one.channel.take(_encode(reply))
 
-    @rule(number=st.integers(0, 2))
+    @rule(number=st.integers(0, 4))
     def a_member_acts_on_what_has_arrived(self, number: int) -> None:
-        one = self.machines[number % len(self.machines)]
-        told, one.news = one.news, None
-        if told is None or not one.scanned:
-            return
-        knows = told.epoch is not None and told.epoch >= one.epochs[-1].id
-        reply = told.reply if knows else replace(told.reply, retire=())
-        heard = Heard(
-            commit=reply.committed.get(str(Tier.LOCAL)),
-            commits=frozenset(reply.commits),
-            plan=reply.plan,
-            retire=frozenset(reply.retire),
-        )
-        self._do(one, one.node.step(heard))
+        self._act(self._one(number))
 
-    @rule(number=st.integers(0, 2))
+    def _act(self, one: Machine) -> None:
+        reply = one.channel.pushed()
+        if reply is None or not one.scanned:
+            return
+        self._feed(
+            one,
+            Heard(
+                commit=reply.committed.get(str(Tier.LOCAL)),
+                commits=frozenset(reply.commits),
+                plan=reply.plan,
+                pinned=frozenset(reply.pinned),
+                retire=frozenset(reply.retire),
+            ),
+        )
+        one.record = one.node.operator_view.commit
+
+    @rule()
+    def all_speak_and_act(self) -> None:
+        for one in self._all():
+            self._scan(one)
+            if one.to is None:
+                self._connect(one, self._hosts()[0])
+            self._speak(one)
+            self._act(one)
+            self._list(one)
+
+    @rule(number=st.integers(0, 4), which=st.integers(0, 3))
+    def an_earlier_frame_arrives_again(self, number: int, which: int) -> None:
+        one = self._one(number)
+        frames = [each for each in one.frames if each[0] is one.to]
+        if frames and one.to is not None and one.to.live.get(one.number) == one.life:
+            self._take(one, *frames[which % len(frames)])
+
+    @rule(number=st.integers(0, 4))
     def the_volumes_are_scanned(self, number: int) -> None:
-        one = self.machines[number % len(self.machines)]
+        self._scan(self._one(number))
+
+    def _scan(self, one: Machine) -> None:
         one.scanned = True
         self._list(one)
 
     @rule()
     def everything_settles(self) -> None:
         """All machines are connected and say all that they hold: nothing is left to be done."""
+        while self.past:
+            self._end(self.past.pop())
+        host = self._hosts()[0]
         for one in self.machines:
-            self.the_volumes_are_scanned(one.number)
-            self.leader.left(one.number)  # also of an earlier life that it takes to be connected
-            one.leader, one.known = self.leader, None
+            self._scan(one)
+            host.left(one.number)  # also of an earlier life that it takes to be connected
+            one.to, one.known = host, None
         for _ in range(4):
             for one in self.machines:
-                self.a_report_arrives(one.number)
-                self.a_member_acts_on_what_has_arrived(one.number)
+                self._speak(one)
+                self._act(one)
                 self._list(one)
-        assert self.leader.all_here
+        assert host.leader.all_here or not self._trains()
         whole = self._whole()
-        assert len(whole) <= self.keep.last
+        ours = set.intersection(*(one.shards for one in self.machines)) & self.alive
         for one in self.machines:
-            self.a_report_arrives(one.number)
-            assert one.news is not None
-            assert set(one.news.reply.commits) == whole
+            self._speak(one)
+            told = host.leader.news(one.number)
+            sent = host.leader._members[one.number].sent
+            assert told is None
+            assert sent is not None
+            assert ours & one.shards <= set(sent.reply.commits) <= whole
+            assert not self._trains() or sent.reply.plan == max(whole, default=None)
+            assert not self._trains() or not sent.reply.retire
 
     # --- faults --------------------------------------------------------------------------
 
-    @rule(number=st.integers(1, 2), noticed=st.booleans())
-    def a_member_loses_its_connection(self, number: int, noticed: bool) -> None:
-        """`noticed`: by the leader, too."""
-        one = self.machines[number % len(self.machines)]
-        if one.number and one.leader is not None:
-            if noticed:
-                one.leader.left(one.number)
-            one.leader = one.known = None
+    @rule(number=st.integers(1, 4), noticed=st.booleans(), long=st.booleans())
+    def a_member_is_cut_off(self, number: int, noticed: bool, long: bool) -> None:
+        """`noticed`: by the leader, too. `long`: a minute passes; whoever hears nothing then takes
+        its leader to be away."""
+        self.now += 61.0 if long else 0.0
+        one = self._one(number)
+        if one.hosts is None and one.to is not None:
+            if noticed and one.to.live.get(one.number) == one.life:
+                one.to.left(one.number)
+            one.to = None
 
     @rule(number=st.integers(0, 2))
-    def a_leader_notices_the_end_of_a_connection(self, number: int) -> None:
-        for leader in (self.leader, *self.old):
-            for one in self.machines:
-                if one.number == number and one.leader is not leader:
-                    leader.left(number)
+    def leaders_notice_that_a_connection_has_ended(self, number: int) -> None:
+        for host in self._hosts():
+            there = {one.life for one in self._all() if one.number == number and one.to is host}
+            if host.live.get(number) not in there:
+                host.left(number)
 
-    @rule(number=st.integers(0, 2))
-    def a_sidecar_is_killed(self, number: int) -> None:
-        one = self.machines[number % len(self.machines)]
-        if one.number and one.leader is not None:
-            one.leader.left(one.number)
+    @rule(number=st.integers(0, 4), scanned=st.booleans())
+    def a_sidecar_is_killed(self, number: int, scanned: bool) -> None:
+        one = self._one(number)
+        if one.to is not None and one.hosts is None:
+            one.to.left(one.number)
         self._start(one)
-        if not one.number:
-            self._new_leader()
+        if one.alive:
+            self._feed(one, Serves(frozenset({one.number}), _SLOTS))
+        if scanned:
+            self._scan(one)
 
-    @rule(number=st.integers(0, 2))
-    def a_machine_is_replaced_by_an_empty_one(self, number: int) -> None:
-        """The old one may live on: if it led, so does its leader, with its members."""
-        one = self.machines[number % len(self.machines)]
-        one.shards = set()
-        one.epochs = list(one.epochs[-1:])
-        self._start(one)
-        self.commit = None  # the loss of a drive may take it
-        if not one.number:
-            self._new_leader()
+    @rule(
+        number=st.integers(0, 2),
+        copied=st.sampled_from([True, True, False]),
+        lives_on=st.booleans(),
+    )
+    def a_machine_is_replaced_by_an_empty_one(
+        self, number: int, copied: bool, lives_on: bool
+    ) -> None:
+        """The training has ended. If the old machine lives on, so does its leader, with its
+        members, which may come back to it. Nothing can be asked for where no copy is left.
+        `copied`: all buddies were up to date."""
+        if copied and self._trains():
+            self.the_run_trains_on(1)
+            self.all_buddies_get_the_newest_shard()
+        old = self.machines[number % self.nodes]
+        if not self._on(one for one in self.machines if one is not old):
+            return
+        for one in self.machines:
+            one.alive, one.saved = False, None
+        self.machines[old.number] = Machine(old.number)
+        self._start(self.machines[old.number])
+        if lives_on:
+            self.past.append(old)
+        else:
+            self._end(old)
 
-    def _new_leader(self) -> None:
-        self.old.append(self.leader)
-        self._lead()
-        for one in self.machines[1:]:
-            one.leader = one.known = None
+    @precondition(lambda self: self.past)
+    @rule()
+    def a_replaced_machine_ends(self) -> None:
+        self._end(self.past.pop(0))
+
+    def _end(self, old: Machine) -> None:
+        for one in self._all():
+            if old.hosts is not None and one.to is old.hosts:
+                one.to = None
+        self._lose_drives()
+
+    def _lose_drives(self) -> None:
+        """What the loss of a drive leaves is all that can be asked for."""
+        self.floor = self._promised()
+
+    def _promised(self) -> StepId | None:
+        """What no deletion may take: the newest step that all have; of a run in which a machine
+        hears nothing of its leader, the newest one that was named a commit."""
+        silent = any(one.node.operator_view.silent(self.now) for one in self._all())
+        return max(self._whole() & self.named if silent else self._whole(), default=None)
 
     # --- what always holds ---------------------------------------------------------------
 
     @invariant()
     def the_newest_commit_is_never_retired(self) -> None:
         whole = self._whole()
-        self.committed |= whole
+        self.ever_whole |= whole
         newest = max(whole, default=None)
-        if self.commit is not None and self.commit in self.alive:
-            assert newest is not None
-            assert newest >= self.commit
-        self.commit = newest
+        if self.floor is not None and self.floor in self.alive:
+            assert newest is not None, "nothing is whole any more"
+            assert newest >= self.floor, "the newest whole step is gone"
+        self.floor = self._promised()
 
 
 TestLedRun = LedRun.TestCase

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +12,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # importmode=importlib leaves it out
 
+from machines import Machine, Run
 from trainer import FakeTrainer
+
+from tests.harness import free_port
 
 
 @pytest.fixture
@@ -25,3 +30,23 @@ def trainers() -> Iterator[Callable[..., FakeTrainer]]:
     yield make
     for one in made:
         one.disconnect()
+
+
+@pytest.fixture
+def run(tmp_path: Path, trainers: Callable[..., FakeTrainer]) -> Iterator[Callable[[int], Run]]:
+    """Makes a run of some machines (not started); kills their sidecars at the end."""
+    memory = Path(tempfile.mkdtemp(prefix="keepstep-machines-", dir="/dev/shm"))
+    made: list[Machine] = []
+
+    def make(nodes: int) -> Run:
+        leader = f"127.0.0.1:{free_port()}"
+        for rank in range(nodes):
+            name = str(len(made))
+            places = {"memory": memory / name, "home": tmp_path / name}
+            made.append(Machine(rank, **places, leader=leader))
+        return Run(made[-nodes:], trainers)
+
+    yield make
+    for one in made:
+        one.end()
+    shutil.rmtree(memory, ignore_errors=True)

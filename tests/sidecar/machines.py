@@ -20,13 +20,13 @@ class Machine(SidecarProcess):
         home.mkdir(parents=True, exist_ok=True)
         memory.mkdir(parents=True, exist_ok=True)
         super().__init__("run", memory, home / "volume", home / "log")
-        self.node_rank, self.leader = node_rank, leader
+        self.node_rank, self.leader, self.host = node_rank, leader, "127.0.0.1"
         self.port = int(leader.rpartition(":")[2]) if node_rank == 0 else free_port()
 
     def start(self, *options: str, nodes: int = 2, **environment: str) -> Machine:
         places = (
             *("--nodes", str(nodes), "--node-rank", str(self.node_rank)),
-            *("--leader", self.leader, "--peer-listen", f"127.0.0.1:{self.port}"),
+            *("--leader", self.leader, "--peer-listen", f"{self.host}:{self.port}"),
         )
         super().start(*places, *options, **{"KEEPSTEP_SECRET": SECRET, **environment})
         return self

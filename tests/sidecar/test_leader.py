@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,26 +16,6 @@ from keepstep.steps import StepId
 from keepstep.wire.trainer import Pinned
 from keepstep_sidecar.cli import calls
 from tests.harness import SidecarProcess, eventually, free_port
-
-
-@pytest.fixture
-def run(tmp_path: Path, trainers: Callable[..., FakeTrainer]) -> Iterator[Callable[[int], Run]]:
-    """Makes a run of some machines (not started); kills their sidecars at the end."""
-    memory = Path(tempfile.mkdtemp(prefix="keepstep-machines-", dir="/dev/shm"))
-    made: list[Machine] = []
-
-    def make(nodes: int) -> Run:
-        leader = f"127.0.0.1:{free_port()}"
-        for rank in range(nodes):
-            name = str(len(made))
-            places = {"memory": memory / name, "home": tmp_path / name}
-            made.append(Machine(rank, **places, leader=leader))
-        return Run(made[-nodes:], trainers)
-
-    yield make
-    for one in made:
-        one.end()
-    shutil.rmtree(memory, ignore_errors=True)
 
 
 def test_a_step_is_committed_on_all_machines_soon_after_the_last_has_written_it(
@@ -262,6 +241,39 @@ def test_a_pinned_step_stays_on_all_machines_over_restarts_until_it_is_unpinned(
     assert calls.pin(two.machines[1 - at].socket, pinned, pinned=False) == Pinned()
     for one in two.machines:
         eventually(lambda one=one: one.steps() == {4}, what="it goes when it is unpinned")
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_pinned_step_stays_in_the_archive_over_restarts_until_it_is_unpinned(
+    run: Callable[[int], Run], tmp_path: Path, at: int
+) -> None:
+    """The sidecar of rank 0 deletes there, whichever machine was told of the pin."""
+    archive = tmp_path / "archive"
+    archive.mkdir()
+    kept = ("--keep", "1", "--archive-every", "1", "--archive-keep", "1")
+    options = ("--persist-every", "1", "--archive", str(archive), *kept)
+
+    def has(*steps: int) -> bool:
+        found = archive.glob("run/*/step.json")
+        return {int(path.parent.name.rsplit("-", 1)[1]) for path in found} == set(steps)
+
+    two = run(2).start(*options)
+    pinned = two.reach(1, "archived")
+    assert calls.pin(two.machines[at].socket, pinned, pinned=True) is not None
+    two.reach(2, "archived")
+    newest = two.reach(3, "archived")
+    eventually(lambda: has(1, 3), what="the pinned step stays, the other one goes")
+    two.disconnect()
+    for one in two.machines:
+        one.kill()
+    two.start_sidecars(*options)
+    two.come_back()
+    assert two.restore() == newest
+    two.reach(4, "archived")
+    eventually(lambda: has(1, 4), what="it stays after a restart")
+    assert calls.pin(two.machines[1 - at].socket, pinned, pinned=False) == Pinned()
+    two.reach(5, "archived")
+    eventually(lambda: has(5), what="it goes when it is unpinned")
 
 
 def test_a_step_that_is_pinned_on_the_only_machine_stays(

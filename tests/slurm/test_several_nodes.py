@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,10 @@ print("rank", rank, "done", flush=True)
 torch.distributed.destroy_process_group()
 """
 _STEPS = 200
+_FOR_EVER = 1_000_000
 
 
-@pytest.fixture
-def job(slurm: Slurm, tmp_path: Path) -> str:
+def _submitted(slurm: Slurm, tmp_path: Path, *, steps: int) -> str:
     """The page's job on both nodes, once it has trained for 40 steps."""
     (tmp_path / "train.py").write_text(TRAIN)
     script = re.findall(
@@ -49,22 +50,49 @@ def job(slurm: Slurm, tmp_path: Path) -> str:
         "--nodes=4": "--nodes=2",
         "/local/keepstep": str(slurm.local / "keepstep"),
         "--nproc-per-node 8": "--nproc-per-node 1",
-        "train.py": f"{tmp_path / 'train.py'} {_STEPS}",
+        "train.py": f"{tmp_path / 'train.py'} {steps}",
+        "\nexport MASTER": "\nexport GLOO_SOCKET_IFNAME=eth0\nexport MASTER",
     }.items():
         assert named in script
         script = script.replace(named, here)
-    job = slurm.submit(
-        script.replace("\nexport MASTER", "\nexport GLOO_SOCKET_IFNAME=eth0\nexport MASTER")
-    )
+    job = slurm.submit(script)
     eventually(lambda: "saved 40" in slurm.output(job), what=lambda: slurm.output(job))
     return job
 
 
+def test_a_job_of_two_nodes_whose_time_is_up_loses_no_step(slurm: Slurm, tmp_path: Path) -> None:
+    job = _submitted(slurm, tmp_path, steps=_FOR_EVER)
+    slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # the signal is due
+    eventually(lambda: slurm.state(job) == "PENDING", what=lambda: _story(slurm, job), within_s=120)
+    finished = _finished(slurm, job)
+    slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=10", "StartTime=now")
+    eventually(lambda: len(_starts(slurm, job)) == 4, what=lambda: _story(slurm, job), within_s=90)
+    slurm.command("scancel", job)
+    (from_step,) = {int(step) for _, step in _starts(slurm, job)[2:]}
+    assert from_step >= finished, _story(slurm, job)
+
+
+@pytest.mark.parametrize("lost", ["n1", "n2"], ids=["the-leaders", "another"])
+def test_a_job_of_two_nodes_whose_time_is_up_goes_on_though_a_node_lost_its_drive(
+    slurm: Slurm, tmp_path: Path, lost: str
+) -> None:
+    job = _submitted(slurm, tmp_path, steps=_STEPS)
+    slurm.command("scancel", "--batch", "--signal=TERM", job)  # as --signal=B:TERM@180 does
+    _goes_on(slurm, job, lost)
+
+
 @pytest.mark.parametrize("lost", ["", "n1", "n2"], ids=["none", "the-leaders", "another"])
 def test_a_job_of_two_nodes_is_requeued_and_goes_on_though_a_node_lost_its_drive(
-    slurm: Slurm, job: str, lost: str
+    slurm: Slurm, tmp_path: Path, lost: str
 ) -> None:
+    job = _submitted(slurm, tmp_path, steps=_STEPS)
     slurm.command("scontrol", "requeue", job)
+    _goes_on(slurm, job, lost)
+
+
+def _goes_on(slurm: Slurm, job: str, lost: str) -> None:
+    """A job that was sent back into the queue comes to its end. `lost`: the node whose drive is
+    empty by then."""
     eventually(lambda: slurm.state(job) == "PENDING", what=lambda: _story(slurm, job))
     if lost:
         shutil.rmtree(slurm.scratch / f"local-{lost}" / "keepstep")
@@ -75,12 +103,23 @@ def test_a_job_of_two_nodes_is_requeued_and_goes_on_though_a_node_lost_its_drive
         return slurm.state(job) == "COMPLETED"
 
     eventually(ends, what=lambda: _story(slurm, job), every_s=1.0, within_s=120)
-    starts = re.findall(r"rank (\d) from (\S+)", slurm.output(job))
+    starts = _starts(slurm, job)
     assert sorted(starts[:2]) == [("0", "None"), ("1", "None")]
     assert len(starts) == 4, slurm.output(job)
     (from_step,) = {int(step) for _, step in starts[2:]}
     assert from_step > 20, slurm.output(job)
     assert slurm.output(job).count("done") == 2
+
+
+def _starts(slurm: Slurm, job: str) -> list[tuple[str, str]]:
+    """Rank, and the step that it goes on from, of each trainer that has begun."""
+    return re.findall(r"rank (\d) from (\S+)", slurm.output(job))
+
+
+def _finished(slurm: Slurm, job: str) -> int:
+    """The newest step that both ranks have finished."""
+    saved = Counter(re.findall(r"saved (\d+)", slurm.output(job)))
+    return max(int(step) for step, times in saved.items() if times == 2)
 
 
 def _story(slurm: Slurm, job: str) -> str:

@@ -1,0 +1,170 @@
+"""The leader is killed while the run trains, or a firewall drops what goes between it and a member.
+
+The member behind the firewall runs in a network namespace of its own; that needs root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.client import HTTPException
+
+import pytest
+from machines import Machine, Run
+from trainer import come_back
+
+from tests.harness import eventually, free_port
+
+_OPTIONS = ("--persist-every", "1", "--keep", "2")
+_HERE, _THERE = "10.78.0.1", "10.78.0.2"
+_MINUTE_S = 60.0
+
+
+class Firewall:
+    """A network namespace behind a firewall, which lets everything through until `close`."""
+
+    def __init__(self) -> None:
+        self._name = f"keepstep-{os.getpid()}-member"
+        self.inside = ("nsenter", f"--net=/run/netns/{self._name}")
+
+    def __enter__(self) -> Firewall:
+        _run("ip", "netns", "add", self._name)
+        try:
+            _run("ip", "link", "add", f"ks{os.getpid()}", "type", "veth",
+                 "peer", "name", "eth0", "netns", self._name)  # fmt: skip
+            _run("ip", "address", "add", f"{_HERE}/30", "dev", f"ks{os.getpid()}")
+            _run("ip", "link", "set", f"ks{os.getpid()}", "up")
+            _run("ip", "-n", self._name, "address", "add", f"{_THERE}/30", "dev", "eth0")
+            _run("ip", "-n", self._name, "link", "set", "eth0", "up")
+            _run("ip", "-n", self._name, "link", "set", "lo", "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _run("ip", "netns", "delete", self._name)
+
+    def close(self) -> None:
+        """From now on it drops everything."""
+        self._rules("-A")
+
+    def open(self) -> None:
+        self._rules("-D")
+
+    def _rules(self, change: str) -> None:
+        for chain, way in (("INPUT", "-i"), ("OUTPUT", "-o")):
+            _run(*self.inside, "iptables", change, chain, way, "eth0", "-j", "DROP")
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def firewall() -> Iterator[Firewall]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to make network namespaces")
+    if missing := [name for name in ("ip", "nsenter", "iptables") if not shutil.which(name)]:
+        pytest.skip(f"needs {', '.join(missing)}")
+    with Firewall() as made:
+        yield made
+
+
+@pytest.fixture
+def behind(run: Callable[[int], Run], firewall: Firewall) -> Run:
+    """Two machines, of which the second one is behind the firewall."""
+    two = run(2)
+    here, there = two.machines
+    here.host, there.host = _HERE, _THERE
+    here.leader = there.leader = f"{_HERE}:{free_port()}"
+    here.port = int(here.leader.rpartition(":")[2])
+    there.program = (*firewall.inside, *there.program)
+    return two
+
+
+def test_a_member_behind_a_firewall_trains_on_and_both_sides_say_so(
+    behind: Run, firewall: Firewall
+) -> None:
+    firewall.close()
+    behind.start(*_OPTIONS)
+    for step in range(4):
+        id = behind.stage(step)
+        assert all(one.wait(id, "durable").reached for one in behind.ranks)
+    here, there = behind.machines
+    _says(here, "no connection from node ranks 1", within_s=30)
+    _says(there, "a firewall drops the connection", within_s=30)
+    for one in behind.machines:
+        assert max(one.steps()) == 3
+    firewall.open()
+    eventually(lambda: not there.warnings(), what="it is a member now", within_s=20)
+    behind.reach(4)
+
+
+def test_a_member_that_is_cut_off_for_a_minute_trains_on_and_commits_soon_after(
+    behind: Run, firewall: Firewall
+) -> None:
+    behind.start(*_OPTIONS)
+    commit = behind.reach(0).step
+    here, there = behind.machines
+    firewall.close()
+    began, step = time.monotonic(), 0
+    while time.monotonic() - began < _MINUTE_S:
+        step += 1
+        id = behind.stage(step)
+        assert all(one.wait(id, "durable").reached for one in behind.ranks), "it trains on"
+        assert commit in here.steps() & there.steps(), "what was committed stays"
+        if time.monotonic() - began > 31:
+            assert "no connection from node ranks 1" in here.warnings()
+            assert "the leader at" in there.warnings()
+        time.sleep(1.0)
+    firewall.open()
+    began = time.monotonic()
+    behind.reach(step + 1)
+    assert time.monotonic() - began < 5
+    for one in behind.machines:
+        eventually(lambda one=one: len(one.steps()) <= 3, what="older steps go again")
+
+
+@pytest.mark.soak
+def test_a_leader_that_is_killed_20_times_while_the_run_trains_loses_no_commit(
+    run: Callable[[int], Run],
+) -> None:
+    two = run(2).start(*_OPTIONS)
+    here, there = two.machines
+    step, seed = 0, time.time_ns()
+    print("seed", seed)
+    moments = random.Random(seed)
+    commit, slowest = two.reach(step).step, 0.0
+    for _ in range(20):
+        killer = threading.Timer(moments.uniform(0.0, 1.0), here.kill)
+        killer.start()
+        while killer.is_alive():
+            step += 1
+            with contextlib.suppress(OSError, HTTPException):
+                two.stage(step)
+        killer.join()
+        step += 1
+        two.ranks[1].stage(step)  # the others train on
+        assert max(here.steps() & there.steps()) >= commit
+        here.start(*_OPTIONS)
+        come_back(two.ranks[0])
+        began, step = time.monotonic(), step + 1
+        commit = two.reach(step).step
+        slowest = max(slowest, time.monotonic() - began)
+        assert max(here.steps() & there.steps()) >= commit
+    print("slowest commit after a return:", round(slowest, 2), "s, steps:", step)
+    assert slowest < 5
+    two.disconnect()
+    two.come_back()
+    assert two.restore().step >= commit
+
+
+def _says(machine: Machine, text: str, *, within_s: float) -> None:
+    eventually(lambda: text in machine.warnings(), what=machine.warnings, within_s=within_s)
