@@ -152,14 +152,6 @@ class ApiServer:
         body = deepcopy(self.objects.pop(path))
         self._tell("DELETED", path, self._versioned(body), body)
 
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """What is done meanwhile no watch is told, not even later."""
-        watches, self._watches = self._watches, []
-        history = list(self._history)
-        yield
-        self._watches, self._history = watches, history
-
     def calls(self) -> list[tuple[str, str]]:
         """Method and path of every request."""
         return [(one.method, one.path) for one in self.requests]
@@ -171,6 +163,14 @@ class ApiServer:
         """Whether somebody has listed what has these labels."""
         return any(one.query.get("labelSelector") == labels for one in self.requests)
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What is done meanwhile no watch is told, not even later."""
+        watches, self._watches = self._watches, []
+        history = list(self._history)
+        yield
+        self._watches, self._history = watches, history
+
     def watches(self, labels: str | None = None) -> bool:
         """Whether somebody follows what has these labels, or anything."""
         return any(labels in (None, one.labels) for one in self._watches)
@@ -179,19 +179,6 @@ class ApiServer:
         """As the server does after timeoutSeconds."""
         for one in self._watches:
             one.told.put_nowait(None)
-
-    def expire_watches(self) -> None:
-        """As etcd's compaction does: what happened meanwhile is gone."""
-        self._oldest = self._version
-        self._fail_watches(410, "Expired", "too old resource version")
-
-    def fail_watches(self) -> None:
-        """As when the server cannot read what it has stored."""
-        self._fail_watches(500, "InternalError", "no such version")
-
-    def _fail_watches(self, code: int, reason: str, message: str) -> None:
-        for one in self._watches:
-            one.told.put_nowait({"type": "ERROR", "object": _told(code, reason, message)})
 
     # --- answering ---------------------------------------------------------------------------
 

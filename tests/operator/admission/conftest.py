@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from keepstep_operator.admission.metrics import Metrics
-from keepstep_operator.admission.policies import PolicyCache
+from keepstep_operator.admission.policies import Policies
 from keepstep_operator.admission.rooms import Rooms
 from keepstep_operator.admission.run_record import RunRecords
 from keepstep_operator.admission.server import Admission
@@ -36,7 +35,6 @@ class Running:
     admission: Admission
     metrics: Metrics
     webhook: ApiServersWebhook
-    rooms: Rooms
     defaults: Defaults | None
 
     def count(self, result: str, reason: str) -> float:
@@ -61,35 +59,30 @@ def tls_dir(tmp_path: Path, authority: Pair) -> Path:
 
 @pytest.fixture
 def started(tls_dir: Path, authority: Pair) -> Start:
-    """`async with started(...) as running`; the cache follows the policies unless told not to."""
+    """`async with started(...) as running`."""
 
     @asynccontextmanager
     async def start(
         *,
         deadline_s: float = 3.5,
         patience_s: float = 1.5,
-        follow: bool = True,
         path: str = "",
     ) -> AsyncIterator[Running]:
         async with AsyncExitStack() as stack:
             server = await stack.enter_async_context(ApiServer().running())
             client = await stack.enter_async_context(Client(server.access))
             metrics = Metrics()
-            cache = PolicyCache(client, patience_s=patience_s, counted=metrics.policies)
-            rooms = Rooms(client)
             admission = Admission(
-                policies=cache,
+                policies=Policies(client, patience_s=patience_s),
                 records=RunRecords(client),
-                rooms=rooms,
+                rooms=Rooms(client),
                 defaults=lambda: running.defaults,
                 metrics=metrics,
                 deadline_s=deadline_s,
                 path=lambda: path,
             )
             context = ServerTls(tls_dir).context
-            app = admission.application(
-                lambda: "" if cache.synced and rooms.synced else "not synced"
-            )
+            app = admission.application(str)
             port = await stack.enter_async_context(
                 listening(app, port=0, host="127.0.0.1", ssl_context=context, shutdown_s=1)
             )
@@ -101,14 +94,8 @@ def started(tls_dir: Path, authority: Pair) -> Start:
                 admission=admission,
                 metrics=metrics,
                 webhook=webhook,
-                rooms=rooms,
                 defaults=DEFAULTS,
             )
-            tasks = [asyncio.create_task(one.run()) for one in (cache, rooms) if follow]
-            try:
-                yield running
-            finally:
-                for task in tasks:
-                    task.cancel()
+            yield running
 
     return start

@@ -13,7 +13,7 @@ import click
 from keepstep_operator import __version__, journal
 from keepstep_operator.admission.authority import ReportsAuthority
 from keepstep_operator.admission.metrics import Metrics
-from keepstep_operator.admission.policies import PolicyCache
+from keepstep_operator.admission.policies import Policies
 from keepstep_operator.admission.rooms import Rooms
 from keepstep_operator.admission.run_record import RunRecords
 from keepstep_operator.admission.server import (
@@ -38,6 +38,8 @@ from keepstep_operator.settings import (
 from keepstep_operator.tls import ServerTls
 
 _DRAIN_S: Final = 5.0
+_READ_S: Final = 1.5
+"""How long an answer of the API server is waited for, before it is asked once more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,16 +136,14 @@ async def serve(settings: Settings) -> None:
     """Serve until SIGTERM, and then until all reviews under way are answered."""
     tls, metrics = ServerTls(settings.tls_dir), Metrics()
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(Client(await find_access()))
-        policies = PolicyCache(client, counted=metrics.policies)
-        rooms = Rooms(client)
+        client = await stack.enter_async_context(Client(await find_access(), request_s=_READ_S))
         authority = ReportsAuthority(
             client, namespace=settings.namespace, name=settings.reports_ca_configmap
         )
         server = Admission(
-            policies=policies,
+            policies=Policies(client),
             records=RunRecords(client),
-            rooms=rooms,
+            rooms=Rooms(client),
             defaults=lambda: settings.defaults(authority.pem),
             metrics=metrics,
             deadline_s=deadline_of(settings.timeout_s),
@@ -155,13 +155,10 @@ async def serve(settings: Settings) -> None:
         def ready() -> str:
             if ending.is_set():
                 return "ending"
-            known = policies.synced and rooms.synced and authority.pem
-            return "" if known else "policies, limits of namespaces or CA not known yet"
+            return "" if authority.pem else "the CA of the reports API is not known yet"
 
         group = await stack.enter_async_context(asyncio.TaskGroup())
         followers = [
-            group.create_task(policies.run(), name="follow policies"),
-            group.create_task(rooms.run(), name="follow limits"),
             group.create_task(authority.run(), name="follow the reports CA"),
             group.create_task(tls.keep_fresh(), name="reload the certificate"),
         ]

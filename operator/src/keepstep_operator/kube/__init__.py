@@ -32,7 +32,6 @@ from keepstep_operator.kube.errors import (
     Unavailable,
     error_of,
 )
-from keepstep_operator.kube.feed import Feed, follow
 from keepstep_operator.kube.resources import (
     CHECKPOINTS,
     CONFIG_MAPS,
@@ -74,7 +73,6 @@ __all__ = [
     "Client",
     "Conflict",
     "Denied",
-    "Feed",
     "KubeError",
     "NotFound",
     "Patch",
@@ -84,7 +82,6 @@ __all__ = [
     "Unavailable",
     "error_of",
     "find_access",
-    "follow",
     "from_kubeconfig",
     "in_cluster",
     "resource_of",
