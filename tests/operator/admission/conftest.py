@@ -1,4 +1,4 @@
-"""A CA, a leaf on disk, and admission on a free port beside a small API server."""
+"""A certificate on disk, and admission on a free port beside a small API server."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from keepstep_operator.admission.policies import Policies
 from keepstep_operator.admission.rooms import Rooms
 from keepstep_operator.admission.run_record import RunRecords
 from keepstep_operator.admission.server import Admission
-from keepstep_operator.certificates.pki import Pair, make_authority, sign_leaf
+from keepstep_operator.certificates.pki import Pair, make_server
 from keepstep_operator.injection import Defaults
 from keepstep_operator.kube import Client
 from keepstep_operator.serving import listening
-from keepstep_operator.tls import ServerTls
+from keepstep_operator.tls import ServerTls, mounted
 from tests.operator.admission.reviews import NAME, ApiServersWebhook, write_pair
 from tests.operator.apiserver import ApiServer
 from tests.operator.injection.pods import DEFAULTS
@@ -47,18 +47,12 @@ Start = Callable[..., AbstractAsyncContextManager[Running]]
 
 
 @pytest.fixture
-def authority() -> Pair:
-    return make_authority("test", now=datetime.now(UTC), life=10 * DAY)
+def pair() -> Pair:
+    return make_server((NAME,), now=datetime.now(UTC), life=DAY)
 
 
 @pytest.fixture
-def tls_dir(tmp_path: Path, authority: Pair) -> Path:
-    leaf = sign_leaf(authority, names=(NAME,), now=datetime.now(UTC), life=DAY)
-    return write_pair(tmp_path / "tls", leaf)
-
-
-@pytest.fixture
-def started(tls_dir: Path, authority: Pair) -> Start:
+def started(tmp_path: Path, pair: Pair) -> Start:
     """`async with started(...) as running`."""
 
     @asynccontextmanager
@@ -66,7 +60,7 @@ def started(tls_dir: Path, authority: Pair) -> Start:
         *,
         deadline_s: float = 3.5,
         patience_s: float = 1.5,
-        path: str = "",
+        path: str = "/inject",
     ) -> AsyncIterator[Running]:
         async with AsyncExitStack() as stack:
             server = await stack.enter_async_context(ApiServer().running())
@@ -81,13 +75,14 @@ def started(tls_dir: Path, authority: Pair) -> Start:
                 deadline_s=deadline_s,
                 path=lambda: path,
             )
-            context = ServerTls(tls_dir).context
+            directory = write_pair(tmp_path / "tls", pair)
+            context = ServerTls(lambda: mounted(directory)).context
             app = admission.application(str)
             port = await stack.enter_async_context(
                 listening(app, port=0, host="127.0.0.1", ssl_context=context, shutdown_s=1)
             )
             webhook = await stack.enter_async_context(
-                ApiServersWebhook(port, bundle=authority.certificate)
+                ApiServersWebhook(port, bundle=pair.certificate)
             )
             running = Running(
                 server=server,

@@ -42,8 +42,6 @@ from keepstep_operator.serving import Ready, health_routes
 
 TIMEOUT_S: Final = 10
 """The timeout of the webhook, the chart's default."""
-_OPEN_PATH: Final = "/inject"
-"""Where cert-manager makes the certificates, and nobody chooses a path."""
 _LARGEST_REVIEW_BYTES: Final = 4 << 20
 """An API server accepts objects of at most 3 MiB."""
 _SOURCES: Final = 1000
@@ -63,7 +61,7 @@ def deadline_of(timeout_s: float) -> float:
 
 class Admission:
     """Reviews pods. `defaults` is called for each pod; it returns None until the reports CA is
-    known. `path`: where reviews are taken; '' for `/inject`."""
+    known. `path`: where reviews are taken; '' for nowhere yet."""
 
     def __init__(
         self,
@@ -74,7 +72,7 @@ class Admission:
         defaults: Callable[[], Defaults | None],
         metrics: Metrics,
         deadline_s: float,
-        path: Callable[[], str] = str,
+        path: Callable[[], str],
     ) -> None:
         self._records = records
         self._rooms = rooms
@@ -149,7 +147,7 @@ class Admission:
         return await self._records.get(review.pod.namespace, place.run_key)
 
     async def _inject(self, request: web.Request) -> web.Response:
-        asked, path = request.path.encode(), (self._path() or _OPEN_PATH).encode()
+        asked, path = request.path.encode(), self._path().encode()
         if not hmac.compare_digest(asked, path):
             raise web.HTTPNotFound  # before the body is read
         async with asyncio.timeout(self._deadline_s):
