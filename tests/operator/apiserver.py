@@ -22,7 +22,7 @@ from jsonpatch import JsonPatchTestFailed, apply_patch
 from kubernetes.aio.client import Configuration
 
 from keepstep.wire.reports import AUDIENCE
-from keepstep_operator.kube import POLICIES, Access, Resource
+from keepstep_operator.kube import POLICIES, Resource
 from keepstep_operator.serving import listening
 
 Body = dict[str, Any]
@@ -69,7 +69,7 @@ class _Watch:
 
 @dataclass
 class ApiServer:
-    """`objects`: by path. `tokens`: token -> TokenReview.status. `logs`: by path of the pod.
+    """`objects`: by path. `tokens`: token -> TokenReview.status.
     `forwards`: by path of the pod, the port of this machine that its port is. Tests may set
     `delay_s` (before each answer but those of watches), `down` (503 to everything), `broken` (how
     many more requests are answered with 503, of those whose path has `broken_part`), `forbidden`
@@ -78,7 +78,6 @@ class ApiServer:
 
     objects: dict[str, Body] = field(default_factory=dict)
     tokens: dict[str, Body] = field(default_factory=dict)
-    logs: dict[str, str] = field(default_factory=dict)
     forwards: dict[str, int] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     delay_s: float = 0.0
@@ -101,8 +100,8 @@ class ApiServer:
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def access(self) -> Access:
-        return access_to(self.url, token=TOKEN, namespace="keepstep-system")
+    def access(self) -> Configuration:
+        return Configuration(host=self.url, api_key={"BearerToken": f"Bearer {TOKEN}"})
 
     def kubeconfig(self, directory: Path) -> Path:
         """For processes: KUBECONFIG."""
@@ -217,8 +216,6 @@ class ApiServer:
     def _get(self, path: str, query: Mapping[str, str]) -> web.Response:
         if path in self.objects:
             return web.json_response(self.objects[path])
-        if (log := self.logs.get(path.removesuffix("/log"))) is not None:
-            return web.Response(text=log)
         if not _is_collection(path):
             return _status(404, "NotFound", f"{path} not found")
         labels = query.get("labelSelector", "")
@@ -343,11 +340,6 @@ class ApiServer:
         finally:
             self._watches[:] = [one for one in self._watches if one is not entry]
         return response
-
-
-def access_to(url: str, *, token: str, namespace: str = "default") -> Access:
-    configuration = Configuration(host=url, api_key={"BearerToken": f"Bearer {token}"})
-    return Access(configuration=configuration, namespace=namespace)
 
 
 def discovery(path: str) -> Body | None:

@@ -13,13 +13,7 @@ Inside a cluster it uses the pod's service account, outside the context that KUB
 
 from __future__ import annotations
 
-from keepstep_operator.kube.access import (
-    SERVICE_ACCOUNT,
-    Access,
-    find_access,
-    from_kubeconfig,
-    in_cluster,
-)
+from keepstep_operator.kube.access import find_access
 from keepstep_operator.kube.client import (
     Client,
 )
@@ -66,10 +60,8 @@ __all__ = [
     "RUNS",
     "SECRETS",
     "SERVICES",
-    "SERVICE_ACCOUNT",
     "TOKEN_REVIEWS",
     "WEBHOOKS",
-    "Access",
     "Client",
     "Conflict",
     "Denied",
@@ -82,7 +74,5 @@ __all__ = [
     "Unavailable",
     "error_of",
     "find_access",
-    "from_kubeconfig",
-    "in_cluster",
     "resource_of",
 ]

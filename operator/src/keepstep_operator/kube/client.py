@@ -11,13 +11,12 @@ from typing import Any, Final
 
 import aiohttp
 import msgspec
-from kubernetes.aio.client import ApiClient
+from kubernetes.aio.client import ApiClient, Configuration
 from yarl import URL
 
 from keepstep.errors import UsageError
 from keepstep_operator import __version__
 from keepstep_operator.bodies import Body
-from keepstep_operator.kube.access import Access
 from keepstep_operator.kube.errors import error_of, mapped_errors
 from keepstep_operator.kube.resources import Patch, PatchType, Resource
 
@@ -63,16 +62,16 @@ class Client:
     or a collection over all namespaces.
     """
 
-    def __init__(self, access: Access, *, request_s: float = _REQUEST_S) -> None:
+    def __init__(self, access: Configuration, *, request_s: float = _REQUEST_S) -> None:
         self._access = access
         self._request_s = request_s
         self._api: Any = None
 
     async def __aenter__(self) -> Client:
         # otherwise each request uses two threads, to look for a ~/.netrc and for a proxy
-        self._access.configuration.client_session_kwargs = {"trust_env": False}
+        self._access.client_session_kwargs = {"trust_env": False}
         try:
-            self._api = ApiClient(self._access.configuration)
+            self._api = ApiClient(self._access)
         except OSError as error:
             raise UsageError(f"certificates for the API server cannot be used: {error}") from error
         self._api.user_agent = f"{MANAGER}/{__version__}"
@@ -80,11 +79,6 @@ class Client:
 
     async def __aexit__(self, *exception: object) -> None:
         await self._api.close()
-
-    @property
-    def namespace(self) -> str:
-        """The namespace of this process."""
-        return self._access.namespace
 
     async def get(
         self,
