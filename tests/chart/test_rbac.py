@@ -19,8 +19,7 @@ class Grant:
 
     component: str
     scope: str
-    group: str
-    resources: frozenset[str]
+    resource: str
     names: frozenset[str]
     verbs: frozenset[str]
 
@@ -35,10 +34,8 @@ def test_the_table_of_rights_is_what_the_chart_renders(chart: Chart) -> None:
 
 def test_reconcile_may_read_every_kind_of_job_that_it_knows(chart: Chart) -> None:
     granted = _rendered(chart.render(), "reconcile")
-    readable = {
-        (one.group, name) for one in granted if "get" in one.verbs for name in one.resources
-    }
-    known = {(kind.group or "core", kind.plural) for kind in job_kinds._KINDS}
+    readable = {one.resource for one in granted if "get" in one.verbs}
+    known = {_named(kind.plural, kind.group) for kind in job_kinds._KINDS}
     assert known - readable == set()
 
 
@@ -74,19 +71,6 @@ def _with_account(component: str, account: Object) -> Object:
     return {component: {"serviceAccount": account}}
 
 
-def test_beside_cert_manager_the_certificates_component_touches_no_webhook_and_fewer_secrets(
-    chart: Chart, plain: list[Object]
-) -> None:
-    grants = _rendered(chart.render({"certManager": {"enabled": True}}), "certificates")
-    assert all(one.scope == "namespace" for one in grants)
-    written = {name for one in grants if "update" in one.verbs for name in one.names}
-    assert written == {"keepstep-peers-ca", "keepstep-reports-ca"}
-    read = {name for one in grants if "get" in one.verbs for name in one.names}
-    assert read == written | {"keepstep-reports-tls"}
-    secrets = {one.names for one in grants if "secrets" in one.resources and "update" in one.verbs}
-    assert secrets == {frozenset({"keepstep-peers-ca"})}
-
-
 def test_nothing_is_granted_by_wildcard(plain: list[Object]) -> None:
     for kind in ("ClusterRole", "Role"):
         for one in of_kind(plain, kind).values():
@@ -99,7 +83,7 @@ def test_secrets_are_read_by_name_and_by_the_certificates_component_alone(
 ) -> None:
     for component in COMPONENTS:
         for grant in _rendered(plain, component):
-            if "secrets" in grant.resources:
+            if grant.resource == "secrets":
                 assert component == "certificates"
                 assert grant.scope == "namespace"
                 assert grant.names or grant.verbs == {"create"}
@@ -128,16 +112,16 @@ def _rendered(objects: list[Object], component: str) -> set[Grant]:
         role = of_kind([one for one in objects if not is_hook(one)], kind).get(called)
         for rule in role["rules"] if role else ():
             (group,) = rule["apiGroups"]
-            grants.add(
-                Grant(
-                    component=component,
-                    scope=scope,
-                    group=group or "core",
-                    resources=frozenset(rule["resources"]),
-                    names=frozenset(rule.get("resourceNames", ())),
-                    verbs=frozenset(rule["verbs"]),
+            for resource in rule["resources"]:
+                grants.add(
+                    Grant(
+                        component=component,
+                        scope=scope,
+                        resource=_named(resource, group),
+                        names=frozenset(rule.get("resourceNames", ())),
+                        verbs=frozenset(rule["verbs"]),
+                    )
                 )
-            )
     return grants
 
 
@@ -152,13 +136,19 @@ def _documented() -> set[Grant]:
         Grant(
             component=row[0],
             scope=row[1],
-            group=row[2],
-            resources=_listed(row[3]),
-            names=_listed(row[4]),
-            verbs=_listed(row[5]),
+            resource=resource,
+            names=_listed(row[3]),
+            verbs=_listed(row[4]),
         )
         for row in rows
+        for resource in _listed(row[2])
     }
+
+
+def _named(resource: str, group: str) -> str:
+    """As `kubectl get` takes it: plural, group, and subresource."""
+    plural, slash, sub = resource.partition("/")
+    return f"{plural}.{group}{slash}{sub}" if group else resource
 
 
 def _listed(cell: str) -> frozenset[str]:
@@ -177,4 +167,4 @@ def test_agents_are_there_where_directories_of_nodes_are_and_see_whether_runs_ex
 ) -> None:
     assert _rendered(chart.render(), "agent") == set()
     (grant,) = _rendered(chart.render({"hostPaths": ["/mnt/nvme0"]}), "agent")
-    assert (grant.resources, grant.verbs) == ({"checkpointruns"}, {"get"})
+    assert (grant.resource, grant.verbs) == ("checkpointruns.keepstep.dev", {"get"})

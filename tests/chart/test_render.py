@@ -57,15 +57,6 @@ MATRIX: dict[str, Object] = {
     "one replica": {"admission": {"replicas": 1, "podDisruptionBudget": {"enabled": False}}},
     "no CRDs, no roles": {"crds": {"install": False}, "rbac": {"aggregate": False}},
     "another name": {"fullnameOverride": "steps"},
-    "cert-manager": {"certManager": {"enabled": True}},
-    "an issuer of theirs": {
-        "certManager": {
-            "enabled": True,
-            "issuerRef": {"name": "corporate", "kind": "ClusterIssuer"},
-            "duration": "720h",
-            "renewBefore": "240h",
-        },
-    },
     "metrics from one namespace": {
         "networkPolicy": {
             "enabled": True,
@@ -147,13 +138,9 @@ def test_no_secret_is_rendered_and_no_ca_bundle(rendered: list[Object]) -> None:
     (configuration,) = of_kind(rendered, "MutatingWebhookConfiguration").values()
     (webhook,) = configuration["webhooks"]
     assert webhook["clientConfig"].keys() == {"service"}
-    assert "path" not in webhook["clientConfig"]["service"] or _beside_cert_manager(configuration)
+    assert "path" not in webhook["clientConfig"]["service"]
     templates = [path.read_text() for path in (CHART / "templates").rglob("*.yaml")]
     assert not any("(lookup " in text or "{{ lookup" in text for text in templates)
-
-
-def _beside_cert_manager(configuration: Object) -> bool:
-    return "cert-manager.io/inject-ca-from" in configuration["metadata"].get("annotations", {})
 
 
 def test_names_are_those_that_the_processes_use(plain: list[Object]) -> None:
@@ -170,8 +157,11 @@ def test_names_are_those_that_the_processes_use(plain: list[Object]) -> None:
         for volume in spec.get("volumes", ())
         if "secret" in volume
     ]
-    expected = ["keepstep-admission-tls", "keepstep-peers-ca", "keepstep-reports-tls"]
+    expected = ["keepstep-admission-tls", "keepstep-peers-ca", "keepstep-peers-ca"]
     assert sorted(secrets) == expected
+    admission = dict(pod_specs(plain))["keepstep-admission"]["volumes"]
+    (reports,) = [one["secret"] for one in admission if one["name"] == "reports"]
+    assert reports["items"] == [{"key": "ca.crt", "path": "ca.crt"}], "no key of the authority"
 
 
 def test_the_webhook_asks_for_annotated_pods_only_and_fails_open(plain: list[Object]) -> None:
@@ -230,37 +220,6 @@ def test_host_paths_reach_both_who_must_refuse(chart: Chart) -> None:
             "--host-path=/mnt/a",
             "--host-path=/mnt/b",
         ]
-
-
-def test_cert_manager_makes_the_secrets_that_are_mounted_and_its_issuer_is_the_one_named(
-    chart: Chart,
-) -> None:
-    objects = chart.render(MATRIX["cert-manager"])
-    made = of_kind(objects, "Certificate")
-    leaves = {name: one["spec"] for name, one in made.items() if not one["spec"].get("isCA")}
-    assert {one["secretName"] for one in leaves.values()} == {
-        "keepstep-admission-tls",
-        "keepstep-reports-tls",
-    }
-    for name, one in leaves.items():
-        service = of_kind(objects, "Service")[name]["metadata"]
-        assert one["dnsNames"][0] == f"{service['name']}.{service['namespace']}.svc"
-        assert one["issuerRef"]["name"] in of_kind(objects, "Issuer")
-    (authority,) = (one["spec"] for one in made.values() if one["spec"].get("isCA"))
-    (signer,) = (one["spec"]["ca"] for one in of_kind(objects, "Issuer").values()
-                 if "ca" in one["spec"])  # fmt: skip
-    assert signer["secretName"] == authority["secretName"]
-    (webhook,) = of_kind(objects, "MutatingWebhookConfiguration").values()
-    said = webhook["metadata"]["annotations"]["cert-manager.io/inject-ca-from"]
-    assert said.partition("/") == (NAMESPACE, "/", "keepstep-admission")
-    assert said.partition("/")[2] in leaves
-    assert "--cert-manager" in _arguments(objects, "keepstep-certificates")
-    theirs = chart.render(MATRIX["an issuer of theirs"])
-    assert not of_kind(theirs, "Issuer")
-    assert {
-        one["spec"]["issuerRef"]["name"] for one in of_kind(theirs, "Certificate").values()
-    } == {"corporate"}
-    assert not of_kind(chart.render(), "Certificate")
 
 
 def test_what_serves_on_a_node_writes_nowhere_and_what_cleans_listens_nowhere(chart: Chart) -> None:

@@ -62,11 +62,6 @@ _FIT: dict[str, tuple[Object, Object, Object]] = {
         _policy(),
         _job(pods=2),
     ),
-    "quota": (
-        _quota(limits_cpu="2", requests_cpu="2", limits_memory="8Gi", requests_memory="8Gi"),
-        _policy(),
-        _job(pods=2),
-    ),
     "carve": (
         _quota(limits_cpu="1", requests_cpu="400m", limits_memory="1536Mi", memory="1536Mi"),
         _policy(accounting="CarveOut"),
@@ -75,8 +70,8 @@ _FIT: dict[str, tuple[Object, Object, Object]] = {
 }
 """Rules, a policy, a job: every pod of it has its sidecar."""
 _TOO_SMALL: dict[str, tuple[Object, Object, Object]] = {
-    "four": (_quota(limits_cpu="2"), _policy(), _job(pods=4)),
-    "memory": (_quota(requests_memory="1600Mi", limits_memory="8Gi"), _policy(), _job(pods=2)),
+    "cpu": (_quota(limits_cpu="2"), _policy(), _job(pods=4)),
+    "memory": (_quota(requests_memory="8Gi", limits_memory="8Gi"), _policy(), _job(pods=2)),
     "large": (_limits(_CONTAINER | {"max": {"memory": "800Mi"}}),
               _policy(memory={"limit": "4Gi"}), _job(pods=2)),
 }  # fmt: skip

@@ -222,7 +222,7 @@ def _expired(name: str) -> tuple[bytes, bytes]:
     return certificate.public_bytes(serialization.Encoding.PEM), pem
 
 
-def test_no_pod_is_missed_while_the_authority_is_replaced(
+def test_no_pod_is_missed_while_the_certificate_is_replaced(
     cluster: Cluster, namespace: Kubectl
 ) -> None:
     namespace.apply(jobs.policy())
@@ -230,7 +230,7 @@ def test_no_pod_is_missed_while_the_authority_is_replaced(
     system = cluster.kubectl.namespaced(NAMESPACE)
     jobs.all_inject(namespace, owner)
     before = _bundle(cluster)
-    system("annotate", "secret", "keepstep-admission-ca", "keepstep.dev/rotate-ca=now")
+    system("annotate", "secret", "keepstep-admission-tls", "keepstep.dev/rotate-ca=now")
     pods = 0
 
     def both_are_trusted() -> bool:
@@ -239,7 +239,7 @@ def test_no_pod_is_missed_while_the_authority_is_replaced(
         assert jobs.is_injected(namespace, owner, f"p{pods}"), f"pod {pods} was missed"
         return _bundle(cluster).count(b"BEGIN CERTIFICATE") > before.count(b"BEGIN CERTIFICATE")
 
-    eventually(both_are_trusted, within_s=120, what="the bundle holds the new authority, too")
+    eventually(both_are_trusted, within_s=120, what="the bundle holds the new certificate, too")
     for number in range(20):
         assert jobs.is_injected(namespace, owner, f"after{number}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import textwrap
 
@@ -30,11 +31,9 @@ def test_forged_reports_are_refused(cluster: Cluster, namespace: Kubectl) -> Non
     namespace.apply(jobs.policy(), jobs.pytorch_job(workers=0))
     committed = runs.committed_beyond(namespace, 5)
     body = json.dumps({"leader": "forged", "sequence": 10**9, "world": 1, "settled": True})
-    (ca,) = [
-        one["data"]["ca.crt"]
-        for one in cluster.kubectl.namespaced(NAMESPACE).list("configmaps")
-        if one["metadata"]["name"] == "keepstep-reports-ca"
-    ]
+    secret = cluster.kubectl.namespaced(NAMESPACE).get("secret", "keepstep-peers-ca")
+    assert secret is not None
+    ca = base64.b64decode(secret["data"]["ca.crt"]).decode()
 
     def post(token: str) -> int:
         url = f"https://keepstep-reports.{NAMESPACE}.svc"

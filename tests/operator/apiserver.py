@@ -22,7 +22,7 @@ from jsonpatch import JsonPatchTestFailed, apply_patch
 from kubernetes.aio.client import Configuration
 
 from keepstep.wire.reports import AUDIENCE
-from keepstep_operator.kube import POLICIES, Access, Resource
+from keepstep_operator.kube import POLICIES, Resource
 from keepstep_operator.serving import listening
 
 Body = dict[str, Any]
@@ -69,7 +69,7 @@ class _Watch:
 
 @dataclass
 class ApiServer:
-    """`objects`: by path. `tokens`: token -> TokenReview.status. `logs`: by path of the pod.
+    """`objects`: by path. `tokens`: token -> TokenReview.status.
     `forwards`: by path of the pod, the port of this machine that its port is. Tests may set
     `delay_s` (before each answer but those of watches), `down` (503 to everything), `broken` (how
     many more requests are answered with 503, of those whose path has `broken_part`), `forbidden`
@@ -78,7 +78,6 @@ class ApiServer:
 
     objects: dict[str, Body] = field(default_factory=dict)
     tokens: dict[str, Body] = field(default_factory=dict)
-    logs: dict[str, str] = field(default_factory=dict)
     forwards: dict[str, int] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     delay_s: float = 0.0
@@ -101,8 +100,8 @@ class ApiServer:
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def access(self) -> Access:
-        return access_to(self.url, token=TOKEN, namespace="keepstep-system")
+    def access(self) -> Configuration:
+        return Configuration(host=self.url, api_key={"BearerToken": f"Bearer {TOKEN}"})
 
     def kubeconfig(self, directory: Path) -> Path:
         """For processes: KUBECONFIG."""
@@ -152,14 +151,6 @@ class ApiServer:
         body = deepcopy(self.objects.pop(path))
         self._tell("DELETED", path, self._versioned(body), body)
 
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """What is done meanwhile no watch is told, not even later."""
-        watches, self._watches = self._watches, []
-        history = list(self._history)
-        yield
-        self._watches, self._history = watches, history
-
     def calls(self) -> list[tuple[str, str]]:
         """Method and path of every request."""
         return [(one.method, one.path) for one in self.requests]
@@ -171,6 +162,14 @@ class ApiServer:
         """Whether somebody has listed what has these labels."""
         return any(one.query.get("labelSelector") == labels for one in self.requests)
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What is done meanwhile no watch is told, not even later."""
+        watches, self._watches = self._watches, []
+        history = list(self._history)
+        yield
+        self._watches, self._history = watches, history
+
     def watches(self, labels: str | None = None) -> bool:
         """Whether somebody follows what has these labels, or anything."""
         return any(labels in (None, one.labels) for one in self._watches)
@@ -179,19 +178,6 @@ class ApiServer:
         """As the server does after timeoutSeconds."""
         for one in self._watches:
             one.told.put_nowait(None)
-
-    def expire_watches(self) -> None:
-        """As etcd's compaction does: what happened meanwhile is gone."""
-        self._oldest = self._version
-        self._fail_watches(410, "Expired", "too old resource version")
-
-    def fail_watches(self) -> None:
-        """As when the server cannot read what it has stored."""
-        self._fail_watches(500, "InternalError", "no such version")
-
-    def _fail_watches(self, code: int, reason: str, message: str) -> None:
-        for one in self._watches:
-            one.told.put_nowait({"type": "ERROR", "object": _told(code, reason, message)})
 
     # --- answering ---------------------------------------------------------------------------
 
@@ -230,8 +216,6 @@ class ApiServer:
     def _get(self, path: str, query: Mapping[str, str]) -> web.Response:
         if path in self.objects:
             return web.json_response(self.objects[path])
-        if (log := self.logs.get(path.removesuffix("/log"))) is not None:
-            return web.Response(text=log)
         if not _is_collection(path):
             return _status(404, "NotFound", f"{path} not found")
         labels = query.get("labelSelector", "")
@@ -356,11 +340,6 @@ class ApiServer:
         finally:
             self._watches[:] = [one for one in self._watches if one is not entry]
         return response
-
-
-def access_to(url: str, *, token: str, namespace: str = "default") -> Access:
-    configuration = Configuration(host=url, api_key={"BearerToken": f"Bearer {token}"})
-    return Access(configuration=configuration, namespace=namespace)
 
 
 def discovery(path: str) -> Body | None:

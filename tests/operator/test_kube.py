@@ -1,32 +1,22 @@
-"""The client of the Kubernetes API: access, pages, watches, and what errors become."""
+"""The client of the Kubernetes API: access, and what errors become."""
 
 from __future__ import annotations
-
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
 from keepstep_operator.kube import (
     CONFIG_MAPS,
-    NODES,
     PODS,
-    POLICIES,
     Client,
     Conflict,
     Denied,
-    Feed,
     KubeError,
     NotFound,
     Rejected,
     Unavailable,
     error_of,
-    follow,
 )
-from tests.harness import until
 from tests.operator.apiserver import ApiServer
-from tests.operator.injection.pods import NAMESPACE, policy_body
 
 
 @pytest.mark.parametrize(
@@ -62,80 +52,3 @@ async def test_a_server_that_is_not_there_or_too_slow_is_unavailable() -> None:
     async with Client(server.access) as client:
         with pytest.raises(Unavailable, match="cannot be reached"):
             await client.get(PODS, "p", namespace="n")
-
-
-class _Followed:
-    """Policies, and what a feed said of them, in order."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-        self.feed = Feed[str](
-            name="policies",
-            resource=POLICIES,
-            key_of=lambda body: str(body["metadata"]["name"]),
-            seen=lambda body: self.seen.append(body["metadata"]["name"]),
-            gone=lambda name: self.seen.append(f"-{name}"),
-        )
-
-
-@asynccontextmanager
-async def _followed(*names: str) -> AsyncIterator[tuple[ApiServer, _Followed]]:
-    followed = _Followed()
-    async with ApiServer().running() as server, Client(server.access) as client:
-        for name in names:
-            server.put(POLICIES, policy_body(name=name))
-        task = asyncio.create_task(follow(client, [followed.feed]))
-        try:
-            await until(followed.feed.loaded.is_set)
-            yield server, followed
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_a_feed_is_loaded_with_all_there_is_and_goes_on_through_errors() -> None:
-    async with _followed("a", "b") as (server, followed):
-        assert sorted(followed.seen) == ["a", "b"]
-        server.put(POLICIES, {**policy_body(name="c"), "padding": "x" * 300_000})
-        await until(lambda: followed.seen[-1] == "c")
-        server.down = True
-        server.expire_watches()
-        asked = len(server.requests)
-        await until(lambda: len(server.requests) > asked + 1)
-        server.down = False
-        await until(lambda: server.watches())
-        server.put(POLICIES, policy_body(name="d"))
-        await until(lambda: "d" in followed.seen)
-
-
-async def test_what_goes_while_all_is_listed_anew_is_gone() -> None:
-    async with _followed("a", "b") as (server, followed):
-        with server.unseen():
-            server.delete(POLICIES, "a", namespace=NAMESPACE)
-        server.expire_watches()
-        await until(lambda: "-a" in followed.seen)
-        assert followed.feed.known == {"b"}
-
-
-async def test_a_watch_that_ends_by_an_error_is_begun_anew() -> None:
-    async with _followed("a") as (server, followed):
-        server.fail_watches()
-        server.put(POLICIES, policy_body(name="b"))
-        await until(lambda: "b" in followed.seen)
-
-
-async def test_a_kind_that_may_not_be_read_hinders_no_other() -> None:
-    policies = _Followed()
-    nodes = Feed[str](
-        name="nodes", resource=NODES, key_of=str, seen=lambda body: None, gone=lambda name: None
-    )
-    async with ApiServer().running() as server, Client(server.access) as client:
-        server.forbidden = "/nodes"
-        server.put(POLICIES, policy_body(name="a"))
-        task = asyncio.create_task(follow(client, [nodes, policies.feed]))
-        await until(policies.feed.loaded.is_set)
-        server.put(POLICIES, policy_body(name="b"))
-        await until(lambda: "b" in policies.seen)
-        assert not nodes.loaded.is_set()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

@@ -19,9 +19,7 @@ import msgspec
 
 from keepstep.wire.runs import PATH
 from keepstep_operator.api.pod import parse_pod
-from keepstep_operator.certificates.pki import make_authority, sign_leaf
-from keepstep_operator.kube import CONFIG_MAPS
-from tests.certificates import make_certificate
+from keepstep_operator.certificates.pki import make_authority, make_server
 from tests.harness import until
 from tests.operator.admission.reviews import NAME, ApiServersWebhook, write_pair
 from tests.operator.apiserver import ApiServer, Body, bound_to, put_policy
@@ -30,6 +28,7 @@ from tests.operator.reconcile.samples import pod_body, pod_path, report
 from tests.operator.reconcile.serving import trusting
 
 SYSTEM = "keepstep-system"
+REPORTS = f"keepstep-reports.{SYSTEM}.svc"
 
 
 class Started:
@@ -82,13 +81,12 @@ class Started:
 
 @asynccontextmanager
 async def started(
-    server: ApiServer, tls: Path, component: str, *options: str, **environment: str
+    server: ApiServer, directory: Path, component: str, *options: str, **environment: str
 ) -> AsyncIterator[Started]:
-    """`server` runs already; `tls` has the certificate."""
+    """`server` runs already; `directory` gets its kubeconfig."""
     settings = {
-        "KUBECONFIG": str(server.kubeconfig(tls)),
+        "KUBECONFIG": str(server.kubeconfig(directory)),
         "KEEPSTEP_NAMESPACE": SYSTEM,
-        "KEEPSTEP_TLS_DIR": str(tls),
         "KEEPSTEP_PORT": "0",
         "KEEPSTEP_METRICS_PORT": "0",
     }
@@ -117,7 +115,7 @@ class Reconciler:
         connector = aiohttp.TCPConnector(ssl=self._trust)
         async with (
             aiohttp.ClientSession(connector=connector) as session,
-            session.post(url, data=body, headers=headers) as answer,
+            session.post(url, data=body, headers=headers, server_hostname=REPORTS) as answer,
         ):
             return answer.status, await answer.json()
 
@@ -126,8 +124,9 @@ class Reconciler:
 async def reconciler(directory: Path) -> AsyncIterator[Reconciler]:
     server = ApiServer(tokens={"good": bound_to("team", "gpt-worker-0", "pod-0")})
     server.objects[pod_path("gpt-worker-0")] = pod_body(0)
-    trust = trusting(make_certificate(directory))
-    async with server.running(), started(server, directory, "reconcile") as process:
+    authority = _authority(directory)
+    trust, option = trusting(authority), f"--peer-ca-dir={directory}"
+    async with server.running(), started(server, directory, "reconcile", option) as process:
         ports = await process.says("listening")
 
         async def is_ready() -> bool:
@@ -135,6 +134,14 @@ async def reconciler(directory: Path) -> AsyncIterator[Reconciler]:
 
         await until(is_ready, what="reconcile's readiness")
         yield Reconciler(server, process, ports["port"], trust)
+
+
+def _authority(directory: Path) -> bytes:
+    """The authority of sidecars, as its Secret is mounted. Returns its certificate."""
+    made = make_authority("peers", now=datetime.now(UTC), life=timedelta(days=1))
+    write_pair(directory, made)
+    (directory / "ca.crt").write_bytes(made.certificate)
+    return made.certificate
 
 
 class Admission:
@@ -156,17 +163,14 @@ class Admission:
 @asynccontextmanager
 async def admission(directory: Path, *options: str) -> AsyncIterator[Admission]:
     day, now = timedelta(days=1), datetime.now(UTC)
-    authority = make_authority("test", now=now, life=10 * day)
-    tls = write_pair(directory / "tls", sign_leaf(authority, names=(NAME,), now=now, life=day))
+    pair = make_server((NAME,), now=now, life=day)
+    tls = write_pair(directory / "tls", pair)
+    (tls / "path").write_text("/inject")
+    (tls / "ca.crt").write_text(DEFAULTS.reports_ca)
     server = ApiServer()
-    server.put(
-        CONFIG_MAPS,
-        {
-            "metadata": {"name": "keepstep-reports-ca", "namespace": SYSTEM},
-            "data": {"ca.crt": DEFAULTS.reports_ca},
-        },
-    )
     settings = {
+        "KEEPSTEP_TLS_DIR": str(tls),
+        "KEEPSTEP_REPORTS_CA": str(tls / "ca.crt"),
         "KEEPSTEP_SIDECAR_IMAGE": DEFAULTS.sidecar_image,
         "KEEPSTEP_HOST_PATHS": "/mnt/nvme0 /var/lib/keepstep",
     }
@@ -175,7 +179,7 @@ async def admission(directory: Path, *options: str) -> AsyncIterator[Admission]:
         started(server, tls, "admission", *options, **settings) as process,
     ):
         ports = await process.says("listening")
-        async with ApiServersWebhook(ports["port"], bundle=authority.certificate) as webhook:
+        async with ApiServersWebhook(ports["port"], bundle=pair.certificate) as webhook:
             made = Admission(server, process, ports, webhook)
             await made.says_ready(200)
             yield made
@@ -188,8 +192,9 @@ async def test_a_reconciler_without_an_api_server_waits_for_it_and_ends_on_sigte
     tmp_path: Path,
 ) -> None:
     server = ApiServer(broken=1_000_000)
-    make_certificate(tmp_path)
-    async with server.running(), started(server, tmp_path, "reconcile") as process:
+    _authority(tmp_path)
+    option = f"--peer-ca-dir={tmp_path}"
+    async with server.running(), started(server, tmp_path, "reconcile", option) as process:
         port = (await process.says("listening"))["metrics_port"]
         assert await process.readyz(port, "/healthz") == 200
         assert await process.readyz(port) == 503
@@ -206,7 +211,7 @@ async def test_at_its_end_admission_answers_what_is_under_way_and_what_still_com
         running.process.child.send_signal(signal.SIGTERM)
         await running.says_ready(503)
         late = asyncio.create_task(running.webhook.create(pytorch_job("master", rank=0)))
-        await until(lambda: running.server.calls().count(policy) == 2)
+        await until(lambda: running.server.calls().count(policy) >= 2)
         put_policy(running.server, policy_body())
         for created, _ in (await waiting, await late):
             assert parse_pod(created).has_sidecar
@@ -214,10 +219,9 @@ async def test_at_its_end_admission_answers_what_is_under_way_and_what_still_com
 
 
 async def test_an_answer_carries_the_authority_that_reports_are_to_trust(tmp_path: Path) -> None:
-    (tmp_path / "ca.crt").write_text(DEFAULTS.reports_ca)  # of the Secret of the certificate
     async with reconciler(tmp_path) as running:
         status, answer = await running.report(msgspec.json.encode(report()))
-        assert (status, answer["authorities"]) == (200, DEFAULTS.reports_ca)
+        assert (status, answer["authorities"]) == (200, (tmp_path / "ca.crt").read_text())
 
 
 async def test_a_reconciler_that_follows_a_cluster_ends_on_sigterm(tmp_path: Path) -> None:

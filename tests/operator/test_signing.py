@@ -16,8 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from keepstep.errors import StorageError
 from keepstep.wire.reports import CERTIFICATES_PATH, CertificateRequest, IssuedCertificate
-from keepstep_operator.certificates.peers import sign
-from keepstep_operator.certificates.pki import make_authority
+from keepstep_operator.certificates.pki import make_authority, sign_request
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.tiers.peer.tls import Identity, IssuedCredentials
@@ -69,7 +68,7 @@ async def playing(tmp_path: Path, *, ca: bool = True) -> AsyncIterator[Served]:
         (authority / "tls.crt").write_bytes(made.certificate)
         (authority / "tls.key").write_bytes(made.key)
         old = make_authority("peers", now=datetime.now(UTC), life=timedelta(days=3))
-        (authority / "previous.crt").write_bytes(old.certificate)
+        (authority / "ca.crt").write_bytes(made.certificate + old.certificate)
     more = {"host_paths": ("/mnt/nvme0",), "namespace": SYSTEM}
     async with serving(cluster, tmp_path, **more) as served:
         served.parts.reports._signing = PeerCertificates(authority)
@@ -198,8 +197,8 @@ def test_a_certificate_does_not_outlive_its_authority() -> None:
     now = datetime.now(UTC)
     made = make_authority("peers", now=now, life=timedelta(hours=2))
     request = request_of(ec.generate_private_key(ec.SECP256R1()))
-    signed = sign(
-        (made.certificate, made.key),
+    signed = sign_request(
+        made,
         request,
         uri="keepstep://a/b/0",
         now=now,

@@ -42,6 +42,7 @@ def make_identity(directory: Path) -> Identity:
     made = make_authority("peers", now=datetime.now(UTC), life=timedelta(days=3))
     (directory / "peers/tls.crt").write_bytes(made.certificate)
     (directory / "peers/tls.key").write_bytes(made.key)
+    (directory / "peers/ca.crt").write_bytes(made.certificate)
     return Identity(certificate=directory / "tls.crt", key=directory / "tls.key")
 
 

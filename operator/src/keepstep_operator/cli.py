@@ -1,5 +1,5 @@
 """The group `keepstep-operator`. A component is imported only when it is called, so that admission
-does not load the ledger, nor reconcile `cryptography`."""
+does not load `cryptography`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COMMANDS: Final = {
     ),
     "certificates": (
         "keepstep_operator.certificates.main:certificates",
-        "Make and rotate the certificates of both servers.",
+        "Make and replace the certificate of the webhook, and the authority of sidecars.",
     ),
 }
 
@@ -79,7 +79,7 @@ def cli() -> None:
     \b
     Examples:
       keepstep-operator admission --namespace keepstep-system --sidecar-image keepstep/sidecar:0.1.0
-      keepstep-operator certificates --namespace keepstep-system --once
+      keepstep-operator certificates --namespace keepstep-system
       keepstep-operator reconcile --help
 
     Every option can be given as a variable KEEPSTEP_<OPTION>; the chart does so. Outside a cluster

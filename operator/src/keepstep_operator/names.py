@@ -25,10 +25,6 @@ FRESH_START_ALLOW = "allow"
 """On a CheckpointRun: the epoch (or "newest") that rightly began at step 0. Older steps may then be
 deleted."""
 
-LAST_CHECKPOINT_ANNOTATION = "volcano.sh/last-checkpoint-time"
-"""On a CheckpointRun: when its newest step was committed, in RFC 3339. Volcano proposed this key
-for pods."""
-
 POD_SECURITY_LABEL = "pod-security.kubernetes.io/enforce"
 """Of Kubernetes, on a namespace: the level of Pod Security that its pods must meet."""
 

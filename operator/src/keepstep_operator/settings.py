@@ -4,7 +4,6 @@ the `<SERVICE>_PORT` variables that Kubernetes sets for Services named `keepstep
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
@@ -48,16 +47,6 @@ metrics_port_option: Final = option(
     default=METRICS_PORT,
     help="HTTP: /metrics, /healthz, /readyz. 0: any free port.",
 )
-
-
-def tls_dir_option(default: str) -> Callable[[Command], Command]:
-    """`--tls-dir`: the directory where the Secret with the server's certificate is mounted."""
-    return option(
-        "--tls-dir",
-        type=click.Path(file_okay=False, path_type=Path),
-        default=default,
-        help="Directory with tls.crt and tls.key; they are loaded again when they change.",
-    )
 
 
 def port_option(default: int) -> Callable[[Command], Command]:

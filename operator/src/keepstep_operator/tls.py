@@ -1,5 +1,4 @@
-"""A server's TLS from files that may change: the kubelet replaces them when their Secret is
-written.
+"""A server's TLS with a certificate that may change.
 
 The same `SSLContext` is loaded again, so the listeners stay. New connections get the new
 certificate; open ones keep theirs. A certificate and key that do not fit together (a half-written
@@ -9,73 +8,72 @@ directory) are not loaded until they do.
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import os
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from keepstep.errors import UsageError
 from keepstep_operator.journal import say, warn
 
-CERTIFICATE: Final = "tls.crt"
-KEY: Final = "tls.key"
-AUTHORITIES: Final = "ca.crt"
-PATH: Final = "path"
 _LOOK_EVERY_S: Final = 5.0
+
+Shown = tuple[bytes, bytes]
+"""PEM of a certificate and of its key."""
 
 
 class ServerTls:
-    """The context of `directory` (tls.crt, tls.key), and a task that keeps it fresh. `authorities`:
-    PEM of all CAs that clients must trust (ca.crt); '' if there is none. `path`: the only path that
-    answers (path); '' if there is none.
+    """The context with what `shown` returns, which raises OSError while there is nothing; and a
+    task that keeps it fresh. Raises UsageError if there is no usable pair at the start."""
 
-    Raises UsageError if there is no usable pair at the start.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, shown: Callable[[], Shown]) -> None:
+        self._shown = shown
         self.context = _context()
         try:
-            self._loaded = self._digest()
-            self.context.load_cert_chain(directory / CERTIFICATE, directory / KEY)
-            self.authorities, self.path = self._read(AUTHORITIES), self._read(PATH)
+            self._loaded = shown()
+            _load(self.context, self._loaded)
         except (OSError, ssl.SSLError) as error:
             raise UsageError(
-                f"{directory} holds no usable {CERTIFICATE} and {KEY}: {error}; they come from"
-                " `keepstep-operator certificates`, or from cert-manager"
+                f"no usable certificate and key: {error}; they come from `keepstep-operator"
+                " certificates`"
             ) from error
 
     def reload(self) -> bool:
-        """Load the files again if they changed. Returns whether they were loaded."""
+        """Load the pair again if it changed. Returns whether it was loaded."""
         try:
-            digest = self._digest()
-            if digest == self._loaded:
+            shown = self._shown()
+            if shown == self._loaded:
                 return False
-            files = self._directory / CERTIFICATE, self._directory / KEY
-            _context().load_cert_chain(*files)  # a wrong pair must not get into the live context
-            self.context.load_cert_chain(*files)
-            self.authorities, self.path = self._read(AUTHORITIES), self._read(PATH)
+            _load(_context(), shown)  # a wrong pair must not get into the live context
+            _load(self.context, shown)
         except (OSError, ssl.SSLError) as error:
-            warn("certificate not loaded", directory=str(self._directory), reason=str(error))
+            warn("certificate not loaded", reason=str(error))
             return False
-        self._loaded = digest
-        say("certificate loaded", directory=str(self._directory))
+        self._loaded = shown
+        say("certificate loaded")
         return True
 
     async def keep_fresh(self, *, every_s: float = _LOOK_EVERY_S) -> None:
-        """Reload changed files, for ever."""
+        """Reload a changed pair, for ever."""
         while True:
             await asyncio.sleep(every_s)
             self.reload()
 
-    def _digest(self) -> str:
-        both = [(self._directory / name).read_bytes() for name in (CERTIFICATE, KEY)]
-        others = [self._read(name).encode() for name in (AUTHORITIES, PATH)]
-        return hashlib.sha256(b"\0".join([*both, *others])).hexdigest()
 
-    def _read(self, name: str) -> str:
-        path = self._directory / name
-        return path.read_text() if path.exists() else ""
+def mounted(directory: Path) -> Shown:
+    """The pair in a directory where a Secret is mounted. Raises OSError."""
+    return (directory / "tls.crt").read_bytes(), (directory / "tls.key").read_bytes()
+
+
+def _load(context: ssl.SSLContext, shown: Shown) -> None:
+    """`ssl` reads keys only from files. This one is in memory, and never has a name on a drive."""
+    fd = os.memfd_create("keepstep-tls", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, b"\n".join(shown))
+        context.load_cert_chain(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
 
 
 def _context() -> ssl.SSLContext:

@@ -1,8 +1,7 @@
-"""A CA, a leaf on disk, and admission on a free port beside a small API server."""
+"""A certificate on disk, and admission on a free port beside a small API server."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -12,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from keepstep_operator.admission.metrics import Metrics
-from keepstep_operator.admission.policies import PolicyCache
+from keepstep_operator.admission.policies import Policies
 from keepstep_operator.admission.rooms import Rooms
 from keepstep_operator.admission.run_record import RunRecords
 from keepstep_operator.admission.server import Admission
-from keepstep_operator.certificates.pki import Pair, make_authority, sign_leaf
+from keepstep_operator.certificates.pki import Pair, make_server
 from keepstep_operator.injection import Defaults
 from keepstep_operator.kube import Client
 from keepstep_operator.serving import listening
-from keepstep_operator.tls import ServerTls
+from keepstep_operator.tls import ServerTls, mounted
 from tests.operator.admission.reviews import NAME, ApiServersWebhook, write_pair
 from tests.operator.apiserver import ApiServer
 from tests.operator.injection.pods import DEFAULTS
@@ -36,7 +35,6 @@ class Running:
     admission: Admission
     metrics: Metrics
     webhook: ApiServersWebhook
-    rooms: Rooms
     defaults: Defaults | None
 
     def count(self, result: str, reason: str) -> float:
@@ -49,66 +47,50 @@ Start = Callable[..., AbstractAsyncContextManager[Running]]
 
 
 @pytest.fixture
-def authority() -> Pair:
-    return make_authority("test", now=datetime.now(UTC), life=10 * DAY)
+def pair() -> Pair:
+    return make_server((NAME,), now=datetime.now(UTC), life=DAY)
 
 
 @pytest.fixture
-def tls_dir(tmp_path: Path, authority: Pair) -> Path:
-    leaf = sign_leaf(authority, names=(NAME,), now=datetime.now(UTC), life=DAY)
-    return write_pair(tmp_path / "tls", leaf)
-
-
-@pytest.fixture
-def started(tls_dir: Path, authority: Pair) -> Start:
-    """`async with started(...) as running`; the cache follows the policies unless told not to."""
+def started(tmp_path: Path, pair: Pair) -> Start:
+    """`async with started(...) as running`."""
 
     @asynccontextmanager
     async def start(
         *,
         deadline_s: float = 3.5,
         patience_s: float = 1.5,
-        follow: bool = True,
-        path: str = "",
+        path: str = "/inject",
     ) -> AsyncIterator[Running]:
         async with AsyncExitStack() as stack:
             server = await stack.enter_async_context(ApiServer().running())
             client = await stack.enter_async_context(Client(server.access))
             metrics = Metrics()
-            cache = PolicyCache(client, patience_s=patience_s, counted=metrics.policies)
-            rooms = Rooms(client)
             admission = Admission(
-                policies=cache,
+                policies=Policies(client, patience_s=patience_s),
                 records=RunRecords(client),
-                rooms=rooms,
+                rooms=Rooms(client),
                 defaults=lambda: running.defaults,
                 metrics=metrics,
                 deadline_s=deadline_s,
                 path=lambda: path,
             )
-            context = ServerTls(tls_dir).context
-            app = admission.application(
-                lambda: "" if cache.synced and rooms.synced else "not synced"
-            )
+            directory = write_pair(tmp_path / "tls", pair)
+            context = ServerTls(lambda: mounted(directory)).context
+            app = admission.application(str)
             port = await stack.enter_async_context(
                 listening(app, port=0, host="127.0.0.1", ssl_context=context, shutdown_s=1)
             )
             webhook = await stack.enter_async_context(
-                ApiServersWebhook(port, bundle=authority.certificate)
+                ApiServersWebhook(port, bundle=pair.certificate)
             )
             running = Running(
                 server=server,
                 admission=admission,
                 metrics=metrics,
                 webhook=webhook,
-                rooms=rooms,
                 defaults=DEFAULTS,
             )
-            tasks = [asyncio.create_task(one.run()) for one in (cache, rooms) if follow]
-            try:
-                yield running
-            finally:
-                for task in tasks:
-                    task.cancel()
+            yield running
 
     return start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from keepstep_operator.admission import server as admission_server
 from keepstep_operator.api.pod import injected_of, parse_pod
-from keepstep_operator.kube import POLICIES, RUNS
+from keepstep_operator.kube import QUOTAS, RUNS
 from tests.harness import until
 from tests.operator.admission.conftest import Running, Start
 from tests.operator.admission.reviews import review_of
@@ -22,14 +23,6 @@ from tests.operator.injection.pods import (
     policy_body,
     pytorch_job,
 )
-
-
-async def _synced(running: Running) -> None:
-    await until(lambda: _policies(running) == 1)
-
-
-def _policies(running: Running) -> float | None:
-    return running.metrics.registry.get_sample_value("keepstep_admission_policies")
 
 
 def _reason(pod: dict[str, Any]) -> str:
@@ -72,16 +65,38 @@ def _put_start(running: Running, **start: Any) -> None:
     running.server.put(RUNS, {"metadata": metadata, "status": status})
 
 
-async def test_a_cache_that_missed_changes_lists_again(started: Start) -> None:
+async def test_a_policy_that_is_created_after_its_job_is_waited_for(started: Start) -> None:
+    async with started() as running:
+        review = asyncio.create_task(running.webhook.create(pytorch_job()))
+        await until(lambda: running.server.asked("GET", "checkpointpolicies") != [])
+        put_policy(running.server, policy_body())
+        created, _ = await review
+        assert parse_pod(created).has_sidecar
+
+
+async def test_an_api_server_that_is_away_for_a_moment_is_asked_again(started: Start) -> None:
     async with started() as running:
         put_policy(running.server, policy_body())
-        await _synced(running)
-        running.server.expire_watches()
-        put_policy(running.server, policy_body(name="second"))
-        await until(lambda: _policies(running) == 2)
-        running.server.end_watches()
-        running.server.delete(POLICIES, "second", namespace=NAMESPACE)
-        await until(lambda: _policies(running) == 1)
+        running.server.broken, running.server.broken_part = 3, "/resourcequotas"
+        created, warnings = await running.webhook.create(pytorch_job())
+        assert (parse_pod(created).has_sidecar, warnings) == (True, [])
+
+
+async def test_an_edited_policy_and_a_new_quota_hold_after_a_second(started: Start) -> None:
+    async with started() as running:
+        put_policy(running.server, policy_body())
+        await running.webhook.create(pytorch_job())
+        quota = {"metadata": {"name": "q", "namespace": NAMESPACE}, "spec": {"hard": {"cpu": "1"}}}
+        running.server.put(QUOTAS, quota)
+        put_policy(running.server, policy_body(memory={"limit": "12"}))
+        await asyncio.sleep(1.1)
+        running.server.requests.clear()
+        created, _ = await running.webhook.create(pytorch_job())
+        assert _reason(created) == "InvalidMemory"
+        put_policy(running.server, policy_body())
+        await asyncio.sleep(1.1)
+        created, _ = await running.webhook.create(pytorch_job())
+        assert _reason(created) == "NoRoom"
 
 
 async def test_a_wrong_policy_lets_the_pod_pass_and_says_what_is_wrong(started: Start) -> None:
@@ -96,7 +111,7 @@ async def test_a_wrong_policy_lets_the_pod_pass_and_says_what_is_wrong(started: 
 
 
 async def test_a_slow_api_server_does_not_use_up_the_webhooks_timeout(started: Start) -> None:
-    async with started(follow=False, deadline_s=0.3) as running:
+    async with started(deadline_s=0.3) as running:
         running.server.delay_s = 30
         begun = time.monotonic()
         created, _ = await running.webhook.create(pytorch_job())
@@ -125,7 +140,7 @@ async def test_a_bug_of_ours_lets_the_pod_pass(
 async def test_what_is_no_review_is_refused_and_logged_once_for_each_source(
     started: Start, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with started(follow=False) as running:
+    async with started() as running:
         for _ in range(3):
             status, text = await running.webhook.raw(data)
             assert status == 400
@@ -141,7 +156,6 @@ async def test_at_any_path_but_the_secret_one_there_is_nothing_whatever_is_sent(
 ) -> None:
     async with started(path="/inject-5ecret") as running:
         put_policy(running.server, policy_body())
-        await _synced(running)
         running.server.requests.clear()
         status, text = await running.webhook.raw(b"x" * 100_000, path=path)
         assert (status, text) == (404, "404: Not Found")

@@ -15,32 +15,24 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keepstep_operator.certificates.keeper import (
-    Keeper,
-    Publisher,
-    Server,
-    publish_in_config_map,
-    publish_in_webhook,
-)
-from keepstep_operator.certificates.peers import AuthorityKeeper, published_with_certificates
+from keepstep_operator.certificates.keeper import Keeper, Kept
 from keepstep_operator.certificates.pki import (
-    Facts,
     Pair,
-    facts,
+    Validity,
     fits,
-    is_signed_by,
     make_authority,
-    sign_leaf,
+    make_server,
+    sign_server,
     split,
+    validity,
 )
-from keepstep_operator.certificates.rotation import Authority, Lifetimes, Move, due
-from keepstep_operator.kube import CONFIG_MAPS, SECRETS, WEBHOOKS, Client, KubeError
+from keepstep_operator.certificates.ring import Move, Ring, due
+from keepstep_operator.kube import SECRETS, WEBHOOKS, Client, KubeError
 from tests.operator.apiserver import ApiServer
 
 DAY = timedelta(days=1)
@@ -53,54 +45,54 @@ def _now() -> datetime:
 
 @pytest.fixture(scope="module")
 def authority() -> Pair:
-    return make_authority("keepstep-reports", now=_now(), life=3650 * DAY)
+    return make_authority("keepstep-peers", now=_now(), life=3650 * DAY)
 
 
 @pytest.fixture(scope="module")
 def leaf(authority: Pair) -> Pair:
-    return sign_leaf(authority, names=NAMES, now=_now(), life=90 * DAY)
+    return sign_server(authority, NAMES, now=_now(), life=DAY)
 
 
-def test_the_strictest_verification_accepts_it_too(authority: Pair, leaf: Pair) -> None:
+def test_the_strictest_verification_accepts_both_kinds(authority: Pair, leaf: Pair) -> None:
     """Python 3.13 verifies so by default (RFC 5280: key identifiers, critical extensions)."""
-    said = shakes_hands(
-        leaf, bundle=authority.certificate, name=NAMES[0], flags=ssl.VERIFY_X509_STRICT
-    )
-    assert said == ""
+    alone = make_server(NAMES, now=_now(), life=90 * DAY)
+    for pair, bundle in ((leaf, authority.certificate), (alone, alone.certificate)):
+        said = shakes_hands(pair, bundle=bundle, name=NAMES[0], flags=ssl.VERIFY_X509_STRICT)
+        assert said == ""
 
 
 def test_another_name_or_another_authority_is_refused(authority: Pair, leaf: Pair) -> None:
     said = shakes_hands(leaf, bundle=authority.certificate, name="kubernetes.default.svc")
     assert "Hostname mismatch" in said
-    other = make_authority("keepstep-reports", now=_now(), life=DAY)
+    other = make_authority("keepstep-peers", now=_now(), life=DAY)
     assert shakes_hands(leaf, bundle=other.certificate, name=NAMES[0]) != ""
 
 
-def test_a_leaf_cannot_sign(authority: Pair, leaf: Pair) -> None:
-    forged = sign_leaf(leaf, names=("evil.svc",), now=_now(), life=DAY)
-    assert shakes_hands(forged, bundle=authority.certificate, name="evil.svc") != ""
+def test_a_server_that_signs_itself_cannot_sign_another() -> None:
+    alone = make_server(NAMES, now=_now(), life=DAY)
+    with pytest.raises(Exception, match="SubjectKeyIdentifier"):
+        sign_server(alone, ("evil.svc",), now=_now(), life=DAY)
 
 
-def test_an_expired_leaf_is_refused(authority: Pair) -> None:
-    old = sign_leaf(authority, names=NAMES, now=_now() - 2 * DAY, life=DAY)
-    assert "expired" in shakes_hands(old, bundle=authority.certificate, name=NAMES[0])
+def test_an_expired_leaf_is_refused() -> None:
+    long = make_authority("keepstep-peers", now=_now() - 3 * DAY, life=3650 * DAY)
+    old = sign_server(long, NAMES, now=_now() - 2 * DAY, life=DAY)
+    assert "expired" in shakes_hands(old, bundle=long.certificate, name=NAMES[0])
 
 
 def test_a_clock_that_is_an_hour_behind_accepts_a_new_leaf(leaf: Pair) -> None:
-    assert facts(leaf.certificate).not_before < _now() - timedelta(hours=1)
+    assert validity(leaf.certificate).begins < _now() - timedelta(hours=1)
 
 
 def test_a_leaf_does_not_outlive_its_authority() -> None:
     authority = make_authority("short", now=_now(), life=DAY)
-    leaf = sign_leaf(authority, names=NAMES, now=_now(), life=90 * DAY)
-    assert facts(leaf.certificate).not_after <= facts(authority.certificate).not_after
+    leaf = sign_server(authority, NAMES, now=_now(), life=90 * DAY)
+    assert validity(leaf.certificate).ends <= validity(authority.certificate).ends
 
 
 def test_authorities_of_one_name_are_told_apart() -> None:
     one, two = (make_authority("same", now=_now(), life=DAY) for _ in range(2))
-    leaf = sign_leaf(one, names=NAMES, now=_now(), life=DAY)
-    assert is_signed_by(leaf.certificate, one.certificate)
-    assert not is_signed_by(leaf.certificate, two.certificate)
+    leaf = sign_server(one, NAMES, now=_now(), life=DAY)
     bundle = two.certificate + one.certificate
     assert shakes_hands(leaf, bundle=bundle, name=NAMES[0]) == ""
     assert split(bundle) == (two.certificate, one.certificate)
@@ -116,51 +108,44 @@ def test_a_pair_fits_only_with_its_own_key(authority: Pair, leaf: Pair) -> None:
 def test_what_cannot_be_read_is_no_certificate() -> None:
     assert split(b"nonsense") == ()
     assert split(b"") == ()
-    assert not is_signed_by(b"", b"")
     with pytest.raises(ValueError, match="PEM"):
-        facts(b"nonsense")
+        validity(b"nonsense")
 
 
-# The timeline of an authority and its leaf: a clock is passed in, and whole lives go by.
+# The timeline of a ring: a clock is passed in, and whole lives go by.
 
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
-LIFETIMES = Lifetimes(authority=3650 * DAY, leaf=90 * DAY, overlap=30 * DAY)
+OVERLAP = 30 * DAY
 
 
-def _certificate(begin: datetime, life: timedelta, *, names: tuple[str, ...] = ()) -> Facts:
-    return Facts(not_before=begin, not_after=begin + life, serial=1, names=names)
+def _made(begin: datetime = START) -> Pair:
+    return make_authority("a", now=begin, life=3650 * DAY)
 
 
-def _ca(begin: datetime = START) -> Facts:
-    return _certificate(begin, LIFETIMES.authority)
+def test_an_expired_pair_is_replaced_at_once_by_the_next_or_a_new_one() -> None:
+    after, old = START + 3651 * DAY, _made()
+    assert due(Ring(used=old), now=after, overlap=OVERLAP) is Move.BEGIN
+    newer = Ring(used=old, next=_made(after - DAY))
+    assert due(newer, now=after, overlap=OVERLAP) is Move.PROMOTE
+    assert due(Ring(used=old, next=_made()), now=after, overlap=OVERLAP) is Move.BEGIN
 
 
-def _due(authority: Authority, at: datetime) -> Move:
-    return due(authority, now=at, lifetimes=LIFETIMES)
-
-
-def test_an_expired_signer_is_replaced_at_once_by_the_next_or_a_new_one() -> None:
-    after = START + 3651 * DAY
-    assert _due(Authority(signer=_ca()), after) is Move.BEGIN
-    assert _due(Authority(signer=_ca(), next=_ca(after - DAY)), after) is Move.PROMOTE
-    assert _due(Authority(signer=_ca(), next=_ca()), after) is Move.BEGIN
-
-
-def test_somebody_may_ask_for_another_authority() -> None:
-    assert _due(Authority(signer=_ca(), asked=True), START + DAY) is Move.ADD_NEXT
-    rotating = Authority(signer=_ca(), next=_ca(), since=START, asked=True)
-    assert _due(rotating, START + DAY) is Move.NONE
+def test_somebody_may_ask_for_another_pair() -> None:
+    asked = Ring(used=_made(), asked=True)
+    assert due(asked, now=START + DAY, overlap=OVERLAP) is Move.ADD_NEXT
+    rotating = Ring(used=_made(), next=_made(START), asked=True)
+    assert due(rotating, now=START + DAY, overlap=OVERLAP) is Move.NONE
 
 
 # Rounds against an API server, with a clock that is turned by years: at every moment each
-# client that learned of a bundle within the overlap accepts what the server shows.
+# client that learned of a bundle within the overlap accepts what is in use.
 
 
 Body = dict[str, Any]
 NAMESPACE = "keepstep-system"
-SERVICE = "keepstep-reports"
-NAME = f"{SERVICE}.{NAMESPACE}.svc"
+SECRET = "keepstep-admission-tls"
+NAME = f"keepstep-admission.{NAMESPACE}.svc"
 
 
 @dataclass
@@ -172,110 +157,112 @@ class Clock:
 
 
 @dataclass(kw_only=True)
-class Kept:
-    """A keeper of the reports API's certificates, its clock, and the cluster it writes to."""
+class Running:
+    """A keeper of the webhook's certificate, its clock, and the cluster it writes to."""
 
     server: ApiServer
     keeper: Keeper
     clock: Clock
 
-    async def after(self, time: timedelta) -> Facts:
+    async def after(self, time: timedelta) -> Validity:
         """Turn the clock, and do a round."""
         self.clock.now += time
         return await self.keeper.round()
 
-    def secret(self, kind: str) -> dict[str, bytes]:
-        body = self.server.take(SECRETS, f"{SERVICE}-{kind}", namespace=NAMESPACE)
+    def secret(self) -> dict[str, bytes]:
+        body = self.server.take(SECRETS, SECRET, namespace=NAMESPACE)
         return {name: base64.b64decode(value) for name, value in body["data"].items()}
 
     @property
     def shown(self) -> Pair:
-        leaf = self.secret("tls")
-        return Pair(certificate=leaf["tls.crt"], key=leaf["tls.key"])
+        secret = self.secret()
+        return Pair(certificate=secret["tls.crt"], key=secret["tls.key"])
 
     @property
     def published(self) -> bytes:
-        body = self.server.take(CONFIG_MAPS, f"{SERVICE}-ca", namespace=NAMESPACE)
-        bundle: str = body["data"]["ca.crt"]
-        return bundle.encode()
+        return base64.b64decode(self._client_config["caBundle"])
+
+    @property
+    def path(self) -> str:
+        return str(self._client_config["service"].get("path"))
+
+    @property
+    def _client_config(self) -> Body:
+        (webhook,) = self.server.take(WEBHOOKS, "keepstep")["webhooks"]
+        found: Body = webhook["clientConfig"]
+        return found
 
 
 @asynccontextmanager
-async def _kept(*, at: datetime | None = None) -> AsyncIterator[Kept]:
-    async with ApiServer().running() as running, Client(running.access) as client:
+async def _running(*, at: datetime | None = None) -> AsyncIterator[Running]:
+    async with ApiServer().running() as server, Client(server.access) as client:
+        server.put(WEBHOOKS, _webhook())
         clock = Clock(at or datetime(2020, 1, 1, tzinfo=UTC))
-        publish = partial(publish_in_config_map, client, NAMESPACE, f"{SERVICE}-ca")
-        served = Server(service=SERVICE, publish=publish, lifetimes=LIFETIMES)
-        keeper = Keeper(client, served, namespace=NAMESPACE, clock=clock)
-        yield Kept(server=running, keeper=keeper, clock=clock)
+        kept = Kept(
+            secret=SECRET, life=3650 * DAY, overlap=OVERLAP, names=(NAME,), webhook="keepstep"
+        )
+        keeper = Keeper(client, kept, namespace=NAMESPACE, clock=clock)
+        yield Running(server=server, keeper=keeper, clock=clock)
 
 
-def _trusts(bundle: bytes, pair: Pair) -> bool:
-    return any(is_signed_by(pair.certificate, one) for one in split(bundle))
+def _webhook() -> Body:
+    webhook = {"name": "inject", "clientConfig": {"service": {"name": "keepstep-admission"}}}
+    return {"metadata": {"name": "keepstep"}, "webhooks": [webhook]}
 
 
 async def test_the_first_round_makes_everything_and_a_real_client_accepts_it() -> None:
-    async with _kept(at=datetime.now(UTC)) as kept:
-        leaf = await kept.after(timedelta())
-        assert set(leaf.names) == {NAME, f"{NAME}.cluster.local"}
+    async with _running(at=datetime.now(UTC)) as kept:
+        await kept.after(timedelta())
         assert shakes_hands(kept.shown, bundle=kept.published, name=NAME) == ""
-        assert kept.secret("tls")["ca.crt"] == kept.published
-        body = kept.server.take(SECRETS, f"{SERVICE}-tls", namespace=NAMESPACE)
+        assert kept.secret()["ca.crt"] == kept.published
+        body = kept.server.take(SECRETS, SECRET, namespace=NAMESPACE)
         assert body["type"] == "kubernetes.io/tls"
 
 
 async def test_over_ten_years_every_client_accepts_every_server_within_the_overlap() -> None:
-    """Clients know a bundle that is up to 28 days old, servers show a leaf that is up to 14."""
-    async with _kept() as kept:
+    """Clients know a bundle that is up to 28 days old, servers show a pair that is up to 14."""
+    async with _running() as kept:
         await kept.after(timedelta())
-        bundles, shown, signers = [kept.published], [kept.shown], set()
+        bundles, shown = [kept.published], [kept.shown]
         for _ in range(0, 3650, 14):
-            leaf = await kept.after(14 * DAY)
-            assert kept.clock.now < leaf.not_after - 15 * DAY, "renewed in good time"
+            used = await kept.after(14 * DAY)
+            assert kept.clock.now < used.ends - 15 * DAY, "replaced in good time"
             bundles.append(kept.published)
             shown.append(kept.shown)
-            signers.add(kept.secret("ca")["tls.crt"])
             for bundle in bundles[-3:]:
-                assert _trusts(bundle, shown[-1])
-            assert _trusts(bundles[-1], shown[-2])
-        assert len(signers) == 2
+                assert shown[-1].certificate in split(bundle)
+            assert shown[-2].certificate in split(bundles[-1])
+        assert len({one.certificate for one in shown}) == 2
         assert max(len(split(one)) for one in bundles) == 2
         assert len(split(bundles[-1])) == 1
 
 
 async def _ask(server: ApiServer) -> None:
     """As `kubectl annotate secret ... keepstep.dev/rotate-ca=now` does."""
-    body = server.take(SECRETS, f"{SERVICE}-ca", namespace=NAMESPACE)
-    annotations = body["metadata"].setdefault("annotations", {})
-    server.put(
-        SECRETS,
-        {
-            **body,
-            "metadata": {
-                **body["metadata"],
-                "namespace": NAMESPACE,
-                "annotations": {**annotations, "keepstep.dev/rotate-ca": "now"},
-            },
-        },
-    )
+    body = server.take(SECRETS, SECRET, namespace=NAMESPACE)
+    annotations = {**body["metadata"].get("annotations", {}), "keepstep.dev/rotate-ca": "now"}
+    metadata = {**body["metadata"], "namespace": NAMESPACE, "annotations": annotations}
+    server.put(SECRETS, {**body, "metadata": metadata})
 
 
-async def test_nothing_is_promoted_while_it_could_not_be_published() -> None:
-    async with _kept() as kept:
+async def test_nothing_is_used_while_it_could_not_be_published() -> None:
+    async with _running() as kept:
         await kept.after(timedelta())
         await _ask(kept.server)
-        refuse = _Refusing(kept.server, "configmaps")
-        with pytest.raises(KubeError):
-            await kept.after(DAY)
-        with pytest.raises(KubeError):
-            await kept.after(100 * DAY)
+        before, shown = kept.published, kept.shown
+        refuse = _Refusing(kept.server, "mutatingwebhook")
+        for time in (DAY, 100 * DAY):
+            with pytest.raises(KubeError):
+                await kept.after(time)
         refuse.over()
+        assert (kept.shown, kept.published) == (shown, before)
         await kept.after(DAY)
-        assert len(split(kept.published)) == 2
-        signer = kept.secret("ca")["tls.crt"]
-        assert signer == split(kept.published)[0], "the overlap begins with the publication"
-        await kept.after(LIFETIMES.overlap)
-        assert kept.secret("ca")["tls.crt"] == split(kept.published)[0] != signer
+        assert (kept.shown, len(split(kept.published))) == (shown, 2)
+        assert "keepstep.dev/rotate-ca" not in str(
+            kept.server.take(SECRETS, SECRET, namespace=NAMESPACE)["metadata"]
+        )
+        await kept.after(OVERLAP)
+        assert kept.shown.certificate == split(kept.published)[0] != shown.certificate
 
 
 class _Refusing:
@@ -294,58 +281,36 @@ class _Refusing:
         self._server.down = False
 
 
-async def test_a_lost_authority_is_replaced_and_what_clients_trusted_stays_trusted() -> None:
-    async with _kept() as kept:
-        await kept.after(timedelta())
-        old, shown = kept.published, kept.shown
-        kept.server.delete(SECRETS, f"{SERVICE}-ca", namespace=NAMESPACE)
-        await kept.after(DAY)
-        assert kept.shown == shown, "no new leaf before the new bundle had time to spread"
-        assert set(split(kept.published)) > set(split(old))
-        await kept.after(timedelta(minutes=2))
-        assert kept.shown != shown
-        assert _trusts(kept.published, kept.shown)
-
-
-def _of_a_service(path: str | None = None) -> Body:
-    service = {"name": "keepstep-admission", **({} if path is None else {"path": path})}
-    webhook = {"name": "inject", "clientConfig": {"service": service}}
-    return {"metadata": {"name": "keepstep"}, "webhooks": [webhook]}
-
-
-def _path(server: ApiServer) -> str:
-    (webhook,) = server.take(WEBHOOKS, "keepstep")["webhooks"]
-    return str(webhook["clientConfig"]["service"].get("path"))
-
-
 async def test_the_webhook_gets_a_path_that_nobody_can_guess_and_keeps_it() -> None:
-    async with ApiServer().running() as server, Client(server.access) as client:
-        server.put(WEBHOOKS, _of_a_service("/inject"))
-        publish = partial(publish_in_webhook, client, "keepstep")
-        served = Server(service="keepstep-admission", publish=publish, lifetimes=LIFETIMES)
-        clock = Clock(datetime.now(UTC))
-        keeper = Keeper(client, served, namespace=NAMESPACE, clock=clock)
-        await keeper.round()
-        path = _path(server)
+    async with _running() as kept:
+        await kept.after(timedelta())
+        path = kept.path
         assert re.fullmatch(r"/inject-[0-9a-f]{32}", path), "parts of DNS names, as it is checked"
+        assert kept.secret()["path"] == path.encode()
+        kept.server.put(WEBHOOKS, _webhook())
+        await kept.after(2500 * DAY)
+        await kept.after(OVERLAP)
+        assert (kept.secret()["path"].decode(), kept.path) == (path, path)
 
-        def stored() -> str:
-            secret = server.take(SECRETS, "keepstep-admission-tls", namespace=NAMESPACE)
-            return base64.b64decode(secret["data"]["path"]).decode()
 
-        assert stored() == path
-        clock.now += 60 * DAY  # the leaf is made anew, and the webhook is replaced
-        server.put(WEBHOOKS, _of_a_service())
-        await keeper.round()
-        assert (stored(), _path(server)) == (path, path)
-        server.delete(SECRETS, "keepstep-admission-tls", namespace=NAMESPACE)
-        await keeper.round()
-        assert (stored(), _path(server)) == (path, path), "the API server's is taken over"
+async def test_what_an_older_release_left_goes_on_to_be_trusted_and_gets_what_it_lacks() -> None:
+    """A certificate that an authority signed is trusted as it is."""
+    async with _running(at=datetime.now(UTC)) as kept:
+        older = make_authority("keepstep-admission", now=_now(), life=DAY)
+        leaf = sign_server(older, (NAME,), now=_now(), life=DAY)
+        data = {"tls.crt": leaf.certificate, "tls.key": leaf.key, "ca.crt": older.certificate}
+        encoded = {name: base64.b64encode(value).decode() for name, value in data.items()}
+        metadata = {"name": SECRET, "namespace": NAMESPACE}
+        kept.server.put(SECRETS, {"metadata": metadata, "data": encoded})
+        await kept.after(timedelta())
+        assert kept.shown == leaf
+        assert kept.published == leaf.certificate == kept.secret()["ca.crt"]
+        assert kept.secret()["path"] == kept.path.encode() != b""
 
 
 async def test_the_command_without_a_cluster_fails_with_a_sentence(tmp_path: Path) -> None:
     process = await create_subprocess_exec(
-        sys.executable, "-m", "keepstep_operator.cli", "certificates", "--once",
+        sys.executable, "-m", "keepstep_operator.cli", "certificates",
         "--namespace", NAMESPACE,
         stderr=subprocess.PIPE,
         env={**os.environ, "KUBECONFIG": str(tmp_path / "absent")},
@@ -356,63 +321,20 @@ async def test_the_command_without_a_cluster_fails_with_a_sentence(tmp_path: Pat
     assert b"Traceback" not in err
 
 
-async def test_beside_cert_manager_the_ca_of_reports_is_published_and_nothing_else_is_touched() -> (
-    None
-):
-    async with _kept() as made:
-        await made.after(timedelta())
-        theirs = made.secret("tls")
+# The authority of sidecars is kept with the rights that the chart gives.
+
+
+async def test_no_secret_but_its_own_is_asked_for_and_no_webhook() -> None:
     async with ApiServer().running() as server, Client(server.access) as client:
-        publisher = _publisher(client)
-        with pytest.raises(KubeError):  # it is not there yet
-            await publisher.round()
-        _put_secret(server, {**theirs, "ca.crt": b""})
-        with pytest.raises(KubeError, match=r"ca\.crt.*issuer"):
-            await publisher.round()
-        _put_secret(server, theirs)
-        leaf = await publisher.round()
-        assert leaf.not_after == facts(theirs["tls.crt"]).not_after
-        bundle = server.take(CONFIG_MAPS, "keepstep-reports-ca", namespace=NAMESPACE)["data"]
-        assert bundle == {"ca.crt": theirs["ca.crt"].decode()}
-        asked = {path.rpartition("/")[2] for _, path in server.calls() if "/secrets" in path}
-        assert asked == {f"{SERVICE}-tls"}
-        writes = [path for method, path in server.calls() if method != "GET"]
-        assert all("/configmaps" in path for path in writes)
-
-
-def _publisher(client: Client) -> Publisher:
-    server = Server(
-        service=SERVICE,
-        publish=partial(publish_in_config_map, client, NAMESPACE, "keepstep-reports-ca"),
-        lifetimes=LIFETIMES,
-    )
-    return Publisher(client, server, namespace=NAMESPACE)
-
-
-def _put_secret(server: ApiServer, data: dict[str, bytes]) -> None:
-    encoded = {name: base64.b64encode(value).decode() for name, value in data.items()}
-    metadata = {"name": f"{SERVICE}-tls", "namespace": NAMESPACE}
-    server.put(SECRETS, {"metadata": metadata, "data": encoded})
-
-
-# The authority of sidecars' certificates is kept with the rights that the chart gives.
-
-
-async def test_no_secret_but_its_own_is_asked_for() -> None:
-    async with ApiServer().running() as server, Client(server.access) as client:
-        await _keeper(client, LIFETIMES).round()
-        assert server.take(SECRETS, "keepstep-peers-ca", namespace=NAMESPACE)["data"]
-        asked = {path.rpartition("/")[2] for _, path in server.calls() if "/secrets/" in path}
-        assert asked == {"keepstep-peers-ca"}
-
-
-def _keeper(client: Client, lifetimes: Lifetimes) -> AuthorityKeeper:
-    served = Server(
-        service="keepstep-peers", publish=published_with_certificates, lifetimes=lifetimes
-    )
-    return AuthorityKeeper(
-        client, served, namespace=NAMESPACE, clock=lambda: datetime(2026, 1, 1, tzinfo=UTC)
-    )
+        kept = Kept(secret="keepstep-peers-ca", life=3650 * DAY, overlap=2 * DAY)
+        clock = Clock(datetime(2026, 1, 1, tzinfo=UTC))
+        await Keeper(client, kept, namespace=NAMESPACE, clock=clock).round()
+        made = server.take(SECRETS, "keepstep-peers-ca", namespace=NAMESPACE)["data"]
+        assert set(made) == {"tls.crt", "tls.key", "ca.crt"}
+        assert {path.rpartition("/")[2] for _, path in server.calls()} == {
+            "secrets",
+            "keepstep-peers-ca",
+        }
 
 
 # A real TLS handshake over a socket pair: would this client accept this server?

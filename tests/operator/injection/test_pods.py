@@ -10,7 +10,6 @@ import pytest
 from keepstep_operator.api.pod import (
     PodError,
     injected_of,
-    is_queued,
     is_queued_by_template,
     node_rank,
     parse_pod,
@@ -277,7 +276,6 @@ def test_a_job_that_kueue_admitted_by_its_template_is_known_by_its_pods(
     labelled = copy.deepcopy(body)
     labelled["metadata"].setdefault("labels", {})[label] = "team"
     assert is_queued_by_template(parse_pod(labelled)) == queued
-    assert is_queued(parse_pod(labelled)) > is_queued(parse_pod(body))
 
 
 def test_kueue_counts_the_pods_of_a_stateful_set_as_they_are_stored() -> None:

@@ -18,8 +18,9 @@ import pytest
 from keepstep.wire.runs import PATH, RunReport
 from keepstep_operator.kube import RUNS, Client
 from keepstep_operator.reconcile.main import Parts, Settings
+from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_operator.serving import listening
-from keepstep_operator.tls import ServerTls
+from keepstep_operator.tls import ServerTls, mounted
 from tests.certificates import make_certificate
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, Body
@@ -70,13 +71,14 @@ async def serving(cluster: ApiServer, directory: Path, **options: Any) -> AsyncI
     """Everything that `keepstep-operator reconcile` runs, until the block ends. `options`: of the
     command."""
     authority = make_certificate(directory)
-    tls = ServerTls(directory)
+    (directory / "ca.crt").write_bytes(authority)
+    tls = ServerTls(lambda: mounted(directory))
     connector = aiohttp.TCPConnector(ssl=trusting(authority))
     settings = {
         "host_paths": (),
         "watch_nodes": False,
-        "tls_dir": directory,
-        "peer_ca_dir": None,
+        "peer_ca_dir": directory,
+        "reports_service": "keepstep-reports",
         "port": 0,
         "metrics_port": 0,
         "namespace": "keepstep-system",
@@ -86,7 +88,7 @@ async def serving(cluster: ApiServer, directory: Path, **options: Any) -> AsyncI
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("KUBECONFIG", str(cluster.kubeconfig(directory)))
             async with aiohttp.ClientSession(connector=connector) as session:
-                parts = Parts(client, Settings(**settings), tls=tls)
+                parts = Parts(client, Settings(**settings), PeerCertificates(directory))
                 working = asyncio.create_task(parts.work())
                 try:
                     async with listening(

@@ -19,9 +19,10 @@ from keepstep.wire.reports import CERTIFICATES_PATH
 from keepstep.wire.runs import Alarm, Doubt, DoubtKind, Drive, Happened, Holder, Kept, Record, Safe
 from keepstep_operator.kube import Client
 from keepstep_operator.reconcile.main import Parts, Settings
+from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_operator.reconcile.reports import bounded
 from keepstep_operator.serving import listening
-from keepstep_operator.tls import ServerTls
+from keepstep_operator.tls import ServerTls, mounted
 from tests.certificates import make_certificate
 from tests.operator.apiserver import ApiServer, bound_to
 from tests.operator.reconcile.samples import (
@@ -54,13 +55,15 @@ async def api(directory: Path, **objects: Any) -> AsyncIterator[Served]:
         cluster.objects[pod_path(f"gpt-worker-{rank}")] = pod_body(rank)
     cluster.objects |= objects
     settings = Settings(
-        host_paths=(), watch_nodes=False, tls_dir=directory, peer_ca_dir=None, port=0,
-        metrics_port=0, namespace="keepstep-system",
+        host_paths=(), watch_nodes=False, peer_ca_dir=directory, port=0, metrics_port=0,
+        namespace="keepstep-system", reports_service="keepstep-reports",
     )  # fmt: skip
-    connector = aiohttp.TCPConnector(ssl=trusting(make_certificate(directory)))
-    tls = ServerTls(directory)
+    authority = make_certificate(directory)
+    (directory / "ca.crt").write_bytes(authority)
+    connector = aiohttp.TCPConnector(ssl=trusting(authority))
+    tls = ServerTls(lambda: mounted(directory))
     async with cluster.running(), Client(cluster.access) as client:
-        parts = Parts(client, settings, tls=tls)
+        parts = Parts(client, settings, PeerCertificates(directory))
         await parts.rounds.load()
         app = parts.reports.application()
         async with (

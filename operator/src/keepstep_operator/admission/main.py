@@ -11,9 +11,8 @@ from typing import Any, Final
 import click
 
 from keepstep_operator import __version__, journal
-from keepstep_operator.admission.authority import ReportsAuthority
 from keepstep_operator.admission.metrics import Metrics
-from keepstep_operator.admission.policies import PolicyCache
+from keepstep_operator.admission.policies import Policies
 from keepstep_operator.admission.rooms import Rooms
 from keepstep_operator.admission.run_record import RunRecords
 from keepstep_operator.admission.server import (
@@ -33,11 +32,12 @@ from keepstep_operator.settings import (
     namespace_option,
     option,
     port_option,
-    tls_dir_option,
 )
-from keepstep_operator.tls import ServerTls
+from keepstep_operator.tls import ServerTls, mounted
 
 _DRAIN_S: Final = 5.0
+_READ_S: Final = 1.5
+"""How long an answer of the API server is waited for, before it is asked once more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Settings:
     sidecar_image: str
     sidecar_pull_policy: str
     reports_url: str
-    reports_ca_configmap: str
+    reports_ca: Path
     host_paths: tuple[str, ...]
     tls_dir: Path
     port: int
@@ -56,9 +56,13 @@ class Settings:
     timeout_s: float
     drain_s: float
 
-    def defaults(self, reports_ca: str) -> Defaults | None:
+    def path(self) -> str:
+        """Where reviews are taken now; '' while that is unknown."""
+        return _text(self.tls_dir / "path")
+
+    def defaults(self) -> Defaults | None:
         """The settings for each pod; None while the reports CA is unknown."""
-        if not reports_ca:
+        if not (reports_ca := _text(self.reports_ca)):
             return None
         return Defaults(
             sidecar_image=self.sidecar_image,
@@ -84,13 +88,18 @@ class Settings:
     help="Where sidecars report.  [default: https://keepstep-reports.NAMESPACE.svc:443]",
 )
 @option(
-    "--reports-ca-configmap",
-    metavar="NAME",
-    default="keepstep-reports-ca",
-    help="ConfigMap of NAMESPACE whose ca.crt sidecars check that URL with.",
+    "--reports-ca",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default="/reports/ca.crt",
+    help="File with the authorities that sidecars check that URL with; it may change.",
 )
 @host_path_option
-@tls_dir_option("/tls")
+@option(
+    "--tls-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="/tls",
+    help="Directory with tls.crt, tls.key, and path (where reviews are taken); they may change.",
+)
 @port_option(ADMISSION_PORT)
 @log_level_option
 @metrics_port_option
@@ -115,7 +124,7 @@ class Settings:
 def admission(**options: Any) -> None:
     """Serve the webhook that puts the sidecar into annotated pods.
 
-    It reads CheckpointPolicies, CheckpointRuns, one ConfigMap, and what a namespace's limits and
+    It reads CheckpointPolicies, CheckpointRuns, and what a namespace's limits and
     quotas leave; writes nothing, and lets every pod pass.
 
     \b
@@ -132,22 +141,17 @@ def admission(**options: Any) -> None:
 
 async def serve(settings: Settings) -> None:
     """Serve until SIGTERM, and then until all reviews under way are answered."""
-    tls, metrics = ServerTls(settings.tls_dir), Metrics()
+    tls, metrics = ServerTls(lambda: mounted(settings.tls_dir)), Metrics()
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(Client(await find_access()))
-        policies = PolicyCache(client, counted=metrics.policies)
-        rooms = Rooms(client)
-        authority = ReportsAuthority(
-            client, namespace=settings.namespace, name=settings.reports_ca_configmap
-        )
+        client = await stack.enter_async_context(Client(await find_access(), request_s=_READ_S))
         server = Admission(
-            policies=policies,
+            policies=Policies(client),
             records=RunRecords(client),
-            rooms=rooms,
-            defaults=lambda: settings.defaults(authority.pem),
+            rooms=Rooms(client),
+            defaults=settings.defaults,
             metrics=metrics,
             deadline_s=deadline_of(settings.timeout_s),
-            path=lambda: tls.path,
+            path=settings.path,
         )
 
         ending = asyncio.Event()
@@ -155,16 +159,9 @@ async def serve(settings: Settings) -> None:
         def ready() -> str:
             if ending.is_set():
                 return "ending"
-            known = policies.synced and rooms.synced and authority.pem
-            return "" if known else "policies, limits of namespaces or CA not known yet"
+            return "" if settings.defaults() else "the CA of the reports API is not known yet"
 
-        group = await stack.enter_async_context(asyncio.TaskGroup())
-        followers = [
-            group.create_task(policies.run(), name="follow policies"),
-            group.create_task(rooms.run(), name="follow limits"),
-            group.create_task(authority.run(), name="follow the reports CA"),
-            group.create_task(tls.keep_fresh(), name="reload the certificate"),
-        ]
+        reloading = asyncio.create_task(tls.keep_fresh())
         async with (
             listening(observed(metrics.registry, ready), port=settings.metrics_port) as seen,
             listening(
@@ -175,6 +172,13 @@ async def serve(settings: Settings) -> None:
             await until_signal()
             ending.set()
             await asyncio.sleep(settings.drain_s)
-        for task in followers:
-            task.cancel()
+        reloading.cancel()
     say("ended")
+
+
+def _text(path: Path) -> str:
+    """The file of a mounted Secret; '' while it is not there."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Histogram
 
 from keepstep_operator.admission.reviews import Verdict
 from keepstep_operator.serving import metrics_registry
@@ -29,13 +29,7 @@ class Metrics:
             ("result", "reason"),
             registry=self.registry,
         )
-        self._policies = Gauge(
-            "keepstep_admission_policies", "Policies in the cache", registry=self.registry
-        )
 
     def reviewed(self, verdict: Verdict, *, seconds: float) -> None:
         self._seconds.observe(seconds)
         self._reviews.labels(verdict.result.value, verdict.reason).inc()
-
-    def policies(self, count: int) -> None:
-        self._policies.set(count)

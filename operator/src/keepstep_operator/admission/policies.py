@@ -1,5 +1,4 @@
-"""The policies of the whole cluster, in memory. A watch keeps them; a missing one is asked for
-live.
+"""The policy that a pod asks for, read when it is needed and remembered for a second.
 
 `kubectl apply -f` of one file may create the job before its policy. So a missing policy is waited
 for a moment, within the webhook's deadline. For each name this is done only once in a while, so
@@ -9,7 +8,7 @@ that a wrong name does not delay every pod of its job.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
 from typing import Final
 
 from cachetools import TTLCache
@@ -19,21 +18,15 @@ from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.job_kinds import is_name
 from keepstep_operator.api.policy import Policy, parse_policy
 from keepstep_operator.api.run import cut
-from keepstep_operator.bodies import Body
-from keepstep_operator.kube import (
-    POLICIES,
-    Client,
-    Feed,
-    NotFound,
-    follow,
-)
+from keepstep_operator.kube import POLICIES, Client, NotFound
 
-_LIVE_S: Final = 1.0
+_REMEMBERED_S: Final = 1.0
 _PATIENCE_S: Final = 1.5
+_AGAIN_S: Final = 0.25
 _PATIENT_AGAIN_S: Final = 60.0
 _MOST_NAMES: Final = 1000
 
-Key = tuple[str, str]
+_Key = tuple[str, str]
 
 
 class PolicyAbsent(UsageError):
@@ -41,91 +34,45 @@ class PolicyAbsent(UsageError):
     stranger to the namespace."""
 
 
-class PolicyCache:
-    """The policies that `run` has seen. `get` also works while `run` does not."""
+class Policies:
+    """Reads policies through `client`. `patience_s`: how long a missing one is waited for."""
 
-    def __init__(
-        self,
-        client: Client,
-        *,
-        patience_s: float = _PATIENCE_S,
-        counted: Callable[[int], None] = lambda count: None,
-    ) -> None:
+    def __init__(self, client: Client, *, patience_s: float = _PATIENCE_S) -> None:
         self._client = client
         self._patience_s = patience_s
-        self._counted = counted
-        self._known: dict[Key, Policy | PolicyError] = {}
-        self._missed: TTLCache[Key, bool] = TTLCache(_MOST_NAMES, _PATIENT_AGAIN_S)
-        self._changed = asyncio.Event()
-        self._feed = Feed[Key](
-            name="policies", resource=POLICIES, key_of=_key, seen=self._seen, gone=self._gone
-        )
-
-    @property
-    def synced(self) -> bool:
-        """Whether all policies were seen once. This stays true when the API server goes away."""
-        return self._feed.loaded.is_set()
-
-    async def run(self) -> None:
-        """Watch the policies for ever."""
-        await follow(self._client, [self._feed])
-
-    def _seen(self, body: Body) -> None:
-        self._known[_key(body)] = _parsed(body)
-        self._tell()
-
-    def _gone(self, key: Key) -> None:
-        self._known.pop(key, None)
-        self._tell()
-
-    def _tell(self) -> None:
-        self._counted(len(self._known))
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._known: TTLCache[_Key, Policy | PolicyError] = TTLCache(_MOST_NAMES, _REMEMBERED_S)
+        self._missed: TTLCache[_Key, bool] = TTLCache(_MOST_NAMES, _PATIENT_AGAIN_S)
 
     async def get(self, namespace: str, name: str) -> Policy:
         """The policy of this name. Raises PolicyError, PolicyAbsent, or KubeError if the API server
         does not answer."""
         key = (namespace, name)
-        found = self._known.get(key) or await self._ask(key)
+        found = self._known.get(key) or await self._asked(key)
+        if found is None:
+            said = f"namespace {namespace} has no CheckpointPolicy {cut(name, longest=253)!r}"
+            raise PolicyAbsent(said)
         if isinstance(found, PolicyError):
             raise found
         return found
 
-    async def _ask(self, key: Key) -> Policy | PolicyError:
-        namespace, name = key
-        absent = PolicyAbsent(
-            f"namespace {namespace} has no CheckpointPolicy {cut(name, longest=253)!r}"
-        )
-        if not is_name(name):
-            raise absent
-        try:
-            body = await self._client.get(POLICIES, name, namespace=namespace, timeout_s=_LIVE_S)
-        except NotFound as error:
-            if found := await self._appears(key):
-                return found
-            raise absent from error
-        return _parsed(body)
-
-    async def _appears(self, key: Key) -> Policy | PolicyError | None:
-        if key in self._missed:
+    async def _asked(self, key: _Key) -> Policy | PolicyError | None:
+        """What the API server has; None if it does not appear in time."""
+        if not is_name(key[1]):
             return None
+        until = time.monotonic() + (0.0 if key in self._missed else self._patience_s)
+        while (found := await self._read(key)) is None:
+            if time.monotonic() >= until:
+                self._missed[key] = True
+                return None
+            await asyncio.sleep(_AGAIN_S)
+        self._known[key] = found
+        return found
+
+    async def _read(self, key: _Key) -> Policy | PolicyError | None:
+        namespace, name = key
         try:
-            async with asyncio.timeout(self._patience_s):
-                while key not in self._known:
-                    await self._changed.wait()
-        except TimeoutError:
-            self._missed[key] = True
-        return self._known.get(key)
-
-
-def _key(body: Body) -> Key:
-    return body["metadata"]["namespace"], body["metadata"]["name"]
-
-
-def _parsed(body: Body) -> Policy | PolicyError:
-    """The policy, or the error to remember in its place."""
-    try:
-        return parse_policy(body)
-    except PolicyError as error:
-        return error
+            return parse_policy(await self._client.get(POLICIES, name, namespace=namespace))
+        except NotFound:
+            return None
+        except PolicyError as error:  # remembered like a policy
+            return error

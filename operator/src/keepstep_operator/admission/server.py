@@ -18,7 +18,7 @@ from aiohttp import web
 from cachetools import TTLCache
 
 from keepstep_operator.admission.metrics import Metrics
-from keepstep_operator.admission.policies import PolicyAbsent, PolicyCache
+from keepstep_operator.admission.policies import Policies, PolicyAbsent
 from keepstep_operator.admission.reviews import (
     Result,
     Review,
@@ -35,18 +35,17 @@ from keepstep_operator.admission.run_record import RunRecord, RunRecords
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Placement, PodError, placement
 from keepstep_operator.api.run import cut
-from keepstep_operator.injection import Defaults, is_injected, is_tight
+from keepstep_operator.injection import Defaults, is_injected
 from keepstep_operator.journal import crash, say
-from keepstep_operator.kube import KubeError
+from keepstep_operator.kube import KubeError, Unavailable
 from keepstep_operator.serving import Ready, health_routes
 
 TIMEOUT_S: Final = 10
 """The timeout of the webhook, the chart's default."""
-_OPEN_PATH: Final = "/inject"
-"""Where cert-manager makes the certificates, and nobody chooses a path."""
 _LARGEST_REVIEW_BYTES: Final = 4 << 20
 """An API server accepts objects of at most 3 MiB."""
 _SOURCES: Final = 1000
+_AGAIN_S: Final = 0.25
 _TOLD_EVERY_S: Final = 10.0
 """How often, for each source, a request is logged that no API server sends. Otherwise these
 requests would fill the log."""
@@ -62,18 +61,18 @@ def deadline_of(timeout_s: float) -> float:
 
 class Admission:
     """Reviews pods. `defaults` is called for each pod; it returns None until the reports CA is
-    known. `path`: where reviews are taken; '' for `/inject`."""
+    known. `path`: where reviews are taken; '' for nowhere yet."""
 
     def __init__(
         self,
         *,
-        policies: PolicyCache,
+        policies: Policies,
         records: RunRecords,
         rooms: Rooms,
         defaults: Callable[[], Defaults | None],
         metrics: Metrics,
         deadline_s: float,
-        path: Callable[[], str] = str,
+        path: Callable[[], str],
     ) -> None:
         self._records = records
         self._rooms = rooms
@@ -94,9 +93,9 @@ class Admission:
         """Decide about one pod. Never raises, and never takes much longer than the deadline."""
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await self._decide(review)
+                return await self._decided(review)
         except TimeoutError:
-            message = f"no policy within {self._deadline_s} s: the API server is slow"
+            message = f"no policy within {self._deadline_s} s: the API server does not answer"
             return decline(review, reason="Timeout", message=message, result=Result.FAILED)
         except KubeError as error:
             return decline(review, reason="Unavailable", message=str(error), result=Result.FAILED)
@@ -104,6 +103,14 @@ class Admission:
             crash("review failed", **review.about)
             message = f"{type(error).__name__}: {error}"
             return decline(review, reason="Internal", message=message, result=Result.FAILED)
+
+    async def _decided(self, review: Review) -> Verdict:
+        """The decision, however often the API server has to be asked."""
+        while True:
+            try:
+                return await self._decide(review)
+            except Unavailable:  # noqa: PERF203
+                await asyncio.sleep(_AGAIN_S)
 
     async def _decide(self, review: Review) -> Verdict:
         if (name := review.pod.policy) is None or review.operation != "CREATE":
@@ -131,9 +138,7 @@ class Admission:
         kept = policy.host_paths or policy.peers is not None
         near = record.near(place.node_rank) if place is not None and kept else ()
         defaults = defaults.with_sidecar(record.image, record.version)
-        room = await self._rooms.of(review.pod)
-        if room.quotas and place is not None and is_tight(review.body, policy, defaults, room):
-            room = await self._rooms.now(room, review.pod, place)
+        room = await self._rooms.of(review.pod.namespace)
         return admit(review, policy, defaults, near=near, room=room)
 
     async def _recorded(self, review: Review, place: Placement | None) -> RunRecord:
@@ -142,7 +147,7 @@ class Admission:
         return await self._records.get(review.pod.namespace, place.run_key)
 
     async def _inject(self, request: web.Request) -> web.Response:
-        asked, path = request.path.encode(), (self._path() or _OPEN_PATH).encode()
+        asked, path = request.path.encode(), self._path().encode()
         if not hmac.compare_digest(asked, path):
             raise web.HTTPNotFound  # before the body is read
         async with asyncio.timeout(self._deadline_s):

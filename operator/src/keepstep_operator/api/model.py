@@ -62,8 +62,7 @@ class PodRecord:
     `trouble`: why the pod does not run as it should, in the words of the kubelet or the scheduler;
     without a sidecar, in those of admission. `warnings`: what injection did otherwise than asked.
     `labelled`: the run's name comes from the user's
-    label, so the run outlives the job. `queued`: a queue (Kueue, Volcano) manages the pod.
-    `uncounted`: the queue admitted its job by the template.
+    label, so the run outlives the job. `uncounted`: a queue admitted its job by the template.
     """
 
     uid: str
@@ -85,7 +84,6 @@ class PodRecord:
     sidecar_image: str = ""
     sidecar_version: str = ""
     labelled: bool = False
-    queued: bool = False
     uncounted: bool = False
     job: Job | None = None
     deleting: bool = False

@@ -39,9 +39,6 @@ _TRAINJOB_CONTAINER = "node"
 
 _KUEUE = "kueue.x-k8s.io/"
 """Kueue labels the pods of a job that it admitted (podset, or queue-name)."""
-_VOLCANO = "volcano.sh/"
-"""Volcano's job controller labels the pods of a job (volcano.sh/job-name,
-volcano.sh/queue-name)."""
 
 PODS_OF_A_JOB = 10_000
 """How many node ranks each job of a JobSet has: a node rank is the job's global index times this,
@@ -258,11 +255,6 @@ def _grouped(pod: Pod) -> int | None:
     if group is None and index == 0:
         group = _index(pod.name.rpartition("-")[2])
     return None if index is None or group is None else group * PODS_OF_A_JOB + index
-
-
-def is_queued(pod: Pod) -> bool:
-    """Whether Kueue or Volcano may preempt the pod's job."""
-    return any(name.startswith((_KUEUE, _VOLCANO)) for name in pod.labels)
 
 
 def is_queued_by_template(pod: Pod) -> bool:

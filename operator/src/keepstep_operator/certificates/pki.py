@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
@@ -14,6 +15,21 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _MOST_SKEW: Final = timedelta(hours=2)
 """Certificates are valid from this long before they are made, for clients with a slow clock."""
+_SIGNS: Final = x509.KeyUsage(
+    digital_signature=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    encipher_only=False,
+    decipher_only=False,
+)
+_SERVER: Final = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+_BOTH_ENDS: Final = x509.ExtendedKeyUsage(
+    [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,75 +41,71 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """The content of a certificate. Times are in UTC; `names` are its DNS names."""
+class Validity:
+    """From when and until when a certificate holds, in UTC."""
 
-    not_before: datetime
-    not_after: datetime
-    serial: int
-    names: tuple[str, ...] = ()
+    begins: datetime
+    ends: datetime
 
-    @property
-    def life(self) -> timedelta:
-        return self.not_after - self.not_before
+    def is_due(self, now: datetime) -> bool:
+        """Whether two thirds of it are over."""
+        return now >= self.begins + (self.ends - self.begins) * 2 / 3
 
 
 def make_authority(name: str, *, now: datetime, life: timedelta) -> Pair:
     """A self-signed CA that may sign only leaves. Its subject is unique, so that clients can tell
     two CAs of the same `name` apart."""
     key = ec.generate_private_key(ec.SECP256R1())
-    serial = x509.random_serial_number()
-    subject = _subject(f"{name} {serial % (1 << 32):08x}")
-    usage = _usage(sign=False, sign_certificates=True)
-    builder = (
-        _builder(subject, subject, key.public_key(), serial=serial, now=now, life=life)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-        .add_extension(_key_id(key.public_key()), critical=False)
-    )
-    return _signed(builder, key, by=key)
+    subject = _subject(f"{name} {x509.random_serial_number() % (1 << 32):08x}")
+    builder = _builder(subject, key.public_key(), now=now, ends=now + life)
+    builder = builder.issuer_name(subject)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_SIGNS, critical=True)
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    return _pair(builder.add_extension(identifier, critical=False), key, by=key)
 
 
-def sign_leaf(authority: Pair, *, names: tuple[str, ...], now: datetime, life: timedelta) -> Pair:
-    """A server certificate for these DNS names. It does not outlive its authority."""
-    issuer = x509.load_pem_x509_certificate(authority.certificate)
-    signer = _private(authority.key)
+def make_server(names: Iterable[str], *, now: datetime, life: timedelta) -> Pair:
+    """A certificate of a server with these DNS names, which signs itself: who trusts it trusts this
+    server alone."""
     key = ec.generate_private_key(ec.SECP256R1())
-    life = min(life, issuer.not_valid_after_utc - now)
-    serial = x509.random_serial_number()
-    issuer_id = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    known_as = [x509.DNSName(name) for name in names]
-    builder = (
-        _builder(
-            _subject(names[0]), issuer.subject, key.public_key(), serial=serial, now=now, life=life
-        )
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(sign=True, sign_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName(known_as), critical=False)
-        .add_extension(_key_id(key.public_key()), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer_id),
-            critical=False,
-        )
-    )
-    return _signed(builder, key, by=signer)
+    known_as = [*names]
+    builder = _builder(_subject(known_as[0]), key.public_key(), now=now, ends=now + life)
+    builder = _leaf(builder, _dns(known_as), _SERVER).issuer_name(_subject(known_as[0]))
+    return _pair(builder, key, by=key)
 
 
-def facts(certificate: bytes) -> Facts:
-    """The facts of the first certificate in a PEM text. Raises ValueError if there is none."""
+def sign_server(authority: Pair, names: Iterable[str], *, now: datetime, life: timedelta) -> Pair:
+    """The same, signed by the authority. It does not outlive it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder, signer = _below(authority, key.public_key(), now=now, life=life)
+    return _pair(_leaf(builder, _dns(names), _SERVER), key, by=signer)
+
+
+def sign_request(
+    authority: Pair, request: bytes, *, uri: str, now: datetime, life: timedelta
+) -> bytes:
+    """PEM of a certificate for `uri` and the key of `request`, for both ends of a connection.
+
+    Raises ValueError if `request` is not a certificate request, is not signed by its own key, or
+    has a key that is not on the curve P-256.
+    """
+    asked = x509.load_pem_x509_csr(request)
+    key = asked.public_key()
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not _is_proven(asked):
+        raise ValueError("it must be signed with its own elliptic curve key")
+    if not isinstance(key.curve, ec.SECP256R1):
+        raise ValueError(f"the key must be on the curve P-256, not {key.curve.name}")
+    builder, signer = _below(authority, key, now=now, life=life)
+    names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)])
+    made = _leaf(builder, names, _BOTH_ENDS).sign(signer, hashes.SHA256())
+    return made.public_bytes(serialization.Encoding.PEM)
+
+
+def validity(certificate: bytes) -> Validity:
+    """Of the first certificate in a PEM text. Raises ValueError if there is none."""
     read = x509.load_pem_x509_certificate(certificate)
-    try:
-        extension = read.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-        names = tuple(extension.value.get_values_for_type(x509.DNSName))
-    except x509.ExtensionNotFound:
-        names = ()
-    return Facts(
-        not_before=read.not_valid_before_utc,
-        not_after=read.not_valid_after_utc,
-        serial=read.serial_number,
-        names=names,
-    )
+    return Validity(begins=read.not_valid_before_utc, ends=read.not_valid_after_utc)
 
 
 def fits(pair: Pair) -> bool:
@@ -103,16 +115,6 @@ def fits(pair: Pair) -> bool:
         return _private(pair.key).public_key() == read.public_key()
     except (ValueError, TypeError):
         return False
-
-
-def is_signed_by(leaf: bytes, authority: bytes) -> bool:
-    """Whether the authority's key signed the leaf. Times are not checked."""
-    try:
-        issuer = x509.load_pem_x509_certificate(authority)
-        x509.load_pem_x509_certificate(leaf).verify_directly_issued_by(issuer)
-    except (ValueError, TypeError, InvalidSignature):
-        return False
-    return True
 
 
 def split(bundle: bytes) -> tuple[bytes, ...]:
@@ -125,26 +127,41 @@ def split(bundle: bytes) -> tuple[bytes, ...]:
 
 
 def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePublicKey,
-    *,
-    serial: int,
-    now: datetime,
-    life: timedelta,
+    subject: x509.Name, key: ec.EllipticCurvePublicKey, *, now: datetime, ends: datetime
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
-        .issuer_name(issuer)
         .public_key(key)
-        .serial_number(serial)
-        .not_valid_before(now - min(_MOST_SKEW, life / 10))
-        .not_valid_after(now + life)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - min(_MOST_SKEW, (ends - now) / 10))
+        .not_valid_after(ends)
     )
 
 
-def _signed(
+def _below(
+    authority: Pair, key: ec.EllipticCurvePublicKey, *, now: datetime, life: timedelta
+) -> tuple[x509.CertificateBuilder, ec.EllipticCurvePrivateKey]:
+    """What the authority is to sign, and with which key. The subject is empty: names count."""
+    issuer = x509.load_pem_x509_certificate(authority.certificate)
+    ends = min(now + life, issuer.not_valid_after_utc)
+    identifier = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    signed_by = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier)
+    builder = _builder(x509.Name([]), key, now=now, ends=ends).issuer_name(issuer.subject)
+    return builder.add_extension(signed_by, critical=False), _private(authority.key)
+
+
+def _leaf(
+    builder: x509.CertificateBuilder, names: x509.SubjectAlternativeName, use: x509.ExtendedKeyUsage
+) -> x509.CertificateBuilder:
+    return (
+        builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(use, critical=False)
+        .add_extension(names, critical=True)
+    )
+
+
+def _pair(
     builder: x509.CertificateBuilder,
     key: ec.EllipticCurvePrivateKey,
     *,
@@ -173,19 +190,12 @@ def _subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
 
 
-def _key_id(key: ec.EllipticCurvePublicKey) -> x509.SubjectKeyIdentifier:
-    return x509.SubjectKeyIdentifier.from_public_key(key)
+def _dns(names: Iterable[str]) -> x509.SubjectAlternativeName:
+    return x509.SubjectAlternativeName([x509.DNSName(name) for name in names])
 
 
-def _usage(*, sign: bool, sign_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=sign,
-        key_cert_sign=sign_certificates,
-        crl_sign=sign_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+def _is_proven(request: x509.CertificateSigningRequest) -> bool:
+    try:
+        return request.is_signature_valid
+    except (InvalidSignature, ValueError):
+        return False

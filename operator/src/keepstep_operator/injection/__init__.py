@@ -13,9 +13,9 @@ refusal      what a pod without a sidecar carries instead
 """
 
 from keepstep_operator.injection.affinity import Near
-from keepstep_operator.injection.inject import inject, is_injected, is_tight
+from keepstep_operator.injection.inject import inject, is_injected
 from keepstep_operator.injection.refusal import refuse
 from keepstep_operator.injection.room import Room
 from keepstep_operator.injection.settings import Defaults
 
-__all__ = ["Defaults", "Near", "Room", "inject", "is_injected", "is_tight", "refuse"]
+__all__ = ["Defaults", "Near", "Room", "inject", "is_injected", "refuse"]

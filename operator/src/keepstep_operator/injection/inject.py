@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Final
 
-from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import (
     Injected,
     Placement,
@@ -28,10 +27,9 @@ from keepstep_operator.injection.affinity import Near, preferring
 from keepstep_operator.injection.containers import directories, sidecar, trained
 from keepstep_operator.injection.ports import Ports, ports_of
 from keepstep_operator.injection.resources import (
-    NO_CARVE_OUT,
     Cost,
     carve,
-    fitted,
+    cost_of,
     storage_limit,
 )
 from keepstep_operator.injection.room import Room
@@ -53,8 +51,9 @@ from keepstep_operator.names import (
 
 NO_RULES: Final = Room()
 _MAKE_ROOM: Final = (
-    "The pod starts without keepstep, as the API server would refuse it with the sidecar. Raise"
-    " it, lower memory.limit or sidecar.resources of the policy, or use accounting: CarveOut"
+    "The pod starts without keepstep, as the API server might refuse it, or another pod of its job,"
+    " with the sidecar. Use accounting: CarveOut with a training container that is large enough, or"
+    " raise a limit, or lower memory.limit or sidecar.resources of the policy"
 )
 _KUBERNETES_GRACE_S: Final = 30
 _LONGEST_GRACE_S: Final = 120
@@ -88,29 +87,24 @@ def inject(
             f" namespace labelled {POD_SECURITY_LABEL}: privileged",
         )
     objections: list[str] = []
-    for asked, warnings in _accountings(policy):
-        made = _Injection.of(pod, parsed, asked, defaults, near, room, [*warnings, *objections])
-        result = made.apply(pod)
-        if not (objection := room.objection(pod.get("spec") or {}, result["spec"])):
-            return result
+    for asked in _accountings(policy):
+        warnings = [
+            f"accounting CarveOut is not possible, Add is used: {one}" for one in objections
+        ]
+        made = _Injection.of(pod, parsed, asked, defaults, near, room, warnings)
+        if not (objection := made.objection(pod["spec"])):
+            result = made.apply(pod)
+            if not (objection := room.objection(pod["spec"], result["spec"])):
+                return result
         objections.append(objection)
-    raise PodError("NoRoom", f"{objections[0]}. {_MAKE_ROOM}")
+    raise PodError("NoRoom", f"{'; '.join(objections)}. {_MAKE_ROOM}")
 
 
-def _accountings(policy: Policy) -> Iterator[tuple[Policy, tuple[str, ...]]]:
+def _accountings(policy: Policy) -> Iterator[Policy]:
     """The policy as it is; then, where that does not fit, with what remains to be tried."""
-    yield policy, ()
+    yield policy
     if policy.accounting is Accounting.CARVE_OUT:
-        yield replace(policy, accounting=Accounting.ADD), (NO_CARVE_OUT,)
-
-
-def is_tight(pod: Body, policy: Policy, defaults: Defaults, room: Room) -> bool:
-    """Whether a quota might not hold the pod's whole job with its sidecars."""
-    try:
-        after = inject(pod, policy, defaults, room=room.unbounded())
-    except (PodError, PolicyError):
-        return False
-    return room.is_tight(pod.get("spec") or {}, after["spec"])
+        yield replace(policy, accounting=Accounting.ADD)
 
 
 def is_injected(pod: Pod) -> bool:
@@ -155,20 +149,27 @@ class _Injection:
         warnings: list[str],
     ) -> _Injection:
         spec, container = body["spec"], training_container(pod).name
-        fit = fitted(policy, spec, _named(spec["containers"], container), room)
         ports = ports_of(policy, spec)
         return cls(
             pod=pod,
-            policy=fit.policy,
+            policy=policy,
             defaults=defaults,
             place=placement(pod),
             container=container,
-            cost=fit.cost,
+            cost=cost_of(policy, spec, _named(spec["containers"], container), room),
             ports=ports,
             near=near,
             room=room,
-            warnings=[*warnings, *fit.warnings, *ports.warnings],
+            warnings=[*warnings, *ports.warnings],
         )
+
+    def objection(self, spec: Body) -> str:
+        """Why the training container cannot give what the sidecar needs; ''."""
+        if self.policy.accounting is not Accounting.CARVE_OUT:
+            return ""
+        return carve(_named(spec["containers"], self.container).get("resources") or {}, self.cost)[
+            1
+        ]
 
     def apply(self, body: Body) -> Body:
         result = deepcopy(body)

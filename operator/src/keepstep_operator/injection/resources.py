@@ -6,12 +6,11 @@ of huge pages are a resource of their own. The sidecar's memory limit stays the 
 small images use small pages all the same.
 
 CPU has no limit unless something asks for one: the policy (`cpuLimit`), a Guaranteed pod, which
-stays Guaranteed, a LimitRange or a quota of the namespace. An idle sidecar takes next to no CPU,
+stays Guaranteed, or a LimitRange of the namespace. An idle sidecar takes next to no CPU,
 but it starts, makes slots and flushes only as fast as its CPU allows: with a limit of a tenth of a
 core it delayed a pod's start by 16 seconds.
 
-Where the namespace has LimitRanges or quotas, CPU and memory are cut to what these leave (`room`).
-Of the memory, the slots get less then, down to two of them.
+Where the namespace has LimitRanges, CPU is cut to what these leave (`room`).
 
 `CarveOut` takes the same amounts from the training container, requests and limits, so quotas and
 queues see no change. It takes all of them or none.
@@ -39,15 +38,12 @@ from keepstep_operator.injection.room import (
 )
 from keepstep_operator.names import HUGE_PAGES
 
-NO_CARVE_OUT: Final = "accounting CarveOut is not possible, Add is used"
 EPHEMERAL_STORAGE: Final = "ephemeral-storage"
 _KINDS: Final = (REQUESTS, LIMITS)
-_LEAST_MILLICORES: Final = 10
 _ENOUGH_MILLICORES: Final = 500
-"""The CPU limit where it counts against something: a quota, or the requests of a Guaranteed pod."""
+"""The CPU limit where it counts as a request, too: in a Guaranteed pod."""
 _AMPLE_MILLICORES: Final = 2000
 """The CPU limit where a LimitRange asks for one."""
-_LEAST_SLOTS: Final = 2
 _LOGS_BYTES: Final = 256 << 20
 """Ephemeral storage for the sidecar's log, in addition to its volumes."""
 
@@ -79,16 +75,6 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
-    """What one pod gets: `policy`, maybe with less memory than asked for; `warnings`: what is
-    otherwise than asked."""
-
-    policy: Policy
-    cost: Cost
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Unit:
     """How to read and write one resource. `limit`: the part of the sidecar's limit that is carved
     out."""
@@ -109,19 +95,6 @@ _UNITS: Final = (
 )  # fmt: skip
 
 
-def fitted(policy: Policy, spec: Body, training: Body, room: Room) -> Fit:
-    """The sidecar of a pod with this spec, in a namespace with these rules. Whether it fits
-    is for `Room.objection` to say. `training`: the container that CarveOut takes from."""
-    asked, warnings = _with_memory_that_fits(policy, spec, room)
-    cost = cost_of(asked, spec, training, room)
-    if policy.accounting is Accounting.CARVE_OUT:
-        _, reason = carve(training.get("resources") or {}, cost)
-        if reason:
-            added = fitted(replace(policy, accounting=Accounting.ADD), spec, training, room)
-            return replace(added, warnings=(f"{NO_CARVE_OUT}: {reason}", *added.warnings))
-    return Fit(policy=asked, cost=cost, warnings=warnings)
-
-
 def cost_of(policy: Policy, spec: Body, training: Body, room: Room) -> Cost:
     """The cost of the sidecar in this pod. `training`: the container that CarveOut takes from."""
     guaranteed = is_guaranteed(spec)
@@ -130,22 +103,18 @@ def cost_of(policy: Policy, spec: Body, training: Body, room: Room) -> Cost:
     cost = Cost(
         millicores=policy.cpu_millicores,
         memory_bytes=policy.memory_limit_bytes + policy.overhead_bytes - spare,
-        cpu_limit=_cpu_limit(policy, spec, room),
+        cpu_limit=_cpu_limit(policy, room),
         spare_bytes=spare,
         huge_bytes=policy.huge_bytes,
     )
     cost = (_guaranteed(cost, training, carved) if guaranteed else cost).within(room)
-    if carved:
-        return cost if guaranteed else _carvable(cost, training)
-    return _cut(cost, spec, room, guaranteed=guaranteed)
+    return _carvable(cost, training) if carved and not guaranteed else cost
 
 
-def _cpu_limit(policy: Policy, spec: Body, room: Room) -> int | None:
+def _cpu_limit(policy: Policy, room: Room) -> int | None:
     """The CPU limit to begin with; None: the sidecar needs none."""
     if policy.cpu_limit_millicores is not None:
         return policy.cpu_limit_millicores
-    if room.counts_limits("cpu", spec):
-        return max(policy.cpu_millicores, _ENOUGH_MILLICORES)
     if room.limits("cpu"):
         return max(policy.cpu_millicores, _AMPLE_MILLICORES)
     return None
@@ -169,41 +138,6 @@ def _carvable(cost: Cost, training: Body) -> Cost:
         return cost
     limit = max(cost.millicores, cost.millicores * limits["cpu"] // requests["cpu"])
     return replace(cost, cpu_limit=limit)
-
-
-def _cut(cost: Cost, spec: Body, room: Room, *, guaranteed: bool) -> Cost:
-    """Less CPU where a quota, or a LimitRange for the whole pod, leaves less."""
-    request, limit = room.left(spec, REQUESTS, "cpu"), room.left(spec, LIMITS, "cpu")
-    if guaranteed:
-        request = limit = min((one for one in (request, limit) if one is not None), default=None)
-    least = max(_LEAST_MILLICORES, room.least("cpu"))
-    cpu = cost.millicores if request is None else max(least, min(cost.millicores, request))
-    most = cost.cpu_limit
-    if most is not None and limit is not None:
-        most = min(most, limit)
-    return replace(cost, millicores=cpu, cpu_limit=None if most is None else max(cpu, most))
-
-
-def _with_memory_that_fits(
-    policy: Policy, spec: Body, room: Room
-) -> tuple[Policy, tuple[str, ...]]:
-    """The policy with less memory for slots where the namespace allows less, and a warning."""
-    bounds = [room.most("memory")]
-    if policy.accounting is Accounting.ADD:
-        kinds = (LIMITS,) if policy.huge_bytes else _KINDS  # huge pages are no request for memory
-        bounds += [room.left(spec, kind, "memory") for kind in kinds]
-    most = min((one for one in bounds if one is not None), default=None)
-    slots = policy.memory_limit_bytes
-    if most is None or slots + policy.overhead_bytes <= most:
-        return policy, ()
-    cut = most - policy.overhead_bytes
-    if cut * policy.slots < slots * _LEAST_SLOTS:
-        return policy, ()  # too little for two slots
-    warning = (
-        f"the namespace's limits leave {format_bytes(cut)} of memory for slots, not"
-        f" {format_bytes(slots)} as memory.limit asks for: fewer steps are held in memory"
-    )
-    return replace(policy, memory_limit_bytes=cut), (warning,)
 
 
 def resources_of(cost: Cost) -> Body:

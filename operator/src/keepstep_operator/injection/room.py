@@ -2,8 +2,13 @@
 sidecar, by the API server's own rules.
 
 A pod that breaks one of them is not created, and the error names neither keepstep nor the way out.
-So the sidecar is made to fit before (`injection.resources`), and the whole pod is checked
-afterwards (`Room.objection`). What does not fit is admitted without a sidecar, and says why.
+So the sidecar is made to fit LimitRanges before (`injection.resources`), and the whole pod is
+checked afterwards (`Room.objection`). What does not fit goes without a sidecar, and says why.
+
+A quota has to hold all pods of a job, and nobody knows how many are still to come. If the sidecars
+of the first pods took from it, the last ones would not be created. So a pod with its sidecar must
+not ask for more of what a quota counts than it does without: its resources are carved out of the
+training container.
 
 The rules are those of the admission plugins LimitRanger and ResourceQuota of Kubernetes 1.34.
 LimitRanger gives its defaults to the pod's own containers before injection, and to the injected
@@ -13,7 +18,7 @@ ones afterwards. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from keepstep_operator.api.quantities import (
@@ -32,11 +37,7 @@ LIMITS: Final = "limits"
 CLAIMS: Final = "claims"
 """What the claims of a pod's generic ephemeral volumes ask for."""
 _NO_HOST_PATH: Final = ("baseline", "restricted")
-_ENDLESS: Final = 1 << 70
 _COMPUTE: Final = ("cpu", "memory")
-_NAMED_BY_ALL: Final = {*_COMPUTE, *(f"{kind}.{one}" for kind in (REQUESTS, LIMITS)
-                                     for one in _COMPUTE)}  # fmt: skip
-"""What every container must name where a quota counts it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,39 +56,21 @@ class Range:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scope:
-    """One scope of a quota. `values`: of a PriorityClass."""
-
-    name: str
-    operator: str = "Exists"
-    values: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Quota:
-    """A ResourceQuota. `hard`, `used`: by (requests, limits or claims; resource)."""
+    """A ResourceQuota. `hard`, `used`: by (requests, limits or claims; resource). Scopes are not
+    looked at: it may count any pod."""
 
     name: str
     hard: Mapping[tuple[str, str], int]
     used: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    scopes: tuple[Scope, ...] = ()
-    named: frozenset[str] = frozenset()
-    """The names under `hard`, as they are written there."""
-
-    def left(self, what: tuple[str, str]) -> int:
-        return self.hard[what] - self.used.get(what, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """The rules of one namespace, for one pod. `pods`: how many pods of its job are still to be
-    created, this one included; None if that is not known. `goes_on`: pods of its run have the
-    sidecar already. `pod_security`: the level that the namespace enforces; '' for none."""
+    """The rules of one namespace. `pod_security`: the level that it enforces; '' for none."""
 
     ranges: tuple[Range, ...] = ()
     quotas: tuple[Quota, ...] = ()
-    pods: int | None = 1
-    goes_on: bool = False
     pod_security: str = ""
 
     # --- what a container may have -------------------------------------------------------
@@ -106,40 +89,6 @@ class Room:
         found = self._of("Container")
         return any(resource in (*one.most, *one.ratio, *one.default) for one in found)
 
-    def counts_limits(self, resource: str, spec: Body) -> bool:
-        """Whether a quota counts the limits of this pod, and so asks for one of every container."""
-        return any((LIMITS, resource) in one.hard for one in self._quotas(spec, injected=True))
-
-    # --- what is left for the sidecar ----------------------------------------------------
-
-    def left(self, spec: Body, kind: str, resource: str) -> int | None:
-        """How much a sidecar may add to the pod; None for no bound.
-
-        A quota has to hold all pods of the job that are still to be created, so a sidecar gets no
-        more than an equal share of what they leave. Otherwise the first pods' sidecars would take
-        the place of the last pods. In a run whose other pods have the sidecar, the pods to come
-        may go without instead.
-        """
-        own = amounts_of(spec, kind).get(resource, 0)
-        bounds = [
-            one.most[resource] - own for one in self._of("Pod") if resource in one.most
-        ]  # fmt: skip
-        for quota in self._quotas(spec, injected=True):
-            if (kind, resource) in quota.hard:
-                room = quota.left((kind, resource))
-                before = own if _counts(quota, spec) else 0
-                pods = self._pods(room, before)
-                if pods > 0:
-                    bounds.append(room - pods * before if self.goes_on else room // pods - before)
-        return min(bounds, default=None)
-
-    def _pods(self, room: int, own: int) -> int:
-        """The pods that the room must do for. Pods of the run that are being replaced give theirs
-        back, so it may be 0. If it is not known: as many pods of this size as there is room for."""
-        if self.pods is not None:
-            return self.pods
-        return max(1, room // own) if own > 0 else 1
-
     # --- whether the API server will accept the pod ---------------------------------------
 
     def forbids_host_path(self, spec: Body) -> bool:
@@ -156,50 +105,10 @@ class Room:
             said = _breach(one, self.ranges, after)
             if said and not _breach(one, self.ranges, before):
                 return said
-        for quota in self.quotas:
-            said = self._overdrawn(quota, before, after)
-            if said and _holds(quota, before):
-                return said
-        return ""
-
-    def _overdrawn(self, quota: Quota, before: Body, after: Body) -> str:
-        """Why this quota has no room for the sidecar, beside the pods that are still to come."""
-        if not _counts(quota, after):
-            return ""
-        if unnamed := _unnamed(quota, after):
-            return f"ResourceQuota {quota.name} asks for {unnamed}"
-        counted = _counts(quota, before)
-        for kind, resource in quota.hard:
-            own = amounts_of(before, kind).get(resource, 0) if counted else 0
-            needs, room = amounts_of(after, kind).get(resource, 0), quota.left((kind, resource))
-            pods = self._pods(room, own)
-            of_all = needs + (pods - 1) * own if self.goes_on else pods * needs
-            if needs > own and pods > 0 and of_all > room:
-                return _too_little(quota.name, kind, resource, needs, own, room, pods)
-        return ""
-
-    def unbounded(self) -> Room:
-        """The same rules without an end of any quota; quotas still ask for what must be named."""
-        ends = (dict.fromkeys(one.hard, _ENDLESS) for one in self.quotas)
-        quotas = zip(self.quotas, ends, strict=True)
-        return replace(self, quotas=tuple(replace(one, used={}, hard=hard) for one, hard in quotas))
-
-    def is_tight(self, before: Body, after: Body) -> bool:
-        """Whether a quota might not hold the whole job with its sidecars, so that it is worth
-        asking how many of its pods exist."""
-        for quota in self._quotas(after):
-            for kind, resource in quota.hard:
-                own = amounts_of(before, kind).get(resource, 0)
-                needs, room = amounts_of(after, kind).get(resource, 0), quota.left((kind, resource))
-                if needs != own and self._pods(room, own) * needs > room:
-                    return True
-        return False
+        return next(filter(None, (_grown(one, before, after) for one in self.quotas)), "")
 
     def _of(self, kind: str) -> Iterator[Range]:
         return (one for one in self.ranges if one.kind == kind)
-
-    def _quotas(self, spec: Body, *, injected: bool = False) -> Iterator[Quota]:
-        return (one for one in self.quotas if _counts(one, spec, injected=injected))
 
 
 # --- parsing -------------------------------------------------------------------------------------
@@ -231,24 +140,12 @@ def _range(name: str, item: Body) -> Range:
 
 def parse_quota(body: Body) -> Quota:
     """A ResourceQuota, without what pods of ours do not add to (objects, extended resources)."""
-    spec, status = body.get("spec") or {}, body.get("status") or {}
-    hard = status.get("hard") or spec.get("hard") or {}
-    plain = [Scope(name=str(one)) for one in spec.get("scopes") or ()]
-    chosen = ((spec.get("scopeSelector") or {}).get("matchExpressions")) or ()
+    status = body.get("status") or {}
+    hard = status.get("hard") or (body.get("spec") or {}).get("hard") or {}
     return Quota(
         name=str((body.get("metadata") or {}).get("name") or ""),
         hard=_counted(hard),
         used=_counted(status.get("used") or {}),
-        scopes=(*plain, *map(_scope, chosen)),
-        named=frozenset(hard),
-    )
-
-
-def _scope(expression: Body) -> Scope:
-    return Scope(
-        name=str(expression.get("scopeName") or ""),
-        operator=str(expression.get("operator") or "Exists"),
-        values=tuple(map(str, expression.get("values") or ())),
     )
 
 
@@ -401,85 +298,29 @@ def _of_resource(rule: Range, resource: str, request: int | None, limit: int | N
 # --- ResourceQuota -------------------------------------------------------------------------------
 
 
-def _counts(quota: Quota, spec: Body, *, injected: bool = False) -> bool:
-    """Whether the quota counts this pod. `injected`: as it will be with a sidecar, which has
-    requests, so the pod is of no quality of service BestEffort any more."""
-    return all(_matches(one, spec, injected=injected) for one in quota.scopes)
-
-
-def _matches(scope: Scope, spec: Body, *, injected: bool) -> bool:
-    match scope.name:
-        case "Terminating":
-            return spec.get("activeDeadlineSeconds") is not None
-        case "NotTerminating":
-            return spec.get("activeDeadlineSeconds") is None
-        case "BestEffort":
-            return not injected and _is_best_effort(spec)
-        case "NotBestEffort":
-            return injected or not _is_best_effort(spec)
-        case "PriorityClass":
-            return _of_priority(scope, str(spec.get("priorityClassName") or ""))
-        case "CrossNamespacePodAffinity":
-            return any(map(_crosses, _affinity_terms(spec.get("affinity") or {})))
-        case _:
-            return False
-
-
-def _of_priority(scope: Scope, name: str) -> bool:
-    match scope.operator:
-        case "In":
-            return name in scope.values
-        case "NotIn":
-            return name not in scope.values
-        case "DoesNotExist":
-            return not name
-        case _:
-            return bool(name)
-
-
-def _is_best_effort(spec: Body) -> bool:
-    containers = (*(spec.get("containers") or ()), *(spec.get("initContainers") or ()))
-    amounts = (container_amounts(one, REQUESTS) for one in containers)
-    return not any(one.get(name) for one in amounts for name in _COMPUTE)
-
-
-def _affinity_terms(affinity: Body) -> Iterator[Body]:
-    for name in ("podAffinity", "podAntiAffinity"):
-        kind = affinity.get(name) or {}
-        yield from kind.get("requiredDuringSchedulingIgnoredDuringExecution") or ()
-        for one in kind.get("preferredDuringSchedulingIgnoredDuringExecution") or ():
-            yield one.get("podAffinityTerm") or {}
-
-
-def _crosses(term: Body) -> bool:
-    return bool(term.get("namespaces")) or term.get("namespaceSelector") is not None
-
-
-def _holds(quota: Quota, spec: Body) -> bool:
-    """Whether the quota has room for this pod now."""
-    return not _counts(quota, spec) or all(
-        amounts_of(spec, kind).get(resource, 0) <= quota.left((kind, resource))
-        for kind, resource in quota.hard
-    )
-
-
-def _unnamed(quota: Quota, spec: Body) -> str:
-    """What some container does not name although the quota counts it; ''."""
-    for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ())):
-        for name in sorted(quota.named & _NAMED_BY_ALL):
-            what = _what(name)
-            if what is not None and what[1] not in container_amounts(container, what[0]):
-                return f"{name} of container {container.get('name')}"
+def _grown(quota: Quota, before: Body, after: Body) -> str:
+    """What of the quota the sidecar would take; ''. Claims cannot be carved out of a container, so
+    they may take what is left."""
+    if unnamed := _unnamed(quota, after):
+        return f"ResourceQuota {quota.name} asks for {unnamed}"
+    for kind, resource in quota.hard:
+        own, needs = (amounts_of(one, kind).get(resource, 0) for one in (before, after))
+        left = quota.hard[kind, resource] - quota.used.get((kind, resource), 0)
+        if needs <= own or (kind == CLAIMS and needs <= left):
+            continue
+        what = resource if kind == CLAIMS else f"{kind}.{resource}"
+        unit = resource if resource == "cpu" else "bytes"
+        return (
+            f"ResourceQuota {quota.name} counts {what}, of which the pod asks for"
+            f" {_written(unit, own)}, and with the sidecar {_written(unit, needs)}"
+        )
     return ""
 
 
-def _too_little(
-    name: str, kind: str, resource: str, needs: int, own: int, room: int, pods: int
-) -> str:
-    what = resource if kind == CLAIMS else f"{kind}.{resource}"
-    unit = resource if resource == "cpu" else "bytes"
-    of_all = f" for each of {pods} pods that are still to be created" if pods > 1 else ""
-    return (
-        f"ResourceQuota {name} has {_written(unit, max(0, room))} of {what} left; the pod needs"
-        f" {_written(unit, own)}, and with the sidecar {_written(unit, needs)}{of_all}"
-    )
+def _unnamed(quota: Quota, spec: Body) -> str:
+    """CPU or memory that some container does not name although the quota counts it; ''."""
+    for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ())):
+        for kind, resource in quota.hard:
+            if resource in _COMPUTE and resource not in container_amounts(container, kind):
+                return f"{kind}.{resource} of container {container.get('name')}"
+    return ""

@@ -13,13 +13,7 @@ Inside a cluster it uses the pod's service account, outside the context that KUB
 
 from __future__ import annotations
 
-from keepstep_operator.kube.access import (
-    SERVICE_ACCOUNT,
-    Access,
-    find_access,
-    from_kubeconfig,
-    in_cluster,
-)
+from keepstep_operator.kube.access import find_access
 from keepstep_operator.kube.client import (
     Client,
 )
@@ -32,7 +26,6 @@ from keepstep_operator.kube.errors import (
     Unavailable,
     error_of,
 )
-from keepstep_operator.kube.feed import Feed, follow
 from keepstep_operator.kube.resources import (
     CHECKPOINTS,
     CONFIG_MAPS,
@@ -67,14 +60,11 @@ __all__ = [
     "RUNS",
     "SECRETS",
     "SERVICES",
-    "SERVICE_ACCOUNT",
     "TOKEN_REVIEWS",
     "WEBHOOKS",
-    "Access",
     "Client",
     "Conflict",
     "Denied",
-    "Feed",
     "KubeError",
     "NotFound",
     "Patch",
@@ -84,8 +74,5 @@ __all__ = [
     "Unavailable",
     "error_of",
     "find_access",
-    "follow",
-    "from_kubeconfig",
-    "in_cluster",
     "resource_of",
 ]

@@ -6,25 +6,23 @@ takes 36 s of CPU. Only its access, its connections and `ApiClient.call_api` are
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import aiohttp
 import msgspec
-from kubernetes.aio.client import ApiClient
+from kubernetes.aio.client import ApiClient, Configuration
 from yarl import URL
 
 from keepstep.errors import UsageError
 from keepstep_operator import __version__
 from keepstep_operator.bodies import Body
-from keepstep_operator.kube.access import Access
 from keepstep_operator.kube.errors import error_of, mapped_errors
 from keepstep_operator.kube.resources import Patch, PatchType, Resource
 
 MANAGER: Final = "keepstep-operator"
 """The name of our fields' owner, for `kubectl get --show-managed-fields`."""
 _REQUEST_S: Final = 10.0
-_WATCH_S: Final = 300
 _PAGE: Final = "500"
 _JSON: Final = "application/json"
 _METADATA: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
@@ -60,18 +58,20 @@ class Client:
     """An asynchronous context that owns the connections. Entering it raises UsageError if
     certificates cannot be used. All methods raise KubeError.
 
-    `namespace=None` means a cluster-scoped object, or a collection over all namespaces.
+    `request_s`: how long an answer is waited for. `namespace=None` means a cluster-scoped object,
+    or a collection over all namespaces.
     """
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Configuration, *, request_s: float = _REQUEST_S) -> None:
         self._access = access
+        self._request_s = request_s
         self._api: Any = None
 
     async def __aenter__(self) -> Client:
         # otherwise each request uses two threads, to look for a ~/.netrc and for a proxy
-        self._access.configuration.client_session_kwargs = {"trust_env": False}
+        self._access.client_session_kwargs = {"trust_env": False}
         try:
-            self._api = ApiClient(self._access.configuration)
+            self._api = ApiClient(self._access)
         except OSError as error:
             raise UsageError(f"certificates for the API server cannot be used: {error}") from error
         self._api.user_agent = f"{MANAGER}/{__version__}"
@@ -80,18 +80,13 @@ class Client:
     async def __aexit__(self, *exception: object) -> None:
         await self._api.close()
 
-    @property
-    def namespace(self) -> str:
-        """The namespace of this process."""
-        return self._access.namespace
-
     async def get(
         self,
         resource: Resource,
         name: str,
         *,
         namespace: str | None = None,
-        timeout_s: float = _REQUEST_S,
+        timeout_s: float | None = None,
     ) -> Body:
         path = resource.path(name, namespace=namespace)
         return await self._call("GET", path, timeout_s=timeout_s)
@@ -111,49 +106,14 @@ class Client:
         path = resource.path(namespace=namespace)
         selectors = {"labelSelector": labels, "fieldSelector": fields}
         query = {name: one for name, one in selectors.items() if one}
-        async for page in self._pages(path, query, accept=accept, decode=decode):
+        query["limit"] = _PAGE
+        while True:
+            page = await self._call("GET", path, query=query, accept=accept, decode=decode)
             for one in page.get("items") or []:
                 yield one
-
-    async def listed(self, resource: Resource) -> AsyncIterator[tuple[str, Body | None]]:
-        """As `list`, each object with the version of the listing; at last that version alone."""
-        version = ""
-        async for page in self._pages(resource.path(), {}):
-            version = str((page.get("metadata") or {}).get("resourceVersion") or "")
-            for one in page.get("items") or []:
-                yield version, one
-        yield version, None
-
-    async def _pages(self, path: str, query: dict[str, str], **how: Any) -> AsyncIterator[Body]:
-        query = {"limit": _PAGE, **query}
-        while True:
-            page = await self._call("GET", path, query=query, **how)
-            yield page
-            token = (page.get("metadata") or {}).get("continue")
-            if not token:
+            query["continue"] = (page.get("metadata") or {}).get("continue") or ""
+            if not query["continue"]:
                 return
-            query["continue"] = token
-
-    async def watch(self, resource: Resource, version: str) -> AsyncGenerator[Body]:
-        """Yields what happens to a collection after this version, until the server ends it."""
-        query = {
-            "watch": "true",
-            "resourceVersion": version,
-            "allowWatchBookmarks": "true",
-            "timeoutSeconds": str(_WATCH_S),
-        }
-        timeout = aiohttp.ClientTimeout(sock_connect=_REQUEST_S, sock_read=_WATCH_S + 30)
-        with mapped_errors():
-            answer = await self._send("GET", resource.path(), query=query, timeout=timeout)
-            response: aiohttp.ClientResponse = answer.response
-            try:
-                rest = b""
-                async for part in response.content.iter_any():
-                    *lines, rest = (rest + part).split(b"\n")
-                    for line in lines:
-                        yield msgspec.json.decode(line)
-            finally:
-                response.close()
 
     async def names(self, resource: Resource, **where: Any) -> AsyncIterator[Body]:
         """As `list`, but of each object only the metadata in `_Metadata`."""
@@ -215,12 +175,12 @@ class Client:
         method: str,
         path: str,
         *,
-        timeout_s: float = _REQUEST_S,
+        timeout_s: float | None = None,
         decode: Callable[[bytes], Body] = msgspec.json.decode,
         **request: Any,
     ) -> Body:
         """Send one request; returns the decoded JSON answer. `request`: as for `_send`."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        timeout = aiohttp.ClientTimeout(total=timeout_s or self._request_s)
         with mapped_errors():
             response = await self._send(method, path, timeout=timeout, **request)
             return decode(await response.read())

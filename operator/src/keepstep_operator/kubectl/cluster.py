@@ -1,7 +1,7 @@
 """The API server, as the user's kubeconfig reaches it: the official client, objects as JSON.
 
 UsageError      no kubeconfig, no such context
-Refused         the server's answer: not found, not allowed, not valid, changed meanwhile
+Refused         the server's answer: not found, not allowed
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from keepstep_operator import names
 Body = dict[str, Any]
 
 _TIMEOUT_S: Final = 30.0
-_MERGE: Final = "application/merge-patch+json"
-_JSON_PATCH: Final = "application/json-patch+json"
 
 
 class Refused(KeepstepError):
@@ -49,63 +47,21 @@ class Cluster:
         chosen = next((one for one in contexts if one["name"] == context), current)
         self.namespace: str = namespace or chosen["context"].get("namespace") or "default"
 
-    # --- keepstep's own objects --------------------------------------------------------------
+    def require_run(self, name: str) -> None:
+        """Raises Refused, as all methods below; so if there is no CheckpointRun of this name."""
+        space = _quoted(self.namespace)
+        path = f"/apis/{names.API_VERSION}/namespaces/{space}/checkpointruns/{_quoted(name)}"
+        self._get(path, {})
 
-    def runs(self) -> list[Body]:
-        """The namespace's CheckpointRuns, sorted by name. Raises Refused, as all methods below."""
-        return self.list(self._path("checkpointruns"))
-
-    def run(self, name: str) -> Body:
-        """The CheckpointRun of this name."""
-        return self._json("GET", self._path("checkpointruns", name))
-
-    def checkpoints(self, run: str) -> list[Body]:
-        """The Checkpoints of one run: its pinned and archived steps."""
-        found = self.list(self._path("checkpoints"))
-        return [one for one in found if one["spec"]["run"] == run]
-
-    def ask_to_restore_from(self, run: str, step: str) -> None:
-        """Write `spec.restoreFrom`, whatever its value is."""
-        body = {"spec": {"restoreFrom": step}}
-        self._json("PATCH", self._path("checkpointruns", run), body=body, kind=_MERGE)
-
-    def annotate(self, run: str, annotations: dict[str, str]) -> None:
-        """Write these annotations of the CheckpointRun, whatever their values are."""
-        body = {"metadata": {"annotations": annotations}}
-        self._json("PATCH", self._path("checkpointruns", run), body=body, kind=_MERGE)
-
-    def replace_pins(self, run: Body, pins: list[str]) -> None:
-        """Write `spec.pins`, if the spec is still that of `run`. The status does not matter, since
-        the operator writes it all the time."""
-        path = self._path("checkpointruns", run["metadata"]["name"])
-        if "spec" not in run:  # a spec that was written meanwhile stays
-            self._json("PATCH", path, body={"spec": {"pins": pins}}, kind=_MERGE)
-            return
-        operations: list[Body] = [
-            {"op": "test", "path": "/spec", "value": run["spec"]},
-            {"op": "add", "path": "/spec/pins", "value": pins},
-        ]
-        self._json("PATCH", path, body=operations, kind=_JSON_PATCH)
-
-    def _path(self, plural: str, name: str = "") -> str:
-        path = f"/apis/{names.API_VERSION}/namespaces/{_quoted(self.namespace)}/{plural}"
-        return f"{path}/{_quoted(name)}" if name else path
-
-    # --- what Kubernetes has of them ---------------------------------------------------------
-
-    def pods(self, run: str, *, node_rank: int | None = None) -> list[Body]:
-        """The run's pods with a sidecar; only those of `node_rank`, if it is given."""
-        labels = f"{names.RUN_KEY_LABEL}={run},{names.INJECTED_LABEL}={names.INJECTED}"
-        if node_rank is not None:
-            labels += f",{names.NODE_RANK_LABEL}={node_rank}"
-        return self.list(f"/api/v1/namespaces/{_quoted(self.namespace)}/pods", labels=labels)
-
-    def log(self, pod: str, *, lines: int, previous: bool) -> str:
-        """The last `lines` of the log of a pod's sidecar, or of its previous container."""
-        query = {"container": names.SIDECAR_CONTAINER, "tailLines": str(lines)}
-        query |= {"previous": "true"} if previous else {}
-        path = f"/api/v1/namespaces/{_quoted(self.namespace)}/pods/{_quoted(pod)}/log"
-        return self._call("GET", path, query=query)
+    def leaders(self, run: str) -> list[Body]:
+        """The run's pods of node rank 0 with a sidecar, sorted by name."""
+        labels = (
+            f"{names.RUN_KEY_LABEL}={run},{names.NODE_RANK_LABEL}=0"
+            f",{names.INJECTED_LABEL}={names.INJECTED}"
+        )
+        path = f"/api/v1/namespaces/{_quoted(self.namespace)}/pods"
+        items: list[Body] = self._get(path, {"labelSelector": labels})["items"]
+        return sorted(items, key=lambda one: str(one["metadata"]["name"]))
 
     def open_port(self, pod: str, port: int) -> socket.socket:
         """A connection to a port of a pod's loopback, through the API server."""
@@ -125,37 +81,12 @@ class Cluster:
         # what the client has is no socket, but an object around one
         return socket.socket(fileno=forward.socket(port).detach())
 
-    def served(self) -> set[str]:
-        """The served kinds of keepstep's API, by plural."""
-        said = self._json("GET", f"/apis/{names.API_VERSION}")
-        return {str(one["name"]) for one in said["resources"]}
-
-    def list(self, path: str, *, labels: str = "") -> list[Body]:
-        """The objects of the collection at `path` with these labels, sorted by name."""
-        query = {"labelSelector": labels} if labels else {}
-        items: list[Body] = self._json("GET", path, query=query)["items"]
-        return sorted(items, key=lambda one: str(one["metadata"]["name"]))
-
-    def _json(self, method: str, path: str, **options: Any) -> Body:
-        body: Body = json.loads(self._call(method, path, **options))
-        return body
-
-    def _call(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: dict[str, str] | None = None,
-        body: Any = None,
-        kind: str = "",
-    ) -> str:
-        headers = {"Accept": "application/json", **({"Content-Type": kind} if kind else {})}
+    def _get(self, path: str, query: dict[str, str]) -> Body:
         asked = self._api.param_serialize(
-            method,
+            "GET",
             path,
-            query_params=list((query or {}).items()),
-            header_params=headers,
-            body=body,
+            query_params=list(query.items()),
+            header_params={"Accept": "application/json"},
             auth_settings=["BearerToken"],
         )
         try:
@@ -165,7 +96,8 @@ class Cluster:
             raise Refused(f"the API server does not answer: {error}", code=0) from error
         if said.status >= 400:
             raise Refused(_words(path, said.status, text), code=said.status)
-        return text
+        body: Body = json.loads(text)
+        return body
 
 
 def _not_forwarded(error: ApiException, place: str) -> Refused:
@@ -189,11 +121,6 @@ def _words(path: str, code: int, text: str) -> str:
         message = str(json.loads(text)["message"])
     except (ValueError, TypeError, KeyError):
         message = text[:200] or f"HTTP {code}"
-    # a failed `test` of a JSON patch; the server says no more than this
-    if code == 422 and "is invalid" not in message:
-        return (
-            f"somebody changed the run's spec meanwhile; look at it, and say it again ({message})"
-        )
     return f"{path}: {message}" if code in (401, 403) else message
 
 

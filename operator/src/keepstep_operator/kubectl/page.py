@@ -73,7 +73,7 @@ class Page:
 
     def _none(self, reason: str) -> Refused:
         return Refused(
-            f"no page in pod {self.pod}: {reason}; `kubectl keepstep logs` shows what its sidecar"
+            f"no page in pod {self.pod}: {reason}; kubectl logs -c keepstep-sidecar shows what it"
             " wrote. On the host's network, one pod of each node has a page",
             code=0,
         )

@@ -31,7 +31,6 @@ from keepstep_operator.settings import (
     namespace_option,
     option,
     port_option,
-    tls_dir_option,
 )
 from keepstep_operator.tls import ServerTls
 
@@ -42,8 +41,8 @@ class Settings:
 
     host_paths: tuple[str, ...]
     watch_nodes: bool
-    tls_dir: Path
-    peer_ca_dir: Path | None
+    peer_ca_dir: Path
+    reports_service: str
     port: int
     metrics_port: int
     namespace: str
@@ -57,12 +56,18 @@ class Settings:
     help="Follow the cluster's nodes: warn of one that is drained while it holds the only copy of"
     " something, and know the zones of peers.",
 )
-@tls_dir_option("/tls")
 @option(
     "--peer-ca-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Directory with the authority that signs for sidecars: tls.crt, tls.key and what else is"
-    " trusted.  [default: none is signed]",
+    default="/peer-ca",
+    help="Directory with the authority that signs for sidecars and for this server: tls.crt,"
+    " tls.key, and ca.crt (all that are trusted); they may change.",
+)
+@option(
+    "--reports-service",
+    metavar="NAME",
+    default="keepstep-reports",
+    help="Service by which sidecars call this server.",
 )
 @port_option(REPORTS_PORT)
 @log_level_option
@@ -76,7 +81,7 @@ def reconcile(**options: Any) -> None:
 
     \b
     Examples:
-      keepstep-operator reconcile --namespace keepstep-system --tls-dir /tls
+      keepstep-operator reconcile --namespace keepstep-system --peer-ca-dir /peer-ca
       keepstep-operator reconcile --namespace keepstep-system --host-path /mnt/nvme0
     """
     journal.configure("reconcile", level=options.pop("log_level"))
@@ -87,7 +92,7 @@ def reconcile(**options: Any) -> None:
 class Parts:
     """All parts of the process but its listeners, connected. `ending`: set to end `work`."""
 
-    def __init__(self, client: Client, settings: Settings, *, tls: ServerTls) -> None:
+    def __init__(self, client: Client, settings: Settings, signing: PeerCertificates) -> None:
         self._settings = settings
         self.ending = asyncio.Event()
         self.operator = Operator(clock=time.time)
@@ -105,9 +110,8 @@ class Parts:
             client,
             metrics=self.metrics,
             ready=self.ready,
-            signing=PeerCertificates(settings.peer_ca_dir),
+            signing=signing,
             namespace=settings.namespace,
-            authorities=lambda: tls.authorities,
         )
 
     def ready(self) -> str:
@@ -157,9 +161,11 @@ async def _first(*tasks: asyncio.Task[Any]) -> None:
 
 async def serve(settings: Settings) -> None:
     """Run until SIGTERM."""
-    tls = ServerTls(settings.tls_dir)
+    signing = PeerCertificates(settings.peer_ca_dir)
+    name = f"{settings.reports_service}.{settings.namespace}.svc"
+    tls = ServerTls(signing.serving(name, f"{name}.cluster.local"))
     async with Client(await find_access()) as client:
-        parts = Parts(client, settings, tls=tls)
+        parts = Parts(client, settings, signing)
         reloading = asyncio.create_task(tls.keep_fresh())
         ended = asyncio.create_task(until_signal())  # kopf takes signals over once it runs
         ended.add_done_callback(lambda task: parts.ending.set())

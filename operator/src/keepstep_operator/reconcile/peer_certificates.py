@@ -1,13 +1,14 @@
-"""Certificates by which the pods of a run know each other. Their sidecars ask for them.
+"""Certificates by which the pods of a run know each other, and by which they know the reports API.
 
 Of a request, only its public key gets into the certificate: namespace, run and node rank, or the
-node of an agent, come from our own record of the pod. The authority differs from those of the
-webhook and of the reports API: with a pod's certificate one can pose as that pod to its own run,
-and nothing more. The authority is mounted, so that this process needs no right to read Secrets.
+node of an agent, come from our own record of the pod. With a pod's certificate one can pose as that
+pod to its own run, and nothing more; it has no DNS name. The authority is mounted, so that this
+process needs no right to read Secrets.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
@@ -15,48 +16,60 @@ from urllib.parse import quote
 
 from keepstep.wire.reports import AGENTS, CertificateRequest, IssuedCertificate
 from keepstep_operator.api.model import AgentRecord, PodRecord
+from keepstep_operator.certificates.pki import Pair, sign_request, sign_server, validity
 from keepstep_operator.journal import say
 from keepstep_operator.reconcile.token_auth import Refused
+from keepstep_operator.tls import Shown, mounted
 
 LIFE: Final = timedelta(hours=24)
 LARGEST_REQUEST: Final = 16_384
-_CERTIFICATES: Final = ("tls.crt", "next.crt", "previous.crt")
-"""The certificates in the Secret of an authority (`certificates.secrets`). All are trusted."""
 
 
 class PeerCertificates:
     """Signs with the key in `directory`. It is read each time, because the kubelet replaces it."""
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
+
+    @property
+    def authorities(self) -> str:
+        """PEM of all that clients must trust. Raises Refused."""
+        try:
+            return (self._directory / "ca.crt").read_text()
+        except OSError as error:
+            raise Refused(503, "no-authority", f"no authority for peers yet: {error}") from error
 
     def issue(self, uri: str, request: CertificateRequest) -> IssuedCertificate:
         """A certificate for this identity. Raises Refused."""
-        from keepstep_operator.certificates import peers  # large: only with peers
-
         if len(request.request) > LARGEST_REQUEST:
             raise Refused(400, "bad-request", "this is no certificate request")
-        authority, bundle = self._read()
+        bundle, text, now = self.authorities, request.request.encode(), datetime.now(UTC)
         try:
-            signed = peers.sign(
-                authority, request.request.encode(), uri=uri, now=datetime.now(UTC), life=LIFE
-            )
+            signed = sign_request(self._authority(), text, uri=uri, now=now, life=LIFE)
         except ValueError as error:
             raise Refused(400, "bad-request", f"no usable certificate request: {error}") from error
         say("peer certificate signed", identity=uri)
-        return IssuedCertificate(certificate=signed.decode(), authorities=bundle.decode())
+        return IssuedCertificate(certificate=signed.decode(), authorities=bundle)
 
-    def _read(self) -> tuple[tuple[bytes, bytes], bytes]:
-        if self._directory is None:
-            raise Refused(503, "no-authority", "no authority for peers (--peer-ca-dir)")
-        try:
-            signer = (self._directory / "tls.crt").read_bytes()
-            key = (self._directory / "tls.key").read_bytes()
-            paths = (self._directory / name for name in _CERTIFICATES)
-            bundle = b"".join(path.read_bytes() for path in paths if path.exists())
-        except OSError as error:
-            raise Refused(503, "no-authority", f"no authority for peers yet: {error}") from error
-        return (signer, key), bundle
+    def serving(self, *names: str) -> Callable[[], Shown]:
+        """What the reports API shows, for these DNS names: it is signed anew with each authority,
+        and when two thirds of its life are over."""
+        signed: dict[bytes, Shown] = {}
+
+        def shown() -> Shown:
+            authority, now = self._authority(), datetime.now(UTC)
+            known = signed.get(authority.certificate)
+            if known is None or validity(known[0]).is_due(now):
+                made = sign_server(authority, names, now=now, life=LIFE)
+                signed.clear()
+                known = signed[authority.certificate] = made.certificate, made.key
+            return known
+
+        return shown
+
+    def _authority(self) -> Pair:
+        certificate, key = mounted(self._directory)
+        return Pair(certificate=certificate, key=key)
 
 
 def of_pod(pod: PodRecord) -> str:

@@ -46,8 +46,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class ReportsApi:
-    """Takes reports of leaders, and signs. `namespace`: of agents. `authorities`: by which clients
-    are to recognize this server."""
+    """Takes reports of leaders, and signs. `namespace`: of agents."""
 
     def __init__(
         self,
@@ -58,7 +57,6 @@ class ReportsApi:
         ready: Ready,
         signing: PeerCertificates,
         namespace: str,
-        authorities: Callable[[], str],
     ) -> None:
         self._operator = operator
         self._client = client
@@ -67,7 +65,6 @@ class ReportsApi:
         self._ready = ready
         self._signing = signing
         self._namespace = namespace
-        self._authorities = authorities
         self._logged: TTLCache[tuple[str, str], bool] = TTLCache(_SOURCES, _LOGGED_EVERY_S)
         self._lately: TTLCache[str, bool] = TTLCache(_PODS, _LEAST_GAP_S)
 
@@ -84,7 +81,7 @@ class ReportsApi:
             raise Refused(429, "too-often", f"pod {pod.name} reported less than a second ago")
         self._lately[pod.uid] = True
         report = bounded(_decode_report(await _body(request)))
-        answer = self._operator.reported(pod, report, authorities=self._authorities())
+        answer = self._operator.reported(pod, report, authorities=self._signing.authorities)
         if answer is None:
             message = f"pod {pod.name} does not lead its run: node rank 0 does, its oldest pod"
             raise Refused(409, "not-the-leader", message)

@@ -44,7 +44,6 @@ from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.render import render
 from keepstep_operator.reconcile.run import Run
 
-_NOTE_S: Final = 60.0
 LIST_S: Final = 600.0
 """How often a run's Checkpoint objects are listed at least. Deleted ones are then made again."""
 _MEND_S: Final = 10.0
@@ -67,8 +66,6 @@ class _Written:
     stored: bytes = b""
     shown: bytes = b""
     service: str = ""
-    noted: str = ""
-    noted_at: float = 0.0
     listed_at: float = 0.0
     kept: int = 0
 
@@ -140,7 +137,7 @@ class Writer:
             self._operator.status_written(run.key, status)
         if run.object is not None:
             await self._write_service(run, written)
-            await self._write_annotations(run, written, now)
+            await self._write_acknowledged(run)
             self._steps.setdefault(run.key)
 
     # --- the run's object --------------------------------------------------------------------
@@ -184,25 +181,16 @@ class Writer:
         await self._create("service", self._client.create(SERVICES, body, namespace=namespace))
         written.service = owner["uid"]
 
-    async def _write_annotations(self, run: Run, written: _Written, now: float) -> None:
-        """Name the epoch that an acknowledgement means, so that it never means a later one; and for
-        queues, when the newest step was committed."""
+    async def _write_acknowledged(self, run: Run) -> None:
+        """Name the epoch that an acknowledgement means, so that it never means a later one."""
         object, report = run.object, run.report
-        if object is None or report is None:
+        if object is None or report is None or not report.acknowledged:
             return
-        said: dict[str, str] = {}
-        if report.acknowledged and object.fresh_start in ("newest", names.FRESH_START_ALLOW):
-            said[names.FRESH_START_ANNOTATION] = report.acknowledged
-        time = run.committed.time if run.committed is not None else ""
-        queued = any(pod.queued for pod in run.members)
-        if queued and time != written.noted and now - written.noted_at >= _NOTE_S:
-            said[names.LAST_CHECKPOINT_ANNOTATION] = time
-        if not said:
-            return
-        patch = {"metadata": {"annotations": said}}
-        await self._client.patch(RUNS, run.key.name, patch, namespace=run.key.namespace)
-        self._metrics.wrote("run")
-        written.noted, written.noted_at = time, now
+        if object.fresh_start in ("newest", names.FRESH_START_ALLOW):
+            said = {names.FRESH_START_ANNOTATION: report.acknowledged}
+            patch = {"metadata": {"annotations": said}}
+            await self._client.patch(RUNS, run.key.name, patch, namespace=run.key.namespace)
+            self._metrics.wrote("run")
 
     async def _create(self, what: str, creation: Coroutine[Any, Any, Body]) -> Body | None:
         """Create an object. None: there is one of its name."""

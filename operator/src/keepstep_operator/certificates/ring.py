@@ -1,0 +1,134 @@
+"""A pair that is replaced in time, as one Secret holds it. No I/O, no keys made.
+
+    tls.crt, tls.key      the pair in use
+    next.crt, next.key    the one that will be used next, already trusted
+    previous.crt          those that were used before, still trusted
+    ca.crt                all of these: what clients must trust
+    path                  for the webhook: where it takes reviews
+
+The annotation keepstep.dev/rotate-ca (any value) asks for a new pair now. A ring goes through three
+stages; the second and the third last `overlap`, counted from the beginning of the newest pair:
+
+    in use                alone; until two thirds of its life are over
+    in use + next         the next pair is trusted, and not used yet
+    in use + previous     the next pair is used now; the old one is still trusted
+
+So a client that learns of a new bundle within one overlap trusts whatever is in use.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import enum
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+
+from keepstep_operator.bodies import Body
+from keepstep_operator.certificates.pki import Pair, fits, split, validity
+
+ROTATE_ANNOTATION: Final = "keepstep.dev/rotate-ca"
+_LABELS: Final = {
+    "app.kubernetes.io/part-of": "keepstep",
+    "app.kubernetes.io/managed-by": "keepstep-certificates",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """The pairs. `previous`: PEM of one or more certificates, b'' for none. `path`: '' for what is
+    no webhook. `asked`: a person asks for another pair now."""
+
+    used: Pair | None = None
+    next: Pair | None = None
+    previous: bytes = b""
+    path: str = ""
+    asked: bool = False
+
+    @property
+    def bundle(self) -> bytes:
+        """All certificates that clients must trust now."""
+        pairs = [one.certificate for one in (self.used, self.next) if one is not None]
+        return b"".join(dict.fromkeys([*pairs, *split(self.previous)]))
+
+
+class Move(enum.Enum):
+    """What to do with a ring."""
+
+    NONE = "none"
+    BEGIN = "begin"
+    """No pair can be used: make one, and use it."""
+    ADD_NEXT = "add next"
+    """Make the next pair, and have it trusted."""
+    PROMOTE = "promote"
+    """Use the next pair from now on."""
+    DROP_PREVIOUS = "drop previous"
+    """Nothing of the previous pair is in use any more."""
+
+
+def due(ring: Ring, *, now: datetime, overlap: timedelta) -> Move:
+    """The one move that is due now."""
+    next = validity(ring.next.certificate) if ring.next is not None else None
+    used = validity(ring.used.certificate) if ring.used is not None else None
+    if used is None or now >= used.ends:
+        return Move.PROMOTE if next is not None and now < next.ends else Move.BEGIN
+    if next is not None:
+        return Move.PROMOTE if now >= next.begins + overlap else Move.NONE
+    if ring.previous:
+        return Move.DROP_PREVIOUS if now >= used.begins + 2 * overlap else Move.NONE
+    return Move.ADD_NEXT if ring.asked or used.is_due(now) else Move.NONE
+
+
+def read(secret: Body | None) -> Ring:
+    """Parse the Secret. What cannot be used (no Secret, a key that is not the certificate's) counts
+    as missing."""
+    if secret is None:
+        return Ring()
+    return Ring(
+        used=_pair(secret, "tls"),
+        next=_pair(secret, "next"),
+        previous=_field(secret, "previous.crt"),
+        path=_field(secret, "path").decode(errors="replace"),
+        asked=ROTATE_ANNOTATION in (secret["metadata"].get("annotations") or {}),
+    )
+
+
+def write(old: Body | None, name: str, ring: Ring) -> Body:
+    """The Secret to replace `old`. It carries the resource version of `old`, so that a write of
+    another client in between is a conflict."""
+    data = {
+        **_pair_data("tls", ring.used),
+        **_pair_data("next", ring.next),
+        **({"previous.crt": ring.previous} if ring.previous else {}),
+        **({"path": ring.path.encode()} if ring.path else {}),
+        "ca.crt": ring.bundle,
+    }
+    metadata: Body = dict(old["metadata"]) if old else {"name": name}
+    metadata["labels"] = {**(metadata.get("labels") or {}), **_LABELS}
+    metadata["annotations"] = dict(metadata.get("annotations") or {})
+    if not ring.asked:
+        metadata["annotations"].pop(ROTATE_ANNOTATION, None)
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata,
+        "type": old.get("type", "Opaque") if old else "kubernetes.io/tls",
+        "data": {name: base64.b64encode(value).decode() for name, value in data.items()},
+    }
+
+
+def _pair_data(prefix: str, pair: Pair | None) -> dict[str, bytes]:
+    return {} if pair is None else {f"{prefix}.crt": pair.certificate, f"{prefix}.key": pair.key}
+
+
+def _pair(secret: Body, prefix: str) -> Pair | None:
+    pair = Pair(certificate=_field(secret, f"{prefix}.crt"), key=_field(secret, f"{prefix}.key"))
+    return pair if fits(pair) else None
+
+
+def _field(secret: Body, name: str) -> bytes:
+    try:
+        return base64.b64decode((secret.get("data") or {}).get(name) or "", validate=True)
+    except binascii.Error:
+        return b""
