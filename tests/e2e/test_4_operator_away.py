@@ -54,11 +54,13 @@ def test_a_reconciler_that_is_killed_mid_write_and_then_away_costs_a_run_nothing
 
 def _commits_go_on(namespace: Kubectl) -> None:
     """Both pods learn of newer commits, whatever is away."""
-    before = {pod: _committed(namespace, pod) for pod in ("gpt-master-0", "gpt-worker-0")}
-    for pod, step in before.items():
+    for pod in ("gpt-master-0", "gpt-worker-0"):
+        (before,) = namespace.eventually(
+            lambda pod=pod: (_committed(namespace, pod),), what=f"an answer of {pod}'s sidecar"
+        )
         namespace.eventually(
-            lambda pod=pod, step=step: _committed(namespace, pod) > step,
-            what=f"a commit after {step}, which {pod} knows",
+            lambda pod=pod, before=before: _committed(namespace, pod) > before,
+            what=f"a commit after {before}, which {pod} knows",
         )
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from machines import Machine, Run
 from trainer import FakeTrainer
@@ -243,6 +244,7 @@ def test_a_pinned_step_stays_on_all_machines_over_restarts_until_it_is_unpinned(
         eventually(lambda one=one: one.steps() == {4}, what="it goes when it is unpinned")
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_pinned_step_stays_in_the_archive_over_restarts_until_it_is_unpinned(
     run: Callable[[int], Run], tmp_path: Path, at: int
@@ -274,6 +276,22 @@ def test_a_pinned_step_stays_in_the_archive_over_restarts_until_it_is_unpinned(
     assert calls.pin(two.machines[1 - at].socket, pinned, pinned=False) == Pinned()
     two.reach(5, "archived")
     eventually(lambda: has(5), what="it goes when it is unpinned")
+=======
+def test_a_machine_alone_leads_itself_without_a_port_and_a_secret(
+    sidecars: Callable[..., SidecarProcess],
+    trainers: Callable[..., FakeTrainer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("KEEPSTEP_SECRET", raising=False)
+    sidecar = sidecars().start("--persist-every", "1", "--keep", "1")
+    trainer = trainers(sidecar.socket).begin_run()
+    for step in (1, 2):
+        assert trainer.wait(trainer.stage(step), "committed").reached
+    eventually(lambda: sidecar.published() == [2], what="it lets the older step go")
+    assert "this sidecar" in sidecar.text(), "to which it reports"
+    assert sidecar.process is not None
+    assert psutil.Process(sidecar.process.pid).net_connections("inet") == []
+>>>>>>> lead
 
 
 def test_a_step_that_is_pinned_on_the_only_machine_stays(

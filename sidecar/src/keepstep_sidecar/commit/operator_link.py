@@ -61,7 +61,7 @@ class OperatorNotes:
         """Record what the leader said; a mere new commit at most every `_EVERY_S` seconds."""
         (commit, pinned), now = self._word, time.monotonic()
         due = at_once or pinned != self._noted[1] or now - self._noted_at >= _EVERY_S
-        if commit is None or (commit, pinned) == self._noted or not due:
+        if (commit, pinned) == self._noted or not due:
             return
         self._noted, self._noted_at = (commit, pinned), now
         try:
@@ -73,4 +73,6 @@ class OperatorNotes:
 
     @property
     def _word(self) -> tuple[StepId | None, frozenset[StepId]]:
-        return self._run_view.commit, self._run_view.word.pinned
+        """The commit, which a machine alone finds on its own volumes, and the pins."""
+        view = self._run_view
+        return None if view.alone else view.commit, view.word.pinned
