@@ -244,7 +244,6 @@ def test_a_pinned_step_stays_on_all_machines_over_restarts_until_it_is_unpinned(
         eventually(lambda one=one: one.steps() == {4}, what="it goes when it is unpinned")
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_pinned_step_stays_in_the_archive_over_restarts_until_it_is_unpinned(
     run: Callable[[int], Run], tmp_path: Path, at: int
@@ -276,7 +275,8 @@ def test_a_pinned_step_stays_in_the_archive_over_restarts_until_it_is_unpinned(
     assert calls.pin(two.machines[1 - at].socket, pinned, pinned=False) == Pinned()
     two.reach(5, "archived")
     eventually(lambda: has(5), what="it goes when it is unpinned")
-=======
+
+
 def test_a_machine_alone_leads_itself_without_a_port_and_a_secret(
     sidecars: Callable[..., SidecarProcess],
     trainers: Callable[..., FakeTrainer],
@@ -291,7 +291,6 @@ def test_a_machine_alone_leads_itself_without_a_port_and_a_secret(
     assert "this sidecar" in sidecar.text(), "to which it reports"
     assert sidecar.process is not None
     assert psutil.Process(sidecar.process.pid).net_connections("inet") == []
->>>>>>> lead
 
 
 def test_a_step_that_is_pinned_on_the_only_machine_stays(
