@@ -424,7 +424,8 @@ class LedRun(RuleBasedStateMachine):
         one, hosts = self.machines[number % self.nodes], self._hosts()
         before = one.to
         self._connect(one, hosts[leader % len(hosts)])
-        self._speak(one)
+        for _ in range(2):  # it is asked for a whole report first
+            self._speak(one)
         if back and before is not None:
             self._connect(one, before)
             self._speak(one)
@@ -577,10 +578,11 @@ class LedRun(RuleBasedStateMachine):
     ) -> None:
         """The training has ended. If the old machine lives on, so does its leader, with its
         members, which may come back to it. Nothing can be asked for where no copy is left.
-        `copied`: all buddies were up to date."""
+        `copied`: all buddies, and the leader, were up to date."""
         if copied and self._trains():
-            self.the_run_trains_on(1)
+            self.the_run_trains_on(2)
             self.all_buddies_get_the_newest_shard()
+            self.all_speak_and_act()
         old = self.machines[number % self.nodes]
         if not self._on(one for one in self.machines if one is not old):
             return
