@@ -191,7 +191,7 @@ class LedRun(RuleBasedStateMachine):
             elif isinstance(action, Retire):
                 self._retire(one, action.id)
             elif isinstance(action, Publish):
-                assert action.id in self.ever_whole | self._whole(), "shown, but never whole"
+                assert action.id in self._whole() | self.ever_whole, "shown, but never whole"
                 one.shown.add(action.id)
 
     def _retire(self, one: Machine, id: StepId) -> None:
@@ -223,7 +223,9 @@ class LedRun(RuleBasedStateMachine):
         return set.intersection(*found.values()) & self.alive
 
     def _whole(self) -> set[StepId]:
-        return self._on(self._all())
+        found = self._on(self._all())
+        self.ever_whole |= found
+        return found
 
     # --- training ------------------------------------------------------------------------
 
@@ -243,6 +245,7 @@ class LedRun(RuleBasedStateMachine):
         self.alive.add(id)
         if staged:
             self._stage(one, id)
+        self._whole()
         self._list(one)
 
     def _stage(self, one: Machine, id: StepId) -> None:
@@ -400,7 +403,7 @@ class LedRun(RuleBasedStateMachine):
         told = reply.reply
         commits = {*told.commits, *filter(None, [told.committed.get(str(Tier.LOCAL))])}
         named = {*commits, *filter(None, [told.plan])}
-        assert named <= self.ever_whole | self._whole(), "named, but never whole"
+        assert named <= self._whole() | self.ever_whole, "named, but never whole"
         self.named |= commits
         if told.retire:
             assert len(host.live) == self.nodes, "it names what may go, and does not know all"
@@ -434,7 +437,8 @@ class LedRun(RuleBasedStateMachine):
         one, hosts = self.machines[number % self.nodes], self._hosts()
         before = one.to
         self._connect(one, hosts[leader % len(hosts)])
-        self._speak(one)
+        for _ in range(2):  # it is asked for a whole report first
+            self._speak(one)
         if back and before is not None:
             self._connect(one, before)
             self._speak(one)
@@ -447,7 +451,7 @@ class LedRun(RuleBasedStateMachine):
     @rule(number=st.integers(0, 2), tier=st.sampled_from([Tier.MEMORY, Tier.LOCAL, Tier.PEER]))
     def a_member_claims_that_its_newest_step_is_whole(self, number: int, tier: Tier) -> None:
         """It says that it holds the step of all others, which train and are connected."""
-        self.all_speak_and_act()
+        self._all_speak(act=True)
         one = self.machines[number % self.nodes]
         others = [each for each in self.machines if each is not one]
         if all(self._is_known(each, one.to) for each in others):
@@ -493,13 +497,17 @@ class LedRun(RuleBasedStateMachine):
         )
         one.record = one.node.operator_view.commit
 
-    @rule()
-    def all_speak_and_act(self) -> None:
+    @rule(act=st.booleans())
+    def all_speak(self, act: bool) -> None:
+        self._all_speak(act=act)
+
+    def _all_speak(self, *, act: bool) -> None:
         for one in self._all():
             self._scan(one)
             if one.to is None:
                 self._connect(one, self._hosts()[0])
             self._speak(one)
+        for one in self._all() if act else ():
             self._act(one)
             self._list(one)
 
@@ -579,18 +587,24 @@ class LedRun(RuleBasedStateMachine):
 
     @rule(
         number=st.integers(0, 2),
-        copied=st.sampled_from([True, True, False]),
+        behind=st.sampled_from([None, 0, 1, 2]),
+        acted=st.booleans(),
         lives_on=st.booleans(),
     )
     def a_machine_is_replaced_by_an_empty_one(
-        self, number: int, copied: bool, lives_on: bool
+        self, number: int, behind: int | None, acted: bool, lives_on: bool
     ) -> None:
         """The training has ended. If the old machine lives on, so does its leader, with its
         members, which may come back to it. Nothing can be asked for where no copy is left.
-        `copied`: all buddies were up to date."""
-        if copied and self._trains():
+
+        `behind`: how many steps the buddies were behind when all had spoken last; None: whatever
+        they are. `acted`: on what they heard then.
+        """
+        if behind is not None and self._trains():
             self.the_run_trains_on(1)
             self.all_buddies_get_the_newest_shard()
+            self.the_run_trains_on(behind)
+            self._all_speak(act=acted)
         old = self.machines[number % self.nodes]
         if not self._on(one for one in self.machines if one is not old):
             return
@@ -628,9 +642,7 @@ class LedRun(RuleBasedStateMachine):
 
     @invariant()
     def the_newest_commit_is_never_retired(self) -> None:
-        whole = self._whole()
-        self.ever_whole |= whole
-        newest = max(whole, default=None)
+        newest = max(self._whole(), default=None)
         if self.floor is not None and self.floor in self.alive:
             assert newest is not None, "nothing is whole any more"
             assert newest >= self.floor, "the newest whole step is gone"
