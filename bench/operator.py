@@ -30,7 +30,7 @@ import psutil
 
 from keepstep.steps import StepId, Tier
 from keepstep.wire.runs import Doubt, DoubtKind, Kept, RunReport
-from keepstep_operator.kube import RUNS
+from keepstep_operator.kube.resources import RUNS
 from tests.certificates import make_certificate
 from tests.operator.apiserver import ApiServer, Body, bound_to, put_policy
 from tests.operator.injection.pods import policy_body

@@ -22,7 +22,7 @@ from jsonpatch import JsonPatchTestFailed, apply_patch
 from kubernetes.aio.client import Configuration
 
 from keepstep.wire.reports import AUDIENCE
-from keepstep_operator.kube import POLICIES, Resource
+from keepstep_operator.kube.resources import POLICIES, Resource
 from keepstep_operator.serving import listening
 
 Body = dict[str, Any]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_operator.kube import (
-    CONFIG_MAPS,
-    PODS,
-    Client,
+from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.errors import (
     Conflict,
     Denied,
     KubeError,
@@ -16,6 +14,7 @@ from keepstep_operator.kube import (
     Unavailable,
     error_of,
 )
+from keepstep_operator.kube.resources import CONFIG_MAPS, PODS
 from tests.operator.apiserver import ApiServer
 
 

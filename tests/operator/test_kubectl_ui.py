@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from keepstep_operator.kube import PODS, RUNS
+from keepstep_operator.kube.resources import PODS, RUNS
 from keepstep_sidecar.ui.timeline import RunPage
 from tests.harness import until
 from tests.operator.apiserver import TOKEN, ApiServer

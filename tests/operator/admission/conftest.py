@@ -17,7 +17,7 @@ from keepstep_operator.admission.run_record import RunRecords
 from keepstep_operator.admission.server import Admission
 from keepstep_operator.certificates.pki import Pair, make_server
 from keepstep_operator.injection import Defaults
-from keepstep_operator.kube import Client
+from keepstep_operator.kube.client import Client
 from keepstep_operator.serving import listening
 from keepstep_operator.tls import ServerTls, mounted
 from tests.operator.admission.reviews import NAME, ApiServersWebhook, write_pair

@@ -10,7 +10,7 @@ import pytest
 
 from keepstep_operator.admission import server as admission_server
 from keepstep_operator.api.pod import injected_of, parse_pod
-from keepstep_operator.kube import QUOTAS, RUNS
+from keepstep_operator.kube.resources import QUOTAS, RUNS
 from tests.harness import until
 from tests.operator.admission.conftest import Running, Start
 from tests.operator.admission.reviews import review_of
@@ -137,14 +137,13 @@ async def test_a_bug_of_ours_lets_the_pod_pass(
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b'{"request": {}}', b'{"request": {"uid": "1", "object": 5}}']
 )
-async def test_what_is_no_review_is_refused_and_logged_once_for_each_source(
+async def test_what_is_no_review_is_refused_and_logged(
     started: Start, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with started() as running:
-        for _ in range(3):
-            status, text = await running.webhook.raw(data)
-            assert status == 400
-            assert "AdmissionReview" in text
+        status, text = await running.webhook.raw(data)
+        assert status == 400
+        assert "AdmissionReview" in text
     assert caplog.messages.count("request refused") == 1
 
 

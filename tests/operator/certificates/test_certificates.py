@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from keepstep_operator.certificates.keeper import Keeper, Kept
 from keepstep_operator.certificates.pki import (
@@ -27,12 +30,16 @@ from keepstep_operator.certificates.pki import (
     fits,
     make_authority,
     make_server,
+    sign_request,
     sign_server,
     split,
     validity,
 )
 from keepstep_operator.certificates.ring import Move, Ring, due
-from keepstep_operator.kube import SECRETS, WEBHOOKS, Client, KubeError
+from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.errors import KubeError
+from keepstep_operator.kube.resources import SECRETS, WEBHOOKS
+from tests.certificates import pem_of
 from tests.operator.apiserver import ApiServer
 
 DAY = timedelta(days=1)
@@ -72,6 +79,24 @@ def test_a_server_that_signs_itself_cannot_sign_another() -> None:
     alone = make_server(NAMES, now=_now(), life=DAY)
     with pytest.raises(Exception, match="SubjectKeyIdentifier"):
         sign_server(alone, ("evil.svc",), now=_now(), life=DAY)
+
+
+def test_a_pod_cannot_pose_as_the_server_of_the_same_authority(authority: Pair) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    wish = x509.SubjectAlternativeName([x509.DNSName(NAMES[0])])
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAMES[0])])
+    asked = x509.CertificateSigningRequestBuilder().subject_name(name)
+    request = asked.add_extension(wish, critical=False).sign(key, hashes.SHA256())
+    signed = sign_request(
+        authority,
+        request.public_bytes(serialization.Encoding.PEM),
+        uri="keepstep://a/b/0",
+        now=_now(),
+        life=DAY,
+    )
+    pod = Pair(certificate=signed, key=pem_of(key))
+    assert fits(pod)
+    assert "mismatch" in shakes_hands(pod, bundle=authority.certificate, name=NAMES[0])
 
 
 def test_an_expired_leaf_is_refused() -> None:
@@ -263,6 +288,20 @@ async def test_nothing_is_used_while_it_could_not_be_published() -> None:
         )
         await kept.after(OVERLAP)
         assert kept.shown.certificate == split(kept.published)[0] != shown.certificate
+
+
+async def test_after_a_long_absence_what_was_in_use_is_trusted_for_another_overlap() -> None:
+    async with _running() as kept:
+        await kept.after(timedelta())
+        await _ask(kept.server)
+        await kept.after(DAY)
+        shown = kept.shown
+        for _ in range(2):
+            await kept.after(100 * DAY if kept.shown == shown else timedelta(minutes=1))
+            assert shown != kept.shown
+            assert shown.certificate in split(kept.published)
+        await kept.after(OVERLAP)
+        assert shown.certificate not in split(kept.published)
 
 
 class _Refusing:

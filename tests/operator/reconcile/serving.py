@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from keepstep.wire.runs import PATH, RunReport
-from keepstep_operator.kube import RUNS, Client
+from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.resources import RUNS
 from keepstep_operator.reconcile.main import Parts, Settings
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_operator.serving import listening

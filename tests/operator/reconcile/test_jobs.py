@@ -10,7 +10,7 @@ import pytest
 
 from keepstep_operator.api.model import Job, JobState, PodRecord
 from keepstep_operator.api.run import JobStatus, RunStatus
-from keepstep_operator.kube import Client
+from keepstep_operator.kube.client import Client
 from keepstep_operator.reconcile import run as transitions
 from keepstep_operator.reconcile.jobs import owner_of, state_of
 from keepstep_operator.reconcile.run import UNKNOWN_JOB_S, Run

@@ -12,7 +12,7 @@ import pytest
 
 from keepstep.steps import Tier
 from keepstep.wire.runs import Doubt, DoubtKind, Kept, Record
-from keepstep_operator.kube import CHECKPOINTS, EVENTS, POLICIES, RUNS, SERVICES
+from keepstep_operator.kube.resources import CHECKPOINTS, EVENTS, POLICIES, RUNS, SERVICES
 from keepstep_operator.reconcile import operator, rounds, writers
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, Body, bound_to, put_policy

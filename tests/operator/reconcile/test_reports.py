@@ -17,7 +17,7 @@ from keepstep.steps import StepId, Tier
 from keepstep.wire import runs as wire
 from keepstep.wire.reports import CERTIFICATES_PATH
 from keepstep.wire.runs import Alarm, Doubt, DoubtKind, Drive, Happened, Holder, Kept, Record, Safe
-from keepstep_operator.kube import Client
+from keepstep_operator.kube.client import Client
 from keepstep_operator.reconcile.main import Parts, Settings
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_operator.reconcile.reports import bounded

@@ -22,7 +22,8 @@ from keepstep_operator.admission.server import (
 )
 from keepstep_operator.injection import Defaults
 from keepstep_operator.journal import say
-from keepstep_operator.kube import Client, find_access
+from keepstep_operator.kube.access import find_access
+from keepstep_operator.kube.client import Client
 from keepstep_operator.names import ADMISSION_PORT
 from keepstep_operator.serving import listening, observed, until_signal
 from keepstep_operator.settings import (
@@ -74,7 +75,7 @@ class Settings:
         )
 
 
-@click.command(short_help="Serve the webhook that puts the sidecar into annotated pods.")
+@click.command()
 @option("--sidecar-image", required=True, metavar="IMAGE", help="Image of the sidecar.")
 @option(
     "--sidecar-pull-policy",

@@ -18,7 +18,9 @@ from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.job_kinds import is_name
 from keepstep_operator.api.policy import Policy, parse_policy
 from keepstep_operator.api.run import cut
-from keepstep_operator.kube import POLICIES, Client, NotFound
+from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.errors import NotFound
+from keepstep_operator.kube.resources import POLICIES
 
 _REMEMBERED_S: Final = 1.0
 _PATIENCE_S: Final = 1.5

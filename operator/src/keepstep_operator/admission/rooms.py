@@ -5,13 +5,16 @@ They are read for each namespace, and remembered for a second, since all pods of
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 from cachetools import TTLCache
 
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.room import Room, parse_quota, parse_ranges
-from keepstep_operator.kube import LIMIT_RANGES, NAMESPACES, QUOTAS, Client, NotFound
+from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.errors import NotFound
+from keepstep_operator.kube.resources import LIMIT_RANGES, NAMESPACES, QUOTAS, Resource
 from keepstep_operator.names import POD_SECURITY_LABEL
 
 _REMEMBERED_S: Final = 1.0
@@ -29,14 +32,20 @@ class Rooms:
         """The room of this namespace. Raises KubeError."""
         if (known := self._known.get(namespace)) is not None:
             return known
-        limits = [one async for one in self._client.list(LIMIT_RANGES, namespace=namespace)]
-        quotas = [one async for one in self._client.list(QUOTAS, namespace=namespace)]
+        limits, quotas, level = await asyncio.gather(
+            self._listed(LIMIT_RANGES, namespace),
+            self._listed(QUOTAS, namespace),
+            self._level(namespace),
+        )
         found = self._known[namespace] = Room(
             ranges=tuple(item for one in limits for item in parse_ranges(one)),
             quotas=tuple(map(parse_quota, quotas)),
-            pod_security=await self._level(namespace),
+            pod_security=level,
         )
         return found
+
+    async def _listed(self, resource: Resource, namespace: str) -> list[Body]:
+        return [one async for one in self._client.list(resource, namespace=namespace)]
 
     async def _level(self, namespace: str) -> str:
         try:

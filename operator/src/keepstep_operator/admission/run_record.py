@@ -19,7 +19,9 @@ from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.policy import Policy, parse_policy
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection import Near
-from keepstep_operator.kube import RUNS, Client, KubeError
+from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.errors import KubeError
+from keepstep_operator.kube.resources import RUNS
 
 OWN: Final = 100
 COPIES: Final = 50

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from aiohttp import web
-from cachetools import TTLCache
 
 from keepstep_operator.admission.metrics import Metrics
 from keepstep_operator.admission.policies import Policies, PolicyAbsent
@@ -37,18 +36,14 @@ from keepstep_operator.api.pod import Placement, PodError, placement
 from keepstep_operator.api.run import cut
 from keepstep_operator.injection import Defaults, is_injected
 from keepstep_operator.journal import crash, say
-from keepstep_operator.kube import KubeError, Unavailable
+from keepstep_operator.kube.errors import KubeError, Unavailable
 from keepstep_operator.serving import Ready, health_routes
 
 TIMEOUT_S: Final = 10
 """The timeout of the webhook, the chart's default."""
 _LARGEST_REVIEW_BYTES: Final = 4 << 20
 """An API server accepts objects of at most 3 MiB."""
-_SOURCES: Final = 1000
 _AGAIN_S: Final = 0.25
-_TOLD_EVERY_S: Final = 10.0
-"""How often, for each source, a request is logged that no API server sends. Otherwise these
-requests would fill the log."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -81,7 +76,6 @@ class Admission:
         self._metrics = metrics
         self._deadline_s = deadline_s
         self._path = path
-        self._told: TTLCache[str, bool] = TTLCache(_SOURCES, _TOLD_EVERY_S)
 
     def application(self, ready: Ready) -> web.Application:
         """The application of the webhook's port."""
@@ -156,7 +150,7 @@ class Admission:
         try:
             review = parse_review(raw)
         except ReviewError as error:
-            self._tell_refused(request.remote or "?", error)
+            say("request refused", level=logging.WARNING, reason=str(error))
             return web.Response(text=f"{error}\n", status=400)
         verdict = await self.review(review)
         response = web.Response(body=answer(review.uid, verdict), content_type="application/json")
@@ -164,11 +158,6 @@ class Admission:
         self._metrics.reviewed(verdict, seconds=seconds)
         _tell(review, verdict, seconds)
         return response
-
-    def _tell_refused(self, source: str, error: ReviewError) -> None:
-        if source not in self._told:
-            self._told[source] = True
-            say("request refused", level=logging.WARNING, source=source, reason=str(error))
 
 
 @web.middleware

@@ -16,7 +16,6 @@ from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 from keepstep.core.retention import Retention
-from keepstep.steps import Tier
 from keepstep_operator.api.fields import Fields, PolicyError
 from keepstep_operator.api.tiers import (
     Archive,
@@ -169,12 +168,6 @@ class Policy:
     peers: Peers | None = None
     archive: Archive | None = None
     spec: Mapping[str, Any]
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """The tiers beyond the pod that the policy asks for."""
-        asked = {Tier.PEER: self.peers, Tier.ARCHIVE: self.archive}
-        return tuple(tier for tier, settings in asked.items() if settings is not None)
 
     @property
     def huge_bytes(self) -> int:

@@ -18,15 +18,9 @@ from keepstep_operator.certificates import ring as rings
 from keepstep_operator.certificates.pki import Pair, Validity, make_authority, make_server, validity
 from keepstep_operator.certificates.ring import Move, Ring, due
 from keepstep_operator.journal import say, warn
-from keepstep_operator.kube import (
-    SECRETS,
-    WEBHOOKS,
-    Client,
-    Conflict,
-    NotFound,
-    PatchType,
-    Rejected,
-)
+from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.errors import Conflict, NotFound, Rejected
+from keepstep_operator.kube.resources import SECRETS, WEBHOOKS, PatchType
 
 _ATTEMPTS = 4
 _PATH_BYTES = 16
@@ -89,12 +83,13 @@ class Keeper:
     def _moved(self, ring: Ring, move: Move) -> Ring:
         match move:
             case Move.BEGIN:
-                return Ring(used=self._made(), previous=ring.bundle, path=ring.path)
+                made, now = self._made(), self._clock()
+                return Ring(used=made, previous=ring.bundle, since=now, path=ring.path)
             case Move.ADD_NEXT:
                 return replace(ring, next=self._made(), asked=False)
             case Move.PROMOTE:
                 used = ring.used.certificate if ring.used else b""
-                return Ring(used=ring.next, previous=used, path=ring.path)
+                return Ring(used=ring.next, previous=used, since=self._clock(), path=ring.path)
             case _:
                 return replace(ring, previous=b"")
 

@@ -14,7 +14,9 @@ from prometheus_client import Counter, Gauge
 from keepstep_operator import journal
 from keepstep_operator.certificates.keeper import Keeper, Kept
 from keepstep_operator.journal import say, warn
-from keepstep_operator.kube import Client, KubeError, find_access
+from keepstep_operator.kube.access import find_access
+from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.errors import KubeError
 from keepstep_operator.serving import listening, metrics_registry, observed, until_signal
 from keepstep_operator.settings import (
     log_level_option,
@@ -76,7 +78,7 @@ class Metrics:
         )
 
 
-@click.command(short_help="Make and replace the certificate of the webhook, and the authority.")
+@click.command()
 @namespace_option
 @option(
     "--release",

@@ -6,8 +6,9 @@
     ca.crt                all of these: what clients must trust
     path                  for the webhook: where it takes reviews
 
-The annotation keepstep.dev/rotate-ca (any value) asks for a new pair now. A ring goes through three
-stages; the second and the third last `overlap`, counted from the beginning of the newest pair:
+The annotation keepstep.dev/rotate-ca (any value) asks for a new pair now; keepstep.dev/since says
+since when the pair is in use. A ring goes through three stages; the second lasts `overlap` from the
+beginning of the next pair, the third `overlap` from its first use:
 
     in use                alone; until two thirds of its life are over
     in use + next         the next pair is trusted, and not used yet
@@ -29,6 +30,7 @@ from keepstep_operator.bodies import Body
 from keepstep_operator.certificates.pki import Pair, fits, split, validity
 
 ROTATE_ANNOTATION: Final = "keepstep.dev/rotate-ca"
+SINCE_ANNOTATION: Final = "keepstep.dev/since"
 _LABELS: Final = {
     "app.kubernetes.io/part-of": "keepstep",
     "app.kubernetes.io/managed-by": "keepstep-certificates",
@@ -37,12 +39,14 @@ _LABELS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The pairs. `previous`: PEM of one or more certificates, b'' for none. `path`: '' for what is
-    no webhook. `asked`: a person asks for another pair now."""
+    """The pairs. `previous`: PEM of one or more certificates, b'' for none. `since`: when the pair
+    in use came after them; None: that is not known. `path`: '' for what is no webhook. `asked`: a
+    person asks for another pair now."""
 
     used: Pair | None = None
     next: Pair | None = None
     previous: bytes = b""
+    since: datetime | None = None
     path: str = ""
     asked: bool = False
 
@@ -76,7 +80,8 @@ def due(ring: Ring, *, now: datetime, overlap: timedelta) -> Move:
     if next is not None:
         return Move.PROMOTE if now >= next.begins + overlap else Move.NONE
     if ring.previous:
-        return Move.DROP_PREVIOUS if now >= used.begins + 2 * overlap else Move.NONE
+        over = ring.since is None or now >= ring.since + overlap
+        return Move.DROP_PREVIOUS if over else Move.NONE
     return Move.ADD_NEXT if ring.asked or used.is_due(now) else Move.NONE
 
 
@@ -85,12 +90,14 @@ def read(secret: Body | None) -> Ring:
     as missing."""
     if secret is None:
         return Ring()
+    annotations = secret["metadata"].get("annotations") or {}
     return Ring(
         used=_pair(secret, "tls"),
         next=_pair(secret, "next"),
         previous=_field(secret, "previous.crt"),
+        since=_time(annotations.get(SINCE_ANNOTATION)),
         path=_field(secret, "path").decode(errors="replace"),
-        asked=ROTATE_ANNOTATION in (secret["metadata"].get("annotations") or {}),
+        asked=ROTATE_ANNOTATION in annotations,
     )
 
 
@@ -107,6 +114,8 @@ def write(old: Body | None, name: str, ring: Ring) -> Body:
     metadata: Body = dict(old["metadata"]) if old else {"name": name}
     metadata["labels"] = {**(metadata.get("labels") or {}), **_LABELS}
     metadata["annotations"] = dict(metadata.get("annotations") or {})
+    if ring.since is not None:
+        metadata["annotations"][SINCE_ANNOTATION] = ring.since.isoformat()
     if not ring.asked:
         metadata["annotations"].pop(ROTATE_ANNOTATION, None)
     return {
@@ -132,3 +141,11 @@ def _field(secret: Body, name: str) -> bytes:
         return base64.b64decode((secret.get("data") or {}).get(name) or "", validate=True)
     except binascii.Error:
         return b""
+
+
+def _time(text: str | None) -> datetime | None:
+    try:
+        read = datetime.fromisoformat(text or "")
+    except ValueError:
+        return None
+    return read if read.tzinfo else None

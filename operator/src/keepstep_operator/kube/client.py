@@ -26,7 +26,6 @@ _REQUEST_S: Final = 10.0
 _PAGE: Final = "500"
 _JSON: Final = "application/json"
 _METADATA: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
-_LONGEST_RETRY_AFTER_S: Final = 60.0
 _WRITTEN: Final = {"fieldManager": MANAGER}
 
 
@@ -126,17 +125,11 @@ class Client:
         return await self._call("POST", path, query=_WRITTEN, body=body)
 
     async def replace(
-        self,
-        resource: Resource,
-        body: Body,
-        *,
-        namespace: str | None = None,
-        subresource: str = "",
+        self, resource: Resource, body: Body, *, namespace: str | None = None
     ) -> Body:
         """PUT under the body's name. If the body has metadata.resourceVersion, raises Conflict if
         the object was written meanwhile."""
-        parts = (body["metadata"]["name"], *filter(None, [subresource]))
-        path = resource.path(*parts, namespace=namespace)
+        path = resource.path(body["metadata"]["name"], namespace=namespace)
         return await self._call("PUT", path, query=_WRITTEN, body=body)
 
     async def patch(
@@ -154,21 +147,13 @@ class Client:
         return await self._call("PATCH", path, query=_WRITTEN, body=patch, content_type=kind.value)
 
     async def delete(
-        self,
-        resource: Resource,
-        name: str,
-        *,
-        namespace: str | None = None,
-        uid: str = "",
-        version: str = "",
+        self, resource: Resource, name: str, *, namespace: str | None = None, uid: str = ""
     ) -> Body:
-        """Delete the object. `uid`, `version`: uid and resourceVersion of the object that was read.
-        Raises Conflict if another object has its name, or if it was written since."""
-        given = {"uid": uid, "resourceVersion": version}
-        wanted = {name: value for name, value in given.items() if value}
-        options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": wanted}
+        """Delete the object. `uid`: of the object that was read. Raises Conflict if another one has
+        its name."""
+        options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
         path = resource.path(name, namespace=namespace)
-        return await self._call("DELETE", path, body=options if wanted else None)
+        return await self._call("DELETE", path, body=options if uid else None)
 
     async def _call(
         self,
@@ -215,10 +200,4 @@ async def _require_success(response: Any) -> None:
         message, reason = str(status["message"]), str(status.get("reason", ""))
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
         message, reason = text[:200].decode(errors="replace"), ""
-    after_s = _retry_after_s(response.headers.get("Retry-After", ""))
-    raise error_of(response.status, message, reason, retry_after_s=after_s)
-
-
-def _retry_after_s(text: str) -> float:
-    """The value of Retry-After, which the API server writes in seconds; 0 if it is not a number."""
-    return min(float(text), _LONGEST_RETRY_AFTER_S) if text.isascii() and text.isdigit() else 0.0
+    raise error_of(response.status, message, reason)

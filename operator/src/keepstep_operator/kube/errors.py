@@ -14,15 +14,12 @@ from keepstep.errors import KeepstepError
 
 class KubeError(KeepstepError):
     """The API server refused a request, or did not answer. `status`: the HTTP status; 0 without an
-    answer. `retry_after_s`: how long the server asks to wait before the next request."""
+    answer."""
 
-    def __init__(
-        self, message: str, *, status: int = 0, reason: str = "", retry_after_s: float = 0.0
-    ) -> None:
+    def __init__(self, message: str, *, status: int = 0, reason: str = "") -> None:
         super().__init__(message)
         self.status = status
         self.reason = reason
-        self.retry_after_s = retry_after_s
 
 
 class NotFound(KubeError):
@@ -45,9 +42,7 @@ class Unavailable(KubeError):
     """No answer, or an answer that says to try again later."""
 
 
-def error_of(
-    status: int, message: str, reason: str = "", *, retry_after_s: float = 0.0
-) -> KubeError:
+def error_of(status: int, message: str, reason: str = "") -> KubeError:
     """The exception for an HTTP status."""
     kinds = {
         401: Denied,
@@ -58,7 +53,7 @@ def error_of(
         429: Unavailable,
     }
     kind = kinds.get(status, Unavailable if status >= 500 else Rejected)
-    return kind(message, status=status, reason=reason, retry_after_s=retry_after_s)
+    return kind(message, status=status, reason=reason)
 
 
 @contextmanager

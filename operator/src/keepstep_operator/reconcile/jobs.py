@@ -5,7 +5,9 @@ from __future__ import annotations
 from keepstep_operator.api.job_kinds import kind_of
 from keepstep_operator.api.model import Job, JobState
 from keepstep_operator.api.pod import controller_of
-from keepstep_operator.kube import Client, Denied, NotFound, resource_of
+from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.errors import Denied, NotFound
+from keepstep_operator.kube.resources import resource_of
 from keepstep_operator.reconcile.parsing import job_state
 
 

@@ -14,7 +14,8 @@ import kopf
 
 from keepstep_operator import journal
 from keepstep_operator.journal import say
-from keepstep_operator.kube import Client, find_access
+from keepstep_operator.kube.access import find_access
+from keepstep_operator.kube.client import Client
 from keepstep_operator.names import REPORTS_PORT
 from keepstep_operator.reconcile import handlers
 from keepstep_operator.reconcile.metrics import Metrics
@@ -48,7 +49,7 @@ class Settings:
     namespace: str
 
 
-@click.command(short_help="Watch runs, take their reports, show what is protected.")
+@click.command()
 @host_path_option
 @option(
     "--watch-nodes",

@@ -23,7 +23,9 @@ from keepstep_operator import names
 from keepstep_operator.api.model import AgentRecord, PodRecord
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, warn
-from keepstep_operator.kube import PODS, Client, KubeError, NotFound
+from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.errors import KubeError, NotFound
+from keepstep_operator.kube.resources import PODS
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.parsing import parse_agent, parse_pod_record

@@ -13,7 +13,9 @@ from keepstep_operator import names
 from keepstep_operator.api.model import RunKey
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, warn
-from keepstep_operator.kube import PODS, RUNS, Client, KubeError, NotFound
+from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.errors import KubeError, NotFound
+from keepstep_operator.kube.resources import PODS, RUNS
 from keepstep_operator.reconcile.events import standing
 from keepstep_operator.reconcile.jobs import owner_of, state_of
 from keepstep_operator.reconcile.operator import Operator

@@ -16,7 +16,9 @@ from cachetools import TTLCache
 from keepstep.errors import KeepstepError
 from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.bodies import Body
-from keepstep_operator.kube import TOKEN_REVIEWS, Client, KubeError
+from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.errors import KubeError
+from keepstep_operator.kube.resources import TOKEN_REVIEWS
 
 KNOWN_S: Final = 300.0
 """How long an answer is valid. A deleted pod loses its token; we notice that after at most this

@@ -26,17 +26,9 @@ from keepstep_operator.api.model import RunKey
 from keepstep_operator.api.run import RunStatus, as_json
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, say, warn
-from keepstep_operator.kube import (
-    CHECKPOINTS,
-    EVENTS,
-    RUNS,
-    SERVICES,
-    Client,
-    Conflict,
-    KubeError,
-    NotFound,
-    PatchType,
-)
+from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.errors import Conflict, KubeError, NotFound
+from keepstep_operator.kube.resources import CHECKPOINTS, EVENTS, RUNS, SERVICES, PatchType
 from keepstep_operator.reconcile import checkpoints
 from keepstep_operator.reconcile.events import Event, bodies
 from keepstep_operator.reconcile.metrics import Metrics
