@@ -605,7 +605,7 @@ class Ledger(Completeness):
         if self._lineage.fresh is not None:
             text = (
                 f"epoch {self._lineage.fresh} began at step 0 although older steps exist; they are"
-                " kept until somebody acknowledges the fresh start"
+                " kept until somebody deletes them or, on Kubernetes, acknowledges the fresh start"
             )
             now.add(Alarm(AlarmKind.FRESH_START, text))
         fresh, self._alarmed = now - self._alarmed, now
