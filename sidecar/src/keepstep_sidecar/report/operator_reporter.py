@@ -33,7 +33,7 @@ _LAST_S: Final = 2.0
 _LEAST_GAP_S: Final = 1.5
 """The operator refuses reports that come within a second."""
 _PART: Final = 50
-"""Working out a report takes at most one part in so many of the time."""
+"""Working out a report takes at most one part in so many of the time, while `_LOOK_S` allows."""
 _LOOK_S: Final = 10.0
 """How often to look whether a doubt has come by waiting alone."""
 
@@ -88,7 +88,7 @@ class OperatorReporter:
         if self._failures:
             pause_s = self._rhythm.backoff_s(self._failures, broken=self._broken, chance=chance)
         while (left_s := began + pause_s - time.monotonic()) > 0:
-            await asyncio.sleep(min(left_s, self._gap_s))
+            await asyncio.sleep(min(left_s, _LEAST_GAP_S))
             self._follow()
             if not self._failures and self._is_due_to_look(seen):
                 seen = self._changes.count
@@ -96,13 +96,15 @@ class OperatorReporter:
                     return
 
     def _is_due_to_look(self, seen: int) -> bool:
-        return self._changes.count != seen or time.monotonic() - self._looked_at >= _LOOK_S
+        since_s = time.monotonic() - self._looked_at
+        return since_s >= (self._gap_s if self._changes.count != seen else _LOOK_S)
 
     def _summary(self) -> RunReport:
         began = time.monotonic()
         found = summary(self._leader, sequence=self._sequence, at=time.time())
         self._looked_at = time.monotonic()
-        self._gap_s = max(_LEAST_GAP_S, _PART * (self._looked_at - began))
+        took_s = self._looked_at - began
+        self._gap_s = min(_LOOK_S, max(_LEAST_GAP_S, _PART * took_s))
         return found
 
     def _news(self, report: RunReport) -> tuple[object, ...]:
