@@ -89,7 +89,7 @@ def test_another_drive_in_place_of_the_one_with_the_steps_has_the_run_begin_agai
         with tiers.small_drive(cluster, node, path, mib=320, number=1):
             began = _delete(namespace, "gpt-worker-0")  # the other pod has the former drive
             said = namespace.eventually(lambda: namespace.events("OtherDrive"), what="an Event")
-            assert "volume nvme0 of pod gpt-worker-0 lies on another" in said[-1]["message"]
+            assert "lies on another file system than its steps did" in said[-1]["message"]
             life = _begun_again(namespace, began)
             assert life.ended_at[0] - began < 90
             fresh = namespace.eventually(lambda: namespace.events("FreshStart"), what="an Event")
