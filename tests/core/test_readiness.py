@@ -73,7 +73,7 @@ def test_every_wait_but_that_for_the_scan_ends() -> None:
 def test_a_vote_says_what_stands_in_its_way() -> None:
     for view, why in (
         (replace(ALONE, scanned_at=NEVER), "scanned"),
-        (replace(ALONE, heard_at=NEVER), "operator has not answered"),
+        (replace(ALONE, heard_at=NEVER), "leader of the run has not answered"),
         (AWAY, "the archive is away"),
         (UNNAMED, "has not heard of all machines"),
         (replace(LISTED, awaits="shards lie on node b"), "node b"),

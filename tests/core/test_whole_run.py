@@ -179,11 +179,15 @@ class WholeRun(RuleBasedStateMachine):
         ]
 
     def _list(self) -> None:
-        for _ in range(2):  # the second round shows what the first one retired
-            for number, rank in enumerate(self.ranks):  # each rank as it is then
-                held = {number: _report(number, rank, len(self.ranks))}
-                self._feed(Listed(ranks=held, shown=self.shown))
+        for _ in range(2):
+            self._list_once()
             self._ask_leader()
+        self._list_once()  # shows what was retired
+
+    def _list_once(self) -> None:
+        for number, rank in enumerate(self.ranks):  # each rank as it is then
+            held = {number: _report(number, rank, len(self.ranks))}
+            self._feed(Listed(ranks=held, shown=self.shown))
 
     def _ask_leader(self) -> None:
         """The run of one machine is led as any other."""
