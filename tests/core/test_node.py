@@ -111,7 +111,9 @@ def test_a_full_drive_costs_the_fewest_steps_that_nobody_needs() -> None:
     sizes = {step(number): 100 for number in (1, 2, 3, 4)}
     one.step(listed(1, 2, 3, 4, world=1))
     assert retired(one.step(Full(50, sizes))) == [1]
+    assert one.shortage == "", "the policy does not keep it"
     assert retired(one.step(Full(150, sizes))) == [1, 2]
+    assert "the newest 3" in one.shortage
     assert retired(one.step(Full(900, sizes))) == [1, 2, 3], "never the newest commit"
 
 

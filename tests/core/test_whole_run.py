@@ -180,11 +180,11 @@ class WholeRun(RuleBasedStateMachine):
 
     def _list(self) -> None:
         for _ in range(2):
-            self._look()
+            self._list_once()
             self._ask_leader()
-        self._look()  # shows what the leader had retired
+        self._list_once()  # shows what was retired
 
-    def _look(self) -> None:
+    def _list_once(self) -> None:
         for number, rank in enumerate(self.ranks):  # each rank as it is then
             held = {number: _report(number, rank, len(self.ranks))}
             self._feed(Listed(ranks=held, shown=self.shown))

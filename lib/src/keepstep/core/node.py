@@ -319,7 +319,7 @@ class Node:
                 return ()
             case Full():
                 doomed = self._least_wanted(event)
-                self.short = self.short or bool(doomed)
+                self.short = self.short or not self.surplus.issuperset(doomed)
                 return tuple(map(self._retire, doomed))
             case Wrote():
                 return (*self._begin(self._plan(event)), *self._pace(event))
@@ -358,6 +358,13 @@ class Node:
             f"the volumes are full: not all committed steps that the policy keeps ({self.keep}) fit"
             " on them, the oldest go early. Raise the capacity or keep fewer steps"
         )
+
+    @property
+    def surplus(self) -> set[StepId]:
+        """Steps that the policy does not keep, as far as this machine's ledger shows: the leader is
+        about to name them."""
+        policy = replace(self.keep, pinned=self.operator_view.word.pinned)
+        return {*self.ledger.expendable(Tier.LOCAL, policy)}
 
     def is_dead(self, id: StepId) -> bool:
         """Whether a later epoch went on from before this step."""

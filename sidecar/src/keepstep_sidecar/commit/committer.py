@@ -12,7 +12,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
@@ -54,15 +54,17 @@ from keepstep_sidecar.volume.volume import CUT_OFF, VolumeSet, Written
 
 @dataclass(eq=False)
 class StepDirectories:
-    """`must_stay`: whether a step is in use now. `choose`: the steps that go to make room. `keep`:
-    what the policy keeps, for people. `retired`: how many steps were deleted since the start.
-    `evicted`: those of them that went because the volumes were full."""
+    """`must_stay`: whether a step is in use now. `choose`: the steps that go to make room.
+    `surplus`: those that the policy does not keep. `keep`: what it keeps, for people. `retired`:
+    how many steps were deleted since the start. `evicted`: those of them that the policy keeps, and
+    that went because the volumes were full."""
 
     local: LocalShards
     remotes: RemoteInventory
     _: KW_ONLY
     must_stay: Callable[[StepId], bool]
     choose: Callable[[Full], Iterable[StepId]]
+    surplus: Callable[[], Collection[StepId]]
     keep: str
     history: History
     changes: Changes
@@ -97,12 +99,15 @@ class StepDirectories:
                 return True
             missing = size_bytes - await self.local.blocking(self.local.volumes.free_bytes)
             doomed = list(self.choose(Full(missing, self.local.sizes)))
-            for id in doomed:
+            surplus = self.surplus()
+            early = [id for id in doomed if id not in surplus]
+            for id in early:
                 warn("evicted", step=str(id), reason="the volumes are full", keep=self.keep)
             for id in doomed:
                 await self._retire(id)
+            for id in early:
                 self.history.evicted(id)
-            self.evicted += len(doomed)
+            self.evicted += len(early)
             return bool(doomed)
 
     async def _publish(self, id: StepId) -> None:
@@ -275,6 +280,7 @@ class Committer:
             remotes,
             must_stay=self.node.must_stay,
             choose=self._least_wanted,
+            surplus=lambda: self.node.surplus,
             keep=str(keep),
             history=self._history,
             changes=changes,
