@@ -11,7 +11,7 @@ drives, and what each member has said to each leader last (`Word`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -286,20 +286,21 @@ class LedRun(RuleBasedStateMachine):
             self._feed(one, EpochStarted(self.epoch))
             self._list(one)
 
-    @rule(number=st.integers(0, 2))
-    def a_buddy_gets_the_newest_shard(self, number: int) -> None:
-        self._copy(self.machines[number % self.nodes])
+    @rule(number=st.integers(0, 2), late=st.booleans())
+    def a_buddy_gets_a_shard(self, number: int, late: bool) -> None:
+        """`late`: the oldest one, which was long on its way."""
+        self._copy(self.machines[number % self.nodes], min if late else max)
 
     @rule()
     def all_buddies_get_the_newest_shard(self) -> None:
         for one in self.machines:
             self._copy(one)
 
-    def _copy(self, one: Machine) -> None:
+    def _copy(self, one: Machine, which: Callable[[set[StepId]], StepId] = max) -> None:
         """Then the buddy gives up what the sender does not need."""
         buddy = self.machines[(one.number + 1) % self.nodes]
         if buddy is not one and one.scanned and buddy.scanned and one.shards:
-            buddy.copies.add(max(one.shards))
+            buddy.copies.add(which(one.shards))
             held, needed = {one.number: buddy.copies}, {one.number: one.shards}
             for id, _ in superseded(held, needed, committed=one.node.last_commit()):
                 buddy.copies.discard(id)
@@ -467,9 +468,11 @@ class LedRun(RuleBasedStateMachine):
             if reply is not None:
                 one.channel.take(_encode(reply))
 
-    @rule(number=st.integers(0, 4))
-    def a_member_acts_on_what_has_arrived(self, number: int) -> None:
-        self._act(self._one(number))
+    @rule(number=st.none() | st.integers(0, 4))
+    def members_act_on_what_has_arrived(self, number: int | None) -> None:
+        """One, or all."""
+        for one in self._all() if number is None else [self._one(number)]:
+            self._act(one)
 
     def _act(self, one: Machine) -> None:
         reply = one.channel.pushed()
@@ -578,23 +581,35 @@ class LedRun(RuleBasedStateMachine):
     @rule(
         number=st.integers(0, 2),
         behind=st.sampled_from([None, 0, 1, 2]),
+        late=st.booleans(),
         acted=st.booleans(),
         lives_on=st.booleans(),
+        trains_on=st.booleans(),
     )
     def a_machine_is_replaced_by_an_empty_one(
-        self, number: int, behind: int | None, acted: bool, lives_on: bool
+        self,
+        number: int,
+        behind: int | None,
+        late: bool,
+        acted: bool,
+        lives_on: bool,
+        trains_on: bool,
     ) -> None:
         """The training has ended. If the old machine lives on, so does its leader, with its
         members, which may come back to it. Nothing can be asked for where no copy is left.
 
         `behind`: how many steps the buddies were behind when all had spoken last; None: whatever
-        they are. `acted`: on what they heard then.
+        they are. `late`: what they had came only then. `acted`: on what all heard. `trains_on`: the
+        trainers start again at once.
         """
         if behind is not None and self._trains():
             self.the_run_trains_on(1)
-            self.all_buddies_get_the_newest_shard()
+            if not late:
+                self.all_buddies_get_the_newest_shard()
             self.the_run_trains_on(behind)
             self._all_speak(act=acted)
+            for one in self.machines if late else ():
+                self._copy(one, min)
         old = self.machines[number % self.nodes]
         if not self._on(one for one in self.machines if one is not old):
             return
@@ -606,6 +621,8 @@ class LedRun(RuleBasedStateMachine):
             self.past.append(old)
         else:
             self._end(old)
+        if trains_on:
+            self.the_trainers_start_again()
 
     @precondition(lambda self: self.past)
     @rule()
@@ -641,5 +658,5 @@ class LedRun(RuleBasedStateMachine):
 
 TestLedRun = LedRun.TestCase
 TestLedRun.settings = settings(
-    max_examples=200, stateful_step_count=80, print_blob=True, deadline=None
+    max_examples=400, stateful_step_count=80, print_blob=True, deadline=None
 )
