@@ -658,5 +658,5 @@ class LedRun(RuleBasedStateMachine):
 
 TestLedRun = LedRun.TestCase
 TestLedRun.settings = settings(
-    max_examples=400, stateful_step_count=80, print_blob=True, deadline=None
+    max_examples=250, stateful_step_count=80, print_blob=True, deadline=None
 )
