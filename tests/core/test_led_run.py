@@ -330,7 +330,7 @@ class LedRun(RuleBasedStateMachine):
         one.sequence += 1
         return Report(
             sidecar="test",
-            started_at=float(one.life),
+            started_at=-float(one.life),  # no clock counts
             sequence=one.sequence,
             ready=one.scanned,
             epochs=tuple(one.epochs),
@@ -600,7 +600,7 @@ class LedRun(RuleBasedStateMachine):
 
         `behind`: how many steps the buddies were behind when all had spoken last; None: whatever
         they are. `late`: what they had came only then. `acted`: on what all heard. `trains_on`: the
-        trainers start again at once.
+        trainers start again at once, and only then is acted on what has arrived.
         """
         if behind is not None and self._trains():
             self.the_run_trains_on(1)
@@ -623,6 +623,7 @@ class LedRun(RuleBasedStateMachine):
             self._end(old)
         if trains_on:
             self.the_trainers_start_again()
+            self.members_act_on_what_has_arrived(None)
 
     @precondition(lambda self: self.past)
     @rule()
