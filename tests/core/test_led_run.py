@@ -74,16 +74,15 @@ class Host:
 @dataclass(eq=False)
 class Machine:
     """One machine with one rank; it keeps copies for the rank before it. `known`: the last report,
-    if its leader can go on from that one. `to`: the leader to which it is connected. `hosts`: its
-    own leader. `record`: the newest commit that it has noted on its drive. `lost`: its drive is
-    gone."""
+    if its leader can go on from that one. `heard`: a reply that has arrived. `to`: the leader to
+    which it is connected. `hosts`: its own leader. `record`: the newest commit that it has noted on
+    its drive."""
 
     number: int
     shards: set[StepId] = field(default_factory=set)
     copies: set[StepId] = field(default_factory=set)
     epochs: list[Epoch] = field(default_factory=list)
     record: StepId | None = None
-    lost: bool = False
     alive: bool = False
     saved: StepId | None = None
     # of a process of its sidecar
@@ -91,6 +90,7 @@ class Machine:
     scanned: bool = False
     sequence: int = 0
     known: Report | None = None
+    heard: LeaderReply | None = None
     to: Host | None = None
     hosts: Host | None = None
     frames: list[tuple[Host, MemberReport, Word]] = field(default_factory=list)
@@ -145,7 +145,8 @@ class LedRun(RuleBasedStateMachine):
         """Its sidecar begins."""
         self.lives += 1
         one.life, one.sequence, one.scanned, one.shown = f"{self.lives}", 0, False, set()
-        one.known, one.to, one.frames, one.slots = None, None, [], SlotTable(_SLOTS)
+        one.known, one.heard, one.to, one.frames = None, None, None, []
+        one.slots = SlotTable(_SLOTS)
         one.node = Node({one.number: one}, grid=Grid(1), keep=self.keep, managed=True,
                         began=self.now)  # fmt: skip
         one.node.operator_view.remember(Heard(commit=one.record))
@@ -271,7 +272,9 @@ class LedRun(RuleBasedStateMachine):
         self._begin_epoch(parent)
 
     def _begin_epoch(self, parent: StepId | None) -> None:
-        """Each restores the parent, and writes it where it is missing."""
+        """Each restores the parent, and writes it where it is missing. No older word may take
+        it."""
+        self.floor = parent
         self.number_of_epochs += 1
         self.epoch = Epoch(EpochId(self.number_of_epochs, "0" * 8), parent)
         for one in self.machines:
@@ -364,7 +367,7 @@ class LedRun(RuleBasedStateMachine):
         if not answered:
             one.to = None
             return
-        one.channel.take(_encode(reply))
+        self._hear(one, reply)
         if reply.reply.changes_since == report.sequence:
             one.known = report
 
@@ -466,7 +469,7 @@ class LedRun(RuleBasedStateMachine):
         if one.to is not None and one.to.live.get(one.number) == one.life:
             reply = self._reply(one)
             if reply is not None:
-                one.channel.take(_encode(reply))
+                self._hear(one, reply)
 
     @rule(number=st.none() | st.integers(0, 4))
     def members_act_on_what_has_arrived(self, number: int | None) -> None:
@@ -474,8 +477,12 @@ class LedRun(RuleBasedStateMachine):
         for one in self._all() if number is None else [self._one(number)]:
             self._act(one)
 
+    def _hear(self, one: Machine, reply: LeaderReply) -> None:
+        one.heard = reply
+        one.channel.take(_encode(reply))
+
     def _act(self, one: Machine) -> None:
-        reply = one.channel.pushed()
+        reply, one.heard = one.channel.pushed(), None
         if reply is None or not one.scanned:
             return
         self._feed(
@@ -642,9 +649,17 @@ class LedRun(RuleBasedStateMachine):
 
     def _promised(self) -> StepId | None:
         """What no deletion may take: the newest step that all have; of a run in which a machine
-        hears nothing of its leader, the newest one that was named a commit."""
+        hears nothing of its leader, the newest one that was named a commit. A machine that has
+        heard in this epoch that a step may go might have been faster than the loss of a drive."""
         silent = any(one.node.operator_view.silent(self.now) for one in self._all())
-        return max(self._whole() & self.named if silent else self._whole(), default=None)
+        going = {
+            id
+            for one in self._all()
+            if one.heard and one.heard.epoch and one.epochs and one.heard.epoch >= one.epochs[-1].id
+            for id in one.heard.reply.retire
+        }
+        kept = self._whole() - going
+        return max(kept & self.named if silent else kept, default=None)
 
     # --- what always holds ---------------------------------------------------------------
 
