@@ -121,7 +121,7 @@ soak: $(READY) ## kills on this machine: KILLS=500, at most MINUTES=60; results 
 	$(BIN)/python -m tests.faults.kills --kills $(KILLS) --minutes $(MINUTES) $(SOAK_ARGS)
 
 soak-tiers: $(READY) ## on a kind cluster: 200 random faults over all tiers, and what is long and rare
-	$(BIN)/python -m pytest -m soak tests/soak -s $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m soak tests/soak tests/sidecar/test_leader_lost.py -s $(PYTEST_ARGS)
 
 attacks: $(READY) ## make the hostile files in attacks/ again
 	$(BIN)/python attacks/make.py

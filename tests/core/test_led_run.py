@@ -11,7 +11,7 @@ drives, and what each member has said to each leader last (`Word`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -84,16 +84,15 @@ class Host:
 @dataclass(eq=False)
 class Machine:
     """One machine with one rank; it keeps copies for the rank before it. `known`: the last report,
-    if its leader can go on from that one. `to`: the leader to which it is connected. `hosts`: its
-    own leader. `record`: the newest commit that it has noted on its drive. `lost`: its drive is
-    gone."""
+    if its leader can go on from that one. `heard`: a reply that has arrived. `to`: the leader to
+    which it is connected. `hosts`: its own leader. `record`: the newest commit that it has noted on
+    its drive."""
 
     number: int
     shards: set[StepId] = field(default_factory=set)
     copies: set[StepId] = field(default_factory=set)
     epochs: list[Epoch] = field(default_factory=list)
     record: StepId | None = None
-    lost: bool = False
     alive: bool = False
     saved: StepId | None = None
     # of a process of its sidecar
@@ -101,6 +100,7 @@ class Machine:
     scanned: bool = False
     sequence: int = 0
     known: Report | None = None
+    heard: LeaderReply | None = None
     to: Host | None = None
     hosts: Host | None = None
     frames: list[tuple[Host, MemberReport, Word]] = field(default_factory=list)
@@ -155,7 +155,8 @@ class LedRun(RuleBasedStateMachine):
         """Its sidecar begins."""
         self.lives += 1
         one.life, one.sequence, one.scanned, one.shown = f"{self.lives}", 0, False, set()
-        one.known, one.to, one.frames, one.slots = None, None, [], SlotTable(_SLOTS)
+        one.known, one.heard, one.to, one.frames = None, None, None, []
+        one.slots = SlotTable(_SLOTS)
         one.node = Node({one.number: one}, grid=Grid(1), keep=self.keep, alone=self.nodes == 1,
                         began=self.now)  # fmt: skip
         one.node.operator_view.remember(Heard(commit=one.record))
@@ -281,7 +282,9 @@ class LedRun(RuleBasedStateMachine):
         self._begin_epoch(parent)
 
     def _begin_epoch(self, parent: StepId | None) -> None:
-        """Each restores the parent, and writes it where it is missing."""
+        """Each restores the parent, and writes it where it is missing. No older word may take
+        it."""
+        self.floor = parent
         self.number_of_epochs += 1
         self.epoch = Epoch(EpochId(self.number_of_epochs, "0" * 8), parent)
         for one in self.machines:
@@ -296,20 +299,21 @@ class LedRun(RuleBasedStateMachine):
             self._feed(one, EpochStarted(self.epoch))
             self._list(one)
 
-    @rule(number=st.integers(0, 2))
-    def a_buddy_gets_the_newest_shard(self, number: int) -> None:
-        self._copy(self.machines[number % self.nodes])
+    @rule(number=st.integers(0, 2), late=st.booleans())
+    def a_buddy_gets_a_shard(self, number: int, late: bool) -> None:
+        """`late`: the oldest one, which was long on its way."""
+        self._copy(self.machines[number % self.nodes], min if late else max)
 
     @rule()
     def all_buddies_get_the_newest_shard(self) -> None:
         for one in self.machines:
             self._copy(one)
 
-    def _copy(self, one: Machine) -> None:
+    def _copy(self, one: Machine, which: Callable[[set[StepId]], StepId] = max) -> None:
         """Then the buddy gives up what the sender does not need."""
         buddy = self.machines[(one.number + 1) % self.nodes]
         if buddy is not one and one.scanned and buddy.scanned and one.shards:
-            buddy.copies.add(max(one.shards))
+            buddy.copies.add(which(one.shards))
             held, needed = {one.number: buddy.copies}, {one.number: one.shards}
             for id, _ in superseded(held, needed, committed=one.node.last_commit()):
                 buddy.copies.discard(id)
@@ -339,7 +343,7 @@ class LedRun(RuleBasedStateMachine):
         one.sequence += 1
         return Report(
             sidecar="test",
-            started_at=float(one.life),
+            started_at=-float(one.life),  # no clock counts
             sequence=one.sequence,
             ready=one.scanned,
             epochs=tuple(one.epochs),
@@ -373,7 +377,7 @@ class LedRun(RuleBasedStateMachine):
         if not answered:
             one.to = None
             return
-        one.channel.take(_encode(reply))
+        self._hear(one, reply)
         if reply.reply.changes_since == report.sequence:
             one.known = report
 
@@ -475,14 +479,20 @@ class LedRun(RuleBasedStateMachine):
         if one.to is not None and one.to.live.get(one.number) == one.life:
             reply = self._reply(one)
             if reply is not None:
-                one.channel.take(_encode(reply))
+                self._hear(one, reply)
 
-    @rule(number=st.integers(0, 4))
-    def a_member_acts_on_what_has_arrived(self, number: int) -> None:
-        self._act(self._one(number))
+    @rule(number=st.none() | st.integers(0, 4))
+    def members_act_on_what_has_arrived(self, number: int | None) -> None:
+        """One, or all."""
+        for one in self._all() if number is None else [self._one(number)]:
+            self._act(one)
+
+    def _hear(self, one: Machine, reply: LeaderReply) -> None:
+        one.heard = reply
+        one.channel.take(_encode(reply))
 
     def _act(self, one: Machine) -> None:
-        reply = one.channel.pushed()
+        reply, one.heard = one.channel.pushed(), None
         if reply is None or not one.scanned:
             return
         self._feed(
@@ -588,23 +598,35 @@ class LedRun(RuleBasedStateMachine):
     @rule(
         number=st.integers(0, 2),
         behind=st.sampled_from([None, 0, 1, 2]),
+        late=st.booleans(),
         acted=st.booleans(),
         lives_on=st.booleans(),
+        trains_on=st.booleans(),
     )
     def a_machine_is_replaced_by_an_empty_one(
-        self, number: int, behind: int | None, acted: bool, lives_on: bool
+        self,
+        number: int,
+        behind: int | None,
+        late: bool,
+        acted: bool,
+        lives_on: bool,
+        trains_on: bool,
     ) -> None:
         """The training has ended. If the old machine lives on, so does its leader, with its
         members, which may come back to it. Nothing can be asked for where no copy is left.
 
         `behind`: how many steps the buddies were behind when all had spoken last; None: whatever
-        they are. `acted`: on what they heard then.
+        they are. `late`: what they had came only then. `acted`: on what all heard. `trains_on`: the
+        trainers start again at once, and only then is acted on what has arrived.
         """
         if behind is not None and self._trains():
             self.the_run_trains_on(1)
-            self.all_buddies_get_the_newest_shard()
+            if not late:
+                self.all_buddies_get_the_newest_shard()
             self.the_run_trains_on(behind)
             self._all_speak(act=acted)
+            for one in self.machines if late else ():
+                self._copy(one, min)
         old = self.machines[number % self.nodes]
         if not self._on(one for one in self.machines if one is not old):
             return
@@ -616,6 +638,9 @@ class LedRun(RuleBasedStateMachine):
             self.past.append(old)
         else:
             self._end(old)
+        if trains_on:
+            self.the_trainers_start_again()
+            self.members_act_on_what_has_arrived(None)
 
     @precondition(lambda self: self.past)
     @rule()
@@ -634,9 +659,17 @@ class LedRun(RuleBasedStateMachine):
 
     def _promised(self) -> StepId | None:
         """What no deletion may take: the newest step that all have; of a run in which a machine
-        hears nothing of its leader, the newest one that was named a commit."""
+        hears nothing of its leader, the newest one that was named a commit. A machine that has
+        heard in this epoch that a step may go might have been faster than the loss of a drive."""
         silent = any(one.node.operator_view.silent(self.now) for one in self._all())
-        return max(self._whole() & self.named if silent else self._whole(), default=None)
+        going = {
+            id
+            for one in self._all()
+            if one.heard and one.heard.epoch and one.epochs and one.heard.epoch >= one.epochs[-1].id
+            for id in one.heard.reply.retire
+        }
+        kept = self._whole() - going
+        return max(kept & self.named if silent else kept, default=None)
 
     # --- what always holds ---------------------------------------------------------------
 
@@ -651,5 +684,5 @@ class LedRun(RuleBasedStateMachine):
 
 TestLedRun = LedRun.TestCase
 TestLedRun.settings = settings(
-    max_examples=200, stateful_step_count=80, print_blob=True, deadline=None
+    max_examples=250, stateful_step_count=80, print_blob=True, deadline=None
 )

@@ -120,6 +120,11 @@ class Slurm:
         """Where it runs, in Slurm's notation."""
         return self._field(job, "NodeList")
 
+    def story(self, job: str) -> str:
+        """The job and the nodes as Slurm sees them, and what the job has printed."""
+        shown = self.command("scontrol", "--oneliner", "show", "job", job)
+        return f"{self._sinfo()}: {shown}{self.output(job)}"
+
     def _field(self, job: str, name: str) -> str:
         shown = self.command("scontrol", "--oneliner", "show", "job", job)
         return dict(word.partition("=")[::2] for word in shown.split())[name]

@@ -84,7 +84,7 @@ def _finishes(slurm: Slurm, job: str) -> None:
             slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")
         return slurm.state(job) == "COMPLETED"
 
-    eventually(ends, what=lambda: f"it ends: {slurm.output(job)}", every_s=1.0, within_s=180)
+    eventually(ends, what=lambda: f"it ends: {slurm.story(job)}", every_s=1.0, within_s=180)
     assert slurm.restarts(job) == 1
 
 

@@ -63,13 +63,13 @@ def _submitted(slurm: Slurm, tmp_path: Path, *, steps: int) -> str:
 def test_a_job_of_two_nodes_whose_time_is_up_loses_no_step(slurm: Slurm, tmp_path: Path) -> None:
     job = _submitted(slurm, tmp_path, steps=_FOR_EVER)
     slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # the signal is due
-    eventually(lambda: slurm.state(job) == "PENDING", what=lambda: _story(slurm, job), within_s=120)
+    eventually(lambda: slurm.state(job) == "PENDING", what=lambda: slurm.story(job), within_s=120)
     finished = _finished(slurm, job)
     slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=10", "StartTime=now")
-    eventually(lambda: len(_starts(slurm, job)) == 4, what=lambda: _story(slurm, job), within_s=90)
+    eventually(lambda: len(_starts(slurm, job)) == 4, what=lambda: slurm.story(job), within_s=90)
     slurm.command("scancel", job)
     (from_step,) = {int(step) for _, step in _starts(slurm, job)[2:]}
-    assert from_step >= finished, _story(slurm, job)
+    assert from_step >= finished, slurm.story(job)
 
 
 @pytest.mark.parametrize("lost", ["n1", "n2"], ids=["the-leaders", "another"])
@@ -93,7 +93,7 @@ def test_a_job_of_two_nodes_is_requeued_and_goes_on_though_a_node_lost_its_drive
 def _goes_on(slurm: Slurm, job: str, lost: str) -> None:
     """A job that was sent back into the queue comes to its end. `lost`: the node whose drive is
     empty by then."""
-    eventually(lambda: slurm.state(job) == "PENDING", what=lambda: _story(slurm, job))
+    eventually(lambda: slurm.state(job) == "PENDING", what=lambda: slurm.story(job))
     if lost:
         shutil.rmtree(slurm.scratch / f"local-{lost}" / "keepstep")
 
@@ -102,7 +102,7 @@ def _goes_on(slurm: Slurm, job: str, lost: str) -> None:
             slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")
         return slurm.state(job) == "COMPLETED"
 
-    eventually(ends, what=lambda: _story(slurm, job), every_s=1.0, within_s=120)
+    eventually(ends, what=lambda: slurm.story(job), every_s=1.0, within_s=120)
     starts = _starts(slurm, job)
     assert sorted(starts[:2]) == [("0", "None"), ("1", "None")]
     assert len(starts) == 4, slurm.output(job)
@@ -120,7 +120,3 @@ def _finished(slurm: Slurm, job: str) -> int:
     """The newest step that both ranks have finished."""
     saved = Counter(re.findall(r"saved (\d+)", slurm.output(job)))
     return max(int(step) for step, times in saved.items() if times == 2)
-
-
-def _story(slurm: Slurm, job: str) -> str:
-    return f"{slurm.state(job)}, {slurm.output(job)}"
