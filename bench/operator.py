@@ -28,7 +28,9 @@ import aiohttp
 import msgspec
 import psutil
 
+from keepstep.leader.summary import fitted
 from keepstep.steps import StepId, Tier
+from keepstep.wire import runs as wire
 from keepstep.wire.runs import Doubt, DoubtKind, Kept, RunReport
 from keepstep_operator.kube.resources import RUNS
 from tests.certificates import make_certificate
@@ -40,6 +42,7 @@ from tests.operator.reconcile.serving import trusting
 PODS = 10
 INTERVAL_S = 30.0
 CHANGES = 20
+WORST = 20
 
 
 def pods_of(run: int) -> list[Body]:
@@ -78,9 +81,38 @@ class Leader:
         self.kept = kept
         self.sequence = 0
         self.stalls = False
+        self.hostile = 0
+
+    def worst(self) -> RunReport:
+        """As long as is accepted, and new in each part."""
+        text = f"{self.hostile:03} " + "x" * 450
+        doubts = tuple(Doubt(kind=kind, text=text) for kind in DoubtKind)[: wire.MOST_SAID]
+        told = replace(
+            report(1000 + self.sequence, sequence=self.sequence, leader=f"leader-{self.run}"),
+            nodes=tuple(
+                node(rank, pod=f"pod-{self.run}-{rank}", warnings=(f"{self.hostile} " + "w" * 150,))
+                for rank in range(wire.MOST_NODES)
+            ),
+            kept=tuple(
+                Kept(step=str(StepId(FIRST.id, 1000 * self.hostile + one)), ranks=80,
+                     tiers=(Tier.ARCHIVE,))
+                for one in range(wire.MOST_KEPT)
+            ),
+            doubts=doubts,
+            alarms=tuple(
+                wire.Alarm(kind=f"Kind{one}", text=text) for one in range(wire.MOST_SAID)
+            ),
+            recent=tuple(
+                wire.Happened(time=wire.utc(time.time()), type="Restored", message=text)
+                for _ in range(wire.MOST_RECENT)
+            ),
+        )  # fmt: skip
+        return fitted(told, lambda one: len(msgspec.json.encode(one)))
 
     def report(self) -> RunReport:
         self.sequence += 1
+        if self.hostile:
+            return self.worst()
         doubt = Doubt(kind=DoubtKind.COMMIT_STALLED, text="no step became committed")
         return replace(
             report(1000 + self.sequence, sequence=self.sequence, leader=f"leader-{self.run}"),
@@ -186,7 +218,24 @@ async def measure(runs: int, foreign: int, kept: int, seconds: float) -> Body:
             found["refused"] = load.refused
             for task in leading:
                 task.cancel()
+            found["worst_report_cpu_s"] = await _worst(process, load)
     return {"runs": runs, "pods": runs * PODS, "foreign": foreign, **found}
+
+
+async def _worst(process: psutil.Process, load: Load) -> float:
+    """Processor time that each of the largest reports takes, with what is written of it meanwhile,
+    while nobody else reports. There is one event loop, so it keeps others waiting no longer."""
+    leader = load.leaders[0]
+    await asyncio.sleep(2.0)
+    before, taken = process.cpu_times(), 0
+    for number in range(WORST):
+        leader.hostile = number + 1
+        taken += await load.send(leader)
+        await asyncio.sleep(1.1)  # reports within a second are refused
+    if not taken:
+        raise RuntimeError("none of the largest reports was taken in")
+    after = process.cpu_times()
+    return round((after.user + after.system - before.user - before.system) / taken, 3)
 
 
 async def _ready(session: aiohttp.ClientSession, port: int) -> None:

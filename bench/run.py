@@ -7,7 +7,8 @@ The leader is the product's own code: hub, host and ledger in a process of their
 a real peers' server. Each other machine has a real connection (TCP, TLS, an address of its own).
 Simulated are the machines behind these: what the 8 ranks of each hold follows from the clock, they
 delete what they are told to delete, and each keeps copies for the machine before it. They send the
-same reports as the product's reporter: four for each step.
+same reports as the product's reporter: at once when a step is durable, else two seconds after the
+last.
 
 Printed: each figure, its bar, and their ratio. *commit*: from the moment at which the last rank of
 all is durable to that at which a machine knows of the commit. *known again*: from the start of a
@@ -47,6 +48,7 @@ from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leader.host import OWN, Host
 from keepstep_sidecar.leader.hub import Hub
 from keepstep_sidecar.leader.link import Link
+from keepstep_sidecar.report.reporter import Rhythm
 from keepstep_sidecar.tiers.peer.secret import SecretCredentials
 from keepstep_sidecar.tiers.peer.server import Server
 
@@ -106,7 +108,10 @@ class Machine:
         self._held: dict[Tier, set[int]] = {tier: set() for tier in _TIERS}
         self._told: dict[Tier, set[int]] = {tier: set() for tier in _TIERS}
         self._sent: dict[Tier, set[int]] = {}
-        self._peers_version, self._heard = "", 0
+        self._peers_version = self._said_version = ""
+        self._heard = 0
+        self._rhythm, self._reported_at = Rhythm(), 0.0
+        self._later: asyncio.TimerHandle | None = None
 
     async def live(self) -> None:
         """Hold each step in time: first in memory, then on the drive, then the other's copy."""
@@ -133,8 +138,23 @@ class Machine:
     def report(self) -> None:
         """Say what changed, unless an answer is still awaited."""
         whole = not self._follows
-        if self._answered < self._sequence or (self._held == self._told and not whole):
+        new_list = self._peers_version != self._said_version
+        anything = whole or new_list or self._held != self._told
+        if self._answered < self._sequence or not anything:
             return
+        pressing = (
+            whole
+            or new_list
+            or max(self._held[Tier.LOCAL], default=0) > max(self._told[Tier.LOCAL], default=0)
+        )
+        wait_s = self._rhythm.least_gap_s if pressing else self._rhythm.later_s
+        due_in_s = self._reported_at + wait_s - time.monotonic()
+        if self._later is not None:
+            self._later.cancel()
+        if due_in_s > 0:
+            self._later = asyncio.get_running_loop().call_later(due_in_s, self.report)
+            return
+        self._reported_at = time.monotonic()
         self._sent = {tier: set(steps) for tier, steps in self._held.items()}
         ranks = [
             self._rank(rank, whole, alive=True, tiers=(Tier.MEMORY, Tier.LOCAL))
@@ -162,6 +182,7 @@ class Machine:
             life=self._life, nodes=self._clock.machines, report=report, heard=self._heard
         )
         self._sequence += 1
+        self._said_version = self._peers_version
         if not self.send(told):
             self._answered = self._sequence
 
@@ -200,6 +221,7 @@ class Machine:
         for id in reply.commits if newest is None else (*reply.commits, newest):
             self.seen.setdefault(id.step, now)
         self._heard, self._peers_version = told.number, reply.peers_version
+        self._rhythm = Rhythm.of(reply.interval_s, reply.least_gap_s)
         if told.answers == self._sequence > self._answered:
             self._answered, self._follows = self._sequence, 0
             if reply.changes_since == self._sequence:

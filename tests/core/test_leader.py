@@ -168,3 +168,18 @@ def test_a_machine_alone_may_keep_more_steps_than_a_member_may_report() -> None:
     reply = leader.news(0)
     assert reply is not None
     assert reply.reply.retire == (at(0), at(1), at(2))
+
+
+def test_a_machine_is_told_of_a_commit_at_once_and_of_the_rest_with_its_next_answer(
+    run: Run,
+) -> None:
+    run.reports(0, rank(0, 1, 2))
+    run.reports(1, rank(1, 1, 2))
+    run.reports(0, rank(0, 1, 2))
+    run.reports(1, rank(1, 2))
+    assert run.leader.news(0) is None, "step 1 is gone elsewhere, so it is no commit any more"
+    run.reports(0, rank(0, 1, 2, 3))
+    run.reports(1, rank(1, 2, 3))
+    told = run.leader.news(0)
+    assert told is not None
+    assert told.reply.committed[str(Tier.LOCAL)] == at(3)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.core.commit_rule import ReportedTier
+from keepstep.core.shard import Shard
+from keepstep.steps import Answer, EpochId, StepId, Tier
+from keepstep.wire.reports import Report, ReportedRank
 from keepstep.wire.trainer import LeaseRequest
 from keepstep_sidecar.leases import local_world, sees_all
+from keepstep_sidecar.report.report import pressing
 from keepstep_sidecar.report.reporter import Rhythm
 
 chances = st.floats(0.0, 1.0)
@@ -23,6 +30,7 @@ def test_no_answer_makes_a_sidecar_fall_silent_or_report_all_the_time(
     rhythm = Rhythm.of(interval_s, gap_s)
     assert 0.8 <= rhythm.silence_s(urgent=False, chance=chance) <= 721.0
     assert 0.05 <= rhythm.least_gap_s <= 60.0
+    assert 2.0 <= rhythm.later_s <= 120.0
 
 
 @given(st.integers(1, 10_000), chances)
@@ -45,6 +53,30 @@ def test_a_broken_connection_is_tried_again_at_once_and_another_replica_is_found
     assert tried_at_s[1] <= 0.5
     for led_at_s in range(1, 21):  # the Lease's end, the standby's look, its start
         assert min(one for one in tried_at_s if one >= led_at_s) <= led_at_s + 2.0
+
+
+def told(rank: ReportedRank) -> Report:
+    return Report(sidecar="test", started_at=1.0, sequence=1, ready=True, ranks=(rank,))
+
+
+def holding(**steps: tuple[int, ...]) -> ReportedRank:
+    epoch = EpochId(1, "0" * 8)
+    tiers = {
+        Tier(tier): ReportedTier(
+            answer=Answer.STEPS,
+            shards=tuple(Shard(step_id=StepId(epoch, one), rank=0, world=2) for one in held),
+        )
+        for tier, held in steps.items()
+    }
+    return ReportedRank(rank=0, world=2, alive=True, tiers=tiers)
+
+
+def test_only_what_a_commit_needs_is_pressing() -> None:
+    before = pressing(told(holding(memory=(3,), local=(1, 2), peer=(1,))))
+    assert pressing(told(holding(memory=(3, 4), local=(2,), peer=(1, 2)))) == before
+    assert pressing(told(holding(memory=(3,), local=(1, 2, 3), peer=(1,)))) != before
+    dead = replace(holding(memory=(3,), local=(1, 2), peer=(1,)), alive=False)
+    assert pressing(told(dead)) != before, "a vote may be near"
 
 
 # --- span ----------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ import operator
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from keepstep.core.shard import Shard
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
@@ -60,22 +60,39 @@ def is_full(ranks: int, world: int) -> bool:
 
 
 class RankUnion:
-    """The union of many bitmaps, one for each key. `once`: bits that are in any bitmap."""
+    """The union of many bitmaps, one for each key. `once`: bits that are in any bitmap. `twice`:
+    those that are in more than one. Only a bit that leaves one of several costs a look at all."""
 
-    __slots__ = ("_of", "once")
+    __slots__ = ("_of", "once", "twice")
 
     def __init__(self) -> None:
-        self.once = 0
+        self.once = self.twice = 0
         self._of: dict[int, int] = {}
 
     def put(self, key: int, ranks: int) -> None:
         """Replace the bitmap of this key."""
-        left = self._of.pop(key, 0) & ~ranks
+        before = self._of.pop(key, 0)
+        came, left = ranks & ~before, before & ~ranks
         if ranks:
             self._of[key] = ranks
-        self.once |= ranks
-        if left:
-            self.once = functools.reduce(operator.or_, self._of.values(), 0)
+        self.once &= ~left | self.twice
+        self.twice |= self.once & came
+        self.once |= came
+        if left & self.twice:
+            self._count(left & self.twice)
+
+    def _count(self, ranks: int) -> None:
+        once = twice = 0
+        for one in self._of.values():
+            if one & ranks:
+                twice |= once & one
+                once |= one
+        self.once = self.once & ~ranks | once & ranks
+        self.twice = self.twice & ~ranks | twice & ranks
+
+    def keys_of(self, ranks: int) -> list[int]:
+        """The keys of the bitmaps that have any of these bits."""
+        return [key for key, one in self._of.items() if one & ranks]
 
 
 class Holding:
@@ -100,11 +117,13 @@ class Holding:
     def add(self, rank: int, shard: Shard) -> None:
         """Add the image of this rank, which may have none here yet."""
         at = _index(self.ranks, rank)
-        for column, number in zip(self._columns, _numbers(shard), strict=True):
-            column.insert(at, number)
+        roots, params, sizes = self._columns
+        roots.insert(at, _number_of(shard.root))
+        params.insert(at, _number_of(shard.params_digest))
+        sizes.insert(at, shard.size_bytes)
         self.ranks |= 1 << rank
         self.written_at = max(self.written_at, shard.written_at or 0.0)
-        if group := shard.alike.bits:
+        if shard.alike and (group := shard.alike.bits):
             self._twins[group] = self._twins.get(group, 0) | 1 << rank
 
     def remove(self, ranks: int) -> None:
@@ -129,6 +148,11 @@ class Holding:
             and self._group_of(rank) == shard.alike.bits
         )
 
+    @property
+    def has_digests(self) -> bool:
+        """Whether any image here can be compared. Those in memory cannot."""
+        return any(self._columns[0]) or bool(self.doubled)
+
     def root(self, rank: int) -> int:
         """A number that stands for the digest of the rank's image; 0 if there is no image, or if it
         has no digest."""
@@ -141,6 +165,11 @@ class Holding:
     def sizes(self) -> Iterator[tuple[int, int]]:
         """Bytes of each image, by rank."""
         return zip(bits(self.ranks), self._columns[2], strict=True)
+
+    @property
+    def has_twins(self) -> bool:
+        """Whether an image here stands for that of another rank."""
+        return bool(self._twins)
 
     def with_twins(self) -> int:
         """Bitmap of the ranks held here, and of the ranks that have a twin among them."""
@@ -282,45 +311,68 @@ RankReport = Mapping[Tier, ReportedTier]
 """What one node has of one rank. A tier that is not named is left as it was."""
 
 
+_PART: Final = 64
+
+
+def _parts(ranks: int) -> set[int]:
+    """In which parts of the world these ranks are, each of `_PART` ranks."""
+    lowest, highest = (ranks & -ranks).bit_length() // _PART, ranks.bit_length() // _PART
+    if lowest == highest:
+        return {lowest}  # as nearly always
+    return {(rank + 1) // _PART for rank in bits(ranks)}
+
+
 class Tally:
     """The copies of one step.
 
     `contested`: bitmap of the ranks of which two different images exist. `reach`: by (tier, world),
-    the bitmap of all ranks of which there are copies. It is kept, because thousands of nodes may
-    have one copy each, and each of their reports asks for it. `known`: by tier, whether the step is
-    complete there, as far as that was judged.
+    all ranks of which there are copies. `known`: by tier, whether the step is complete there, as
+    far as that was judged. Thousands of nodes may have one copy each, so a change of one looks at
+    few others: `_near` has the copies by part of the world.
     """
 
-    __slots__ = ("contested", "copies", "known", "reach")
+    __slots__ = ("_near", "contested", "copies", "known", "reach")
 
     def __init__(self) -> None:
-        self.copies: list[Holding] = []
+        self.copies: dict[Place, Holding] = {}
+        self._near: dict[int, dict[Place, Holding]] = {}
         self.contested = 0
         self.known: dict[Tier, bool] = {}
-        self.reach: dict[tuple[Tier, int], int] = {}
+        self.reach: dict[tuple[Tier, int], RankUnion] = {}
 
     def came(self, held: Holding, ranks: int) -> None:
         """Images of these ranks were added to this copy."""
-        at = held.place[1:]
-        self.reach[at] = self.reach.get(at, 0) | ranks
-        self._changed(ranks)
+        self.copies[held.place] = held
+        self._changed(held)
+        if held.has_digests:
+            for part in _parts(ranks):
+                self._near.setdefault(part, {})[held.place] = held
+            self._compare(ranks)
 
     def left(self, held: Holding, ranks: int) -> None:
         """Images of these ranks were removed from this copy."""
         if not held.ranks:
-            self.copies.remove(held)
-        at = held.place[1:]
-        alike = (one.ranks for one in self.copies if one.place[1:] == at)
-        if there := functools.reduce(operator.or_, alike, 0):
-            self.reach[at] = there
-        else:
-            del self.reach[at]
-        self._changed(ranks)
+            del self.copies[held.place]
+        self._changed(held)
+        for part in _parts(ranks) - _parts(held.ranks):
+            self._near.get(part, {}).pop(held.place, None)
+        self._compare(ranks & self.contested)
 
-    def _changed(self, ranks: int) -> None:
-        """Compare all images of these ranks that have digests, and update `contested`."""
+    def _changed(self, held: Holding) -> None:
         self.known.clear()
-        there = [held for held in self.copies if held.ranks & ranks]
+        node_rank, tier, world = held.place
+        union = self.reach.setdefault((tier, world), RankUnion())
+        union.put(node_rank, held.ranks)
+        if not union.once:
+            del self.reach[tier, world]
+
+    def _compare(self, ranks: int) -> None:
+        """Compare all images of these ranks that have digests, and update `contested`."""
+        if not ranks:
+            return
+        parts = (self._near.get(part, {}) for part in _parts(ranks))
+        near = {place: one for part in parts for place, one in part.items()}
+        there = [held for held in near.values() if held.ranks & ranks]
         once = twice = found = 0
         for held in there:
             twice |= once & held.ranks
@@ -337,7 +389,7 @@ class Tally:
 
     def ranks(self, tiers: Collection[Tier]) -> int:
         """Bitmap of the ranks of which a copy lies on one of these tiers."""
-        there = (ranks for (tier, _), ranks in self.reach.items() if tier in tiers)
+        there = (ranks.once for (tier, _), ranks in self.reach.items() if tier in tiers)
         return functools.reduce(operator.or_, there, 0)
 
     def complete(self, tier: Tier) -> bool:
@@ -378,7 +430,7 @@ class Completeness:
         self._contested: set[StepId] = set()
         self._answers: dict[tuple[int, Tier], _Said] = {}
         self._merged: dict[Tier, _Said] = {}
-        self._in_memory: dict[int, int] = {}
+        self._in_memory = RankUnion()
         self.changed: set[StepId] = set()
 
     # --- changing ------------------------------------------------------------------------
@@ -397,7 +449,7 @@ class Completeness:
                 held = self.held(at, tier)
                 self._hear(node_rank, tier, told, held=held)
                 if tier is Tier.MEMORY:
-                    self._in_memory[node_rank] = held
+                    self._in_memory.put(node_rank, held)
 
     def _take_in(self, at: int, tier: Tier, told: Mapping[int, ReportedTier]) -> None:
         images: dict[_Key, list[tuple[int, Shard]]] = {}
@@ -408,7 +460,8 @@ class Completeness:
             for id in one.gone or ():
                 gone[id] = gone.get(id, 0) | 1 << rank
             whole |= 1 << rank if one.gone is None else 0
-        for key, held in list(self._held.get((at, tier), {}).items()):
+        there = self._held.get((at, tier), {}) if whole or gone else {}
+        for key, held in list(there.items()):
             unnamed = whole & held.ranks
             if unnamed:
                 unnamed &= ~bitmap(rank for rank, _ in images.get(key, ()))
@@ -441,7 +494,6 @@ class Completeness:
             self._epochs_held[id.epoch] += 1
         if key not in here:
             here[key] = held
-            tally.copies.append(held)
         tally.came(held, bitmap(new) | doubled)
         self._note(id, tally)
 
@@ -457,7 +509,7 @@ class Completeness:
                     said[None] |= said[answer] & ranks
                     said[answer] &= ~ranks
         self._merged.clear()
-        self._in_memory[node_rank] = self.held(node_rank, Tier.MEMORY)
+        self._in_memory.put(node_rank, self.held(node_rank, Tier.MEMORY))
 
     def _take_out(self, held: Holding, ranks: int) -> None:
         """Remove the images of these ranks from this copy."""
@@ -511,13 +563,18 @@ class Completeness:
         """Steps of which two different images of one rank exist, oldest first."""
         return sorted(self._contested)
 
-    def copies(self, id: StepId) -> Sequence[Holding]:
+    def copies(self, id: StepId) -> Collection[Holding]:
         """Every copy of this step."""
-        return self._tally(id).copies
+        return self._tally(id).copies.values()
 
     def of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, Holding]]:
         """The steps that this node holds on this tier, each with its copies."""
         return ((held.id, held) for held in self._held.get((node_rank, tier), {}).values())
+
+    def copy(self, id: StepId, place: Place) -> int:
+        """Bitmap of the ranks of which an image of the step is at this place."""
+        held = self._tally(id).copies.get(place)
+        return 0 if held is None else held.ranks
 
     def steps_at(self, at: int) -> int:
         """How many steps are held at `at`. A step counts once for each tier and world."""
@@ -599,14 +656,8 @@ class Completeness:
 
     def twice_in_memory(self) -> dict[int, set[int]]:
         """rank -> node ranks, for each rank whose images are in the memory of more than one."""
-        once = twice = 0
-        for ranks in self._in_memory.values():
-            twice |= once & ranks
-            once |= ranks
-        return {
-            rank: {at for at, ranks in self._in_memory.items() if ranks >> rank & 1}
-            for rank in bits(twice)
-        }
+        memory = self._in_memory
+        return {rank: {*memory.keys_of(1 << rank)} for rank in bits(memory.twice)}
 
 
 # --- coverage --------------------------------------------------------------------------------
@@ -670,8 +721,9 @@ def _spread(tally: Tally, *, world: int) -> Coverage:
     for tier in NEAREST_FIRST:
         found[tier] = own[tier] & ~taken
         taken |= own[tier]
+    lenders = [held for held in tally.copies.values() if held.has_twins]
     for tier in NEAREST_FIRST if taken != everybody else ():
-        for held in tally.copies:
+        for held in lenders:
             if held.place[1] is tier:
                 news = held.with_twins() & everybody & ~(taken | twins)
                 twins |= news

@@ -262,6 +262,7 @@ class Ledger(Completeness):
         """The epochs of images for which the lineage was computed; None: compute it again."""
         self._conflicts: tuple[Alarm, ...] = ()
         self._committed: dict[Tier, tuple[StepId, ...]] = {}
+        self._among: dict[Tier, set[StepId]] = {}
         self._known_retired: dict[Tier, tuple[object, _Retired]] = {}
 
     def apply(self, event: Event) -> tuple[Action, ...]:
@@ -308,10 +309,12 @@ class Ledger(Completeness):
             self._conflicts = tuple(epoch_conflicts(self._parents, there))
             if self._lineage != before:
                 self._committed.clear()
-        for tier, ids in self._committed.items():
-            moved = {id for id in changed if self._is_committed(id, tier) != is_among(id, ids)}
+        for tier in self._committed:
+            among = self._among[tier]
+            moved = {id for id in changed if self._is_committed(id, tier) != (id in among)}
             if moved:
-                self._committed[tier] = tuple(sorted(moved.symmetric_difference(ids)))
+                among ^= moved
+                self._committed[tier] = tuple(sorted(among))
 
     def _is_committed(self, id: StepId, tier: Tier) -> bool:
         return self.complete(id, tier) and self._lineage.restorable(id)
@@ -350,6 +353,7 @@ class Ledger(Completeness):
         if tier not in self._committed:
             committed = (id for id in self.steps if self._is_committed(id, tier))
             self._committed[tier] = tuple(committed)
+            self._among[tier] = {*self._committed[tier]}
         return self._committed[tier]
 
     def watermark(self, tier: Tier) -> StepId | None:

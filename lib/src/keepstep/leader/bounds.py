@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from keepstep.core.shard import Shard
 from keepstep.core.suspicion import KEPT
 from keepstep.errors import UsageError
-from keepstep.leader.node_rank import epochs_needed, kept
+from keepstep.leader.node_rank import NEWEST_EPOCHS, epochs_needed, kept
 from keepstep.leader.run_ledger import LARGEST_WORLD, MOST_RANKS
-from keepstep.steps import EpochId, StepId, Tier
+from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 
 MOST_OTHERS: Final = 8192
@@ -23,9 +24,8 @@ are left alone."""
 _MOST_BITS: Final = 1 << 23
 """A step takes a bit for each rank up to its highest, so fewer steps count for ranks beyond
 8,192."""
-MOST_BITS_OF_ALL: Final = 1 << 26
-"""The same for all ranks and tiers of a report together: 8 MiB. The bitmaps of all different sets
-of twins must fit into as many."""
+_FEW: Final = _MOST_BITS // LARGEST_WORLD
+"""So many steps always count."""
 MOST_EPOCHS: Final = 1024
 """The most epochs that a step, a restore or another epoch's parent names. Further ones are dropped
 and not refused, since a run may have begun any number of times."""
@@ -37,15 +37,14 @@ MOST_VOLUMES: Final = 64
 LONGEST_ADDRESS: Final = 280
 LONGEST_NAME: Final = 256
 LARGEST_STEP: Final = 10**15
-LARGEST_EPOCH: Final = 10**9
-_HEX: Final = frozenset("0123456789abcdef")
 
 
 def checked(report: Report) -> Report:
     """The report, without what is left alone. Raises UsageError for one that cannot be."""
-    foreign = sum(not one.shards(Tier.PEER) and kept(one) for one in report.ranks)
-    if len(report.ranks) - foreign > MOST_RANKS or foreign > MOST_OTHERS:
-        raise UsageError("more ranks than one machine can have")
+    if len(report.ranks) > MOST_RANKS:
+        foreign = sum(not one.shards(Tier.PEER) and kept(one) for one in report.ranks)
+        if len(report.ranks) - foreign > MOST_RANKS or foreign > MOST_OTHERS:
+            raise UsageError("more ranks than one machine can have")
     if len(report.restores) > MOST_RESTORES or len(report.volumes) > MOST_VOLUMES:
         raise UsageError("more restores or volumes than one machine can have")
     if len(report.peer_address) > LONGEST_ADDRESS:
@@ -56,20 +55,22 @@ def checked(report: Report) -> Report:
     check_epochs(report)
     for one in report.ranks:
         check_rank(one)
-    report = replace(report, ranks=tuple(map(newest, report.ranks)))
-    return replace(report, epochs=epochs_needed(report, most=MOST_EPOCHS))
+    if any(len(told.shards) > _FEW for one in report.ranks for told in one.tiers.values()):
+        report = replace(report, ranks=tuple(map(newest, report.ranks)))
+    if len(report.epochs) > NEWEST_EPOCHS:
+        report = replace(report, epochs=epochs_needed(report, most=MOST_EPOCHS))
+    return report
 
 
 def check_epochs(report: Report) -> None:
     epochs = [*report.epochs, *(one.epoch for one in report.restores)]
     parents = [one.parent for one in epochs if one.parent is not None]
-    if not all(_is_epoch(one.id) and len(one.origin) <= LONGEST_NAME for one in epochs) or not all(
-        map(is_step, parents)
-    ):
+    if any(len(one.origin) > LONGEST_NAME for one in epochs) or not all(map(is_step, parents)):
         raise UsageError("an epoch that cannot be")
 
 
 def newest(one: ReportedRank) -> ReportedRank:
+    """The rank with its newest steps only, if it tells of more than count."""
     most = min(MOST_STEPS, _MOST_BITS // (one.rank + 1))
     if all(len(told.shards) <= most for told in one.tiers.values()):
         return one
@@ -84,26 +85,31 @@ def newest(one: ReportedRank) -> ReportedRank:
 
 def check_rank(one: ReportedRank) -> None:
     """Raises UsageError for what cannot be."""
-    held = one.shards()
-    worlds = {one.world, *(image.world for image in held)}
-    if not 0 <= one.rank < one.world or not all(0 < world <= LARGEST_WORLD for world in worlds):
+    if not 0 <= one.rank < one.world <= LARGEST_WORLD:
         raise UsageError(f"rank {one.rank} of {one.world} cannot be")
-    if any(image.rank != one.rank or not image.is_possible for image in held):
-        raise UsageError(f"rank {one.rank} tells of another one or of twins")
-    gone = [id for told in one.tiers.values() for id in told.gone or ()]
-    if len(held) + len(gone) > MOST_IMAGES:
+    images, steps = 0, [] if one.staged is None else [one.staged]
+    for told in one.tiers.values():
+        gone = told.gone or ()
+        images += len(told.shards) + len(gone)
+        steps += gone
+        for image in told.shards:
+            check_image(one.rank, image)
+            steps.append(image.step_id)
+    if images > MOST_IMAGES:
         raise UsageError(f"rank {one.rank} tells of too many images")
-    if not all(0 <= image.size_bytes < 1 << 62 for image in held):
-        raise UsageError(f"rank {one.rank} tells of a size that cannot be")
-    staged = (one.staged,) if one.staged is not None else ()
-    if not all(map(is_step, (*staged, *gone, *(image.step_id for image in held)))):
+    if not all(map(is_step, steps)):
         raise UsageError(f"rank {one.rank} tells of a step that cannot be")
 
 
+def check_image(rank: int, image: Shard) -> None:
+    """Raises UsageError for what cannot be."""
+    if image.rank != rank or not image.is_possible:
+        raise UsageError(f"rank {rank} tells of another one or of twins")
+    if not 0 <= image.size_bytes < 1 << 62:
+        raise UsageError(f"rank {rank} tells of a size that cannot be")
+
+
 def is_step(id: StepId) -> bool:
-    return 0 <= id.step < LARGEST_STEP and _is_epoch(id.epoch)
-
-
-def _is_epoch(id: EpochId) -> bool:
-    """Whether `EpochId.parse` can read it back from a status or a directory's name."""
-    return 0 <= id.number < LARGEST_EPOCH and len(id.nonce) == 8 and set(id.nonce) <= _HEX
+    """Whether `StepId.parse` can read it back from a status or a directory's name. An epoch can be
+    read back if it is one."""
+    return id.step < LARGEST_STEP

@@ -9,12 +9,13 @@ one connection, so of two leaders at most one ever has all of them. What an oper
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.ledger import Alarm, is_among
+from keepstep.core.shard import Shard
 from keepstep.core.suspicion import Failure, newest
 from keepstep.errors import UsageError
 from keepstep.leader.bounds import checked
@@ -44,6 +45,8 @@ INTERVAL_S = 10.0
 _LEAST_GAP_S = 0.05
 _GAP_ALONE_S = 0.25
 """A machine alone sees its commits by itself: only deletions wait for a report."""
+_MOST_REPORTS_S = 1000
+"""The most reports that all members together send in a second."""
 
 
 @dataclass(kw_only=True)
@@ -81,12 +84,20 @@ class _Advice:
 
 @dataclass(frozen=True)
 class Peers:
-    """The addresses of all machines by node rank, and who sends copies to whom. Empty until all
-    node ranks have reported: a list that grows with each of them would be sent to all each time."""
+    """All machines by node rank, and who sends copies to whom. Empty until all node ranks have
+    reported: a list that grows with each of them would be sent to all each time. `version`: names
+    both."""
 
-    addresses: Mapping[int, str]
+    all: Mapping[int, Peer]
     ring: Mapping[int, tuple[int, ...]]
-    digest: bytes
+    version: str
+
+    def of(self, node_rank: int) -> tuple[Peer, ...]:
+        """The other machines, as this one is told."""
+        buddies = {rank for rank in self.ring.get(node_rank, ()) if rank in self.all}
+        told = {**self.all, **{rank: replace(self.all[rank], buddy=True) for rank in buddies}}
+        told.pop(node_rank, None)
+        return tuple(told.values())
 
 
 class Leader:
@@ -153,8 +164,8 @@ class Leader:
             local_stays=self.requests.policy.outlives_pod,
         )
         most_world = min(LARGEST_WORLD, MOST_RANKS * (self.nodes or len(self._members)))
-        ranks = self._believed(node_rank, report)
-        doubted, report = ranks != report.ranks, replace(report, ranks=ranks)
+        believed = self._believed(node_rank, report)
+        doubted, report = believed is not report, believed
         member.sequence, progress = report.sequence, self.ledger.progress
         said = self.ledger.take(sender, report, at=at, most_world=most_world, bounded=not own)
         if said is not None:
@@ -194,45 +205,47 @@ class Leader:
             raise UsageError(DUPLICATE.format(node_rank))
         return _Member(life=told.life, pod=told.pod or told.life, order=0)
 
-    def _believed(self, node_rank: int, report: Report) -> tuple[ReportedRank, ...]:
-        """The ranks of a report, without new steps of a rank that trains at another member, unless
-        that member has written them: nothing is committed by what others say of its bytes."""
-        found = []
-        for one in report.ranks:
-            owner = self._owner(one.rank)
-            written = None if owner in (None, node_rank) else self._written(owner, one.rank)
-            tiers = one.tiers if written is None else self._known(one.tiers, written)
-            found.append(replace(one, tiers=tiers))
-        return tuple(found)
+    def _believed(self, node_rank: int, report: Report) -> Report:
+        """The report, without new steps of ranks that train at another member, unless that member
+        has written them: nothing is committed by what others say of its bytes."""
+        owners = {one.rank: self._owners.get(one.rank, node_rank) for one in report.ranks}
+        training = {one: self._training(one) for one in {*owners.values()} - {node_rank}}
+        ranks = tuple(
+            self._believed_of(one, owner)
+            if training.get(owner := owners[one.rank], 0) >> one.rank & 1
+            else one
+            for one in report.ranks
+        )
+        alike = all(map(operator.is_, ranks, report.ranks))
+        return report if alike else replace(report, ranks=ranks)
 
-    def _known(
-        self, tiers: Mapping[Tier, ReportedTier], written: Collection[StepId]
-    ) -> dict[Tier, ReportedTier]:
-        current, commit = self.ledger.core.lineage.current, self.ledger.committed()
+    def _believed_of(self, one: ReportedRank, owner: int) -> ReportedRank:
+        tiers = dict(one.tiers)
+        for tier, told in one.tiers.items():
+            if tier.shared:
+                continue
+            known = tuple(held for held in told.shards if self._known(owner, held))
+            if known != told.shards:
+                tiers[tier] = replace(told, shards=known)
+        alike = all(map(operator.is_, tiers.values(), one.tiers.values()))
+        return one if alike else replace(one, tiers=tiers)
 
-        def known(id: StepId) -> bool:
-            old = id.epoch != current or (commit is not None and id <= commit)
-            return old or id in written
+    def _known(self, owner: int, held: Shard) -> bool:
+        """Whether this image is old, or on the drives of the member at which its rank trains."""
+        written = self.ledger.core.copy(held.step_id, (owner, Tier.LOCAL, held.world))
+        if written >> held.rank & 1 or held.step_id.epoch != self.ledger.core.lineage.current:
+            return True
+        commit = self.ledger.committed()
+        return commit is not None and held.step_id <= commit
 
-        return {
-            tier: one
-            if tier.shared
-            else replace(one, shards=tuple(held for held in one.shards if known(held.step_id)))
-            for tier, one in tiers.items()
-        }
-
-    def _owner(self, rank: int) -> int | None:
-        """The connected member at which this rank trains in the newest epoch."""
-        owner, current = self._owners.get(rank), self.ledger.core.lineage.current
-        if owner is None or not self._members[owner].connected:
-            return None
-        staged = self.ledger.places[owner].staged
-        trains = any(id.epoch == current and ranks >> rank & 1 for id, ranks in staged)
-        return owner if trains else None
-
-    def _written(self, node_rank: int, rank: int) -> set[StepId]:
-        on_drives = self.ledger.core.of_node(node_rank, Tier.LOCAL)
-        return {id for id, held in on_drives if held.ranks >> rank & 1}
+    def _training(self, owner: int) -> int:
+        """The ranks that train at this member in the newest epoch, if it is connected; as bits."""
+        if not self._members[owner].connected:
+            return 0
+        current, found = self.ledger.core.lineage.current, 0
+        for id, ranks in self.ledger.places[owner].staged:
+            found |= ranks if id.epoch == current else 0
+        return found
 
     def left(self, node_rank: int) -> None:
         """The connection of this member has ended. What it holds is still there, as far as is
@@ -334,10 +347,11 @@ class Leader:
         return ranks
 
     def news(self, node_rank: int) -> LeaderReply | None:
-        """What the member is to be told now; None if it knows that already."""
+        """What the member is to be told now; None if it knows that already, or if it can wait for
+        the answer to its next report."""
         member = self._members[node_rank]
         reply = self._reply(node_rank, member)
-        if member.sent is not None and replace(member.sent, number=0) == reply:
+        if member.sent is not None and _can_wait(member.sent, reply):
             return None
         member.number += 1
         if self.closing and member.last is None:
@@ -349,10 +363,7 @@ class Leader:
 
     def _reply(self, node_rank: int, member: _Member) -> LeaderReply:
         advice, held = self._advise(), sorted(self.ledger.local(node_rank))
-        own = advice.peers.ring.get(node_rank, ())
-        said = b"%d %b %b" % (node_rank, repr(own).encode(), advice.peers.digest)
-        version = blake2b(said, digest_size=12).hexdigest()
-        left = self.requests.left
+        peers, left = advice.peers, self.requests.left
         return LeaderReply(
             leader=self.life,
             number=0,
@@ -364,8 +375,8 @@ class Leader:
                 advice.reply,
                 commits=tuple(id for id in held if is_among(id, advice.reply.commits)),
                 retire=tuple(id for id in held if is_among(id, advice.expendable)),
-                peers=() if version == member.holds else _listed(advice.peers, node_rank),
-                peers_version=version,
+                peers=() if peers.version == member.holds else peers.of(node_rank),
+                peers_version=peers.version,
                 agents=left.agents_of(node_rank),
                 awaits=left.awaited_by(node_rank),
                 changes_since=self.ledger.follows(node_rank, member.pod),
@@ -385,7 +396,7 @@ class Leader:
         return _Advice(
             reply=ReportReply(
                 interval_s=INTERVAL_S,
-                least_gap_s=_GAP_ALONE_S if self.nodes == 1 else _LEAST_GAP_S,
+                least_gap_s=self._gap_s,
                 committed={str(tier): id for tier, id in ledger.watermarks().items()},
                 commits=ledger.commits(),
                 plan=None if paused else asked.wanted or ledger.plan(),
@@ -403,6 +414,12 @@ class Leader:
             peers=self.peers(),
         )
 
+    @property
+    def _gap_s(self) -> float:
+        if self.nodes == 1:
+            return _GAP_ALONE_S
+        return max(_LEAST_GAP_S, len(self._members) / _MOST_REPORTS_S)
+
     def _leaving(self) -> Iterator[bool]:
         return (one.leaving for one in self._members.values() if one.connected)
 
@@ -418,7 +435,7 @@ class Leader:
         of = places.moved, settled, self._introduced, domains, replicas
         if self._peers is None or self._peers[0] != of:
             served = {
-                rank: place.sidecar.peer_address
+                rank: Peer(node_rank=rank, address=place.sidecar.peer_address)
                 for rank, place in sorted(places.items())
                 if place.sidecar.peer_address and not place.gone and self._introduced
             }
@@ -428,16 +445,23 @@ class Leader:
                 if self._introduced and not (settled and place.gone)
             }
             ring = buddies(spots, replicas=replicas)
-            digest = blake2b(repr(served).encode(), digest_size=12).digest()
-            self._peers = of, Peers(served, ring, digest)
+            named = repr((served, ring)).encode()
+            self._peers = of, Peers(served, ring, blake2b(named, digest_size=12).hexdigest())
         return self._peers[1]
 
 
-def _listed(peers: Peers, node_rank: int) -> tuple[Peer, ...]:
-    """The other machines, as this one is told."""
-    own = peers.ring.get(node_rank, ())
-    return tuple(
-        Peer(node_rank=rank, address=address, buddy=rank in own)
-        for rank, address in peers.addresses.items()
-        if rank != node_rank
+def _can_wait(sent: LeaderReply, now: LeaderReply) -> bool:
+    """Whether a member that was told `sent` waits for nothing of `now`: it differs in steps that
+    are gone, or that memory alone holds."""
+    was, reply = sent.reply, now.reply
+    local = str(Tier.LOCAL)
+    if was.committed.get(local) != reply.committed.get(local):
+        return False
+    ahead = was.plan is not None and reply.plan is not None and was.plan <= reply.plan
+    alike = replace(
+        reply,
+        committed=was.committed,
+        commits=was.commits if {*reply.commits} <= {*was.commits} else reply.commits,
+        plan=was.plan if ahead else reply.plan,
     )
+    return sent == replace(now, number=sent.number, reply=alike)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from keepstep.core.commit_rule import RankUnion
 from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
@@ -21,8 +22,7 @@ MOST_PAST = 64
 """The most replaced sidecars of one pod whose late reports are recognized."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SidecarState:
+class SidecarState(NamedTuple):
     """What a sidecar reports of itself and of its pod. `failed`: pairs of name and reason, for
     volumes that take no writes. `refusals`, `refused`: see `Report`."""
 
@@ -64,8 +64,7 @@ def _used(volume: ReportedVolume) -> float:
     return volume.used_bytes / whole if whole > 0 else 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankState:
+class RankState(NamedTuple):
     """What was reported of one rank besides its images. `own`: it trains, or trained, in this pod.
     Otherwise the pod only keeps copies of it (`copied`), or saw it archived."""
 
@@ -292,14 +291,13 @@ def renewed(
 def rank_state(one: ReportedRank, before: RankState | None, held: Mapping[Tier, int]) -> RankState:
     """The state of a rank after a report. `held`: by tier, the ranks of which the ledger has an
     image of this place."""
-    there = {tier for tier, ranks in held.items() if ranks >> one.rank & 1}
     answer = before.archive_answer if before is not None else None
     archived = answer is Answer.STEPS
     if (told := one.tiers.get(Tier.ARCHIVE)) is not None:
         answer = told.answer
         archived = bool(told.shards) if told.gone is None else answer is Answer.STEPS
-    here = one.alive or not there.isdisjoint(IN_POD)
-    copied = Tier.PEER in there
+    here = one.alive or any(held[tier] >> one.rank & 1 for tier in IN_POD)
+    copied = bool(held[Tier.PEER] >> one.rank & 1)
     return RankState(
         world=one.world,
         alive=one.alive,
@@ -328,7 +326,7 @@ def _shared(worlds: frozenset[tuple[bool, int]]) -> frozenset[tuple[bool, int]]:
     return worlds
 
 
-_NEWEST_EPOCHS = 64
+NEWEST_EPOCHS = 64
 
 
 def epochs_needed(report: Report, *, most: int) -> tuple[Epoch, ...]:
@@ -338,13 +336,13 @@ def epochs_needed(report: Report, *, most: int) -> tuple[Epoch, ...]:
     The newest 64 epochs always stay. If more than `most` remain, the oldest are dropped, and their
     steps are then left alone.
     """
-    if len(report.epochs) <= _NEWEST_EPOCHS:
+    if len(report.epochs) <= NEWEST_EPOCHS:
         return report.epochs
     recorded = {epoch.id: epoch for epoch in report.epochs}
     named = {held.step_id.epoch for one in report.ranks for held in one.shards()}
     named |= {one.epoch.id for one in report.restores}
     newest = sorted(recorded, reverse=True)
-    pending = [*newest[:_NEWEST_EPOCHS], *(named & recorded.keys())]
+    pending = [*newest[:NEWEST_EPOCHS], *(named & recorded.keys())]
     needed: set[EpochId] = set()
     while pending:
         id = pending.pop()

@@ -71,6 +71,9 @@ class Safety:
     refuges: frozenset[StepId] = frozenset()
 
 
+_Judged = tuple[StepId, Sole, Sole]
+
+
 class RunLedger:
     """The ledger of one run and the places that feed it."""
 
@@ -408,7 +411,7 @@ class RunLedger:
         newest_first = self.core.committed(Tier.LOCAL)[::-1]
         unarchived = [id for id in newest_first if archived is None or id > archived]
         drives = self._drives()
-        nodes = [(id, *self._sole(id, drives)) for id in unarchived]
+        nodes = [*_deciding((id, *self._sole(id, drives)) for id in unarchived)]
         left = least_left(nodes)
         pods = {rank: place.pod for rank, place in self.places.items() if not place.gone}
         pod = least_left((id, *self._sole(id, pods)) for id in unarchived)
@@ -506,6 +509,14 @@ class RunLedger:
         """Steps of which this place's drives hold any image, its own or a copy."""
         for tier in (Tier.LOCAL, Tier.PEER):
             yield from (id for id, _ in self.core.of_node(node_rank, tier))
+
+
+def _deciding(newest_first: Iterable[_Judged]) -> Iterator[_Judged]:
+    """Those down to the first that no loss of a node harms: the older ones decide nothing."""
+    for one in newest_first:
+        yield one
+        if one[2] == frozenset():
+            return
 
 
 def _step_of(one: tuple[StepId, object]) -> StepId:

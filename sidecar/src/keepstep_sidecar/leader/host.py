@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 OWN = 0
 """The node rank of the leader itself."""
-_TOGETHER_S = 0.02
+_TOGETHER_S = 0.03
 """Reports that come within this time are answered together: all ranks write a step at once."""
+_PART = 4
+"""Answering takes at most one part in so many of the time, in a large run."""
 _ANYWHERE = ("", "0.0.0.0", "::")
 _REFUSED_S = 60.0
 """How long a refused member is shown."""
@@ -49,6 +51,7 @@ class Host:
         self._refused: dict[int, tuple[float, str]] = {}
         self._missing: dict[int, float] = {}
         self._due: asyncio.TimerHandle | None = None
+        self._gap_s = _TOGETHER_S
 
     # --- frames ------------------------------------------------------------------------------
 
@@ -115,10 +118,10 @@ class Host:
 
     def _soon(self) -> None:
         if self._due is None:
-            self._due = asyncio.get_running_loop().call_later(_TOGETHER_S, self._tell)
+            self._due = asyncio.get_running_loop().call_later(self._gap_s, self._tell)
 
     def _tell(self) -> None:
-        self._due = None
+        self._due, began = None, time.thread_time()
         for rank in self.leader.waiting():
             member, reply = self._members.get(rank), self.leader.news(rank)
             if reply is None:
@@ -127,6 +130,7 @@ class Host:
                 member.send(msgspec.json.encode(reply))
             elif rank == OWN:
                 self.own(reply)
+        self._gap_s = max(_TOGETHER_S, _PART * (time.thread_time() - began))
         self._changes.ring()
 
     async def finish(self, *, timeout_s: float) -> None:

@@ -51,7 +51,7 @@ class _Channel:
         self._heard = 0
         self._closing = self._pinned = False
         self._peers: tuple[Peer, ...] = ()
-        self._peers_version = ""
+        self._peers_version = self._said_version = ""
 
     async def __aenter__(self) -> _Channel:
         if self._link is not None:
@@ -66,8 +66,10 @@ class _Channel:
     @property
     def asked(self) -> bool:
         """A leader that ends waits until it knows that its last reply was acted on, and a person
-        waits until it knows the pins. A pod that leaves has no time to lose."""
-        return self._closing or self._pinned or self._leaves() != self._left
+        waits until it knows the pins. A pod that leaves has no time to lose. A list of peers is
+        repeated until the leader knows that it has arrived."""
+        new = self._peers_version != self._said_version
+        return self._closing or self._pinned or new or self._leaves() != self._left
 
     def pin(self, pinned: Collection[StepId]) -> None:
         """From now on these steps are pinned, once the leader has said so."""
@@ -86,7 +88,7 @@ class _Channel:
 
     def _frame(self, report: Report) -> MemberReport:
         self._closing = self._pinned = False
-        self._left = self._leaves()
+        self._left, self._said_version = self._leaves(), self._peers_version
         return replace(
             self._told,
             report=replace(report, peers_version=self._peers_version),

@@ -301,3 +301,30 @@ def news(report: Report) -> Report:
         tiers=waiting,
         goodput=None,
     )
+
+
+def pressing(told: Report) -> Report:
+    """Of the `news` of a report, what other machines wait for: a commit needs the newest step that
+    each rank has written, not what memory and buddies hold, nor what is deleted."""
+    return replace(
+        told,
+        ranks=tuple(map(_pressing, told.ranks)),
+        tiers={
+            tier: TierProgress(where=one.where, trouble=one.trouble)
+            for tier, one in told.tiers.items()
+        },
+    )
+
+
+def _pressing(one: ReportedRank) -> ReportedRank:
+    tiers = {
+        tier: replace(
+            told, shards=_newest(told.shards) if tier in (Tier.LOCAL, Tier.ARCHIVE) else ()
+        )
+        for tier, told in one.tiers.items()
+    }
+    return ReportedRank(rank=one.rank, world=one.world, alive=one.alive, tiers=tiers)
+
+
+def _newest(shards: Sequence[Shard]) -> tuple[Shard, ...]:
+    return (max(shards, key=lambda one: one.step_id),) if shards else ()

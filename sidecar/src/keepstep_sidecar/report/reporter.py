@@ -2,8 +2,9 @@
 
 Nothing waits for it. While the leader is away, slow or not trusted, training, commits on this
 machine and restores go on. A report is sent on a change, but not more often than the leader allows,
-and after a silence. It is whole, or it tells what changed since the last report, if a leader
-answered that one that knows all of it. No report is ever sent again.
+and after a silence. A change for which no other machine waits goes with the next one, or two
+seconds after the last. A report is whole, or it tells what changed since the last report, if a
+leader answered that one that knows all of it. No report is ever sent again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from keepstep.core.vote import NEVER
@@ -23,7 +24,7 @@ from keepstep.wire.status import VolumeStatus
 from keepstep_sidecar.commit.operator_link import OperatorLink
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.report.report import changes, news
+from keepstep_sidecar.report.report import changes, news, pressing
 
 _log = logging.getLogger("keepstep.sidecar")
 
@@ -40,6 +41,7 @@ _LONGEST_URGENT_BACKOFF_S = 4.0
 """A new leader must hear of all machines before it can introduce them to each other."""
 
 _URGENT_S = 1.0
+_LATER_S = 2.0
 _MEASURE_EVERY_S = 10.0
 _MEASURE_TIMEOUT_S = 5.0
 _BOUNDS_INTERVAL_S = (1.0, 600.0)
@@ -65,10 +67,12 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Rhythm:
-    """When a report is due. Pure. Times: seconds since the last attempt; `failures`: in a row."""
+    """When a report is due. Pure. Times: seconds since the last attempt; `failures`: in a row.
+    `waits`: something has changed that waits for a more pressing change."""
 
     interval_s: float = 30.0
     least_gap_s: float = 1.0
+    waits: bool = False
 
     @classmethod
     def of(cls, interval_s: float, least_gap_s: float) -> Rhythm:
@@ -80,9 +84,15 @@ class Rhythm:
 
     def silence_s(self, *, urgent: bool, chance: float) -> float:
         """The longest silence between reports. `chance` in 0..1 spreads the pods of a run."""
+        silence_s = self.interval_s * (0.8 + 0.4 * chance)
         if urgent:
-            return max(self.least_gap_s, _URGENT_S)
-        return self.interval_s * (0.8 + 0.4 * chance)
+            silence_s = max(self.least_gap_s, _URGENT_S)
+        return min(silence_s, self.later_s) if self.waits else silence_s
+
+    @property
+    def later_s(self) -> float:
+        """How long a change waits for a more pressing one."""
+        return max(_LATER_S, 2 * self.least_gap_s)
 
     def backoff_s(
         self, failures: int, *, urgent: bool = False, broken: bool = False, chance: float
@@ -197,10 +207,9 @@ class Reporter:
             await self._after_failures()
             return
         if self._sent is not None:
-            silence_s = self._rhythm.silence_s(urgent=self._look.urgent(), chance=random.random())
             await self._changes.until(
                 lambda: self._operator.finishing or self._changes.count != self._seen,
-                timeout_s=silence_s - self._since(),
+                timeout_s=self._silence_s(random.random()) - self._since(),
             )
         await self._pause(self._rhythm.least_gap_s - self._since())
 
@@ -228,8 +237,14 @@ class Reporter:
         """Whether this report is worth sending now."""
         if self._operator.finishing or self._failures or self._sent is None or self._channel.asked:
             return True
-        silence_s = self._rhythm.silence_s(urgent=self._look.urgent(), chance=0.0)
-        return self._since() >= silence_s or news(report) != self._sent
+        told = news(report)
+        self._rhythm = replace(self._rhythm, waits=told != self._sent)
+        if self._rhythm.waits and pressing(told) != pressing(self._sent):
+            return True
+        return self._since() >= self._silence_s(0.0)
+
+    def _silence_s(self, chance: float) -> float:
+        return self._rhythm.silence_s(urgent=self._look.urgent(), chance=chance)
 
     # --- what --------------------------------------------------------------------------------
 
