@@ -216,8 +216,9 @@ def test_a_step_to_go_back_to_that_only_memory_has_is_durable_soon(sidecar):
         state["n"] = step
         checkpointer.save(step)
         checkpointer.wait(step)
-    back = min(checkpointer.all_steps())
     checkpointer.close()
+    eventually(lambda: sidecar.published() == [4, 5], what="older steps go")
+    back = min(checkpointer.all_steps())
     assert back not in sidecar.published()
     checkpointer = keepstep.Checkpointer({"state": state})
     assert checkpointer.restore(step=back).step == back

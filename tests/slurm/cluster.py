@@ -138,6 +138,11 @@ class Slurm:
         """The output of one of Slurm's commands, at the controller."""
         return self._run(*self._inside(_CONTROLLER, *arguments))
 
+    def begin_soon(self, job: str) -> None:
+        """A job that is back in the queue would wait there for two minutes. It cannot begin at
+        once: a node refuses the credential of a job that it may still be ending."""
+        self.command("scontrol", "update", f"JobId={job}", "StartTime=now+5")
+
     def logs(self) -> str:
         """The end of what each daemon said."""
         logs = sorted(self.scratch.glob("*.log"))

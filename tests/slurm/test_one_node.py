@@ -77,14 +77,18 @@ def test_a_job_whose_node_is_lost_goes_on_at_another_one_from_the_archive(
 
 
 def _finishes(slurm: Slurm, job: str) -> None:
-    """A job that is back in the queue waits there for two minutes, unless it is told not to."""
-
-    def ends() -> bool:
-        if slurm.state(job) == "PENDING":
-            slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")
-        return slurm.state(job) == "COMPLETED"
-
-    eventually(ends, what=lambda: f"it ends: {slurm.story(job)}", every_s=1.0, within_s=180)
+    eventually(
+        lambda: slurm.state(job) == "PENDING",
+        what=lambda: f"it waits again: {slurm.story(job)}",
+        within_s=120,
+    )
+    slurm.begin_soon(job)
+    eventually(
+        lambda: slurm.state(job) == "COMPLETED",
+        what=lambda: f"it ends: {slurm.story(job)}",
+        every_s=1.0,
+        within_s=180,
+    )
     assert slurm.restarts(job) == 1
 
 

@@ -65,7 +65,8 @@ def test_a_job_of_two_nodes_whose_time_is_up_loses_no_step(slurm: Slurm, tmp_pat
     slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # the signal is due
     eventually(lambda: slurm.state(job) == "PENDING", what=lambda: slurm.story(job), within_s=120)
     finished = _finished(slurm, job)
-    slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=10", "StartTime=now")
+    slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=10")
+    slurm.begin_soon(job)
     eventually(lambda: len(_starts(slurm, job)) == 4, what=lambda: slurm.story(job), within_s=90)
     slurm.command("scancel", job)
     (from_step,) = {int(step) for _, step in _starts(slurm, job)[2:]}
@@ -97,12 +98,13 @@ def _goes_on(slurm: Slurm, job: str, lost: str) -> None:
     if lost:
         shutil.rmtree(slurm.scratch / f"local-{lost}" / "keepstep")
 
-    def ends() -> bool:
-        if slurm.state(job) == "PENDING":  # it would wait for two minutes
-            slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")
-        return slurm.state(job) == "COMPLETED"
-
-    eventually(ends, what=lambda: slurm.story(job), every_s=1.0, within_s=120)
+    slurm.begin_soon(job)
+    eventually(
+        lambda: slurm.state(job) == "COMPLETED",
+        what=lambda: slurm.story(job),
+        every_s=1.0,
+        within_s=120,
+    )
     starts = _starts(slurm, job)
     assert sorted(starts[:2]) == [("0", "None"), ("1", "None")]
     assert len(starts) == 4, slurm.output(job)

@@ -58,7 +58,6 @@ EDITS: dict[str, list[tuple[str, str]]] = {
             "    archive: Archive | None = None\n",
             "    archive: Archive | None = None\n    vault: Vault | None = None\n",
         ),
-        ("Tier.ARCHIVE: self.archive}", "Tier.ARCHIVE: self.archive, Tier.VAULT: self.vault}"),
         (
             "        archive=archive,\n",
             "        archive=archive,\n        vault=parse_vault(spec),\n",

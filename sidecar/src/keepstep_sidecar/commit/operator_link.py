@@ -63,13 +63,14 @@ class OperatorNotes:
         due = at_once or pinned != self._noted[1] or now - self._noted_at >= _EVERY_S
         if (commit, pinned) == self._noted or not due:
             return
-        self._noted, self._noted_at = (commit, pinned), now
+        self._noted_at = now
         try:
             await self._local.change_record(
                 lambda record: replace(record, committed=commit, pinned=pinned)
             )
         except StorageError as error:
             warn("commit not noted", step=str(commit), reason=str(error))
+        self._noted = commit, pinned  # not before: a write that was cancelled is made again
 
     @property
     def _word(self) -> tuple[StepId | None, frozenset[StepId]]:
