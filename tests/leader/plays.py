@@ -10,7 +10,7 @@ import msgspec
 
 from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.retention import Retention
-from keepstep.core.shard import Shard
+from keepstep.core.shard import NOBODY, Ranks, Shard
 from keepstep.leader.leader import Leader
 from keepstep.leader.summary import fitted, summary
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
@@ -58,6 +58,7 @@ class Sidecar:
     address: str = ""
     heard: int = 0
     leaving: bool = False
+    alike: Ranks = NOBODY
     more: dict[str, Any] = field(default_factory=dict)
     sequence: int = 0
 
@@ -128,6 +129,7 @@ class Sidecar:
                 world=self.world,
                 root=f"{id}/{self.rank}" if root else None,
                 size_bytes=IMAGE_BYTES,
+                alike=self.alike,
             )
             for id in ids
         )

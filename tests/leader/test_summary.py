@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from keepstep.core.history import Badput
+from keepstep.core.shard import Ranks
 from keepstep.leader.leader import Leader
 from keepstep.leader.summary import fitted, summary
 from keepstep.steps import Tier
@@ -390,6 +391,22 @@ def test_the_agent_is_named_until_a_newer_step_is_committed_without_it() -> None
     play.hear(a.durable(41, epoch=epoch), new)
     assert play.replies(new).agents == {}
     assert [one.node for one in play.look().record.holders] == ["node-0", "node-2"]
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_newer_image_of_a_twin_is_enough_only_where_the_policy_has_peers(replicas: int) -> None:
+    """Without the rank's own generators it is not what the agent serves."""
+    a, b = two()
+    a.alike = b.alike = Ranks.of([0, 1])
+    play = Play(a, b, replicas=replicas)
+    play.post()
+    play.hear(a.saved(40), b.saved(40))
+    play.hear(a.saved(41))
+    play.leader.left(1)
+    new = Sidecar(rank=1, pod="pod-1-new", node="node-2", started_at=T0 + 9, epochs=[])
+    play.hear(new, a)
+    play.post(members=(member(a), member(new)), agents={"node-1": "10.1.0.1:26741"})
+    assert bool(play.replies(new).agents) == (not replicas)
 
 
 def test_a_node_that_exists_no_more_is_not_waited_for() -> None:

@@ -103,7 +103,8 @@ class RunHistory:
         if archived is not None and self.stand_in is not None and archived >= self.stand_in:
             self.stand_in = None
         if durable != self._durable and any(ledger.orphans):
-            ledger.orphans.superseded(ledger.unaided())  # walks all copies there are
+            by = ledger.unaided(twins=bool(policy.replicas))  # walks all copies there are
+            ledger.orphans.superseded(by)
         self._durable = durable
         self.restarts.take(
             report,

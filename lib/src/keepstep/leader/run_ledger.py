@@ -424,11 +424,10 @@ class RunLedger:
             refuges=refuges(sole),
         )
 
-    def unaided(self) -> StepId | None:
+    def unaided(self, *, twins: bool) -> StepId | None:
         """The newest step that is complete on drives, or archived, without the shards that agents
-        serve. Twins count only of pods that serve peers, because what an agent serves is exact."""
-        drives = self._drives()
-        lenders = {rank for rank, place in self.places.items() if place.sidecar.peer_address}
+        serve. `twins`: whether it may be so by images of twins; what an agent serves is exact."""
+        drives, lenders = self._drives(), None if twins else ()
         whole = (
             id
             for id in reversed(self.core.steps)
