@@ -251,7 +251,7 @@ def test_the_step_that_was_asked_for_last_replaces_an_earlier_one(sidecar):
     assert life(state, asked=9, last=14) == 9
     assert life(state, asked=14, last=20) == 14
     assert life(state, asked=14, last=20) == 14
-    assert 9 not in sidecar.published()
+    eventually(lambda: 9 not in sidecar.published(), what="it goes")
 
 
 def test_a_step_that_a_script_asks_for_outlives_a_person_who_goes_elsewhere(sidecar):
