@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import secrets
 import shutil
 import subprocess
 import threading
@@ -22,7 +23,6 @@ from trainer import FakeTrainer
 from tests.harness import eventually, free_port
 
 _OPTIONS = ("--persist-every", "1", "--keep", "2")
-_HERE, _THERE = "10.78.0.1", "10.78.0.2"
 _MINUTE_S = 60.0
 
 
@@ -30,17 +30,21 @@ class Firewall:
     """A network namespace behind a firewall, which lets everything through until `close`."""
 
     def __init__(self) -> None:
-        self._name = f"keepstep-{os.getpid()}-member"
+        mark = secrets.token_hex(3)  # the kernel removes the link of one before a moment later
+        self._name, self._link = f"keepstep-{mark}-member", f"ks{mark}"
+        number = int(mark, 16) % (1 << 14) * 4
+        network = f"10.78.{number >> 8}"
+        self.here, self.there = (f"{network}.{(number & 255) + host}" for host in (1, 2))
         self.inside = ("nsenter", f"--net=/run/netns/{self._name}")
 
     def __enter__(self) -> Firewall:
         _run("ip", "netns", "add", self._name)
         try:
-            _run("ip", "link", "add", f"ks{os.getpid()}", "type", "veth",
+            _run("ip", "link", "add", self._link, "type", "veth",
                  "peer", "name", "eth0", "netns", self._name)  # fmt: skip
-            _run("ip", "address", "add", f"{_HERE}/30", "dev", f"ks{os.getpid()}")
-            _run("ip", "link", "set", f"ks{os.getpid()}", "up")
-            _run("ip", "-n", self._name, "address", "add", f"{_THERE}/30", "dev", "eth0")
+            _run("ip", "address", "add", f"{self.here}/30", "dev", self._link)
+            _run("ip", "link", "set", self._link, "up")
+            _run("ip", "-n", self._name, "address", "add", f"{self.there}/30", "dev", "eth0")
             _run("ip", "-n", self._name, "link", "set", "eth0", "up")
             _run("ip", "-n", self._name, "link", "set", "lo", "up")
         except BaseException:
@@ -82,8 +86,8 @@ def behind(run: Callable[[int], Run], firewall: Firewall) -> Run:
     """Two machines, of which the second one is behind the firewall."""
     two = run(2)
     here, there = two.machines
-    here.host, there.host = _HERE, _THERE
-    here.leader = there.leader = f"{_HERE}:{free_port()}"
+    here.host, there.host = firewall.here, firewall.there
+    here.leader = there.leader = f"{firewall.here}:{free_port()}"
     here.port = int(here.leader.rpartition(":")[2])
     there.program = (*firewall.inside, *there.program)
     return two
