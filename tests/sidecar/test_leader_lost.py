@@ -124,7 +124,7 @@ def test_a_member_that_is_cut_off_for_a_minute_trains_on_and_commits_soon_after(
         id = behind.stage(step)
         assert all(one.wait(id, "durable").reached for one in behind.ranks), "it trains on"
         assert commit in here.steps() & there.steps(), "what was committed stays"
-        if time.monotonic() - began > 45:  # 30 s of silence, 10 s to come back
+        if time.monotonic() - began > 56:  # silence, time to come back, a look
             assert "no connection from node ranks 1" in here.warnings()
             assert "the leader at" in there.warnings()
         time.sleep(1.0)
