@@ -18,6 +18,8 @@ from keepstep.errors import StorageError
 from keepstep.wire.reports import CERTIFICATES_PATH, CertificateRequest, IssuedCertificate
 from keepstep_operator.certificates.pki import make_authority, sign_request
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
+from keepstep_operator.reconcile.token_auth import Refused
+from keepstep_operator.tls import ServerTls
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.tiers.peer.tls import Identity, IssuedCredentials
 from tests.harness import until
@@ -191,6 +193,31 @@ async def test_without_an_authority_the_answer_says_so(tmp_path: Path) -> None:
         request = request_of(ec.generate_private_key(ec.SECP256R1()))
         status, body = await ask(served, request)
         assert (status, b"no-authority" in body) == (503, True)
+
+
+def test_nothing_is_signed_by_halves_of_two_authorities(tmp_path: Path) -> None:
+    """The kubelet replaces the two files of a Secret while they are read; or a person has."""
+    now, life = datetime.now(UTC), timedelta(days=30)
+    old, new = (make_authority("peers", now=now, life=life) for _ in range(2))
+    (tmp_path / "ca.crt").write_bytes(old.certificate + new.certificate)
+    (tmp_path / "tls.crt").write_bytes(old.certificate)
+    (tmp_path / "tls.key").write_bytes(old.key)
+    signing = PeerCertificates(tmp_path)
+    tls = ServerTls(signing.serving("reports.svc"))
+    request = CertificateRequest(
+        request=request_of(ec.generate_private_key(ec.SECP256R1())).decode()
+    )
+    for broken in (new.certificate, b"nonsense"):
+        (tmp_path / "tls.crt").write_bytes(broken)
+        assert not tls.reload()
+        with pytest.raises(Refused, match="do not fit together"):
+            signing.issue("keepstep://a/b/0", request)
+    (tmp_path / "tls.crt").write_bytes(new.certificate)
+    (tmp_path / "tls.key").write_bytes(new.key)
+    assert tls.reload()
+    signed = signing.issue("keepstep://a/b/0", request).certificate.encode()
+    leaf, issuer = map(x509.load_pem_x509_certificate, (signed, new.certificate))
+    leaf.verify_directly_issued_by(issuer)
 
 
 def test_a_certificate_does_not_outlive_its_authority() -> None:

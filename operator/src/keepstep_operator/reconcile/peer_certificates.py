@@ -8,7 +8,8 @@ process needs no right to read Secrets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
@@ -16,7 +17,7 @@ from urllib.parse import quote
 
 from keepstep.wire.reports import AGENTS, CertificateRequest, IssuedCertificate
 from keepstep_operator.api.model import AgentRecord, PodRecord
-from keepstep_operator.certificates.pki import Pair, sign_request, sign_server, validity
+from keepstep_operator.certificates.pki import Pair, fits, sign_request, sign_server, validity
 from keepstep_operator.journal import say
 from keepstep_operator.reconcile.token_auth import Refused
 from keepstep_operator.tls import Shown, mounted
@@ -34,18 +35,18 @@ class PeerCertificates:
     @property
     def authorities(self) -> str:
         """PEM of all that clients must trust. Raises Refused."""
-        try:
+        with _needed():
             return (self._directory / "ca.crt").read_text()
-        except OSError as error:
-            raise Refused(503, "no-authority", f"no authority for peers yet: {error}") from error
 
     def issue(self, uri: str, request: CertificateRequest) -> IssuedCertificate:
         """A certificate for this identity. Raises Refused."""
         if len(request.request) > LARGEST_REQUEST:
             raise Refused(400, "bad-request", "this is no certificate request")
         bundle, text, now = self.authorities, request.request.encode(), datetime.now(UTC)
+        with _needed():
+            authority = self._authority()
         try:
-            signed = sign_request(self._authority(), text, uri=uri, now=now, life=LIFE)
+            signed = sign_request(authority, text, uri=uri, now=now, life=LIFE)
         except ValueError as error:
             raise Refused(400, "bad-request", f"no usable certificate request: {error}") from error
         say("peer certificate signed", identity=uri)
@@ -68,8 +69,22 @@ class PeerCertificates:
         return shown
 
     def _authority(self) -> Pair:
+        """Raises OSError if there is none, or if one of its files was replaced and the other not
+        yet: what is signed by half of each, nobody accepts."""
         certificate, key = mounted(self._directory)
-        return Pair(certificate=certificate, key=key)
+        authority = Pair(certificate=certificate, key=key)
+        if not fits(authority):
+            raise OSError(f"certificate and key in {self._directory} do not fit together")
+        return authority
+
+
+@contextmanager
+def _needed() -> Iterator[None]:
+    """Who asks is refused while there is no authority."""
+    try:
+        yield
+    except OSError as error:
+        raise Refused(503, "no-authority", f"no authority for peers yet: {error}") from error
 
 
 def of_pod(pod: PodRecord) -> str:
