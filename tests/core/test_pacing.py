@@ -19,6 +19,7 @@ from keepstep.core.schedule import (
     Measured,
     Pacing,
     PersistPlanner,
+    Write,
     auto_interval,
     failures_seen,
 )
@@ -292,3 +293,17 @@ def test_a_drive_that_does_not_keep_up_is_given_more_time_than_the_pace() -> Non
             planner.written(0, planner.target)
     assert planner.counts.skipped > 0
     assert planner.grid.newest_interval == 16
+
+
+def test_an_old_step_that_comes_into_memory_again_is_written_once_at_most() -> None:
+    """It is fetched for a restart. More newer steps were written since than are remembered."""
+    planner, epoch = PersistPlanner([0], Grid(1)), EpochId(1, "0" * 8)
+    for step in range(200):
+        planner.sealed(0, StepId(epoch, step))
+        planner.written(0, StepId(epoch, step))
+        planner.overwritten(0, StepId(epoch, step))
+    for write in planner.sealed(0, StepId(epoch, 40)):
+        assert planner.written(0, write.id) == ()
+    assert planner.idle
+    newer = StepId(epoch, 200)
+    assert planner.sealed(0, newer) == (Write(0, newer),)

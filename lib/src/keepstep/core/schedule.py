@@ -469,7 +469,7 @@ class PersistPlanner:
             return ()
         one.writing = None if one.writing == id else one.writing
         if ok:
-            one.done = set(sorted(one.done | {id})[-_DONE_KEPT:])
+            one.done = {*sorted(one.done)[-_DONE_KEPT:], id}  # this one, however old
         else:  # its image is no longer offered, so the step becomes impossible
             one.held.discard(id)
             one.failed = id
