@@ -159,7 +159,7 @@ class LedRun(RuleBasedStateMachine):
         one.slots = SlotTable(_SLOTS)
         one.node = Node({one.number: one}, grid=Grid(1), keep=self.keep, alone=self.nodes == 1,
                         began=self.now)  # fmt: skip
-        one.node.operator_view.remember(Heard(commit=one.record))
+        one.node.leader_view.remember(Heard(commit=one.record))
         for epoch in one.epochs:
             self._feed(one, EpochStarted(epoch))
         link = Link(_NOWHERE, _CREDENTIALS, take=lambda frame: None, changed=lambda: None)
@@ -505,7 +505,7 @@ class LedRun(RuleBasedStateMachine):
                 retire=frozenset(reply.retire),
             ),
         )
-        one.record = one.node.operator_view.commit
+        one.record = one.node.leader_view.commit
 
     @rule(act=st.booleans())
     def all_speak(self, act: bool) -> None:
@@ -661,7 +661,7 @@ class LedRun(RuleBasedStateMachine):
         """What no deletion may take: the newest step that all have; of a run in which a machine
         hears nothing of its leader, the newest one that was named a commit. A machine that has
         heard in this epoch that a step may go might have been faster than the loss of a drive."""
-        silent = any(one.node.operator_view.silent(self.now) for one in self._all())
+        silent = any(one.node.leader_view.silent(self.now) for one in self._all())
         going = {
             id
             for one in self._all()

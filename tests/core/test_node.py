@@ -95,11 +95,11 @@ def test_a_leader_that_has_just_started_does_not_take_a_commit_back() -> None:
     one = node()
     one.step(heard(10))
     one.step(heard(None))
-    assert one.operator_view.commit == step(10)
+    assert one.leader_view.commit == step(10)
 
 
 def test_silence_begins_a_minute_after_the_last_answer() -> None:
-    one = node().operator_view
+    one = node().leader_view
     now = SILENT_AFTER_S + 1
     assert one.silent(now)
     one.hear(heard(), now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from keepstep_sidecar.commit.operator_link import OperatorLink
+from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.report.reporter import Look, Reporter
 
@@ -16,7 +16,7 @@ async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait() -
     reporter = Reporter(
         unused,
         Look(measure=unused, report=unused, urgent=lambda: waiting),
-        operator=OperatorLink(changes),
+        leader=LeaderLink(changes),
         obey=unused,
         changes=changes,
     )

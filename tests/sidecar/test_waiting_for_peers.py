@@ -78,7 +78,7 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
         remotes=remotes,
         look_beyond=look_beyond,
         local_shards=SimpleNamespace(scanned_at=0.0),
-        operator_answers=True,
+        leader_answers=True,
     )
     changes = Changes()
     beyond = RemoteTiers(committer, changes, operated=False, leads=True)

@@ -23,7 +23,7 @@ from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.api.status import keep_history, note_warnings, volume_status
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.inventory import RemoteInventory
-from keepstep_sidecar.commit.operator_link import OperatorLink
+from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.config.sidecar import Config, OnLoss
@@ -118,7 +118,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     writers = [_threads(f"write-{number}", 1) for number in range(drives)]
     changes = Changes()
     led = Led(config, changes)
-    operator = OperatorLink(changes)
+    leader = LeaderLink(changes)
     leases = Leases(changes)
     history_file = HistoryFile(volumes.history, run=config.run)
     history = _history(history_file)
@@ -177,7 +177,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     )
     service = Service(
         tasks=tasks,
-        operator=operator,
+        leader=leader,
         volumes=volumes,
         executors=(readers, *writers, names),
         owner=Owner(changes),
@@ -185,7 +185,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         image_sources=image_sources,
         chunk_buffers=chunk_buffers,
         saving=saving,
-        restoring=Restoring(saving, remote_tiers, operator),
+        restoring=Restoring(saving, remote_tiers, leader),
         step_waits=StepWaits(saving, remote_tiers),
         pinning=Pinning(
             committer,
@@ -212,7 +212,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         report=lambda volumes, sequence: report.report(service, volumes, sequence=sequence),
         urgent=lambda: report.urgent(service),
     )
-    return service, Reporter(channel, look, operator=operator, obey=obey, changes=changes)
+    return service, Reporter(channel, look, leader=leader, obey=obey, changes=changes)
 
 
 def _milestones(config: Config) -> frozenset[int]:

@@ -2,7 +2,7 @@
 
 Like etcd's raft, the ledger does no I/O and has no clock. The host has both; its duties are
 numbered in docs/ledger.md. All state can be rebuilt from new reports. So a ledger that is
-restarted, or moved from a sidecar to the operator, gives the same answers.
+restarted, or moved from one leader to the next, gives the same answers.
 
 Reports are level-triggered: a report says all that *is* there now, and replaces what the same node
 reported before of the same rank and tier. So a report may be lost, repeated, or merged with the

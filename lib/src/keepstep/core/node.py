@@ -207,7 +207,7 @@ Action = Write | Publish | Retire | Committed | Alarm | Interval
 
 
 @dataclass
-class OperatorView:
+class LeaderView:
     """What the run's leader has said of the whole run, beyond the ranks of this machine.
 
     The leader names commits to publish and the step to fetch ahead of time, and allows deletion. A
@@ -266,7 +266,7 @@ class Node:
         in_use: Callable[[StepId], bool] = lambda id: False,
         may_write: Callable[[StepId], bool] = lambda id: True,
     ) -> None:
-        """`slots`: the slots of this machine's ranks, a live view. `alone`: see `OperatorView`.
+        """`slots`: the slots of this machine's ranks, a live view. `alone`: see `LeaderView`.
         `pacing`: None when a person chose which steps are persisted. `epochs`: returns those of
         this run, by which failures are counted. `in_use`: whether another part reads or needs the
         shards of this step now. `may_write`: whether an image in memory is this run's own."""
@@ -279,7 +279,7 @@ class Node:
         order."""
         self.short = False
         """Whether the volumes have no room for all steps that the policy keeps."""
-        self.operator_view = OperatorView(alone=alone, began=began)
+        self.leader_view = LeaderView(alone=alone, began=began)
         self.deferred: tuple[StepId, ...] = ()
         """Steps that would have been retired if they were not being written or used."""
         self._slots = slots
@@ -306,7 +306,7 @@ class Node:
                 told = self._report(event)
                 return (*self._forget_dead(event), *told, *self._conclude(now))
             case Heard():
-                self.operator_view.hear(event, now)
+                self.leader_view.hear(event, now)
                 return self._conclude(now)
             case Scanned():
                 self._in_doubt = event.in_doubt
@@ -347,7 +347,7 @@ class Node:
     @property
     def heard(self) -> Heard:
         """What the leader said last."""
-        return self.operator_view.word
+        return self.leader_view.word
 
     @property
     def shortage(self) -> str:
@@ -363,7 +363,7 @@ class Node:
     def surplus(self) -> set[StepId]:
         """Steps that the policy does not keep, as far as this machine's ledger shows: the leader is
         about to name them."""
-        policy = replace(self.keep, pinned=self.operator_view.word.pinned)
+        policy = replace(self.keep, pinned=self.leader_view.word.pinned)
         return {*self.ledger.expendable(Tier.LOCAL, policy)}
 
     def is_dead(self, id: StepId) -> bool:
@@ -384,7 +384,7 @@ class Node:
         A step is known to be committed if this machine's ledger says so. If there are other
         machines: also if the leader said so, or if an earlier sidecar showed it to readers.
         """
-        view, told = self.operator_view, set[StepId]()
+        view, told = self.leader_view, set[StepId]()
         if not view.alone:
             told |= view.word.commits | self._published
         if not view.alone and view.commit is not None:
@@ -615,7 +615,7 @@ class Node:
         """Steps that may be deleted, oldest first: the leader decides, because it sees the whole
         run; while it is silent, `unwatched` decides. What will never be whole is known to a machine
         that is alone."""
-        view, pinned = self.operator_view, self.operator_view.word.pinned
+        view, pinned = self.leader_view, self.leader_view.word.pinned
         grown, self._grown = self._grown, False
         if view.silent(now):
             live = self._live(here) if grown else ()
@@ -665,12 +665,12 @@ class Node:
         known commit decides (`unwatched`). The newest commit never goes. The file system may
         count bytes differently: a writer that still finds no room asks again.
         """
-        pinned = self.operator_view.word.pinned
+        pinned = self.leader_view.word.pinned
         commits = self.ledger.committed(Tier.LOCAL)
         surplus = {*self.ledger.expendable(Tier.LOCAL, Retention(last=1, pinned=pinned))}
         surplus |= {*self._live(commits)[:-1]} - pinned  # including the proven step
         unfinished = surplus.difference(commits)
-        if not surplus and not self.operator_view.alone:
+        if not surplus and not self.leader_view.alone:
             live = self._live(self._here())
             known = self.last_commit()
             surplus = {*unwatched(live, last_commit=known, pinned=pinned, full=True)}

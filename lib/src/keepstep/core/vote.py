@@ -159,15 +159,15 @@ class View:
     Times are of the caller's clock, `NEVER` for an event that has not happened.
 
     `scanned_at`: when the scan of the volumes ended. `held`: the rank has an image in this pod.
-    `heard_at`: when the leader answered, or when it became clear that it does not. `operator`: it
-    does answer. `told_at`: when the leader last named the other machines. `introduced`: it has
+    `heard_at`: when the leader answered, or when it became clear that it does not. `led`: it does
+    answer. `told_at`: when the leader last named the other machines. `introduced`: it has
     named all of them. `awaits`: the shards that it is making reachable, as text. `pods_unasked`:
     some machines were not asked since they were named.
 
     `tiers`: there are tiers beyond this machine. `listed_at`: when they were last listed. `known`:
     such a tier holds something. `unknown`: why some of them could not say what they hold.
-    `uncertified`: this pod serves no other pod, and gets its certificate only when other pods are
-    named. `contested`: another run of this name may train, as the archive tells.
+    `uncertified`: this machine does not serve the others yet. `contested`: another run of this name
+    may train, as the archive tells.
     """
 
     scanned_at: float
@@ -175,7 +175,7 @@ class View:
     tiers: bool = False
     listed_at: float = NEVER
     held: bool = False
-    operator: bool = False
+    led: bool = False
     told_at: float = -NEVER
     introduced: bool = True
     awaits: str = ""
@@ -234,7 +234,7 @@ def _waits(view: View, heard: float) -> list[Wait]:
     if not view.held and view.listed_at < heard - STALE_S:
         waits.append(Wait(heard + LISTING_S, "peers and archive are asked again", ask=True))
     if not view.held and not view.introduced:
-        until = latest if searching and view.operator else heard + NEWER_S
+        until = latest if searching and view.led else heard + NEWER_S
         why = "the leader has not heard of all machines of the run yet"
         waits.append(Wait(until, why, ask=searching and bool(view.unknown)))
     if view.unknown and (searching or view.uncertified):

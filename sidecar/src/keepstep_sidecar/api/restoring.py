@@ -21,7 +21,7 @@ from keepstep.wire.trainer import (
     RestoredRequest,
 )
 from keepstep_sidecar.api.saving import Saving
-from keepstep_sidecar.commit.operator_link import OperatorLink
+from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.errors import refuse
@@ -80,7 +80,7 @@ class Restoring:
 
     saving: Saving
     remote_tiers: RemoteTiers
-    operator: OperatorLink
+    leader: LeaderLink
     restores: list[ReportedRestore] = field(default_factory=list)
     refusals: dict[int, int] = field(default_factory=dict)
     refused: str = ""
@@ -94,7 +94,7 @@ class Restoring:
 
     def _vote_view(self, rank: int) -> View:
         held = any(one.tier in IN_POD for one in self.restorer.held(rank).values())
-        return self.remote_tiers.view(held=held, heard_at=self.operator.tried_at)
+        return self.remote_tiers.view(held=held, heard_at=self.leader.tried_at)
 
     async def candidates(self, request: CandidatesRequest) -> Candidates:
         """What the rank could restore. Raises SidecarError `starting` when the scan is not done,

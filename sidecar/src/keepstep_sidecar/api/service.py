@@ -27,7 +27,7 @@ from keepstep.wire.trainer import (
 from keepstep_sidecar.api.pinning import Pinning
 from keepstep_sidecar.api.restoring import Restoring
 from keepstep_sidecar.api.saving import Saving, StepWaits
-from keepstep_sidecar.commit.operator_link import OperatorLink
+from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Tasks, detached
 from keepstep_sidecar.errors import refuse
@@ -62,7 +62,7 @@ class Service:
     """One run's sidecar on this machine. `app.build` makes the parts."""
 
     tasks: Tasks
-    operator: OperatorLink
+    leader: LeaderLink
     volumes: VolumeSet
     executors: tuple[ThreadPoolExecutor, ...]
     owner: Owner
@@ -251,12 +251,12 @@ class Service:
     async def _last_word(self, flushed: tuple[StepId, ...], *, timeout_s: float) -> None:
         """Tell the leader what the flush has made durable, and record its answer. The machines of a
         run end together, so wait for the others' shards of the last step."""
-        if flushed and not self.config.alone and self.committer.operator_answers:
+        if flushed and not self.config.alone and self.committer.leader_answers:
             await self.changes.until(
-                lambda: self.operator.failing or self.committer.was_committed(flushed[-1]),
+                lambda: self.leader.failing or self.committer.was_committed(flushed[-1]),
                 timeout_s=min(timeout_s, _COMMIT_S),
             )
-        await self.operator.finish(timeout_s=_LAST_WORD_S)
+        await self.leader.finish(timeout_s=_LAST_WORD_S)
         await self.committer.notes.take(at_once=True)
 
     async def stop(self, request: StopRequest, *, came: int | None = None) -> Flushed:
@@ -369,7 +369,7 @@ class Service:
         each of them has."""
         if not steps or not self.committer.remotes.has(Tier.ARCHIVE):
             return
-        if not self.committer.operator_answers:
+        if not self.committer.leader_answers:
             timeout_s = 0.0  # no answer would come
         committed = await self.step_waits.until_committed(steps, timeout_s=timeout_s)
         if committed is not None:

@@ -52,7 +52,7 @@ async def status(service: Service) -> Status:
         epoch=committer.epochs.current or max(ledger.epochs, key=lambda one: one.id, default=None),
         watermarks={str(tier): id for tier, id in marks.items() if id is not None},
         committed_at=committer.local_shards.committed_at,
-        reported_at=service.operator.heard_at,
+        reported_at=service.leader.heard_at,
         persist_every=node.persist_every(newest),
         persist_interval=pacing.interval if pacing else None,
         persist_measured=pacing.measured if pacing else None,

@@ -4,7 +4,7 @@
     committer        feeds core.node and executes what it decides: writes images from slots to
                      volumes, publishes and deletes steps there, begins epochs
     epochs           which epochs belong to this run, and which step a restart goes on from
-    operator_link    whether the operator answers; a record of what it said
+    leader_link      whether the leader answers; a record of what it said
     remote_tiers     runs the peers and the archive, and asks what they hold
 
 The picture: docs/architecture.md.

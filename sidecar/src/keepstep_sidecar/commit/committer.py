@@ -38,7 +38,7 @@ from keepstep.steps import IN_POD, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
 from keepstep_sidecar.commit.epochs import Epochs, RestartStep, Rollback
 from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
-from keepstep_sidecar.commit.operator_link import OperatorNotes
+from keepstep_sidecar.commit.leader_link import LeaderNotes
 from keepstep_sidecar.concurrency import Changes, OnThread
 from keepstep_sidecar.config.sidecar import Wish
 from keepstep_sidecar.history import History
@@ -254,7 +254,7 @@ class Committer:
     ) -> None:
         """`names`: an executor of one thread, which changes names on the volumes. `writers`: see
         `ImageWriter`. `pacing`: None when a person chose which steps are persisted. `alone`: see
-        `OperatorView`. `wish`: the step to go back to."""
+        `LeaderView`. `wish`: the step to go back to."""
         self.remotes = remotes
         self.local_shards = local = LocalShards(volumes, OnThread(names))
         self.copies = Copies(local, slots, remotes)
@@ -273,7 +273,7 @@ class Committer:
         )
         self.epochs = Epochs(self.node, remotes, local)
         self.restart = RestartStep(self.node, self.copies, self.rollback, local)
-        self.notes = OperatorNotes(self.node.operator_view, local)
+        self.notes = LeaderNotes(self.node.leader_view, local)
         self._history = history or History()
         self.directories = StepDirectories(
             local,
@@ -301,12 +301,12 @@ class Committer:
     @property
     def silent(self) -> bool:
         """Whether the run's leader has not answered for too long."""
-        return self.node.operator_view.silent(time.monotonic())
+        return self.node.leader_view.silent(time.monotonic())
 
     @property
-    def operator_answers(self) -> bool:
+    def leader_answers(self) -> bool:
         """Whether the run's leader answers. It will then say when it has heard of all machines."""
-        return self.node.operator_view.heard_at is not None and not self.silent
+        return self.node.leader_view.heard_at is not None and not self.silent
 
     # --- events in, actions out --------------------------------------------------------------
 
@@ -427,7 +427,7 @@ class Committer:
 
     async def hear(self, reply: ReportReply) -> None:
         """Apply the leader's answer: publish commits, and delete steps that nobody needs."""
-        view = self.node.operator_view
+        view = self.node.leader_view
         before = (view.commit, view.word.plan)
         self.rollback.hear(reply)
         self.restart.learn(reply.failures)
@@ -482,12 +482,12 @@ class Committer:
         until it expired."""
         if self.local_shards.was_published(id):
             return True
-        told = (self.node.operator_view.commit, *self.node.heard.commits)
+        told = (self.node.leader_view.commit, *self.node.heard.commits)
         return id not in self.local_shards.shards and id in told
 
     def facts(self, changed: Callable[[], None]) -> RunFacts:
         """What remote tiers ask. `changed`: to be called when they have something new."""
-        view = self.node.operator_view
+        view = self.node.leader_view
         return RunFacts(
             local=self._local_inventory,
             pinned=self.restart.pinned,

@@ -72,7 +72,7 @@ class Epochs:
         are newer than the one in which a trainer lives here, and that no part of this run knows;
         with all that go on from them."""
         life, told = self.life(), tuple(told)
-        view, known = self.node.operator_view, set[EpochId]()
+        view, known = self.node.leader_view, set[EpochId]()
         if not view.alone:  # else the leader only says what was seen here
             heard = (view.commit, view.word.plan, *view.word.commits)
             known = {id.epoch for id in heard if id is not None}
@@ -317,7 +317,7 @@ class RestartStep:
 
     def pinned(self) -> frozenset[StepId] | None:
         """Steps that no tier may delete; None until the leader has named them."""
-        if not self.node.operator_view.pins_known:
+        if not self.node.leader_view.pins_known:
             return None
         return self.trusted.union(filter(self.rollback.names, self.copies.ids()))
 

@@ -92,7 +92,7 @@ class RemoteTiers:
             tiers=bool(self.remote_tiers),
             listed_at=self._looked_at if self._remotes.looked else NEVER,
             held=held,
-            operator=self.committer.operator_answers,
+            led=self.committer.leader_answers,
             told_at=self._told_at,
             introduced=peers is None or peers.introduced,
             awaits=self.awaits if peers is not None else "",

@@ -21,7 +21,7 @@ from keepstep.core.vote import NEVER
 from keepstep.errors import KeepstepError
 from keepstep.wire.reports import Report, ReportReply
 from keepstep.wire.status import VolumeStatus
-from keepstep_sidecar.commit.operator_link import OperatorLink
+from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.report.report import changes, news, pressing
@@ -157,7 +157,7 @@ class _Volumes:
 
 
 class Reporter:
-    """One task, `run`, does everything. It records in `operator` how reporting goes; `operator`
+    """One task, `run`, does everything. It records in `leader` how reporting goes; `leader`
     also makes it send the last report and end."""
 
     def __init__(
@@ -165,12 +165,12 @@ class Reporter:
         channel: Channel,
         look: Look,
         *,
-        operator: OperatorLink,
+        leader: LeaderLink,
         obey: Callable[[ReportReply], Awaitable[None]],
         changes: Changes,
     ) -> None:
         self._channel = channel
-        self._operator = operator
+        self._leader = leader
         self._look = look
         self._volumes = _Volumes(look.measure)
         self._obey = obey
@@ -187,17 +187,17 @@ class Reporter:
         """The last report, if the leader said that it can go on from that one."""
 
     async def run(self) -> None:
-        """Report until `OperatorLink.finish`."""
-        self._operator.ended = False
+        """Report until `LeaderLink.finish`."""
+        self._leader.ended = False
         try:
             async with self._channel:
-                while not self._operator.finishing:
+                while not self._leader.finishing:
                     await self._until_due()
-                    if not self._operator.finishing:
+                    if not self._leader.finishing:
                         await self._guarded()
                 await self._guarded()
         finally:
-            self._operator.ended = True
+            self._leader.ended = True
             self._changes.ring()
 
     # --- when --------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Reporter:
             return
         if self._sent is not None:
             await self._changes.until(
-                lambda: self._operator.finishing or self._changes.count != self._seen,
+                lambda: self._leader.finishing or self._changes.count != self._seen,
                 timeout_s=self._silence_s(random.random()) - self._since(),
             )
         await self._pause(self._rhythm.least_gap_s - self._since())
@@ -222,20 +222,20 @@ class Reporter:
             pause_s = self._rhythm.backoff_s(
                 self._failures, urgent=urgent, broken=self._broken, chance=chance
             )
-            return self._operator.finishing or time.monotonic() - failed_at >= pause_s
+            return self._leader.finishing or time.monotonic() - failed_at >= pause_s
 
         while not is_over():
             await self._changes.until(is_over, timeout_s=0.2 if self._failures == 1 else 1.0)
 
     async def _pause(self, seconds: float) -> None:
-        await self._changes.until(lambda: self._operator.finishing, timeout_s=seconds)
+        await self._changes.until(lambda: self._leader.finishing, timeout_s=seconds)
 
     def _since(self) -> float:
         return time.monotonic() - self._tried_at
 
     def _is_due(self, report: Report) -> bool:
         """Whether this report is worth sending now."""
-        if self._operator.finishing or self._failures or self._sent is None or self._channel.asked:
+        if self._leader.finishing or self._failures or self._sent is None or self._channel.asked:
             return True
         told = news(report)
         self._rhythm = replace(self._rhythm, waits=told != self._sent)
@@ -255,8 +255,8 @@ class Reporter:
         except Exception:
             self._failures += 1
             _log.exception("report failed")
-        if self._operator.tried_at == NEVER and self._sequence:
-            self._operator.tried_at = time.monotonic()
+        if self._leader.tried_at == NEVER and self._sequence:
+            self._leader.tried_at = time.monotonic()
             self._changes.ring()
 
     async def _exchange(self) -> None:
@@ -281,7 +281,7 @@ class Reporter:
 
     def _failed(self, failure: ReportFailed) -> None:
         self._failures += 1
-        self._operator.failing = True
+        self._leader.failing = True
         self._changes.ring()
         self._broken = failure.kind == "connection"
         if failure.kind not in self._logged:
@@ -291,12 +291,12 @@ class Reporter:
     def _succeeded(self, report: Report, told: Report, reply: ReportReply) -> None:
         """`told`: what was sent of `report`. If the leader cannot follow changes, the next report
         is sent whole, at once."""
-        if self._failures or self._operator.heard_at is None:
+        if self._failures or self._leader.heard_at is None:
             say("reporting", url=self._channel.address, failures=self._failures)
         self._failures = 0
-        self._operator.failing = False
+        self._leader.failing = False
         self._logged.clear()
-        self._operator.heard_at = time.time()
+        self._leader.heard_at = time.time()
         follows = reply.changes_since == report.sequence
         self._known = report if follows else None
         taken = follows or not told.since

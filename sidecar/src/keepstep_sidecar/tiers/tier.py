@@ -76,8 +76,8 @@ class RunFacts:
     own, so nothing of another run is asked for or offered. `changed`: to be called when there is
     something new to `look` at. `operated`: an operator says who belongs to the run. `leads`: this
     machine leads the run. `life`: the epoch in which a trainer of this machine trains now.
-    `strangers`: those of
-    these epochs that another run of this name began; `meet`: put them on record.
+    `strangers`: those of these epochs that another run of this name began; `meet`: put them on
+    record.
     """
 
     operated: bool = False

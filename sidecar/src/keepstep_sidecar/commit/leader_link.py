@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from keepstep.core.node import Heard, OperatorView
+from keepstep.core.node import Heard, LeaderView
 from keepstep.core.vote import NEVER
 from keepstep.errors import StorageError
 from keepstep.steps import StepId
@@ -18,7 +18,7 @@ from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.log import warn
 
 
-class OperatorLink:
+class LeaderLink:
     """How reporting to the run's leader goes.
 
     `tried_at`: when a report first succeeded or failed, on the monotonic clock. `heard_at`: time of
@@ -45,14 +45,14 @@ _EVERY_S = 10.0
 """A new commit is recorded at most this often; a new pin at once."""
 
 
-class OperatorNotes:
+class LeaderNotes:
     """Records on the volumes what the leader said."""
 
-    def __init__(self, operator_view: OperatorView, local: LocalShards) -> None:
-        """Gives `operator_view` what an earlier sidecar recorded."""
+    def __init__(self, leader_view: LeaderView, local: LocalShards) -> None:
+        """Gives `leader_view` what an earlier sidecar recorded."""
         record = local.record
-        operator_view.remember(Heard(commit=record.committed, pinned=record.pinned))
-        self._run_view = operator_view
+        leader_view.remember(Heard(commit=record.committed, pinned=record.pinned))
+        self._run_view = leader_view
         self._local = local
         self._noted = self._word
         self._noted_at = -_EVERY_S
