@@ -156,12 +156,18 @@ def archived(options: tuple[str, ...], what: str = "0*/step.json") -> list[Path]
     return list(Path(options[3], "run").glob(what))
 
 
+def archiving(run: Callable[[int], Run], archive: tuple[str, ...]) -> tuple[Run, StepId]:
+    """Two machines with a step and a sign of life in the archive."""
+    two = run(2).start(*archive)
+    id = two.reach(1)
+    eventually(lambda: archived(archive) and archived(archive, "lives/*"), what="its life is told")
+    return two, id
+
+
 def test_a_second_run_of_machines_is_refused_while_the_first_one_trains_over_its_archive(
     run: Callable[[int], Run], archive: tuple[str, ...]
 ) -> None:
-    first = run(2).start(*archive)
-    id = first.reach(1)
-    eventually(lambda: archived(archive) and archived(archive, "lives/*"), what="its life is told")
+    first, id = archiving(run, archive)
     second = run(2)
     second.start_sidecars(*archive)
     leader, member = second.come_back()
@@ -182,9 +188,7 @@ def test_a_second_run_of_machines_is_refused_while_the_first_one_trains_over_its
 def test_a_leader_that_was_replaced_learns_from_the_others_that_the_life_there_was_its_run_s(
     run: Callable[[int], Run], archive: tuple[str, ...]
 ) -> None:
-    two = run(2).start(*archive)
-    id = two.reach(1)
-    eventually(lambda: archived(archive) and archived(archive, "lives/*"), what="its life is told")
+    two, id = archiving(run, archive)
     two.disconnect()
     machine = two.machines[0]
     machine.kill()

@@ -75,6 +75,13 @@ class Team:
     def directory(self, node_rank: int) -> str:
         return f"{self.drive}/{self.name}/{self.name}/{node_rank}/{self.name}"
 
+    def published(self, node_rank: int) -> int:
+        """The newest step in a pod's directory that readers see: committed, as its sidecar
+        knows."""
+        command = ("ls", self.directory(node_rank))
+        names = self.cluster.on_node(self.nodes[node_rank], *command).split()
+        return max(StepId.parse(name).step for name in names if name[0].isdigit())
+
     def start(self) -> None:
         """Make everything; `seen` tells when it trains."""
         self.cluster.kubectl("create", "namespace", self.name)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from keepstep.steps import StepId
 from tests.e2e import runs
 from tests.e2e.cluster import Cluster
 from tests.harness import eventually
@@ -47,17 +46,11 @@ def _published_beyond(one: Team, step: int) -> int:
     """Wait until a newer step is published on both nodes; its number."""
 
     def look() -> int | None:
-        newest = min(_published(one, rank) for rank in range(2))
+        newest = min(one.published(rank) for rank in range(2))
         return newest if newest > step else None
 
     found: int = eventually(look, within_s=60, every_s=1.0, what=f"a commit after {step}")
     return found
-
-
-def _published(one: Team, rank: int) -> int:
-    """The newest step in a pod's directory that readers see: committed, as its sidecar knows."""
-    names = one.cluster.on_node(one.nodes[rank], "ls", one.directory(rank)).split()
-    return max(StepId.parse(name).step for name in names if name[0].isdigit())
 
 
 @contextmanager

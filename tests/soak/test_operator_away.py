@@ -64,7 +64,7 @@ def test_an_hour_without_the_operator_costs_a_run_nothing(cluster: Cluster) -> N
 def _all_go_on(one: Team) -> int:
     """Wait until each tier has a step that is newer than all that are there now, in the directories
     themselves; the committed step. Old steps must go."""
-    own = _beyond("committed", lambda: min(_published(one, rank) for rank in range(2)))
+    own = _beyond("committed", lambda: min(one.published(rank) for rank in range(2)))
     _beyond("copies", lambda: min(_newest(one, rank, copies=True) for rank in range(2)))
     _beyond("archived", lambda: _archived(one))
     for rank in range(2):
@@ -82,12 +82,6 @@ def _beyond(what: str, look: Callable[[], int]) -> int:
 
     found: int = eventually(newer, within_s=120, every_s=1.0, what=f"{what} after step {before}")
     return found
-
-
-def _published(one: Team, rank: int) -> int:
-    """The newest step in a pod's directory that readers see: committed, as its sidecar knows."""
-    names = one.cluster.on_node(one.nodes[rank], "ls", one.directory(rank)).split()
-    return max(StepId.parse(name).step for name in names if name[0].isdigit())
 
 
 def _newest(one: Team, rank: int, *, copies: bool) -> int:

@@ -59,9 +59,16 @@ class StepId:
         if not 0 <= self.step < 10**18:
             raise ValueError("a step has a number of at most 18 digits, from 0 on")
 
+    # One call instead of two, because these are most of the work of a ledger of many ranks.
+
     def __hash__(self) -> int:
-        # One call instead of two, because hashing is most of the work of a ledger of many ranks.
         return hash((self.step, self.epoch.nonce))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StepId):
+            return NotImplemented
+        mine, its = self.epoch, other.epoch
+        return self.step == other.step and mine.nonce == its.nonce and mine.number == its.number
 
     def __str__(self) -> str:
         return f"{self.epoch}-{self.step:09d}"

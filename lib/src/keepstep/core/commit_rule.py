@@ -38,11 +38,12 @@ _Key = tuple[StepId, int]
 
 def bits(ranks: int) -> Iterator[int]:
     """The ranks in a bitmap, ascending."""
-    digits = bin(ranks)[:1:-1]
-    rank = digits.find("1")
-    while rank >= 0:
-        yield rank
-        rank = digits.find("1", rank + 1)
+    lowest = (ranks & -ranks).bit_length() - 1  # a node's ranks are few, and may be high
+    digits = bin(ranks >> max(lowest, 0))[:1:-1]
+    at = digits.find("1")
+    while at >= 0:
+        yield lowest + at
+        at = digits.find("1", at + 1)
 
 
 def bitmap(ranks: Iterable[int]) -> int:
@@ -114,25 +115,28 @@ class Holding:
         """In the order of ranks: the numbers of both digests, and the bytes of the image."""
         self._twins: dict[int, int] = {}
 
-    def add(self, rank: int, shard: Shard) -> None:
-        """Add the image of this rank, which may have none here yet."""
-        at = _index(self.ranks, rank)
+    def add(self, shards: Mapping[int, Shard]) -> None:
+        """Add the image of each of these ranks, which may have none here yet."""
         roots, params, sizes = self._columns
-        roots.insert(at, _number_of(shard.root))
-        params.insert(at, _number_of(shard.params_digest))
-        sizes.insert(at, shard.size_bytes)
-        self.ranks |= 1 << rank
-        self.written_at = max(self.written_at, shard.written_at or 0.0)
-        if shard.alike and (group := shard.alike.bits):
-            self._twins[group] = self._twins.get(group, 0) | 1 << rank
+        for before, rank in enumerate(sorted(shards)):
+            shard, at = shards[rank], _index(self.ranks, rank) + before
+            roots.insert(at, _number_of(shard.root))
+            params.insert(at, _number_of(shard.params_digest))
+            sizes.insert(at, shard.size_bytes)
+            self.written_at = max(self.written_at, shard.written_at or 0.0)
+            if shard.alike and (group := shard.alike.bits):
+                self._twins[group] = self._twins.get(group, 0) | 1 << rank
+        self.ranks |= bitmap(shards)
 
     def remove(self, ranks: int) -> None:
         """Remove the images of these ranks. Each of them must have one here."""
-        for rank in bits(ranks):
-            at = _index(self.ranks, rank)
-            for column in self._columns:
-                column.pop(at)
-            self.ranks &= ~(1 << rank)
+        if ranks == self.ranks:  # as nearly always
+            self._columns = array("i"), array("i"), array("q")
+        else:
+            for at in reversed([_index(self.ranks, rank) for rank in bits(ranks)]):
+                for column in self._columns:
+                    column.pop(at)
+        self.ranks &= ~ranks
         self.doubled &= ~ranks
         kept = {group: told & ~ranks for group, told in self._twins.items()}
         self._twins = {group: told for group, told in kept.items() if told}
@@ -370,9 +374,8 @@ class Tally:
         """Compare all images of these ranks that have digests, and update `contested`."""
         if not ranks:
             return
-        parts = (self._near.get(part, {}) for part in _parts(ranks))
-        near = {place: one for part in parts for place, one in part.items()}
-        there = [held for held in near.values() if held.ranks & ranks]
+        near = (self._near.get(part, {}).values() for part in _parts(ranks))
+        there = [held for part in near for held in part if held.ranks & ranks]
         once = twice = found = 0
         for held in there:
             twice |= once & held.ranks
@@ -395,10 +398,11 @@ class Tally:
     def complete(self, tier: Tier) -> bool:
         if tier not in self.known:
             # THE COMMIT RULE: the sealed shards of (epoch, step) cover the whole world.
+            worlds = self.worlds
             self.known[tier] = (
-                len(self.worlds) == 1
+                len(worlds) == 1
                 and not self.contested
-                and is_full(self.ranks(at_least(tier)), *self.worlds)
+                and is_full(self.ranks(at_least(tier)), *worlds)
             )
         return self.known[tier]
 
@@ -457,9 +461,10 @@ class Completeness:
         for rank, one in told.items():
             for shard in one.shards:
                 images.setdefault((shard.step_id, shard.world), []).append((rank, shard))
+            bit = 1 << rank
             for id in one.gone or ():
-                gone[id] = gone.get(id, 0) | 1 << rank
-            whole |= 1 << rank if one.gone is None else 0
+                gone[id] = gone.get(id, 0) | bit
+            whole |= bit if one.gone is None else 0
         there = self._held.get((at, tier), {}) if whole or gone else {}
         for key, held in list(there.items()):
             unnamed = whole & held.ranks
@@ -483,9 +488,9 @@ class Completeness:
         new = {rank: shard for rank, shard in first.items() if not held.is_of(rank, shard)}
         if not (new or doubled):
             return
-        held.remove(held.ranks & bitmap(new))
-        for rank, shard in new.items():
-            held.add(rank, shard)
+        coming = bitmap(new)
+        held.remove(held.ranks & coming)
+        held.add(new)
         held.doubled |= doubled
         tally = self._of_step.get(id)
         if tally is None:
@@ -494,7 +499,7 @@ class Completeness:
             self._epochs_held[id.epoch] += 1
         if key not in here:
             here[key] = held
-        tally.came(held, bitmap(new) | doubled)
+        tally.came(held, coming | doubled)
         self._note(id, tally)
 
     def drop(self, *, node_rank: int, rank: int | None = None) -> None:

@@ -455,7 +455,7 @@ def _can_wait(sent: LeaderReply, now: LeaderReply) -> bool:
     are gone, or that memory alone holds."""
     was, reply = sent.reply, now.reply
     local = str(Tier.LOCAL)
-    if was.committed.get(local) != reply.committed.get(local):
+    if sent.answers != now.answers or was.committed.get(local) != reply.committed.get(local):
         return False
     ahead = was.plan is not None and reply.plan is not None and was.plan <= reply.plan
     alike = replace(

@@ -68,10 +68,6 @@ class Safety:
     pod: StepId | None = None
     archived: StepId | None = None
     sole: frozenset[str] = frozenset()
-    refuges: frozenset[StepId] = frozenset()
-
-
-_Judged = tuple[StepId, Sole, Sole]
 
 
 class RunLedger:
@@ -212,7 +208,7 @@ class RunLedger:
         """The place after this report, which the ledger has already taken in."""
         before = place if report.since else None
         ranks = dict(before.ranks) if before is not None else {}
-        held = {tier: self.core.held(sender.node_rank, tier) for tier in Tier}
+        held = {tier: self.core.held(sender.node_rank, tier) for tier in (*IN_POD, Tier.PEER)}
         last: RankState | None = None
         for one in report.ranks:
             state = rank_state(one, ranks.get(one.rank), held)
@@ -407,22 +403,29 @@ class RunLedger:
         return self._safety[1]
 
     def _judge(self) -> Safety:
-        archived = self.newest_archived()
-        newest_first = self.core.committed(Tier.LOCAL)[::-1]
-        unarchived = [id for id in newest_first if archived is None or id > archived]
-        drives = self._drives()
-        nodes = [*_deciding((id, *self._sole(id, drives)) for id in unarchived)]
-        left = least_left(nodes)
+        archived, commit = self.newest_archived(), self.committed()
+        judged = [*self._judged(self._drives())]
+        left = least_left(judged)
         pods = {rank: place.pod for rank, place in self.places.items() if not place.gone}
-        pod = least_left((id, *self._sole(id, pods)) for id in unarchived)
-        sole = {id: of for id, of, _ in nodes}
+        pod = least_left(self._judged(pods))
         return Safety(
             step=archived if left is None else left,
             pod=archived if pod is None else pod,
             archived=archived,
-            sole=(sole.get(newest_first[0]) if newest_first else None) or frozenset(),
-            refuges=refuges(sole),
+            sole=next((of for id, of, _ in judged if id == commit), None) or frozenset(),
         )
+
+    def _judged(self, names: Mapping[int, str]) -> Iterator[tuple[StepId, Sole, Sole]]:
+        """The commits that are newer than the archive's, newest first, with `_sole`; down to the
+        first that no loss harms, since the older ones decide nothing."""
+        archived = self.newest_archived()
+        for id in reversed(self.commits()):
+            if archived is not None and id <= archived:
+                return
+            with_twins, own = self._sole(id, names)
+            yield id, with_twins, own
+            if own == frozenset():
+                return
 
     def unaided(self, *, twins: bool) -> StepId | None:
         """The newest step that is complete on drives, or archived, without the shards that agents
@@ -468,12 +471,12 @@ class RunLedger:
     def expendable(self) -> tuple[StepId, ...]:
         """Steps of which no copy on local is needed, oldest first.
 
-        For each node, the newest step that survives its loss (`Safety.refuges`) is still needed. If
-        a link is slower than the steps, this one is older than the steps that retention keeps.
+        For each node, the newest step that survives its loss is still needed. If a link is slower
+        than the steps, this one is older than the steps that retention keeps.
         """
         gone = self.core.expendable(Tier.LOCAL, self._keep)
-        kept = [id for id in self.safety().refuges if is_among(id, gone)] if gone else ()
-        return tuple(id for id in gone if id not in kept) if kept else gone
+        kept = refuges({id: of for id, of, _ in self._judged(self._drives())}) if gone else ()
+        return tuple(id for id in gone if id not in kept)
 
     def local(self, node_rank: int) -> set[StepId]:
         """Steps of which this node rank has a shard on its volumes."""
@@ -508,14 +511,6 @@ class RunLedger:
         """Steps of which this place's drives hold any image, its own or a copy."""
         for tier in (Tier.LOCAL, Tier.PEER):
             yield from (id for id, _ in self.core.of_node(node_rank, tier))
-
-
-def _deciding(newest_first: Iterable[_Judged]) -> Iterator[_Judged]:
-    """Those down to the first that no loss of a node harms: the older ones decide nothing."""
-    for one in newest_first:
-        yield one
-        if one[2] == frozenset():
-            return
 
 
 def _step_of(one: tuple[StepId, object]) -> StepId:

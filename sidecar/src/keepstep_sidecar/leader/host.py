@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 OWN = 0
 """The node rank of the leader itself."""
-_TOGETHER_S = 0.03
-"""Reports that come within this time are answered together: all ranks write a step at once."""
-_PART = 4
+_TOGETHER_S = 0.06
+"""Reports that come within this time are taken in and answered together: all ranks write a step at
+once, and each report alone would cost half as much again."""
+_PART = 8
 """Answering takes at most one part in so many of the time, in a large run."""
 _ANYWHERE = ("", "0.0.0.0", "::")
 _REFUSED_S = 60.0
@@ -51,7 +52,8 @@ class Host:
         self._refused: dict[int, tuple[float, str]] = {}
         self._missing: dict[int, float] = {}
         self._due: asyncio.TimerHandle | None = None
-        self._gap_s = _TOGETHER_S
+        self._pending: dict[Member, bytes] = {}
+        self._silent_until = 0.0
 
     # --- frames ------------------------------------------------------------------------------
 
@@ -66,21 +68,29 @@ class Host:
 
     def take(self, member: Member, frame: bytes) -> None:
         """A frame of a member."""
+        before = self._pending.pop(member, None)
+        if before is None or self._take_in(member, before):
+            self._pending[member] = frame
+            self._soon()
+
+    def _take_in(self, member: Member, frame: bytes) -> bool:
+        """Returns False if it is refused."""
         try:
             told = _decode(frame)
             if member.node_rank == OWN:
                 self.leader.meet(told)  # this sidecar itself, which looks who is at its address
-                return
+                return True
             report = told.report
             address = _reachable(report.peer_address, member.address)
-            told = replace(told, report=replace(report, peer_address=address))
+            if address != report.peer_address:
+                told = replace(told, report=replace(report, peer_address=address))
             self._take(member.node_rank, told)
         except (UsageError, ValueError, RecursionError) as error:
             self._refuse(member, str(error))
-            return
+            return False
         self._members[member.node_rank] = member
         self._refused.pop(member.node_rank, None)
-        self._soon()
+        return True
 
     def _take(self, node_rank: int, told: MemberReport) -> None:
         own = node_rank == OWN
@@ -97,6 +107,8 @@ class Host:
 
     def gone(self, member: Member) -> None:
         """A connection has ended."""
+        if (frame := self._pending.pop(member, None)) is not None:
+            self._take_in(member, frame)
         if self._members.get(member.node_rank) is member:
             del self._members[member.node_rank]
             self.leader.left(member.node_rank)
@@ -118,10 +130,23 @@ class Host:
 
     def _soon(self) -> None:
         if self._due is None:
-            self._due = asyncio.get_running_loop().call_later(self._gap_s, self._tell)
+            self._due = asyncio.get_running_loop().call_later(_TOGETHER_S, self._act)
+
+    def _act(self) -> None:
+        self._due = None
+        self._take_pending()
+        if time.monotonic() < self._silent_until:
+            self._soon()
+        else:
+            self._tell()
+
+    def _take_pending(self) -> None:
+        pending, self._pending = self._pending, {}
+        for member, frame in pending.items():
+            self._take_in(member, frame)
 
     def _tell(self) -> None:
-        self._due, began = None, time.thread_time()
+        began = time.monotonic()
         for rank in self.leader.waiting():
             member, reply = self._members.get(rank), self.leader.news(rank)
             if reply is None:
@@ -130,11 +155,13 @@ class Host:
                 member.send(msgspec.json.encode(reply))
             elif rank == OWN:
                 self.own(reply)
-        self._gap_s = max(_TOGETHER_S, _PART * (time.thread_time() - began))
+        now = time.monotonic()
+        self._silent_until = now + _PART * (now - began)
         self._changes.ring()
 
     async def finish(self, *, timeout_s: float) -> None:
         """Return when all members have acted on what the leader knows, or after `timeout_s`."""
+        self._take_pending()
         self.leader.closing = True
         self._tell()
         await self._changes.until(self.leader.heard_all, timeout_s=timeout_s)
