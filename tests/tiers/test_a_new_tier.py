@@ -26,7 +26,6 @@ OF_ONE_TIER = {
     "sidecar/src/keepstep_sidecar/commit/epochs.py": "epochs that peers tell",
     "sidecar/src/keepstep_sidecar/commit/inventory.py": "a peer that gave wrong bytes",
     "sidecar/src/keepstep_sidecar/report/report.py": "copies, and archived steps, of other pods",
-    "lib/src/keepstep/leader/bounds.py": "copies of ranks of other machines",
     "lib/src/keepstep/leader/node_rank.py": "whose rank it is",
     "lib/src/keepstep/leader/run_ledger.py": "what is left without a node",
     "lib/src/keepstep/leader/leader.py": "whether the run has an archive",

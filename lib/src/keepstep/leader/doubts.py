@@ -7,6 +7,7 @@ server.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Final
 
 from keepstep.core.ledger import Restart
@@ -84,11 +85,11 @@ def _commits(leader: Leader, behind: int | None, at: float) -> Said:
 
 def _failed_volume(leader: Leader) -> str:
     for name, place in _there(leader):
-        for volume, why in place.sidecar.failed:
+        for volume in filter(attrgetter("failed"), place.sidecar.volumes):
             return (
-                f"volume {volume[:64]} of {name} on node {place.node} takes no writes"
-                f" ({why[:_TEXT]}): free space on it or replace the drive, then delete the pod."
-                f" {_ONWARD}"
+                f"volume {volume.name[:64]} of {name} on node {place.node} takes no writes"
+                f" ({volume.failed[:_TEXT]}): free space on it or replace the drive, then delete"
+                f" the pod. {_ONWARD}"
             )
     return ""
 

@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from keepstep.core.ledger import Alarm, is_among
-from keepstep.core.shard import Shard
+from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.core.suspicion import Failure, newest
 from keepstep.errors import UsageError
-from keepstep.leader.bounds import checked
 from keepstep.leader.buddies import Spot, buddies
 from keepstep.leader.history import RunHistory
 from keepstep.leader.node_rank import Sender
 from keepstep.leader.requests import Requests
-from keepstep.leader.run_ledger import LARGEST_WORLD, MOST_RANKS, RunLedger
+from keepstep.leader.run_ledger import RunLedger
 from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import (
     LeaderReply,
@@ -51,15 +50,13 @@ _MOST_REPORTS_S = 1000
 
 @dataclass(kw_only=True)
 class _Member:
-    """What the leader knows of a member beside its place in the ledger. `order`: grows with each
-    sidecar that is a member. `whole`: the ledger knows all that it has said on this connection.
-    `holds`: the version of the list of peers that it has. `restore`: the number of the reply since
-    which it is told the same step to go back to. `last`: the number of the reply that said that the
-    leader ends."""
+    """What the leader knows of a member beside its place in the ledger. `whole`: the ledger knows
+    all that it has said on this connection. `holds`: the version of the list of peers that it has.
+    `restore`: the number of the reply since which it is told the same step to go back to. `last`:
+    the number of the reply that said that the leader ends."""
 
     life: str
     pod: str
-    order: int
     connected: bool = True
     leaving: bool = False
     whole: bool = False
@@ -131,7 +128,6 @@ class Leader:
         self._members: dict[int, _Member] = {}
         self._owners: dict[int, int] = {}
         self._failures: tuple[Failure, ...] = ()
-        self._lives = 0
         self._introduced = False
         self._advice: _Advice | None = None
         self._peers: tuple[object, Peers] | None = None
@@ -141,18 +137,15 @@ class Leader:
 
     # --- members -------------------------------------------------------------------------
 
-    def take(
-        self, node_rank: int, told: MemberReport, *, at: float, own: bool = False
-    ) -> tuple[Alarm, ...]:
+    def take(self, node_rank: int, told: MemberReport, *, at: float) -> tuple[Alarm, ...]:
         """Take in a member's report. Returns what a person should look at; an operator learns of it
-        from `history`. `own`: it comes from this process, so it may be of any size. Raises
-        UsageError for one that is no member: nothing has changed then."""
-        member = self._member(node_rank, told)
-        report = told.report if own else checked(told.report)
-        if self._members.get(node_rank) is not member:
-            self._lives += 1
-            member.order = self._lives
-            self._members[node_rank] = member
+        from `history`. Raises UsageError for one that is no member, or that names ranks which no
+        run has: nothing has changed then."""
+        member, report = self._member(node_rank, told), told.report
+        for one in report.ranks:  # what is held of a step is one bit for each
+            if not 0 <= one.rank < MOST_RANKS or one.world > MOST_RANKS:
+                raise UsageError(f"rank {one.rank} of {one.world} cannot be")
+        self._members[node_rank] = member
         member.connected, member.leaving = True, told.leaving
         self._reported.add(node_rank)
         member.holds, member.heard, self._advice = report.peers_version, told.heard, None
@@ -160,14 +153,12 @@ class Leader:
             pod=member.pod,
             node_rank=node_rank,
             node=told.node or str(node_rank),
-            created_at=f"{member.order:020}",
             local_stays=self.requests.policy.outlives_pod,
         )
-        most_world = min(LARGEST_WORLD, MOST_RANKS * (self.nodes or len(self._members)))
         believed = self._believed(node_rank, report)
         doubted, report = believed is not report, believed
         member.sequence, progress = report.sequence, self.ledger.progress
-        said = self.ledger.take(sender, report, at=at, most_world=most_world, bounded=not own)
+        said = self.ledger.take(sender, report, at=at)
         if said is not None:
             member.whole = True
             self._failures = newest((*self._failures, *report.failures))
@@ -203,7 +194,7 @@ class Leader:
             return known
         if known is not None and known.connected:
             raise UsageError(DUPLICATE.format(node_rank))
-        return _Member(life=told.life, pod=told.pod or told.life, order=0)
+        return _Member(life=told.life, pod=told.pod or told.life)
 
     def _believed(self, node_rank: int, report: Report) -> Report:
         """The report, without new steps of ranks that train at another member, unless that member

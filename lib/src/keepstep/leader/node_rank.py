@@ -6,62 +6,15 @@ an integer, as in the ledger.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from keepstep.core.commit_rule import RankUnion
 from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank, ReportedVolume
-from keepstep.wire.status import TierProgress
-
-MOST_PAST = 64
-"""The most replaced sidecars of one pod whose late reports are recognized."""
-
-
-class SidecarState(NamedTuple):
-    """What a sidecar reports of itself and of its pod. `failed`: pairs of name and reason, for
-    volumes that take no writes. `refusals`, `refused`: see `Report`."""
-
-    version: str
-    started_at: float
-    sequence: int
-    ready: bool
-    library: str
-    pinned: str
-    peer_address: str
-    failed: tuple[tuple[str, str], ...]
-    fullest: float
-    warnings: tuple[str, ...]
-    tiers: dict[Tier, TierProgress]
-    refusals: int
-    refused: str
-
-    @classmethod
-    def of(cls, report: Report) -> SidecarState:
-        return cls(
-            version=sys.intern(report.sidecar),
-            started_at=report.started_at,
-            sequence=report.sequence,
-            ready=report.ready,
-            library=sys.intern(report.library),
-            pinned=sys.intern(report.pinned),
-            peer_address=report.peer_address,
-            failed=tuple((one.name, one.failed) for one in report.volumes if one.failed),
-            fullest=max(map(_used, report.volumes), default=0.0),
-            warnings=report.warnings,
-            tiers=report.tiers,
-            refusals=report.refusals,
-            refused=report.refused,
-        )
-
-
-def _used(volume: ReportedVolume) -> float:
-    whole = volume.capacity_bytes or volume.used_bytes + volume.free_bytes
-    return volume.used_bytes / whole if whole > 0 else 0.0
+from keepstep.wire.reports import Report, ReportedRank
 
 
 class RankState(NamedTuple):
@@ -90,21 +43,17 @@ class Place:
     `worlds`: for all its ranks, whether the trainer is running and which world it reported.
     `staged`: for each newest staged step, the ranks that staged it.
 
-    `since`, `heard_at`: when this process of the sidecar reported first and last, by the
-    reconciler's clock. `past`: start times of replaced sidecars of this pod. `gone`: the pod is
-    gone. `dropped`: its images are removed from the ledger, too. `stays`: its volumes outlive it,
-    on its node.
+    `sidecar`: the last report, without what is in the ledger or above. `heard_at`: when it came, by
+    the leader's clock. `gone`: the pod is gone. `dropped`: its images are removed from the ledger,
+    too. `stays`: its volumes outlive it, on its node.
     """
 
     pod: str
-    created_at: str
     node: str
-    sidecar: SidecarState
+    sidecar: Report
     epochs: tuple[Epoch, ...]
     ranks: Mapping[int, RankState]
-    since: float
     heard_at: float
-    past: frozenset[float] = frozenset()
     gone: bool = False
     dropped: bool = False
     stays: bool = False
@@ -230,38 +179,29 @@ def _found(place: Place | None) -> tuple[object, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sender:
-    """The pod that a report came from. `created_at`: as the API server wrote it, in a form that
-    sorts. `local_stays`: its volumes outlive it, on its node."""
+    """The pod that a report came from. `local_stays`: its volumes outlive it, on its node."""
 
     pod: str
     node_rank: int
     node: str
-    created_at: str
     local_stays: bool
 
 
 def overtaken(place: Place, sender: Sender, report: Report) -> bool:
-    """Whether a newer report of this place is known already. Of two pods that were created in the
-    same second, one holds the place while it is there: they must not take turns."""
-    if place.pod != sender.pod:
-        holder = "" if place.gone else place.pod
-        return (sender.created_at, sender.pod) < (place.created_at, holder)
-    if place.sidecar.started_at != report.started_at:
-        return report.started_at in place.past
-    return report.sequence < place.sidecar.sequence
+    """Whether a newer report of the same sidecar is known already."""
+    return _is_same(place, sender, report) and report.sequence < place.sidecar.sequence
 
 
 def follows(place: Place, sender: Sender, report: Report) -> bool:
     """Whether the changes in this report apply to what is known."""
-    return (
-        place.pod == sender.pod
-        and place.sidecar.started_at == report.started_at
-        and place.sidecar.sequence == report.since
-    )
+    return _is_same(place, sender, report) and report.since == place.sidecar.sequence
+
+
+def _is_same(place: Place, sender: Sender, report: Report) -> bool:
+    return (place.pod, place.sidecar.started_at) == (sender.pod, report.started_at)
 
 
 def renewed(
-    place: Place | None,
     sender: Sender,
     report: Report,
     at: float,
@@ -269,21 +209,14 @@ def renewed(
     epochs: tuple[Epoch, ...],
     ranks: Mapping[int, RankState],
 ) -> Place:
-    """The place after this report. `place`: the place before it; None: the pod is new there."""
-    past, since = (place.past, place.since) if place else (frozenset(), at)
-    if place is not None and place.sidecar.started_at != report.started_at:
-        newest = sorted({*past, place.sidecar.started_at})[-MOST_PAST:]
-        past, since = frozenset(newest), at
+    """The place after this report."""
     return Place(
         pod=sender.pod,
-        created_at=sender.created_at,
         node=sender.node,
-        sidecar=SidecarState.of(report),
+        sidecar=replace(report, ranks=(), epochs=(), restores=(), goodput=None),
         epochs=epochs,
         ranks=ranks,
-        since=since,
         heard_at=at,
-        past=past,
         stays=sender.local_stays,
     )
 
@@ -324,31 +257,3 @@ def kept(one: ReportedRank) -> bool:
 def _shared(worlds: frozenset[tuple[bool, int]]) -> frozenset[tuple[bool, int]]:
     """One object for all places that report the same."""
     return worlds
-
-
-NEWEST_EPOCHS = 64
-
-
-def epochs_needed(report: Report, *, most: int) -> tuple[Epoch, ...]:
-    """The epochs of a report, without those that no step, no restore and no later epoch names.
-    Those decide nothing, and a run that begins again each minute has thousands of them.
-
-    The newest 64 epochs always stay. If more than `most` remain, the oldest are dropped, and their
-    steps are then left alone.
-    """
-    if len(report.epochs) <= NEWEST_EPOCHS:
-        return report.epochs
-    recorded = {epoch.id: epoch for epoch in report.epochs}
-    named = {held.step_id.epoch for one in report.ranks for held in one.shards()}
-    named |= {one.epoch.id for one in report.restores}
-    newest = sorted(recorded, reverse=True)
-    pending = [*newest[:NEWEST_EPOCHS], *(named & recorded.keys())]
-    needed: set[EpochId] = set()
-    while pending:
-        id = pending.pop()
-        if id in needed or id not in recorded:
-            continue
-        needed.add(id)
-        if (parent := recorded[id].parent) is not None:
-            pending.append(parent.epoch)
-    return tuple(recorded[id] for id in sorted(needed)[-most:])

@@ -23,7 +23,6 @@ from keepstep.core.ledger import (
     Nothing,
     Reported,
     Unknown,
-    is_among,
 )
 from keepstep.core.retention import Retention
 from keepstep.leader.durability import Sole, least_left, refuges, sole_nodes
@@ -42,16 +41,8 @@ from keepstep.leader.orphaned_shards import OrphanedShards
 from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 
-LARGEST_WORLD = 65_536
-MOST_RANKS = 1024
-"""The most ranks of one pod."""
-MOST_STEPS = 4096
-"""The most steps of one place that reports of changes may add up to; beyond it, its next report
-must be whole. Also the most archived steps that count: the newest do, and older ones are left
-alone."""
-MOST_EPOCHS = 8192
-"""The most epochs on record for one run. Beyond that, only epochs that a pod has on record now are
-kept."""
+MOST_ARCHIVED = 4096
+"""The most archived steps that count: the newest do, and older ones are left alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +78,6 @@ class RunLedger:
         """Node ranks whose next report must be whole."""
         self._ordered = 0
         self._changes = 0
-        self._most_epochs = MOST_EPOCHS
-        self._most_world = LARGEST_WORLD
         self._safety: tuple[int, Safety] | None = None
 
     # --- changing ------------------------------------------------------------------------
@@ -106,25 +95,14 @@ class RunLedger:
         self._configure(replace(self._config, tiers=(*IN_POD, *shared)))
         self._keep = replace(keep, pinned=frozenset(pins))
 
-    def take(
-        self,
-        sender: Sender,
-        report: Report,
-        *,
-        at: float,
-        most_world: int = LARGEST_WORLD,
-        bounded: bool = True,
-    ) -> tuple[Action, ...] | None:
+    def take(self, sender: Sender, report: Report, *, at: float) -> tuple[Action, ...] | None:
         """Take in one report. Returns None if a newer report of this node rank is known already, or
-        if a report of changes cannot be used. `most_world`: the most ranks that the present pods
-        can run. `bounded`: see `MOST_STEPS`."""
+        if a report of changes cannot be used."""
         self._changes += 1
         place = self.places.get(sender.node_rank)
         if place is not None and overtaken(place, sender, report):
             return None
-        goes_on = place is not None and follows(place, sender, report)
-        room = not bounded or place is None or self._has_room(sender.node_rank, report)
-        if report.since and not (goes_on and room):
+        if report.since and (place is None or not follows(place, sender, report)):
             self._asked.add(sender.node_rank)
             return None
         self._asked.discard(sender.node_rank) if not report.since else None
@@ -148,18 +126,9 @@ class RunLedger:
             self._asked.add(sender.node_rank)  # others may have been believed
         if place is not None and place.archive_told & ~now.archive_told:
             self._ask_all()
-        if len(self.core.epochs) > self._most_epochs:
-            self.core.keep_epochs(self._on_record())
-            self._most_epochs = max(MOST_EPOCHS, 2 * len(self.core.epochs))
-        self._most_world = most_world
         self._know_world()
         self._advance()
         return tuple(said)
-
-    def _has_room(self, node_rank: int, report: Report) -> bool:
-        """Whether a place may grow by another report of changes."""
-        epochs = len(self.places[node_rank].epochs) + len(report.epochs)
-        return self.core.steps_at(node_rank) <= MOST_STEPS and epochs <= MOST_EPOCHS
 
     def _hear(self, node_rank: int, report: Report) -> tuple[Action, ...]:
         self._ordered += 1
@@ -175,7 +144,7 @@ class RunLedger:
                 ranks[one.rank] = self._believed(one, heard)
             event = replace(event, ranks=ranks)
         said = self.core.apply(event)
-        self.core.keep_archived(MOST_STEPS)
+        self.core.keep_archived(MOST_ARCHIVED)
         return said
 
     def _only_kept(self, node_rank: int, one: ReportedRank) -> bool:
@@ -216,7 +185,7 @@ class RunLedger:
         epochs = (*before.epochs, *report.epochs) if before is not None else report.epochs
         if epochs == self.core.epochs:
             epochs = self.core.epochs  # one tuple for all places
-        return renewed(place, sender, report, at, epochs=epochs, ranks=ranks)
+        return renewed(sender, report, at, epochs=epochs, ranks=ranks)
 
     def pod_gone(self, pod: str, *, local_stays: bool) -> tuple[Action, ...]:
         """The pod is gone, and its memory with it. `local_stays`: its volumes outlive it."""
@@ -294,9 +263,8 @@ class RunLedger:
 
     def _know_world(self) -> None:
         told = self.places.worlds
-        there = [(alive, world) for alive, world in told if world <= self._most_world]
-        living = [world for alive, world in there if alive]
-        world = max(living or [world for _, world in there], default=None)
+        living = [world for alive, world in told if alive]
+        world = max(living or [world for _, world in told], default=None)
         if world != self._config.world:
             self._configure(replace(self._config, world=world))
 
@@ -412,7 +380,7 @@ class RunLedger:
             step=archived if left is None else left,
             pod=archived if pod is None else pod,
             archived=archived,
-            sole=next((of for id, of, _ in judged if id == commit), None) or frozenset(),
+            sole=next((of for id, of, _ in judged if id == commit and of), frozenset()),
         )
 
     def _judged(self, names: Mapping[int, str]) -> Iterator[tuple[StepId, Sole, Sole]]:

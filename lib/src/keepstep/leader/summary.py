@@ -81,8 +81,8 @@ def summary(leader: Leader, *, sequence: int, at: float) -> RunReport:
             sole=tuple(sorted(safe.sole)),
         ),
         stall=_stall(there),
-        fullest=max((one.sidecar.fullest for one in there if one.sidecar.fullest), default=None),
-        sidecar=_versions(one.sidecar.version for one in there),
+        fullest=_fullest(there),
+        sidecar=_versions(one.sidecar.sidecar for one in there),
         library=_versions(one.sidecar.library for one in there),
         pinned=max((one.sidecar.pinned for one in there), default=""),
         refusals=max((one.sidecar.refusals for one in there), default=0),
@@ -118,6 +118,18 @@ def _half(listed: tuple) -> tuple:  # type: ignore[type-arg]
 
 def _versions(said: Iterable[str]) -> str:
     return ", ".join(sorted({*said} - {""}))
+
+
+def _fullest(there: Iterable[Place]) -> float | None:
+    """The largest part of a volume that is used."""
+    volumes = [one for place in there for one in place.sidecar.volumes if one.used_bytes]
+    return max(
+        (
+            one.used_bytes / (one.capacity_bytes or one.used_bytes + one.free_bytes)
+            for one in volumes
+        ),
+        default=None,
+    )
 
 
 def _stall(there: Iterable[Place]) -> Stall:

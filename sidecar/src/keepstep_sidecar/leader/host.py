@@ -93,8 +93,7 @@ class Host:
         return True
 
     def _take(self, node_rank: int, told: MemberReport) -> None:
-        own = node_rank == OWN
-        for alarm in self.leader.take(node_rank, told, at=time.time(), own=own):
+        for alarm in self.leader.take(node_rank, told, at=time.time()):
             self.alarmed(alarm)
 
     def _refuse(self, member: Member, reason: str) -> None:
