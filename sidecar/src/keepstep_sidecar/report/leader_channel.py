@@ -15,7 +15,6 @@ from keepstep.wire.reports import LeaderReply, MemberReport, Peer, Pins, Report,
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leader.host import Host
 from keepstep_sidecar.log import Seldom
-from keepstep_sidecar.report.reporter import ReportFailed
 
 if TYPE_CHECKING:
     from keepstep_sidecar.leader.link import Link
@@ -28,10 +27,20 @@ _decode = msgspec.json.Decoder(LeaderReply).decode
 _complain = Seldom()
 
 
-class _Channel:
-    """See `reporter.Channel`. `link`: None where the run has no other machine. `told`: what each
-    frame says. `epoch`: returns the newest epoch that this machine knows of. `leaves`: returns
-    whether its pod begins to end."""
+class ReportFailed(Exception):
+    """A report was not taken. `kind`: short and stable; each kind is logged once."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Channel:
+    """How the run's leader is reached, at `address`. `link`: None where the run has no other
+    machine. `told`: what each frame says. `epoch`: returns the newest epoch that this machine knows
+    of. `leaves`: returns whether its pod begins to end."""
+
+    address: str
 
     def __init__(
         self,
@@ -53,7 +62,7 @@ class _Channel:
         self._peers: tuple[Peer, ...] = ()
         self._peers_version = self._said_version = ""
 
-    async def __aenter__(self) -> _Channel:
+    async def __aenter__(self) -> Channel:
         if self._link is not None:
             self._running = asyncio.create_task(self._link.run(), name="leader")
         return self
@@ -63,11 +72,19 @@ class _Channel:
             self._running.cancel()
             await asyncio.wait({self._running})
 
+    async def exchange(self, report: Report) -> ReportReply:
+        """Send a report, and return the answer. Raises ReportFailed."""
+        raise NotImplementedError
+
+    def take(self, frame: bytes) -> None:
+        """A frame of the leader."""
+        raise NotImplementedError
+
     @property
     def asked(self) -> bool:
-        """A leader that ends waits until it knows that its last reply was acted on, and a person
-        waits until it knows the pins. A pod that leaves has no time to lose. A list of peers is
-        repeated until the leader knows that it has arrived."""
+        """Whether a report is wanted now. A leader that ends waits until it knows that its last
+        reply was acted on, and a person waits until it knows the pins. A pod that leaves has no
+        time to lose. A list of peers is repeated until the leader knows that it has arrived."""
         new = self._peers_version != self._said_version
         return self._closing or self._pinned or new or self._leaves() != self._left
 
@@ -78,6 +95,7 @@ class _Channel:
         self._changes.ring()
 
     def pushed(self) -> ReportReply | None:
+        """The newest reply that came without a report, once."""
         news, self._news = self._news, None
         return None if news is None else self._taken(news)
 
@@ -111,7 +129,7 @@ class _Channel:
         return reply
 
 
-class OwnChannel(_Channel):
+class OwnChannel(Channel):
     """The leader is in this process. The link finds out whether another one is at its address."""
 
     address = "this sidecar"
@@ -139,7 +157,6 @@ class OwnChannel(_Channel):
         """A frame of another leader: this one does not answer itself."""
 
     async def exchange(self, report: Report) -> ReportReply:
-        """See `reporter.Channel`."""
         told = self._frame(report)
         if self._link is not None:
             short = Report(sidecar=report.sidecar, started_at=report.started_at, sequence=0)
@@ -150,7 +167,7 @@ class OwnChannel(_Channel):
             raise ReportFailed("refused", str(error)) from error
 
 
-class LinkChannel(_Channel):
+class LinkChannel(Channel):
     """The leader is elsewhere."""
 
     def __init__(self, link: Link, **options: Any) -> None:
@@ -165,7 +182,6 @@ class LinkChannel(_Channel):
             _complain("leader's reply not understood", reason=str(error))
 
     async def exchange(self, report: Report) -> ReportReply:
-        """See `reporter.Channel`."""
         link = self._leader
 
         def is_over() -> bool:

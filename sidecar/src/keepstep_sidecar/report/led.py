@@ -18,8 +18,7 @@ from keepstep.wire.runs import RunPolicy
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.config.sidecar import Config, OnLoss
 from keepstep_sidecar.leader.host import OWN, Host
-from keepstep_sidecar.report.leader_channel import LinkChannel, OwnChannel
-from keepstep_sidecar.report.reporter import Channel
+from keepstep_sidecar.report.leader_channel import Channel, LinkChannel, OwnChannel
 
 if TYPE_CHECKING:
     from keepstep_sidecar.report.machines import Machines
@@ -38,7 +37,7 @@ class Led:
         self._reporter: OperatorReporter | None = None
         if self._host is not None and self.machines is not None:
             self._reporter = self.machines.reporter(self._host, changes)
-        self._channel: OwnChannel | LinkChannel | None = None
+        self._channel: Channel | None = None
 
     def start(self, tasks: Tasks, alarmed: Callable[[Alarm], None]) -> None:
         """If this is the leader: begin to report the run to the operator, or without one, give
@@ -91,7 +90,7 @@ class Led:
         link = None
         if self.machines is not None:
             link = self.machines.link(lambda frame: channel.take(frame), self._changes.ring)
-        channel: OwnChannel | LinkChannel
+        channel: Channel
         if self._host is not None:
             channel = OwnChannel(self._host, link, last=self._last, **options)
         else:

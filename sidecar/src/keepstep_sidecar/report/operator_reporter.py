@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import time
 from collections.abc import Callable
 from typing import Final
@@ -22,12 +21,10 @@ from keepstep.wire.runs import Requested, RunReport
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.report.reporter import ReportFailed, Rhythm
+from keepstep_sidecar.report.leader_channel import ReportFailed
+from keepstep_sidecar.report.reporter import Rhythm
 
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=10.0, connect=5.0)
-_NOBODY_S: Final = 3
-"""A node that acknowledges nothing for so long is taken for lost. The kernel of a slow process
-still acknowledges."""
 _REPLY_LIMIT_BYTES: Final = 4 << 20
 _LAST_S: Final = 2.0
 _LEAST_GAP_S: Final = 1.5
@@ -157,7 +154,7 @@ class OperatorReporter:
         except UsageError as error:
             raise ReportFailed("authorities", str(error)) from error
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        connector = aiohttp.TCPConnector(ssl=trust, limit=1, socket_factory=_socket)
+        connector = aiohttp.TCPConnector(ssl=trust, limit=1)
         try:
             async with (
                 aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session,
@@ -177,15 +174,6 @@ class OperatorReporter:
             return _decode(data)
         except (ValueError, RecursionError) as error:
             raise ReportFailed("reply", f"the answer is none: {error}") from error
-
-
-def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket that gives up a lost node after `_NOBODY_S` seconds, while it connects as well as
-    later. (The first SYN is repeated once, after a second, and given up two seconds later.)"""
-    made = socket.socket(*address[:3])
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _NOBODY_S * 1000)
-    return made
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

@@ -15,7 +15,6 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from keepstep.core.vote import NEVER
 from keepstep.errors import KeepstepError
@@ -24,6 +23,7 @@ from keepstep.wire.status import VolumeStatus
 from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.report.leader_channel import Channel, ReportFailed
 from keepstep_sidecar.report.report import changes, news, pressing
 
 _log = logging.getLogger("keepstep.sidecar")
@@ -46,14 +46,6 @@ _MEASURE_EVERY_S = 10.0
 _MEASURE_TIMEOUT_S = 5.0
 _BOUNDS_INTERVAL_S = (1.0, 600.0)
 _BOUNDS_GAP_S = (0.05, 60.0)
-
-
-class ReportFailed(Exception):
-    """A report was not taken. `kind`: short and stable; each kind is logged once."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,28 +102,6 @@ class Rhythm:
         elif failures <= _FIRST_FAILURES:
             longest = max(_FIRST_BACKOFF_S, self.least_gap_s)
         return min(exponential, longest) * (0.5 + 0.5 * chance)
-
-
-class Channel(Protocol):
-    """How the run's leader is reached.
-
-    `address`: for the log. `asked`: a report is wanted now.
-    """
-
-    address: str
-
-    @property
-    def asked(self) -> bool: ...
-
-    async def __aenter__(self) -> object: ...
-
-    async def __aexit__(self, *_: object) -> None: ...
-
-    async def exchange(self, report: Report) -> ReportReply:
-        """Send a report, and return the answer. Raises ReportFailed."""
-
-    def pushed(self) -> ReportReply | None:
-        """The newest reply that came without a report, once."""
 
 
 class _Volumes:
