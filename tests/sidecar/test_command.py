@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainer import FakeTrainer, lose_memory_and_damage
+from trainer import FakeTrainer
 
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.sidecar import program
@@ -284,22 +284,6 @@ def test_a_sidecar_that_is_adopted_belongs_to_its_new_owner(
             sidecar.process.wait(1.5)
         second.kill()
     assert sidecar.process.wait(20) == 0
-
-
-def test_a_shard_is_read_without_a_look_at_every_byte_when_only_the_seal_counts(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers, memory_dir: Path
-) -> None:
-    sidecar = sidecars().start()
-    trainer = trainers(sidecar.socket).begin_run()
-    id = trainer.stage(4)
-    assert trainer.wait(id, "committed").reached
-    sidecar.kill()
-    lose_memory_and_damage(sidecar.root, memory_dir, trainer.layout)
-    sidecar.start("--verify", "seal")
-    eventually(lambda: '"loaded"' in sidecar.text())
-    successor = trainers(sidecar.socket)
-    successor.connect()
-    assert Path(successor.open(id).path).stat().st_size == trainer.layout.size_bytes
 
 
 def test_a_flush_does_not_keep_to_the_limit(

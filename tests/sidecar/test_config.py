@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from keepstep.errors import UsageError
 from keepstep_sidecar.config.settings import Setting, to_toml, toml_value
-from keepstep_sidecar.config.sidecar import SETTINGS, Config, OnLoss, Verify, values_of
+from keepstep_sidecar.config.sidecar import SETTINGS, Config, OnLoss, values_of
 
 EXAMPLES: dict[str, tuple[str, Any]] = {
     "run": ("gpt", "gpt"),
@@ -47,7 +47,6 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "peer_bytes_per_second": ("500Mi", 500 << 20),
     "io_threads": ("2", 2),
     "bytes_per_second": ("1Gi", 1 << 30),
-    "verify": ("seal", Verify.SEAL),
     "flush_timeout": ("1m30s", 90.0),
     "linger": ("15m", 900.0),
     "owner_pid": ("42", 42),
@@ -149,7 +148,7 @@ def test_any_text_survives_a_file(text: str) -> None:
         ("bytes_per_second = 0", "bytes_per_second: 0: starts at 1; leave it out for no limit"),
         ("peer_bytes_per_second = 0", "peer_bytes_per_second: 0: starts at 1"),
         ("peer_replicas = -1", "peer_replicas: -1 is not a whole number of at least 0"),
-        ('verify = "half"', "verify: 'half' is not one of full, seal"),
+        ('on_loss = "half"', "on_loss: 'half' is not one of wait, restart"),
         ('small_pages = "maybe"', "small_pages: 'maybe' is not true or false"),
         ('volumes = "/v"', "volumes: '/v' is not a list"),
         ("volumes = [7]", "volumes: 7 is not a path"),
@@ -176,8 +175,8 @@ def test_a_mistake_in_a_file_is_named_with_what_is_allowed(
 def test_a_mistake_in_a_flag_or_a_variable_is_named_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"^--slots: '1' is not a whole number of at least 2$"):
         values_of("--slots", "1")
-    monkeypatch.setenv("KEEPSTEP_VERIFY", "half")
-    with pytest.raises(UsageError, match=r"^KEEPSTEP_VERIFY: 'half' is not one of full, seal$"):
+    monkeypatch.setenv("KEEPSTEP_ON_LOSS", "half")
+    with pytest.raises(UsageError, match=r"^KEEPSTEP_ON_LOSS: 'half' is not one of wait, restart$"):
         values_of()
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from keepstep.core.shard import Shard
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep_sidecar.config.sidecar import Verify
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.directories import ShardName
@@ -88,6 +87,5 @@ def load(volumes: Volume | VolumeSet, path: Path, view: memoryview) -> ControlPa
         where=str(path),
         run=each.volumes[0].record.run,
         open=lambda: each.opened(path),
-        verified_loads=each.volumes[0].verify is Verify.FULL,
     )
     return transfer.load(source, view)

@@ -77,13 +77,12 @@ def _open_volume(directory: Path, config: Config) -> Volume:
             run=config.run,
             io_threads=config.io_threads,
             capacity_bytes=config.capacity_bytes,
-            verify=config.verify,
         )
     except (StorageError, ImageError) as error:  # also a damaged record, or another run's
         if config.reporting is None:
             raise
         warn("volume not writable", path=str(root), reason=str(error))
-        return Volume(root, run=config.run, verify=config.verify, read_only=str(error))
+        return Volume(root, run=config.run, read_only=str(error))
 
 
 async def _serve(config: Config, lock: DirectoryLock) -> None:

@@ -15,7 +15,6 @@ from keepstep_sidecar.config.sidecar import (
     ArchiveConfig,
     Config,
     PeerSettings,
-    Verify,
     values_of,
 )
 from tests.operator.injection.pods import DEFAULTS, EMPTY_DIR, HOST_PATH, policy, pytorch_job
@@ -30,7 +29,6 @@ def containers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
         stage={"every": 5},
         persist={"mode": "Fixed", "every": 100},
         retention={"local": {"last": 3, "every": "12h"}, "archive": {"last": 5, "every": "6h"}},
-        restore={"verify": "Seal"},
         sidecar={"ioThreadsPerVolume": 2, "bytesPerSecondLimit": "1Gi"},
         peers={"replicas": 2, "bytesPerSecondLimit": "500Mi"},
         archive={
@@ -55,7 +53,7 @@ def test_the_sidecar_understands_every_setting() -> None:
     assert config.volumes == (Path("/keepstep/volumes/scratch"), Path("/keepstep/volumes/nvme0"))
     assert (config.slots, config.io_threads, config.metrics_port) == (4, 2, 26740)
     assert config.ui_port == 26742
-    assert (config.verify, config.flush_timeout_s) == (Verify.SEAL, 60.0)
+    assert config.flush_timeout_s == 60.0
     assert config.reporting is not None
     assert config.reporting.url.startswith(DEFAULTS.reports_url)
     assert config.reporting.ca == DEFAULTS.reports_ca

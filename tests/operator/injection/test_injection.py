@@ -166,7 +166,6 @@ def test_the_sidecar_is_told_everything_by_itsenvironment_of() -> None:
         stage={"every": 5},
         persist={"mode": "Fixed", "every": 100},
         retention={"local": {"last": 3}},
-        restore={"verify": "Seal"},
         sidecar={"ioThreadsPerVolume": 2, "bytesPerSecondLimit": "1Gi"},
         flushTimeout="1m",
     )
@@ -191,7 +190,6 @@ def test_the_sidecar_is_told_everything_by_itsenvironment_of() -> None:
         "KEEPSTEP_CAPACITY": str(50 << 30),
         "KEEPSTEP_IO_THREADS": "2",
         "KEEPSTEP_BYTES_PER_SECOND": str(1 << 30),
-        "KEEPSTEP_VERIFY": "seal",
         "KEEPSTEP_FLUSH_TIMEOUT": "60",
         "KEEPSTEP_ON_LOSS": "restart",
         "KEEPSTEP_REPORT_URL": f"{DEFAULTS.reports_url}/v1/runs",

@@ -19,7 +19,6 @@ from keepstep_operator.api.policy import (
     EmptyDir,
     Ephemeral,
     HostPath,
-    Verify,
     Volume,
     parse_policy,
     refused_host_paths,
@@ -46,7 +45,7 @@ def test_an_object_from_before_the_defaults_gets_them_all() -> None:
     assert parsed.volumes == (Volume(name="a", source=EmptyDir()),)
     assert (parsed.slots, parsed.stage_every, parsed.keep) == (4, 1, Retention())
     assert (parsed.persist_every, parsed.drive_writes_per_day) == (None, None)
-    assert (parsed.accounting, parsed.verify) == (Accounting.ADD, Verify.FULL)
+    assert parsed.accounting == Accounting.ADD
     assert (parsed.cpu_millicores, parsed.overhead_bytes, parsed.io_threads) == (100, 256 << 20, 16)
     assert (parsed.restore_timeout_s, parsed.flush_timeout_s) == (600, 60)
     assert (parsed.run_ttl_s, parsed.bytes_per_second) == (604800, None)
@@ -99,7 +98,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"flushTimeout": "121s"}, r"spec.flushTimeout: 121s is not from 1s to 120s"),
     ({"runTTL": "59s"}, r"spec.runTTL: 59s is not from 60s"),
     ({"restore": {"timeout": "0s"}}, r"spec.restore.timeout: 0s is not from 1s"),
-    ({"restore": {"verify": "None"}}, r"spec.restore.verify: 'None' is not Full or Seal"),
     ({"retention": {"local": {"every": "9000h"}}}, r"local.every: 9000h is not from 60s"),
     ({"archive": {"directory": {"claimName": "a", "path": "/a"}}}, r"exactly one of .* not 2"),
     ({"archive": {"directory": {"path": "/a/.."}}}, r"directory.path: must not contain '\.\.'"),
@@ -180,7 +178,7 @@ _PATHS = [
     ("memory",), ("memory", "limit"), ("memory", "slots"), ("stage",), ("persist",),
     ("persist", "mode"), ("persist", "every"),
     ("persist", "driveWritesPerDay"), ("volumes",), ("accounting",), ("retention",),
-    ("restore", "verify"), ("restore", "timeout"), ("sidecar", "resources"),
+    ("restore", "timeout"), ("sidecar", "resources"),
     ("sidecar", "resources", "cpu"), ("flushTimeout",), ("runTTL",), ("peers",),
     ("peers", "replicas"), ("peers", "topologyKey"), ("archive",), ("archive", "every"),
     ("archive", "s3"), ("archive", "s3", "bucket"), ("archive", "directory", "claimName"),

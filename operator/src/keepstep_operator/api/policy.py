@@ -64,13 +64,6 @@ class Accounting(str, enum.Enum):
     CARVE_OUT = "CarveOut"
 
 
-class Verify(str, enum.Enum):
-    """What is checked before torch gets a shard: all digests, or only that it is complete."""
-
-    FULL = "Full"
-    SEAL = "Seal"
-
-
 class HugePages(str, enum.Enum):
     """The pages of slots: small ones, or huge pages of 2 MiB. A pod that requests more huge pages
     than any node has is never scheduled."""
@@ -153,7 +146,6 @@ class Policy:
     drive_writes_per_day: str | None = None
     accounting: Accounting = Accounting.ADD
     keep: Retention = field(default_factory=Retention)
-    verify: Verify = Verify.FULL
     restore_timeout_s: int = 600
     cpu_millicores: int = 100
     cpu_limit_millicores: int | None = None
@@ -229,7 +221,6 @@ def parse_policy(body: Body) -> Policy:
         drive_writes_per_day=_drive_writes_per_day(persist),
         accounting=spec.choice("accounting", Accounting.ADD),
         keep=parse_retention(spec.child("retention").child("local"), 2, most=1000),
-        verify=restore.choice("verify", Verify.FULL),
         restore_timeout_s=restore.duration("timeout", "10m", least=1, most=24 * 3600),
         cpu_millicores=cpu,
         cpu_limit_millicores=_cpu_limit(resources, cpu),

@@ -13,7 +13,7 @@ from typing import Final
 from keepstep.wire import runs
 from keepstep_operator.api.leader import leader_address
 from keepstep_operator.api.pod import Placement
-from keepstep_operator.api.policy import Policy, Verify
+from keepstep_operator.api.policy import Policy
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.ports import Ports
 from keepstep_operator.injection.resources import Cost, resources_of
@@ -52,7 +52,6 @@ _COPIED = re.compile(
 )
 """Variables that job controllers set on the containers that they know. They do not know the
 sidecar."""
-_VERIFY: Final = {Verify.FULL: "full", Verify.SEAL: "seal"}
 
 
 def sidecar(
@@ -217,7 +216,6 @@ def _settings(
         "KEEPSTEP_CAPACITY": policy.usable_bytes,
         "KEEPSTEP_IO_THREADS": policy.io_threads,
         "KEEPSTEP_BYTES_PER_SECOND": policy.bytes_per_second,
-        "KEEPSTEP_VERIFY": _VERIFY[policy.verify],
         "KEEPSTEP_FLUSH_TIMEOUT": policy.flush_timeout_s,
         "KEEPSTEP_ON_LOSS": "restart" if policy.begins_again else None,
         "KEEPSTEP_REPORT_URL": f"{defaults.reports_url}{runs.PATH}",

@@ -18,7 +18,7 @@ from keepstep.directory import Directory
 from keepstep.errors import StorageError
 from keepstep_sidecar import connections, log
 from keepstep_sidecar.agent import directories
-from keepstep_sidecar.config.sidecar import Reporting, Verify
+from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import say
 from keepstep_sidecar.tiers.peer import copies
 from keepstep_sidecar.tiers.peer.handlers import Buffers, ServerContext
@@ -60,7 +60,7 @@ class LeftShards:
 
 
 def _read_only(directory: Directory, run: str) -> Volume:
-    return Volume(directory, run=run, verify=Verify.FULL, read_only=_WHY)
+    return Volume(directory, run=run, read_only=_WHY)
 
 
 def serve(listen: str, reporting: Reporting, tops: Sequence[Path]) -> None:

@@ -244,14 +244,6 @@ _LONGEST_SOCKET_PATH: Final = 107
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 
-class Verify(StrEnum):
-    """What is checked of a shard before it is restored: every byte, or its seal and digest table
-    only."""
-
-    FULL = "full"
-    SEAL = "seal"
-
-
 class OnLoss(StrEnum):
     """What a run does when a part of every step is lost. `WAIT`: the storage may come back.
     `RESTART`: what a pod kept goes with that pod for good, so the run begins again."""
@@ -472,10 +464,6 @@ class Config:
     )
     io_threads: int = setting(whole(1), IO_THREADS, "Chunks under way at a time at each volume.")
     bytes_per_second: int | None = setting(RATE, None, "Limit of all writes together, like 500Mi.")
-    verify: Verify = setting(
-        one_of(Verify), Verify.FULL,
-        "What is checked of a shard before it is restored: every byte, or its seal only.",
-    )
     flush_timeout_s: float = setting(DURATION, 25.0, "How long a flush may take.")
     linger_s: float | None = setting(
         DURATION, None, "How long memory stays when no trainer is there, like 15m."

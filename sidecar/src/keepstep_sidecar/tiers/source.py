@@ -16,7 +16,6 @@ from pathlib import Path
 from keepstep.core.shard import Shard
 from keepstep.errors import StorageError, TornError
 from keepstep.steps import Tier
-from keepstep_sidecar.config.sidecar import Verify
 from keepstep_sidecar.volume.directories import BAD_BLOCKS, LocalShard
 from keepstep_sidecar.volume.files import Engine, Filesystem, ShardFile, open_shard
 from keepstep_sidecar.volume.volume import VolumeSet
@@ -64,8 +63,7 @@ class ShardSource:
     `where`: the place, as a text for people. `run`: the run to which the image must belong.
     `adopted_by`: the run to which it belongs in memory, if that is another one; else ''. `streams`:
     how many parallel reads keep the connection or drive busy. `chunks_per_read`: how many
-    consecutive chunks one read asks for. `verified_loads`: whether the chunks of a whole image are
-    verified by digest. Single chunks always are.
+    consecutive chunks one read asks for.
     """
 
     shard: Shard
@@ -75,7 +73,6 @@ class ShardSource:
     adopted_by: str = ""
     streams: int = 4
     chunks_per_read: int = 1
-    verified_loads: bool = True
 
     def opened(self, cancel: Cancel) -> AbstractContextManager[Read]:
         """Open the source for reads from any number of threads. An error inside is this copy's
@@ -115,7 +112,6 @@ def local_source(volumes: VolumeSet, shard: LocalShard) -> FileSource:
         run=volume.record.run,
         open=lambda: volumes.opened(shard.path),
         streams=volume.io_threads,
-        verified_loads=volume.verify is Verify.FULL,
     )
 
 

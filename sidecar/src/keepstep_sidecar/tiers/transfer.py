@@ -40,14 +40,13 @@ class Opened:
     fetch: Read
     turn: threading.Semaphore = field(default_factory=hashing)
 
-    def read(self, wanted: Wanted, *, check: bool = True) -> Iterator[tuple[int, memoryview]]:
+    def read(self, wanted: Wanted) -> Iterator[tuple[int, memoryview]]:
         """Fill the buffers of consecutive chunks, and yield each once it is verified."""
         begin = self.manifest.bounds(wanted[0][0])[0]
         views = self.fetch(begin, [view for _, view in wanted])
         for (chunk, _), view in zip(wanted, views, strict=True):
-            if check:
-                with self.turn:
-                    self.manifest.check(chunk, view, path=self.source.where)
+            with self.turn:
+                self.manifest.check(chunk, view, path=self.source.where)
             yield chunk, view
 
 
@@ -112,21 +111,14 @@ def opened(
 # --- into buffers ----------------------------------------------------------------------------
 
 
-def fill(
-    open_source: Opened,
-    wanted: Wanted,
-    *,
-    check: bool = True,
-    on_chunk: Callable[[int], None] | None = None,
-) -> None:
+def fill(open_source: Opened, wanted: Wanted) -> None:
     """Fill every buffer. When this returns or raises, no thread touches the buffers any more."""
     _check_sizes(open_source.manifest, wanted)
     runs = list(_runs(wanted, open_source.source.chunks_per_read))
 
     def fill_run(index: int) -> None:
-        for _, view in open_source.read(runs[index], check=check):
-            if on_chunk is not None:
-                on_chunk(len(view))
+        for _ in open_source.read(runs[index]):
+            pass
 
     for_each_chunk(fill_run, len(runs), threads=open_source.source.streams)
 
@@ -152,7 +144,7 @@ def _load(open_source: Opened, view: memoryview) -> ControlPage:
         raise UsageError(f"{source.where}: a slot of {len(view)} bytes, not {layout.size_bytes}")
     pieces = [view[slice(*manifest.bounds(chunk))] for chunk in manifest.chunks]
     try:
-        fill(open_source, list(enumerate(pieces)), check=source.verified_loads)
+        fill(open_source, list(enumerate(pieces)))
     finally:
         for piece in pieces:
             piece.release()

@@ -31,7 +31,7 @@ from keepstep.errors import (
 )
 from keepstep.image import ControlPage, Layout, check_control
 from keepstep.steps import StepId, shard_name
-from keepstep_sidecar.config.sidecar import IO_THREADS, Verify
+from keepstep_sidecar.config.sidecar import IO_THREADS
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume import run_record
 from keepstep_sidecar.volume.directories import (
@@ -106,22 +106,19 @@ class Volume:
         capacity_bytes: int | None = None,
         filesystem: Filesystem | None = None,
         engine: Engine | None = None,
-        verify: Verify = Verify.FULL,
         read_only: str = "",
     ) -> None:
         """Make and lock the directory, and find out which engine works (`engine` forces one). An
         open directory is only read, wherever its path leads now.
 
-        `verify`: what is checked when a shard is loaded. `read_only`: see the class; nothing is
-        then made or locked. Raises StorageError when another process owns the directory (the
-        message names its pid) or when it cannot be written, ForeignError when it belongs to another
-        run.
+        `read_only`: see the class; nothing is then made or locked. Raises StorageError when another
+        process owns the directory (the message names its pid) or when it cannot be written,
+        ForeignError when it belongs to another run.
         """
         self.root = root.path if isinstance(root, Directory) else root.absolute()
         self.failed = self.read_only = read_only
         self._unscanned = ""
         """`failed` as the last scan set it, while there is no worse error."""
-        self.verify = verify
         self.filesystem = filesystem or Filesystem()
         self._directories = Directories(Tree(self.root), self.filesystem)
         self._ownership: Ownership | None = None
