@@ -8,35 +8,24 @@ only away, is in docs/adr/0017-ranks-lend-each-other-a-step.md.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from keepstep.wire.reports import Report
 from keepstep.wire.runs import Drive
 
-_ID = re.compile(r"[0-9a-f-]{36}@[0-9a-f]{16}")
-_VOLUME = re.compile(r"[a-z0-9-]{1,63}")
-_MOST_VOLUMES = 16
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceDrives:
     """Where the volumes of one place lie: its node and, by the volume's name, the file system
-    (`ReportedVolume.drive_id`); '' if that is not known. No volumes: the report makes no sense."""
+    (`ReportedVolume.drive_id`); '' if that is not known."""
 
     node: str
     volumes: Mapping[str, str]
 
     @classmethod
     def of(cls, node: str, report: Report) -> PlaceDrives:
-        volumes = {
-            one.name: one.drive_id if _ID.fullmatch(one.drive_id) else ""
-            for one in report.volumes[:_MOST_VOLUMES]
-            if _VOLUME.fullmatch(one.name)
-        }
-        whole = len(volumes) == len(report.volumes)
-        return cls(node=node, volumes=volumes if whole else {})
+        return cls(node=node, volumes={one.name: one.drive_id for one in report.volumes})
 
     @property
     def known(self) -> bool:

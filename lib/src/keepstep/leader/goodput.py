@@ -12,11 +12,10 @@ so that a sum that is read back from a record goes on exactly. Pure; time is pas
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import floor, isfinite
+from math import floor
 from typing import Final
 
 from keepstep.core.history import Goodput
@@ -27,12 +26,7 @@ from keepstep.wire.runs import MOST_TALLIES, seconds_of, utc
 SHOWN_S: Final = 60.0
 """The shown figure changes at most this often, although each report changes the sum."""
 
-_AHEAD_S: Final = 3600.0
-"""A tally that ends farther ahead of our clock was counted by a wrong clock."""
-
-_ROUNDING_S: Final = 1.0
 _MOST: Final = 10**15
-_ID: Final = re.compile("[0-9a-f]{16}")
 
 BUCKETS: Final = tuple(Goodput(since=0.0).seconds)
 _PRODUCTIVE, _WASTED, _AWAY = map(
@@ -83,24 +77,9 @@ class Sum:
     known: tuple[Tally, ...]
 
 
-def is_sane(told: ReportedGoodput, *, at: float) -> bool:
-    """Whether a sidecar with a right clock can have counted this."""
-    seconds = _seconds(told)
-    times = (told.since, told.until, *seconds)
-    return (
-        _ID.fullmatch(told.id) is not None
-        and all(isfinite(one) and one >= 0.0 for one in times)
-        and told.until <= at + _AHEAD_S
-        and sum(seconds) <= told.until - told.since + _ROUNDING_S
-        and -1 <= told.step < _MOST
-        and 0 <= told.steps <= told.step + 1
-    )
-
-
 def whole(told: ReportedGoodput) -> Tally:
     """The reported tally in whole seconds, which add up to its whole time. Time that the sidecar
-    put into no bucket was before it knew of a restore, so it counts as infrastructure recovery.
-    `told` must be sane."""
+    put into no bucket was before it knew of a restore, so it counts as infrastructure recovery."""
     seconds = list(_seconds(told))
     seconds[_AWAY] += max(0.0, told.until - told.since - sum(seconds))
     edges = [0, *map(round, accumulate(seconds))]
@@ -209,11 +188,8 @@ class GoodputSum:
         if self._waits is not None:
             self._sum = added(self._sum, self._waits)
 
-    def take(self, told: ReportedGoodput, *, at: float) -> None:
-        """Take in the tally of the first machine. An impossible one is ignored, while the rest of
-        the report counts: goodput is only shown and decides nothing."""
-        if not is_sane(told, at=at):
-            return
+    def take(self, told: ReportedGoodput) -> None:
+        """Take in the tally of this machine, which is the run's first."""
         self._waits = whole(told)
         if self._resumed:
             self._sum = added(self._sum, self._waits)

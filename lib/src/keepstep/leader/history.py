@@ -98,7 +98,7 @@ class RunHistory:
         then. `grid`: a step is durable at multiples of it."""
         ledger = self._ledger
         if report.goodput is not None and sender.node_rank == 0:
-            self.goodput.take(report.goodput, at=at)
+            self.goodput.take(report.goodput)
         durable = committed, archived = ledger.committed(), ledger.newest_archived()
         if archived is not None and self.stand_in is not None and archived >= self.stand_in:
             self.stand_in = None

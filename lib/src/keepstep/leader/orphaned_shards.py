@@ -61,13 +61,10 @@ class OrphanedShards:
         there."""
         self._held.pop((node, node_rank), None)
 
-    def superseded(self, by: StepId | None) -> bool:
-        """Forget the shards of steps older than `by`, which is available elsewhere. Returns whether
-        there were any."""
-        done = [key for key, one in self._held.items() if by is not None and one.step < by]
-        for key in done:
-            del self._held[key]
-        return bool(done)
+    def superseded(self, by: StepId | None) -> None:
+        """Forget the shards of steps older than `by`, which is available elsewhere."""
+        if by is not None:
+            self._held = {key: one for key, one in self._held.items() if one.step >= by}
 
     def resume(self, left: Iterable[tuple[str, int, StepId]]) -> None:
         """Take over what an earlier leader knew, as node, node rank and step. Places that are still

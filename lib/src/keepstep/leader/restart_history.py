@@ -18,12 +18,6 @@ PATIENCE_S = 35.0
 restore, and a sidecar of a large run may report only every half minute."""
 
 
-MOST_WAITING = 1024
-"""The most epochs that are reported and not accounted for. Further ones are ignored."""
-MOST_DONE = 4096
-"""The most epochs that are remembered as counted; the newest ones are."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Restart:
     """One epoch of the run that began after another. `parent` False: it began at step 0.
@@ -119,9 +113,7 @@ class RestartHistory:
                 self._told[one.epoch.id].add(one)
 
     def _note(self, epoch: Epoch, named: set[EpochId], before: int | None, at: float) -> None:
-        if epoch.id in self._told or len(self._told) >= MOST_WAITING:
-            return
-        if not self._is_counted(epoch.id, named):
+        if epoch.id not in self._told and not self._is_counted(epoch.id, named):
             self._told[epoch.id] = _Told(epoch=epoch, since=at, before=before)
 
     def _is_counted(self, id: EpochId, named: set[EpochId]) -> bool:
@@ -153,15 +145,8 @@ class RestartHistory:
         begins = self.counted is None and bool(restart.origin)
         self.counted = restart.epoch
         self._done.add(restart.epoch)
-        if len(self._done) > MOST_DONE:
-            self._done = set(sorted(self._done)[-MOST_DONE // 2 :])
         if first:
             return None
         self.restarts += not begins
         self.lost_steps += restart.lost_steps
         return restart
-
-    @property
-    def waiting(self) -> bool:
-        """Whether an epoch was reported that is not accounted for yet."""
-        return bool(self._told)

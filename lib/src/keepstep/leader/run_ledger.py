@@ -20,9 +20,7 @@ from keepstep.core.ledger import (
     Gone,
     Ledger,
     LedgerConfig,
-    Nothing,
     Reported,
-    Unknown,
 )
 from keepstep.core.retention import Retention
 from keepstep.leader.durability import Sole, least_left, refuges, sole_nodes
@@ -68,7 +66,6 @@ class RunLedger:
         self.places = Places()
         self.orphans = OrphanedShards()
         self.progress: StepId | None = None
-        self._acknowledged: set[EpochId] = set()
         self._told: dict[int, int] = {}
         """By node rank, the ranks that it has named since its volumes were scanned, as a bitmap."""
         self._asked: set[int] = set()
@@ -209,7 +206,6 @@ class RunLedger:
 
     def acknowledge(self, epoch: EpochId) -> tuple[Action, ...]:
         """A person confirms that this epoch rightly began at step 0."""
-        self._acknowledged.add(epoch)
         return self.core.apply(FreshStartAcknowledged(epoch))
 
     def _memory_gone(self, node_rank: int) -> tuple[Action, ...]:
@@ -348,16 +344,8 @@ class RunLedger:
 
     def plan(self) -> StepId | None:
         """The step that a restart would restore; None if that is uncertain, or if there is none."""
-        plan = self._plan()
+        plan = None if self.world is None else self.core.next_step(range(self.world))
         return plan if isinstance(plan, StepId) else None
-
-    def doubt(self) -> str:
-        """Why it is uncertain what a restart would restore; '' if it is certain."""
-        plan = self._plan()
-        return plan.reason if isinstance(plan, Unknown) else ""
-
-    def _plan(self) -> StepId | Nothing | Unknown | None:
-        return None if self.world is None else self.core.next_step(range(self.world))
 
     def safety(self) -> Safety:
         """What the loss of one node would leave."""

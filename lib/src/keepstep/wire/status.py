@@ -153,7 +153,7 @@ class Status:
     if a drive does not keep up. `goodput`: over all lives of the run on this machine; None before
     the first restore. `scanned`: the sidecar has scanned its volumes, so `steps` includes all steps
     that lie there. `leased_at`: when a trainer last took its rank; None: none did since the sidecar
-    started. `owned`: a process stands for the run, such as `keepstep run`. `uncaught`: the newest
+    started. `uncaught`: the newest
     error of a script, or the newest that repeats; None once a step was staged after it.
     """
 
@@ -185,7 +185,6 @@ class Status:
     survives: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     leased_at: float | None = None
-    owned: bool = False
     uncaught: Uncaught | None = None
     window_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     window_shared_bytes: int = 0

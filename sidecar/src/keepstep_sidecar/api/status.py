@@ -68,7 +68,6 @@ async def status(service: Service) -> Status:
         scanned=committer.local_shards.scanned,
         survives=survives(marks),
         warnings=warnings(service),
-        owned=service.owner.present,
         leased_at=service.saving.leased_at,
         uncaught=service.saving.uncaught,
         window_bytes={str(tier): size for tier, size in service.chunk_buffers.read_bytes.items()},
