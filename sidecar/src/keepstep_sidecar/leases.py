@@ -141,11 +141,11 @@ class Leases:
         self._changes.ring()
         return True
 
-    async def certain_death(self, lease: Lease, *, timeout_s: float = _HANDOVER_S) -> bool:
-        """Whether the trainer's process is gone. Waits for that at most `timeout_s`."""
+    async def certain_death(self, lease: Lease) -> bool:
+        """Whether the trainer's process is gone. Waits for that for a moment."""
         if lease.died or lease.pidfd is None:
             return lease.died
-        return await self._changes.until(lambda: lease.died, timeout_s=timeout_s)
+        return await self._changes.until(lambda: lease.died, timeout_s=_HANDOVER_S)
 
     def unwatch(self, lease: Lease) -> None:
         """Stop watching the trainer's process."""

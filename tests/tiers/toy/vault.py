@@ -51,7 +51,7 @@ class VaultTier(RemoteTier):
         @contextmanager
         def opened() -> Iterator[ShardFile]:
             filesystem, engine = Filesystem(), Engine.BUFFERED
-            with open_shard(path, filesystem=filesystem, engine=engine, threads=1) as file:
+            with open_shard(path, filesystem=filesystem, engine=engine) as file:
                 yield file
 
         where = str(path)

@@ -110,14 +110,12 @@ class Leader:
         run: str = "",
         way_out: str = "",
         grid: int = 1,
-        pins: Pins | None = None,
     ) -> None:
         """`policy`: what the run goes by until an operator says otherwise. `way_out`: the command
-        by which a person has the run begin again. `grid`: see `ArchiveConfig.base`. `pins`: those
-        on record here."""
+        by which a person has the run begin again. `grid`: see `ArchiveConfig.base`."""
         self.nodes = nodes
         self.closing = False
-        self.pins = pins or Pins()
+        self.pins = Pins()
         self.life = life
         self.ledger = RunLedger()
         self.history = RunHistory(self.ledger)
@@ -356,7 +354,6 @@ class Leader:
         advice, held = self._advise(), sorted(self.ledger.local(node_rank))
         peers, left = advice.peers, self.requests.left
         return LeaderReply(
-            leader=self.life,
             number=0,
             answers=member.sequence,
             epoch=self.ledger.core.lineage.current,

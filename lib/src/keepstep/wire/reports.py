@@ -268,12 +268,11 @@ class MemberReport:
 class LeaderReply:
     """The leader's frame: an answer, or sent because something has changed.
 
-    `leader`: names its sidecar's process. `epoch`: the newest one that it knows of. `number` grows
+    `epoch`: the newest one that it knows of. `number` grows
     with every reply to this member. `answers`: the sequence of the newest report that it took from
     the member. `closing`: the leader ends once its members have acted on this reply.
     """
 
-    leader: str
     number: int
     reply: ReportReply
     epoch: EpochId | None = None

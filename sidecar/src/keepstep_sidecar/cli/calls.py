@@ -28,18 +28,18 @@ ANSWER_S = 10.0
 """A live sidecar answers a question about itself in much less time."""
 
 
-def status(path: Path, *, timeout_s: float = ANSWER_S) -> Status | None:
+def status(path: Path) -> Status | None:
     """The status of the sidecar; None when no process listens on `path`.
 
     Raises SidecarError when a process listens but its answer is malformed or late.
     """
-    return _ask(path, lambda client: client.get("/v1/status", Status, timeout_s=timeout_s))
+    return _ask(path, lambda client: client.get("/v1/status", Status, timeout_s=ANSWER_S))
 
 
-def history(path: Path, since: int = 0, *, timeout_s: float = ANSWER_S) -> History | None:
+def history(path: Path, since: int) -> History | None:
     """What happened after the event `since`; None when no process listens. Raises SidecarError."""
     route = f"/v1/history?since={since}"
-    return _ask(path, lambda client: client.get(route, History, timeout_s=timeout_s))
+    return _ask(path, lambda client: client.get(route, History, timeout_s=ANSWER_S))
 
 
 def flush(path: Path, *, timeout_s: float) -> Flushed | None:

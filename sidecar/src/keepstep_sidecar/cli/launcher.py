@@ -222,14 +222,14 @@ def trainers_of(kept: RunDir) -> tuple[int, ...]:
     return () if live is None else tuple(one.pid for one in live.ranks if one.alive)
 
 
-def end(kept: RunDir, *, timeout_s: float = DRAIN_S) -> bool:
+def end(kept: RunDir) -> bool:
     """Flush, stop the sidecar and free its memory. Returns False if there is no sidecar.
 
     Raises SidecarError if the sidecar does not end.
     """
     live = calls.status(kept.socket)
     process = None if live is None else Process.of(live.pid)
-    if live is None or not calls.stop(kept.socket, forget=True, timeout_s=timeout_s):
+    if live is None or not calls.stop(kept.socket, forget=True, timeout_s=DRAIN_S):
         return False
     _await_gone(process, kept)
     return True

@@ -151,7 +151,7 @@ def _file(path: Path, engine: Engine) -> Iterator[ShardFile]:
     with ExitStack() as stack:
 
         def enter(engine: Engine) -> ShardFile:
-            opened = open_shard(path, filesystem=Filesystem(), engine=engine, threads=1)
+            opened = open_shard(path, filesystem=Filesystem(), engine=engine)
             return stack.enter_context(opened)
 
         try:

@@ -460,7 +460,6 @@ class ShardFile:
 
     filesystem: Filesystem
     fd: int
-    threads: int
 
     def read(self, into: memoryview, offset: int) -> int:
         """Fill the page-aligned `into`. Returns the bytes read: fewer only at the file's end."""
@@ -469,13 +468,11 @@ class ShardFile:
 
 
 @contextmanager
-def open_shard(
-    path: Path, *, filesystem: Filesystem, engine: Engine, threads: int
-) -> Iterator[ShardFile]:
+def open_shard(path: Path, *, filesystem: Filesystem, engine: Engine) -> Iterator[ShardFile]:
     """Open a shard for reading, with the flags that `engine` needs. Raises OSError."""
     fd = filesystem.open(path, os.O_RDONLY | engine.open_flags)
     try:
-        yield ShardFile(filesystem=filesystem, fd=fd, threads=threads)
+        yield ShardFile(filesystem=filesystem, fd=fd)
         if engine is Engine.BUFFERED:
             forget_cache(fd)
     finally:

@@ -200,9 +200,7 @@ class Volume:
             path = self._directories.locate(path)  # inside the try: a dead drive fails here already
             with opened(path, self.filesystem):  # never a link or a pipe
                 pass
-            with open_shard(
-                path, filesystem=self.filesystem, engine=self.engine, threads=self.io_threads
-            ) as file:
+            with open_shard(path, filesystem=self.filesystem, engine=self.engine) as file:
                 yield file
         except VersionError:
             raise

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -155,12 +154,11 @@ class Link:
         path: str,
         body: bytes | memoryview = b"",
         *,
-        headers: Mapping[str, str] = MappingProxyType({}),
         kind: type[T] | None,
         quiet_s: float = QUIET_S,
     ) -> T:
         with self._translated():
-            self._send(method, path, body, headers, quiet_s)
+            self._send(method, path, body, {}, quiet_s)
             response = self._response((200, 204))
             data = response.read(protocol.LARGEST_JSON_BYTES)
             if response.read(1):

@@ -125,9 +125,7 @@ class Shards:
     @contextmanager
     def _opened(self, path: Path, volume: Volume) -> Iterator[ShardFile]:
         try:
-            with open_shard(
-                path, filesystem=volume.filesystem, engine=volume.engine, threads=1
-            ) as file:
+            with open_shard(path, filesystem=volume.filesystem, engine=volume.engine) as file:
                 yield file
         except OSError as error:  # also when a rename moved it after we looked
             raise StorageError(f"{path}: not readable (any more): {error}") from error
