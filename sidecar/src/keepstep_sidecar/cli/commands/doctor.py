@@ -7,31 +7,28 @@ machine depends on it.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import platform
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import click
 
 import keepstep.version
-from keepstep.errors import KeepstepError
 from keepstep.image import HUGE_PAGE_BYTES
 from keepstep.image.layout import CHUNK_BYTES, LEAST_ON_HUGE_PAGES_BYTES
 from keepstep.steps import StrEnum
 from keepstep_sidecar import __version__
-from keepstep_sidecar.cli import inventory, output, run_dir
+from keepstep_sidecar.cli import output, run_dir
 from keepstep_sidecar.cli.options import directory_option, json_option
-from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.concurrency import for_each_chunk
 from keepstep_sidecar.config.settings import format_duration, format_size, size_option
-from keepstep_sidecar.config.sidecar import IO_THREADS
+from keepstep_sidecar.config.sidecar import IO_THREADS, Config
 from keepstep_sidecar.memory.directories import advice, free_huge_bytes
 from keepstep_sidecar.memory.slot_file import may_swap
 from keepstep_sidecar.volume import files
@@ -71,26 +68,22 @@ class Finding:
 @dataclass(frozen=True, kw_only=True)
 class Need:
     """What a run needs of this machine. `image_bytes`: the size of one rank's image, None if
-    unknown. `slots_made_bytes`, `kept_bytes` (by volume): what the run has already."""
+    unknown."""
 
     image_bytes: int | None
-    ranks: int
-    slots: int
-    slots_made_bytes: int = 0
-    kept_bytes: Mapping[Path, int] = field(default_factory=dict)
+    ranks: int = 1
+    slots: int = Config.slots
 
     @property
     def memory_bytes(self) -> int | None:
         """Bytes for the slots of all ranks; None if the size of an image is unknown."""
         return None if self.image_bytes is None else self.image_bytes * self.ranks * self.slots
 
-    def volume_bytes(self, volume: Path, volumes: int) -> int | None:
-        """How many more bytes the run needs on `volume`, one of `volumes`; None if the size of an
-        image is unknown."""
+    def volume_bytes(self, volumes: int) -> int | None:
+        """Bytes on each of so many volumes; None if the size of an image is unknown."""
         if self.image_bytes is None:
             return None
-        of_one = -(-self.ranks // volumes) * self.image_bytes
-        return max(of_one, of_one * _IMAGES_ON_A_VOLUME - self.kept_bytes.get(volume, 0))
+        return -(-self.ranks // volumes) * self.image_bytes * _IMAGES_ON_A_VOLUME
 
 
 # --- versions --------------------------------------------------------------------------------
@@ -143,7 +136,7 @@ def shared_memory(directory: Path, need: Need) -> Finding:
     if wanted is None:
         outcome = Outcome.OK if free >= LEAST_SHARED_BYTES else Outcome.SLOW
         return Finding("shared memory", outcome, found, "" if outcome is Outcome.OK else larger)
-    free += free_huge_bytes() + need.slots_made_bytes
+    free += free_huge_bytes()
     if free >= wanted:
         return Finding("shared memory", Outcome.OK, f"{found}, {format_size(wanted)} needed")
     least = wanted * _LEAST_SLOTS // need.slots
@@ -160,7 +153,7 @@ def huge_pages(need: Need) -> Finding:
         return Finding("huge pages", Outcome.OK, f"{found}, images are too small for them")
     if need.memory_bytes is not None:
         found += f", {format_size(wanted)} could be used"
-    if free + need.slots_made_bytes >= wanted:
+    if free >= wanted:
         return Finding("huge pages", Outcome.OK, found)
     change = (
         advice(wanted) if need.memory_bytes is not None else "tell --state SIZE to hear how many"
@@ -199,7 +192,7 @@ def drive(
         change = "choose another directory, or make it writable for this user"
         yield Finding(f"drive {directory}", Outcome.MISSING, error.strerror or str(error), change)
         return
-    yield _space(directory, free, total, need.volume_bytes(directory, volumes))
+    yield _space(directory, free, total, need.volume_bytes(volumes))
     outcome = Outcome.OK if engine is Engine.DIRECT else Outcome.SLOW
     change = (
         "" if engine is Engine.DIRECT else "a local drive with ext4 or xfs: pages are copied here"
@@ -275,9 +268,6 @@ def measure(
     return size_bytes / max(written, 1e-9), size_bytes / max(read, 1e-9)
 
 
-_SLOTS = 4
-
-
 @click.command()
 @directory_option
 @click.option(
@@ -288,17 +278,15 @@ _SLOTS = 4
     metavar="DIR",
     help="A drive that a run would have; several times.  [default: --dir]",
 )
-@size_option("--state", help="Of one rank: weights and optimizer.  [default: the run in DIR says]")
-@click.option(
-    "--ranks", type=click.IntRange(1), help="On this machine.  [default: as the run, or 1]"
-)
+@size_option("--state", help="Of one rank: weights and optimizer.  [default: not known]")
+@click.option("--ranks", type=click.IntRange(1), default=1, help="On this machine.  [default: 1]")
 @size_option("--probe-size", default="256Mi", help="Written to measure.  [default: 256Mi]")
 @json_option
 def doctor(
     directory: Path,
     volumes: tuple[Path, ...],
     state: int | None,
-    ranks: int | None,
+    ranks: int,
     probe_size: int,
     as_json: bool,
 ) -> None:
@@ -314,10 +302,8 @@ def doctor(
       keepstep doctor --volume /nvme0 --volume /nvme1 --state 40Gi --ranks 8
       keepstep doctor --dir /scratch/ckpt --json
     """
-    kept = _kept(directory)
-    need = _need(kept, state, ranks)
-    known = (directory,) if kept is None else kept.config.volumes
-    places = tuple(one.absolute() for one in volumes or known)
+    need = Need(image_bytes=state, ranks=ranks)
+    places = tuple(one.absolute() for one in volumes or (directory,))
     found = []
     for one in _findings(need, places, probe_size):
         found.append(one)
@@ -344,38 +330,3 @@ def _findings(need: Need, volumes: tuple[Path, ...], probe_bytes: int) -> Iterat
             probe_bytes=probe_bytes,
             clock=time.monotonic,
         )
-
-
-def _kept(directory: Path) -> RunDir | None:
-    """The run in `directory`, if there is exactly one."""
-    with contextlib.suppress(KeepstepError):
-        return run_dir.find(directory, None)
-    return None
-
-
-def _need(kept: RunDir | None, state: int | None, ranks: int | None) -> Need:
-    """What a run needs: from the options, else from the newest step of the run."""
-    if kept is None:
-        return Need(image_bytes=state, ranks=ranks or 1, slots=_SLOTS)
-    shards = inventory.survey(kept)[0]
-    newest = max((one.step_id for one in shards), default=None)
-    images = {one.rank: one.size_bytes for one in shards if one.step_id == newest}
-    return Need(
-        image_bytes=state or max(images.values(), default=None),
-        ranks=ranks or len(images) or 1,
-        slots=kept.config.slots,
-        slots_made_bytes=_slots_bytes(kept),
-        kept_bytes={
-            volume: sum(one.size_bytes for one in shards if one.path.is_relative_to(volume))
-            for volume in kept.config.volumes
-        },
-    )
-
-
-def _slots_bytes(kept: RunDir) -> int:
-    total = 0
-    for place in filter(None, (kept.memory, kept.config.huge_pages_dir)):
-        for file in place.glob("rank-*/*"):
-            with contextlib.suppress(OSError):  # the run may go on, and remove slots
-                total += file.stat().st_blocks * 512
-    return total
